@@ -1,0 +1,38 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEBIAN := etcd-server etcd-client chromium fonts-dejavu-core slurmctld slurmd slurm-client munge gdb iproute2 nftables iptables strace
+
+.PHONY: demo test lint soak bench packages clean
+
+demo: $(STAMP)
+	$(BIN)/allranks demo
+
+test: $(STAMP) packages
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+soak: $(STAMP) packages
+	$(BIN)/python -m pytest --soak $(ARGS)
+
+bench: $(STAMP)
+	for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# Debian packages for the tests of etcd, Slurm, the browser and the network; only as root, only when missing.
+packages:
+	@sh scripts/debian_packages.sh $(DEBIAN)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

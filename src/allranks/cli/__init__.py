@@ -1,0 +1,65 @@
+"""The `allranks` command: finds the sub-command's file, turns errors into exit codes. Only cli prints or exits.
+
+Each sub-command is one file with `HELP` (one line, in COMMANDS here so that start-up imports nothing else),
+`add_arguments(parser)` and `main(args) -> int`. Exit codes: 0 nothing wrong, 1 fault found, 2 could not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import allranks
+from allranks.errors import AllranksError
+
+#: sub-command -> (module under allranks.cli, one-line help). Order is the order of `--help`.
+COMMANDS: dict[str, tuple[str, str]] = {}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; never raises for what the user can mend."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = next((word for word in words if not word.startswith("-")), None)
+    parser = _parser(name)
+    args = parser.parse_args(words)
+    if args.command is None:
+        parser.print_help()
+        return 2
+    module = importlib.import_module(f"allranks.cli.{COMMANDS[args.command][0]}")
+    try:
+        code: int = module.main(args)
+        return code
+    except AllranksError as error:
+        print(f"allranks {args.command}: {error}", file=sys.stderr)
+        if error.hint:
+            print(error.hint, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"allranks {args.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def run() -> None:
+    """Console entry point."""
+    sys.exit(main())
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    """The parser; only the chosen sub-command's module is imported for its arguments."""
+    parser = argparse.ArgumentParser(
+        prog="allranks",
+        description="Finds out why a distributed PyTorch job hangs, and keeps it training when machines fail.",
+    )
+    parser.add_argument("--version", action="version", version=f"allranks {allranks.__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, (module, text) in COMMANDS.items():
+        sub = subparsers.add_parser(name, help=text, description=text)
+        if name == chosen:
+            importlib.import_module(f"allranks.cli.{module}").add_arguments(sub)
+    return parser

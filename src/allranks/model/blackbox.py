@@ -1,0 +1,89 @@
+"""The layout of a black box file. `record` writes it in the rank; `load` and `agent` read it from outside.
+
+    0      header   one HEADER row, 4096 bytes reserved
+    4096   ring     `capacity` rows of trace.CALL; record i lives in slot i % capacity
+    ...    heap     append-only table items, from `heap_offset`
+
+Heap item: u4 payload length, u2 kind (Item), u2 reserved, u4 id, then the payload as UTF-8 JSON, padded to
+8 bytes. Items are published by raising `heap_used` after the bytes are in place. Ids count from 1 per kind;
+id 0 means none. When the heap is full new items get id 0 and `heap_full` is set: numbers in the record
+(numel, seq, peer) still tell most of the story.
+
+A reader never trusts a row whose begin != end, nor one whose `begin` changed while it was copied
+(see `whole_rows`). Writers fill a row in ascending order, `begin` first and `end` last.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from allranks.model.trace import CALL
+
+MAGIC = b"ALLRANKS"
+VERSION = 1
+HEADER_BYTES = 4096
+ITEM_HEADER_BYTES = 12
+DEFAULT_CAPACITY = 2000
+DEFAULT_HEAP_BYTES = 4 << 20  # address space; pages are only taken when touched
+
+
+class Item(IntEnum):
+    """Kinds of heap items and their JSON payloads."""
+
+    META = 1  # {"host", "job", "backend", "versions": {}, "argv": []}; later ones override earlier ones
+    GROUP = 2  # [name, desc, [ranks], backend]
+    NAME = 3  # "all_reduce"
+    SHAPES = 4  # [inputs, outputs, input_dtypes, output_dtypes, input_splits, output_splits]
+    STACK = 5  # [[name, file, line], ...] innermost first
+
+
+#: The live header. Eight-byte fields are written with single aligned stores.
+HEADER = np.dtype(
+    [
+        ("magic", "S8"),
+        ("version", "<u4"),
+        ("record_bytes", "<u4"),
+        ("capacity", "<u8"),
+        ("heap_offset", "<u8"),
+        ("heap_bytes", "<u8"),
+        ("heap_used", "<u8"),
+        ("heap_full", "<u8"),
+        ("next_id", "<u8"),  # records ever begun; dropped = max(0, next_id - capacity)
+        ("rank", "<i8"),
+        ("world_size", "<i8"),
+        ("local_rank", "<i8"),
+        ("attempt", "<i8"),
+        ("pid", "<i8"),
+        ("start_ns", "<i8"),
+        ("start_ticks", "<i8"),  # /proc/PID/stat field 22, so that a reused pid is not mistaken
+        ("step", "<i8"),
+        ("step_ns", "<i8"),
+        ("calls_started", "<i8"),
+        ("calls_completed", "<i8"),
+        ("last_call_ns", "<i8"),
+        ("expect_until_ns", "<i8"),
+        ("phase", "<u8"),  # NAME id
+        ("closed_ns", "<i8"),  # 0 while running or after a sudden death
+        ("closed", "S64"),  # "exit", "exception: ...", "signal 15"
+    ]
+)
+assert HEADER.itemsize <= HEADER_BYTES
+
+
+def file_name(job: str, attempt: int, rank: int, pid: int) -> str:
+    """The name of a rank's black box; never reused by a later attempt or process."""
+    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in job) or "job"
+    return f"{safe}.a{attempt}.r{rank}.p{pid}.box"
+
+
+def whole_rows(rows: np.ndarray, begins_after: np.ndarray) -> np.ndarray:
+    """Which copied rows are whole: begin == end, not empty, and `begin` re-read after the copy is unchanged."""
+    mask: np.ndarray = (rows["begin"] != 0) & (rows["begin"] == rows["end"]) & (rows["begin"] == begins_after)
+    return mask
+
+
+def ring_bytes(capacity: int) -> int:
+    """Bytes taken by the ring."""
+    return capacity * CALL.itemsize

@@ -1,0 +1,55 @@
+"""What `diagnose` says of a job. Pure data; the JSON shape is in docs/contracts.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from allranks.model.trace import Frame
+
+Severity = Literal["root", "consequence", "warning"]
+Status = Literal["ok", "fault", "unclear"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong. `ranks` are the guilty ones only."""
+
+    cause: str
+    ranks: tuple[int, ...]
+    sentence: str
+    severity: Severity = "warning"
+    group: str = ""
+    sequence: int | None = None
+    confidence: float = 0.0
+    where: str = ""  # "train.py:44 in sync_stats"
+    waiting: tuple[int, ...] = ()  # ranks that wait because of it
+    waited_s: float | None = None
+    stacks: tuple[tuple[tuple[int, ...], tuple[Frame, ...]], ...] = ()  # (ranks, stack), guilty ones first
+    evidence: tuple[str, ...] = ()
+    missing_evidence: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()  # what to do, exact commands
+
+
+@dataclass(frozen=True)
+class FileNote:
+    """What became of one input file."""
+
+    path: str
+    rank: int | None
+    kind: str
+    status: Literal["ok", "damaged", "skipped"]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The whole answer. `verdict` is None when status is ok."""
+
+    status: Status
+    verdict: Finding | None
+    findings: tuple[Finding, ...] = ()
+    files: tuple[FileNote, ...] = ()
+    world_size: int | None = None
+    ranks: tuple[int, ...] = ()  # ranks with a readable trace
+    summary: tuple[str, ...] = field(default=())

@@ -1,0 +1,150 @@
+"""One rank's recorded calls, in memory, whatever file they came from. Pure data; no process of its own.
+
+`load` makes a `RankTrace` out of every kind of dump; `diagnose` and `report` read nothing else.
+Calls are columns of one numpy array (`CALL`), because 16,384 ranks x 2,000 calls must be matched in
+seconds. Everything of variable length (names, sizes, stacks) is interned once per file and referred
+to by index into the tuples of the trace; index 0 always means "unknown / none".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum, IntFlag
+
+import numpy as np
+
+
+class State(IntEnum):
+    """How far a call got. TIMED_OUT and FAILED are final but not completed."""
+
+    SCHEDULED = 0
+    STARTED = 1
+    COMPLETED = 2
+    FAILED = 3
+    TIMED_OUT = 4
+
+
+class Flag(IntFlag):
+    """Facts about a call that are true or false."""
+
+    P2P = 1  # send or recv
+    COALESCED_PART = 2  # inside a coalesced group; its own state says nothing
+    COALESCED_END = 4  # the entry that stands for a whole coalesced group
+    RETIRED = 8  # the library has put it away: finished, failed or timed out
+    CAPTURED = 16  # recorded under CUDA graph capture; completion is unknowable
+    STATE_UNKNOWN = 32  # the source cannot tell scheduled from completed (gloo's own recorder)
+    COMPLETION_UNRELIABLE = 64  # completed may have been set by an abort (NCCL after a peer died)
+
+
+#: One call. The on-disk record of a black box is exactly this row. Times are epoch nanoseconds, 0 = not yet.
+CALL = np.dtype(
+    [
+        ("begin", "<u8"),  # record id + 1, written first; 0 = empty slot
+        ("created_ns", "<i8"),
+        ("started_ns", "<i8"),
+        ("completed_ns", "<i8"),
+        ("seq", "<i8"),  # per-group collective sequence, from 1; not advanced by p2p; -1 unknown
+        ("p2p_seq", "<i8"),  # per-group p2p sequence, from 1; 0 for collectives
+        ("op_id", "<i8"),  # per-group count of logical operations
+        ("step", "<i8"),  # user's training step, -1 unknown
+        ("in_numel", "<i8"),  # elements over all input tensors; -1 unknown
+        ("out_numel", "<i8"),
+        ("timeout_ms", "<i8"),  # 0 unknown
+        ("group", "<u4"),  # index into RankTrace.groups
+        ("op", "<u4"),  # index into RankTrace.names: "all_reduce", "send", ... (no backend prefix)
+        ("shapes", "<u4"),  # index into RankTrace.shapes
+        ("stack", "<u4"),  # index into RankTrace.stacks
+        ("label", "<u4"),  # index into RankTrace.names: user's label
+        ("thread", "<u4"),  # native thread id
+        ("peer", "<i4"),  # GLOBAL rank of the partner of a send/recv; -1 none or any source
+        ("root", "<i4"),  # GLOBAL rank of the root of broadcast/reduce/gather/scatter; -1 none or unknown
+        ("reduce_op", "<u2"),  # index into REDUCE_OPS
+        ("state", "u1"),
+        ("_pad", "u1"),
+        ("flags", "<u2"),
+        ("_pad2", "<u2"),
+        ("end", "<u8"),  # equals `begin` when the record is whole
+    ]
+)
+assert CALL.itemsize == 144
+
+REDUCE_OPS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum", "other")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a Python stack, innermost first in a stack."""
+
+    name: str
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group as one rank knows it."""
+
+    name: str
+    desc: str = ""
+    ranks: tuple[int, ...] = ()  # global ranks in group order; () = unknown
+    backend: str = ""  # "nccl", "gloo", ...
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes and dtypes of one call. dtypes are c10 names: Float, Half, BFloat16, Long, ..."""
+
+    inputs: tuple[tuple[int, ...], ...] = ()
+    outputs: tuple[tuple[int, ...], ...] = ()
+    input_dtypes: tuple[str, ...] = ()
+    output_dtypes: tuple[str, ...] = ()
+    input_splits: tuple[int, ...] = ()
+    output_splits: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress mark: what the rank last said of itself. Times are epoch nanoseconds, 0 = never."""
+
+    step: int = -1
+    step_ns: int = 0
+    calls_started: int = 0
+    calls_completed: int = 0
+    phase: str = ""  # user's word: "train", "eval", "checkpoint"
+    expect_until_ns: int = 0  # silence is declared normal until then
+    closed: str = ""  # "" while running or killed; "exit", "exception: ...", "signal 15" when it said goodbye
+
+
+@dataclass(frozen=True)
+class TraceHeader:
+    """Who wrote the trace. Fields that a source does not know are None, '' or 0."""
+
+    rank: int | None = None
+    world_size: int | None = None
+    host: str = ""
+    pid: int = 0
+    job: str = ""
+    attempt: int = 0
+    start_ns: int = 0
+    written_ns: int = 0  # when the dump was taken; for a black box the last write
+    backend: str = ""
+    versions: tuple[tuple[str, str], ...] = ()  # ("torch", "2.13.0"), ("nccl", "2.28.9")
+    dropped: int = 0  # records overwritten by the ring
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """Everything known of one rank, from one file."""
+
+    header: TraceHeader
+    calls: np.ndarray  # dtype CALL, in the order of record ids, only whole records
+    groups: tuple[Group, ...] = (Group(""),)
+    names: tuple[str, ...] = ("",)
+    shapes: tuple[Shapes, ...] = (Shapes(),)
+    stacks: tuple[tuple[Frame, ...], ...] = ((),)
+    progress: Progress = field(default_factory=Progress)
+    path: str = ""
+    kind: str = ""  # "black box 1", "torch pickle 2.10", "torch json 2.10", "torchcomms pickle 2.10"
+    notes: tuple[str, ...] = ()  # what was wrong with the file: each lowers confidence
+    torn: int = 0  # records skipped because they were being written
+    last_completed: dict[str, int] = field(default_factory=dict)  # group name -> seq, from pg_status, if any

@@ -1,0 +1,74 @@
+"""What holds for every test: nothing may be left behind, and soak tests run only when asked."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="run the long randomised and scale tests too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("soak") and not config.getoption("--soak"):
+            item.add_marker(pytest.mark.skip(reason="soak test: run `make soak`"))
+        if item.get_closest_marker("needs_root") and os.geteuid() != 0:
+            item.add_marker(pytest.mark.skip(reason="needs root"))
+
+
+def _children() -> set[int]:
+    """Direct children of this process that are not zombies."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            text = (task / "children").read_text()
+        except OSError:
+            continue
+        for pid in text.split():
+            try:
+                state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            except OSError:
+                continue
+            if state != "Z":
+                found.add(int(pid))
+    return found
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:120]
+    except OSError:
+        return "gone"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaves threads or child processes behind (session fixtures excepted)."""
+    threads, children = set(threading.enumerate()), _children()
+    yield
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline:
+        left_threads = [t for t in threading.enumerate() if t not in threads and t.is_alive()]
+        left_threads = [t for t in left_threads if not getattr(t, "allranks_session", False)]
+        left_children = _children() - children - _session_children
+        if not left_threads and not left_children:
+            return
+        time.sleep(0.02)
+    names = [t.name for t in left_threads] + [f"{pid} {_name(pid)}" for pid in left_children]
+    pytest.fail(f"left behind: {names}")
+
+
+_session_children: set[int] = set()
+
+
+@pytest.fixture(scope="session")
+def keep_child() -> Iterator[set[int]]:
+    """Session fixtures that start a server add its pid here, so that the leak check lets it live."""
+    yield _session_children
