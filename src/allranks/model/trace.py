@@ -66,7 +66,7 @@ CALL = np.dtype(
         ("end", "<u8"),  # equals `begin` when the record is whole
     ]
 )
-assert CALL.itemsize == 144
+assert CALL.itemsize == 136
 
 REDUCE_OPS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum", "other")
 
