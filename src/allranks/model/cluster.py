@@ -1,0 +1,177 @@
+"""Who trains together: members, quorums, and the notices that a lighthouse pushes. Pure data, crosses the wire.
+
+Every class here is a frozen dataclass of plain values, so that a rank without msgspec can read and write it
+with the standard library. Words: a *replica* holds one whole model (one or more ranks); a *member* is a
+replica inside the current *quorum*; a *session* is one life of a replica, new at every restart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Union
+
+#: Spoken in the hello. Raised when a message changes in a way that an older peer would misread.
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a replica says of itself when it asks for a quorum."""
+
+    replica: str
+    session: str = ""
+    node: str = ""
+    address: str = ""  # where others reach its manager (healing), "host:port" or a URL; free text to us
+    store: str = ""  # host:port of its TCPStore
+    step: int = 0  # last committed step
+    world_size: int = 1  # ranks inside the replica
+    shrink_only: bool = False  # nobody new may come in with this quorum
+    commit_failures: int = 0  # > 0 asks for a new quorum number even if nobody came or went
+    init_sync: bool = True  # at step 0 take the weights of the primary, so that all start equal
+    data: str = ""  # free text of the caller, handed to every member
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """Who trains together now. (epoch, number) only ever grows; a higher number means: reconfigure."""
+
+    number: int
+    epoch: int  # which life of the lighthouse (leader term) formed it
+    members: tuple[Member, ...]  # sorted by replica; the index is the replica's rank
+    reason: str = ""
+    max_step: int = 0
+    heal: dict[str, str] = field(
+        default_factory=dict
+    )  # replica that must heal -> replica to take the state from
+    spares: tuple[str, ...] = ()  # asked too, but left over; they are told and wait
+    evicted: tuple[str, ...] = ()  # kept by the members, so that a restarted lighthouse still knows
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The members' replica names, in rank order."""
+        return tuple(member.replica for member in self.members)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Compare this to tell which of two quorums is newer."""
+        return (self.epoch, self.number)
+
+    def rank_of(self, replica: str) -> int | None:
+        """The replica's rank, or None when it is not a member."""
+        return next((i for i, member in enumerate(self.members) if member.replica == replica), None)
+
+    def member(self, replica: str) -> Member | None:
+        """The member of that name, or None."""
+        return next((member for member in self.members if member.replica == replica), None)
+
+    def healed_by(self, replica: str) -> tuple[str, ...]:
+        """The replicas that must take their state from `replica`, in rank order."""
+        return tuple(name for name in self.names if self.heal.get(name) == replica)
+
+
+# ---- notices: pushed by the lighthouse, at least once, acknowledged by the client's thread --------------
+
+
+@dataclass(frozen=True)
+class MemberLost:
+    """A replica died, froze or was cut off. `certain` is False when it was only silent (it may still run)."""
+
+    replica: str
+    reason: str
+    session: str = ""
+    number: int = 0  # quorum in which it was a member; 0: in none
+    ms: float = 0.0  # from the last sign of life to this notice
+    certain: bool = True
+
+
+@dataclass(frozen=True)
+class MemberLeft:
+    """A replica said good-bye."""
+
+    replica: str
+    reason: str
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class QuorumWanted:
+    """Members should call join() at their next step boundary: somebody waits to come in, or one was lost."""
+
+    reason: str
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class QuorumFormed:
+    """A quorum with a new number was formed; members get the whole Quorum as the answer to join()."""
+
+    number: int
+    epoch: int
+    members: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Evicted:
+    """A replica was thrown out and stays out until it is let in again."""
+
+    replica: str
+    reason: str
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class LetIn:
+    """An evicted replica may come back."""
+
+    replica: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class CollectEvidence:
+    """Agents should gather stacks and black boxes of the named replicas (none named: of all)."""
+
+    incident: str
+    reason: str
+    replicas: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LeaderMoved:
+    """The connection now goes to another lighthouse. Made by the client itself."""
+
+    address: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ConnectionLost:
+    """No lighthouse can be reached just now; the client keeps trying. Made by the client itself."""
+
+    reason: str
+
+
+Notice = Union[
+    MemberLost,
+    MemberLeft,
+    QuorumWanted,
+    QuorumFormed,
+    Evicted,
+    LetIn,
+    CollectEvidence,
+    LeaderMoved,
+    ConnectionLost,
+]
+
+
+@dataclass(frozen=True)
+class Incident:
+    """A hang or failure, as told to the lighthouse and shown on its page."""
+
+    incident: str
+    sentence: str
+    replicas: tuple[str, ...] = ()
+    node: str = ""
+    path: str = ""  # where the evidence lies, on the node that found it
+    cause: str = ""
