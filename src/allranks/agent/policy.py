@@ -1,0 +1,113 @@
+"""What to do about an incident. Pure: facts, budget and options in; an action and its reason out.
+
+Evidence is already on disk when this is asked. A fault that is nobody's (all entered, none finished) is
+treated as the network's or a device's and never blamed on a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from allranks.model.incident import Action, ActionKind
+
+Mode = Literal["whole_job", "replica"]
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """The `recovery` section of a job configuration."""
+
+    enabled: bool | None = None  # None: on in replica mode, dry run in whole-job mode
+    on_hang: ActionKind | None = None  # None: evict (replica mode) or restart_job (whole-job mode)
+    command: str = ""  # for the action "command"; {incident} and {ranks} are filled in
+    min_confidence: float = 0.6
+    max_actions: int = 10  # within window_s
+    window_s: float = 3600.0
+    back_off_s: float = 30.0  # least time between two actions
+
+
+@dataclass(frozen=True)
+class PolicyState:
+    """When actions were taken, and against which replica."""
+
+    acted_s: tuple[float, ...] = ()
+    against: dict[int, int] = field(default_factory=dict)
+
+    def after(self, now_s: float, replica: int | None, window_s: float) -> PolicyState:
+        """The state once an action has been taken."""
+        against = dict(self.against)
+        if replica is not None:
+            against[replica] = against.get(replica, 0) + 1
+        return PolicyState((*(t for t in self.acted_s if now_s - t < window_s), now_s), against)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is known when the policy is asked."""
+
+    mode: Mode
+    cause: str
+    ranks: tuple[int, ...]  # guilty
+    confidence: float
+    ranks_per_replica: int = 1
+    replicas: int = 1
+    members: tuple[int, ...] = ()  # replicas that run now
+
+
+NOBODYS_FAULT = frozenset({"none_finished"})
+PROGRAM_FAULT = frozenset(
+    {
+        "type_mismatch",
+        "size_mismatch",
+        "dtype_mismatch",
+        "reduce_op_mismatch",
+        "root_mismatch",
+        "extra_collective",
+        "order_inversion",
+        "p2p_mismatch",
+    }
+)
+
+
+def decide_action(now_s: float, case: Case, state: PolicyState, options: PolicyOptions) -> tuple[Action, str]:
+    """The action for a confirmed hang, with the reason that goes to the log and the page."""
+    wanted: ActionKind = options.on_hang or ("evict" if case.mode == "replica" else "restart_job")
+    enabled = options.enabled if options.enabled is not None else case.mode == "replica"
+    replica = case.ranks[0] // case.ranks_per_replica if case.ranks else None
+
+    def answer(kind: ActionKind, reason: str) -> tuple[Action, str]:
+        return Action(kind, reason, case.ranks, replica, options.command), reason
+
+    if wanted in ("none", "collect"):
+        return answer("collect", "the policy asks for evidence only")
+    recent = [t for t in state.acted_s if now_s - t < options.window_s]
+    if len(recent) >= options.max_actions:
+        return answer(
+            "collect",
+            f"{len(recent)} actions within {options.window_s:g} s use up the budget; a person must look",
+        )
+    if recent and now_s - recent[-1] < options.back_off_s:
+        return answer(
+            "collect", f"the last action was {now_s - recent[-1]:.1f} s ago; waiting {options.back_off_s:g} s"
+        )
+    if case.cause in NOBODYS_FAULT or not case.ranks:
+        why = (
+            "no rank is to blame (network or device)" if case.cause in NOBODYS_FAULT else "no rank was named"
+        )
+        if wanted == "evict":
+            return answer("collect", f"{why}: nobody is evicted")
+    elif case.confidence < options.min_confidence:
+        return answer(
+            "collect", f"the verdict's confidence {case.confidence:.2f} is below {options.min_confidence:.2f}"
+        )
+    else:
+        why = f"{case.cause} of rank {', '.join(map(str, case.ranks))} (confidence {case.confidence:.2f})"
+    if case.cause in PROGRAM_FAULT and wanted == "evict":
+        why += "; the program itself disagrees between ranks, it may come back"
+    guilty = {rank // case.ranks_per_replica for rank in case.ranks}
+    if wanted == "evict" and len(guilty) > 1 and len(guilty) * 2 > max(1, len(case.members) or case.replicas):
+        return answer("collect", f"{len(guilty)} of {case.replicas} replicas are named: too many to evict")
+    if not enabled:
+        return answer("dry_run", f"would {wanted}: {why} (recovery is not enabled for this mode)")
+    return answer(wanted, why)

@@ -1,0 +1,38 @@
+"""The first code of a rank under `allranks run`: dies with its agent, records, then runs the user's script.
+
+python -m allranks.agent.rank [-m] SCRIPT ARGS...
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(agent_pid: int) -> None:
+    """Asks the kernel to kill this process when its agent dies: no orphan keeps a GPU."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    except (OSError, AttributeError):
+        return  # not Linux: the agent's own shutdown is all there is
+    if os.getppid() != agent_pid:
+        os._exit(128 + signal.SIGKILL)  # the agent died before the request was in place
+
+
+def main() -> None:
+    """Runs in the rank; never returns."""
+    agent = os.environ.get("ALLRANKS_AGENT_PID")
+    if agent and agent.isdigit():
+        die_with_parent(int(agent))
+    from allranks.record.__main__ import main as run_recorded
+
+    sys.exit(run_recorded(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

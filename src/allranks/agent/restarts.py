@@ -1,0 +1,59 @@
+"""Whether a dead replica is started again, and when. Pure: history in, decision and reason out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RestartOptions:
+    """Budget and back-off against restart storms."""
+
+    max_restarts: int = 100  # per replica, over the life of the job
+    first_delay_s: float = 0.0
+    factor: float = 2.0
+    max_delay_s: float = 60.0
+    healthy_after_s: float = 60.0  # a run this long forgives the failures before it
+    storm_failures: int = 5  # this many failures ...
+    storm_window_s: float = 30.0  # ... within this time set the replica aside
+
+    def __post_init__(self) -> None:
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts must be >= 0, got {self.max_restarts}")
+        if self.factor < 1.0:
+            raise ValueError(f"factor must be >= 1, got {self.factor}")
+
+
+@dataclass(frozen=True)
+class RestartHistory:
+    """What has happened to one replica. Times are of one monotonic clock."""
+
+    restarts: int = 0
+    failures_in_row: int = 0
+    failed_at_s: tuple[float, ...] = field(default=())
+
+    def after_failure(self, now_s: float, ran_s: float, options: RestartOptions) -> RestartHistory:
+        """The history once the replica has failed after running for `ran_s`."""
+        row = 1 if ran_s >= options.healthy_after_s else self.failures_in_row + 1
+        recent = tuple(t for t in self.failed_at_s if now_s - t <= options.storm_window_s)
+        return RestartHistory(self.restarts, row, (*recent, now_s))
+
+    def after_restart(self) -> RestartHistory:
+        """The history once the replica has been started again."""
+        return RestartHistory(self.restarts + 1, self.failures_in_row, self.failed_at_s)
+
+
+def decide_restart(history: RestartHistory, options: RestartOptions) -> tuple[float | None, str]:
+    """Seconds to wait before the restart, or None to set the replica aside; with the reason."""
+    if history.restarts >= options.max_restarts:
+        return None, f"set aside: its {options.max_restarts} restarts are used up"
+    if len(history.failed_at_s) >= options.storm_failures:
+        return None, (
+            f"set aside: it failed {len(history.failed_at_s)} times within {options.storm_window_s:g} s"
+        )
+    delay = options.first_delay_s
+    if history.failures_in_row > 1:
+        base = max(options.first_delay_s, 0.5)
+        delay = min(options.max_delay_s, base * options.factor ** (history.failures_in_row - 2))
+    number = history.restarts + 1
+    return delay, f"restart {number} of at most {options.max_restarts}, after {delay:g} s"

@@ -1,0 +1,62 @@
+"""An incident: a hang or a failure with everything known of it. Pure data, one JSON file in its folder.
+
+Times are epoch seconds so that nodes can be compared; `durations_s` come from one monotonic clock each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+SCHEMA = 1
+
+Kind = Literal["hang", "death", "slow", "request"]
+ActionKind = Literal["none", "dry_run", "collect", "evict", "restart_rank", "restart_job", "command"]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One point of the story's timeline."""
+
+    name: str  # "last good step", "overdue", "noticed", "evidence", "verdict", "action", "recovered"
+    at: float  # epoch seconds
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Action:
+    """What the policy decided, and how it went."""
+
+    kind: ActionKind
+    reason: str
+    ranks: tuple[int, ...] = ()
+    replica: int | None = None
+    command: str = ""
+    done: bool = False
+    result: str = ""
+
+
+@dataclass(frozen=True)
+class Incident:
+    """The whole story. Fields are filled in as the loop goes on; the file is rewritten atomically."""
+
+    id: str
+    kind: Kind
+    job: str
+    opened: float
+    reason: str  # why it was opened, in the noticer's words
+    node: str = ""
+    ranks: tuple[int, ...] = ()  # the guilty ones, once known
+    step: int = -1  # last good step
+    verdict: dict[str, Any] | None = None  # as in `allranks diagnose --json`
+    stacks: dict[str, Any] | None = None  # summary as in `allranks stacks --json`, without threads
+    action: Action | None = None
+    timeline: tuple[Moment, ...] = ()
+    missing: tuple[str, ...] = ()  # what did not answer
+    closed: float | None = None
+    durations_s: dict[str, float] = field(default_factory=dict)
+    folder: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON shape of incident.json."""
+        return {"schema": SCHEMA, **asdict(self)}

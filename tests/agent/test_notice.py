@@ -1,0 +1,112 @@
+"""When silence becomes suspicion: pure decisions over samples and a hand-set clock."""
+
+from __future__ import annotations
+
+from allranks.agent.notice import NoticeOptions, NoticeState, excuse, limit_s, notice, observe
+from allranks.agent.sample import RankSample
+
+OPTIONS = NoticeOptions(floor_s=10, cap_s=300, factor=4, warm_up_s=60, warm_up_marks=5)
+
+
+def sample(rank: int, step: int, **facts: object) -> RankSample:
+    """A rank that has done `step` steps and twice as many calls."""
+    base = {
+        "rank": rank, "pid": 100 + rank, "path": "", "alive": True, "step": step, "calls_started": 2 * step,
+        "calls_completed": 2 * step, "last_ns": 0, "start_ns": 1,
+    }  # fmt: skip
+    return RankSample(**{**base, **facts})  # type: ignore[arg-type]
+
+
+def trained(step_s: float, steps: int = 30, ranks: int = 3) -> tuple[float, NoticeState]:
+    """The clock and the state after a job has stepped evenly."""
+    now, state = 0.0, NoticeState()
+    for step in range(steps):
+        state = observe(now, state, [sample(r, step) for r in range(ranks)], OPTIONS)
+        now += step_s
+    return now - step_s, state
+
+
+def look(now: float, state: NoticeState, samples: list[RankSample]) -> tuple[bool, str]:
+    """Observes and asks, as the agent does."""
+    state = observe(now, state, samples, OPTIONS)
+    suspicion, reason = notice(now, 10**18, state, samples, OPTIONS)
+    return suspicion is not None, reason
+
+
+def test_a_standstill_beyond_the_floor_is_suspected() -> None:
+    """Fast steps, then nothing for longer than the floor."""
+    now, state = trained(step_s=0.1)
+    stuck = [sample(r, 29) for r in range(3)]
+    assert look(now + 9.9, state, stuck)[0] is False
+    suspected, reason = look(now + 10.1, state, stuck)
+    assert suspected
+    assert "10.1 s" in reason
+
+
+def test_slow_steps_raise_the_limit() -> None:
+    """A job whose steps take 20 s may be silent for four of them."""
+    now, state = trained(step_s=20)
+    assert limit_s(state, OPTIONS) == 80
+    stuck = [sample(r, 29) for r in range(3)]
+    assert look(now + 79, state, stuck)[0] is False
+    assert look(now + 81, state, stuck)[0] is True
+
+
+def test_one_moving_rank_means_the_job_is_not_at_a_standstill() -> None:
+    """A straggler that still completes calls keeps the whole job above suspicion."""
+    now, state = trained(step_s=0.1)
+    samples = [sample(0, 29), sample(1, 29), sample(2, 30)]
+    assert look(now + 15, state, samples)[0] is False
+
+
+def test_first_steps_get_the_warm_up_limit() -> None:
+    """Compilation before the first steps is not a hang."""
+    state = observe(0.0, NoticeState(), [sample(0, 0)], OPTIONS)
+    assert limit_s(state, OPTIONS) == 60
+    assert look(59, state, [sample(0, 0)])[0] is False
+    assert look(61, state, [sample(0, 0)])[0] is True
+
+
+def test_an_announced_phase_is_silence_by_consent() -> None:
+    """`allranks.expect` on any rank stops suspicion until its time is over."""
+    now, state = trained(step_s=0.1)
+    announced = [sample(r, 29, expect_until_ns=2 * 10**18 if r == 0 else 0) for r in range(3)]
+    assert look(now + 500, state, announced) == (False, "rank 0 has announced a long phase")
+    expired = [sample(r, 29, expect_until_ns=10**18 - 1) for r in range(3)]
+    assert look(now + 500, state, expired)[0] is True
+
+
+def test_ranks_that_said_goodbye_are_left_out_and_named() -> None:
+    """Survivors waiting for a rank that finished its program are a standstill."""
+    now, state = trained(step_s=0.1)
+    samples = [sample(0, 29), sample(1, 29, closed="exit", alive=False), sample(2, 29, alive=False)]
+    state = observe(now + 11, state, samples, OPTIONS)
+    suspicion, _ = notice(now + 11, 10**18, state, samples, OPTIONS)
+    assert suspicion is not None
+    assert (suspicion.quiet, suspicion.left, suspicion.gone) == ((0,), (1,), (2,))
+
+
+def test_a_job_that_has_ended_is_never_suspected() -> None:
+    """All ranks said goodbye."""
+    now, state = trained(step_s=0.1)
+    assert look(now + 999, state, [sample(r, 29, closed="exit", alive=False) for r in range(3)])[0] is False
+
+
+def test_an_excuse_doubles_the_patience_until_progress_returns() -> None:
+    """After "slow, not hung" the same silence is not reported again at once; progress resets it."""
+    now, state = trained(step_s=0.1)
+    stuck = [sample(r, 29) for r in range(3)]
+    state = excuse(observe(now + 11, state, stuck, OPTIONS), now + 11, OPTIONS)
+    assert limit_s(state, OPTIONS) == 20
+    assert look(now + 19, state, stuck)[0] is False
+    assert look(now + 22, state, stuck)[0] is True
+    state = observe(now + 25, state, [sample(r, 30) for r in range(3)], OPTIONS)
+    assert state.excused == 0
+
+
+def test_a_restarted_rank_starts_a_new_history() -> None:
+    """A new pid under the same rank is a new life with the warm-up limit."""
+    now, state = trained(step_s=0.1)
+    samples = [sample(0, 29), sample(1, 29), sample(2, 0, pid=999)]
+    state = observe(now, state, samples, OPTIONS)
+    assert limit_s(state, OPTIONS) == 60
