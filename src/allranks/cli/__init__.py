@@ -16,7 +16,9 @@ import allranks
 from allranks.errors import AllranksError
 
 #: sub-command -> (module under allranks.cli, one-line help). Order is the order of `--help`.
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "etcd": ("etcd", "start, check or stop an etcd on this machine"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,154 @@
+"""Starts, checks and stops one etcd on this machine: no container, Debian's package or any `etcd` on PATH.
+
+State is a folder: `etcd.json` (pid, ports), `etcd.log`, `data/`. The server outlives the command that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from allranks.agent.etcd_gateway import EtcdError, EtcdGateway
+from allranks.errors import InputError
+
+
+@dataclass(frozen=True)
+class EtcdServer:
+    """A server that was started here."""
+
+    pid: int
+    client: str  # http://host:port
+    folder: str
+    start_ticks: int
+
+    def running(self) -> bool:
+        """Whether that very process still runs."""
+        return _start_ticks(self.pid) == self.start_ticks
+
+
+def default_folder() -> Path:
+    """Where the helper keeps its etcd unless told otherwise."""
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "allranks" / "etcd"
+
+
+def start(folder: Path, *, bind: str = "127.0.0.1", port: int = 2379, wait_s: float = 20.0) -> EtcdServer:
+    """Starts etcd and waits until it answers; an etcd of this folder that already runs is returned as it is."""
+    known = read(folder)
+    if known is not None and known.running():
+        return known
+    binary = shutil.which("etcd")
+    if binary is None:
+        raise InputError("etcd is not installed", hint="apt-get install etcd-server (or put `etcd` on PATH)")
+    _refuse_taken_port(bind, port)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    port = port or _free_port(bind)
+    client, peer = f"http://{bind}:{port}", f"http://{bind}:{_free_port(bind)}"
+    command = [
+        binary, "--name", "allranks", "--data-dir", str(folder / "data"),
+        "--listen-client-urls", client, "--advertise-client-urls", client,
+        "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
+        "--initial-cluster", f"allranks={peer}", "--auto-compaction-retention", "1",
+    ]  # fmt: skip
+    with open(folder / "etcd.log", "ab") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            env={**os.environ, "ETCD_UNSUPPORTED_ARCH": os.environ.get("ETCD_UNSUPPORTED_ARCH", "arm64")},
+        )  # fmt: skip
+    server = EtcdServer(process.pid, client, str(folder), _start_ticks(process.pid))
+    (folder / "etcd.json").write_text(json.dumps(asdict(server)))
+    _wait_until_healthy(server, process, wait_s)
+    return server
+
+
+def read(folder: Path) -> EtcdServer | None:
+    """The server that was last started in the folder, running or not."""
+    try:
+        return EtcdServer(**json.loads((folder / "etcd.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def stop(folder: Path, *, wait_s: float = 10.0) -> bool:
+    """Stops the folder's server, first politely; False when none ran."""
+    server = read(folder)
+    if server is None or not server.running():
+        return False
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        os.kill(server.pid, number)
+        deadline = time.monotonic() + wait_s
+        while server.running() and time.monotonic() < deadline:
+            _reap(server.pid)
+            time.sleep(0.02)
+        if not server.running():
+            break
+    (folder / "etcd.json").unlink(missing_ok=True)
+    return True
+
+
+def _wait_until_healthy(server: EtcdServer, process: subprocess.Popen[bytes], wait_s: float) -> None:
+    deadline = time.monotonic() + wait_s
+    etcd = EtcdGateway((server.client,), timeout_s=2.0)
+    while True:
+        try:
+            etcd.status()
+            etcd.close()
+            return
+        except EtcdError as error:
+            etcd.close()
+            log = Path(server.folder) / "etcd.log"
+            if process.poll() is not None:
+                tail = log.read_text(errors="replace").splitlines()[-3:]
+                raise EtcdError(
+                    f"etcd ended with code {process.returncode}: {' | '.join(tail)}", hint=f"See {log}"
+                ) from error
+            if time.monotonic() > deadline:
+                raise EtcdError(
+                    f"etcd (pid {server.pid}) did not answer at {server.client} in {wait_s:g} s",
+                    hint=f"See {log}",
+                ) from error
+            time.sleep(0.05)
+
+
+def _refuse_taken_port(bind: str, port: int) -> None:
+    if not port:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((bind, port))
+        except OSError as error:
+            raise InputError(
+                f"port {port} on {bind} cannot be used: {error.strerror}",
+                hint=f"See who holds it (ss -ltnp 'sport = :{port}'), or choose another with --port (0 takes a free one).",
+            ) from error
+
+
+def _free_port(bind: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((bind, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _start_ticks(pid: int) -> int:
+    """The start time of a process, or -1 when it is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return -1
+    return -1 if fields[0] in "ZX" else int(fields[19])
+
+
+def _reap(pid: int) -> None:
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        pass  # started by another process

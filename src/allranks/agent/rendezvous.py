@@ -1,0 +1,156 @@
+"""torchrun's rendezvous on etcd v3 (`--rdzv-backend etcd-v3`), through torchrun's `torchrun.handlers` door.
+
+torch ships only an etcd v2 client, and etcd has dropped v2. Runs in the agent. State lives under
+`/allranks/rdzv/RUN_ID`, the store's keys under `/allranks/store/RUN_ID/`; both expire with a lease.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
+
+from allranks.agent.etcd_gateway import EtcdError, EtcdGateway, parse_endpoints
+
+PREFIX = "/allranks"
+LIFE_S = 24 * 3600  # stale keys of a dead job go away by themselves
+POLL_S = 0.02
+
+
+class EtcdV3Backend(RendezvousBackend):
+    """Holds the rendezvous state in one key, changed only by compare-and-put on its revision."""
+
+    def __init__(self, etcd: EtcdGateway, run_id: str) -> None:
+        self._etcd = etcd
+        self._key = f"{PREFIX}/rdzv/{run_id}"
+        self._lease = 0
+
+    @property
+    def name(self) -> str:
+        """What logs call this backend."""
+        return "etcd-v3"
+
+    def get_state(self) -> tuple[bytes, int] | None:
+        """The state and its revision, or None before the first node."""
+        try:
+            found = self._etcd.get(self._key)
+        except EtcdError as error:
+            raise RendezvousConnectionError(str(error)) from error
+        return None if found is None else (found.value, found.revision)
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, int, bool] | None:
+        """Writes the state if nobody else did since `token`; returns what holds now and whether it was ours."""
+        try:
+            if not self._lease:
+                self._lease = self._etcd.grant(LIFE_S)
+            written = self._etcd.compare_and_put(self._key, state, int(token or 0), self._lease)
+        except EtcdError as error:
+            raise RendezvousConnectionError(str(error)) from error
+        found = self.get_state()
+        return None if found is None else (*found, written)
+
+
+class EtcdV3Store(dist.Store):
+    """torch's key-value store on etcd, for what nodes tell each other during a rendezvous."""
+
+    def __init__(self, etcd: EtcdGateway, run_id: str, timeout: timedelta) -> None:
+        super().__init__()
+        self._etcd = etcd
+        self._prefix = f"{PREFIX}/store/{run_id}/"
+        self._limit = timeout
+        self._lease = 0
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long `get` and `wait` wait for keys."""
+        self._limit = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long `get` and `wait` wait for keys."""
+        return self._limit
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Writes a key."""
+        self._etcd.put(self._prefix + key, _bytes(value), self._life())
+
+    def get(self, key: str) -> bytes:
+        """Waits for a key and returns its value."""
+        deadline = time.monotonic() + self._limit.total_seconds()
+        while (found := self._etcd.get(self._prefix + key)) is None:
+            if time.monotonic() > deadline:
+                raise LookupError(f"key {key!r} did not appear in etcd within {self._limit}")
+            time.sleep(POLL_S)
+        return found.value
+
+    def add(self, key: str, number: int) -> int:
+        """Adds to a counter and returns the new value."""
+        while True:
+            found = self._etcd.get(self._prefix + key)
+            value = int(found.value) + number if found else number
+            revision = found.revision if found else 0
+            if self._etcd.compare_and_put(self._prefix + key, str(value).encode(), revision, self._life()):
+                return value
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Writes `desired` if the value is `expected` (or the key is missing and expected is empty)."""
+        while True:
+            found = self._etcd.get(self._prefix + key)
+            if (found is None and expected) or (found is not None and found.value != _bytes(expected)):
+                return found.value if found is not None else _bytes(expected)
+            revision = found.revision if found else 0
+            if self._etcd.compare_and_put(self._prefix + key, _bytes(desired), revision, self._life()):
+                return _bytes(desired)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there now."""
+        return all(self._etcd.get(self._prefix + key) is not None for key in keys)
+
+    def wait(self, keys: list[str], override_timeout: timedelta | None = None) -> None:
+        """Waits until all keys are there."""
+        limit = override_timeout or self._limit
+        deadline = time.monotonic() + limit.total_seconds()
+        while not self.check(keys):
+            if time.monotonic() > deadline:
+                raise LookupError(f"keys {keys} did not all appear in etcd within {limit}")
+            time.sleep(POLL_S)
+
+    def delete_key(self, key: str) -> bool:
+        """Removes a key; True if it was there."""
+        return self._etcd.delete(self._prefix + key)
+
+    def num_keys(self) -> int:
+        """How many keys there are."""
+        return len(self._etcd.get_prefix(self._prefix))
+
+    def _life(self) -> int:
+        if not self._lease:
+            self._lease = self._etcd.grant(LIFE_S)
+        return self._lease
+
+
+def create_etcd_v3_handler(params: RendezvousParameters) -> RendezvousHandler:
+    """What torchrun calls for `--rdzv-backend etcd-v3`."""
+    endpoint = params.endpoint or "localhost:2379"
+    try:
+        etcd = EtcdGateway(parse_endpoints(endpoint), timeout_s=float(params.get("read_timeout", 10)))
+        etcd.status()
+    except EtcdError as error:
+        raise RendezvousConnectionError(f"{error}. {error.hint}") from error
+    timeout = timedelta(seconds=float(params.get("timeout", 900) or 900))
+    store = EtcdV3Store(etcd, params.run_id, timeout)
+    return create_handler(store, EtcdV3Backend(etcd, params.run_id), params)
+
+
+def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """The entry point of the group `torchrun.handlers`."""
+    return create_etcd_v3_handler
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

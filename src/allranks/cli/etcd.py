@@ -1,0 +1,66 @@
+"""`allranks etcd start|status|stop`: an etcd for rendezvous and for a standby lighthouse, without containers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    parser.add_argument("action", choices=["start", "status", "stop"])
+    parser.add_argument("--folder", type=Path, help="where data, log and pid are kept (default: per user)")
+    parser.add_argument(
+        "--bind", default="127.0.0.1", metavar="HOST", help="address to listen on (%(default)s)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=2379, help="client port; 0 takes a free one (%(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command: 0 running (or stopped as asked), 1 not running, 2 could not."""
+    from allranks.agent import etcd_server
+    from allranks.agent.etcd_gateway import EtcdError, EtcdGateway
+
+    folder = args.folder or etcd_server.default_folder()
+    if args.action == "stop":
+        stopped = etcd_server.stop(folder)
+        _show(args.json, {"stopped": stopped}, "etcd stopped" if stopped else "no etcd of ours was running")
+        return 0
+    server = (
+        etcd_server.start(folder, bind=args.bind, port=args.port)
+        if args.action == "start"
+        else etcd_server.read(folder)
+    )
+    if server is None or not server.running():
+        _show(args.json, {"running": False}, "etcd is not running; start it with: allranks etcd start")
+        return 1
+    facts: dict[str, object] = {
+        "running": True,
+        "pid": server.pid,
+        "client": server.client,
+        "folder": server.folder,
+    }
+    gateway = EtcdGateway((server.client,), timeout_s=3.0)
+    try:
+        answer = gateway.status()
+        facts |= {
+            "healthy": True,
+            "version": answer.get("version", ""),
+            "bytes": int(answer.get("dbSize", 0)),
+        }
+    except EtcdError as error:
+        facts |= {"healthy": False, "error": str(error)}
+    finally:
+        gateway.close()
+    state = "healthy" if facts["healthy"] else f"not answering: {facts.get('error')}"
+    endpoint = server.client.removeprefix("http://")
+    _show(args.json, facts, f"etcd {facts.get('version', '')} at {endpoint} (pid {server.pid}) is {state}")
+    return 0 if facts["healthy"] else 1
+
+
+def _show(as_json: bool, facts: dict[str, object], text: str) -> None:
+    print(json.dumps(facts) if as_json else text)
