@@ -1,0 +1,167 @@
+"""What a checkpoint consists of, as two small kinds of JSON file. Pure, without torch.
+
+`manifest.json` is written last: without a valid one a checkpoint does not exist. It names every file with its
+size and the sha256 of every index. One index per rank (`rank-00000.json`) names every shard that rank wrote
+with place and checksum, and holds the state that is not tensors. Both are read back through the same checks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from allranks.checkpoint.layout import Shard
+from allranks.errors import CheckpointValidationError
+
+MANIFEST = "manifest.json"
+SCHEMA = 1
+_HEAD = b'{"checksum": "sha256:'
+
+
+@dataclass(frozen=True)
+class StoredShard:
+    """A shard and where its bytes are. `file` is relative to the checkpoint (`../` leads into an older one)."""
+
+    shard: Shard
+    file: str
+    start: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One safetensors file: its size, and its header (up to the first tensor byte) with checksum."""
+
+    file: str
+    bytes: int
+    header_bytes: int
+    header_checksum: str
+
+
+@dataclass(frozen=True)
+class Index:
+    """What one rank wrote. `common` is the skeleton shared by all ranks (None: as rank 0's), `own` its own."""
+
+    rank: int
+    algorithm: str
+    files: tuple[DataFile, ...]
+    shards: tuple[StoredShard, ...]
+    common: Any = None
+    own: Any = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """An index file as the manifest knows it, and the bytes of data beside it."""
+
+    rank: int
+    index: str
+    index_bytes: int
+    index_sha256: str
+    data_bytes: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The head of a checkpoint. `ranks` wrote it; `world_size` may be larger where each node has its own disk."""
+
+    step: int
+    epoch: int
+    world_size: int
+    timestamp: float
+    attempt: str
+    parts: tuple[Part, ...]
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of tensor files written for this checkpoint."""
+        return sum(part.data_bytes for part in self.parts)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks whose parts are here."""
+        return tuple(part.rank for part in self.parts)
+
+
+def part_name(rank: int, suffix: str, attempt: str = "") -> str:
+    """The file name of one rank's part; `attempt` keeps two savers apart where there is no rename."""
+    return f"rank-{rank:05d}{'-' + attempt if attempt else ''}.{suffix}"
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The file's bytes: JSON whose first member is the sha256 of the second."""
+    return _seal(asdict(manifest))
+
+
+def decode_manifest(data: bytes, path: str) -> Manifest:
+    """Reads and checks a manifest; any difference from what was written raises CheckpointValidationError."""
+    raw = _unseal(data, path)
+    try:
+        if raw["schema"] > SCHEMA:
+            raise CheckpointValidationError(
+                f"schema {raw['schema']} is newer than {SCHEMA}", path=path, hint="upgrade allranks"
+            )
+        return Manifest(**{**raw, "parts": tuple(Part(**part) for part in raw["parts"])})
+    except (KeyError, TypeError) as error:
+        raise CheckpointValidationError(f"not a manifest: {error}", path=path) from error
+
+
+def encode_index(index: Index) -> bytes:
+    """The bytes of an index file."""
+    shards = [
+        {**asdict(stored.shard), "file": stored.file, "start": stored.start, "checksum": stored.checksum}
+        for stored in index.shards
+    ]
+    return _seal(
+        {
+            "rank": index.rank, "algorithm": index.algorithm, "files": [asdict(file) for file in index.files],
+            "shards": shards, "common": index.common, "own": index.own,
+        }
+    )  # fmt: skip
+
+
+def decode_index(data: bytes, path: str) -> Index:
+    """Reads and checks an index file."""
+    raw = _unseal(data, path)
+    try:
+        return Index(
+            raw["rank"], raw["algorithm"], tuple(DataFile(**file) for file in raw["files"]),
+            tuple(_stored(entry) for entry in raw["shards"]), raw["common"], raw["own"],
+        )  # fmt: skip
+    except (KeyError, TypeError) as error:
+        raise CheckpointValidationError(f"not an index: {error}", path=path) from error
+
+
+def _stored(entry: dict[str, Any]) -> StoredShard:
+    shard = Shard(
+        entry["name"], entry["dtype"], tuple(entry["shape"]), tuple(entry["offsets"]), tuple(entry["sizes"]),
+        entry["bytes"], entry["view"],
+    )  # fmt: skip
+    return StoredShard(shard, entry["file"], entry["start"], entry["checksum"])
+
+
+def _seal(body: dict[str, Any]) -> bytes:
+    text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+    return _HEAD + hashlib.sha256(text).hexdigest().encode() + b'", "body": ' + text + b"}\n"
+
+
+def _unseal(data: bytes, path: str) -> dict[str, Any]:
+    """The body, if every byte is as it was written."""
+    start = len(_HEAD) + 64 + len(b'", "body": ')
+    body = data[start:-2]
+    digest = hashlib.sha256(body).hexdigest().encode()
+    if data[:start] != _HEAD + digest + b'", "body": ' or data[-2:] != b"}\n":
+        raise CheckpointValidationError(
+            "its checksum does not match: damaged or cut short",
+            path=path,
+            invalid_keys=(path.rsplit("/", 1)[-1],),
+        )
+    parsed = json.loads(body)
+    if not isinstance(parsed, dict):
+        raise CheckpointValidationError("not an object", path=path)
+    return parsed

@@ -1,0 +1,199 @@
+"""A nested state dict as tensors plus a JSON skeleton, and back: the way around pickle.
+
+Pure: nothing is copied, read or written. `flatten` takes any nesting of dicts, lists and tuples; tensors and
+numpy arrays leave by name, everything else becomes typed JSON. `unflatten` gives back the same types. What
+JSON cannot hold faithfully is refused with the path of the value, never pickled and never dropped.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+#: What json.dumps takes. The skeleton is one of these.
+Json: TypeAlias = Any
+
+
+class Unstorable(TypeError):
+    """A value that is neither a tensor nor faithful as JSON. The text names its path and type."""
+
+
+@dataclass(frozen=True)
+class Flat:
+    """`skeleton` is JSON in which `{"$tensor": name}` stands for `tensors[name]` (uncopied, any device)."""
+
+    skeleton: Json
+    tensors: dict[str, torch.Tensor]
+
+
+def flatten(state: Any, prefix: str = "") -> Flat:
+    """Takes a nested state apart. Names are paths joined by dots, made unique where two would collide."""
+    tensors: dict[str, torch.Tensor] = {}
+    skeleton = _encode(state, (prefix,) if prefix else (), tensors)
+    return Flat(skeleton, tensors)
+
+
+def unflatten(skeleton: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Puts a state together again; a tensor that the skeleton names and `tensors` lacks is a KeyError."""
+    return _decode(skeleton, tensors)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable, without a copy. The tensor must outlive the view."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(f"need a contiguous CPU tensor, got {tensor.device} with strides {tensor.stride()}")
+    length = tensor.numel() * tensor.element_size()
+    if length == 0:
+        return memoryview(bytearray())
+    block = (ctypes.c_char * length).from_address(tensor.data_ptr())
+    return memoryview(block).cast("B")
+
+
+def tensor_names(skeleton: Json) -> list[str]:
+    """Every tensor name a skeleton refers to, in order."""
+    if isinstance(skeleton, list):
+        return [name for item in skeleton for name in tensor_names(item)]
+    if not isinstance(skeleton, dict):
+        return []
+    for tag in ("$tensor", "$ndarray"):
+        if tag in skeleton:
+            return [skeleton[tag]]
+    return [name for item in skeleton.values() for name in tensor_names(item)]
+
+
+def _encode(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Json:
+    if value is None or isinstance(value, (bool, str)) or type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, torch.Tensor):
+        return {"$tensor": _keep(value.detach(), path, tensors)}
+    if isinstance(value, np.ndarray):
+        return {"$ndarray": _keep(_from_numpy(value, path), path, tensors)}
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, path, tensors)
+    if isinstance(value, torch.Size):
+        return {"$size": list(value)}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [_encode(item, (*path, str(at)), tensors) for at, item in enumerate(value)]
+        tag = {tuple: "$tuple", set: "$set", frozenset: "$frozenset"}.get(type(value))
+        if tag is None and not isinstance(value, list):
+            raise _unstorable(value, path)  # a named tuple would come back as something else
+        return {tag: items} if tag else items
+    return _encode_scalar(value, path)
+
+
+def _encode_mapping(
+    value: Mapping[Any, Any], path: tuple[str, ...], tensors: dict[str, torch.Tensor]
+) -> Json:
+    plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+    if plain:
+        return {key: _encode(item, (*path, key), tensors) for key, item in value.items()}
+    return {
+        "$dict": [
+            [_encode(key, path, {}), _encode(item, (*path, str(key)), tensors)] for key, item in value.items()
+        ]
+    }
+
+
+def _encode_scalar(value: Any, path: tuple[str, ...]) -> Json:
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, complex):
+        return {"$complex": [repr(value.real), repr(value.imag)]}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"$device": str(value)}
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return {"$numpy": [value.dtype.str, repr(value.item())]}
+    if isinstance(value, PurePath):
+        return {"$path": str(value)}
+    if isinstance(value, (int, float)):  # a subclass: IntEnum, a user's unit type
+        return int(value) if isinstance(value, int) else float(value)
+    raise _unstorable(value, path)
+
+
+def _from_numpy(value: np.ndarray[Any, Any], path: tuple[str, ...]) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.ascontiguousarray(value)).reshape(value.shape)
+    except TypeError as error:
+        raise _unstorable(value, path) from error
+
+
+def _keep(tensor: torch.Tensor, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> str:
+    name = base = ".".join(path) or "tensor"
+    number = 2
+    while name in tensors:
+        name, number = f"{base}#{number}", number + 1
+    tensors[name] = tensor
+    return name
+
+
+def _unstorable(value: Any, path: tuple[str, ...]) -> Unstorable:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return Unstorable(
+        f"cannot store a value of type {kind} at '{'.'.join(path)}': only tensors, numpy arrays, numbers, "
+        "strings, bytes, None and nested dicts, lists, tuples and sets of them are kept (never a pickle)"
+    )
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "$float": float,
+    "$bytes": base64.b64decode,
+    "$complex": lambda parts: complex(float(parts[0]), float(parts[1])),
+    "$dtype": lambda name: _dtype(name),
+    "$device": torch.device,
+    "$size": torch.Size,
+    "$numpy": lambda pair: _numpy_scalar(pair[0], pair[1]),
+    "$path": PurePath,
+}
+
+
+def _decode(value: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        tag, body = next(iter(value.items()))
+        if tag.startswith("$"):
+            return _decode_tagged(tag, body, tensors)
+    return {key: _decode(item, tensors) for key, item in value.items()}
+
+
+def _decode_tagged(tag: str, body: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if tag == "$tensor":
+        return tensors[body]
+    if tag == "$ndarray":
+        return tensors[body].numpy()
+    if tag == "$dict":
+        return {_decode(key, tensors): _decode(item, tensors) for key, item in body}
+    sequences = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
+    if tag in sequences:
+        return sequences[tag](_decode(item, tensors) for item in body)
+    if tag not in _DECODERS:
+        raise ValueError(f"unknown type tag {tag!r}: written by a newer version?")
+    return _DECODERS[tag](body)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"unknown dtype {name!r}")
+    return found
+
+
+def _numpy_scalar(dtype: str, text: str) -> Any:
+    kind = np.dtype(dtype)
+    if kind.kind not in "biuf":
+        raise ValueError(f"unknown numpy scalar type {dtype!r}")
+    return kind.type(text == "True" if kind.kind == "b" else float(text) if kind.kind == "f" else int(text))

@@ -1,0 +1,1 @@
+"""Tests of tiered checkpoints, on real storage."""
