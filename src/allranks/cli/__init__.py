@@ -18,6 +18,7 @@ from allranks.errors import AllranksError
 #: sub-command -> (module under allranks.cli, one-line help). Order is the order of `--help`.
 COMMANDS: dict[str, tuple[str, str]] = {
     "etcd": ("etcd", "start, check or stop an etcd on this machine"),
+    "config": ("config", "check, show or describe a job's configuration file"),
 }
 
 

@@ -1,0 +1,205 @@
+"""The typed shape of a job's configuration. The only module that imports pydantic.
+
+Each default is written here once. A field's `title` is the word used for it in messages; relations between
+fields are in `relations.py`, so that one wrong field does not hide them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+def _switch(value: Any) -> Any:
+    """YAML 1.1 readers turn `mode: on` into True: take it back."""
+    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+
+
+def _listed(value: Any) -> Any:
+    """One path is a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+class Section(BaseModel):
+    """A section: unknown keys are refused, values may be converted ("4" → 4) but not guessed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class GradientClipping(Section):
+    enabled: bool = True
+    max_norm: float = Field(1.0, gt=0, title="gradient_clipping.max_norm")
+    norm_type: float = Field(2.0, gt=0)
+    log_clipping: bool = False
+
+
+class Training(Section):
+    """Read by your script; keys that allranks does not know are kept, with a warning."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    script: str | None = Field(
+        None, description="what `allranks run --config` starts when no script is named"
+    )
+    args: list[str] = Field(default_factory=list, description="arguments of the script")
+    lr: float = Field(1e-4, gt=0, title="Learning rate")
+    weight_decay: float = Field(0.01, ge=0)
+    batch_size: Positive = Field(8, title="Batch size", description="samples per rank and micro-batch")
+    max_steps: Positive = 100_000
+    log_interval: Positive = 10
+    seed: int = 0
+    gradient_clipping: GradientClipping = GradientClipping()
+
+
+class Checkpoint(Section):
+    checkpoint_interval: Positive = Field(500, description="steps between durable checkpoints")
+    memory_snapshot_interval: Count = Field(50, description="steps between memory snapshots; 0: none")
+    nvme_path: str = "/tmp/checkpoints"
+    s3_bucket: str | None = None
+    s3_prefix: str = ""
+    s3_region: str | None = None
+    s3_endpoint: str | None = Field(None, description="URL of an S3-compatible server")
+    async_save: bool = True
+    keep_last_n: Positive = 3
+    async_save_policy: Literal["warn", "fail", "retry"] = Field("warn", title="save policy")
+    async_save_retries: Count = 3
+    async_save_retry_delay: float = Field(5.0, ge=0)
+
+
+class Elastic(Section):
+    min_nodes: int = Field(1, ge=1)
+    max_nodes: int = Field(4, ge=1)
+    rdzv_backend: Literal["c10d", "etcd-v3", "etcd-v2", "etcd", "static"] = Field(
+        "c10d", title="rendezvous backend"
+    )
+    rdzv_endpoint: str = Field("", description="host:port; empty: this machine, for one node")
+    rdzv_id: str = "elastic-training"
+    heartbeat_interval: Seconds = Field(5.0, description="seconds between two signs of life of a node")
+    heartbeat_timeout: Seconds = Field(15.0, description="seconds of silence after which a node is dead")
+    nproc_per_node: Positive | Literal["auto", "gpu", "cpu"] = "auto"
+    max_restarts: Count = 100
+    base_world_size: Positive | None = Field(None, description="ranks for which training.lr was chosen")
+
+
+class Scaling(Section):
+    strategy: Literal["variable_batch", "constant_batch"] = Field("variable_batch", title="scaling strategy")
+    target_global_batch_size: Positive | None = None
+    scaling_rule: Literal["linear", "sqrt", "none"] = Field("linear", title="scaling rule")
+    rounding: Literal["exact", "ceil", "floor", "nearest"] = Field("exact", title="rounding")
+    warmup_steps: Count = 100
+    min_lr: float = Field(1e-7, ge=0)
+    max_lr: float = Field(1e-2, gt=0)
+
+
+class Data(Section):
+    enabled: bool = True
+    files: Annotated[list[str], BeforeValidator(_listed)] = Field(default_factory=list)
+    text_key: str = "text"
+    seq_length: Positive = 1024
+    tokenizer: str = Field("bytes", description="a tokenizer.json, a Hugging Face name, or 'bytes'")
+    index: str | None = Field(None, description="the token index; built by `allranks index build`")
+    num_workers: Count = 4
+    seed: int = 0
+    shuffle: bool = True
+
+
+class Debug(Section):
+    """Black box, watch and evidence."""
+
+    record: bool = Field(True, description="keep the black box of every rank")
+    folder: str | None = Field(None, description="where black boxes go; None: a folder of this run")
+    ring_entries: Positive = Field(8192, description="collectives remembered per rank")
+    watch: bool = Field(True, description="notice hangs")
+    hang_floor_s: Seconds = Field(10.0, description="never call a job hung before this")
+    hang_cap_s: Seconds = Field(300.0, description="always look closer after this")
+    startup_s: Seconds = Field(600.0, description="allowed for the first steps")
+    collect_timeout_s: Seconds = 60.0
+    native_stacks: bool = False
+    incidents: str = Field("incidents", description="folder (or object store URL) for incidents")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", title="log level")
+
+
+Action = Literal["evict", "restart_rank", "restart_job", "collect", "command"]
+
+
+class Budget(Section):
+    """Against restart storms: beyond it the loop only collects and tells."""
+
+    actions_per_hour: Count = 12
+    per_rank: Count = 3
+    per_node: Count = Field(3, description="failures after which a node is set aside")
+
+
+class Backoff(Section):
+    first_s: Seconds = 5.0
+    factor: float = Field(2.0, ge=1)
+    max_s: Seconds = 300.0
+
+
+class Webhook(Section):
+    url: str = Field(pattern=r"^https?://")
+    format: Literal["json", "slack"] = Field("json", title="webhook format")
+    timeout_s: Seconds = 10.0
+
+
+class Recovery(Section):
+    """What the closed loop may do by itself."""
+
+    mode: Annotated[Literal["auto", "off", "dry-run", "on"], BeforeValidator(_switch)] = Field(
+        "auto", title="recovery mode", description="auto: dry-run for whole-job restarts, on for replicas"
+    )
+    on_hang: Action = Field("evict", title="recovery action")
+    on_death: Action = Field("restart_rank", title="recovery action")
+    on_network: Action = Field("collect", title="recovery action", description="all entered, none finished")
+    command: list[str] | None = Field(None, description="called for the action `command`")
+    budget: Budget = Budget()
+    backoff: Backoff = Backoff()
+    webhooks: list[Webhook] = Field(default_factory=list)
+
+
+class Lighthouse(Section):
+    embedded: bool = Field(True, description="run one inside the first agent")
+    address: str | None = Field(None, description="host:port of one that runs already")
+    bind: str = "127.0.0.1:0"
+    min_replicas: Positive = 1
+    join_timeout_s: Seconds = 60.0
+    quorum_tick_s: Seconds = 0.1
+    heartbeat_interval_s: Seconds = 1.0
+    heartbeat_timeout_s: Seconds = 5.0
+    etcd: Annotated[list[str], BeforeValidator(_listed)] = Field(default_factory=list)
+    token_file: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
+
+
+class JobConfig(Section):
+    """A whole job. `model` is free-form."""
+
+    model: dict[str, Any] = Field(default_factory=dict)
+    training: Training = Training()
+    checkpoint: Checkpoint = Checkpoint()
+    elastic: Elastic = Elastic()
+    scaling: Scaling = Scaling()
+    data: Data = Data()
+    debug: Debug = Debug()
+    recovery: Recovery = Recovery()
+    lighthouse: Lighthouse = Lighthouse()
+
+
+#: Older spellings of keys, taken as the new ones.
+ALIASES = {("scaling", "rule"): "scaling_rule", ("data", "index_path"): "index"}
+
+#: Sections of other tools: accepted and not read, with a word on what to use.
+FOREIGN = {"chaos": "use a fault plan with `allranks drill --plan FILE`"}
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of the file, for editors."""
+    schema: dict[str, Any] = JobConfig.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "allranks job", **schema}
