@@ -1,0 +1,253 @@
+"""Entries of a torch dump → rows of CALL. The plain way: any mapping with the right keys will do.
+
+Entries are dictionaries as torch writes them (pickle or JSON, 2.3 to 2.10, torchcomms). Values of a wrong type
+become "unknown"; entries that are not dictionaries, or have no operation, are left out and counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from allranks.load.groups import GroupTable
+from allranks.load.tables import MAX_FRAMES, Tables
+from allranks.model.trace import CALL, Flag, Shapes, State
+
+STATES = {"scheduled": State.SCHEDULED, "started": State.STARTED, "completed": State.COMPLETED}
+MAX_TENSORS = 4096
+MAX_DIMENSIONS = 16
+_BIG = 1 << 62
+
+#: number columns of CALL and the entry keys behind them
+NUMBERS = (
+    ("begin", "record_id"),
+    ("created_ns", "time_created_ns"),
+    ("started_ns", "time_discovered_started_ns"),
+    ("completed_ns", "time_discovered_completed_ns"),
+    ("seq", "collective_seq_id"),
+    ("p2p_seq", "p2p_seq_id"),
+    ("op_id", "op_id"),
+    ("timeout_ms", "timeout_ms"),
+)
+_KEYS = (
+    *(key for _, key in NUMBERS), "process_group", "profiling_name", "input_sizes", "input_dtypes", "output_sizes", "output_dtypes",
+    "state", "retired", "is_p2p",
+)  # fmt: skip
+_pick = itemgetter(*_KEYS)
+
+
+@dataclass
+class Interner:
+    """Turns the variable-length parts of entries into indices. One per load, with a fresh `groups` per file."""
+
+    tables: Tables
+    groups: GroupTable
+    sized_all_to_all: bool = True  # False for dumps of 2.3 and older, which recorded wrong all_to_all sizes
+    _kinds: dict[tuple[Any, Any], tuple[int, int, int, int]] = field(default_factory=dict)
+    _stacks: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _frames: dict[int, int] = field(default_factory=dict)
+
+    def kind(self, process_group: object, profiling_name: object) -> tuple[int, int, int, int]:
+        """(group index, op index, peer, flags) of an entry's group and "<library>:<op>[ s->d| d<-s]"."""
+        key: tuple[Any, Any] = (("", ""), profiling_name)
+        found = None
+        if isinstance(process_group, (list, tuple)):
+            key = (tuple(process_group[:2]), profiling_name)
+        try:
+            found = self._kinds.get(key)
+        except TypeError:
+            key = (("", ""), "")
+        if found is None:
+            found = self._kinds[key] = self._read_kind(key[0], key[1])
+        return found
+
+    def _read_kind(self, process_group: tuple[Any, ...], profiling_name: object) -> tuple[int, int, int, int]:
+        backend, op, local_peer = split_name(profiling_name if isinstance(profiling_name, str) else "")
+        texts = [part if isinstance(part, str) else "" for part in (*process_group, "", "")[:2]]
+        group = self.groups.index(texts[0], texts[1], backend)
+        flags = int(Flag.P2P) if op in ("send", "recv") else 0
+        return group, self.tables.name(op), self._global_rank(group, local_peer), flags
+
+    def _global_rank(self, group: int, local: int) -> int:
+        members = self.groups.groups[group].ranks
+        if 0 <= local < len(members):
+            return members[local]
+        known = self.groups.groups[group]
+        is_world = known.desc == "default_pg" or known.name in ("0", "")
+        return local if not members and is_world else -1
+
+    def shape(self, sizes: tuple[Any, Any, Any, Any]) -> int:
+        """The index of (input sizes, input dtypes, output sizes, output dtypes)."""
+        inputs, input_dtypes, outputs, output_dtypes = sizes
+        return self.tables.shape(
+            Shapes(_sizes(inputs), _sizes(outputs), _words(input_dtypes), _words(output_dtypes))
+        )
+
+    def stack(self, frames: object) -> int:
+        """The index of a list of frame dictionaries. Torch shares equal frames, so identity is asked first."""
+        if not isinstance(frames, list) or not frames:
+            return 0
+        key = tuple(map(id, frames))
+        found = self._stacks.get(key)
+        if found is None:
+            numbers = [self._frame(frame) for frame in frames[:MAX_FRAMES]]
+            found = self._stacks[key] = self.tables.stack(tuple(n for n in numbers if n >= 0))
+        return found
+
+    def _frame(self, frame: object) -> int:
+        found = self._frames.get(id(frame))
+        if found is None:
+            found = self._frames[id(frame)] = read_frame(self.tables, frame)
+        return found
+
+
+def read_frame(tables: Tables, frame: object) -> int:
+    """The number of one {name, filename, line} dictionary; -1 when it is none."""
+    if not isinstance(frame, dict):
+        return -1
+    name, file, line = frame.get("name"), frame.get("filename"), frame.get("line")
+    if not isinstance(name, str) or not isinstance(file, str):
+        return -1
+    return tables.frame(name, file, line if type(line) is int and -_BIG < line < _BIG else 0)
+
+
+def split_name(profiling_name: str) -> tuple[str, str, int]:
+    """("nccl", "send", 1) of "nccl:send 0->1"; the peer is group-local, -1 when there is none."""
+    backend, colon, rest = profiling_name.partition(":")
+    if not colon:
+        backend, rest = "", profiling_name
+    op, _, ends = rest.partition(" ")
+    for arrow in ("->", "<-"):
+        if arrow in ends:
+            # "s->d" is the sender's view, "d<-s" the receiver's: the partner always stands on the right.
+            peer = ends.partition(arrow)[2].strip()
+            return backend, op, int(peer) if peer.isascii() and peer.isdigit() and len(peer) < 10 else -1
+    return backend, op, -1
+
+
+def own_local_rank(profiling_name: str) -> int:
+    """The group-local rank of the process that recorded a send or receive; -1 when it does not say."""
+    ends = profiling_name.partition(":")[2].partition(" ")[2]
+    for arrow in ("->", "<-"):
+        own = ends.partition(arrow)[0].strip() if arrow in ends else ""
+        if own.isascii() and own.isdigit() and len(own) < 10:
+            return int(own)
+    return -1
+
+
+def read_calls(entries: list[Any], interner: Interner) -> tuple[np.ndarray, int]:
+    """The rows of all usable entries, and how many entries were not usable. Coalescing is marked later."""
+    try:
+        rows = list(map(_pick, entries))
+        bad = 0
+    except (KeyError, TypeError, IndexError):
+        whole = [entry for entry in entries if isinstance(entry, dict) and "profiling_name" in entry]
+        rows = [tuple(map(entry.get, _KEYS)) for entry in whole]
+        bad, entries = len(entries) - len(rows), whole
+    calls = np.zeros(len(rows), CALL)
+    if not rows:
+        return calls, bad
+    columns = list(zip(*rows, strict=False))
+    for (name, _), column in zip(NUMBERS, columns, strict=False):
+        calls[name] = numbers(column, missing=-1 if name == "seq" else 0)
+    calls["begin"] = np.maximum(calls["begin"].astype(np.int64), 0)
+    groups, names, inputs, input_dtypes, outputs, output_dtypes, states, retired, p2p = columns[
+        len(NUMBERS) :
+    ]
+    kinds = np.array(list(map(interner.kind, groups, names)), np.int64)
+    calls["group"], calls["op"], calls["peer"] = kinds[:, 0], kinds[:, 1], kinds[:, 2]
+    calls["shapes"] = _intern_shapes(
+        interner, list(zip(inputs, input_dtypes, outputs, output_dtypes, strict=False))
+    )
+    calls["stack"] = [interner.stack(entry.get("frames")) for entry in entries]
+    calls["state"] = [STATES.get(state, 0) if isinstance(state, str) else 0 for state in states]
+    flags = kinds[:, 3]
+    flags |= np.fromiter((x is True for x in p2p), np.bool_, len(rows)) * int(Flag.P2P)
+    flags |= np.fromiter((x is True for x in retired), np.bool_, len(rows)) * int(Flag.RETIRED)
+    calls["flags"] = flags
+    calls["thread"] = numbers([_thread(entry.get("thread_id")) for entry in entries]) & 0xFFFFFFFF
+    numel = np.array([interner.tables.numel(i) for i in calls["shapes"].tolist()], np.int64)
+    calls["in_numel"], calls["out_numel"] = numel[:, 0], numel[:, 1]
+    durations = [entry.get("duration_ms") for entry in entries]
+    if any(duration is not None for duration in durations):
+        fill_started(calls, durations)
+    return calls, bad
+
+
+def fill_started(calls: np.ndarray, durations: list[Any]) -> None:
+    """Where only the duration is known, the start is the completion less the duration."""
+    known = np.array([float(d) if isinstance(d, (int, float)) else np.nan for d in durations])
+    known[~(np.abs(known) < 1e12)] = np.nan
+    rows = (calls["started_ns"] == 0) & (calls["completed_ns"] != 0) & ~np.isnan(known)
+    calls["started_ns"][rows] = calls["completed_ns"][rows] - (known[rows] * 1e6).astype(np.int64)
+
+
+def numbers(column: Any, missing: int = 0) -> np.ndarray:
+    """A column of integers; None, text that is no number and numbers beyond 63 bits become `missing`."""
+    try:
+        if not any(type(value) is float for value in column):
+            return np.array(column, np.int64)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    return np.array([_number(value, missing) for value in column], np.int64)
+
+
+def _number(value: object, missing: int) -> int:
+    if isinstance(value, str) and len(value) < 20:
+        try:
+            value = int(value)
+        except ValueError:
+            return missing
+    if isinstance(value, int) and -_BIG < value < _BIG:
+        return int(value)
+    return missing
+
+
+def _thread(text: object) -> int:
+    return int(text) if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 19 else 0
+
+
+def _intern_shapes(interner: Interner, quads: list[tuple[Any, Any, Any, Any]]) -> list[int]:
+    """Indices of sizes and dtypes; anything that is not lists of lists of numbers counts as unknown."""
+    seen: dict[Any, int] = {}
+    found = []
+    for quad in quads:
+        try:
+            key = (_size_key(quad[0]), tuple(quad[1]), _size_key(quad[2]), tuple(quad[3]))
+            index = seen.get(key)
+            if index is None:
+                index = seen[key] = interner.shape(quad)
+        except TypeError:
+            index = interner.shape(quad)
+        found.append(index)
+    return found
+
+
+def _size_key(value: Any) -> tuple[Any, ...]:
+    """A hashable copy of a list of lists; refuses to expand what a hostile file made of shared references."""
+    if len(value) > MAX_TENSORS or sum(map(len, value)) > MAX_TENSORS * 4:
+        raise TypeError("too many sizes")
+    return tuple(map(tuple, value))
+
+
+def _sizes(value: object) -> tuple[tuple[int, ...], ...]:
+    """[[4, 4], [2]] as tuples; () when it is anything else or unreasonably large."""
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_TENSORS:
+        return ()
+    sizes = []
+    for size in value:
+        if not isinstance(size, (list, tuple)) or len(size) > MAX_DIMENSIONS:
+            return ()
+        if any(type(extent) is not int or not -_BIG < extent < _BIG for extent in size):
+            return ()
+        sizes.append(tuple(size))
+    return tuple(sizes)
+
+
+def _words(value: object) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_TENSORS:
+        return ()
+    return tuple(word[:64] if isinstance(word, str) else "" for word in value)

@@ -1,0 +1,110 @@
+"""Which of several files of a rank counts: attempts told apart, duplicates dropped. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from allranks.errors import InputError
+from allranks.load.result import Raw
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A readable file with its rank settled. `attempt` is None when neither header nor path tells."""
+
+    path: str
+    rank: int
+    attempt: int | None
+    raw: Raw
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One file per rank, and for every other file the reason why not."""
+
+    chosen: tuple[Candidate, ...]
+    dropped: tuple[tuple[Candidate, str], ...]
+    attempts: tuple[int, ...]
+    attempt: int | None
+
+
+def choose(candidates: list[Candidate], wanted: int | None) -> Choice:
+    """The newest attempt (or the wanted one), and in it the best file of every rank."""
+    numbered = number_attempts(candidates)
+    attempts = tuple(sorted(set(numbered.values())))
+    if wanted is not None and wanted not in attempts:
+        raise InputError(f"no attempt {wanted} here; found {', '.join(map(str, attempts)) or 'none'}")
+    picked = wanted if wanted is not None else _newest(candidates, numbered)
+    dropped = []
+    by_rank: dict[int, list[Candidate]] = defaultdict(list)
+    for candidate in candidates:
+        number = numbered[candidate.path]
+        if number == picked:
+            by_rank[candidate.rank].append(candidate)
+        elif wanted is not None:
+            dropped.append((candidate, f"of attempt {number}, not {picked}"))
+        else:
+            dropped.append((candidate, f"of attempt {number}; attempt {picked} is newer"))
+    chosen = []
+    for rank in sorted(by_rank):
+        best, *rest = sorted(by_rank[rank], key=_goodness, reverse=True)
+        chosen.append(best)
+        dropped += [(other, f"rank {rank} is read from {best.path}") for other in rest]
+    return Choice(tuple(chosen), tuple(dropped), attempts, picked)
+
+
+def number_attempts(candidates: list[Candidate]) -> dict[str, int]:
+    """An attempt number for every file: what the file says, else one per set of folders with the same ranks.
+
+    Files without a number belong to one attempt as long as no rank occurs in two folders. When ranks do repeat,
+    every folder is an attempt of its own, numbered by time behind the numbers in use.
+    """
+    numbered = {c.path: c.attempt for c in candidates if c.attempt is not None}
+    open_ones = [c for c in candidates if c.attempt is None]
+    folders: dict[str, list[Candidate]] = defaultdict(list)
+    for candidate in open_ones:
+        folders[candidate.path.rpartition("/")[0]].append(candidate)
+    if len(folders) > 1 and _overlap(list(folders.values())):
+        order = sorted(
+            folders.values(), key=lambda files: (max(c.raw.last_event_ns() for c in files), files[0].path)
+        )
+        first = max(numbered.values(), default=-1) + 1
+        for number, files in enumerate(order, start=first):
+            numbered.update({candidate.path: number for candidate in files})
+    else:
+        number = max(numbered.values(), default=0)
+        numbered.update({candidate.path: number for candidate in open_ones})
+    return numbered
+
+
+def _overlap(folders: list[list[Candidate]]) -> bool:
+    """Whether a rank occurs in two folders."""
+    seen: set[int] = set()
+    for files in folders:
+        ranks = {candidate.rank for candidate in files}
+        if ranks & seen:
+            return True
+        seen |= ranks
+    return False
+
+
+def _newest(candidates: list[Candidate], numbered: dict[str, int]) -> int | None:
+    """The attempt with the latest event; the higher number where times do not tell."""
+    best: dict[int, int] = defaultdict(int)
+    for candidate in candidates:
+        number = numbered[candidate.path]
+        best[number] = max(best[number], candidate.raw.last_event_ns())
+    return max(best, key=lambda number: (best[number], number)) if best else None
+
+
+def _goodness(candidate: Candidate) -> tuple[bool, bool, bool, int, str]:
+    """A whole file beats a damaged one, a black box a dump, a later one an earlier one."""
+    raw = candidate.raw
+    return (
+        not raw.damaged,
+        raw.kind.startswith("black box") and len(raw.calls) > 0,
+        len(raw.calls) > 0,
+        raw.last_event_ns(),
+        candidate.path,
+    )

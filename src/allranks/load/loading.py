@@ -1,0 +1,169 @@
+"""Paths → LoadResult: finds the files, reads each, settles ranks and attempts, shares the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from allranks.errors import InputError
+from allranks.load.choose import Candidate, choose
+from allranks.load.ranks import attempt_of_name, rank_by_prefix, ranks_of_names
+from allranks.load.reading import Reader
+from allranks.load.result import LoadOptions, LoadResult, Raw, Unreadable
+from allranks.load.sources import Source, find_sources, is_tar, read_all, tar_members, unwrap
+from allranks.load.tables import Frozen
+from allranks.model.diagnosis import FileNote
+from allranks.model.trace import RankTrace
+
+#: A dump's modification time is when it was taken only if it lies this close behind its last event.
+MAX_DUMP_DELAY_NS = 3600 * 10**9
+
+
+@dataclass
+class _Load:
+    """What piles up while files are read."""
+
+    options: LoadOptions
+    reader: Reader
+    raws: list[tuple[Source, Raw]] = field(default_factory=list)
+    failed: list[tuple[Source, Unreadable]] = field(default_factory=list)
+
+    def read(self, source: Source) -> None:
+        """Reads one source, looking into archives."""
+        try:
+            members = self._members(source)
+            if members is not None:
+                for member in members:
+                    self.read_member(member)
+                return
+        except Unreadable as error:
+            self.failed.append((source, error))
+            return
+        self.read_member(source)
+
+    def read_member(self, source: Source) -> None:
+        """Reads one source that is not an archive."""
+        try:
+            self.raws.append((source, self.reader.read(source)))
+        except Unreadable as error:
+            self.failed.append((source, error))
+
+    def _members(self, source: Source) -> list[Source] | None:
+        """The members of a tar file, compressed or not; None when the source is none."""
+        name = source.path.lower()
+        if source.problem or not (".tar" in name or name.endswith((".tgz", ".tzst"))):
+            return None
+        try:
+            limit = self.options.max_box_bytes
+            data, problem = unwrap(read_all(source, limit), limit)
+        except OSError as error:
+            raise Unreadable(f"cannot be read: {error.strerror or error}") from error
+        if not is_tar(data):
+            return None
+        members = list(tar_members(source, data, self.options.max_file_bytes))
+        if problem:
+            self.failed.append((source, Unreadable(problem, kind="tar archive")))
+        return members
+
+
+def load_paths(paths: Sequence[str], options: LoadOptions | None = None) -> LoadResult:
+    """Reads everything behind the paths. Raises InputError when a path does not exist or nothing was readable."""
+    options = options or LoadOptions()
+    load = _Load(options, Reader(options))
+    sources = list(find_sources([str(path) for path in paths], options))
+    for done, source in enumerate(sources):
+        if options.progress and done % 16 == 0:
+            options.progress(done, len(sources))
+        load.read(source)
+    if options.progress:
+        options.progress(len(sources), len(sources))
+    return _settle(load, paths)
+
+
+def _settle(load: _Load, paths: Sequence[str]) -> LoadResult:
+    """Ranks, attempts and duplicates, then the final traces and notes."""
+    names = _file_ranks([source.path for source, _ in load.raws], load.options)
+    notes: list[FileNote] = []
+    candidates: list[Candidate] = []
+    for source, raw in load.raws:
+        rank = raw.header.rank if raw.header.rank is not None else names.get(source.path)
+        if rank is None:
+            notes.append(
+                FileNote(source.path, None, raw.kind, "skipped", "its rank is not in the file or its name")
+            )
+        elif load.options.ranks is not None and rank not in load.options.ranks:
+            notes.append(FileNote(source.path, rank, raw.kind, "skipped", "not among the selected ranks"))
+        else:
+            is_box = raw.kind.startswith("black box")
+            attempt = raw.header.attempt if is_box else attempt_of_name(source.path)
+            candidates.append(Candidate(source.path, rank, attempt, _dated(source, raw)))
+    choice = choose(candidates, load.options.attempt)
+    frozen = load.reader.tables.freeze()
+    traces = [_trace(candidate, frozen) for candidate in choice.chosen]
+    notes += [_note(candidate) for candidate in choice.chosen]
+    notes += [FileNote(c.path, c.rank, c.raw.kind, "skipped", reason) for c, reason in choice.dropped]
+    notes += _failures(load)
+    other = [source.location for source, error in load.failed if error.kind == "stacks"]
+    order = {source.path: index for index, (source, _) in enumerate(load.raws)}
+    notes.sort(key=lambda note: (note.rank is None, note.rank or 0, order.get(note.path, 0), note.path))
+    if not traces and not other:
+        raise _nothing(paths, notes)
+    return LoadResult(traces, notes, other, choice.attempts, choice.attempt)
+
+
+def _file_ranks(paths: list[str], options: LoadOptions) -> dict[str, int]:
+    if options.prefix is None:
+        return ranks_of_names(paths)
+    found = {path: rank_by_prefix(path.rpartition("/")[2], options.prefix) for path in paths}
+    return {path: rank for path, rank in found.items() if rank is not None}
+
+
+def _dated(source: Source, raw: Raw) -> Raw:
+    """Takes the file's modification time as the time of the dump, where that is plausible."""
+    if raw.header.written_ns or not len(raw.calls):
+        return raw
+    last = raw.last_event_ns()
+    limit = int(raw.calls["timeout_ms"].max()) * 10**6 + MAX_DUMP_DELAY_NS
+    if last <= source.mtime_ns <= last + limit:
+        raw.header = replace(raw.header, written_ns=source.mtime_ns)
+    return raw
+
+
+def _trace(candidate: Candidate, frozen: Frozen) -> RankTrace:
+    raw = candidate.raw
+    header = replace(raw.header, rank=candidate.rank, attempt=candidate.attempt or 0)
+    return RankTrace(
+        header, raw.calls, raw.groups, frozen.names, frozen.shapes, frozen.stacks,
+        raw.progress, candidate.path, raw.kind, raw.notes, raw.torn, raw.last_completed,
+    )  # fmt: skip
+
+
+def _note(candidate: Candidate) -> FileNote:
+    raw = candidate.raw
+    note = "; ".join(raw.notes)
+    return FileNote(candidate.path, candidate.rank, raw.kind, "damaged" if raw.damaged else "ok", note)
+
+
+def _failures(load: _Load) -> list[FileNote]:
+    """Notes of files that gave nothing; a damaged one still tells its rank by its name."""
+    damaged = [source.path for source, error in load.failed if not error.skip]
+    ranks = _file_ranks(damaged, load.options)
+    return [
+        FileNote(
+            source.path,
+            ranks.get(source.path),
+            error.kind,
+            "skipped" if error.skip else "damaged",
+            str(error),
+        )
+        for source, error in load.failed
+    ]
+
+
+def _nothing(paths: Sequence[str], notes: list[FileNote]) -> InputError:
+    shown = ", ".join(map(str, paths))
+    if not notes:
+        return InputError(f"{shown}: no files", hint="Give the folder that holds the dumps or black boxes.")
+    details = "\n".join(f"  {note.path}: {note.kind}: {note.note}" for note in notes[:10])
+    more = f"\n  … and {len(notes) - 10} more" if len(notes) > 10 else ""
+    return InputError(f"{shown}: none of {len(notes)} files is a readable dump", hint=details + more)

@@ -1,0 +1,70 @@
+"""What goes into a load and what comes out of it. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from allranks.model.diagnosis import FileNote
+from allranks.model.trace import Group, Progress, RankTrace, TraceHeader
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How to load. Limits protect against hostile or runaway files, not against large jobs."""
+
+    attempt: int | None = None  # None: the newest
+    prefix: str | None = None  # file name up to the rank's digits; None: found out
+    ranks: frozenset[int] | None = None  # only these ranks; None: all
+    max_file_bytes: int = 128 << 20  # of one dump, after decompression
+    max_box_bytes: int = 1 << 30  # of one black box
+    max_files: int = 1_000_000
+    progress: Callable[[int, int], None] | None = None  # called with (files done, files in all)
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """Everything that was readable, and a note on every file, readable or not.
+
+    At most one trace per rank, in rank order. `other` are paths of our stack bundles and captures, which
+    `stacks` reads. `attempts` are the numbers found; `attempt` the one that was chosen.
+    """
+
+    traces: list[RankTrace] = field(default_factory=list)
+    files: list[FileNote] = field(default_factory=list)
+    other: list[str] = field(default_factory=list)
+    attempts: tuple[int, ...] = ()
+    attempt: int | None = None
+
+
+@dataclass
+class Raw:
+    """One file's content before the shared tables are final and the rank is settled."""
+
+    header: TraceHeader
+    calls: np.ndarray
+    groups: tuple[Group, ...]
+    kind: str
+    progress: Progress = field(default_factory=Progress)
+    notes: tuple[str, ...] = ()
+    torn: int = 0
+    last_completed: dict[str, int] = field(default_factory=dict)
+    damaged: bool = False
+
+    def last_event_ns(self) -> int:
+        """The latest time mentioned anywhere in the file, 0 when none."""
+        times = [self.header.start_ns, self.header.written_ns, self.progress.step_ns]
+        if len(self.calls):
+            times += [int(self.calls[name].max()) for name in ("created_ns", "started_ns", "completed_ns")]
+        return max(times)
+
+
+class Unreadable(Exception):
+    """A file that gives nothing. The message becomes its note; `skip` tells foreign from damaged."""
+
+    def __init__(self, note: str, *, kind: str = "unknown", skip: bool = False) -> None:
+        super().__init__(note)
+        self.kind = kind
+        self.skip = skip

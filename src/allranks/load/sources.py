@@ -1,0 +1,201 @@
+"""Paths → the files to read, in a fixed order, with archives opened and limits kept.
+
+Folders are walked; a tar file counts as a folder; gzip and zstd are unwrapped. Nothing here looks into a dump.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import stat
+import tarfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from allranks.errors import InputError, require
+from allranks.load.result import LoadOptions, Unreadable
+
+GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+MAX_DEPTH = 32
+#: Compressed data may grow by this factor before we call it a bomb, once it is beyond BOMB_BYTES.
+BOMB_FACTOR, BOMB_BYTES = 300, 64 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file to read. `data` holds the bytes of an archive's member or of a remote object; None: on disk."""
+
+    path: str  # what the user is shown
+    location: str  # where to open it
+    mtime_ns: int = 0
+    size: int = 0
+    data: bytes | None = None
+    problem: str = ""  # why it cannot be read, when that is known already
+
+
+def find_sources(paths: list[str], options: LoadOptions) -> Iterator[Source]:
+    """Every file behind the paths, each once, in the order of the paths and then of the names."""
+    seen: set[tuple[int, int]] = set()
+    folders = [path for path in paths if "://" not in path and os.path.isdir(path)]
+    count = 0
+    for path in paths:
+        if "://" in path:
+            from allranks.load.remote import fetch_sources
+
+            found: Iterator[Source] = fetch_sources(path, options)
+        elif os.path.isdir(path):
+            found = _walk(path, alone=len(folders) == 1 and len(paths) == 1, seen=seen)
+        elif os.path.lexists(path):
+            found = iter([_on_disk(path, path)])
+        else:
+            raise InputError(f"{path}: no such file or folder")
+        for source in found:
+            count += 1
+            if count > options.max_files:
+                raise InputError(f"more than {options.max_files} files under {', '.join(paths)}")
+            yield source
+
+
+def _walk(root: str, alone: bool, seen: set[tuple[int, int]]) -> Iterator[Source]:
+    """Files of a folder, deepest names last; links to folders are not followed, so that no walk is endless."""
+    pending = [(root, 0)]
+    while pending:
+        folder, depth = pending.pop()
+        try:
+            with os.scandir(folder) as scan:
+                entries = sorted(scan, key=lambda entry: entry.name)
+        except OSError as error:
+            yield Source(_shown(root, folder, alone), folder, problem=f"cannot be opened: {error.strerror}")
+            continue
+        folders = []
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                folders.append((entry.path, depth + 1))
+            elif source := _entry(entry, _shown(root, entry.path, alone), seen):
+                yield source
+        if depth < MAX_DEPTH:
+            pending.extend(reversed(folders))
+
+
+def _entry(entry: os.DirEntry[str], shown: str, seen: set[tuple[int, int]]) -> Source | None:
+    try:
+        info = entry.stat()
+    except OSError as error:
+        return Source(shown, entry.path, problem=f"cannot be opened: {error.strerror}")
+    if not stat.S_ISREG(info.st_mode):
+        # Reading a named pipe (torch makes one per rank) would wait for a writer.
+        return Source(shown, entry.path, problem="not a regular file")
+    if (info.st_dev, info.st_ino) in seen:
+        return None
+    seen.add((info.st_dev, info.st_ino))
+    return Source(shown, entry.path, info.st_mtime_ns, info.st_size)
+
+
+def _on_disk(path: str, shown: str) -> Source:
+    try:
+        info = os.stat(path)
+    except OSError as error:
+        return Source(shown, path, problem=f"cannot be opened: {error.strerror}")
+    if not stat.S_ISREG(info.st_mode):
+        return Source(shown, path, problem="not a regular file")
+    return Source(shown, path, info.st_mtime_ns, info.st_size)
+
+
+def _shown(root: str, path: str, alone: bool) -> str:
+    return os.path.relpath(path, root) if alone else path
+
+
+def read_head(source: Source, count: int) -> bytes:
+    """The first bytes of a source."""
+    if source.data is not None:
+        return source.data[:count]
+    with open(source.location, "rb") as file:
+        return file.read(count)
+
+
+def read_all(source: Source, limit: int) -> bytes:
+    """All bytes of a source; refuses what is beyond the limit before reading it."""
+    if source.data is not None:
+        data = source.data
+    else:
+        with open(source.location, "rb") as file:
+            if os.fstat(file.fileno()).st_size > limit:
+                raise Unreadable(f"{os.fstat(file.fileno()).st_size} bytes are beyond the limit of {limit}")
+            data = file.read(limit + 1)
+    if len(data) > limit:
+        raise Unreadable(f"more than the limit of {limit} bytes")
+    return data
+
+
+def unwrap(data: bytes, limit: int) -> tuple[bytes, str]:
+    """(decompressed bytes, problem). A stream that is cut short gives what it has."""
+    for _ in range(3):  # .tar.gz.zst has been seen; more layers are a joke
+        if data.startswith(GZIP):
+            data, problem = _drain(_open_gzip(data), len(data), limit)
+        elif data.startswith(ZSTD):
+            data, problem = _drain(_open_zstd(data), len(data), limit)
+        else:
+            return data, ""
+        if problem:
+            return data, problem
+    return data, ""
+
+
+def _open_gzip(data: bytes) -> io.BufferedIOBase:
+    return gzip.GzipFile(fileobj=io.BytesIO(data))
+
+
+def _open_zstd(data: bytes) -> io.BufferedIOBase:
+    zstandard = require("zstandard", feature="reading zstd files", extra="zstd")
+    stream: io.BufferedIOBase = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(
+        io.BytesIO(data)
+    )
+    return stream
+
+
+def _drain(stream: io.BufferedIOBase, compressed: int, limit: int) -> tuple[bytes, str]:
+    """Reads a decompressor piece by piece and stops at a bomb."""
+    allowed = min(limit, max(BOMB_BYTES, compressed * BOMB_FACTOR))
+    pieces, total = [], 0
+    try:
+        while piece := stream.read(1 << 20):
+            pieces.append(piece)
+            total += len(piece)
+            if total > allowed:
+                raise Unreadable(f"{compressed} bytes expand beyond {allowed}: refused")
+    except (OSError, EOFError, zlib.error) as error:
+        return b"".join(pieces), f"compressed stream cut short or damaged ({type(error).__name__})"
+    except Exception as error:
+        if type(error).__name__ != "ZstdError":
+            raise
+        return b"".join(pieces), "compressed stream cut short or damaged (ZstdError)"
+    return b"".join(pieces), ""
+
+
+def is_tar(data: bytes) -> bool:
+    """Whether the bytes begin a tar archive (POSIX or GNU)."""
+    return data[257:262] == b"ustar"
+
+
+def tar_members(source: Source, data: bytes, limit: int) -> Iterator[Source]:
+    """The regular files of an archive, each at most `limit` bytes; names are only shown, never written to."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+            for member in archive:
+                shown = f"{source.path}/{member.name}"
+                if not member.isreg():
+                    continue
+                if member.size > limit:
+                    yield Source(
+                        shown, source.location, problem=f"{member.size} bytes are beyond the limit of {limit}"
+                    )
+                    continue
+                file = archive.extractfile(member)
+                content = file.read() if file else b""
+                yield Source(shown, source.location, int(member.mtime * 1e9), member.size, content)
+    except (tarfile.TarError, OSError, ValueError, EOFError) as error:
+        yield Source(
+            source.path, source.location, problem=f"archive cut short or damaged ({type(error).__name__})"
+        )

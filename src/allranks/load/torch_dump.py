@@ -1,0 +1,218 @@
+"""A torch or torchcomms dump, already decoded to a dictionary → Raw. All differences of version and library end here.
+
+What each library leaves out is written into flags and notes, so that `diagnose` never asks for a version:
+gloo cannot tell scheduled from completed; NCCL's coalesced parts have no state of their own; torchcomms counts
+sequence numbers over all communicators; dumps up to 2.3 have no sizes for all_to_all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from allranks.load.calls import Interner, numbers, read_calls
+from allranks.load.groups import GroupTable, default_group
+from allranks.load.result import Raw, Unreadable
+from allranks.load.tables import Tables
+from allranks.model.trace import CALL, Flag, State, TraceHeader
+
+KNOWN_MAJOR, KNOWN_MINOR = 2, 10
+#: Libraries whose own recorder never says more than "scheduled".
+STATELESS = ("gloo", "mpi", "ucc")
+
+
+def read_dump(dump: object, tables: Tables, member_cache: dict[str, tuple[int, ...]], form: str) -> Raw:
+    """The content of one dump. Raises Unreadable when the object is no dump at all."""
+    if not isinstance(dump, dict) or not looks_like_dump(dump):
+        raise Unreadable("not a flight recorder dump", kind=form, skip=True)
+    version = dump.get("version")
+    version = version if isinstance(version, str) else ""
+    entries = dump.get("entries")
+    config = dump.get("pg_config")
+    groups = GroupTable(tables, config if isinstance(config, dict) else {}, member_cache)
+    interner = Interner(tables, groups)
+    notes = version_notes(version)
+    if isinstance(entries, list):
+        calls, bad = read_calls(entries, interner)
+        notes += [f"{bad} entries could not be read"] if bad else []
+        pg_ids = pg_names(entries)
+    else:
+        # torch's JSON leaves the key out when nothing was recorded; includeCollectives=False too.
+        calls, pg_ids = np.zeros(0, CALL), {}
+    return finish(dump, calls, groups, notes, pg_ids, form, version)
+
+
+def finish(
+    dump: dict[str, Any], calls: np.ndarray, groups: GroupTable, notes: list[str], pg_ids: dict[str, str],
+    form: str, version: str,
+) -> Raw:  # fmt: skip
+    """What every torch dump goes through once its rows are there: order, library quirks, header."""
+    calls = in_record_order(calls)
+    backends = sorted({group.backend for group in groups.groups if group.backend})
+    comms = is_torchcomms(dump, groups)
+    groups.add_configured(backends[0] if len(backends) == 1 else "")
+    names = groups.tables.names
+    mark_coalesced(calls, names)
+    mark_states(calls, groups, comms)
+    if comms:
+        notes = notes + renumber(calls)
+    if version_number(version) < (2, 4):
+        forget_all_to_all_sizes(calls, names)
+    library = dump.get("comm_lib_version") or dump.get("nccl_version")
+    world = default_group(groups.groups)
+    header = TraceHeader(
+        backend=",".join(backends),
+        world_size=len(world.ranks) if world and world.ranks else None,
+        versions=((backends[0] if backends else "library", library),)
+        if isinstance(library, str) and library
+        else (),
+        dropped=int(calls["begin"][0]) - 1 if len(calls) else 0,
+    )
+    kind = f"{'torchcomms' if comms else 'torch'} {form}{' ' + version if version else ''}"
+    return Raw(
+        header, calls, tuple(groups.groups), kind, notes=tuple(notes),
+        last_completed=last_completed(dump.get("pg_status"), pg_ids),
+    )  # fmt: skip
+
+
+def looks_like_dump(dump: dict[Any, Any]) -> bool:
+    """A dump has entries, or a version together with a group configuration."""
+    return isinstance(dump.get("entries"), list) or ("version" in dump and "pg_config" in dump)
+
+
+def version_number(version: str) -> tuple[int, int]:
+    """(2, 10) of "2.10"; an unreadable version counts as the newest known."""
+    parts = version.split(".")
+    try:
+        return int(parts[0]), int(parts[1])
+    except (ValueError, IndexError):
+        return KNOWN_MAJOR, KNOWN_MINOR
+
+
+def version_notes(version: str) -> list[str]:
+    """What a version unknown to us means for trust."""
+    if version and version_number(version)[0] > KNOWN_MAJOR:
+        return [f"format {version} is newer than the newest known ({KNOWN_MAJOR}.{KNOWN_MINOR})"]
+    return [] if version else ["the dump names no version"]
+
+
+def in_record_order(calls: np.ndarray) -> np.ndarray:
+    """Rows sorted by record id; `begin` and `end` hold the id plus one, as in a black box."""
+    calls["begin"] += 1
+    if len(calls) > 1 and (np.diff(calls["begin"].astype(np.int64)) < 0).any():
+        calls = calls[np.argsort(calls["begin"], kind="stable")]
+    calls["end"] = calls["begin"]
+    calls["root"] = -1
+    calls["step"] = -1
+    return calls
+
+
+def pg_names(entries: list[Any]) -> dict[str, str]:
+    """pg_id, as pg_status spells it, → group name. Few groups: the last thousand entries name them all."""
+    found: dict[str, str] = {}
+    for entry in entries[-1000:]:
+        if isinstance(entry, dict):
+            group = entry.get("process_group")
+            if isinstance(group, (list, tuple)) and group and isinstance(group[0], str):
+                found[str(entry.get("pg_id"))[:32]] = group[0]
+    return found
+
+
+def last_completed(status: object, pg_ids: dict[str, str]) -> dict[str, int]:
+    """Group name → last completed sequence number, from pg_status; JSON writes the numbers as text."""
+    found: dict[str, int] = {}
+    if isinstance(status, dict):
+        for pg_id, entry in status.items():
+            if isinstance(entry, dict) and pg_id in pg_ids:
+                value = int(numbers([entry.get("last_completed_collective")], missing=-1)[0])
+                if value >= 0:
+                    found[pg_ids[pg_id]] = value
+    return found
+
+
+def is_torchcomms(dump: dict[str, Any], groups: GroupTable) -> bool:
+    """torchcomms puts the library's name where torch puts the description, and writes "[0,1]" without blanks."""
+    used = [group for group in groups.groups[1:] if group.backend]
+    if used and all(group.desc == group.backend for group in used):
+        return True
+    texts = [entry.get("ranks") for entry in groups.config.values() if isinstance(entry, dict)]
+    several = [text for text in texts if isinstance(text, str) and "," in text]
+    return bool(several) and not any(", " in text for text in several) and not dump.get("pg_status")
+
+
+def mark_states(calls: np.ndarray, groups: GroupTable, comms: bool) -> None:
+    """Says where the recorded state cannot be trusted, and turns NCCL's "put away but not done" into TIMED_OUT."""
+    flags, state = calls["flags"], calls["state"]
+    stateless = np.array([group.backend in STATELESS for group in groups.groups])[calls["group"]]
+    retired = (flags & Flag.RETIRED) != 0
+    undone = (state == State.SCHEDULED) | (state == State.STARTED)
+    if comms:
+        # On CPU torchcomms never leaves "scheduled"; on CUDA a row that was put away has a real state.
+        stateless |= (state == State.SCHEDULED) & (calls["started_ns"] == 0)
+    unknown = stateless & (state == State.SCHEDULED)
+    flags[unknown] |= np.uint16(Flag.STATE_UNKNOWN)
+    part = (flags & Flag.COALESCED_PART) != 0
+    state[retired & undone & ~unknown & ~part] = State.TIMED_OUT
+
+
+def mark_coalesced(calls: np.ndarray, names: list[str]) -> None:
+    """Marks the parts of coalesced groups and the entry that stands for each.
+
+    NCCL writes every part with state "scheduled" for ever, then one "coalesced" or "..._coalesced" entry with the
+    real state and no sizes. Parts share the group and the p2p sequence (point-to-point) or the collective sequence.
+    """
+    ends_by_name = np.array([name == "coalesced" or name.endswith("_coalesced") for name in names])
+    ends = ends_by_name[calls["op"]]
+    p2p = (calls["flags"] & Flag.P2P) != 0
+    flags = calls["flags"]
+    batch = calls["group"].astype(np.int64) << 40 | (calls["p2p_seq"] & (1 << 40) - 1)
+    collective = calls["group"].astype(np.int64) << 40 | (calls["seq"] & (1 << 40) - 1)
+    if ends.any():
+        p2p_ops = p2p & ~ends
+        p2p_ends = ends & (calls["p2p_seq"] > 0) & (np.isin(batch, batch[p2p_ops]) | p2p)
+        flags[p2p_ops & np.isin(batch, batch[p2p_ends])] |= np.uint16(Flag.COALESCED_PART)
+        flags[p2p_ends] |= np.uint16(Flag.COALESCED_END | Flag.P2P)
+        others = ends & ~p2p_ends
+        parts = ~ends & ~p2p & np.isin(collective, collective[others])
+        flags[parts] |= np.uint16(Flag.COALESCED_PART)
+        empty = calls["in_numel"] <= 0
+        flags[others & (empty | np.isin(collective, collective[parts]))] |= np.uint16(Flag.COALESCED_END)
+        p2p = (flags & Flag.P2P) != 0
+    # A batch whose end was not recorded: several p2p calls share one number.
+    alone = p2p & ((flags & (Flag.COALESCED_PART | Flag.COALESCED_END)) == 0) & (calls["p2p_seq"] > 0)
+    if alone.any():
+        _, inverse, counts = np.unique(batch[alone], return_inverse=True, return_counts=True)
+        rows = np.flatnonzero(alone)[counts[inverse] > 1]
+        flags[rows] |= np.uint16(Flag.COALESCED_PART)
+    calls["p2p_seq"][~p2p] = 0
+
+
+def renumber(calls: np.ndarray) -> list[str]:
+    """torchcomms counts over all communicators of a process: count per group instead.
+
+    Only possible while nothing was overwritten; otherwise, with several groups, the numbers become unknown.
+    """
+    groups = np.unique(calls["group"])
+    p2p = (calls["flags"] & Flag.P2P) != 0
+    if not len(calls) or (len(groups) == 1 and not p2p.any()):
+        return []
+    if int(calls["begin"][0]) > 1:
+        if len(groups) > 1:
+            calls["seq"] = -1
+            return [
+                "the ring wrapped, and torchcomms counts over all communicators: sequence numbers are unknown"
+            ]
+        return []
+    for group in groups.tolist():
+        mine = calls["group"] == group
+        for column, rows in (("seq", mine & ~p2p), ("p2p_seq", mine & p2p)):
+            calls[column][rows] = np.arange(1, int(rows.sum()) + 1)
+    return []
+
+
+def forget_all_to_all_sizes(calls: np.ndarray, names: list[str]) -> None:
+    """Dumps before 2.4 recorded no usable sizes for all_to_all."""
+    rows = np.array([name.startswith(("all_to_all", "alltoall")) for name in names])[calls["op"]]
+    calls["shapes"][rows] = 0
+    calls["in_numel"][rows] = calls["out_numel"][rows] = -1
