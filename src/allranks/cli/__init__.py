@@ -17,6 +17,7 @@ from allranks.errors import AllranksError
 
 #: sub-command -> (module under allranks.cli, one-line help). Order is the order of `--help`.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "doctor": ("doctor", "check a node before the job, or explain logs after it"),
     "etcd": ("etcd", "start, check or stop an etcd on this machine"),
     "config": ("config", "check, show or describe a job's configuration file"),
 }

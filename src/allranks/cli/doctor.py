@@ -1,0 +1,200 @@
+"""`allranks doctor`: checks before a job; `allranks doctor explain LOG…`: the first cause after one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from allranks.doctor.checks import Check, DoctorOptions, run_checks
+from allranks.doctor.explain import Explanation, Match, explain, parse_line, read_lines
+from allranks.errors import InputError
+
+_MARKS = {
+    "ok": ("ok", "32"),
+    "warning": ("warning", "33"),
+    "problem": ("PROBLEM", "31"),
+    "skipped": ("skipped", "2"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    parser.add_argument(
+        "what",
+        nargs="*",
+        metavar="explain LOG",
+        help="explain LOG…: find the first cause in logs (files, folders, - for standard input)",
+    )
+    parser.add_argument(
+        "--etcd",
+        default="",
+        metavar="HOST:PORT",
+        help="rendezvous etcd to check, several separated by commas",
+    )
+    parser.add_argument("--lighthouse", default="", metavar="HOST:PORT", help="lighthouse to check")
+    parser.add_argument(
+        "--s3",
+        default="",
+        metavar="BUCKET",
+        help="bucket or s3:// URL to check, with the missing permission named",
+    )
+    parser.add_argument("--s3-endpoint", default="", metavar="URL", help="endpoint of an S3-compatible store")
+    parser.add_argument(
+        "--checkpoint-folder",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="folder whose space and speed are measured (repeatable)",
+    )
+    parser.add_argument(
+        "--port", action="append", type=int, default=[], help="port that must be free (repeatable)"
+    )
+    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks that will run here")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="job configuration: check what it names too"
+    )
+    parser.add_argument("--fix", action="store_true", help="carry out the harmless repairs")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(args: argparse.Namespace) -> int:
+    """0 nothing wrong, 1 problem or cause found, 2 could not run."""
+    if args.what and args.what[0] != "explain":
+        raise InputError(
+            f"unknown word {args.what[0]!r}", hint="Use `allranks doctor` or `allranks doctor explain LOG…`."
+        )
+    return _explain(args) if args.what else _check(args)
+
+
+def _check(args: argparse.Namespace) -> int:
+    options = DoctorOptions(
+        etcd=args.etcd, lighthouse=args.lighthouse, s3=args.s3, s3_endpoint=args.s3_endpoint,
+        checkpoint_folders=tuple(args.checkpoint_folder), ports=tuple(args.port), nproc_per_node=args.nproc_per_node,
+    )  # fmt: skip
+    if args.config:
+        options = _with_config(options, args.config)
+    found = run_checks(options)
+    fixed = [_fix(check) for check in found if args.fix and check.fix and check.status != "ok"]
+    problems = sum(check.status == "problem" for check in found)
+    if args.json:
+        checks = [{k: v for k, v in asdict(check).items() if k != "fix"} for check in found]
+        print(json.dumps({"schema": 1, "problems": problems, "checks": checks, "fixed": fixed}))
+    else:
+        for line in render_checks(found, colour=_colour()):
+            print(line)
+        for text in fixed:
+            print(f"fixed: {text}")
+    return 1 if problems else 0
+
+
+def _with_config(options: DoctorOptions, path: Path) -> DoctorOptions:
+    """Adds what a job configuration names: folders, bucket, etcd."""
+    from dataclasses import replace
+
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise InputError(
+            f"{path} is not valid YAML: {error}", hint=f"allranks config check {path}"
+        ) from error
+    checkpoint, elastic = content.get("checkpoint") or {}, content.get("elastic") or {}
+    changes: dict[str, object] = {}
+    if checkpoint.get("nvme_path"):
+        changes["checkpoint_folders"] = (*options.checkpoint_folders, str(checkpoint["nvme_path"]))
+    if checkpoint.get("s3_bucket"):
+        changes["s3"] = f"{checkpoint['s3_bucket']}/{checkpoint.get('s3_prefix') or ''}".rstrip("/")
+    if str(elastic.get("rdzv_backend", "")).startswith("etcd"):
+        changes["etcd"] = elastic.get("rdzv_endpoint", "")
+    return replace(options, **changes)  # type: ignore[arg-type]
+
+
+def render_checks(found: list[Check], colour: bool) -> Iterator[str]:
+    """The table, problems last so that they stand above the prompt."""
+    order = {"skipped": 0, "ok": 1, "warning": 2, "problem": 3}
+    width = max((len(check.name) for check in found), default=0)
+    for check in sorted(found, key=lambda c: order[c.status]):
+        mark, code = _MARKS[check.status]
+        shown = f"\x1b[{code}m{mark:>8}\x1b[0m" if colour else f"{mark:>8}"
+        yield f"{shown}  {check.name:<{width}}  {check.detail}"
+        if check.cure and check.status in ("warning", "problem"):
+            yield f"{'':>8}  {'':<{width}}  → {check.cure}"
+    counts = [f"{sum(c.status == s for c in found)} {s}" for s in ("problem", "warning", "ok", "skipped")]
+    yield ", ".join(counts)
+
+
+def _fix(check: Check) -> str:
+    assert check.fix is not None
+    try:
+        return check.fix()
+    except OSError as error:
+        return f"could not repair {check.name}: {error}"
+
+
+def _explain(args: argparse.Namespace) -> int:
+    paths = args.what[1:]
+    if not paths:
+        raise InputError(
+            "no log was given", hint="allranks doctor explain LOG… (files, folders, or - for standard input)"
+        )
+    if paths == ["-"]:
+        lines = (parse_line("-", number, text.rstrip("\n")) for number, text in enumerate(sys.stdin, 1))
+        found = explain(lines)
+    else:
+        missing = [path for path in paths if not os.path.exists(path)]
+        if missing:
+            raise InputError(f"no such file or folder: {', '.join(missing)}")
+        try:
+            found = explain(read_lines([Path(path) for path in paths]))
+        except OSError as error:
+            raise InputError(f"cannot read {error.filename}: {error.strerror}") from error
+    if args.json:
+        print(json.dumps(_as_json(found)))
+    else:
+        for line in render_explanation(found):
+            print(line)
+    return 1 if found.first else 0
+
+
+def render_explanation(found: Explanation) -> Iterator[str]:
+    """The cause first, what followed from it after."""
+    if found.first is None:
+        yield f"no known failure in {found.lines} lines"
+    else:
+        line = found.first.line
+        who = f"rank {line.rank}, " if line.rank is not None else ""
+        yield f"{found.first.cause}"
+        yield f"  first seen: {who}{line.path}:{line.number}"
+        yield f"  > {line.text.strip()[:300]}"
+        yield f"  what to do: {found.first.cure}"
+    for match, count in found.others:
+        word = "also" if match.pattern.level != "symptom" else "followed from it"
+        yield f"{word}: {match.pattern.id.replace('_', ' ')}, {count} times, first at {match.line.path}:{match.line.number}"
+
+
+def _as_json(found: Explanation) -> dict[str, object]:
+    def one(match: Match, count: int | None = None) -> dict[str, object]:
+        line = match.line
+        return {
+            "id": match.pattern.id, "level": match.pattern.level, "cause": match.cause, "cure": match.cure,
+            "rank": line.rank, "path": line.path, "line": line.number, "text": line.text.strip()[:1000], "count": count,
+        }  # fmt: skip
+
+    return {
+        "schema": 1,
+        "lines": found.lines,
+        "first": one(found.first) if found.first else None,
+        "others": [one(match, count) for match, count in found.others],
+    }
+
+
+def _colour() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ

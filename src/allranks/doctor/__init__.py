@@ -1,0 +1,1 @@
+"""Checks before a job, and explanations of its logs after it."""

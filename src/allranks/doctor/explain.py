@@ -1,0 +1,175 @@
+"""Finds the first cause in the logs of all ranks and explains it. Pure but for `read_lines`.
+
+The last of 4,096 stack traces is never the cause. A line that explains a failure by itself ("root") beats
+lines that follow from something else ("symptom"); among equals the earliest time wins, then the order of lines.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+Level = Literal["root", "symptom", "warning"]
+MAX_LINE = 4000
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One known failure; the fields are described at the top of patterns.yaml."""
+
+    id: str
+    level: Level
+    pattern: str
+    cause: str
+    cure: str
+    sample: str
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of a log, with what could be told from it."""
+
+    path: str
+    number: int
+    text: str
+    rank: int | None = None
+    at: float | None = None  # seconds; comparable inside one job only
+
+
+@dataclass(frozen=True)
+class Match:
+    """A line that a pattern knows."""
+
+    pattern: Pattern
+    line: LogLine
+    cause: str
+    cure: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The first cause, what followed from it, and what else is worth saying."""
+
+    first: Match | None
+    others: tuple[tuple[Match, int], ...] = ()  # first match of each further pattern, with its count
+    lines: int = 0
+    files: tuple[str, ...] = field(default=())
+    unreadable: tuple[tuple[str, str], ...] = ()
+
+
+@cache
+def patterns() -> tuple[Pattern, ...]:
+    """The known failures, in the order of the file; a generic one stands after the special ones."""
+    text = resources.files("allranks.doctor").joinpath("patterns.yaml").read_text()
+    return tuple(Pattern(**entry) for entry in yaml.safe_load(text))
+
+
+@cache
+def _compiled() -> tuple[tuple[Pattern, re.Pattern[str]], ...]:
+    return tuple((pattern, re.compile(pattern.pattern)) for pattern in patterns())
+
+
+def match_line(line: LogLine) -> Match | None:
+    """The first pattern that knows this line."""
+    for pattern, regex in _compiled():
+        found = regex.search(line.text[:MAX_LINE])
+        if found:
+            facts = found.groupdict(default="")
+            return Match(pattern, line, _fill(pattern.cause, facts), _fill(pattern.cure, facts))
+    return None
+
+
+def explain(lines: Iterable[LogLine]) -> Explanation:
+    """The explanation of a whole set of logs."""
+    firsts: dict[str, Match] = {}
+    counts: dict[str, int] = {}
+    total = 0
+    for line in lines:
+        total += 1
+        match = match_line(line)
+        if match is None:
+            continue
+        key = match.pattern.id
+        counts[key] = counts.get(key, 0) + 1
+        if key not in firsts or _earlier(match.line, firsts[key].line):
+            firsts[key] = match
+    ordered = sorted(firsts.values(), key=_weight)
+    first = next((m for m in ordered if m.pattern.level != "warning"), None)
+    others = tuple((m, counts[m.pattern.id]) for m in ordered if m is not first)
+    return Explanation(first, others, total)
+
+
+def read_lines(paths: Iterable[Path]) -> Iterator[LogLine]:
+    """The lines of log files and folders of them (plain or gz), with rank and time where they can be told."""
+    for path in paths:
+        files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        for file in files:
+            yield from _file_lines(file)
+
+
+def parse_line(path: str, number: int, text: str, rank: int | None = None) -> LogLine:
+    """Reads rank and time out of a line's head."""
+    text = _ANSI.sub("", text)
+    found = _RANK.match(text)
+    if found:
+        rank = int(next(group for group in found.groups() if group is not None))
+        text = text[found.end() :]
+    return LogLine(path, number, text, rank, _time(text))
+
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_RANK = re.compile(
+    r"^\s*(?:\[rank[ :]?(\d+)\]:? ?|\[(?:default|trainer|role)?(\d+)\]:|rank[ =:](\d+)[:\]] )", re.I
+)
+_FILE_RANK = re.compile(r"rank[_-]?(\d+)|(?:^|[_/.-])(\d+)/(?:stdout|stderr)", re.I)
+_TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d+))?")
+_GLOG = re.compile(r"\b[IWEF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d+))?")
+
+
+def _file_lines(file: Path) -> Iterator[LogLine]:
+    found = _FILE_RANK.search(str(file))
+    rank = int(next(g for g in found.groups() if g is not None)) if found else None
+    opener = gzip.open if file.suffix == ".gz" else open
+    with opener(file, "rb") as log:
+        for number, raw in enumerate(log, 1):
+            yield parse_line(str(file), number, raw.decode("utf-8", "replace").rstrip("\r\n"), rank)
+
+
+def _time(text: str) -> float | None:
+    found = _TIME.search(text[:200])
+    if found:
+        year, month, day, hour, minute, second = (int(part) for part in found.groups()[:6])
+        fraction = float(f"0.{found.group(7)}") if found.group(7) else 0.0
+        return ((((year * 12 + month) * 31 + day) * 24 + hour) * 60 + minute) * 60 + second + fraction
+    found = _GLOG.search(text[:200])
+    if found:
+        month, day, hour, minute, second = (int(part) for part in found.groups()[:5])
+        fraction = float(f"0.{found.group(6)}") if found.group(6) else 0.0
+        return (((month * 31 + day) * 24 + hour) * 60 + minute) * 60 + second + fraction
+    return None
+
+
+def _weight(match: Match) -> tuple[int, int, float, int, str]:
+    """Sort key: roots first, the generic exception after the special ones, then time, then place."""
+    level = {"root": 0, "symptom": 1, "warning": 2}[match.pattern.level]
+    generic = int(match.pattern.id in {"python_exception", "assertion"})
+    at = match.line.at if match.line.at is not None else float("inf")
+    return (level, generic, at, match.line.number, match.line.path)
+
+
+def _earlier(a: LogLine, b: LogLine) -> bool:
+    if a.at is not None and b.at is not None and a.at != b.at:
+        return a.at < b.at
+    return a.path == b.path and a.number < b.number
+
+
+def _fill(text: str, facts: dict[str, str]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda m: facts.get(m.group(1), m.group(0)), text).strip()

@@ -1,0 +1,268 @@
+"""Checks of this node: environment variables, Python packages, GPUs, network interfaces, limits."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+from allranks.doctor.checks import Check, DoctorOptions
+
+_INTEGERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+
+
+def check_environment(options: DoctorOptions) -> list[Check]:
+    """The launcher's variables: all of them, or none (then a launcher will set them)."""
+    have = {name: os.environ[name] for name in (*_INTEGERS, "MASTER_ADDR") if name in os.environ}
+    if not have:
+        return [Check("environment", "ok", "no rank variables are set: a launcher will set them")]
+    found = []
+    missing = [n for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in have]
+    if missing:
+        cure = "Start through a launcher: allranks run --standalone --nproc-per-node N SCRIPT"
+        found.append(
+            Check("environment", "problem", f"{', '.join(missing)} not set, but {', '.join(have)} is", cure)
+        )
+    wrong = [n for n in _INTEGERS if n in have and not have[n].isdigit()]
+    found += [
+        Check("environment", "problem", f"{n}={have[n]!r} is not a number", f"unset {n} or set it right")
+        for n in wrong
+    ]
+    if not wrong and {"RANK", "WORLD_SIZE"} <= have.keys() and int(have["RANK"]) >= int(have["WORLD_SIZE"]):
+        found.append(
+            Check(
+                "environment",
+                "problem",
+                f"RANK={have['RANK']} is not below WORLD_SIZE={have['WORLD_SIZE']}",
+                "Check the launcher's node ranks",
+            )
+        )
+    if "MASTER_ADDR" in have:
+        found.append(_check_master(have["MASTER_ADDR"]))
+    return found or [Check("environment", "ok", ", ".join(f"{k}={v}" for k, v in have.items()))]
+
+
+def _check_master(name: str) -> Check:
+    try:
+        address = socket.getaddrinfo(name, None)[0][4][0]
+    except OSError as error:
+        return Check(
+            "MASTER_ADDR",
+            "problem",
+            f"{name} does not resolve: {error}",
+            "Use an IP address, or fix DNS or /etc/hosts on this node",
+        )
+    if str(address).startswith("127.") and os.environ.get("GROUP_WORLD_SIZE", "1") not in ("", "1"):
+        return Check(
+            "MASTER_ADDR",
+            "problem",
+            f"{name} is this machine's loopback, other nodes cannot reach it",
+            "Set MASTER_ADDR to an address that all nodes reach",
+        )
+    return Check("MASTER_ADDR", "ok", f"{name} is {address}")
+
+
+def check_python(options: DoctorOptions) -> list[Check]:
+    """Python, torch and what comes with it; torch is asked for its version without importing it."""
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return [
+            Check(
+                "torch",
+                "warning",
+                f"Python {platform.python_version()}, torch is not installed",
+                "pip install 'allranks[torch]'",
+            )
+        ]
+    found = [Check("torch", "ok", f"Python {platform.python_version()}, torch {torch}")]
+    if torch.startswith("2.13.0") and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        found.append(
+            Check(
+                "torchrun restarts",
+                "warning",
+                "torchrun of torch 2.13.0 fails most restarts and every scale-up",
+                "Start with `allranks run`, which cures it, or: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+            )
+        )
+    return found
+
+
+def check_gpus(options: DoctorOptions) -> list[Check]:
+    """Driver, GPUs, ECC errors and who else uses them, from nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return [Check("GPU", "skipped", "no nvidia-smi on this node: CPU only")]
+    fields = "index,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown"
+    try:
+        out = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, timeout=max(10.0, options.timeout_s), check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [
+            Check(
+                "GPU",
+                "problem",
+                f"nvidia-smi does not answer: {error}",
+                "The driver hangs: drain this node and reboot it",
+            )
+        ]
+    if out.returncode:
+        return [
+            Check(
+                "GPU",
+                "problem",
+                (out.stdout + out.stderr).strip()[:300],
+                "Reload the driver or reboot this node",
+            )
+        ]
+    rows = [[cell.strip() for cell in line.split(",")] for line in out.stdout.splitlines() if line.strip()]
+    found = [Check("GPU", "ok", f"{len(rows)} x {rows[0][1]}, driver {rows[0][2]}")] if rows else []
+    for row in rows:
+        if row[5].isdigit() and int(row[5]) > 0:
+            found.append(
+                Check(
+                    "GPU ECC",
+                    "problem",
+                    f"GPU {row[0]} has {row[5]} uncorrected memory errors",
+                    "Set the node aside; nvidia-smi --gpu-reset, or replace the card",
+                )
+            )
+        if row[6].lower() == "active":
+            found.append(
+                Check(
+                    "GPU clocks",
+                    "warning",
+                    f"GPU {row[0]} is slowed down by hardware (heat or power)",
+                    "Check cooling and power of this node: it will be the straggler",
+                )
+            )
+        if row[3].isdigit() and row[4].isdigit() and int(row[4]) > 0.1 * int(row[3]):
+            found.append(
+                Check(
+                    "GPU memory",
+                    "warning",
+                    f"GPU {row[0]} already has {row[4]} of {row[3]} MiB in use",
+                    "nvidia-smi lists who; end left-over ranks",
+                )
+            )
+    if options.nproc_per_node and options.nproc_per_node > len(rows):
+        found.append(
+            Check(
+                "GPU",
+                "problem",
+                f"{options.nproc_per_node} ranks are asked for, {len(rows)} GPUs are here",
+                "Lower --nproc-per-node, or check CUDA_VISIBLE_DEVICES",
+            )
+        )
+    return found
+
+
+def check_network(options: DoctorOptions) -> list[Check]:
+    """Which interface NCCL and gloo would choose, and whether the asked one exists."""
+    names = {p.name for p in Path("/sys/class/net").iterdir()} if Path("/sys/class/net").exists() else set()
+    found = []
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        value = os.environ.get(variable, "")
+        wanted = [w.lstrip("=^") for w in value.split(",") if w]
+        if (
+            value
+            and not value.startswith("^")
+            and not any(
+                n == w or (not value.startswith("=") and n.startswith(w)) for w in wanted for n in names
+            )
+        ):
+            found.append(
+                Check(
+                    variable,
+                    "problem",
+                    f"{value!r} matches no interface of this node ({', '.join(sorted(names))})",
+                    f"export {variable}=NAME with a name from `ip -br addr`",
+                )
+            )
+    up = sorted(n for n in names if n != "lo" and _up(n))
+    if len(up) > 1 and "NCCL_SOCKET_IFNAME" not in os.environ:
+        found.append(
+            Check(
+                "interfaces",
+                "warning",
+                f"several interfaces are up ({', '.join(up)}); nodes may choose different ones",
+                "export NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the one that all nodes share",
+            )
+        )
+    try:
+        own = socket.gethostbyname(socket.gethostname())
+        if own.startswith("127."):
+            found.append(
+                Check(
+                    "host name",
+                    "warning",
+                    f"{socket.gethostname()} resolves to {own}: other nodes cannot connect to that",
+                    "Fix /etc/hosts, or export GLOO_SOCKET_IFNAME / pass --local-addr",
+                )
+            )
+    except OSError:
+        found.append(
+            Check(
+                "host name",
+                "warning",
+                f"{socket.gethostname()} does not resolve",
+                "Add it to /etc/hosts or DNS: gloo and torchrun look it up",
+            )
+        )
+    return found or [Check("network", "ok", f"interfaces up: {', '.join(up) or 'lo only'}")]
+
+
+def _up(name: str) -> bool:
+    try:
+        return Path(f"/sys/class/net/{name}/operstate").read_text().strip() == "up"
+    except OSError:
+        return False
+
+
+def check_limits(options: DoctorOptions) -> list[Check]:
+    """Open files, locked memory, core files."""
+    found = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 16384:
+        enough = hard == resource.RLIM_INFINITY or hard > soft
+        found.append(
+            Check(
+                "open files",
+                "warning",
+                f"ulimit -n is {soft}; many ranks and loaders need more",
+                f"ulimit -n {min(65536, hard) if enough else 65536}"
+                + ("" if enough else " (the hard limit too: limits.conf)"),
+            )
+        )
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if Path("/sys/class/infiniband").exists() and locked != resource.RLIM_INFINITY:
+        found.append(
+            Check(
+                "locked memory",
+                "problem",
+                f"ulimit -l is {locked}: RDMA cannot register memory",
+                "ulimit -l unlimited (limits.conf, or docker --ulimit memlock=-1)",
+            )
+        )
+    quota = _memory_limit()
+    if quota is not None:
+        found.append(Check("memory limit", "ok", f"this cgroup may use {quota / 2**30:.1f} GiB"))
+    return found or [Check("limits", "ok", f"open files {soft}")]
+
+
+def _memory_limit() -> int | None:
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if re.fullmatch(r"\d+", text) and int(text) < 1 << 50:
+            return int(text)
+    return None

@@ -1,0 +1,144 @@
+"""The checks before a job, each against a real fault."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from allranks.agent import etcd_server
+from allranks.cli import main
+from allranks.doctor import evidence, machine, services, storage
+from allranks.doctor.checks import Check, DoctorOptions, run_checks
+from allranks.testing.ranks import free_port
+
+
+def status(checks: list[Check], name: str) -> str:
+    """The worst status of the checks whose name begins so."""
+    order = ["skipped", "ok", "warning", "problem"]
+    return max((c.status for c in checks if c.name.startswith(name)), key=order.index)
+
+
+def test_half_set_rank_variables_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RANK without the others means that no launcher was used."""
+    monkeypatch.setenv("RANK", "0")
+    for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    found = machine.check_environment(DoctorOptions())
+    assert status(found, "environment") == "problem"
+    assert "allranks run" in found[0].cure
+
+
+def test_a_rank_outside_the_world_and_an_unknown_master_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that cannot be right."""
+    values = {
+        "RANK": "4",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "no-such-host.invalid",
+        "MASTER_PORT": "29500",
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    found = machine.check_environment(DoctorOptions())
+    assert status(found, "environment") == "problem"
+    assert status(found, "MASTER_ADDR") == "problem"
+
+
+def test_a_taken_port_is_a_problem_and_a_free_one_is_not() -> None:
+    """Real sockets."""
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        taken = holder.getsockname()[1]
+        found = services.check_ports(DoctorOptions(ports=(taken, free_port())))
+    assert [c.status for c in found] == ["problem", "ok"]
+
+
+def test_a_missing_folder_can_be_fixed_and_a_file_is_a_problem(tmp_path: Path) -> None:
+    """`--fix` makes the folder; what is not a folder is said."""
+    (tmp_path / "file").touch()
+    options = DoctorOptions(checkpoint_folders=(str(tmp_path / "new"), str(tmp_path / "file")))
+    missing, file = storage.check_folders(options)
+    assert (missing.status, file.status) == ("problem", "problem")
+    assert missing.fix is not None
+    missing.fix()
+    assert storage.check_folders(options)[0].status in ("ok", "warning")
+
+
+def test_settings_that_lose_evidence_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with the command that undoes it."""
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2097152")
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    found = evidence.check_torch_settings(DoctorOptions())
+    assert status(found, "TORCH_FR_BUFFER_SIZE") == "warning"
+    assert status(found, "NCCL async errors") == "problem"
+
+
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
+def test_etcd_is_checked_for_life_and_for_stale_rendezvous(tmp_path: Path) -> None:
+    """A real etcd, alive with an old key, then stopped."""
+    from allranks.agent.etcd_gateway import EtcdGateway
+
+    server = etcd_server.start(tmp_path, port=0)
+    gateway = EtcdGateway((server.client,))
+    gateway.put("/allranks/rdzv/old-job", b"x")
+    gateway.close()
+    options = DoctorOptions(etcd=server.client.removeprefix("http://"))
+    alive = services.check_etcd(options)
+    assert etcd_server.stop(tmp_path)
+    assert status(alive, "etcd") == "ok"
+    assert status(alive, "rendezvous keys") == "warning"
+    assert "old-job" in alive[-1].detail
+    assert status(services.check_etcd(options), "etcd") == "problem"
+
+
+def test_all_checks_run_on_this_machine_and_a_broken_one_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A check that raises becomes a warning."""
+
+    def broken(options: DoctorOptions) -> list[Check]:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(machine, "check_gpus", broken)
+    found = run_checks(DoctorOptions())
+    assert any("boom" in check.detail for check in found)
+    assert len({check.name for check in found}) > 8
+
+
+def test_the_command_reports_as_json_with_its_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A problem gives exit 1; the cure is in the object; `--fix` repairs it."""
+    config = tmp_path / "job.yaml"
+    config.write_text(f"checkpoint:\n  nvme_path: {tmp_path}/ckpt\n")
+    assert main(["doctor", "--json", "--config", str(config), "--fix"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["fixed"] == [f"made {tmp_path}/ckpt"]
+    assert any("mkdir" in check["cure"] for check in answer["checks"])
+    assert (tmp_path / "ckpt").is_dir()
+
+
+def test_explain_prints_the_cause_and_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a person types it, and as a script reads it."""
+    log = tmp_path / "rank3.log"
+    log.write_text(
+        "step 1\nOSError: [Errno 28] No space left on device\nRuntimeError: Connection closed by peer\n"
+    )
+    assert main(["doctor", "explain", str(log)]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("A disk or a quota is full")
+    assert "rank 3" in out
+    assert main(["doctor", "explain", str(log), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["first"]["id"] == "disk_full"
+
+
+def test_explain_without_a_log_or_with_a_wrong_path_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 2 with one clear sentence."""
+    assert main(["doctor", "explain"]) == 2
+    assert main(["doctor", "explain", "nowhere.log"]) == 2
+    assert "no such file" in capsys.readouterr().err
