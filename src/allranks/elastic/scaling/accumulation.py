@@ -1,0 +1,137 @@
+"""Gradient accumulation that keeps the global batch through changes of the world. Runs in a rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from allranks.elastic.scaling.plan import BatchPlan, exact_plan, rounded_plan
+from allranks.errors import ConfigurationError
+
+
+class RoundingMode(str, Enum):
+    """What to do when the target does not divide: round the number of micro-batches, or be exact."""
+
+    CEIL = "ceil"
+    FLOOR = "floor"
+    NEAREST = "nearest"
+    EXACT = "exact"  # uneven micro-batches: the global batch is the target, always
+
+
+@dataclass(frozen=True)
+class GradAccumulationConfig:
+    """With a rounding mode other than exact, every micro-batch has `local_batch_size` samples."""
+
+    target_global_batch_size: int
+    local_batch_size: int
+    base_world_size: int
+    rounding_mode: RoundingMode = RoundingMode.CEIL
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rounding_mode", RoundingMode(self.rounding_mode))
+        for name in ("target_global_batch_size", "local_batch_size", "base_world_size"):
+            if getattr(self, name) <= 0:
+                raise ConfigurationError(
+                    f"{name} ({getattr(self, name)}) must be positive", f"scaling.{name}"
+                )
+
+
+def plan_for(config: GradAccumulationConfig, world_size: int) -> BatchPlan:
+    """The plan of a world. Pure."""
+    if config.rounding_mode is RoundingMode.EXACT:
+        return exact_plan(config.target_global_batch_size, world_size, config.local_batch_size)
+    raw = config.target_global_batch_size / (config.local_batch_size * world_size)
+    rounded = {
+        RoundingMode.CEIL: math.ceil(raw),
+        RoundingMode.FLOOR: math.floor(raw),
+        RoundingMode.NEAREST: math.floor(raw + 0.5),
+    }[config.rounding_mode]
+    return rounded_plan(max(1, rounded), world_size, config.local_batch_size)
+
+
+class GradientAccumulationManager:
+    """Counts micro-batches and weights their losses.
+
+        for batch in loader:                        # or batches of manager.micro_batch_size samples
+            (loss / manager.loss_scale_factor).backward()
+            if manager.should_step():
+                optimizer.step(); optimizer.zero_grad()
+
+    A checkpoint inside a window has no partial gradients: after a load or a change the window starts anew.
+    """
+
+    def __init__(self, config: GradAccumulationConfig, rank: int = 0, world_size: int | None = None) -> None:
+        self.config = config
+        self.rank = rank
+        self.plan = plan_for(config, world_size or config.base_world_size)
+        self._index = 0  # of the micro-batch under way in its window
+
+    @property
+    def world_size(self) -> int:
+        return self.plan.world_size
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches of this rank per optimizer step."""
+        return len(self._sizes)
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Samples per optimizer step over all ranks: what is really trained on."""
+        return self.plan.global_batch
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of the micro-batch under way."""
+        return self._sizes[self._index]
+
+    @property
+    def loss_scale_factor(self) -> float:
+        """Divide the mean loss of the micro-batch under way by it; the number of micro-batches if all are equal."""
+        return 1.0 / self.plan.weight(self._rank, self._index) if not self._equal else float(len(self._sizes))
+
+    def should_step(self) -> bool:
+        """To be called after each backward: True when the window is full."""
+        self._index += 1
+        if self._index < len(self._sizes):
+            return False
+        self._index = 0
+        return True
+
+    def reset(self) -> None:
+        """Starts the window anew; the caller drops the gradients."""
+        self._index = 0
+
+    def on_topology_change(self, new_world_size: int, rank: int | None = None) -> int:
+        """Plans for the new world and returns this rank's number of micro-batches."""
+        self.plan = plan_for(self.config, new_world_size)
+        self.rank = self.rank if rank is None else rank
+        self.reset()
+        return self.accumulation_steps
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "world_size": self.world_size,
+            "accumulation_steps": self.accumulation_steps,
+            "effective_batch_size": self.effective_batch_size,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the world of the state; a following `on_topology_change` sees it as the old one."""
+        self.plan = plan_for(self.config, int(state["world_size"]))
+        self.reset()
+
+    @property
+    def _rank(self) -> int:
+        # A rank of the old world may be out of the new one until the change gives it its new number.
+        return min(self.rank, self.world_size - 1)
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return self.plan.micro[self._rank]
+
+    @property
+    def _equal(self) -> bool:
+        return len({size for sizes in self.plan.micro for size in sizes}) == 1 and self.plan.uniform

@@ -1,0 +1,170 @@
+"""Keeps an optimizer's learning rate right through changes of the world. Runs in a rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from allranks.elastic.scaling.rules import ScalingConfig, WarmupScheduler, scaled_lr, target_lr
+
+
+class LRScalingManager:
+    """The rate of the current world, reached by a ramp after each change.
+
+    Parameter groups keep their proportions to the first one. Without `world_size` the job is taken to start
+    in the base configuration; with it, the rate is set for that world at once (a first start has no ramp).
+    A schedule of the user's goes through `wrap`, so that neither overwrites the other.
+    """
+
+    def __init__(self, config: ScalingConfig, optimizer: Any, world_size: int | None = None) -> None:
+        self.config = config
+        self.optimizer = optimizer
+        self._current_world_size = world_size or config.base_world_size
+        self._current_batch_size = config.base_batch_size
+        first = optimizer.param_groups[0]["lr"]
+        self._shares = [
+            float(group["lr"]) / float(first) if first else 1.0 for group in optimizer.param_groups
+        ]
+        self._unscaled: list[float] | None = None  # what a wrapped schedule asks for, per group
+        self._ramp: WarmupScheduler | None = None
+        self._ramp_step = 0
+        self._lr = config.base_lr
+        if world_size is not None:
+            self._lr = self._target()
+            self._write()
+
+    @property
+    def current_lr(self) -> float:
+        """The rate of the first group now, before any wrapped schedule."""
+        return self._lr
+
+    @property
+    def factor(self) -> float:
+        """What a wrapped schedule's rate is multiplied with."""
+        return self._lr / self.config.base_lr
+
+    @property
+    def current_world_size(self) -> int:
+        return self._current_world_size
+
+    @property
+    def current_effective_batch_size(self) -> int:
+        """Samples per optimizer step now."""
+        return self._current_batch_size * self._current_world_size
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether a ramp is under way."""
+        return self._ramp is not None
+
+    def get_scaled_lr(self, base_lr: float, old_effective_batch: int, new_effective_batch: int) -> float:
+        """The rate that this manager's rule gives; not clamped."""
+        return scaled_lr(self.config.scaling_rule, base_lr, old_effective_batch, new_effective_batch)
+
+    def on_topology_change(self, new_world_size: int, batch_size: int | None = None) -> float:
+        """Starts the ramp from the rate of this moment to that of the new world; returns the latter."""
+        if new_world_size < 1:
+            raise ValueError(f"a world of {new_world_size} ranks cannot train")
+        self._current_world_size = new_world_size
+        self._current_batch_size = batch_size or self._current_batch_size
+        target = self._target()
+        if target == (self._ramp.target_lr if self._ramp else self._lr):
+            return target  # under way or there already
+        if self.config.warmup_steps == 0:
+            self._ramp, self._lr = None, target
+            self._write()
+        else:
+            self._ramp = WarmupScheduler(self._lr, target, self.config.warmup_steps)
+            self._ramp_step = 0
+        return target
+
+    def step(self) -> float:
+        """To be called once per optimizer step; moves along the ramp and returns the rate."""
+        if self._ramp is not None:
+            self._ramp_step += 1
+            self._lr = self._ramp.get_lr(self._ramp_step)
+            if self._ramp_step >= self._ramp.warmup_steps:
+                self._ramp = None
+            self._write()
+        return self._lr
+
+    def wrap(self, scheduler: Any) -> ScaledSchedule:
+        """A scheduler of torch whose rates are multiplied with this manager's factor."""
+        return ScaledSchedule(scheduler, self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers; a ramp under way is part of it."""
+        ramp = self._ramp
+        return {
+            "current_lr": self._lr,
+            "current_world_size": self._current_world_size,
+            "current_batch_size": self._current_batch_size,
+            "warmup_step": self._ramp_step if ramp else 0,
+            "warmup_steps": ramp.warmup_steps if ramp else 0,
+            "warmup_start_lr": ramp.start_lr if ramp else self._lr,
+            "warmup_target_lr": ramp.target_lr if ramp else self._lr,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where the state was taken, in the middle of a ramp too, and sets the optimizer's rate."""
+        self._lr = float(state["current_lr"])
+        self._current_world_size = int(state["current_world_size"])
+        self._current_batch_size = int(state.get("current_batch_size", self._current_batch_size))
+        steps = int(state.get("warmup_steps", 0))
+        self._ramp_step = int(state.get("warmup_step", 0))
+        self._ramp = None
+        if steps:
+            start, target = float(state["warmup_start_lr"]), float(state["warmup_target_lr"])
+            self._ramp = WarmupScheduler(start, target, steps)
+        self._write()
+
+    def _target(self) -> float:
+        return target_lr(self.config, self.current_effective_batch_size)
+
+    def _write(self) -> None:
+        """Sets every group's rate."""
+        for i, group in enumerate(self.optimizer.param_groups):
+            if self._unscaled is not None:
+                group["lr"] = self._unscaled[i] * self.factor
+            else:
+                group["lr"] = self._lr * self._shares[i]
+
+
+class ScaledSchedule:
+    """A torch scheduler that never sees the scaling: it steps on the unscaled rates.
+
+    Recursive schedulers (they multiply the group's rate) and closed ones (they compute it from `initial_lr`)
+    both come out as `schedule(step) * factor`.
+    """
+
+    def __init__(self, scheduler: Any, manager: LRScalingManager) -> None:
+        self.scheduler = scheduler
+        self._manager = manager
+        self._take()
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """One step of the schedule."""
+        self._give()
+        self.scheduler.step(*args, **kwargs)
+        self._take()
+
+    def get_last_lr(self) -> list[float]:
+        """The rates that the optimizer has now."""
+        return [float(group["lr"]) for group in self._manager.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scheduler": self.scheduler.state_dict(), "unscaled": list(self._manager._unscaled or [])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state["scheduler"])
+        self._manager._unscaled = [float(lr) for lr in state["unscaled"]]
+        self._manager._write()
+
+    def _give(self) -> None:
+        for group, lr in zip(
+            self._manager.optimizer.param_groups, self._manager._unscaled or [], strict=True
+        ):
+            group["lr"] = lr
+
+    def _take(self) -> None:
+        self._manager._unscaled = [float(group["lr"]) for group in self._manager.optimizer.param_groups]
+        self._manager._write()
