@@ -4,18 +4,30 @@ AllranksError                  anything we raise on purpose; `.hint` holds the c
 ├── MissingExtra               an optional dependency is not installed; names the pip command
 ├── InputError                 the user gave something unreadable (file, flag, plan)
 │   └── ConfigurationError     a job configuration does not hold together
+├── LighthouseError            talking to the lighthouse
+│   ├── LighthouseUnreachable  nobody answers at any of its addresses
+│   ├── LighthouseRefused      it said no: `.code` is token, version, superseded, full, draining ...
+│   │   └── ReplicaEvicted     this replica was thrown out and not let in again
+│   └── QuorumTimeout          no quorum in time; `.missing` names who we waited for
 ├── CheckpointError            a checkpoint could not be saved, found or trusted; knows tier and path
 │   ├── CheckpointSaveError    a save failed; training goes on unless the policy is "fail"
 │   ├── CheckpointLoadError    no (or not this) checkpoint could be loaded
 │   ├── CheckpointValidationError  what was read is damaged or not a checkpoint; names the keys
 │   └── MemoryLimitExceeded    a snapshot does not fit into its memory bound
+├── ManagerError               training together failed in this rank
+│   ├── GroupAborted           a process group was taken down on purpose while somebody used it
+│   ├── HealingFailed          no peer could hand over the live state; knows how much had arrived
+│   └── RetriesExhausted       too many steps in a row were not committed
+├── DistributedSetupError      the process group could not be set up; names the missing variables (RuntimeError)
+├── TopologyChangeError        a change of the world is refused or failed; knows both sizes
+├── DataLoadingError           training data or its index cannot be read; knows the file
 └── (each area adds its own branch below, in this file)
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 
@@ -127,9 +139,94 @@ class MemoryLimitExceeded(CheckpointError):
         self.limit_bytes = limit_bytes
 
 
+class DistributedSetupError(AllranksError, RuntimeError):
+    """The distributed environment is not there. `missing_vars` are the variables that were looked for."""
+
+    def __init__(
+        self,
+        message: str,
+        missing_vars: Sequence[str] = (),
+        context: Mapping[str, str] | None = None,
+        *,
+        hint: str = "",
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.missing_vars = list(missing_vars)
+        self.context = dict(context or {})
+
+
+class TopologyChangeError(AllranksError):
+    """A change of the number of ranks cannot go on."""
+
+    hint = (
+        "Possible solutions:\n"
+        "  - lower elastic.min_nodes if the job may go on with fewer nodes\n"
+        "  - bring nodes back or add new ones; the job waits for them at the rendezvous\n"
+        "  - look why nodes were lost: allranks diagnose, allranks doctor explain LOG"
+    )
+
+    def __init__(
+        self,
+        message: str,
+        old_world_size: int | None = None,
+        new_world_size: int | None = None,
+        *,
+        hint: str = "",
+    ) -> None:
+        where = ""
+        if old_world_size is not None and new_world_size is not None:
+            where = f"Topology change ({old_world_size} -> {new_world_size} workers) failed: "
+        super().__init__(where + message, hint=hint)
+        self.old_world_size = old_world_size
+        self.new_world_size = new_world_size
+
+
+class DataLoadingError(AllranksError):
+    """Training data or its index cannot be read. `file_path` is the file at fault."""
+
+    def __init__(self, message: str, file_path: str = "", *, hint: str = "") -> None:
+        where = f"Failed to load data from '{file_path}': " if file_path else ""
+        super().__init__(where + message, hint=hint)
+        self.file_path = file_path
+
+
 def _bullets(title: str, lines: Sequence[str]) -> str:
     """A titled list for a hint; empty when there is nothing to list."""
     return "\n".join([f"{title}:", *(f"  - {line}" for line in lines)]) if lines else ""
+
+
+class LighthouseError(AllranksError):
+    """Something between a client and the lighthouse went wrong."""
+
+
+class LighthouseUnreachable(LighthouseError):
+    """Nobody answers. `addresses` are those that were tried."""
+
+    def __init__(self, message: str, addresses: tuple[str, ...] = (), *, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.addresses = addresses
+
+
+class LighthouseRefused(LighthouseError):
+    """The lighthouse said no. `code` is for programs, the message for people."""
+
+    def __init__(self, message: str, code: str = "", *, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
+
+
+class ReplicaEvicted(LighthouseRefused):
+    """This replica was thrown out of the job and stays out until it is let in."""
+
+
+class QuorumTimeout(LighthouseError):
+    """No quorum was formed in time. `missing` are the replicas that were waited for, as far as known."""
+
+    def __init__(self, message: str, waited_s: float, reason: str = "", missing: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.waited_s = waited_s
+        self.reason = reason
+        self.missing = missing
 
 
 def require(module: str, *, feature: str, extra: str) -> ModuleType:
@@ -138,3 +235,24 @@ def require(module: str, *, feature: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingExtra(feature, extra) from error
+
+
+class ManagerError(AllranksError):
+    """Training together failed in this rank."""
+
+
+class GroupAborted(ManagerError):
+    """A process group was taken down on purpose: a member went, the step is retried by the others."""
+
+
+class HealingFailed(ManagerError):
+    """No peer could hand over the live state. `received_bytes` of `total_bytes` had arrived."""
+
+    def __init__(self, message: str, received_bytes: int = 0, total_bytes: int = 0, *, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.received_bytes = received_bytes
+        self.total_bytes = total_bytes
+
+
+class RetriesExhausted(ManagerError):
+    """More steps in a row than `max_retries` were not committed."""
