@@ -21,6 +21,7 @@ AllranksError                  anything we raise on purpose; `.hint` holds the c
 ├── DistributedSetupError      the process group could not be set up; names the missing variables (RuntimeError)
 ├── TopologyChangeError        a change of the world is refused or failed; knows both sizes
 ├── DataLoadingError           training data or its index cannot be read; knows the file
+├── NotRecording               a dump was asked of a process that records nothing
 └── (each area adds its own branch below, in this file)
 """
 
@@ -256,3 +257,9 @@ class HealingFailed(ManagerError):
 
 class RetriesExhausted(ManagerError):
     """More steps in a row than `max_retries` were not committed."""
+
+
+class NotRecording(AllranksError):
+    """A dump was asked for, and nothing is recorded in this process."""
+
+    hint = "call allranks.record() at the start of the script; ALLRANKS_RECORD=0 turns it off"

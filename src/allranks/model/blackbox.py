@@ -9,8 +9,13 @@ Heap item: u4 payload length, u2 kind (Item), u2 reserved, u4 id, then the paylo
 id 0 means none. When the heap is full new items get id 0 and `heap_full` is set: numbers in the record
 (numel, seq, peer) still tell most of the story.
 
-A reader never trusts a row whose begin != end, nor one whose `begin` changed while it was copied
-(see `whole_rows`). Writers fill a row in ascending order, `begin` first and `end` last.
+The header's `next_id` may lag behind the newest row by one per recording thread; a row's `begin` is the truth.
+
+A row is written in ascending order: `begin` first, `end` last. A reader of a living file therefore reads the `end`
+column first, then the rows, then the `begin` column: a row is whole when `end` before and `begin` after name the
+same record (see `whole_rows`). Comparing begin and end of one copy alone is not enough: the copy may have passed
+`begin` before and `end` after the writer filled what lies between. Later changes of a row (completed_ns, then
+state and flags) are single eight-byte stores and need no protection.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ VERSION = 1
 HEADER_BYTES = 4096
 ITEM_HEADER_BYTES = 12
 DEFAULT_CAPACITY = 2000
-DEFAULT_HEAP_BYTES = 4 << 20  # address space; pages are only taken when touched
+DEFAULT_HEAP_BYTES = 1 << 20  # reserved up front: touching a page of a full tmpfs would kill the rank
 
 
 class Item(IntEnum):
@@ -78,10 +83,14 @@ def file_name(job: str, attempt: int, rank: int, pid: int) -> str:
     return f"{safe}.a{attempt}.r{rank}.p{pid}.box"
 
 
-def whole_rows(rows: np.ndarray, begins_after: np.ndarray) -> np.ndarray:
-    """Which copied rows are whole: begin == end, not empty, and `begin` re-read after the copy is unchanged."""
+def whole_rows(
+    rows: np.ndarray, begins_after: np.ndarray, ends_before: np.ndarray | None = None
+) -> np.ndarray:
+    """Which copied rows are whole. For a living writer both columns must come from reads of their own:
+    `ends_before` from one made before the rows were copied, `begins_after` from one made after it.
+    """
     mask: np.ndarray = (rows["begin"] != 0) & (rows["begin"] == rows["end"]) & (rows["begin"] == begins_after)
-    return mask
+    return mask if ends_before is None else mask & (rows["begin"] == ends_before)
 
 
 def ring_bytes(capacity: int) -> int:

@@ -1,0 +1,90 @@
+"""The black box of a rank: records every collective into a file that outlives the process.
+
+    import allranks
+    allranks.record()               # before the first process group is made; that is all
+    allranks.step(n)                # once per training step: the progress mark
+    with allranks.expect("checkpoint", up_to_s=300): ...
+
+Runs in the rank. Importing does nothing and needs no torch. The module itself can be called: `allranks.record()`
+is `allranks.record.record()`, and `python -m allranks.record train.py` records a script that knows nothing of us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from allranks.record.comm_hook import FlightRecorderHook
+    from allranks.record.options import RecorderOptions
+    from allranks.record.recorder import Recorder
+
+__all__ = ["FlightRecorderHook", "Recorder", "RecorderOptions", "current", "expect", "record", "step"]
+
+_current: Recorder | None = None
+
+
+def record(**options: Any) -> Recorder:
+    """Starts this process's recorder, or returns the one that runs. Options: see RecorderOptions.
+
+    Never raises for a full disk or an unwritable folder: one warning, recording off, training on.
+    `ALLRANKS_RECORD=0` turns it off.
+    """
+    global _current
+    if (
+        _current is not None
+        and _current.active_process
+        and _current.box is not None
+        and _current.writer is not None
+    ):
+        return _current
+    from allranks.record.options import from_environment
+    from allranks.record.recorder import Recorder
+
+    _current = Recorder(from_environment(**options))
+    return _current.start()
+
+
+def current() -> Recorder | None:
+    """The recorder of this process, if one runs."""
+    return _current if _current is not None and _current.active_process else None
+
+
+def step(number: int, label: str | None = None) -> None:
+    """The progress mark: training step `number` begins now. Nothing happens when nothing is recorded."""
+    if _current is not None:
+        _current.step(number, label)
+
+
+@contextlib.contextmanager
+def expect(phase: str, up_to_s: float) -> Iterator[None]:
+    """Declares a silence: this block may take `up_to_s` seconds without being taken for a hang."""
+    if _current is None or os.getpid() != _current.pid:
+        yield
+        return
+    with _current.expect(phase, up_to_s):
+        yield
+
+
+class _CallableModule(ModuleType):
+    """Makes `allranks.record(...)` work although `allranks.record` is this package."""
+
+    def __call__(self, **options: Any) -> Recorder:
+        return record(**options)
+
+
+sys.modules[__name__].__class__ = _CallableModule
+
+
+def __getattr__(name: str) -> Any:
+    """Heavier names are imported when they are first asked for."""
+    import importlib
+
+    homes = {"Recorder": "recorder", "RecorderOptions": "options", "FlightRecorderHook": "comm_hook"}
+    if name not in homes:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{homes[name]}"), name)

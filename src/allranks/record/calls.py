@@ -1,0 +1,180 @@
+"""What each method of a process group moves: which arguments are its inputs, outputs, root, partner, operator.
+
+Runs in the rank. The table follows torch's pybind signatures, all overloads: `opts` objects, plain operators and
+roots, single tensors and lists. Ops have readable names of their own; model/torch_dump.py maps them to torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+
+class Call(NamedTuple):
+    """One call, read from its arguments. `root` and `peer` are group-local; -1 none."""
+
+    inputs: Any = ()
+    outputs: Any = ()
+    reduce_op: int = 0
+    root: int = -1
+    peer: int = -1
+    p2p: bool = False
+    input_splits: Any = ()
+    output_splits: Any = ()
+    timeout_ms: int = 0
+
+
+Reader = Callable[[tuple[Any, ...], dict[str, Any]], Call]
+ANY_SOURCE = -1
+
+
+def flat(tensors: Any) -> list[Any]:
+    """The tensors of a tensor, a list, or a list of lists."""
+    if not isinstance(tensors, (list, tuple)):
+        return [tensors] if tensors is not None else []
+    found: list[Any] = []
+    for item in tensors:
+        found += flat(item) if isinstance(item, (list, tuple)) else [item]
+    return found
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, *names: str) -> Any:
+    if len(args) > index:
+        return args[index]
+    return next((kwargs[name] for name in names if name in kwargs), None)
+
+
+def _options(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, *names: str) -> Any:
+    return _argument(args, kwargs, index, "opts", *names)
+
+
+def reduce_number(options: Any) -> int:
+    """Index into REDUCE_OPS of an options object, a ReduceOp or a RedOpType; 1 (sum) is torch's default."""
+    if options is None:
+        return 1
+    try:
+        number = (
+            hash(options.reduceOp) if hasattr(options, "reduceOp") else int(getattr(options, "op", options))
+        )
+    except (TypeError, ValueError):
+        return 10
+    return number + 1 if 0 <= number <= 8 else 10
+
+
+def _timeout(options: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The call's own timeout in milliseconds; 0 when it has none."""
+    value = kwargs.get("timeout") or getattr(options, "timeout", None)
+    if value is None and args and isinstance(args[-1], timedelta):
+        value = args[-1]
+    return int(value.total_seconds() * 1000) if isinstance(value, timedelta) and value > timedelta(0) else 0
+
+
+def _root(options: Any) -> int:
+    if isinstance(options, int):
+        return options
+    return int(getattr(options, "rootRank", 0))
+
+
+def _reduced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    tensors = flat(_argument(args, kwargs, 0, "tensors", "tensor"))
+    options = _options(args, kwargs, 1, "op")
+    return Call(tensors, tensors, reduce_number(options), timeout_ms=_timeout(options, args, kwargs))
+
+
+def _broadcast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    tensors = flat(_argument(args, kwargs, 0, "tensors", "tensor"))
+    options = _options(args, kwargs, 1, "root")
+    return Call(tensors, tensors, root=_root(options), timeout_ms=_timeout(options, args, kwargs))
+
+
+def _reduce(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    tensors = flat(_argument(args, kwargs, 0, "tensors", "tensor"))
+    options = _options(args, kwargs, 1, "root")
+    operator = _argument(args, kwargs, 2, "op") if isinstance(options, int) else options
+    return Call(
+        tensors, tensors, reduce_number(operator), _root(options), timeout_ms=_timeout(options, args, kwargs)
+    )
+
+
+def _moved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    outputs = _argument(
+        args, kwargs, 0, "output_tensors", "output_lists", "outputs", "output", "output_tensor"
+    )
+    inputs = _argument(args, kwargs, 1, "input_tensors", "input_list", "inputs", "input", "input_tensor")
+    options = _options(args, kwargs, 2)
+    return Call(flat(inputs), flat(outputs), timeout_ms=_timeout(options, args, kwargs))
+
+
+def _rooted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    moved = _moved(args, kwargs)
+    return moved._replace(root=_root(_options(args, kwargs, 2, "root")))
+
+
+def _scattered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    outputs = _argument(args, kwargs, 0, "output_tensors", "outputs", "output", "outputTensor")
+    inputs = _argument(args, kwargs, 1, "input_tensors", "inputs", "input", "inputTensor", "input_tensor")
+    options = _options(args, kwargs, 2, "op")
+    return Call(
+        flat(inputs), flat(outputs), reduce_number(options), timeout_ms=_timeout(options, args, kwargs)
+    )
+
+
+def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    outputs = _argument(args, kwargs, 0, "output", "output_tensor")
+    inputs = _argument(args, kwargs, 1, "input", "input_tensor")
+    return Call(
+        flat(inputs),
+        flat(outputs),
+        output_splits=_argument(args, kwargs, 2, "output_split_sizes") or (),
+        input_splits=_argument(args, kwargs, 3, "input_split_sizes") or (),
+        timeout_ms=_timeout(_options(args, kwargs, 4), args, kwargs),
+    )
+
+
+def _send(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    tensors = flat(_argument(args, kwargs, 0, "tensors"))
+    return Call(tensors, (), peer=int(_argument(args, kwargs, 1, "dstRank")), p2p=True)
+
+
+def _recv(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    tensors = flat(_argument(args, kwargs, 0, "tensors"))
+    return Call((), tensors, peer=int(_argument(args, kwargs, 1, "srcRank")), p2p=True)
+
+
+def _recv_any(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    return Call((), flat(_argument(args, kwargs, 0, "arg0")), peer=ANY_SOURCE, p2p=True)
+
+
+def _barrier(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    return Call(timeout_ms=_timeout(_options(args, kwargs, 0), args, kwargs))
+
+
+#: method of ProcessGroup and Backend -> (our name of the op, reader of its arguments).
+CALLS: dict[str, tuple[str, Reader]] = {
+    "allreduce": ("all_reduce", _reduced),
+    "allreduce_coalesced": ("allreduce_coalesced", _reduced),
+    "broadcast": ("broadcast", _broadcast),
+    "reduce": ("reduce", _reduce),
+    "allgather": ("all_gather", _moved),
+    "_allgather_base": ("all_gather_into_tensor", _moved),
+    "all_gather_single": ("all_gather_into_tensor", _moved),
+    "allgather_coalesced": ("all_gather_coalesced", _moved),
+    "allgather_into_tensor_coalesced": ("all_gather_into_tensor_coalesced", _moved),
+    "all_gather_single_coalesced": ("all_gather_into_tensor_coalesced", _moved),
+    "gather": ("gather", _rooted),
+    "scatter": ("scatter", _rooted),
+    "reduce_scatter": ("reduce_scatter", _scattered),
+    "_reduce_scatter_base": ("reduce_scatter_tensor", _scattered),
+    "reduce_scatter_single": ("reduce_scatter_tensor", _scattered),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter_tensor_coalesced", _scattered),
+    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced", _scattered),
+    "alltoall": ("all_to_all", _moved),
+    "alltoall_base": ("all_to_all_single", _split),
+    "all_to_all_single": ("all_to_all_single", _split),
+    "send": ("send", _send),
+    "recv": ("recv", _recv),
+    "recv_anysource": ("recv", _recv_any),
+    "barrier": ("barrier", _barrier),
+    "monitored_barrier": ("monitored_barrier", _barrier),
+}

@@ -1,0 +1,106 @@
+"""What is known of a process group: its name, its members, its counters. Runs in the rank.
+
+A group is looked up by the identity of its Python object, once per call. Counters are `itertools.count`, so that
+two threads (the main one and autograd's) never draw the same number.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from datetime import timedelta
+from typing import Any
+
+DEFAULT_TIMEOUT_MS = 0
+
+
+class GroupState:
+    """One process group as this rank sees it. `number` is its id in the black box."""
+
+    __slots__ = (
+        "backend", "batch", "blocking", "last_seq", "name", "number", "op_ids", "p2p_seqs", "parts", "ranks",
+        "ref", "seqs", "sweepable", "timeout_ms", "twin",
+    )  # fmt: skip
+
+    def __init__(self, number: int, name: str, ranks: tuple[int, ...], backend: str, timeout_ms: int) -> None:
+        self.number = number
+        self.name = name
+        self.ranks = ranks  # global ranks in group order; () = unknown
+        self.backend = backend
+        self.timeout_ms = timeout_ms
+        self.blocking = backend in {"gloo", "mpi", "fake"}  # wait() returns when the call is complete
+        self.sweepable = True
+        self.seqs = itertools.count(1)
+        self.p2p_seqs = itertools.count(1)
+        self.op_ids = itertools.count(1)
+        self.last_seq = 0
+        self.batch: tuple[int, int] | None = (
+            None  # (seq, p2p_seq) of the open coalesced group, 0 = none of that kind
+        )
+        self.parts: list[tuple[int, int]] = []  # (first word, record id + 1) of the calls in it
+        self.ref: weakref.ref[Any] | None = None
+        self.twin: weakref.ref[Any] | None = None
+
+    def global_rank(self, group_rank: int) -> int:
+        """A group-local rank as a global one; itself when the members are unknown."""
+        return self.ranks[group_rank] if 0 <= group_rank < len(self.ranks) else group_rank
+
+
+def describe_group(group: Any, world_size: int) -> tuple[str, str, tuple[int, ...], str]:
+    """(name, description, global ranks, backend) of a ProcessGroup or a bare Backend, as far as it tells."""
+    name = _text(group, "group_name")
+    desc = _text(group, "group_desc")
+    return name, desc, _ranks(group, world_size), _backend(group)
+
+
+def _text(group: Any, attribute: str) -> str:
+    try:
+        return str(getattr(group, attribute, "") or "")
+    except Exception:  # a property of an unfinished C++ group may raise anything
+        return ""
+
+
+def _ranks(group: Any, world_size: int) -> tuple[int, ...]:
+    from torch.distributed import distributed_c10d
+
+    mapping = distributed_c10d._world.pg_group_ranks.get(group)
+    if mapping:
+        return tuple(sorted(mapping, key=mapping.__getitem__))
+    for attribute in ("options", "_allranks_options"):
+        listed = getattr(getattr(group, attribute, None), "global_ranks_in_group", None)
+        if listed:
+            return tuple(int(rank) for rank in listed)
+    try:
+        size = int(group.size())
+    except Exception:  # as above
+        return ()
+    return tuple(range(size)) if size == world_size or world_size < 0 else ()
+
+
+def _backend(group: Any) -> str:
+    """ "nccl", "gloo", ...; for a group with several, the one of the accelerator."""
+    try:
+        from torch.distributed import distributed_c10d
+
+        config = distributed_c10d._world.pg_map.get(group)
+        if config and config[0] != "undefined":
+            return str(config[0])
+        for device in reversed(getattr(group, "_device_types", [])):
+            return str(group._get_backend(device).name())
+        return str(group.name())
+    except Exception:  # as above
+        return ""
+
+
+def timeout_ms(group: Any) -> int:
+    """The group's own timeout in milliseconds; 0 when it does not tell."""
+    candidates = [group]
+    try:
+        candidates += [group._get_backend(device) for device in getattr(group, "_device_types", [])]
+    except Exception:  # as above
+        pass
+    for candidate in candidates:
+        value = getattr(getattr(candidate, "options", None), "_timeout", None)
+        if isinstance(value, timedelta):
+            return int(value.total_seconds() * 1000)
+    return 0

@@ -1,0 +1,118 @@
+"""What a recorder may be told, and where each default comes from: argument, then environment, then default.
+
+Runs in the rank. The names that PyTorch's and torchcomms' recorders read are honoured where they mean the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from allranks.errors import ConfigurationError
+from allranks.model.blackbox import DEFAULT_CAPACITY, DEFAULT_HEAP_BYTES
+
+DEFAULT_STACK_DEPTH = 8
+MIN_CAPACITY = 16
+
+
+@dataclass(frozen=True)
+class RecorderOptions:
+    """Settings of one process's recorder. `from_environment` fills them; arguments of `record()` override."""
+
+    enabled: bool = True
+    capacity: int = DEFAULT_CAPACITY  # records kept
+    heap_bytes: int = DEFAULT_HEAP_BYTES  # room for names, sizes, stacks
+    stack_depth: int = DEFAULT_STACK_DEPTH  # frames per call; 0 records no stacks
+    folder: Path | None = None  # None: a per-job folder under shared memory, else the temp dir
+    job: str = "job"
+    attempt: int = 0
+    rank: int = -1  # -1: not known yet; taken from the first process group
+    world_size: int = -1
+    local_rank: int = -1
+    dump_prefix: str = ""  # "" = next to the black box; else PREFIX + rank, as torch names its dumps
+    dump_whole_name: bool = False  # the prefix is the whole file name (…DYNAMIC_FILE_NAME=1)
+    dump_on: frozenset[str] = frozenset({"timeout", "exception"})  # of timeout, exception, exit
+    dump_signal: int | None = None  # a signal number that writes a dump, e.g. signal.SIGUSR2
+    poll_s: float = 0.1  # how often the side thread looks for completed calls
+    harvest: bool = True  # dumps also take torch's own recorder when it is on
+
+    def __post_init__(self) -> None:
+        if self.capacity < MIN_CAPACITY:
+            raise ConfigurationError(
+                f"a ring of {self.capacity} records is too small: at least {MIN_CAPACITY}"
+            )
+        if self.stack_depth < 0 or self.poll_s <= 0:
+            raise ConfigurationError("stack_depth must be 0 or more, and poll_s more than 0")
+        unknown = self.dump_on - {"timeout", "exception", "exit"}
+        if unknown:
+            raise ConfigurationError(f"dump_on knows timeout, exception and exit, not {sorted(unknown)}")
+
+
+def from_environment(env: Mapping[str, str] | None = None, **arguments: Any) -> RecorderOptions:
+    """Options of this process; `arguments` that are not None win over the environment."""
+    values = os.environ if env is None else env
+    options = RecorderOptions(
+        enabled=values.get("ALLRANKS_RECORD", "1").lower() not in {"0", "false", "off", "no"},
+        capacity=max(MIN_CAPACITY, _capacity(values)),
+        stack_depth=_number(values, "ALLRANKS_STACK_DEPTH", default=DEFAULT_STACK_DEPTH),
+        folder=Path(values["ALLRANKS_DIR"]) if values.get("ALLRANKS_DIR") else None,
+        job=_first(values, "ALLRANKS_JOB_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID") or "job",
+        attempt=_number(
+            values, "ALLRANKS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", default=0
+        ),
+        rank=_number(values, "RANK", "SLURM_PROCID", default=-1),
+        world_size=_number(values, "WORLD_SIZE", "SLURM_NTASKS", default=-1),
+        local_rank=_number(values, "LOCAL_RANK", "SLURM_LOCALID", default=-1),
+        dump_prefix=_first(
+            values,
+            "TORCH_FR_DUMP_TEMP_FILE",
+            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+            "TORCHCOMM_FR_DUMP_TEMP_FILE",
+        ),
+        dump_whole_name="1"
+        in (values.get("TORCH_FR_DUMP_DYNAMIC_FILE_NAME"), values.get("TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME")),
+        dump_signal=_signal(values.get("ALLRANKS_DUMP_SIGNAL", "")),
+    )
+    return replace(options, **{name: value for name, value in arguments.items() if value is not None})
+
+
+def _capacity(values: Mapping[str, str]) -> int:
+    """Records to keep; a native buffer size of 0 turns torch's recorder off, not ours."""
+    names = (
+        "ALLRANKS_BUFFER_SIZE",
+        "TORCH_FR_BUFFER_SIZE",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE",
+        "TORCHCOMM_FR_BUFFER_SIZE",
+    )
+    number = _number(values, *names, default=DEFAULT_CAPACITY)
+    return number if number > 0 else DEFAULT_CAPACITY
+
+
+def _first(values: Mapping[str, str], *names: str) -> str:
+    return next((values[name] for name in names if values.get(name)), "")
+
+
+def _number(values: Mapping[str, str], *names: str, default: int) -> int:
+    """The first of these variables that holds a whole number; a malformed one is passed over."""
+    for name in names:
+        try:
+            return int(values.get(name, ""))
+        except ValueError:
+            continue
+    return default
+
+
+def _signal(text: str) -> int | None:
+    """A signal by number or name ("SIGUSR2", "USR2"); None when empty or unknown."""
+    import signal
+
+    if not text:
+        return None
+    if text.isdigit():
+        return int(text)
+    name = text.upper() if text.upper().startswith("SIG") else f"SIG{text.upper()}"
+    number = getattr(signal, name, None)
+    return int(number) if number is not None else None

@@ -1,0 +1,68 @@
+"""Where black boxes live, and how their files are made: 0700 folder, 0600 file, every byte reserved up front.
+
+Runs in the rank. A page of a full tmpfs kills the writer with SIGBUS when it is first touched, so the whole
+file is reserved with posix_fallocate before it is mapped: a full disk is an OSError here and never a crash later.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tempfile
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def base_folder(uid: int | None = None) -> Path:
+    """The folder that holds all of one user's jobs on this machine."""
+    root = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    return root / f"allranks-{os.getuid() if uid is None else uid}"
+
+
+def job_folder(job: str) -> Path:
+    """The default folder of one job."""
+    return base_folder() / (re.sub(r"[^\w.-]", "_", job).lstrip(".") or "job")
+
+
+def make_folder(folder: Path) -> None:
+    """Makes the folder, 0700 if new; refuses one that another user owns or that is a link."""
+    missing = [folder, *folder.parents]
+    missing = missing[: next((i for i, path in enumerate(missing) if path.exists()), len(missing))]
+    for path in reversed(missing):
+        path.mkdir(mode=0o700, exist_ok=True)
+    if missing or folder.is_relative_to(base_folder()):
+        _check_ours(folder)
+        if folder.is_relative_to(base_folder()):
+            _check_ours(base_folder())
+
+
+def _check_ours(folder: Path) -> None:
+    """Somebody else may have made this name in a world-writable place before us."""
+    facts = folder.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to uid {facts.st_uid}, not to us")
+
+
+def reserve_file(path: Path, size: int) -> int:
+    """Makes a new file of `size` reserved bytes and returns its descriptor. Never reuses a file."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError:
+        os.close(fd)
+        os.unlink(path)
+        raise
+    return fd
+
+
+def fallback_folder(job: str) -> Path:
+    """Where a job's boxes go when shared memory has no room."""
+    return Path(tempfile.gettempdir()) / base_folder().name / job_folder(job).name
+
+
+def job_folders() -> list[Path]:
+    """Every folder of this machine that may hold boxes of this user's jobs."""
+    bases = {base_folder(), fallback_folder("job").parent}
+    return sorted(path for base in bases if base.is_dir() for path in base.iterdir() if path.is_dir())

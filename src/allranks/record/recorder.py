@@ -1,0 +1,268 @@
+"""The recorder of one process: opens the box, hooks torch, watches over completion, says goodbye. Runs in the rank.
+
+`start()` either records or, when that is impossible (no room, no permission), says so once and leaves the
+training alone. The box stays on disk after `close()` and after any death of the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import allranks
+from allranks.model.blackbox import Item, file_name
+from allranks.record.box import Box
+from allranks.record.groups import GroupState
+from allranks.record.options import RecorderOptions
+from allranks.record.place import fallback_folder, job_folder
+from allranks.record.watch import Watch
+from allranks.record.writer import CallWriter, process_start_ticks, warn_once
+
+
+class Recorder:
+    """Records the collectives of this process. `start()` and `close()` own the file, the hook and the side thread."""
+
+    def __init__(self, options: RecorderOptions) -> None:
+        self.options = options
+        self.pid = os.getpid()
+        self.box: Box | None = None
+        self.writer: CallWriter | None = None
+        self._hook: Any = None
+        self._watch: Watch | None = None
+        self._facts: dict[str, object] = {}
+        self._rank = options.rank
+        self._phase_names: dict[str, int] = {}
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> Recorder:
+        """Starts recording. Returns itself, off (see `active`) when the box cannot be made."""
+        if self.box is not None or not self.options.enabled:
+            return self
+        self.box = self._open_box()
+        if self.box is None:
+            return self
+        self._fill_header(self.box)
+        self.writer = CallWriter(self.box, self.options.stack_depth)
+        from allranks.record.hook import Hook
+
+        self._hook = Hook(self.writer, self._fault, self._met_group)
+        self._hook.install()
+        self._watch = Watch(self)
+        self._watch.start()
+        return self
+
+    def close(self, how: str = "closed") -> None:
+        """Stops recording and unhooks torch; the file stays, marked with how it ended."""
+        self._stop()
+        if self.box is not None and self.active_process:
+            self.box.say_goodbye(how, time.time_ns())
+
+    def _stop(self) -> None:
+        if self._hook is not None:
+            self._hook.uninstall()
+            self._hook = None
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        if self.writer is not None:
+            if self.active_process:
+                self.writer.sweep(time.time_ns(), everything=True)
+            self.writer.pending.clear()
+            self.writer = None
+
+    def abandon_in_child(self) -> None:
+        """Called in a forked child: forget everything without touching the parent's file."""
+        if self._hook is not None:
+            self._hook.uninstall()
+        self._hook = self._watch = self.writer = None
+
+    @property
+    def active(self) -> bool:
+        """Whether calls are being recorded in this process."""
+        return self.writer is not None and self.active_process
+
+    @property
+    def active_process(self) -> bool:
+        """False in a forked child: the box belongs to the parent."""
+        return os.getpid() == self.pid
+
+    @property
+    def path(self) -> Path | None:
+        """The black box file; None when recording could not start."""
+        return self.box.path if self.box is not None else None
+
+    @property
+    def rank(self) -> int:
+        """Global rank; -1 while unknown."""
+        return self._rank
+
+    # -- what the user says -------------------------------------------------------------------------------------
+
+    def step(self, number: int, label: str | None = None) -> None:
+        """Marks the progress of the training: step `number` begins now. `label` is kept with the next calls."""
+        writer = self.writer
+        if writer is None:
+            return
+        writer.step = number
+        if label is not None:
+            writer.label = writer.box.intern(Item.NAME, label) if label else 0
+        writer.box.set(step_ns=time.time_ns(), step=number)
+
+    @contextlib.contextmanager
+    def expect(self, phase: str, up_to_s: float) -> Iterator[None]:
+        """Declares that nothing may be heard of this rank for up to `up_to_s` seconds, and why."""
+        writer = self.writer
+        if writer is None:
+            yield
+            return
+        box = writer.box
+        before = box.get("expect_until_ns"), box.get("phase")
+        box.set(phase=self._name(phase), expect_until_ns=time.time_ns() + int(up_to_s * 1e9))
+        try:
+            yield
+        finally:
+            if self.active:
+                box.set(expect_until_ns=before[0], phase=before[1], step_ns=time.time_ns())
+
+    def phase(self, name: str) -> None:
+        """Names what the program does from now on ("train", "eval"); "" for nothing."""
+        if self.writer is not None:
+            self.writer.box.set(phase=self._name(name) if name else 0)
+
+    def _name(self, text: str) -> int:
+        return self.writer.box.intern(Item.NAME, text) if self.writer is not None else 0
+
+    # -- dumps --------------------------------------------------------------------------------------------------
+
+    def dump_json(self, include_completed: bool = True) -> str:
+        """The recorded calls as PyTorch 2.10 JSON text."""
+        from allranks.record.dump import dump_json
+
+        return dump_json(self._box_path(), include_completed)
+
+    def dump_file(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        format: str = "pickle",
+        include_completed: bool = True,
+        reason: str = "asked",
+    ) -> Path:
+        """Writes the recorded calls to a file and returns its path: "pickle", "json" (PyTorch 2.10) or "box"."""
+        from allranks.record.dump import dump_file
+
+        return dump_file(self._box_path(), path, format, include_completed, self.options, reason)
+
+    def _box_path(self) -> Path:
+        if self.box is None:
+            from allranks.errors import NotRecording
+
+            raise NotRecording("nothing is recorded in this process")
+        if self.writer is not None and self.active_process:
+            self.writer.sweep(time.time_ns(), everything=True)
+        return self.box.path
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _open_box(self) -> Box | None:
+        """A new box in the wanted folder, or in the temp dir when the default one has no room."""
+        options = self.options
+        name = file_name(options.job, options.attempt, options.rank, self.pid)
+        folders = (
+            [options.folder] if options.folder else [job_folder(options.job), fallback_folder(options.job)]
+        )
+        problem: OSError | None = None
+        for folder in folders:
+            try:
+                box = Box(folder / name, options.capacity, options.heap_bytes)
+                box.open()
+                return box
+            except (
+                FileExistsError
+            ):  # same pid, same attempt: an earlier recorder of this process or a reused pid
+                try:
+                    box = Box(
+                        folder / name.replace(".box", f".{time.time_ns():x}.box"),
+                        options.capacity,
+                        options.heap_bytes,
+                    )
+                    box.open()
+                    return box
+                except OSError as error:
+                    problem = error
+            except OSError as error:
+                problem = error
+        warn_once(f"recording is off, training goes on: no black box in {folders[0]}: {problem}")
+        return None
+
+    def _fill_header(self, box: Box) -> None:
+        options = self.options
+        box.set(
+            rank=options.rank,
+            world_size=options.world_size,
+            local_rank=options.local_rank,
+            attempt=options.attempt,
+            pid=self.pid,
+            start_ticks=process_start_ticks(),
+            start_ns=time.time_ns(),
+        )
+        self._facts = {
+            "host": socket.gethostname(),
+            "job": options.job,
+            "backend": "",
+            "versions": _versions(),
+            "argv": [word[:200] for word in sys.argv[:20]],
+        }
+        box.append(Item.META, self._facts)
+
+    def _met_group(self, state: GroupState, group: Any) -> None:
+        """The first group tells the rank, the world and the backend when the environment did not."""
+        assert self.box is not None
+        if not self._facts["backend"] and state.backend:
+            self._facts = {**self._facts, "backend": state.backend, "versions": _versions(state.backend)}
+            self.box.append(Item.META, self._facts)
+        import torch.distributed as dist
+
+        if not dist.is_initialized() or (
+            self._rank == dist.get_rank() and self.box.get("world_size") == dist.get_world_size()
+        ):
+            return
+        self._rank = dist.get_rank()
+        self.box.set(rank=self._rank, world_size=dist.get_world_size())
+        self._rename(self.box)
+
+    def _rename(self, box: Box) -> None:
+        """The rank became known: the file takes its name. Failure only leaves the old name."""
+        self.options = replace(self.options, rank=self._rank)
+        wanted = box.path.with_name(file_name(self.options.job, self.options.attempt, self._rank, self.pid))
+        if wanted != box.path and not wanted.exists():
+            try:
+                box.path.rename(wanted)
+                box.path = wanted
+            except OSError:
+                pass
+
+    def _fault(self, error: BaseException) -> None:
+        """An error of our own: one warning, recording off, training on."""
+        if self._hook is not None and self._hook.writer is not None:
+            self._hook.writer = None
+            warn_once(f"recording is off after an error of its own, training goes on: {error!r}")
+
+
+def _versions(backend: str = "") -> dict[str, str]:
+    """Versions of the libraries that took part."""
+    found = {"allranks": allranks.__version__, "python": sys.version.split()[0]}
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        found["torch"] = str(torch.__version__)
+        if "nccl" in backend:
+            with contextlib.suppress(Exception):  # a CPU build has none
+                found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+    return found
