@@ -1,0 +1,97 @@
+"""Making and ending raw gloo backends: one gloo device per process, groups over it, their sockets known.
+
+Runs in a rank. The device (and with it the listening port) is kept for the life of the process, so every
+connected socket of every group can be told by its ports, also while a group is still being made.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from allranks.manager.meeting import Meeting
+from allranks.manager.sockets import SocketSet, abort_connecting, listening_ports
+
+_creation = threading.Lock()
+
+
+@dataclass(eq=False)
+class GlooMesh:
+    """One gloo device and at most one group over it. `abort` may come from any thread at any time."""
+
+    host: str = ""
+    interface: str = ""
+    _device: Any = None
+    _port: int = 0
+    _sockets: SocketSet | None = None
+    _connecting: tuple[int, ...] | None = None  # remote ports of the group that is being made
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def port(self) -> int:
+        """The listening port of our gloo device; made on first use. The other members must know it."""
+        with _creation:
+            if self._device is None:
+                before = listening_ports()
+                self._device = self._create_device()
+                self._port = next(iter(listening_ports() - before), 0)
+        return self._port
+
+    def connect(self, meeting: Meeting, timeout_s: float) -> Any:
+        """Makes the backend: all members must do so at the same time."""
+        port = self.port
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [self._device]
+        options._timeout = timedelta(seconds=timeout_s)
+        with self._lock:
+            self._connecting = meeting.remote_ports
+        try:
+            backend = dist.ProcessGroupGloo(meeting.store, meeting.rank, meeting.world_size, options)
+            sockets = SocketSet(meeting.number)
+            sockets.take([port], meeting.remote_ports)
+        finally:
+            with self._lock:
+                self._connecting = None
+        with self._lock:
+            self._sockets = sockets
+        return backend
+
+    def descriptors(self) -> list[int]:
+        """Duplicates of the current group's sockets, still owned by us."""
+        sockets = self._sockets
+        return sockets.fds() if sockets is not None else []
+
+    def abort(self) -> None:
+        """Ends the group, finished or in the making."""
+        with self._lock:
+            sockets, self._sockets = self._sockets, None
+            connecting = self._connecting
+        if connecting is not None:
+            abort_connecting([self._port], connecting)
+        if sockets is not None:
+            sockets.abort()
+            sockets.close()
+
+    def _create_device(self) -> Any:
+        interface = self.interface or os.environ.get("GLOO_SOCKET_IFNAME", "")
+        if interface:
+            return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+        return dist.ProcessGroupGloo.create_device(hostname=self.host or own_host())
+
+
+def own_host() -> str:
+    """The address under which others reach this machine: our name if it resolves, else loopback."""
+    chosen = os.environ.get("ALLRANKS_HOST", "")
+    if chosen:
+        return chosen
+    name = socket.gethostname()
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return "127.0.0.1"

@@ -1,0 +1,196 @@
+"""Process groups that can be taken down and made again in place, as often as members come and go.
+
+Runs in a rank. A `ReconfigurableGroup` is a `torch.distributed.ProcessGroup` whose real backend is replaced by
+`configure()`; `abort()` may be called from any thread and ends whatever is blocked in it. `ProcessGroupGloo` is
+for CPU tensors; `ProcessGroupNCCL` (group_nccl.py) for GPUs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from allranks.errors import GroupAborted
+from allranks.manager.gloo import GlooMesh
+from allranks.manager.meeting import Meeting, Seconds, seconds
+
+
+class ReconfigurableGroup(dist.ProcessGroup):
+    """The parts that all backends share: one current backend, replaced under a lock, delegated to by name."""
+
+    backend_name = ""
+
+    def __init__(self, timeout: Seconds = 60.0) -> None:
+        super().__init__(0, 1)
+        self.timeout_s = seconds(timeout)
+        self._backend: Any = None
+        self._meeting: Meeting | None = None
+        self._error: Exception | None = None
+        self._guard = threading.Lock()
+
+    # ---- life ----
+
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str = "",
+        rank: int = 0,
+        world_size: int = 1,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: Sequence[int] | None = None,
+    ) -> None:
+        """torchft's spelling: `store_addr` is "host:port/prefix"; the rest tells who we are in the new group."""
+        address, _, prefix = store_addr.partition("/")
+        host, _, port = address.rpartition(":")
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self.timeout_s))
+        self.meet(Meeting(dist.PrefixStore(prefix, store), rank, world_size, quorum_id or 0))
+
+    def meet(self, meeting: Meeting) -> None:
+        """Takes the old backend down and makes a new one with these members; raises when they do not come."""
+        self.abort()
+        with self._guard:
+            self._error = None
+            self._meeting = meeting
+        backend = self._make(meeting)
+        with self._guard:
+            if self._error is not None:
+                raise GroupAborted(f"the group of quorum {meeting.number} was aborted while it was made")
+            self._backend = backend
+
+    def abort(self, reason: str = "aborted") -> None:
+        """Ends pending operations with an error, here and at the peers; any thread, any number of times."""
+        with self._guard:
+            backend, self._backend = self._backend, None
+            if self._error is None:
+                self._error = GroupAborted(reason)
+        self._take_down(backend)
+
+    def shutdown(self) -> None:
+        """Takes the group down for good."""
+        self.abort("shut down")
+
+    def errored(self) -> Exception | None:
+        """Why the group cannot be used, or None."""
+        return self._error
+
+    def set_timeout(self, timeout: Seconds) -> None:
+        """The limit of operations of groups that are made from now on."""
+        self.timeout_s = seconds(timeout)
+
+    # ---- what dist.ProcessGroup asks ----
+
+    def getBackendName(self) -> str:
+        return f"allranks-{self.backend_name}"
+
+    def rank(self) -> int:
+        return self._meeting.rank if self._meeting else 0
+
+    def size(self) -> int:
+        return self._meeting.world_size if self._meeting else 1
+
+    @property
+    def group_name(self) -> str:
+        return f"allranks/{self._meeting.number if self._meeting else 0}"
+
+    # ---- collectives ----
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        if not isinstance(opts, dist.AllreduceOptions):
+            options = dist.AllreduceOptions()
+            if opts is not None:
+                options.reduceOp = opts
+            opts = options
+        return self._live.allreduce(tensors, opts)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        return self._live.allreduce_coalesced(tensors, opts)
+
+    def allgather(
+        self, output_tensors: list[list[torch.Tensor]], input_tensor: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        return self._live.allgather(output_tensors, input_tensor, opts or dist.AllgatherOptions())
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        return self._live.allgather_into_tensor_coalesced(outputs, inputs, opts or dist.AllgatherOptions())
+
+    def broadcast(self, tensor_list: list[torch.Tensor], opts: Any = None) -> Any:
+        return self._live.broadcast(tensor_list, opts or dist.BroadcastOptions())
+
+    def broadcast_one(self, tensor: torch.Tensor, root: int) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return self.broadcast([tensor], options)
+
+    def reduce_scatter(
+        self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any = None
+    ) -> Any:
+        return self._live.reduce_scatter(output_tensors, input_tensors, opts or dist.ReduceScatterOptions())
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        return self._live.reduce_scatter_tensor_coalesced(
+            outputs, inputs, opts or dist.ReduceScatterOptions()
+        )
+
+    def alltoall_base(
+        self, output: torch.Tensor, input: torch.Tensor, output_split: list[int], input_split: list[int],
+        opts: Any = None,
+    ) -> Any:  # fmt: skip
+        return self._live.alltoall_base(
+            output, input, output_split, input_split, opts or dist.AllToAllOptions()
+        )
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._live.barrier(opts or dist.BarrierOptions())
+
+    def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int) -> Any:
+        return self._live.send(tensors, dst_rank, tag)
+
+    def recv(self, tensors: list[torch.Tensor], src_rank: int, tag: int) -> Any:
+        return self._live.recv(tensors, src_rank, tag)
+
+    # ---- for the backends ----
+
+    @property
+    def _live(self) -> Any:
+        backend = self._backend
+        if backend is None:
+            raise self._error or GroupAborted("the process group was never configured")
+        return backend
+
+    def _make(self, meeting: Meeting) -> Any:
+        raise NotImplementedError
+
+    def _take_down(self, backend: Any) -> None:
+        raise NotImplementedError
+
+
+class ProcessGroupGloo(ReconfigurableGroup):
+    """gloo over TCP for CPU tensors. Aborting shuts its sockets down: gloo's own abort wakes nobody."""
+
+    backend_name = "gloo"
+
+    def __init__(self, timeout: Seconds = 60.0, host: str = "", interface: str = "") -> None:
+        super().__init__(timeout)
+        self.mesh = GlooMesh(host=host, interface=interface)
+        #: Called with (descriptors, quorum number) once a group is connected, so that a helper can hold them.
+        self.on_connected: Callable[[list[int], int], None] | None = None
+
+    def _make(self, meeting: Meeting) -> Any:
+        made = self.mesh.connect(meeting, self.timeout_s)
+        if self.on_connected is not None:
+            self.on_connected(self.mesh.descriptors(), meeting.number)
+        return made
+
+    def _take_down(self, backend: Any) -> None:
+        self.mesh.abort()

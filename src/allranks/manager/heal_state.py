@@ -1,0 +1,213 @@
+"""A rank's live state as bytes on the way: which tensors there are, and where their bytes lie.
+
+Nothing is copied here but what may change under our hands (small tensors: batch-norm statistics, counters) and
+what has no contiguous CPU bytes; the rest is read from, or received into, the tensors that train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from allranks.checkpoint.tensors import flatten, memory_of, unflatten
+from allranks.manager.heal_wire import HealWireError, Segment
+from allranks.manager.plan import Position
+
+#: Tensors up to this size are copied when they are offered: forward may change them (buffers, counters).
+SMALL_BYTES = 64 << 10
+STRIPE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class TensorNote:
+    """One tensor of the layout. `whole` is the global shape of a sharded (DTensor) one, else empty."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    whole: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a source offers: the skeleton (JSON) and its tensors, in order."""
+
+    skeleton: Any
+    notes: tuple[TensorNote, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(note.nbytes for note in self.notes)
+
+    def to_json(self) -> dict[str, Any]:
+        """For the wire."""
+        return {
+            "skeleton": self.skeleton,
+            "notes": [[n.name, n.dtype, list(n.shape), n.nbytes, list(n.whole)] for n in self.notes],
+        }
+
+    @staticmethod
+    def from_json(raw: Mapping[str, Any]) -> Layout:
+        """From the wire; the sizes are checked against shapes before anything is allocated."""
+        notes = []
+        for name, dtype, shape, nbytes, whole in raw["notes"]:
+            note = TensorNote(str(name), str(dtype), tuple(shape), int(nbytes), tuple(whole))
+            size = torch.Size(note.shape).numel() * _dtype(note.dtype).itemsize
+            if size != note.nbytes:
+                raise HealWireError(f"{note.name}: {note.nbytes} bytes announced for a tensor of {size}")
+            notes.append(note)
+        return Layout(raw["skeleton"], tuple(notes))
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A state that may be fetched: valid until the rank commits its next step."""
+
+    position: Position
+    layout: Layout
+    tensors: tuple[torch.Tensor, ...]
+
+    def read(self, segments: Sequence[Segment]) -> list[memoryview]:
+        """The bytes of the segments; live memory for CPU tensors, a fresh copy for device tensors."""
+        views = []
+        for segment in segments:
+            tensor = self.tensors[segment.tensor]
+            end = segment.offset + segment.length
+            if not 0 <= segment.offset <= end <= self.layout.notes[segment.tensor].nbytes:
+                raise HealWireError(f"segment {segment} lies outside its tensor")
+            if tensor.device.type == "cpu":
+                views.append(memory_of(tensor)[segment.offset : end])
+            else:
+                views.append(memory_of(_bytes_of(tensor)[segment.offset : end].cpu()))
+        return views
+
+
+def make_offer(position: Position, state: Any, copy: bool = False) -> Offer:
+    """Makes a state fetchable. `copy` takes a whole copy: for states that change before the next commit."""
+    flat = flatten(state)
+    notes, tensors = [], []
+    for name, tensor in flat.tensors.items():
+        local = local_of(tensor)
+        whole = tuple(tensor.shape) if local is not tensor else ()
+        nbytes = local.numel() * local.element_size()
+        if copy or nbytes <= SMALL_BYTES:
+            local = local.detach().clone(memory_format=torch.contiguous_format)
+        notes.append(
+            TensorNote(name, str(local.dtype).removeprefix("torch."), tuple(local.shape), nbytes, whole)
+        )
+        tensors.append(local.detach().contiguous())
+    return Offer(position, Layout(flat.skeleton, tuple(notes)), tuple(tensors))
+
+
+@dataclass(frozen=True)
+class Landing:
+    """Where a fetched state goes: into our own tensors where they fit, else into new ones."""
+
+    layout: Layout
+    values: dict[str, torch.Tensor]  # what load_state_dict will see
+    locals: tuple[torch.Tensor, ...]  # contiguous memory in layout order
+
+    def views(self, segments: Sequence[Segment]) -> list[memoryview]:
+        """Writable bytes for CPU tensors; a scratch buffer for device tensors (see `settle`)."""
+        found = []
+        for segment in segments:
+            local = self.locals[segment.tensor]
+            if local.device.type == "cpu":
+                found.append(memory_of(local)[segment.offset : segment.offset + segment.length])
+            else:
+                found.append(memoryview(bytearray(segment.length)))
+        return found
+
+    def settle(self, segments: Sequence[Segment], views: Sequence[memoryview]) -> None:
+        """Brings scratch bytes onto their device. Nothing to do on the CPU: they are there already."""
+        for segment, view in zip(segments, views, strict=True):
+            local = self.locals[segment.tensor]
+            if local.device.type != "cpu" and segment.length:
+                fresh = torch.frombuffer(view, dtype=torch.uint8)
+                _bytes_of(local)[segment.offset : segment.offset + segment.length].copy_(fresh)
+
+    def state(self) -> Any:
+        """The fetched state, for load_state_dict."""
+        return unflatten(self.layout.skeleton, self.values)
+
+
+def make_landing(layout: Layout, own_state: Any, device: torch.device | None = None) -> Landing:
+    """Prepares memory for a layout, reusing the tensors of our own state."""
+    own = flatten(own_state).tensors
+    values, locals_ = {}, []
+    for note in layout.notes:
+        value, local = _place(note, own, device)
+        values[note.name] = value
+        locals_.append(local)
+    return Landing(layout, values, tuple(locals_))
+
+
+def stripes(layout: Layout, size: int = STRIPE_BYTES) -> list[tuple[Segment, ...]]:
+    """Cuts a layout into pieces of about `size` bytes; small tensors share one, large ones span several."""
+    found: list[tuple[Segment, ...]] = []
+    current: list[Segment] = []
+    room = size
+    for index, note in enumerate(layout.notes):
+        offset = 0
+        while offset < note.nbytes:
+            length = min(room, note.nbytes - offset)
+            current.append(Segment(index, offset, length))
+            offset, room = offset + length, room - length
+            if room == 0:
+                found.append(tuple(current))
+                current, room = [], size
+    if current:
+        found.append(tuple(current))
+    return found
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor that lies in this rank; a plain tensor itself."""
+    inner = getattr(tensor, "_local_tensor", None)
+    return inner if isinstance(inner, torch.Tensor) else tensor
+
+
+def _place(
+    note: TensorNote, own: Mapping[str, torch.Tensor], device: torch.device | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mine = own.get(note.name)
+    dtype = _dtype(note.dtype)
+    if mine is not None:
+        local = local_of(mine)
+        fits = local.dtype == dtype and tuple(local.shape) == note.shape and local.is_contiguous()
+        if fits and (local is not mine) == bool(note.whole):
+            return mine, local.detach()
+        device = local.device
+    fresh = torch.empty(note.shape, dtype=dtype, device=device)
+    return (_sharded_like(fresh, note, own) if note.whole else fresh), fresh
+
+
+def _sharded_like(
+    local: torch.Tensor, note: TensorNote, own: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Wraps a new local shard (optimizer state) as our own DTensor of the same shape is wrapped."""
+    for mine in own.values():
+        shard = local_of(mine)
+        if shard is not mine and tuple(mine.shape) == note.whole and shard.shape == local.shape:
+            wrapped: torch.Tensor = type(mine).from_local(  # type: ignore[attr-defined]
+                local.to(shard.device), mine.device_mesh, mine.placements, run_check=False,
+                shape=mine.shape, stride=mine.stride(),
+            )  # fmt: skip
+            return wrapped
+    raise HealWireError(f"{note.name} is sharded at the source, and nothing of ours is sharded like it")
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    # .data: receiving must not look like an in-place change to autograd while a backward still runs
+    return tensor.data.reshape(-1).view(torch.uint8)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise HealWireError(f"unknown dtype {name!r}")
+    return found

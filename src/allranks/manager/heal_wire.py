@@ -1,0 +1,104 @@
+"""Frames of the healing channel, and the handshake that lets only members in.
+
+Both ends prove that they know the source's secret, which travels only inside the quorum (lighthouse, job
+token): HMAC over a nonce of the other side. Then requests and answers: four bytes of length and JSON; an
+answer to "stripe" is followed by the raw bytes. No pickle anywhere.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MAGIC = b"allranks-heal-1\n"
+NONCE_BYTES = 16
+PROOF_BYTES = 32
+MAX_FRAME_BYTES = 64 << 20  # a skeleton of a very large model; stripes are not frames
+BUFFER_BYTES = 4 << 20
+
+
+class HealWireError(Exception):
+    """The other side closed, lied or sent garbage."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of bytes of one tensor of the layout."""
+
+    tensor: int
+    offset: int
+    length: int
+
+
+def greet_as_server(sock: socket.socket, secret: bytes) -> None:
+    """Lets the client in, or raises."""
+    nonce = os.urandom(NONCE_BYTES)
+    sock.sendall(MAGIC + nonce)
+    answer = read_exactly(sock, PROOF_BYTES + NONCE_BYTES)
+    if not hmac.compare_digest(answer[:PROOF_BYTES], _proof(secret, b"client", nonce)):
+        raise HealWireError("wrong secret")
+    sock.sendall(_proof(secret, b"server", answer[PROOF_BYTES:]))
+
+
+def greet_as_client(sock: socket.socket, secret: bytes) -> None:
+    """Proves who we are and checks who they are, or raises."""
+    hello = read_exactly(sock, len(MAGIC) + NONCE_BYTES)
+    if not hello.startswith(MAGIC):
+        raise HealWireError("not a healing server, or another version")
+    nonce = os.urandom(NONCE_BYTES)
+    sock.sendall(_proof(secret, b"client", hello[len(MAGIC) :]) + nonce)
+    if not hmac.compare_digest(read_exactly(sock, PROOF_BYTES), _proof(secret, b"server", nonce)):
+        raise HealWireError("the source does not know its own secret")
+
+
+def _proof(secret: bytes, side: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(secret, side + nonce, "sha256")
+
+
+def send_frame(sock: socket.socket, message: dict[str, Any]) -> None:
+    """One JSON object."""
+    body = json.dumps(message, separators=(",", ":")).encode()
+    sock.sendall(struct.pack("!I", len(body)) + body)
+
+
+def read_frame(sock: socket.socket) -> dict[str, Any]:
+    """One JSON object, bounded in size."""
+    (length,) = struct.unpack("!I", read_exactly(sock, 4))
+    if length > MAX_FRAME_BYTES:
+        raise HealWireError(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+    message = json.loads(read_exactly(sock, length))
+    if not isinstance(message, dict):
+        raise HealWireError("a frame must be a JSON object")
+    return message
+
+
+def read_exactly(sock: socket.socket, length: int) -> bytes:
+    """`length` bytes, or HealWireError when the other side closes before."""
+    data = bytearray(length)
+    read_into(sock, [memoryview(data)])
+    return bytes(data)
+
+
+def read_into(sock: socket.socket, views: Sequence[memoryview]) -> None:
+    """Fills the views one after the other, straight from the socket."""
+    for view in views:
+        filled = 0
+        while filled < len(view):
+            count = sock.recv_into(view[filled:], min(len(view) - filled, BUFFER_BYTES))
+            if count == 0:
+                raise HealWireError("the other side closed the connection")
+            filled += count
+
+
+def tune(sock: socket.socket, timeout_s: float) -> None:
+    """Large buffers, no delay, and no wait without a limit."""
+    sock.settimeout(timeout_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)

@@ -1,0 +1,179 @@
+"""What a new quorum means for its members: who heals from whom, who takes part, what a doubtful commit was.
+
+Pure: every member computes the same plan from the same claims, so nothing more has to be agreed. A state's
+position is (term, step): the term of the group that committed it last, and how many steps it has. Terms only
+grow, so of two states with equal steps the one committed by the later group is right (as in raft's log).
+
+Invariants that the rest relies on:
+- a rank votes only after all its gradients are reduced, so a *pending* rank (its vote was given, the result
+  never came) holds the same gradients as one that saw the result: it may roll forward instead of healing;
+- nobody commits a step before every member has voted, so nobody's state moves while a member still heals.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+Position = tuple[int, int]  # (term, step)
+NOWHERE: Position = (-1, -1)  # a state that is torn or disagrees with itself
+FRESH: Position = (0, 0)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one rank says of its state when it asks for a quorum."""
+
+    term: int = 0  # of the group that committed the state; 0: none of this job has
+    step: int = 0
+    seen: int = 0  # highest term this rank was ever in
+    pending: int = 0  # term of the group in which a vote was given and no result came; 0: none
+    torn: bool = False  # healing was cut short: unusable until healed
+    address: str = ""  # host:port of its healing server
+    port: int = 0  # of its gloo listener for gradients
+    control_port: int = 0  # of its gloo listener for votes
+
+    @property
+    def position(self) -> Position:
+        """Where the state stands; NOWHERE when it is unusable."""
+        return NOWHERE if self.torn else (self.term, self.step)
+
+
+@dataclass(frozen=True)
+class ReplicaClaim:
+    """The claims of all ranks of one replica, and what it was configured to want."""
+
+    ranks: tuple[Claim, ...]
+    secret: str = ""  # whoever shows it may take our state; known to members only
+    min_replicas: int = 1
+    asynchronous: bool = True  # heals beside a step to which it gives nothing
+    init_sync: bool = True
+    fixed: bool = False  # members beyond min_replicas are spares: they give zeros
+
+    def encode(self) -> str:
+        """As JSON, for the free text of a lighthouse member."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    def decode(text: str) -> ReplicaClaim:
+        """The other way round; unknown fields of a newer version are dropped."""
+        raw = json.loads(text)
+        known = {name: raw[name] for name in ReplicaClaim.__dataclass_fields__ if name in raw}
+        ranks = [
+            Claim(**{name: item[name] for name in Claim.__dataclass_fields__ if name in item})
+            for item in known.pop("ranks")
+        ]
+        return ReplicaClaim(ranks=tuple(ranks), **known)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the members do next. Replicas are named by their index in the quorum."""
+
+    term: int  # of the new group
+    top: Position  # the state that everybody will hold
+    healing: tuple[int, ...]
+    sources: tuple[int, ...]  # hold `top`, now or as soon as they have rolled forward
+    participants: tuple[int, ...]  # whose gradients count until the first commit of this group
+    settled: tuple[int, ...]  # whose gradients count after it
+    rolls_forward: frozenset[tuple[int, int]] = field(default_factory=frozenset)  # (replica, rank)
+    reason: str = ""
+
+
+def decide(members: Sequence[ReplicaClaim], number: int = 0) -> Plan:
+    """The plan for a quorum of these members (in quorum order)."""
+    rolls = _rolls_forward(members)
+    places = [_effective(member, index, rolls) for index, member in enumerate(members)]
+    top = max(places)
+    sources = [index for index, place in enumerate(places) if place == top and top != NOWHERE]
+    fresh = top == FRESH
+    if fresh and any(member.init_sync for member in members):
+        sources = sources[:1]
+    healing = [index for index in range(len(members)) if index not in sources]
+    healing = [index for index in healing if not (places[index] == top and not members[index].init_sync)]
+    participants = _participants(members, healing, fresh)
+    settled = _participants(members, (), fresh)
+    term = max(1 + max(claim.seen for member in members for claim in member.ranks), number)
+    reason = _reason(members, top, sources, healing, participants, rolls)
+    steady = [index for index in sources if not any(replica == index for replica, _ in rolls)]
+    return Plan(
+        term=term,
+        top=top,
+        healing=tuple(healing),
+        sources=tuple(steady or sources),
+        participants=tuple(participants),
+        settled=tuple(settled),
+        rolls_forward=frozenset(rolls),
+        reason=reason,
+    )
+
+
+def _rolls_forward(members: Sequence[ReplicaClaim]) -> set[tuple[int, int]]:
+    """Ranks whose doubtful step was committed: somebody saw the result, or everybody gave the same vote."""
+    everyone = [
+        (replica, rank, claim)
+        for replica, member in enumerate(members)
+        for rank, claim in enumerate(member.ranks)
+    ]
+    found = set()
+    for replica, rank, claim in everyone:
+        if not claim.pending or claim.torn:
+            continue
+        after = (claim.pending, claim.step + 1)
+        seen = any(other.position == after for _, _, other in everyone)
+        unanimous = all(
+            other.position == after or (other.pending == claim.pending and other.step == claim.step)
+            for _, _, other in everyone
+        )
+        if seen or unanimous:
+            found.add((replica, rank))
+    return found
+
+
+def _effective(member: ReplicaClaim, index: int, rolls: set[tuple[int, int]]) -> Position:
+    """Where a replica stands once its doubtful steps are decided; NOWHERE when its ranks disagree."""
+    places = {
+        (claim.pending, claim.step + 1) if (index, rank) in rolls else claim.position
+        for rank, claim in enumerate(member.ranks)
+    }
+    return places.pop() if len(places) == 1 else NOWHERE
+
+
+def _participants(
+    members: Sequence[ReplicaClaim], healing: Sequence[int], fresh: bool
+) -> list[int]:
+    """Whose gradients count in the first step. A healing replica gives zeros if enough others are there."""
+    wanted = max(member.min_replicas for member in members)
+    current = [index for index in range(len(members)) if index not in healing]
+    late = [
+        index
+        for index in healing
+        if members[index].asynchronous and not fresh and current and len(current) >= wanted
+    ]
+    counted = [index for index in range(len(members)) if index not in late]
+    return counted[:wanted] if any(member.fixed for member in members) else counted
+
+
+def _reason(
+    members: Sequence[ReplicaClaim],
+    top: Position,
+    sources: Sequence[int],
+    healing: Sequence[int],
+    participants: Sequence[int],
+    rolls: set[tuple[int, int]],
+) -> str:
+    if top == NOWHERE:
+        return "no member holds a whole state: restart from a checkpoint"
+    parts = [f"{len(members)} members go on from step {top[1]}"]
+    if rolls:
+        parts.append(f"step {top[1]} was committed before the failure: {len(rolls)} ranks roll forward")
+    if healing:
+        parts.append(f"{_names(healing)} heal from {_names(sources)}")
+    if len(participants) < len(members):
+        parts.append(f"gradients of {_names(participants)} count in the first step")
+    return "; ".join(parts)
+
+
+def _names(indexes: Sequence[int]) -> str:
+    return ", ".join(str(index) for index in indexes)

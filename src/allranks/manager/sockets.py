@@ -1,0 +1,166 @@
+"""The connected sockets of a process group, so that a blocked collective can be ended from outside.
+
+Runs in a rank. gloo offers no abort: `ProcessGroupGloo.abort()` leaves a pending operation hanging until its
+timeout. Shutting down the group's connected sockets ends it within a millisecond. Sockets are recognised by
+port, never by guessing: every gloo pair has our gloo listener's port on one side or a peer's on the other.
+The listener itself is never touched: gloo terminates the process when accept() fails.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+_live: weakref.WeakSet[SocketSet] = weakref.WeakSet()
+_fork_watched = False
+
+
+@dataclass(eq=False)
+class SocketSet:
+    """Duplicates of the connected sockets of one group, owned by us. Safe to abort from any thread."""
+
+    number: int = 0
+    _held: list[socket.socket] = field(default_factory=list)
+    _originals: list[int] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    aborted: bool = False
+
+    def take(self, local_ports: Iterable[int], remote_ports: Iterable[int]) -> None:
+        """Duplicates every connected socket of this process with one of these ports on the right side."""
+        found = find_connected(frozenset(local_ports), frozenset(remote_ports))
+        with self._lock:
+            self._held += [held for _, held in found]
+            self._originals += [fd for fd, _ in found]
+            if self.aborted:
+                self._shut()
+        _remember(self)
+
+    def fds(self) -> list[int]:
+        """The duplicates' numbers, for handing them to the beacon."""
+        with self._lock:
+            return [held.fileno() for held in self._held]
+
+    def abort(self) -> None:
+        """Ends every operation that is blocked on these sockets, here and at the peers."""
+        with self._lock:
+            self.aborted = True
+            self._shut()
+
+    def close(self) -> None:
+        """Gives the duplicates back; the group's own descriptors stay open until the group goes."""
+        with self._lock:
+            for held in self._held:
+                held.close()
+            self._held.clear()
+            self._originals.clear()
+
+    def close_in_child(self) -> None:
+        """In a forked child: drop duplicates and originals, else our death would show only when it dies too."""
+        for held in self._held:
+            held.close()
+        for fd in self._originals:
+            try:
+                os.close(fd)
+            except OSError:
+                pass
+        self._held.clear()
+        self._originals.clear()
+
+    def _shut(self) -> None:
+        for held in self._held:
+            try:
+                held.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # the peer was faster
+
+
+def find_connected(
+    local_ports: frozenset[int], remote_ports: frozenset[int]
+) -> list[tuple[int, socket.socket]]:
+    """(descriptor, duplicate) of every connected TCP socket with such a local or remote port.
+
+    Duplicate first, look after: a descriptor that is closed and reused in between cannot fool us.
+    """
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        held = _duplicate(int(name))
+        if held is None:
+            continue
+        if _matches(held, local_ports, remote_ports):
+            found.append((int(name), held))
+        else:
+            held.close()
+    return found
+
+
+def abort_connecting(local_ports: Iterable[int], remote_ports: Iterable[int]) -> int:
+    """Shuts sockets down while their group is still being made; says how many there were."""
+    found = find_connected(frozenset(local_ports), frozenset(remote_ports))
+    for _, held in found:
+        try:
+            held.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        held.close()
+    return len(found)
+
+
+def listening_ports() -> set[int]:
+    """Ports on which this process listens."""
+    ports = set()
+    for name in os.listdir("/proc/self/fd"):
+        held = _duplicate(int(name))
+        if held is None:
+            continue
+        with held:
+            try:
+                if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    ports.add(held.getsockname()[1])
+            except (OSError, IndexError, TypeError):
+                pass
+    return ports
+
+
+def _duplicate(fd: int) -> socket.socket | None:
+    try:
+        if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+            return None
+        copy = os.dup(fd)
+    except OSError:
+        return None
+    try:
+        held = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        return None
+    if held.family in (socket.AF_INET, socket.AF_INET6):
+        return held
+    held.close()
+    return None
+
+
+def _matches(held: socket.socket, local_ports: frozenset[int], remote_ports: frozenset[int]) -> bool:
+    try:
+        remote = held.getpeername()[1]  # fails on the listener, which must never be touched
+        return remote in remote_ports or held.getsockname()[1] in local_ports
+    except OSError:
+        return False
+
+
+def _remember(sockets: SocketSet) -> None:
+    """Makes forked children (DataLoader workers) let go of the sockets; the hook is installed once."""
+    global _fork_watched
+    _live.add(sockets)
+    if not _fork_watched:
+        _fork_watched = True
+        os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _after_fork_in_child() -> None:
+    for sockets in list(_live):
+        sockets.close_in_child()
+    _live.clear()
