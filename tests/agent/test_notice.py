@@ -92,14 +92,14 @@ def test_a_job_that_has_ended_is_never_suspected() -> None:
     assert look(now + 999, state, [sample(r, 29, closed="exit", alive=False) for r in range(3)])[0] is False
 
 
-def test_an_excuse_doubles_the_patience_until_progress_returns() -> None:
+def test_each_excuse_adds_half_a_limit_until_progress_returns() -> None:
     """After "slow, not hung" the same silence is not reported again at once; progress resets it."""
     now, state = trained(step_s=0.1)
     stuck = [sample(r, 29) for r in range(3)]
     state = excuse(observe(now + 11, state, stuck, OPTIONS), now + 11, OPTIONS)
-    assert limit_s(state, OPTIONS) == 20
-    assert look(now + 19, state, stuck)[0] is False
-    assert look(now + 22, state, stuck)[0] is True
+    assert limit_s(state, OPTIONS) == 15
+    assert look(now + 14, state, stuck)[0] is False
+    assert look(now + 16, state, stuck)[0] is True
     state = observe(now + 25, state, [sample(r, 30) for r in range(3)], OPTIONS)
     assert state.excused == 0
 

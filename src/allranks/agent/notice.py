@@ -57,7 +57,7 @@ class NoticeState:
 
     ranks: dict[int, RankHistory] = field(default_factory=dict)
     allowed_until_s: float = 0.0  # silence is excused until then (after "slow, not hung")
-    excused: int = 0  # how often in a row; doubles the patience
+    excused: int = 0  # looks in a row that did not settle it; each adds half a limit
 
 
 def observe(
@@ -87,7 +87,7 @@ def limit_s(state: NoticeState, options: NoticeOptions) -> float:
     else:
         longest = max((max(h.silences_s) for h in histories if h.silences_s), default=0.0)
         base = max(options.floor_s, options.factor * longest)
-    return min(options.cap_s, base * (2.0**state.excused))
+    return min(options.cap_s, base * (1 + state.excused / 2))
 
 
 def notice(
@@ -117,6 +117,5 @@ def notice(
 
 
 def excuse(state: NoticeState, now_s: float, options: NoticeOptions) -> NoticeState:
-    """After a closer look said "slow, not hung": be patient for one more limit, and more each time."""
-    patient = replace(state, excused=min(state.excused + 1, 6))
-    return replace(patient, allowed_until_s=now_s + limit_s(patient, options) / 2)
+    """After a look that did not settle it: be patient for half a limit more, each time."""
+    return replace(state, excused=state.excused + 1, allowed_until_s=now_s)

@@ -1,0 +1,89 @@
+"""The incident folder: evidence and story, written so that a crash leaves the last whole version.
+
+FOLDER/ID/incident.json   the story so far (model.incident), rewritten atomically
+FOLDER/ID/boxes/          black boxes of every rank, copied before anything is killed
+FOLDER/ID/stacks/         stack bundle
+FOLDER/ID/diagnosis.json  as `allranks diagnose --json`
+FOLDER/ID/story.html      one page for people
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from allranks.model.incident import Incident, Kind, Moment
+
+
+@dataclass
+class IncidentFolder:
+    """Writes one incident. `current` always equals what is on disk."""
+
+    path: Path
+    current: Incident
+
+    def update(self, *moments: Moment, **changes: Any) -> Incident:
+        """Adds moments and facts, and writes the file."""
+        timeline = tuple(sorted((*self.current.timeline, *moments), key=lambda moment: moment.at))
+        self.current = replace(self.current, timeline=timeline, **changes)
+        write_atomically(self.path / "incident.json", json.dumps(self.current.to_dict(), indent=1))
+        return self.current
+
+    def keep_boxes(self, boxes: list[Path]) -> tuple[list[Path], list[str]]:
+        """Copies black boxes; returns the copies and what could not be copied."""
+        target = self.path / "boxes"
+        target.mkdir(exist_ok=True)
+        copies, missing = [], []
+        for box in boxes:
+            try:
+                copies.append(Path(shutil.copy2(box, target / box.name)))
+            except OSError as error:
+                missing.append(f"black box {box.name}: {error.strerror or error}")
+        return copies, missing
+
+
+def open_incident(folder: Path, *, kind: Kind, job: str, reason: str, **facts: Any) -> IncidentFolder:
+    """Makes a new folder with an id that sorts by time."""
+    now = time.time()
+    stem = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    for number in range(1000):
+        name = f"{stem}-{kind}" + (f"-{number}" if number else "")
+        path = folder / name
+        try:
+            path.mkdir(mode=0o700, parents=True)
+            break
+        except FileExistsError:
+            continue
+    incident = Incident(id=name, kind=kind, job=job, opened=now, reason=reason, folder=str(path), **facts)
+    opened = IncidentFolder(path, incident)
+    opened.update()
+    return opened
+
+
+def read_incidents(folder: Path) -> list[dict[str, Any]]:
+    """All incidents of a folder, oldest first; unreadable ones are passed over."""
+    found = []
+    for path in sorted(folder.glob("*/incident.json")):
+        try:
+            found.append(json.loads(path.read_text()))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a file as a whole."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w") as out:
+            out.write(text)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,85 @@
+"""Tells a hang from slowness after one or more looks at a job that stands still. Pure.
+
+One look is never enough: a rank may sleep, compile, save or collect garbage for longer than usual. A rank
+that works (its stack or its CPU moves) gets patience up to the cap; one that waits for nobody and does not
+move is hung at the second look; one that burns CPU in the same functions is hung at the third.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from allranks.model.stacks import RankState, StacksReport
+
+WORKING = frozenset({"busy_python", "native_call", "gil_held_native", "cuda_kernel", "slow", "healthy"})
+SAVING = frozenset({"checkpoint_io", "d_state", "file_lock_wait", "network_io"})
+COMPILING = (
+    "torch/_dynamo/",
+    "torch/_inductor/",
+    "torch/_functorch/",
+    "triton/compiler",
+    "/torch/utils/cpp_extension",
+)
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look: when, how long the job had been silent, and what the stacks said."""
+
+    at_s: float
+    quiet_s: float
+    report: StacksReport | None
+    moved: bool  # some rank made progress while we looked
+
+
+def judge(looks: list[Look], cap_s: float) -> tuple[bool | None, str]:
+    """True hung, False not hung, None look again; with the reason."""
+    last = looks[-1]
+    if last.moved:
+        return False, "a rank made progress while we looked: slow, not hung"
+    if len(looks) < 2:
+        return None, "one look cannot tell stuck from slow: looking again"
+    if last.report is None:
+        return True, f"no progress for {last.quiet_s:.1f} s over {len(looks)} looks (no stacks could be read)"
+    guilty = [last.report.ranks[rank] for rank in last.report.culprits if rank in last.report.ranks]
+    if not guilty:
+        return (
+            True,
+            f"no progress for {last.quiet_s:.1f} s over {len(looks)} looks; every rank waits for another",
+        )
+    if last.quiet_s >= cap_s:
+        return True, f"no progress for {last.quiet_s:.1f} s, more than the {cap_s:g} s that anything may take"
+    for state in guilty:
+        answer = _patience(state, looks)
+        if answer:
+            return None, answer
+    names = ", ".join(
+        f"rank {state.rank} ({state.cause}, {state.where or 'unknown line'})" for state in guilty
+    )
+    return True, f"no progress for {last.quiet_s:.1f} s over {len(looks)} looks; waits for nobody: {names}"
+
+
+def _patience(state: RankState, looks: list[Look]) -> str:
+    """Why this rank gets more time, or '' when it gets none."""
+    if any(part in frame.file for frame in state.stack for part in COMPILING):
+        return f"rank {state.rank} compiles"
+    same = _same_functions(state.rank, looks)
+    if state.cause in SAVING and not same:
+        return f"rank {state.rank} is in {state.cause} and moves"
+    if state.cause in WORKING:
+        if not same:
+            return f"rank {state.rank} works: its stack moves"
+        if len(looks) < 3:
+            return f"rank {state.rank} burns CPU in {state.where or 'the same place'}: looking once more"
+    return ""
+
+
+def _same_functions(rank: int, looks: list[Look]) -> bool:
+    """Whether the rank was in the same functions at every look (lines inside a loop may differ)."""
+    seen = set()
+    for look in looks:
+        state = look.report.ranks.get(rank) if look.report is not None else None
+        if state is None or not state.stack:
+            continue
+        seen.add(tuple((frame.name, frame.file) for frame in state.stack if not frame.native))
+    return len(seen) <= 1
