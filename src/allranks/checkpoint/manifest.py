@@ -62,6 +62,7 @@ class Part:
     index_bytes: int
     index_sha256: str
     data_bytes: int
+    references: tuple[str, ...] = ()  # data files of older checkpoints that hold unchanged tensors
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def decode_manifest(data: bytes, path: str) -> Manifest:
             raise CheckpointValidationError(
                 f"schema {raw['schema']} is newer than {SCHEMA}", path=path, hint="upgrade allranks"
             )
-        return Manifest(**{**raw, "parts": tuple(Part(**part) for part in raw["parts"])})
+        return Manifest(**{**raw, "parts": tuple(_part(part) for part in raw["parts"])})
     except (KeyError, TypeError) as error:
         raise CheckpointValidationError(f"not a manifest: {error}", path=path) from error
 
@@ -135,6 +136,10 @@ def decode_index(data: bytes, path: str) -> Index:
         )  # fmt: skip
     except (KeyError, TypeError) as error:
         raise CheckpointValidationError(f"not an index: {error}", path=path) from error
+
+
+def _part(raw: dict[str, Any]) -> Part:
+    return Part(**{**raw, "references": tuple(raw["references"])})
 
 
 def _stored(entry: dict[str, Any]) -> StoredShard:

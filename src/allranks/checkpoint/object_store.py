@@ -1,0 +1,158 @@
+"""Any object store through `obstore`: S3, GCS, Azure and everything that speaks like them. Torch-free."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from allranks.checkpoint.keyed_store import KeyedStore
+from allranks.checkpoint.store import Pieces, StoreSpec
+from allranks.errors import require
+
+#: Parts of a multipart upload: S3 allows 10,000 of them.
+PART_BYTES = 16 << 20
+MAX_PARTS = 9_000
+CONCURRENCY = 6
+
+
+def open_object_store(spec: StoreSpec) -> KeyedStore:
+    """Opens the bucket of a URL. Options: endpoint, region, access_key_id, secret_access_key, timeouts."""
+    return KeyedStore(ObjectBlobs(spec), spec, "S3", references=True)
+
+
+class ObjectBlobs:
+    """The `keyed_store.Blobs` of an object store. Retries are obstore's, within the limits of the options."""
+
+    def __init__(self, spec: StoreSpec) -> None:
+        self._obstore = require("obstore", feature="an object store", extra="s3")
+        self._store = _connect(spec)
+
+    def put(self, key: str, pieces: Pieces, length: int) -> None:
+        listed = pieces if isinstance(pieces, (list, tuple)) else None
+        body: Any = listed[0] if listed is not None and len(listed) == 1 else iter(pieces)
+        part_bytes = max(PART_BYTES, -(-length // MAX_PARTS))
+        with _as_os_errors():
+            if length <= part_bytes and listed is not None:
+                self._obstore.put(self._store, key, b"".join(listed), use_multipart=False)
+            else:
+                self._obstore.put(
+                    self._store,
+                    key,
+                    body,
+                    use_multipart=True,
+                    chunk_size=part_bytes,
+                    max_concurrency=CONCURRENCY,
+                )
+
+    def put_if(self, key: str, data: bytes, expected: str | None) -> None:
+        mode: Any = "create" if expected is None else {"e_tag": expected}
+        with _as_os_errors():
+            self._obstore.put(self._store, key, data, mode=mode)
+
+    def get(self, key: str) -> tuple[bytes, str]:
+        with _as_os_errors():
+            found = self._obstore.get(self._store, key)
+            return bytes(found.bytes()), str(found.meta["e_tag"])
+
+    def get_range(self, key: str, start: int, view: memoryview) -> None:
+        with _as_os_errors():
+            data = self._obstore.get_range(self._store, key, start=start, length=len(view))
+        got = memoryview(data)
+        if len(got) != len(view):
+            raise EOFError(f"{key}: {len(got)} bytes came for {len(view)} asked at {start}")
+        view[:] = got
+
+    def size(self, key: str) -> int:
+        with _as_os_errors():
+            return int(self._obstore.head(self._store, key)["size"])
+
+    def keys(self, prefix: str) -> list[tuple[str, float]]:
+        with _as_os_errors():
+            pages = self._obstore.list(self._store, prefix=prefix.rstrip("/") or None)
+            return [
+                (meta["path"], meta["last_modified"].timestamp())
+                for page in pages
+                for meta in page
+                if meta["path"].startswith(prefix)
+            ]
+
+    def delete(self, keys: list[str]) -> None:
+        with _as_os_errors():
+            for at in range(0, len(keys), 1000):
+                self._obstore.delete(self._store, keys[at : at + 1000])
+
+
+def _connect(spec: StoreSpec) -> Any:
+    """The obstore object of a URL; `endpoint` and `region` options win over the AWS_* environment."""
+    from obstore.store import from_url
+
+    options = dict(spec.options)
+    seconds = float(options.pop("timeout_s", "60"))
+    retries = int(options.pop("max_retries", "5"))
+    config: dict[str, Any] = {}
+    endpoint = options.pop("endpoint", "") or os.environ.get("AWS_ENDPOINT_URL_S3", "")
+    if spec.url.startswith(("s3://", "s3a://")):
+        if endpoint:
+            config["endpoint"] = endpoint
+        elif "AWS_ENDPOINT_URL" in os.environ:
+            endpoint = config["endpoint"] = os.environ["AWS_ENDPOINT_URL"]
+        config["region"] = options.pop("region", "") or os.environ.get(
+            "AWS_REGION", os.environ.get("AWS_DEFAULT_REGION", "us-east-1")
+        )
+        config.update(options)
+    return from_url(
+        spec.url,
+        config=config or None,
+        client_options={
+            "timeout": timedelta(seconds=seconds),
+            "connect_timeout": timedelta(seconds=min(10.0, seconds)),
+            "allow_http": endpoint.startswith("http://") or spec.url.startswith("http://"),
+        },
+        retry_config={
+            "max_retries": retries,
+            "retry_timeout": timedelta(seconds=3 * seconds),
+            "backoff": {
+                "base": 2,
+                "init_backoff": timedelta(milliseconds=100),
+                "max_backoff": timedelta(seconds=5),
+            },
+        },
+    )
+
+
+@contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Translates obstore's errors into OSErrors whose text is the short reason, the long one as its cause."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise _os_error(error) from error
+
+
+def _os_error(error: Exception) -> OSError:
+    kind, text = type(error).__name__, str(error)
+    if kind in {"NotFoundError"}:
+        return FileNotFoundError(errno.ENOENT, _short(text))
+    if kind in {"AlreadyExistsError", "PreconditionError"}:
+        return FileExistsError(errno.EEXIST, "another saver has written this checkpoint's manifest")
+    if kind in {"PermissionDeniedError", "UnauthenticatedError"} or re.search(r"\b(403|401)\b", text):
+        return PermissionError(errno.EACCES, f"403 Forbidden: {_short(text)}")
+    if "169.254.169.254" in text or "169.254.170.2" in text or "credential" in text.lower():
+        return PermissionError(errno.EACCES, f"NoCredentialsError: no credentials found ({_short(text)})")
+    return OSError(errno.EIO, _short(text))
+
+
+def _short(text: str) -> str:
+    """The sentence a person needs out of obstore's nested debug text."""
+    for pattern in (r"<Code>(\w+)</Code>", r"status(?:: | code )(\d{3}[^,:}]*)"):
+        found = re.search(pattern, text)
+        if found:
+            return f"{found.group(1).strip()} ({text.splitlines()[0][:160]})"
+    return text.splitlines()[0][:240] if text else "unknown error"

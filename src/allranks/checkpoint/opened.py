@@ -1,0 +1,182 @@
+"""A checkpoint opened for reading: its manifest and indexes, checked, and its data files. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from allranks.checkpoint.checksum import PIECE_BYTES, checksum, new_hasher
+from allranks.checkpoint.manifest import (
+    MANIFEST,
+    DataFile,
+    Index,
+    Manifest,
+    Part,
+    StoredShard,
+    decode_index,
+    decode_manifest,
+)
+from allranks.checkpoint.store import Source, Store
+from allranks.errors import CheckpointValidationError
+
+#: Requests under way at once towards a store where each read is a request, and the bytes of each.
+REQUESTS = 8
+REQUEST_BYTES = 16 << 20
+
+
+@dataclass
+class Opened:
+    """Manifest and indexes of one checkpoint. Data files are opened on first use, and checked then."""
+
+    store: Store
+    name: str
+    manifest: Manifest
+    indexes: tuple[Index, ...]
+    _sources: dict[str, Source] = field(default_factory=dict)
+    _requests: ThreadPoolExecutor | None = None
+
+    @property
+    def path(self) -> str:
+        """How the checkpoint is called towards the user."""
+        return self.store.path_of(self.name)
+
+    def shards(self) -> Iterator[tuple[Index, StoredShard]]:
+        """Every stored shard with the index that names it."""
+        return ((index, stored) for index in self.indexes for stored in index.shards)
+
+    def source(self, file: str) -> Source:
+        """An open data file whose size and header are what the index says."""
+        if file not in self._sources:
+            self._sources[file] = self._open(file)
+        return self._sources[file]
+
+    def read_shard(self, index: Index, stored: StoredShard, view: memoryview) -> None:
+        """Reads a shard's bytes into `view` and checks them; CheckpointValidationError names what is damaged."""
+        source = self.source(stored.file)
+        hasher = new_hasher(index.algorithm)
+        try:
+            if source.wide_reads and len(view) > REQUEST_BYTES:
+                self._read_parallel(source, stored.start, view)
+                hasher.update(view)
+            else:
+                for at in range(0, len(view), PIECE_BYTES):
+                    piece = view[at : at + PIECE_BYTES]
+                    source.read_into(stored.start + at, piece)
+                    hasher.update(piece)
+        except EOFError as error:
+            raise self._damaged(f"{stored.file} is cut short: {error}", stored.shard.name) from error
+        self._compare(hasher.hexdigest(), stored)
+
+    def check(self, index: Index, stored: StoredShard, view: memoryview) -> None:
+        """Checks bytes that were read some other way."""
+        self._compare(checksum(view, index.algorithm), stored)
+
+    def close(self) -> None:
+        """Closes the data files."""
+        for source in self._sources.values():
+            source.close()
+        self._sources.clear()
+        if self._requests is not None:
+            self._requests.shutdown()
+
+    def _compare(self, found: str, stored: StoredShard) -> None:
+        if found != stored.checksum:
+            where = f"{stored.shard.name} in {stored.file} at byte {stored.start}"
+            raise self._damaged(f"{where} does not match its checksum", stored.shard.name)
+
+    def _read_parallel(self, source: Source, start: int, view: memoryview) -> None:
+        if self._requests is None:
+            self._requests = ThreadPoolExecutor(REQUESTS, "allranks-ranges")
+        offsets = range(0, len(view), REQUEST_BYTES)
+        jobs = [
+            self._requests.submit(source.read_into, start + at, view[at : at + REQUEST_BYTES])
+            for at in offsets
+        ]
+        for job in jobs:
+            job.result()
+
+    def _open(self, file: str) -> Source:
+        known = next((f for index in self.indexes for f in index.files if f.file == file), None)
+        algorithm = next((i.algorithm for i in self.indexes for f in i.files if f.file == file), "")
+        try:
+            source = self.store.open(self.name, file)
+        except FileNotFoundError as error:
+            raise self._damaged(f"{file} is missing", file) from error
+        if known is not None:
+            self._check_file(source, known, algorithm)
+        return source
+
+    def _check_file(self, source: Source, known: DataFile, algorithm: str) -> None:
+        if source.bytes != known.bytes:
+            raise self._damaged(f"{known.file} has {source.bytes} bytes instead of {known.bytes}", known.file)
+        header = memoryview(bytearray(known.header_bytes))
+        source.read_into(0, header)
+        if checksum(header, algorithm) != known.header_checksum:
+            raise self._damaged(f"the header of {known.file} does not match its checksum", known.file)
+
+    def _damaged(self, reason: str, key: str) -> CheckpointValidationError:
+        return CheckpointValidationError(
+            reason, invalid_keys=(key,), tier=self.store.tier, path=self.path,
+            hint=f"allranks checkpoint verify '{self.path}'",
+        )  # fmt: skip
+
+
+@contextmanager
+def opened(store: Store, name: str) -> Iterator[Opened]:
+    """Opens a checkpoint for reading and protects it from removal meanwhile."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(store.reading(name))
+            manifest = decode_manifest(store.read(name, MANIFEST), store.path_of(name))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointValidationError(
+                f"no manifest: not a complete checkpoint ({MANIFEST} is missing)", missing_keys=(MANIFEST,),
+                tier=store.tier, path=store.path_of(name),
+            ) from error  # fmt: skip
+        checkpoint = Opened(store, name, manifest, _read_indexes(store, name, manifest))
+        stack.callback(checkpoint.close)
+        yield checkpoint
+
+
+def batches(items: Iterable[tuple[Index, StoredShard]], limit: int) -> list[list[tuple[Index, StoredShard]]]:
+    """Neighbouring shards of one file in runs of at most `limit` bytes, for stores where a read is a request."""
+    ordered = sorted(items, key=lambda item: (item[1].file, item[1].start))
+    runs: list[list[tuple[Index, StoredShard]]] = []
+    for _, group in itertools.groupby(ordered, key=lambda item: item[1].file):
+        for item in group:
+            run = runs[-1] if runs else None
+            if run and _joins(run, item[1], limit):
+                run.append(item)
+            else:
+                runs.append([item])
+    return runs
+
+
+def _joins(run: list[tuple[Index, StoredShard]], stored: StoredShard, limit: int) -> bool:
+    first, last = run[0][1], run[-1][1]
+    follows = last.file == stored.file and last.start + last.shard.bytes == stored.start
+    return follows and stored.start + stored.shard.bytes - first.start <= limit
+
+
+def _read_indexes(store: Store, name: str, manifest: Manifest) -> tuple[Index, ...]:
+    if len(manifest.parts) == 1:
+        return (_read_index(store, name, manifest.parts[0]),)
+    with ThreadPoolExecutor(REQUESTS, "allranks-index") as pool:
+        return tuple(pool.map(lambda part: _read_index(store, name, part), manifest.parts))
+
+
+def _read_index(store: Store, name: str, part: Part) -> Index:
+    path = f"{store.path_of(name)}/{part.index}"
+    problem: dict[str, Any] = {"invalid_keys": (part.index,), "tier": store.tier, "path": store.path_of(name)}
+    try:
+        data = store.read(name, part.index)
+    except FileNotFoundError as error:
+        raise CheckpointValidationError(f"{part.index} is missing", **problem) from error
+    if len(data) != part.index_bytes or hashlib.sha256(data).hexdigest() != part.index_sha256:
+        raise CheckpointValidationError(f"{part.index} is not the file the manifest names", **problem)
+    return decode_index(data, path)

@@ -1,0 +1,167 @@
+"""Who writes which piece: torch.distributed.checkpoint's planners, driven once per structure of the state.
+
+DCP's planner says which chunk of each tensor this rank holds (DTensor, FSDP2, tensor parallel, ShardedTensor or
+plain), and its deduplication spreads replicated chunks over the ranks that share a store. The result is kept
+until names, shapes or placements change: saves after the first plan nothing and exchange a few bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from allranks.checkpoint.layout import FileLayout, Shard, lay_out, padded
+from allranks.checkpoint.state import is_dtensor
+
+try:
+    from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+except ImportError:  # torch < 2.3
+    from torch.distributed.checkpoint._dedup_tensors import dedup_tensors as dedup_save_plans
+
+SAFETENSORS_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+_ALIGNMENT = 64
+_plan_ids = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One local chunk: its shard, which tensor it comes from (`ordinal` counts the local chunks of a tensor)."""
+
+    shard: Shard
+    dtype: torch.dtype
+    ordinal: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What finds its bytes among the tensors of a state."""
+        return self.shard.name, self.ordinal
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A piece and where it goes in the arena."""
+
+    piece: Piece
+    start: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where every piece of a snapshot goes. `owned` make the data file; `extra` follow it in memory only."""
+
+    id: int
+    fingerprint: str
+    layout: FileLayout
+    owned: tuple[Placement, ...]
+    extra: tuple[Placement, ...]
+    arena_bytes: int
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The shards of the data file, in the order given to the layout."""
+        return [placed.shard for placed in self.layout.placed]
+
+
+def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Changes whenever a plan made for other tensors would not fit these."""
+    parts = []
+    for name, tensor in tensors.items():
+        where = f"{tensor.device_mesh}{tensor.placements}" if is_dtensor(tensor) else ""
+        parts.append(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|{where}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def find_pieces(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
+    """The chunks this rank holds, as DCP's planner sees them. Empty chunks of non-empty tensors are left out."""
+    items = create_default_local_save_plan(dict(tensors), True).items
+    seen: dict[str, int] = {}
+    pieces = []
+    for item in items:
+        name, data = item.index.fqn, item.tensor_data
+        ordinal = seen.get(name, 0)
+        seen[name] = ordinal + 1
+        dtype = data.properties.dtype
+        if data.chunk.sizes.numel() == 0 and data.size.numel() != 0:
+            continue
+        pieces.append(Piece(_shard(name, dtype, data), dtype, ordinal))
+    return pieces
+
+
+def deduplicate(every: Sequence[Sequence[Any]]) -> list[set[tuple[str, tuple[int, ...]]]]:
+    """For each rank's [name, offsets, sizes, bytes] list: the (name, offsets) it has to write."""
+    plans = [SavePlan([_write_item(*entry) for entry in entries]) for entries in every]
+    return [
+        {(item.index.fqn, tuple(item.index.offset)) for item in plan.items}
+        for plan in dedup_save_plans(plans)
+    ]
+
+
+def describe(pieces: Sequence[Piece]) -> list[list[Any]]:
+    """What the other ranks must know about this rank's pieces, as JSON."""
+    return [
+        [p.shard.name, list(p.shard.offsets), list(p.shard.sizes), p.shard.bytes] for p in pieces
+    ]  # fmt: skip
+
+
+def make_plan(
+    mark: str, pieces: Sequence[Piece], owned: set[tuple[str, tuple[int, ...]]] | None, keep_all: bool
+) -> Plan:
+    """Lays a snapshot out. `owned` None: every piece is. `keep_all`: pieces others write are kept in memory too."""
+    mine = [p for p in pieces if owned is None or (p.shard.name, p.shard.offsets) in owned]
+    written = {p.key for p in mine}
+    rest = [p for p in pieces if p.key not in written] if keep_all else []
+    layout = lay_out([p.shard for p in mine])
+    by_shard = {p.shard: p for p in mine}
+    placements = tuple(Placement(by_shard[placed.shard], placed.start) for placed in layout.placed)
+    start = padded(layout.bytes)
+    extra = []
+    for piece in rest:
+        extra.append(Placement(piece, start))
+        start += -(-piece.shard.bytes // _ALIGNMENT) * _ALIGNMENT
+    return Plan(next(_plan_ids), mark, layout, placements, tuple(extra), start)
+
+
+def local_tensors(tensors: Mapping[str, torch.Tensor], plan: Plan) -> list[tuple[torch.Tensor, Placement]]:
+    """The live local tensor of every placement of a plan."""
+    found = []
+    for placement in (*plan.owned, *plan.extra):
+        name, ordinal = placement.piece.key
+        found.append((local_parts(tensors[name])[ordinal], placement))
+    return found
+
+
+def local_parts(tensor: Any) -> list[torch.Tensor]:
+    """The plain tensors behind a DTensor, a ShardedTensor or a plain tensor."""
+    if is_dtensor(tensor):
+        return [tensor.to_local()]
+    if type(tensor).__name__ == "ShardedTensor":
+        return [shard.tensor for shard in tensor.local_shards()]
+    return [tensor]
+
+
+def _shard(name: str, dtype: torch.dtype, data: TensorWriteData) -> Shard:
+    known = SAFETENSORS_NAMES.get(dtype)
+    item_bytes = torch.empty(0, dtype=dtype).element_size()
+    return Shard(
+        name, known or "U8", tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes),
+        data.chunk.sizes.numel() * item_bytes, "" if known else str(dtype).removeprefix("torch."),
+    )  # fmt: skip
+
+
+def _write_item(name: str, offsets: list[int], sizes: list[int], length: int) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=torch.uint8), torch.Size([length]))
+    return WriteItem(MetadataIndex(name, torch.Size(offsets)), WriteItemType.SHARD, tensor_data=data)

@@ -1,0 +1,205 @@
+"""The state of a training job at one step: what is saved, and how it gets back into model and optimizer."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from allranks.errors import CheckpointValidationError
+
+#: Fields whose value belongs to one rank: saved by every rank, given back to the rank of the same number.
+PER_RANK = ("dataset_state", "rng_states")
+
+
+@dataclass
+class CheckpointState:
+    """Complete training state. `step` counts finished optimizer steps: training goes on with `step + 1`.
+
+    `rank_states` is filled by a load only: for every rank that saved, its `dataset_state` and `rng_states`.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    model_state_dict: dict[str, Any] = field(default_factory=dict)
+    optimizer_state_dict: dict[str, Any] = field(default_factory=dict)
+    lr_scheduler_state_dict: dict[str, Any] = field(default_factory=dict)
+    dataset_state: dict[str, Any] = field(default_factory=dict)
+    rng_states: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    world_size: int = 1
+    timestamp: float = field(default_factory=time.time)
+    rank_states: dict[int, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ten known keys; tensors are not copied."""
+        return {name: getattr(self, name) for name in _KEYS}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> CheckpointState:
+        """From the known keys; unknown ones are ignored, missing ones get their default."""
+        return cls(**{name: data[name] for name in _KEYS if name in data})
+
+    def cpu_copy(self) -> CheckpointState:
+        """A copy that shares no memory with this one, all tensors on the CPU."""
+        copied = {name: _copied(getattr(self, name)) for name in _KEYS}
+        return CheckpointState(**copied)
+
+
+_KEYS = tuple(f.name for f in fields(CheckpointState) if f.name != "rank_states")
+REQUIRED_KEYS = ("step", "model_state_dict", "optimizer_state_dict")
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(_copied(item) for item in value)
+    return value
+
+
+def create_checkpoint_state(
+    step: int, model: Any, optimizer: Any, lr_scheduler: Any = None,
+    dataset_state: dict[str, Any] | None = None, metrics: dict[str, Any] | None = None, epoch: int = 0,
+) -> CheckpointState:  # fmt: skip
+    """Collects the state of the parts without copying a tensor. DDP and compiled wrappers are taken off."""
+    return CheckpointState(
+        step=step,
+        epoch=epoch,
+        model_state_dict=unwrap(model).state_dict(),
+        optimizer_state_dict=optimizer.state_dict() if optimizer is not None else {},
+        lr_scheduler_state_dict=lr_scheduler.state_dict() if lr_scheduler is not None else {},
+        dataset_state=dict(dataset_state or {}),
+        rng_states=collect_rng_states(),
+        metrics=dict(metrics or {}),
+        world_size=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+    )
+
+
+def load_checkpoint_to_model(
+    state: CheckpointState, model: Any, optimizer: Any = None, lr_scheduler: Any = None, strict: bool = True,
+    restore_rng: bool = False,
+) -> None:  # fmt: skip
+    """Puts a loaded state into the parts. Whole tensors are cut to each rank's shard where the model is sharded.
+
+    With `strict`, missing or unexpected names, or other shapes, raise before anything is changed.
+    """
+    target = unwrap(model)
+    live = target.state_dict()
+    if strict:
+        _check_fit(live, state.model_state_dict)
+    target.load_state_dict(_sharded_like(live, state.model_state_dict), strict=strict)
+    if optimizer is not None and state.optimizer_state_dict:
+        optimizer.load_state_dict(_sharded_optimizer(optimizer, state.optimizer_state_dict))
+    if lr_scheduler is not None and state.lr_scheduler_state_dict:
+        lr_scheduler.load_state_dict(state.lr_scheduler_state_dict)
+    if restore_rng:
+        restore_rng_states(state.rng_states)
+
+
+def unwrap(model: Any) -> Any:
+    """The model inside DDP or torch.compile; any wrapper with the wrapped one as `.module`."""
+    seen = 0
+    while seen < 8:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and not _is_fsdp1(model):
+            inner = getattr(model, "module", None)
+        if inner is None or not hasattr(inner, "state_dict"):
+            return model
+        model, seen = inner, seen + 1
+    return model
+
+
+def collect_rng_states() -> dict[str, Any]:
+    """Python, numpy, torch and, where it is in use, every visible CUDA device."""
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def restore_rng_states(states: Mapping[str, Any]) -> None:
+    """Sets the generators that were saved; a new rank without a saved state keeps its own."""
+    if "python" in states:
+        random.setstate(states["python"])
+    if "numpy" in states:
+        np.random.set_state(states["numpy"])
+    if "torch" in states:
+        torch.set_rng_state(states["torch"].cpu())
+    saved = states.get("cuda", [])
+    if saved and torch.cuda.is_available() and len(saved) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([state.cpu() for state in saved])
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a DTensor; true for none of the others, on any torch."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh") and hasattr(value, "placements")
+
+
+def _is_fsdp1(model: Any) -> bool:
+    return type(model).__name__ == "FullyShardedDataParallel"
+
+
+def _check_fit(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    missing = tuple(name for name in live if name not in saved)
+    other = tuple(
+        name
+        for name, value in saved.items()
+        if name not in live
+        or (isinstance(value, torch.Tensor) and isinstance(live[name], torch.Tensor) and value.shape != live[name].shape)
+    )  # fmt: skip
+    if missing or other:
+        raise CheckpointValidationError(
+            "the model and the checkpoint do not fit together", missing, other,
+            hint="load with strict=False to take what fits",
+        )  # fmt: skip
+
+
+def _sharded_like(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Whole tensors as DTensors where the live ones are; everything else as it is."""
+    return {name: _shard_value(value, live.get(name)) for name, value in saved.items()}
+
+
+def _shard_value(value: Any, like: Any) -> Any:
+    if not is_dtensor(like) or is_dtensor(value) or not isinstance(value, torch.Tensor):
+        return value
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    local = value
+    for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
+        local = local.narrow(dim, offset if size else 0, size)
+    return DTensor.from_local(
+        local.to(like.device, copy=True).contiguous(), like.device_mesh, like.placements, run_check=False,
+        shape=like.shape, stride=like.stride(),
+    )  # fmt: skip
+
+
+def _sharded_optimizer(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's whole state cut like its parameters; torch numbers parameters in order of the groups."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(is_dtensor(p) for p in parameters):
+        return saved
+    cut = {}
+    for number, entries in saved["state"].items():
+        like = parameters[number] if isinstance(number, int) and number < len(parameters) else None
+        cut[number] = {
+            key: _shard_value(value, like) if isinstance(value, torch.Tensor) and like is not None and value.shape == like.shape else value
+            for key, value in entries.items()
+        }  # fmt: skip
+    return {**saved, "state": cut}
