@@ -17,9 +17,12 @@ from allranks.errors import AllranksError
 
 #: sub-command -> (module under allranks.cli, one-line help). Order is the order of `--help`.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "run": ("run", "start a job: torchrun's command line, recorded, watched, kept alive"),
+    "stacks": ("stacks", "show what every rank is doing, without disturbing it, and what it is stuck on"),
     "doctor": ("doctor", "check a node before the job, or explain logs after it"),
     "etcd": ("etcd", "start, check or stop an etcd on this machine"),
     "config": ("config", "check, show or describe a job's configuration file"),
+    "index": ("index", "build, show or verify a token index"),
 }
 
 
@@ -28,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in words if not word.startswith("-")), None)
     parser = _parser(name)
+    if name in COMMANDS:
+        module = importlib.import_module(f"allranks.cli.{COMMANDS[name][0]}")
+        if hasattr(module, "arrange_words"):  # `run` takes another command's flags as they are
+            words = module.arrange_words(words)
     args = parser.parse_args(words)
     if args.command is None:
         parser.print_help()

@@ -1,0 +1,107 @@
+"""`allranks stacks`: what is every rank doing, live on this node or from captures made earlier."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from allranks.errors import InputError
+from allranks.model.stacks import Capture, StacksReport
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    who = parser.add_argument_group("which processes (default: every rank on this node)")
+    who.add_argument(
+        "--pid", type=int, action="append", default=[], metavar="P", help="this process; repeatable"
+    )
+    who.add_argument(
+        "--name", metavar="PATTERN", help="processes whose title or command line matches this expression"
+    )
+    who.add_argument(
+        "--job", metavar="ID", help="ranks of this job (black box, SLURM_JOB_ID, TORCHELASTIC_RUN_ID)"
+    )
+    who.add_argument(
+        "--from", dest="folder", metavar="FOLDER", help="read captures made earlier instead of looking"
+    )
+    how = parser.add_argument_group("how to look")
+    how.add_argument(
+        "--rounds", type=int, default=2, help="number of looks (default 2): one cannot tell stuck from slow"
+    )
+    how.add_argument(
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (default 1)"
+    )
+    how.add_argument(
+        "--native",
+        action="store_true",
+        help="native frames of every rank, not only of suspects (stops each for ~60 ms)",
+    )
+    how.add_argument("--no-native", action="store_true", help="never stop a process, not even a suspect")
+    how.add_argument(
+        "--gdb", action="store_true", help="gdb backtraces where py-spy fails (stops the process for seconds)"
+    )
+    how.add_argument(
+        "--cuda-gdb",
+        action="store_true",
+        help="device kernels by cuda-gdb (10-60 s each; never near a timeout)",
+    )
+    how.add_argument(
+        "--faulthandler",
+        action="store_true",
+        help="ask ranks that installed a faulthandler signal for their stacks",
+    )
+    how.add_argument(
+        "--gpu-core-dump",
+        action="store_true",
+        help="FATAL to the processes: write GPU core dumps through CUDA's user-triggered pipe",
+    )
+    how.add_argument("--config", metavar="FILE", help="YAML with a `debug:` section (see docs/stacks.md)")
+    how.add_argument(
+        "--still",
+        type=float,
+        default=None,
+        metavar="S",
+        help="silence that counts as standing still (default 10)",
+    )
+    out = parser.add_argument_group("output")
+    out.add_argument("-o", "--output", metavar="DIR", help="keep the bundle and the raw files in this folder")
+    out.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    out.add_argument(
+        "--html", metavar="FILE", help="write a self-contained page with the tree and a flame graph"
+    )
+    out.add_argument(
+        "--all-threads", action="store_true", help="put every thread into the tree, not only the main ones"
+    )
+    out.add_argument("--force", action="store_true", help="overwrite FILE")
+
+
+def main(args: argparse.Namespace) -> int:
+    """0 nothing is hung, 1 a hung job, 2 could not look."""
+    from allranks.stacks import classify, read_capture
+    from allranks.stacks.progress import Stillness
+
+    if args.html and Path(args.html).exists() and not args.force:
+        raise InputError(f"{args.html} exists", hint="give another name, or --force to overwrite it")
+    capture = read_capture(args.folder) if args.folder else _look(args)
+    stillness = Stillness() if args.still is None else Stillness(still_s=args.still)
+    report = classify(capture, stillness=stillness)
+    _show(args, capture, report)
+    return 1 if report.hung else 0
+
+
+def _look(args: argparse.Namespace) -> Capture:
+    raise InputError("live collection is not built yet", hint="use --from FOLDER")
+
+
+def _show(args: argparse.Namespace, capture: Capture, report: StacksReport) -> None:
+    from allranks.stacks.as_json import report_json
+    from allranks.stacks.text import render_text
+    from allranks.stacks.tree import grow_tree
+
+    roots = grow_tree(capture, args.all_threads)
+    if args.json:
+        print(json.dumps(report_json(report, roots), indent=1))
+    else:
+        for line in render_text(report, roots):
+            print(line.encode("utf-8", "replace").decode(sys.stdout.encoding or "utf-8", "replace"))

@@ -1,0 +1,173 @@
+"""What every rank is doing at a moment: stacks, kernel facts and progress marks, and what they mean.
+
+Pure data. `stacks` fills a `Capture` from live processes or from files and turns it into a `StacksReport`;
+`diagnose`, `report` and `agent` only read these types.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+#: What one rank can be stuck on. The names are public (docs/contracts.md).
+CAUSES = (
+    "collective_wait", "p2p_wait", "rendezvous_wait", "store_wait", "dataloader_wait", "checkpoint_io",
+    "file_lock_wait", "network_io", "lock_deadlock", "queue_wait", "gil_held_native", "native_call",
+    "cuda_wait", "cuda_kernel", "busy_python", "sleep", "subprocess_wait", "child_process_wait",
+    "event_loop_idle", "request_wait", "pipe_write_blocked", "stdin_wait", "shutdown_join", "stopped",
+    "d_state", "slow", "healthy", "unknown",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StackFrame:
+    """One line of a stack. `native` frames are C or C++ symbols; their `file` is a source file or a library."""
+
+    name: str
+    file: str
+    line: int = 0
+    native: bool = False
+    source: str = ""  # Python: the text of the line where it could be read; native: the library
+
+
+@dataclass(frozen=True)
+class ThreadStack:
+    """One thread's stack, innermost frame first. None means that the tool could not tell."""
+
+    tid: int | None
+    name: str
+    frames: tuple[StackFrame, ...]
+    active: bool | None = None  # running on a CPU when looked at
+    owns_gil: bool | None = None
+
+
+@dataclass(frozen=True)
+class ThreadFacts:
+    """What the kernel says of one thread."""
+
+    tid: int
+    comm: str = ""
+    state: str = ""  # one letter: R S D T t Z X
+    wchan: str = ""
+    syscall: str = ""  # name, "running", or "" when unreadable
+    args: tuple[int, ...] = ()
+    ticks: int = 0  # user + system clock ticks since the thread began
+    kernel_stack: tuple[str, ...] = ()  # function names, innermost first
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One process at one moment. `at_s` is epoch seconds, None when the files do not tell."""
+
+    number: int
+    at_s: float | None = None
+    stacks: tuple[ThreadStack, ...] = ()
+    facts: tuple[ThreadFacts, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProcessCapture:
+    """All that was collected of one process. `child` is None for the rank itself, else counts from 0."""
+
+    rank: int
+    child: int | None = None
+    pid: int | None = None
+    host: str = ""
+    title: str = ""
+    snapshots: tuple[Snapshot, ...] = ()
+    native: tuple[ThreadStack, ...] = ()  # stacks with native frames, from a slower look
+    kernels: tuple[str, ...] = ()  # device kernels that cuda-gdb saw
+    notes: tuple[str, ...] = ()  # what could not be collected, and why
+    parallel: tuple[tuple[str, int], ...] = ()  # ("tp", 0), ("pp", 1) from the process title
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One progress mark of a rank. `calls` counts completed collectives, -1 unknown."""
+
+    at_s: float
+    step: int
+    phase: str = ""
+    calls: int = -1
+
+
+@dataclass(frozen=True)
+class RankMarks:
+    """The marks of one rank in time order. `seen_s`: when we looked last; None when the files do not tell."""
+
+    rank: int
+    marks: tuple[Mark, ...] = ()
+    seen_s: float | None = None
+    expect_until_s: float = 0.0  # the rank declared silence normal until then
+    closed: str = ""  # how the rank said goodbye, "" while running
+
+
+@dataclass(frozen=True)
+class RasReply:
+    """One answer of NCCL's RAS service."""
+
+    address: str
+    at_s: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Everything collected of a job at one occasion; several nodes are joined into one."""
+
+    processes: tuple[ProcessCapture, ...] = ()
+    marks: tuple[RankMarks, ...] = ()
+    ras: tuple[RasReply, ...] = ()
+    world_size: int | None = None
+    notes: tuple[str, ...] = ()
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class ChildState:
+    """What a child process of a rank is doing."""
+
+    child: int
+    pid: int | None
+    cause: str
+    where: str
+    evidence: str
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What one rank is doing now. `where` is the user's line: "data.py:31 in load_batch"."""
+
+    rank: int
+    cause: str
+    where: str
+    evidence: str
+    children: tuple[ChildState, ...] = ()
+    threads: int = 0
+    operation: str = ""  # the collective or library call waited in: "all_reduce"
+    thread: str = ""  # the thread that decided the cause, when it is not the main one
+    stack: tuple[StackFrame, ...] = ()  # of the deciding thread, innermost first
+    host: str = ""
+    pid: int | None = None
+    confidence: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StacksReport:
+    """The answer for a whole job. `hung` is None when no progress information allows telling."""
+
+    hung: bool | None
+    culprits: tuple[int, ...]
+    sentence: str
+    ranks: dict[int, RankState] = field(default_factory=dict)
+    reason: str = ""  # why `hung` is what it is
+    notes: tuple[str, ...] = ()
+    ras: tuple[str, ...] = ()  # what NCCL RAS said, one sentence each
+
+    @property
+    def status(self) -> Literal["ok", "fault", "unclear"]:
+        """The report in the words of a diagnosis."""
+        if self.hung is None:
+            return "unclear"
+        return "fault" if self.hung else "ok"

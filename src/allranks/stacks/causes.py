@@ -1,0 +1,199 @@
+"""Says what one process is stuck on, from the shapes of its threads. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from allranks.model.stacks import ProcessCapture, StackFrame
+from allranks.stacks.patterns import Match, Pattern, library, match_thread
+from allranks.stacks.user_code import is_user_file, place, short_name, where
+from allranks.stacks.views import ProcessView, ThreadView, view_process
+
+_SHAPES = ("lock_wait", "thread_wait", "background")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What a process is doing, and what shows it."""
+
+    cause: str
+    where: str
+    evidence: str
+    operation: str = ""
+    thread: str = ""
+    stack: tuple[StackFrame, ...] = ()
+    confidence: float = 0.0
+    threads: int = 0
+
+
+def find_cause(
+    capture: ProcessCapture, patterns: Sequence[Pattern], has_children: bool = False
+) -> tuple[Cause, ProcessView]:
+    """The cause of one process, and the view of its threads that led to it."""
+    view = view_process(capture, has_children)
+    main = view.main
+    if main is None or not (main.python or main.facts or main.natives):
+        reason = capture.notes[0] if capture.notes else "nothing could be collected of this process"
+        return Cause("unknown", "", reason, threads=view.count), view
+    return _decide(view, main, patterns), view
+
+
+def _decide(view: ProcessView, main: ThreadView, patterns: Sequence[Pattern]) -> Cause:
+    first = match_thread(patterns, main, view)
+    if first is not None and first.pattern.cause in ("stopped", "d_state"):
+        return _cause(first, main, view)
+    everywhere = [pattern for pattern in patterns if pattern.threads == "any"]
+    for thread in view.threads:
+        match = match_thread(everywhere, thread, view)
+        if match is not None:
+            return _cause(match, thread, view)
+    if first is None:
+        return _unknown(main, view)
+    if first.pattern.cause == "lock_wait":
+        return _deadlock(view, main, patterns)
+    if first.pattern.cause == "thread_wait":
+        return _follow(view, main, first, patterns)
+    if first.pattern.cause == "background":
+        return _cause(first, main, view, "queue_wait")
+    return _cause(first, main, view)
+
+
+def _follow(view: ProcessView, main: ThreadView, first: Match, patterns: Sequence[Pattern]) -> Cause:
+    """The main thread waits for another thread: that thread's trouble is the rank's."""
+    others = [(thread, match_thread(patterns, thread, view)) for thread in view.threads if not thread.main]
+    locked = [thread for thread, match in others if match is not None and match.pattern.cause == "lock_wait"]
+    if locked:
+        return _lock_cause(view, locked, main)
+    told = [
+        (thread, match)
+        for thread, match in others
+        if match is not None and match.pattern.cause not in _SHAPES and _has_own_code(thread)
+    ]
+    if told:
+        thread, match = max(told, key=lambda pair: _weight(pair[1]))
+        cause = _cause(match, thread, view)
+        says = f"the main thread waits in {_top(main)} for thread {thread.name}, which {cause.evidence}"
+        return Cause(**{**cause.__dict__, "evidence": says, "thread": thread.name})
+    return _cause(first, main, view, "queue_wait")
+
+
+def _has_own_code(thread: ThreadView) -> bool:
+    """Whether the user's code is on the stack, or a task that the user handed to a thread."""
+    return any(is_user_file(frame.file) for frame in thread.python) or (
+        bool(thread.python) and thread.python[0].name.endswith("run")
+    )
+
+
+def _weight(match: Match) -> float:
+    """A thread that sleeps may just be a monitor: any other trouble is more telling."""
+    return match.pattern.confidence - (0.5 if match.pattern.cause == "sleep" else 0.0)
+
+
+def _deadlock(view: ProcessView, main: ThreadView, patterns: Sequence[Pattern]) -> Cause:
+    """The main thread waits for a lock: with whom, or for itself?"""
+    locked = [main]
+    for thread in view.threads:
+        match = None if thread.main else match_thread(patterns, thread, view)
+        if match is not None and match.pattern.cause == "lock_wait":
+            locked.append(thread)
+    return _lock_cause(view, locked, None)
+
+
+def _lock_cause(view: ProcessView, locked: list[ThreadView], joiner: ThreadView | None) -> Cause:
+    """A lock that cannot come free. Owners are not recorded by the interpreter: threads and lines are."""
+    lines = [f"{thread.name} at {where(thread.python)}{_source(thread)}" for thread in locked]
+    if len(locked) > 1:
+        says = f"{len(locked)} threads each wait for a lock that the other holds: " + ", ".join(lines)
+    elif _forked(locked[0]):
+        says = f"waits for a lock that was held when this process was forked; its owner does not exist here: {lines[0]}"
+    elif len([t for t in view.threads if t.python]) == 1 or joiner is not None:
+        says = f"waits for a lock that no other thread can release (self-deadlock): {lines[0]}"
+    else:
+        says = f"waits for a lock that is not released: {lines[0]}"
+    if joiner is not None:
+        says += f"; the main thread joins them at {where(joiner.python)}"
+    subject = locked[0]
+    return Cause(
+        "lock_deadlock", where(subject.python), says, "lock", subject.name if not subject.main else "",
+        subject.python, 0.95 if len(locked) > 1 else 0.85, view.count,
+    )  # fmt: skip
+
+
+def _forked(thread: ThreadView) -> bool:
+    return any(
+        frame.file.endswith(("popen_fork.py", "multiprocessing/process.py")) for frame in thread.python
+    )
+
+
+def _source(thread: ThreadView) -> str:
+    text = next((frame.source for frame in thread.python if is_user_file(frame.file) and frame.source), "")
+    return f" `{text[:80]}`" if text else ""
+
+
+def _cause(match: Match, thread: ThreadView, view: ProcessView, cause: str = "") -> Cause:
+    return Cause(
+        cause=cause or match.pattern.cause,
+        where=where(thread.python),
+        evidence=_says(match, thread, view),
+        operation=match.operation,
+        thread="" if thread.main else thread.name,
+        stack=thread.python,
+        confidence=match.pattern.confidence,
+        threads=view.count,
+    )
+
+
+def _unknown(main: ThreadView, view: ProcessView) -> Cause:
+    seen = f"in {_top(main)}" if main.python else "no Python frame"
+    now = main.now
+    kernel = f", state {now.state} {now.syscall} {now.wchan}".rstrip() if now else ""
+    return Cause(
+        "unknown",
+        where(main.python),
+        f"no pattern fits: {seen}{kernel}",
+        "",
+        "",
+        main.python,
+        0.0,
+        view.count,
+    )
+
+
+def _top(thread: ThreadView) -> str:
+    frame = thread.python[0] if thread.python else None
+    return f"{short_name(frame.name)} ({place(frame).split(' in ')[0]})" if frame else "native code"
+
+
+def _says(match: Match, thread: ThreadView, view: ProcessView) -> str:
+    """The evidence line: the pattern's sentence with what was seen put in."""
+    now = thread.now
+    words = {
+        "top": _top(thread),
+        "where": where(thread.python),
+        "operation": match.operation or _top(thread),
+        "syscall": (now.syscall if now else "") or "no system call known",
+        "wchan": now.wchan if now else "",
+        "state": now.state if now else "?",
+        "native": _native(thread),
+        "source": next((frame.source for frame in thread.python if frame.source), "")[:80],
+        "thread": thread.name or str(thread.tid),
+        "ticks": str(thread.ticks_moved) if thread.ticks_moved is not None else "?",
+        "fd": str(now.args[0]) if now and now.args else "?",
+    }
+    text = match.pattern.says
+    for word, value in words.items():
+        text = text.replace("{" + word + "}", value)
+    return " ".join(text.split()).replace(" )", ")").replace("()", "").strip()
+
+
+def _native(thread: ThreadView) -> str:
+    """The native call that names the wait best: the innermost with a symbol outside the C library."""
+    named = [frame for frame in thread.leaf if not frame.name.startswith("0x")]
+    telling = [
+        frame
+        for frame in named
+        if not library(frame).startswith(("libc.", "libc-", "libpthread", "libstdc++"))
+    ]
+    frame = next(iter(telling or named), None)
+    return f"{frame.name[:80]} in {library(frame).rsplit('/', 1)[-1]}" if frame is not None else ""

@@ -1,0 +1,164 @@
+"""Stuck, slow or moving? Only progress marks can tell; stacks alone cannot. Pure.
+
+With times (our bundles, or captures whose file times are genuine) a rank stands still when its last mark is
+older than `still_s` and several times its own longest gap between marks. Without times the snapshots must
+show whether anything moved after the last mark: a rank that waits in a collective on the same futex, with
+the same frames and no CPU tick spent, has not finished one in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from allranks.model.stacks import RankMarks
+from allranks.stacks.causes import Cause
+from allranks.stacks.views import ProcessView, ThreadView
+
+WAITS = frozenset({"collective_wait", "p2p_wait", "store_wait", "rendezvous_wait", "cuda_wait"})
+
+
+@dataclass(frozen=True)
+class Stillness:
+    """When silence counts as standing still."""
+
+    still_s: float = 10.0
+    gaps: float = 3.0  # times the longest gap between two marks of the rank
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Whether the job moves. `moving` and `still` are the ranks that could be told."""
+
+    hung: bool | None
+    reason: str
+    still: tuple[int, ...] = ()
+    moving: tuple[int, ...] = ()
+
+
+def decide_progress(
+    marks: Mapping[int, RankMarks],
+    views: Mapping[int, ProcessView],
+    causes: Mapping[int, Cause],
+    stillness: Stillness,
+) -> Progress:
+    """Whether the job is hung, and the reason as a sentence."""
+    told = {rank: one for rank, one in marks.items() if one.marks or one.seen_s is not None}
+    if not told:
+        return Progress(None, "no progress marks: cannot tell stuck from slow")
+    timed = {rank: _by_clock(one, stillness) for rank, one in told.items() if one.seen_s is not None}
+    if timed:
+        return _join_timed(timed, told)
+    return _by_snapshots(told, views, causes)
+
+
+def _by_clock(one: RankMarks, stillness: Stillness) -> bool | None:
+    """True moving, False still, None too early to tell."""
+    seen = one.seen_s or 0.0
+    if one.closed:
+        return True
+    if not one.marks:
+        return None
+    times = [mark.at_s for mark in one.marks]
+    age = seen - times[-1]
+    if seen < one.expect_until_s:
+        return None
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    limit = max(stillness.still_s, stillness.gaps * max(gaps, default=0.0))
+    if age > limit:
+        return False
+    recent = stillness.gaps * max(median(gaps), 0.05) if gaps else 0.0
+    return True if age <= recent or _changed_at_last_look(one) else None
+
+
+def _changed_at_last_look(one: RankMarks) -> bool:
+    """Marks taken between the first and the last look mean that the rank moved while we watched."""
+    return len(one.marks) > 1 and one.marks[-1].at_s > (one.seen_s or 0.0) - 1.0
+
+
+def _join_timed(timed: Mapping[int, bool | None], told: Mapping[int, RankMarks]) -> Progress:
+    still = tuple(sorted(rank for rank, moves in timed.items() if moves is False))
+    moving = tuple(sorted(rank for rank, moves in timed.items() if moves))
+    if still:
+        ages = [(told[rank].seen_s or 0.0) - told[rank].marks[-1].at_s for rank in still]
+        return Progress(
+            True,
+            f"{len(still)} of {len(timed)} ranks have made no progress for {max(ages):.0f} s",
+            still,
+            moving,
+        )
+    if moving and len(moving) == len(timed):
+        return Progress(False, f"all {len(moving)} ranks make progress", still, moving)
+    if moving and len(moving) * 2 >= len(timed):
+        return Progress(
+            False,
+            f"{len(moving)} of {len(timed)} ranks make progress, the others were heard lately",
+            still,
+            moving,
+        )
+    return Progress(None, "the last marks are too fresh to tell stuck from slow: look again", still, moving)
+
+
+def _by_snapshots(
+    told: Mapping[int, RankMarks], views: Mapping[int, ProcessView], causes: Mapping[int, Cause]
+) -> Progress:
+    """Without a clock: what moved between the snapshots?"""
+    waiting: dict[int, bool] = {}
+    others: dict[int, str] = {}
+    ticks = 0
+    for rank, view in views.items():
+        main = view.main
+        if main is None or max(len(main.paths), len(main.facts)) < 2:
+            continue
+        if causes[rank].cause in WAITS:
+            waiting[rank] = _wait_moved(main)
+            ticks += 0 if main.busy else main.ticks_moved or 0
+        else:
+            others[rank] = _movement(main)
+    if not waiting and not others:
+        return Progress(None, "one snapshot without times: cannot tell stuck from slow")
+    if moved := tuple(sorted(rank for rank, did in waiting.items() if did)):
+        return Progress(False, f"rank {moved[0]} finished a collective between two snapshots", moving=moved)
+    if ticks > 1:  # one may be the price of being looked at
+        return Progress(
+            False,
+            f"the waiting ranks ran for {ticks} clock ticks between the snapshots",
+            moving=tuple(sorted(waiting)),
+        )
+    still = tuple(sorted([*waiting, *(rank for rank, how in others.items() if how == "none")]))
+    if waiting or len(still) == len(others):
+        return Progress(True, "no rank got further between the snapshots, and the marks have ended", still)
+    return _only_busy(told, others)
+
+
+def _only_busy(told: Mapping[int, RankMarks], others: Mapping[int, str]) -> Progress:
+    """Nobody waits for anybody, and some rank spent CPU time: are they new steps or the same one?"""
+    steps = {rank: len({mark.step for mark in one.marks}) for rank, one in told.items()}
+    if max(steps.values(), default=0) <= 1:
+        return Progress(True, "no rank has finished its first step", tuple(sorted(others)))
+    if any(how != "heavy" for how in others.values()):
+        return Progress(
+            False,
+            "the ranks step: frames or CPU time moved between the snapshots",
+            moving=tuple(sorted(others)),
+        )
+    return Progress(None, "busy on the same line in every snapshot, and no time of the looks is known")
+
+
+def _wait_moved(main: ThreadView) -> bool:
+    """Whether a waiting thread waits for something else than before."""
+    if len(set(main.paths)) > 1:
+        return True
+    words = {fact.args[0] for fact in main.facts if fact.syscall == "futex" and fact.args}
+    return len(words) > 1
+
+
+def _movement(main: ThreadView) -> str:
+    """`none`, `light` (a few ticks or other frames) or `heavy` (it ran the whole time on the same lines)."""
+    if len(set(main.paths)) > 1:
+        return "light"
+    if main.busy:
+        return "heavy"
+    return "light" if (main.ticks_moved or 0) > 0 else "none"

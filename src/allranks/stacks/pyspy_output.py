@@ -1,0 +1,108 @@
+"""Reads what py-spy printed, JSON or text, into thread stacks. Pure: text in, data out."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+
+from allranks.model.stacks import StackFrame, ThreadStack
+
+_THREAD = re.compile(r'^Thread (?:0x)?([0-9A-Fa-f]+) \(([^)]*)\)(?:: "(.*)")?\s*$')
+_FRAME = re.compile(r"^ {4}(\S.*) \((.*)\)\s*$")
+_SOURCE_SUFFIXES = (".py", ".pyx", ".pyi", ">")
+MAX_FRAMES = 2000  # a deeper stack is runaway recursion: its ends tell the story
+
+
+@lru_cache(maxsize=200_000)
+def frame(name: str, file: str, line: int, library: str) -> StackFrame:
+    """One frame, shared: thousands of threads stand on the same lines. `library` is "" for Python."""
+    return StackFrame(name, file, line, bool(library), library)
+
+
+def parse_json(text: str) -> tuple[ThreadStack, ...]:
+    """Threads of `py-spy dump --json`; raises ValueError when it is not that."""
+    rows = json.loads(text)
+    if not isinstance(rows, list):
+        raise ValueError("not a list of threads")
+    return tuple(_thread(row) for row in rows if isinstance(row, dict))
+
+
+def _thread(row: dict[str, object]) -> ThreadStack:
+    frames = row.get("frames")
+    listed = frames if isinstance(frames, list) else []
+    if len(listed) > MAX_FRAMES:
+        listed = listed[: MAX_FRAMES // 2] + listed[-MAX_FRAMES // 2 :]
+    return ThreadStack(
+        tid=_number(row.get("os_thread_id")),
+        name=str(row.get("thread_name") or ""),
+        frames=tuple(_frame(item) for item in listed if isinstance(item, dict)),
+        active=_flag(row.get("active")),
+        owns_gil=_flag(row.get("owns_gil")),
+    )
+
+
+def _frame(row: dict[str, object]) -> StackFrame:
+    return frame(
+        str(row.get("name") or "?"),
+        str(row.get("filename") or row.get("short_filename") or ""),
+        _number(row.get("line")) or 0,
+        str(row.get("module") or ""),
+    )
+
+
+def _number(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _flag(value: object) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def parse_text(text: str) -> tuple[ThreadStack, ...]:
+    """Threads of py-spy's plain text. It hides the GIL of a sleeping thread, so `owns_gil` is True or None."""
+    threads: list[ThreadStack] = []
+    head: tuple[int | None, str, bool | None, bool | None] | None = None
+    frames: list[StackFrame] = []
+    for line in text.splitlines():
+        match = _THREAD.match(line)
+        if match:
+            if head is not None:
+                threads.append(_text_thread(head, frames))
+            head, frames = _text_head(match), []
+        elif head is not None and len(frames) < MAX_FRAMES and (found := _FRAME.match(line)):
+            frames.append(_text_frame(found.group(1), found.group(2)))
+    if head is not None:
+        threads.append(_text_thread(head, frames))
+    return tuple(threads)
+
+
+def _text_head(match: re.Match[str]) -> tuple[int | None, str, bool | None, bool | None]:
+    number, status, name = match.groups()
+    tid = int(number) if number.isdigit() and len(number) <= 8 else None
+    return tid, name or "", "active" in status, True if "gil" in status else None
+
+
+def _text_thread(
+    head: tuple[int | None, str, bool | None, bool | None], frames: list[StackFrame]
+) -> ThreadStack:
+    return ThreadStack(head[0], head[1], tuple(frames), head[2], head[3])
+
+
+def _text_frame(name: str, place: str) -> StackFrame:
+    file, colon, number = place.rpartition(":")
+    if not colon or not number.isdigit():
+        return frame(name, place, 0, "" if place.endswith(_SOURCE_SUFFIXES) else place)
+    return frame(name, file, int(number), "" if file.endswith(_SOURCE_SUFFIXES) else file)
+
+
+def python_version(text: str) -> str:
+    """The interpreter's version in the head of a text dump, "" when it is not there."""
+    match = re.search(r"^Python v(\S+)", text, re.MULTILINE)
+    return match.group(1) if match else ""
+
+
+def process_title(text: str) -> str:
+    """The command line in the head of a text dump, "" when it is not there."""
+    match = re.search(r"^Process \d+: (.*)$", text, re.MULTILINE)
+    return match.group(1).strip() if match else ""

@@ -1,0 +1,258 @@
+"""Reads a folder of raw captures, made by hand or by another tool, into a `Capture`.
+
+Names: `rank{R}[.child{N}].pyspy[.s{K}].json`, `….pyspy*.txt`, `….proc[.s{K}].json`, `rank{R}.progress.jsonl`;
+pystack, faulthandler, gdb and cuda-gdb texts are used where they help. A damaged file is a note, not an error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from allranks.model.stacks import (
+    Capture,
+    Mark,
+    ProcessCapture,
+    RankMarks,
+    Snapshot,
+    StackFrame,
+    ThreadFacts,
+    ThreadStack,
+)
+from allranks.stacks import other_output, pyspy_output
+from allranks.stacks.facts import parse_facts
+
+MAX_FILE_BYTES = 256 << 20
+_NAME = re.compile(r"^rank(\d{1,7})(?:\.child(\d{1,6}))?\.([a-z].*)$")
+_SNAPSHOT = re.compile(r"\.s(\d{1,4})\.json$")
+
+
+@dataclass
+class _Process:
+    """What the files of one process gave, while reading."""
+
+    rank: int
+    child: int | None
+    pid: int | None = None
+    title: str = ""
+    stacks: dict[int, tuple[ThreadStack, ...]] = field(default_factory=dict)
+    facts: dict[int, tuple[ThreadFacts, ...]] = field(default_factory=dict)
+    times: dict[int, float] = field(default_factory=dict)
+    texts: dict[str, tuple[ThreadStack, ...]] = field(default_factory=dict)
+    native: tuple[ThreadStack, ...] = ()
+    kernels: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
+
+
+def read_raw(folder: Path) -> Capture:
+    """Every capture file directly in the folder. Unknown names are passed over."""
+    processes: dict[tuple[int, int], _Process] = {}
+    marks: dict[int, RankMarks] = {}
+    notes: list[str] = []
+    for path in sorted(folder.iterdir()):
+        match = _NAME.match(path.name)
+        if match is None or not path.is_file():
+            continue
+        rank, child, kind = int(match.group(1)), match.group(2), match.group(3)
+        if kind == "progress.jsonl":
+            marks[rank] = _read_marks(path, rank, notes)
+            continue
+        key = (rank, -1 if child is None else int(child))
+        process = processes.setdefault(key, _Process(rank, None if child is None else int(child)))
+        _read_into(process, path, kind)
+    seen = {one.rank: max(one.times.values()) for one in processes.values() if one.times}
+    return Capture(
+        processes=tuple(_finish(processes[key]) for key in sorted(processes)),
+        marks=tuple(replace(marks[rank], seen_s=seen.get(rank)) for rank in sorted(marks)),
+        notes=tuple(notes),
+        path=str(folder),
+    )
+
+
+def _read_into(process: _Process, path: Path, kind: str) -> None:
+    """Puts one file where it belongs; a file that cannot be read leaves a note."""
+    reader = _reader(kind)
+    if reader is None:
+        return
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            process.notes.append(f"{path.name}: larger than {MAX_FILE_BYTES >> 20} MiB, not read")
+            return
+        text = path.read_bytes().decode("utf-8", "replace")
+        reader(process, text, kind)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
+        process.notes.append(f"{path.name}: damaged ({str(error)[:120]})")
+
+
+def _reader(kind: str) -> Callable[[_Process, str, str], None] | None:
+    """The function that understands a file with this end of name."""
+    if kind.startswith("pyspy") and kind.endswith(".json"):
+        return _take_native_json if "native" in kind else _take_json
+    if kind.startswith("proc") and kind.endswith(".json"):
+        return _take_facts
+    for start, take in _TEXTS:
+        if kind.startswith(start) and kind.endswith(".txt"):
+            return take
+    return None
+
+
+def _number(kind: str) -> int:
+    match = _SNAPSHOT.search(kind)
+    return int(match.group(1)) if match else 1
+
+
+def _take_json(process: _Process, text: str, kind: str) -> None:
+    process.stacks[_number(kind)] = pyspy_output.parse_json(text)
+
+
+def _take_native_json(process: _Process, text: str, kind: str) -> None:
+    process.native = pyspy_output.parse_json(text)
+
+
+def _take_facts(process: _Process, text: str, kind: str) -> None:
+    facts = parse_facts(text)
+    process.facts[_number(kind)] = facts.threads
+    process.pid = process.pid or facts.pid
+    process.title = process.title or facts.title
+    if facts.at_s is not None:
+        process.times[_number(kind)] = facts.at_s
+
+
+def _take_pyspy_text(process: _Process, text: str, kind: str) -> None:
+    process.title = process.title or pyspy_output.process_title(text)
+    process.texts["native" if "native" in kind else kind] = pyspy_output.parse_text(text)
+
+
+def _take_pystack(process: _Process, text: str, kind: str) -> None:
+    process.texts["pystack_native" if "native" in kind else "pystack"] = other_output.parse_pystack(text)
+
+
+def _take_faulthandler(process: _Process, text: str, kind: str) -> None:
+    process.texts["faulthandler"] = other_output.parse_faulthandler(text)
+
+
+def _take_gdb(process: _Process, text: str, kind: str) -> None:
+    process.texts["gdb"] = other_output.parse_gdb(text)
+
+
+def _take_cuda_gdb(process: _Process, text: str, kind: str) -> None:
+    process.kernels = other_output.parse_kernels(text)
+    process.texts.setdefault("gdb", other_output.parse_gdb(text))
+
+
+_TEXTS = (
+    ("pyspy", _take_pyspy_text),
+    ("pystack", _take_pystack),
+    ("faulthandler", _take_faulthandler),
+    ("gdb", _take_gdb),
+    ("cudagdb", _take_cuda_gdb),
+)
+
+
+def _finish(process: _Process) -> ProcessCapture:
+    """The frozen capture: snapshots in order, text standing in where JSON is missing."""
+    texts = {name: stacks for name, stacks in process.texts.items() if stacks}
+    if not any(process.stacks.values()):
+        stand_in = _first(texts, ("pyspy.txt", "pyspy_nonblocking.txt", "pyspy_locals.txt"))
+        stand_in = stand_in or next((v for k, v in texts.items() if k.startswith("pyspy")), ())
+        stand_in = stand_in or _first(texts, ("pystack", "faulthandler"))
+        stand_in = stand_in or _python_only(texts.get("native", ()))
+        if stand_in:
+            process.stacks[min(process.facts, default=1)] = stand_in
+    native = process.native or texts.get("native", ()) or texts.get("pystack_native", ())
+    sources = _sources([*texts.get("pystack", ()), *texts.get("pystack_native", ())])
+    numbers = sorted(set(process.stacks) | set(process.facts))
+    snapshots = tuple(
+        Snapshot(
+            number,
+            process.times.get(number),
+            _with_sources(process.stacks.get(number, ()), sources),
+            process.facts.get(number, ()),
+        )
+        for number in numbers
+    )
+    return ProcessCapture(
+        rank=process.rank,
+        child=process.child,
+        pid=process.pid,
+        title=process.title,
+        snapshots=snapshots,
+        native=_with_sources(native or texts.get("gdb", ()), sources),
+        kernels=process.kernels,
+        notes=tuple(process.notes),
+    )
+
+
+def _first(texts: dict[str, tuple[ThreadStack, ...]], names: Iterable[str]) -> tuple[ThreadStack, ...]:
+    return next((texts[name] for name in names if name in texts), ())
+
+
+def _python_only(stacks: tuple[ThreadStack, ...]) -> tuple[ThreadStack, ...]:
+    """The stacks without their native frames; threads without Python frames are left out."""
+    kept = (replace(one, frames=tuple(f for f in one.frames if not f.native)) for one in stacks)
+    return tuple(one for one in kept if one.frames)
+
+
+def _sources(stacks: Iterable[ThreadStack]) -> dict[tuple[str, int], str]:
+    """(file name, line) -> text of that line, from tools that print it."""
+    return {
+        (Path(frame.file).name, frame.line): frame.source
+        for stack in stacks
+        for frame in stack.frames
+        if frame.source
+    }
+
+
+def _with_sources(
+    stacks: tuple[ThreadStack, ...], sources: dict[tuple[str, int], str]
+) -> tuple[ThreadStack, ...]:
+    if not sources:
+        return stacks
+    return tuple(
+        replace(stack, frames=tuple(_with_source(frame, sources) for frame in stack.frames))
+        for stack in stacks
+    )
+
+
+def _with_source(frame: StackFrame, sources: dict[tuple[str, int], str]) -> StackFrame:
+    if frame.native or frame.source:
+        return frame
+    text = sources.get((Path(frame.file).name, frame.line), "")
+    return replace(frame, source=text) if text else frame
+
+
+def _read_marks(path: Path, rank: int, notes: list[str]) -> RankMarks:
+    """Progress marks, one JSON object a line; lines that are not are counted and passed over."""
+    marks, bad = [], 0
+    try:
+        lines = path.read_bytes().decode("utf-8", "replace").splitlines()
+    except OSError as error:
+        notes.append(f"{path.name}: {error}")
+        return RankMarks(rank)
+    for line in lines:
+        mark = _mark(line)
+        if mark is not None:
+            marks.append(mark)
+        elif line.strip():
+            bad += 1
+    if bad:
+        notes.append(f"{path.name}: {bad} lines are not progress marks")
+    marks.sort(key=lambda mark: mark.at_s)
+    return RankMarks(rank, tuple(marks))
+
+
+def _mark(line: str) -> Mark | None:
+    try:
+        row = json.loads(line)
+        calls = row.get("calls")
+        return Mark(
+            float(row["t"]),
+            int(row["step"]),
+            str(row.get("phase") or ""),
+            -1 if calls is None else int(calls),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+        return None

@@ -1,0 +1,131 @@
+"""Joins what several looks say about one thread, so that a pattern can ask one thing. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from allranks.model.stacks import ProcessCapture, StackFrame, ThreadFacts, ThreadStack
+from allranks.stacks.user_code import cut_fork
+
+
+@dataclass(frozen=True)
+class ThreadView:
+    """One thread over all snapshots; the last snapshot is the present."""
+
+    tid: int | None
+    name: str
+    main: bool
+    python: tuple[StackFrame, ...]  # innermost first, cut at the fork
+    leaf: tuple[StackFrame, ...]  # native frames above the innermost Python frame
+    natives: tuple[StackFrame, ...]  # every native frame of the thread
+    facts: tuple[ThreadFacts, ...]  # one for each snapshot that has them
+    active: tuple[bool, ...]
+    gil: tuple[bool, ...]
+    paths: tuple[tuple[StackFrame, ...], ...]  # the Python stack of every snapshot
+
+    @property
+    def now(self) -> ThreadFacts | None:
+        """The kernel's facts of the last snapshot."""
+        return self.facts[-1] if self.facts else None
+
+    @property
+    def ticks_moved(self) -> int | None:
+        """Clock ticks used between the first and the last snapshot; None with fewer than two."""
+        return self.facts[-1].ticks - self.facts[0].ticks if len(self.facts) > 1 else None
+
+    @property
+    def busy(self) -> bool | None:
+        """Whether the thread ran most of the time; None when nothing tells."""
+        seen = [one.state == "R" or one.syscall == "running" for one in self.facts] or list(self.active)
+        return None if not seen else sum(seen) * 2 > len(seen)
+
+    @property
+    def holds_gil(self) -> bool:
+        """Whether it owned the interpreter lock in every snapshot that could tell."""
+        return bool(self.gil) and all(self.gil)
+
+
+@dataclass(frozen=True)
+class ProcessView:
+    """The threads of one process, the main one first, and what only the process as a whole can tell."""
+
+    capture: ProcessCapture
+    threads: tuple[ThreadView, ...]
+    comms: frozenset[str]
+    has_children: bool = False
+
+    @property
+    def main(self) -> ThreadView | None:
+        """The main thread, or the first one known."""
+        return self.threads[0] if self.threads else None
+
+    @property
+    def count(self) -> int:
+        """Number of threads, as the kernel counts them where it could be asked."""
+        last = self.capture.snapshots[-1] if self.capture.snapshots else None
+        return max(len(last.facts), len(last.stacks)) if last else 0
+
+
+def view_process(capture: ProcessCapture, has_children: bool = False) -> ProcessView:
+    """All threads of a process, matched by thread id over the snapshots."""
+    order: dict[tuple[int | None, str], None] = {}
+    for snapshot in capture.snapshots:
+        for stack in snapshot.stacks:
+            order.setdefault(_key(stack))
+    main_tid = _main_tid(capture)
+    if main_tid is not None and not any(key[0] == main_tid for key in order):
+        order = {(main_tid, "MainThread"): None, **order}
+    views = [_view(capture, key, main_tid) for key in order]
+    views.sort(key=lambda view: not view.main)
+    comms = frozenset(fact.comm for snapshot in capture.snapshots for fact in snapshot.facts)
+    return ProcessView(capture, tuple(views), comms, has_children)
+
+
+def _key(stack: ThreadStack) -> tuple[int | None, str]:
+    """By kernel thread id where known, else by name: a thread may rename itself."""
+    return (stack.tid, "") if stack.tid is not None else (None, stack.name)
+
+
+def _main_tid(capture: ProcessCapture) -> int | None:
+    """The main thread's id equals the process id; the first listed thread of /proc is it too."""
+    for snapshot in capture.snapshots:
+        for stack in snapshot.stacks:
+            if stack.name == "MainThread" and stack.tid is not None:
+                return stack.tid
+    if capture.pid is not None:
+        return capture.pid
+    return next((s.facts[0].tid for s in capture.snapshots if s.facts), None)
+
+
+def _view(capture: ProcessCapture, key: tuple[int | None, str], main_tid: int | None) -> ThreadView:
+    tid, name = key
+    facts, active, gil, paths = [], [], [], []
+    for snapshot in capture.snapshots:
+        facts += [fact for fact in snapshot.facts if tid is not None and fact.tid == tid]
+        for stack in snapshot.stacks:
+            if _key(stack) == key:
+                name = stack.name or name
+                paths.append(cut_fork([frame for frame in stack.frames if not frame.native]))
+                active += [stack.active] if stack.active is not None else []
+                gil += [stack.owns_gil] if stack.owns_gil is not None else []
+    native = next((one for one in capture.native if one.tid == tid and tid is not None), None)
+    frames = cut_fork(native.frames) if native else ()
+    python = paths[-1] if paths else tuple(frame for frame in frames if not frame.native)
+    main = (tid == main_tid) if tid is not None and main_tid is not None else name == "MainThread"
+    return ThreadView(
+        tid, name, main, python, _leaf(frames, python), tuple(f for f in frames if f.native), tuple(facts),
+        tuple(active), tuple(gil), tuple(paths),
+    )  # fmt: skip
+
+
+def _leaf(frames: tuple[StackFrame, ...], python: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
+    """The native frames that run on behalf of the innermost Python frame, if the native look saw that frame.
+
+    A native look comes after the others: of a thread that has moved on it says nothing about this moment.
+    """
+    first = next((index for index, frame in enumerate(frames) if not frame.native), None)
+    if first is None:
+        return tuple(frames)
+    if python and frames[first].name.rsplit(".", 1)[-1] != python[0].name.rsplit(".", 1)[-1]:
+        return ()
+    return tuple(frames[:first])
