@@ -49,6 +49,7 @@ class Interner:
     _kinds: dict[tuple[Any, Any], tuple[int, int, int, int]] = field(default_factory=dict)
     _stacks: dict[tuple[int, ...], int] = field(default_factory=dict)
     _frames: dict[int, int] = field(default_factory=dict)
+    _threads: dict[str, int] = field(default_factory=dict)
 
     def kind(self, process_group: object, profiling_name: object) -> tuple[int, int, int, int]:
         """(group index, op index, peer, flags) of an entry's group and "<library>:<op>[ s->d| d<-s]"."""
@@ -85,6 +86,15 @@ class Interner:
         return self.tables.shape(
             Shapes(_sizes(inputs), _sizes(outputs), _words(input_dtypes), _words(output_dtypes))
         )
+
+    def thread(self, text: object) -> int:
+        """The low bits of a thread's number, which is text."""
+        if not isinstance(text, str):
+            return 0
+        found = self._threads.get(text)
+        if found is None:
+            found = self._threads[text] = _thread(text) & 0xFFFFFFFF
+        return found
 
     def stack(self, frames: object) -> int:
         """The index of a list of frame dictionaries. Torch shares equal frames, so identity is asked first."""
@@ -168,8 +178,10 @@ def read_calls(entries: list[Any], interner: Interner) -> tuple[np.ndarray, int]
     flags |= np.fromiter((x is True for x in p2p), np.bool_, len(rows)) * int(Flag.P2P)
     flags |= np.fromiter((x is True for x in retired), np.bool_, len(rows)) * int(Flag.RETIRED)
     calls["flags"] = flags
-    calls["thread"] = numbers([_thread(entry.get("thread_id")) for entry in entries]) & 0xFFFFFFFF
-    numel = np.array([interner.tables.numel(i) for i in calls["shapes"].tolist()], np.int64)
+    threads = [entry.get("thread_id") for entry in entries]
+    calls["thread"] = [interner.thread(text) for text in threads]
+    shapes, inverse = np.unique(calls["shapes"], return_inverse=True)
+    numel = np.array([interner.tables.numel(index) for index in shapes.tolist()], np.int64)[inverse]
     calls["in_numel"], calls["out_numel"] = numel[:, 0], numel[:, 1]
     durations = [entry.get("duration_ms") for entry in entries]
     if any(duration is not None for duration in durations):
@@ -187,10 +199,13 @@ def fill_started(calls: np.ndarray, durations: list[Any]) -> None:
 
 def numbers(column: Any, missing: int = 0) -> np.ndarray:
     """A column of integers; None, text that is no number and numbers beyond 63 bits become `missing`."""
+    kinds = set(map(type, column))
     try:
-        if not any(type(value) is float for value in column):
+        if kinds <= {int}:
             return np.array(column, np.int64)
-    except (TypeError, ValueError, OverflowError):
+        if kinds <= {int, type(None)}:
+            return np.array([missing if value is None else value for value in column], np.int64)
+    except OverflowError:
         pass
     return np.array([_number(value, missing) for value in column], np.int64)
 
@@ -206,8 +221,8 @@ def _number(value: object, missing: int) -> int:
     return missing
 
 
-def _thread(text: object) -> int:
-    return int(text) if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 19 else 0
+def _thread(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else 0
 
 
 def _intern_shapes(interner: Interner, quads: list[tuple[Any, Any, Any, Any]]) -> list[int]:
@@ -216,7 +231,8 @@ def _intern_shapes(interner: Interner, quads: list[tuple[Any, Any, Any, Any]]) -
     found = []
     for quad in quads:
         try:
-            key = (_size_key(quad[0]), tuple(quad[1]), _size_key(quad[2]), tuple(quad[3]))
+            inputs, input_dtypes, outputs, output_dtypes = quad
+            key = (_size_key(inputs), _size_key(outputs), *input_dtypes[:MAX_TENSORS], 0, *output_dtypes[:MAX_TENSORS])
             index = seen.get(key)
             if index is None:
                 index = seen[key] = interner.shape(quad)
@@ -228,9 +244,13 @@ def _intern_shapes(interner: Interner, quads: list[tuple[Any, Any, Any, Any]]) -
 
 def _size_key(value: Any) -> tuple[Any, ...]:
     """A hashable copy of a list of lists; refuses to expand what a hostile file made of shared references."""
+    if len(value) == 1:
+        only = value[0]
+        if len(only) <= MAX_DIMENSIONS:
+            return tuple(only)
     if len(value) > MAX_TENSORS or sum(map(len, value)) > MAX_TENSORS * 4:
         raise TypeError("too many sizes")
-    return tuple(map(tuple, value))
+    return (None, *map(tuple, value))
 
 
 def _sizes(value: object) -> tuple[tuple[int, ...], ...]:

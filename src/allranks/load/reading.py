@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 
 from allranks.load.blackbox import BytesFile, HeapCache, OpenFile, read_box
+from allranks.load.layout import Irregular
+from allranks.load.regular import MIN_BYTES, LayoutCache, shrink
 from allranks.load.result import LoadOptions, Raw, Unreadable
 from allranks.load.sources import GZIP, ZSTD, Source, read_all, read_head, unwrap
 from allranks.load.tables import Tables
@@ -27,6 +29,7 @@ class Reader:
     options: LoadOptions
     tables: Tables = field(default_factory=Tables)
     members: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    layouts: LayoutCache = field(default_factory=LayoutCache)
     heap: HeapCache = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,6 +82,14 @@ class Reader:
         raise _foreign(path, data) if data else Unreadable("empty file")
 
     def _read_pickle(self, data: bytes) -> Raw:
+        if len(data) >= MIN_BYTES:
+            try:
+                regular = shrink(data, self.layouts)
+                small = read_pickle(regular.small)
+                if small.whole:
+                    return read_dump(small.value, self.tables, self.members, "pickle", regular.expand)
+            except (Irregular, Unreadable):
+                pass  # the plain way reads everything, and says what is wrong
         unpickled = read_pickle(data)
         try:
             raw = read_dump(unpickled.value, self.tables, self.members, "pickle")

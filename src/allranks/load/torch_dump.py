@@ -7,12 +7,14 @@ sequence numbers over all communicators; dumps up to 2.3 have no sizes for all_t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from allranks.load.calls import Interner, numbers, read_calls
 from allranks.load.groups import GroupTable, default_group
+from allranks.load.layout import Irregular
 from allranks.load.result import Raw, Unreadable
 from allranks.load.tables import Tables
 from allranks.model.trace import CALL, Flag, State, TraceHeader
@@ -22,8 +24,14 @@ KNOWN_MAJOR, KNOWN_MINOR = 2, 10
 STATELESS = ("gloo", "mpi", "ucc")
 
 
-def read_dump(dump: object, tables: Tables, member_cache: dict[str, tuple[int, ...]], form: str) -> Raw:
-    """The content of one dump. Raises Unreadable when the object is no dump at all."""
+def read_dump(
+    dump: object, tables: Tables, member_cache: dict[str, tuple[int, ...]], form: str,
+    expand: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> Raw:  # fmt: skip
+    """The content of one dump. Raises Unreadable when the object is no dump at all.
+
+    `expand` makes the rows of all entries out of those that the dump holds (see `regular.py`).
+    """
     if not isinstance(dump, dict) or not looks_like_dump(dump):
         raise Unreadable("not a flight recorder dump", kind=form, skip=True)
     version = dump.get("version")
@@ -35,6 +43,10 @@ def read_dump(dump: object, tables: Tables, member_cache: dict[str, tuple[int, .
     notes = version_notes(version)
     if isinstance(entries, list):
         calls, bad = read_calls(entries, interner)
+        if expand is not None:
+            if bad:
+                raise Irregular("entries without an operation")
+            calls = expand(calls)
         notes += [f"{bad} entries could not be read"] if bad else []
         pg_ids = pg_names(entries)
     else:

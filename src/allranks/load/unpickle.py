@@ -43,7 +43,9 @@ def read_pickle(data: bytes) -> Unpickled:
     """The plain data in a pickle. Never raises for any content."""
     if is_plain(data):
         try:
-            return Unpickled(_PlainUnpickler(io.BytesIO(data)).load())
+            # Without a buffered reader C's unpickler would ask for every opcode by itself.
+            file = io.BufferedReader(io.BytesIO(data), max(1, len(data)))  # type: ignore[arg-type]
+            return Unpickled(_PlainUnpickler(file).load())
         except (pickle.UnpicklingError, EOFError, ValueError, TypeError, IndexError, OverflowError,
                 UnicodeDecodeError, AttributeError, KeyError, MemoryError, RecursionError):  # fmt: skip
             pass

@@ -1,0 +1,111 @@
+"""The byte layout of one pickled entry: which of its bytes are numbers, and which tell entries apart. Pure.
+
+Used by `regular.py`. An entry is `}` [put] `(` key value key value … `u`; keys are gets from the memo, or text with a
+put the first time. Only opcodes that torch's and Python's picklers write for plain data are known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+#: opcode → operand bytes; text and long numbers have their own lengths
+_OPERANDS = {
+    0x7D: 0, 0x5D: 0, 0x28: 0, 0x29: 0, 0x75: 0, 0x65: 0, 0x61: 0, 0x73: 0, 0x74: 0,  # } ] ( ) u e a s t
+    0x85: 0, 0x86: 0, 0x87: 0, 0x88: 0, 0x89: 0, 0x4E: 0,  # tuples, True, False, None
+    0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8, 0x68: 1, 0x6A: 4, 0x71: 1, 0x72: 4,  # K M J G h j q r
+}  # fmt: skip
+PUTS, GETS = (0x71, 0x72), (0x68, 0x6A)
+TEXT, LONG1, MARK, DICT, SET_ITEMS = 0x58, 0x8A, 0x28, 0x7D, 0x75
+_CLOSING = (0x75, 0x65, 0x74)
+_FORMATS = {0x4B: "u1", 0x4D: "<u2", 0x4A: "<i4", 0x8A: "<i8", 0x47: ">f8"}
+
+#: keys whose values are numbers that differ from entry to entry
+VARYING = (
+    "record_id", "collective_seq_id", "p2p_seq_id", "op_id", "time_created_ns",
+    "time_discovered_started_ns", "time_discovered_completed_ns", "duration_ms",
+)  # fmt: skip
+
+Token = tuple[int, int, int]  # opcode, operand offset, operand bytes
+
+
+class Irregular(Exception):
+    """The bytes are not laid out as expected; the plain way must read them."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What all entries share that equal `template` where `fixed` is set. Words are 8 bytes, the last one padded."""
+
+    template: np.ndarray  # the words of the entry that it was learnt from
+    fixed: np.ndarray  # mask: the bytes that give the structure
+    keep: np.ndarray  # mask: everything but the varying numbers and the memo numbers of puts
+    numbers: np.dtype  # fields named as in VARYING, at their offsets
+    puts: tuple[tuple[int, int], ...]  # (offset, bytes) of the memo numbers that an entry defines
+    gets: tuple[tuple[int, int], ...]  # (offset, bytes) of the memo numbers that it uses
+
+
+def tokens_of(data: bytes, start: int) -> tuple[list[Token], int]:
+    """(the opcodes of the entry that starts at `start`, the position behind it); offsets are relative to `start`."""
+    tokens: list[Token] = []
+    depth, position, end = 0, start, len(data)
+    if data[start : start + 1] != b"}":
+        raise Irregular("no dictionary")
+    while position < end:
+        opcode = data[position]
+        size, operand = _OPERANDS.get(opcode, -1), position + 1
+        if size < 0:
+            if opcode == TEXT:
+                size, operand = int.from_bytes(data[position + 1 : position + 5], "little"), position + 5
+            elif opcode == LONG1 and data[position + 1 : position + 2] == b"\x08":
+                size, operand = 8, position + 2
+            else:
+                raise Irregular(f"opcode {opcode}")
+        tokens.append((opcode, operand - start, size))
+        position = operand + size
+        depth += (opcode == MARK) - (opcode in _CLOSING)
+        if opcode == SET_ITEMS and depth == 0:
+            if position > end:
+                break
+            return tokens, position
+    raise Irregular("the entry does not end")
+
+
+def learn(data: bytes, start: int, stop: int, keys: dict[int, str]) -> Layout:
+    """The layout of the entry at `start`, whose piece of the file ends at `stop`. `keys`: memo number → VARYING key."""
+    tokens, end = tokens_of(data, start)
+    if data[end:stop] not in (b"", b"e("):  # Python closes and reopens its list every thousand items
+        raise Irregular("something stands between two entries")
+    length = stop - start
+    words = (length + 7) // 8
+    template = np.zeros(words * 8, np.uint8)
+    template[:length] = np.frombuffer(data, np.uint8, length, start)
+    fixed = np.zeros(words * 8, np.uint8)
+    keep = np.zeros(words * 8, np.uint8)
+    fixed[:length] = keep[:length] = 255
+    names, formats, offsets = [], [], []
+    puts, gets = [], []
+    for token, following in zip(tokens, [*tokens[1:], (0, 0, 0)], strict=True):
+        opcode, operand, size = token
+        if opcode in PUTS:
+            puts.append((operand, size))
+            fixed[operand : operand + size] = keep[operand : operand + size] = 0
+            continue
+        number = int.from_bytes(data[start + operand : start + operand + size], "little")
+        if opcode in GETS:
+            gets.append((operand, size))
+        key = keys.get(number) if opcode in GETS else None
+        if key is not None and following[0] in _FORMATS and key not in names:
+            names.append(key)
+            formats.append(_FORMATS[following[0]])
+            offsets.append(following[1])
+            keep[following[1] : following[1] + following[2]] = 0
+        if key is None and opcode not in (SET_ITEMS,):
+            fixed[operand : operand + size] = 0
+    for name, offset, form in zip(names, offsets, formats, strict=True):
+        fixed[offset : offset + np.dtype(form).itemsize] = 0
+    fields = np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": words * 8})
+    return Layout(
+        template.view(np.uint64), fixed.view(np.uint64), keep.view(np.uint64), fields, tuple(puts), tuple(gets)
+    )

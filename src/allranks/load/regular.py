@@ -1,0 +1,290 @@
+"""Large pickles read faster than they can be unpickled: a dump repeats itself, two thousand times.
+
+Entries differ in a few numbers and otherwise repeat a small set of byte patterns. So the entries are told apart by
+their bytes; one of each pattern, and those that define memo numbers, make a small pickle that the plain way reads;
+the numbers of all others are taken from the bytes, a column at a time. Whatever looks unexpected raises Irregular,
+and the plain way reads the whole file: the result is the same, only later.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from allranks.load.calls import NUMBERS
+from allranks.load.layout import DICT, GETS, MARK, PUTS, VARYING, Irregular, Layout, learn, tokens_of
+from allranks.model.trace import CALL
+
+#: Below this many bytes the plain way is as fast.
+MIN_BYTES = 16384
+#: More patterns than this share of the entries, and nothing is gained.
+MAX_PATTERN_SHARE = 0.5
+MAX_LAYOUTS = 256
+#: column of CALL ← key of VARYING
+COLUMNS = tuple((column, key) for column, key in NUMBERS if key in VARYING)
+_ENTRIES = b"X\x07\x00\x00\x00entries"
+
+
+@dataclass
+class LayoutCache:
+    """Layouts learnt from earlier files: the ranks of a job write alike. Keyed by key numbers and length."""
+
+    known: dict[tuple[tuple[tuple[int, str], ...], int], list[Layout]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+
+@dataclass(frozen=True)
+class Regular:
+    """A small pickle that stands for a large one.
+
+    `entry_of[i]` is the place, among the small pickle's entries, of the one whose pattern entry i has. `numbers`
+    holds, per key of VARYING, the true values of all entries where `has` says that there is one.
+    """
+
+    small: bytes
+    entry_of: np.ndarray
+    numbers: dict[str, np.ndarray]
+    has: dict[str, np.ndarray]
+
+    def expand(self, calls: np.ndarray) -> np.ndarray:
+        """The rows of all entries, given those of the small pickle's."""
+        words = calls.view(np.uint64).reshape(len(calls), -1)  # rows of words are copied far faster than records
+        full: np.ndarray = words[self.entry_of].view(CALL)[:, 0]
+        for column, key in COLUMNS:
+            rows, values = self.has[key], self.numbers[key]
+            if column == "begin":
+                values = np.maximum(values, 0)
+            if rows.all():
+                full[column] = values
+            elif rows.any():
+                full[column][rows] = values[rows]
+        timed = self.has["duration_ms"] & self.has["time_discovered_completed_ns"]
+        timed &= ~self.has["time_discovered_started_ns"]
+        if timed.any():
+            took_ns = np.nan_to_num(self.numbers["duration_ms"][timed] * 1e6, nan=0.0, posinf=0.0, neginf=0.0)
+            full["started_ns"][timed] = full["completed_ns"][timed] - np.clip(took_ns, 0, 1e18).astype(np.int64)
+        return full
+
+
+def shrink(data: bytes, cache: LayoutCache) -> Regular:
+    """Finds the patterns of a dump's entries. Raises Irregular when it is not such a file."""
+    first = _first_entry(data)
+    keys = _varying_keys(data)
+    starts, last_end = _entry_starts(data, first)
+    count = len(starts)
+    if count < 64:
+        raise Irregular("few entries")
+    bounds = np.append(starts, last_end)
+    lengths = np.diff(bounds)
+    work = _Work(data, bounds, keys, tuple(sorted(keys.items())), cache)
+    for length in np.unique(lengths).tolist():
+        work.sort_out(np.flatnonzero(lengths == length), length)
+    chosen = work.close_over_definitions()
+    small = b"".join(
+        [data[:first], *(data[bounds[i] : bounds[i + 1]] for i in chosen.tolist()), data[last_end:]]
+    )
+    place = np.zeros(count, np.int64)
+    place[chosen] = np.arange(len(chosen))
+    return Regular(small, place[work.representative], work.numbers, work.has)
+
+
+class _Work:
+    """What piles up while the entries of one file are sorted by pattern."""
+
+    def __init__(
+        self, data: bytes, bounds: np.ndarray, keys: dict[int, str],
+        signature: tuple[tuple[int, str], ...], cache: LayoutCache,
+    ) -> None:  # fmt: skip
+        count = len(bounds) - 1
+        self.data = data
+        self.bounds = bounds
+        self.keys = keys
+        self.signature = signature
+        self.cache = cache
+        padded = np.zeros((len(data) + 4096 + 7) // 8 * 8, np.uint8)
+        padded[: len(data)] = np.frombuffer(data, np.uint8)
+        self.bytes = padded
+        self.representative = np.zeros(count, np.int64)
+        self.numbers = {name: np.zeros(count, np.float64 if name == "duration_ms" else np.int64) for name in VARYING}
+        self.has = {name: np.zeros(count, np.bool_) for name in VARYING}
+        self.layout_of: list[tuple[Layout, np.ndarray]] = []
+        self.patterns = 0
+
+    def sort_out(self, rows: np.ndarray, length: int) -> None:
+        """Assigns a layout and a representative to all entries of one length."""
+        words = (length + 7) // 8
+        if words * 8 > 4096:
+            raise Irregular("an entry is very long")
+        windows = np.lib.stride_tricks.as_strided(
+            self.bytes, (len(self.bytes) - words * 8 + 1, words * 8), (1, 1), writeable=False
+        )
+        content = windows[self.bounds[rows]].view(np.uint64)
+        known = self.cache.known[self.signature, length]
+        for layout in known:
+            if not len(rows):
+                return
+            rows, content = self._take(layout, rows, content)
+        while len(rows):
+            if len(self.layout_of) > MAX_LAYOUTS:
+                raise Irregular("too many layouts")
+            start, stop = int(self.bounds[rows[0]]), int(self.bounds[rows[0] + 1])
+            layout = learn(self.data, start, stop, self.keys)
+            if len(known) < MAX_LAYOUTS:
+                known.append(layout)
+            rows, content = self._take(layout, rows, content)
+
+    def _take(self, layout: Layout, rows: np.ndarray, content: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Uses the layout for the rows that have it; returns the others."""
+        odd = (((content ^ layout.template) & layout.fixed) != 0).any(axis=1)
+        if odd.all():
+            return rows, content
+        mine, inside = (rows, content) if not odd.any() else (rows[~odd], content[~odd])
+        self._match_patterns(layout, mine, inside)
+        fields = inside.view(layout.numbers)[:, 0]
+        for name in layout.numbers.names or ():
+            self.numbers[name][mine] = fields[name]
+            self.has[name][mine] = True
+        self.layout_of.append((layout, mine))
+        return rows[odd], content[odd]
+
+    def _match_patterns(self, layout: Layout, rows: np.ndarray, content: np.ndarray) -> None:
+        """Finds the first entry of every pattern and makes it the representative of its equals."""
+        kept = content & layout.keep
+        mixed = kept ^ (kept >> np.uint64(29))
+        mixed *= _multipliers(kept.shape[1])
+        mixed ^= mixed >> np.uint64(31)
+        _, first, inverse = np.unique(mixed.sum(axis=1, dtype=np.uint64), return_index=True, return_inverse=True)
+        if not np.array_equal(kept[first[inverse]], kept):
+            raise Irregular("two patterns share a hash")
+        self.patterns += len(first)
+        if self.patterns > 64 + MAX_PATTERN_SHARE * len(self.representative):
+            raise Irregular("too many patterns")
+        self.representative[rows] = rows[first[inverse]]
+
+    def close_over_definitions(self) -> np.ndarray:
+        """The representatives, and every entry that defines a memo number which one of them uses; in file order."""
+        wanted = np.zeros(len(self.representative), np.bool_)
+        wanted[self.representative] = True
+        owner, number = self._memo_numbers([(layout.puts, rows) for layout, rows in self.layout_of])
+        fresh = wanted.copy()
+        for _ in range(8):
+            uses = [(layout.gets, rows[fresh[rows]]) for layout, rows in self.layout_of]
+            _, used = self._memo_numbers(uses)
+            defining = owner[np.isin(number, np.unique(used))]
+            fresh = np.zeros(len(wanted), np.bool_)
+            fresh[defining] = True
+            fresh &= ~wanted
+            if not fresh.any():
+                return np.flatnonzero(wanted)
+            wanted |= fresh
+        raise Irregular("definitions lean on one another")
+
+    def _memo_numbers(
+        self, places: list[tuple[tuple[tuple[int, int], ...], np.ndarray]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(entry, memo number) for the memo numbers that stand at the given (offset, bytes) of the given entries."""
+        owners, numbers = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for spans, rows in places:
+            if not spans or not len(rows):
+                continue
+            starts = self.bounds[rows]
+            for size in (1, 4):
+                offsets = np.array([offset for offset, width in spans if width == size], np.int64)
+                if not len(offsets):
+                    continue
+                at = (starts[:, None] + offsets).ravel()
+                value = self.bytes[at].astype(np.int64)
+                for byte in range(1, size):
+                    value |= self.bytes[at + byte].astype(np.int64) << (8 * byte)
+                owners.append(np.repeat(rows, len(offsets)))
+                numbers.append(value)
+        return np.concatenate(owners), np.concatenate(numbers)
+
+
+def _multipliers(words: int) -> np.ndarray:
+    """Fixed odd numbers for the hash; equality is checked afterwards, so that nothing rests on them."""
+    found = _MULTIPLIERS[:words]
+    if len(found) < words:
+        raise Irregular("an entry is very long")
+    return found
+
+
+_MULTIPLIERS = np.random.default_rng(1042).integers(1 << 60, 1 << 63, 512, np.uint64) * np.uint64(2) + np.uint64(1)
+
+
+def _first_entry(data: bytes) -> int:
+    """Where the first entry starts."""
+    at = data.find(_ENTRIES)
+    if at < 0:
+        raise Irregular("no entries")
+    position = _behind_put(data, at + len(_ENTRIES))
+    if data[position : position + 1] != b"]":
+        raise Irregular("entries are no list")
+    position = _behind_put(data, position + 1)
+    if data[position : position + 2] != b"(}":
+        raise Irregular("no entry")
+    return position + 1
+
+
+def _behind_put(data: bytes, position: int) -> int:
+    if data[position : position + 1] == b"q":
+        return position + 2
+    if data[position : position + 1] == b"r":
+        return position + 5
+    return position
+
+
+def _varying_keys(data: bytes) -> dict[int, str]:
+    """Memo number → key, for the keys of VARYING that the file has."""
+    keys = {}
+    for name in VARYING:
+        at = data.find(b"X" + len(name).to_bytes(4, "little") + name.encode())
+        if at >= 0:
+            put = at + 5 + len(name)
+            size = {0x71: 1, 0x72: 4}.get(data[put]) if put < len(data) else None
+            if size is None:
+                raise Irregular("a key without a memo number")
+            keys[int.from_bytes(data[put + 1 : put + 1 + size], "little")] = name
+    return keys
+
+
+def _entry_starts(data: bytes, first: int) -> tuple[np.ndarray, int]:
+    """(start of every entry, position behind the last one)."""
+    key, memoized = _first_key(data, first)
+    content = np.frombuffer(data, np.uint8)
+    opening = np.flatnonzero(content[first + 1 : len(data) - 16] == DICT) + (first + 1)
+    if not memoized:
+        starts = _followed_by(content, opening, 1, bytes((MARK,)) + key)
+    else:
+        short = opening[content[opening + 1] == PUTS[0]]
+        long = opening[content[opening + 1] == PUTS[1]]
+        wanted = bytes((MARK,)) + key
+        starts = np.union1d(_followed_by(content, short, 3, wanted), _followed_by(content, long, 6, wanted))
+    starts = np.concatenate([np.array([first], np.int64), starts])
+    _, last_end = tokens_of(data, int(starts[-1]))
+    return starts, last_end
+
+
+def _followed_by(content: np.ndarray, places: np.ndarray, gap: int, wanted: bytes) -> np.ndarray:
+    """The places that have the wanted bytes `gap` bytes behind them."""
+    for byte, expected in enumerate(wanted, start=gap):
+        places = places[content[places + byte] == expected]
+    return places
+
+
+def _first_key(data: bytes, start: int) -> tuple[bytes, bool]:
+    """(opcode and operand with which later entries get their first key, whether entries are memoized)."""
+    mark = _behind_put(data, start + 1)
+    text = mark + 1
+    if data[mark : mark + 2] != b"(X":
+        raise Irregular("no key")
+    put = text + 5 + int.from_bytes(data[text + 1 : text + 5], "little")
+    size = _behind_put(data, put) - put - 1
+    if size < 1:
+        raise Irregular("a key without a memo number")
+    number = int.from_bytes(data[put + 1 : put + 1 + size], "little")
+    getting = bytes((GETS[0], number)) if number < 256 else bytes((GETS[1],)) + number.to_bytes(4, "little")
+    return getting, mark != start + 1
