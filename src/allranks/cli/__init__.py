@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("run", "start a job: torchrun's command line, recorded, watched, kept alive"),
     "stacks": ("stacks", "show what every rank is doing, without disturbing it, and what it is stuck on"),
     "doctor": ("doctor", "check a node before the job, or explain logs after it"),
+    "slurm": ("slurm", "submit, wrap or look into a job under Slurm"),
     "etcd": ("etcd", "start, check or stop an etcd on this machine"),
     "config": ("config", "check, show or describe a job's configuration file"),
     "index": ("index", "build, show or verify a token index"),

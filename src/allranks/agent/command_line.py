@@ -1,0 +1,54 @@
+"""Splits `allranks run`'s words: our flags, torchrun's flags, the script and its arguments. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# torchrun's flags that stand alone; every other one takes a value.
+_ALONE = frozenset({"standalone", "module", "no-python", "run-path", "virtual-local-rank", "help"})
+_SHORT_ALONE = frozenset({"-m", "-h"})
+
+
+def arrange(words: Sequence[str], ours: dict[str, bool]) -> tuple[list[str], list[str], list[str]]:
+    """(our words, torchrun's words, script and its arguments). `ours` maps our flags to "takes a value"."""
+    mine: list[str] = []
+    theirs: list[str] = []
+    position = 0
+    while position < len(words):
+        word = words[position]
+        if word == "--":
+            position += 1
+            break
+        if not word.startswith("-") or word == "-":
+            break
+        name, _, value = word.partition("=")
+        target = mine if name in ours else theirs
+        takes = ours[name] if name in ours else not _stands_alone(name)
+        target.append(word)
+        position += 1
+        if takes and not value and "=" not in word and position < len(words):
+            target.append(words[position])
+            position += 1
+    return mine, theirs, list(words[position:])
+
+
+def _stands_alone(name: str) -> bool:
+    if name.startswith("--"):
+        return name[2:].replace("_", "-") in _ALONE
+    return name in _SHORT_ALONE or (len(name) > 2 and not name.startswith("--"))
+
+
+def has_flag(words: Sequence[str], *names: str) -> bool:
+    """Whether a torchrun flag is present, in either spelling."""
+    wanted = {name.replace("_", "-") for name in names}
+    return any(word.partition("=")[0].replace("_", "-") in wanted for word in words)
+
+
+def flag_value(words: Sequence[str], name: str) -> str | None:
+    """The last value given to a torchrun flag, in either spelling."""
+    found = None
+    for index, word in enumerate(words):
+        head, equals, value = word.partition("=")
+        if head.replace("_", "-") == name:
+            found = value if equals else (words[index + 1] if index + 1 < len(words) else None)
+    return found

@@ -1,0 +1,141 @@
+"""Slurm: what a job's environment says, and the srun and sbatch lines that fit it. Pure.
+
+One agent per node: `srun --ntasks-per-node=1 allranks run …`. Ranks are the agent's children, so that Slurm's
+own task accounting never kills the survivors of one failed rank.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from allranks.errors import InputError
+
+BASE_PORT = 20000
+PORTS = 20000
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A running allocation, read from SLURM_* variables."""
+
+    job: str
+    nodes: tuple[str, ...]
+    ranks_per_node: int
+    restart: int = 0
+
+    @property
+    def port(self) -> int:
+        """A rendezvous port that two jobs on one node are unlikely to share."""
+        digits = re.sub(r"\D", "", self.job) or "0"
+        return BASE_PORT + int(digits) % PORTS
+
+
+@dataclass(frozen=True)
+class SubmitOptions:
+    """What `allranks slurm submit` asks sbatch for. Empty values leave sbatch's default."""
+
+    nodes: int = 1
+    gpus_per_node: str = ""
+    partition: str = ""
+    time: str = ""
+    name: str = "allranks"
+    output: str = "slurm-%j.out"
+    requeue: bool = True
+    extra: tuple[str, ...] = ()  # further sbatch options as they are
+
+
+def read_allocation(environment: Mapping[str, str]) -> Allocation:
+    """The allocation that this process runs in; InputError outside of one."""
+    if "SLURM_JOB_ID" not in environment:
+        raise InputError(
+            "this is not inside a Slurm allocation (SLURM_JOB_ID is not set)",
+            hint="Use `allranks slurm submit … SCRIPT`, or call `allranks slurm wrap … SCRIPT` inside sbatch or salloc.",
+        )
+    nodes = expand_nodes(
+        environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST") or "localhost"
+    )
+    gpus = environment.get("SLURM_GPUS_ON_NODE") or environment.get("SLURM_GPUS_PER_NODE") or ""
+    digits = re.findall(r"\d+", gpus)
+    ranks = (
+        int(digits[-1]) if digits else int((environment.get("SLURM_NTASKS_PER_NODE") or "1").split("(")[0])
+    )
+    return Allocation(
+        environment["SLURM_JOB_ID"], nodes, max(1, ranks), int(environment.get("SLURM_RESTART_COUNT") or 0)
+    )
+
+
+def expand_nodes(text: str) -> tuple[str, ...]:
+    """Slurm's node list in full: `gpu[01-03,7],login` is gpu01, gpu02, gpu03, gpu7, login."""
+    found: list[str] = []
+    for part in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text):
+        found += _expand(part)
+    return tuple(found)
+
+
+def _expand(part: str) -> list[str]:
+    match = re.search(r"\[([^\]]*)\]", part)
+    if match is None:
+        return [part]
+    names = []
+    for piece in match.group(1).split(","):
+        first, _, last = piece.partition("-")
+        width = len(first)
+        for number in range(int(first), int(last or first) + 1):
+            names += _expand(part[: match.start()] + f"{number:0{width}d}" + part[match.end() :])
+    return names
+
+
+def srun_words(allocation: Allocation, run_words: list[str], command: str = "allranks") -> list[str]:
+    """The srun line that starts one agent per node; flags that the user gave are not overridden."""
+    given = {word.partition("=")[0].replace("_", "-") for word in run_words}
+    words = [
+        "srun", f"--nodes={len(allocation.nodes)}", f"--ntasks={len(allocation.nodes)}", "--ntasks-per-node=1",
+        "--kill-on-bad-exit=0", "--label", command, "run",
+    ]  # fmt: skip
+    if "--replicas" in given:
+        return [*words, *run_words]
+    defaults = {
+        "--nnodes": str(len(allocation.nodes)),
+        "--nproc-per-node": str(allocation.ranks_per_node),
+        "--rdzv-backend": "c10d",
+        "--rdzv-endpoint": f"{allocation.nodes[0]}:{allocation.port}",
+        "--rdzv-id": f"{allocation.job}.{allocation.restart}",
+    }
+    for flag, value in defaults.items():
+        if flag not in given:
+            words += [f"{flag}={value}"]
+    return [*words, *run_words]
+
+
+def sbatch_script(options: SubmitOptions, run_words: list[str], command: str = "allranks") -> str:
+    """A batch script that wraps the job; it is requeued with its node when that fails."""
+    lines = ["#!/bin/bash", f"#SBATCH --job-name={options.name}", f"#SBATCH --nodes={options.nodes}"]
+    lines += [
+        "#SBATCH --ntasks-per-node=1",
+        f"#SBATCH --output={options.output}",
+        "#SBATCH --open-mode=append",
+    ]
+    if options.gpus_per_node:
+        lines.append(f"#SBATCH --gpus-per-node={options.gpus_per_node}")
+    if options.partition:
+        lines.append(f"#SBATCH --partition={options.partition}")
+    if options.time:
+        lines.append(f"#SBATCH --time={options.time}")
+    if options.requeue:
+        lines.append("#SBATCH --requeue")
+    lines += [f"#SBATCH {extra}" for extra in options.extra]
+    lines += ["", f"exec {command} slurm wrap {shlex.join(run_words)}", ""]
+    return "\n".join(lines)
+
+
+def collect_words(
+    job: str, nodes: int | None, stack_words: list[str], command: str = "allranks"
+) -> list[str]:
+    """The srun line that collects stacks inside a running job, beside its steps."""
+    words = ["srun", f"--jobid={job}", "--overlap", "--ntasks-per-node=1", "--mem=0", "--label"]
+    if nodes:
+        words.append(f"--nodes={nodes}")
+    return [*words, command, "stacks", *stack_words]

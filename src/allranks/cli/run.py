@@ -1,0 +1,339 @@
+"""`allranks run`: torchrun's command line, plus recording, watching, and replicas that outlive each other."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from allranks.agent.command_line import arrange, flag_value, has_flag
+from allranks.agent.environment import JobEnvironment, new_token, write_token
+from allranks.errors import InputError
+
+EPILOG = """\
+Every flag of torchrun is accepted (--nnodes, --nproc-per-node, --rdzv-backend c10d|etcd-v2|etcd-v3|static,
+--rdzv-endpoint, --rdzv-id, --rdzv-conf, --standalone, --max-restarts, --log-dir, --tee, -m, --no-python ...).
+
+examples:
+  allranks run --standalone --nproc-per-node 8 train.py            any script; a failure restarts the job
+  allranks run --replicas 4 train_ddp.py                           scripts with a Manager; survivors never stop
+  allranks run --replicas 2 --nproc-per-replica 4 train_hsdp.py    replicas of several ranks
+  allranks run --config job.yaml train.py                          everything from one file
+"""
+
+#: our flags -> takes a value. The rest of the words before the script is torchrun's.
+FLAGS = {
+    "--config": True, "--job": True, "--replicas": True, "--nproc-per-replica": True, "--min-replicas": True,
+    "--first-replica": True, "--total-replicas": True, "--lighthouse": True, "--no-lighthouse": False,
+    "--bind": True, "--no-record": False, "--no-watch": False, "--incidents": True, "--recovery": True,
+    "--notice-s": True, "--webhook": True, "--quiet": False, "--verbose": False, "--snapshots": False,
+    "-h": False, "--help": False,
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.usage = "allranks run [our flags] [torchrun flags] SCRIPT ARGS…"
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="job configuration (YAML); flags win over it"
+    )
+    parser.add_argument("--job", metavar="ID", help="name of the job (default: --rdzv-id, else made up)")
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="replica mode: N replicas on this node, each restarted alone",
+    )
+    parser.add_argument(
+        "--nproc-per-replica", type=int, default=1, metavar="M", help="ranks of one replica (%(default)s)"
+    )
+    parser.add_argument("--min-replicas", type=int, metavar="K", help="fewest replicas that may train (1)")
+    parser.add_argument(
+        "--first-replica",
+        type=int,
+        default=0,
+        metavar="I",
+        help="number of this node's first replica (%(default)s)",
+    )
+    parser.add_argument(
+        "--total-replicas", type=int, metavar="T", help="replicas over all nodes (this node's)"
+    )
+    parser.add_argument(
+        "--lighthouse", metavar="HOST:PORT", help="join this lighthouse instead of starting one here"
+    )
+    parser.add_argument("--no-lighthouse", action="store_true", help="start none (whole-job mode only)")
+    parser.add_argument(
+        "--bind",
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+        help="where the lighthouse started here listens (%(default)s)",
+    )
+    parser.add_argument("--no-record", action="store_true", help="ranks keep no black box")
+    parser.add_argument("--no-watch", action="store_true", help="do not look for hangs")
+    parser.add_argument(
+        "--incidents", type=Path, metavar="DIR", help="where incident folders go (./allranks-incidents)"
+    )
+    parser.add_argument(
+        "--recovery",
+        choices=["on", "dry-run", "collect", "off"],
+        help="what to do about a hang (replica mode: on; else dry-run)",
+    )
+    parser.add_argument("--notice-s", type=float, metavar="S", help="least silence that is looked at (10)")
+    parser.add_argument(
+        "--webhook",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="POST incidents there; slack:URL for Slack (repeatable)",
+    )
+    parser.add_argument(
+        "--snapshots",
+        action="store_true",
+        help="keep memory snapshots in this agent, for restarts without disk",
+    )
+    parser.add_argument("--quiet", action="store_true", help="ranks' output only to their log files")
+    parser.add_argument("--verbose", action="store_true", help="log every decision")
+    parser.add_argument("theirs", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def arrange_words(words: Sequence[str]) -> list[str]:
+    """Puts our flags first, so that argparse needs to know nothing of torchrun's."""
+    mine, theirs, script = arrange(words[1:], FLAGS)
+    return [words[0], *mine, "--", *theirs, "--", *script]
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the job to its end and returns its exit code."""
+    words = list(args.theirs)
+    if words and words[0] == "--":
+        words = words[1:]
+    split = words.index("--") if "--" in words else len(words)
+    torchrun, script = words[:split], words[split + 1 :]
+    logging.basicConfig(
+        level=logging.DEBUG if args.verbose else logging.INFO, stream=sys.stderr,
+        format="[allranks %(asctime)s] %(message)s", datefmt="%H:%M:%S",
+    )  # fmt: skip
+    settings = _settings(args)
+    if not script:
+        raise InputError(
+            "no script was given", hint="allranks run --standalone --nproc-per-node 2 train.py (see --help)"
+        )
+    with ExitStack() as stack:
+        return _run(args, settings, torchrun, script, stack)
+
+
+def _run(
+    args: argparse.Namespace,
+    settings: dict[str, Any],
+    torchrun: list[str],
+    script: list[str],
+    stack: ExitStack,
+) -> int:
+    from allranks.record.place import job_folder
+
+    replica_mode = args.replicas is not None
+    torchrun = [*_torchrun_from(settings, torchrun), *torchrun]
+    job = (
+        args.job
+        or flag_value(torchrun, "--rdzv-id")
+        or f"{Path(script[0]).stem}-{time.strftime('%m%d-%H%M%S')}-{os.getpid()}"
+    )
+    token = os.environ.get("ALLRANKS_TOKEN") or new_token()
+    folder = Path(os.environ["ALLRANKS_DIR"]) if os.environ.get("ALLRANKS_DIR") else job_folder(job)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_token(folder / "token", token)
+    lighthouse = _lighthouse(args, token, replica_mode, stack)
+    snapshots = _snapshot_keeper(token, stack) if args.snapshots else ""
+    environment = JobEnvironment(job, token, lighthouse, folder, snapshots, not args.no_record)
+    incidents = args.incidents or Path("allranks-incidents")
+    log_dir = flag_value(torchrun, "--log-dir") or str(folder / "logs")
+    _say(f"job {job}: black boxes in {folder}, logs in {log_dir}")
+    if replica_mode:
+        return _run_replicas(args, settings, script, torchrun, environment, incidents, Path(log_dir), stack)
+    return _run_whole(args, settings, [*torchrun, *script], environment, incidents, log_dir, stack)
+
+
+def _run_whole(
+    args: argparse.Namespace, settings: dict[str, Any], words: list[str], environment: JobEnvironment,
+    incidents: Path, log_dir: str, stack: ExitStack,
+) -> int:  # fmt: skip
+    from allranks.agent.launch import Launch, launch
+    from allranks.agent.node import NodeAgent
+
+    watch = (
+        None
+        if args.no_watch or args.no_record
+        else _watch(args, settings, environment, incidents, "whole_job")
+    )
+    agent = NodeAgent(watch, _client(environment, stack))
+    agent.start()
+    stack.callback(agent.close)
+    return launch(Launch(tuple(words), environment.variables(), not args.no_record, log_dir))
+
+
+def _run_replicas(
+    args: argparse.Namespace, settings: dict[str, Any], script: list[str], torchrun: list[str],
+    environment: JobEnvironment, incidents: Path, log_dir: Path, stack: ExitStack,
+) -> int:  # fmt: skip
+    from allranks.agent.node import NodeAgent
+    from allranks.agent.replicas import ReplicaOptions, Supervisor
+    from allranks.agent.restarts import RestartOptions
+
+    if args.replicas < 1 or args.nproc_per_replica < 1:
+        raise InputError("--replicas and --nproc-per-replica must be at least 1")
+    restarts = flag_value(torchrun, "--max-restarts") or str(
+        (settings.get("elastic") or {}).get("max_restarts", 100)
+    )
+    options = ReplicaOptions(
+        command=_rank_command(script, torchrun, environment.record),
+        replicas=args.replicas,
+        ranks_per_replica=args.nproc_per_replica,
+        first_replica=args.first_replica,
+        total_replicas=args.total_replicas,
+        environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **environment.variables()},
+        restarts=RestartOptions(max_restarts=int(restarts)),
+        log_folder=log_dir,
+        quiet=args.quiet,
+    )
+    supervisor = Supervisor(options)
+    watch = (
+        None if args.no_watch or args.no_record else _watch(args, settings, environment, incidents, "replica")
+    )
+    agent = NodeAgent(watch, _client(environment, stack), supervisor)
+    agent.start()
+    stack.callback(agent.close)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        previous = signal.signal(number, supervisor.note_signal)
+        stack.callback(signal.signal, number, previous)
+    return supervisor.run()
+
+
+def _rank_command(script: list[str], torchrun: list[str], record: bool) -> tuple[str, ...]:
+    if has_flag(torchrun, "--no-python"):
+        return tuple(script)
+    module = ["-m"] if has_flag(torchrun, "--module", "-m") else []
+    entry = ["-m", "allranks.agent.rank"] if record else []
+    return (sys.executable, "-u", *entry, *module, *script)
+
+
+def _watch(
+    args: argparse.Namespace,
+    settings: dict[str, Any],
+    environment: JobEnvironment,
+    incidents: Path,
+    mode: Any,
+) -> Any:
+    from allranks.agent.notice import NoticeOptions
+    from allranks.agent.policy import PolicyOptions
+    from allranks.agent.watch import Watch, WatchOptions
+
+    recovery = settings.get("recovery") or {}
+    how = args.recovery or recovery.get("mode")
+    policy = PolicyOptions(
+        enabled={"on": True, "dry-run": False, "dry_run": False, "off": False, None: None}.get(how),
+        on_hang="collect" if how in ("collect", "off") else None,
+    )
+    floor = args.notice_s or recovery.get("notice_s") or NoticeOptions.floor_s
+    assert environment.folder is not None
+    return Watch(
+        WatchOptions(
+            folder=environment.folder, incidents=incidents, job=environment.job, node=socket.gethostname(), mode=mode,
+            ranks_per_replica=args.nproc_per_replica, replicas=args.total_replicas or args.replicas or 1,
+            notice=NoticeOptions(floor_s=float(floor), cap_s=max(NoticeOptions.cap_s, float(floor))), policy=policy,
+            webhooks=tuple(args.webhook or recovery.get("webhooks") or ()),
+        )
+    )  # fmt: skip
+
+
+def _lighthouse(args: argparse.Namespace, token: str, replica_mode: bool, stack: ExitStack) -> str:
+    """The address of the lighthouse to use; starts one in this process unless told otherwise."""
+    given = args.lighthouse or os.environ.get("ALLRANKS_LIGHTHOUSE", "")
+    if given:
+        return str(given)
+    if args.no_lighthouse:
+        if replica_mode:
+            raise InputError(
+                "replicas need a lighthouse",
+                hint="Leave out --no-lighthouse, or pass --lighthouse HOST:PORT.",
+            )
+        return ""
+    from allranks.lighthouse.options import Options, ServerOptions
+    from allranks.lighthouse.server import Lighthouse
+
+    host, _, port = args.bind.rpartition(":")
+    server = ServerOptions(host=host.strip("[]"), port=int(port), token=token)
+    lighthouse = stack.enter_context(Lighthouse(Options(min_replicas=args.min_replicas or 1), server))
+    _say(f"lighthouse at {lighthouse.address}, page http://{lighthouse.address}/")
+    return str(lighthouse.address)
+
+
+def _client(environment: JobEnvironment, stack: ExitStack) -> Any:
+    """The agent's own connection to the lighthouse; None when there is none or it is away."""
+    if not environment.lighthouse:
+        return None
+    from allranks.errors import AllranksError
+    from allranks.lighthouse.client import Client, ClientOptions
+
+    options = ClientOptions(
+        addresses=tuple(environment.lighthouse.split(",")), token=environment.token,
+        replica=f"agent-{socket.gethostname()}-{os.getpid()}", node=socket.gethostname(), role="observer", beacon=False,
+    )  # fmt: skip
+    client = Client(options)
+    try:
+        client.start(timeout_s=5.0)
+    except AllranksError as error:
+        logging.getLogger("allranks.agent").warning("no lighthouse: %s", error)
+        return None
+    stack.callback(client.close)
+    return client
+
+
+def _snapshot_keeper(token: str, stack: ExitStack) -> str:
+    """Starts this node's keeper of memory snapshots and returns its address."""
+    from allranks.checkpoint.peer import SnapshotServer
+
+    server = SnapshotServer(token=token)
+    server.start()
+    stack.callback(server.close)
+    return str(server.address)
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The job configuration as plain data, checked as a whole; {} without one."""
+    if args.config is None:
+        return {}
+    from allranks.elastic.config import read_config
+
+    config = read_config(args.config)
+    found: dict[str, Any] = config.model_dump()
+    return found
+
+
+def _torchrun_from(settings: dict[str, Any], given: list[str]) -> list[str]:
+    """torchrun's flags from the `elastic` section, where the command line has none."""
+    elastic = settings.get("elastic") or {}
+    words: list[str] = []
+    if elastic and not has_flag(given, "--standalone"):
+        if not has_flag(given, "--nnodes"):
+            words += ["--nnodes", f"{elastic['min_nodes']}:{elastic['max_nodes']}"]
+        for key, flag in (
+            ("nproc_per_node", "--nproc-per-node"), ("rdzv_backend", "--rdzv-backend"), ("rdzv_endpoint", "--rdzv-endpoint"),
+            ("rdzv_id", "--rdzv-id"), ("max_restarts", "--max-restarts"),
+        ):  # fmt: skip
+            if elastic.get(key) not in (None, "") and not has_flag(given, flag):
+                words += [flag, str(elastic[key])]
+    return words
+
+
+def _say(text: str) -> None:
+    print(f"[allranks] {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,116 @@
+"""`allranks slurm submit|wrap|collect`: one agent per node under Slurm, and stacks out of a running job."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from allranks.agent import slurm
+from allranks.errors import InputError
+
+EPILOG = """\
+  allranks slurm submit --nodes 4 --gpus-per-node 8 train.py --lr 1e-4     submit a batch job
+  allranks slurm wrap train.py                                             inside sbatch or salloc
+  allranks slurm collect 12345 -o stacks/                                  stacks of every node of a running job
+"""
+_FLAGS = {"--nodes", "--gpus-per-node", "--partition", "--time", "--name", "--output", "--sbatch"}
+_ALONE = {"--no-requeue", "--dry-run", "-h", "--help"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.usage = (
+        "allranks slurm submit|wrap|collect [options] [words for `allranks run` or `allranks stacks`]"
+    )
+    parser.add_argument("action", choices=["submit", "wrap", "collect"])
+    parser.add_argument("--nodes", type=int, default=1, help="nodes to ask for (%(default)s)")
+    parser.add_argument(
+        "--gpus-per-node", default="", metavar="N", help="GPUs on each, also the ranks on each"
+    )
+    parser.add_argument("--partition", default="", help="partition to submit to")
+    parser.add_argument("--time", default="", metavar="HH:MM:SS", help="time limit")
+    parser.add_argument("--name", default="allranks", help="name of the job (%(default)s)")
+    parser.add_argument("--output", default="slurm-%j.out", help="where Slurm writes the output")
+    parser.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="a further sbatch option, e.g. --sbatch=--account=x",
+    )
+    parser.add_argument(
+        "--no-requeue", action="store_true", help="do not let Slurm requeue the job when a node fails"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would be run")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def arrange_words(words: Sequence[str]) -> list[str]:
+    """Our flags first; everything from the first word that is not ours belongs to `run` or `stacks`."""
+    head, rest = list(words[:2]), list(words[2:])
+    while rest and rest[0].startswith("-"):
+        name = rest[0].partition("=")[0]
+        if name not in _FLAGS | _ALONE:
+            break
+        head.append(rest.pop(0))
+        if name in _FLAGS and "=" not in head[-1] and rest:
+            head.append(rest.pop(0))
+    return [*head, "--", *rest] if rest else head
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    words = args.words[1:] if args.words[:1] == ["--"] else args.words
+    command = shutil.which("allranks") or str(Path(sys.executable).parent / "allranks")
+    if args.action == "wrap":
+        line = slurm.srun_words(slurm.read_allocation(os.environ), words, command)
+    elif args.action == "collect":
+        if not words:
+            raise InputError("no job was given", hint="allranks slurm collect JOBID [-o DIR]")
+        line = slurm.collect_words(words[0], None, words[1:], command)
+    else:
+        return _submit(args, words, command)
+    if not words:
+        raise InputError("no script was given", hint="allranks slurm wrap [flags of allranks run] SCRIPT")
+    if args.dry_run:
+        print(shlex.join(line))
+        return 0
+    _need("srun")
+    return subprocess.call(line)
+
+
+def _submit(args: argparse.Namespace, words: list[str], command: str) -> int:
+    if not words:
+        raise InputError("no script was given", hint="allranks slurm submit --nodes 2 SCRIPT")
+    options = slurm.SubmitOptions(
+        args.nodes, args.gpus_per_node, args.partition, args.time, args.name, args.output, not args.no_requeue, tuple(args.sbatch)
+    )  # fmt: skip
+    script = slurm.sbatch_script(options, words, command)
+    if args.dry_run:
+        print(script, end="")
+        return 0
+    _need("sbatch")
+    done = subprocess.run(["sbatch", "--parsable"], input=script, text=True, capture_output=True, check=False)
+    if done.returncode:
+        raise InputError(f"sbatch refused the job: {done.stderr.strip()}")
+    job = done.stdout.strip().split(";")[0]
+    print(
+        f"submitted job {job}; output in {args.output.replace('%j', job)}; stacks: allranks slurm collect {job}"
+    )
+    return 0
+
+
+def _need(tool: str) -> None:
+    if shutil.which(tool) is None:
+        raise InputError(
+            f"{tool} is not installed on this machine",
+            hint="Run this where Slurm's commands are (a login node).",
+        )

@@ -1,0 +1,44 @@
+"""`allranks run` takes torchrun's command line as it is."""
+
+from __future__ import annotations
+
+from allranks.agent.command_line import arrange, flag_value, has_flag
+
+OURS = {"--replicas": True, "--no-watch": False}
+
+
+def test_our_flags_are_found_among_torchruns() -> None:
+    """In any order, with = or a blank; nothing after the script is touched."""
+    words = [
+        "--nnodes=2:4",
+        "--replicas",
+        "3",
+        "--standalone",
+        "--no-watch",
+        "--rdzv_id",
+        "job7",
+        "train.py",
+        "--replicas",
+        "9",
+        "--lr=1",
+    ]
+    assert arrange(words, OURS) == (
+        ["--replicas", "3", "--no-watch"],
+        ["--nnodes=2:4", "--standalone", "--rdzv_id", "job7"],
+        ["train.py", "--replicas", "9", "--lr=1"],
+    )
+
+
+def test_modules_and_commands_are_scripts_too() -> None:
+    """-m and --no-python stand alone, so the next word is the script."""
+    assert arrange(["-m", "pkg.train", "--x", "1"], OURS) == ([], ["-m"], ["pkg.train", "--x", "1"])
+    assert arrange(["--no_python", "./run.sh", "a"], OURS) == ([], ["--no_python"], ["./run.sh", "a"])
+    assert arrange(["--replicas=2", "--", "./run.sh"], OURS) == (["--replicas=2"], [], ["./run.sh"])
+
+
+def test_both_spellings_of_a_flag_are_found() -> None:
+    """torchrun knows --rdzv-id and --rdzv_id."""
+    assert flag_value(["--rdzv_id", "a"], "--rdzv-id") == "a"
+    assert flag_value(["--rdzv-id=b"], "--rdzv-id") == "b"
+    assert has_flag(["--rdzv_backend=c10d"], "--rdzv-backend")
+    assert not has_flag(["--rdzv"], "--rdzv-backend")
