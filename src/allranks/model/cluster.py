@@ -8,7 +8,6 @@ replica inside the current *quorum*; a *session* is one life of a replica, new a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Union
 
 #: Spoken in the hello. Raised when a message changes in a way that an older peer would misread.
 PROTOCOL_VERSION = 1
@@ -39,6 +38,7 @@ class Quorum:
     epoch: int  # which life of the lighthouse (leader term) formed it
     members: tuple[Member, ...]  # sorted by replica; the index is the replica's rank
     reason: str = ""
+    round: int = 0  # grows with every answer, also while the number stays: who missed an answer is sent it again
     max_step: int = 0
     heal: dict[str, str] = field(
         default_factory=dict
@@ -152,17 +152,17 @@ class ConnectionLost:
     reason: str
 
 
-Notice = Union[
-    MemberLost,
-    MemberLeft,
-    QuorumWanted,
-    QuorumFormed,
-    Evicted,
-    LetIn,
-    CollectEvidence,
-    LeaderMoved,
-    ConnectionLost,
-]
+Notice = (
+    MemberLost
+    | MemberLeft
+    | QuorumWanted
+    | QuorumFormed
+    | Evicted
+    | LetIn
+    | CollectEvidence
+    | LeaderMoved
+    | ConnectionLost
+)
 
 
 @dataclass(frozen=True)

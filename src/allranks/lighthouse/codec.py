@@ -1,0 +1,195 @@
+"""Frames: five bytes (u32 payload length, u8 kind), then JSON. Read and written with msgspec where it is
+installed and with the standard library elsewhere (a rank need not have msgspec); both are checked against
+the same types.
+
+A connection starts with PREAMBLE, which no HTTP request starts with, so one port can serve both. The high
+bit of the kind says that the payload is deflated (large quorums: encoded and packed once, sent to all).
+Frames of notices (kinds from FIRST_NOTICE) start with their u64 id, for the acknowledgement.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import typing
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any, TypeVar
+
+from allranks.lighthouse import messages
+from allranks.model import cluster
+
+try:
+    import msgspec
+except ImportError:  # a rank without it
+    msgspec = None  # type: ignore[assignment]
+
+PREAMBLE = b"ALRK"
+HEAD = struct.Struct("!IB")
+_ID = struct.Struct("!Q")
+_DEFLATED = 0x80
+_DEFLATE_FROM = 4096
+FIRST_NOTICE = 64
+
+#: kind byte -> type. Append only.
+KINDS: dict[int, type] = dict(
+    enumerate(
+        (
+            messages.Hello, messages.Beat, messages.Join, messages.Withdraw, messages.Leave, messages.Died,
+            messages.Ack, messages.Command, messages.Welcome, messages.Refused, messages.Waiting,
+            messages.Pong, messages.Result, cluster.Quorum, messages.Hold, messages.Release, messages.Report,
+            messages.Start,
+        ),
+        start=1,
+    )
+)  # fmt: skip
+KINDS.update(
+    enumerate(
+        (
+            cluster.MemberLost, cluster.MemberLeft, cluster.QuorumWanted, cluster.QuorumFormed,
+            cluster.Evicted, cluster.LetIn, cluster.CollectEvidence, cluster.LeaderMoved,
+            cluster.ConnectionLost,
+        ),
+        start=FIRST_NOTICE,
+    )
+)  # fmt: skip
+_KIND_OF = {kind_type: kind for kind, kind_type in KINDS.items()}
+BEAT = _KIND_OF[messages.Beat]
+WELCOME = _KIND_OF[messages.Welcome]
+REFUSED = _KIND_OF[messages.Refused]
+START, HOLD, RELEASE, REPORT = (
+    _KIND_OF[kind] for kind in (messages.Start, messages.Hold, messages.Release, messages.Report)
+)
+LEAVE = _KIND_OF[messages.Leave]
+#: a member is gone: whoever holds sockets of its quorum shuts them
+DEPARTURES = frozenset(_KIND_OF[kind] for kind in (cluster.MemberLost, cluster.MemberLeft, cluster.Evicted))
+EMPTY_BEAT = HEAD.pack(0, BEAT)
+
+
+class BadFrame(ValueError):
+    """The other side sent something that is no frame of ours."""
+
+
+T = TypeVar("T")
+
+
+def encode(message: object, notice_id: int = 0) -> bytes:
+    """A whole frame. Notices carry their id."""
+    kind = _KIND_OF[type(message)]
+    payload = _dump(message)
+    if len(payload) >= _DEFLATE_FROM:
+        payload, kind = zlib.compress(payload, 1), kind | _DEFLATED
+    if kind & 0x7F >= FIRST_NOTICE:
+        payload = _ID.pack(notice_id) + payload
+    return HEAD.pack(len(payload), kind) + payload
+
+
+def decode(kind: int, payload: bytes | memoryview, limit: int = 64 << 20) -> tuple[object, int]:
+    """(message, notice id or 0). Raises BadFrame; never makes more than `limit` bytes of a packed payload."""
+    code = kind & 0x7F
+    if code not in KINDS:
+        raise BadFrame(f"unknown kind {kind}")
+    notice_id = 0
+    if code >= FIRST_NOTICE:
+        if len(payload) < _ID.size:
+            raise BadFrame("a notice without an id")
+        (notice_id,) = _ID.unpack_from(payload)
+        payload = payload[_ID.size :]
+    if kind & _DEFLATED:
+        payload = _inflate(payload, limit)
+    return load(KINDS[code], payload or b"{}"), notice_id
+
+
+def frames(buffer: bytearray, limit: int) -> Iterator[tuple[int, bytes]]:
+    """Takes whole frames off the front of `buffer`. Raises BadFrame for one longer than `limit`."""
+    start, size = 0, len(buffer)
+    try:
+        while size - start >= HEAD.size:
+            length, kind = HEAD.unpack_from(buffer, start)
+            if length > limit:
+                raise BadFrame(f"a frame of {length} bytes, at most {limit} are allowed")
+            end = start + HEAD.size + length
+            if end > size:
+                return
+            payload = bytes(buffer[start + HEAD.size : end])
+            start = end
+            yield kind, payload
+    finally:
+        del buffer[:start]
+
+
+def _inflate(payload: bytes | memoryview, limit: int) -> bytes:
+    unpacker = zlib.decompressobj()
+    try:
+        data = unpacker.decompress(payload, limit)
+    except zlib.error as error:
+        raise BadFrame(f"packed payload is damaged: {error}") from error
+    if not unpacker.eof:
+        raise BadFrame(f"packed payload is cut, or larger than {limit} bytes")
+    return data
+
+
+# ---- JSON <-> dataclasses, with msgspec or without -------------------------------------------------------
+
+
+def plain_dump(message: object) -> bytes:
+    """JSON by the standard library."""
+    return json.dumps(asdict(message), separators=(",", ":"), ensure_ascii=False).encode()  # type: ignore[call-overload]
+
+
+def plain_load(kind: type[T], payload: bytes | memoryview) -> T:
+    """Typed JSON by the standard library. Raises BadFrame."""
+    try:
+        built: T = _build(kind, json.loads(bytes(payload)))
+        return built
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BadFrame(f"{kind.__name__}: {error}") from error
+
+
+_HINTS: dict[type, dict[str, Any]] = {}
+
+
+def _build(hint: Any, value: Any) -> Any:
+    """`value` as the type `hint` says; TypeError when it is something else."""
+    if is_dataclass(hint) and isinstance(hint, type):
+        if not isinstance(value, dict):
+            raise TypeError(f"expected an object, got {type(value).__name__}")
+        hints = _HINTS.get(hint) or _HINTS.setdefault(hint, typing.get_type_hints(hint))
+        known = {f.name: _build(hints[f.name], value[f.name]) for f in fields(hint) if f.name in value}
+        return hint(**known)
+    origin = typing.get_origin(hint)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise TypeError(f"expected a list, got {type(value).__name__}")
+        item = typing.get_args(hint)[0]
+        return tuple(_build(item, each) for each in value)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise TypeError(f"expected an object, got {type(value).__name__}")
+        _, item = typing.get_args(hint)
+        return {key: _build(item, each) for key, each in value.items()}
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not hint:
+        raise TypeError(f"expected {hint.__name__}, got {type(value).__name__}")
+    return value
+
+
+_dump: Callable[[object], bytes]
+load: Callable[[type[Any], bytes | memoryview], Any]
+
+if msgspec is None:
+    _dump, load = plain_dump, plain_load
+else:
+    _dump = msgspec.json.Encoder().encode
+    _decoders: dict[type, Any] = {}
+
+    def load(kind: type[T], payload: bytes | memoryview) -> T:
+        """Typed JSON. Raises BadFrame."""
+        decoder = _decoders.get(kind) or _decoders.setdefault(kind, msgspec.json.Decoder(kind))
+        try:
+            message: T = decoder.decode(payload)
+            return message
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise BadFrame(f"{kind.__name__}: {error}") from error

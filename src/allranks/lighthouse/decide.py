@@ -1,0 +1,152 @@
+"""Who trains together next. Pure: `decide(now, state, options) -> (decision, reason)`.
+
+The rules, in order; the first that speaks decides:
+  nobody      no living replica asks
+  stragglers  members of the last quorum live but do not ask yet (at the very first quorum: anybody connected);
+              they are waited for until the join timeout, counted from the first that asked
+  minority    fewer than half of the last quorum's members that may still be training ask: a minority never
+              trains on. Members known to be dead do not count; silent ones do until presumed dead
+  too_few     fewer than min_replicas ask
+  size        no allowed number of members (multiple_of, divides, max_replicas) can be made of them
+  form        all members of the last quorum are there (fast), or nobody is left to wait for, or the join
+              timeout is over. Whoever asked by then comes in, unless one of them wants to shrink only
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from allranks.lighthouse.options import Options
+from allranks.lighthouse.state import State
+from allranks.model.cluster import Member
+
+_NAMED = 8  # reasons name at most so many replicas
+
+
+@dataclass(frozen=True)
+class Form:
+    """Form a quorum of these members."""
+
+    members: tuple[Member, ...]  # sorted by replica
+    spares: tuple[str, ...] = ()
+    rule: str = "form"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Not yet. `until` is when time alone may change this (None: only an event can)."""
+
+    rule: str
+    missing: tuple[str, ...] = ()  # who is waited for, as far as we know their names
+    until: float | None = None
+
+
+Decision = Form | Wait
+
+
+def decide(now: float, state: State, options: Options) -> tuple[Decision, str]:
+    """The decision and its reason as a sentence. Costs little while stragglers are waited for."""
+    if not state.asking:
+        return Wait("nobody"), "nobody asks for a quorum"
+    later = state.next_change()
+    by_last = bool(state.veterans or state.silent)
+    idle = state.idle_veterans if by_last else state.idle
+    deadline = next(iter(state.asking.values())).asked_at + options.join_timeout_s
+    if idle and now < deadline:
+        until = deadline if later is None else min(deadline, later)
+        return Wait("stragglers", _some(idle), until), _waiting(state, idle, by_last)
+    if by_last:
+        present = len(state.veterans) - len(state.idle_veterans)
+        absent = state.idle_veterans | state.silent
+        what = f"members of quorum {state.number}"
+    else:
+        present, absent, what = len(state.asking), state.idle, "connected replicas"
+    if present < len(absent):
+        return Wait("minority", _some(absent), later), (
+            f"only {present} of {present + len(absent)} {what} ask: a minority does not train on, "
+            f"waiting for {listed(absent)}"
+        )
+    return _choose(state, options, later, idle)
+
+
+def _choose(state: State, options: Options, later: float | None, idle: set[str]) -> tuple[Decision, str]:
+    """Of those who ask: who comes in, who is spare."""
+    before = {m.replica: m.session for m in state.last.members} if state.last else {}
+    asking = [replica.asking for replica in state.asking.values() if replica.asking]
+    shrink = bool(before) and any(member.shrink_only for member in asking)
+    candidates = [member for member in asking if not shrink or member.replica in before]
+    count, note = len(candidates), " (nobody new: shrink only)" if shrink else ""
+    if count < options.min_replicas:
+        return Wait("too_few", _some(idle), later), (
+            f"{count} of at least {options.min_replicas} replicas ask{note}"
+            + (f", waiting for {listed(idle)}" if idle else "")
+            + (f", {listed(state.cooling)} must pause after repeated losses" if state.cooling else "")
+        )
+    size = options.largest_size(count)
+    if size == 0:
+        return Wait("size", _some(idle), later), f"{count} replicas ask{note}, but {_sizes(options)}"
+    candidates.sort(key=lambda m: (before.get(m.replica) != m.session, -m.step, m.replica))
+    members = sorted(candidates[:size], key=lambda member: member.replica)
+    spares = tuple(sorted(member.replica for member in candidates[size:]))
+    rule, reason = _why(state, idle, before)
+    if spares:
+        reason += f"; {_sizes(options)}: {listed(spares)} stay spare"
+    return Form(tuple(members), spares, rule), reason + note
+
+
+def _why(state: State, idle: set[str], before: dict[str, str]) -> tuple[str, str]:
+    if before and all(name in state.asking for name in before):
+        new = [name for name in state.asking if name not in before]
+        joined = f", and {listed(new)} joined" if new else ""
+        return "fast", f"all {len(before)} members of quorum {state.number} are there{joined}"
+    if not idle:
+        lost = [f"{name} ({gone.reason})" for name, gone in sorted(state.gone.items())]
+        without = f", without {listed(lost)}" if lost else ""
+        return "everybody", f"all {len(state.asking)} living replicas ask{without}"
+    return "join_timeout", f"join timeout is over: {len(state.asking)} replicas ask, without {listed(idle)}"
+
+
+def find_wanted(state: State, options: Options) -> str:
+    """Why members that are training should ask again at their next step; "" when they need not."""
+    if not state.idle_veterans or state.last is None:
+        return ""
+    inside = {member.replica: member.session for member in state.last.members}
+    waiting = [name for name, replica in state.asking.items() if inside.get(name) != replica.session]
+    if not waiting:
+        return ""
+    now_possible = options.largest_size(len(state.veterans))
+    if options.largest_size(len(state.veterans) + len(waiting)) <= now_possible:
+        return ""
+    return f"{listed(waiting)} wait{'s' if len(waiting) == 1 else ''} to come in"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for a sentence: the first few, sorted, then a count."""
+    found = list(names)
+    if len(found) > _NAMED * 4:
+        return f"{len(found)} replicas"
+    found.sort()
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return ", ".join(found[:_NAMED]) + more
+
+
+def _some(names: set[str]) -> tuple[str, ...]:
+    """Names for a Wait; all of them when they are few, else none (sorting thousands per event is not worth it)."""
+    return tuple(sorted(names)) if len(names) <= _NAMED * 4 else ()
+
+
+def _waiting(state: State, idle: set[str], by_last: bool) -> str:
+    what = f"members of quorum {state.number}" if by_last else "connected replicas"
+    return f"{len(state.asking)} ask, {len(idle)} {what} do not yet: waiting for {listed(idle)}"
+
+
+def _sizes(options: Options) -> str:
+    rules = []
+    if options.multiple_of > 1:
+        rules.append(f"be a multiple of {options.multiple_of}")
+    if options.divides:
+        rules.append(f"divide {options.divides}")
+    if options.max_replicas:
+        rules.append(f"be at most {options.max_replicas}")
+    return f"the number of members must {' and '.join(rules)}"

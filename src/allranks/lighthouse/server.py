@@ -1,0 +1,195 @@
+"""A lighthouse that listens: startup, main loop, shutdown. Its own process (`allranks lighthouse`), or a
+thread of any process:
+
+    with Lighthouse(Options(min_replicas=2)) as lighthouse:
+        print(lighthouse.address, lighthouse.status().reason)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+from allranks.errors import LighthouseError
+from allranks.lighthouse.codec import encode
+from allranks.lighthouse.connection import Connection, Door
+from allranks.lighthouse.messages import Refused
+from allranks.lighthouse.options import Options, ServerOptions
+from allranks.lighthouse.service import Service
+from allranks.lighthouse.sockets import join_address
+from allranks.lighthouse.status import Status
+
+log = logging.getLogger("allranks.lighthouse")
+
+HttpDoor = Callable[[Service, str], asyncio.Protocol]
+T = TypeVar("T")
+
+
+class Lighthouse:
+    """The server. `serve()` for a process of its own, `start()` / `close()` for a thread."""
+
+    def __init__(
+        self,
+        options: Options | None = None,
+        server: ServerOptions | None = None,
+        *,
+        http: HttpDoor | None = None,
+    ) -> None:
+        self.options = options or Options()
+        self.server = server or ServerOptions()
+        self.http = http
+        self.address = ""  # known once it listens
+        self.service: Service | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+
+    # ---- in a thread ------------------------------------------------------------------------------------
+
+    def start(self, timeout_s: float = 30.0) -> Lighthouse:
+        """Serves from a thread; returns once it listens. Raises LighthouseError when it cannot."""
+        self._thread = threading.Thread(target=self._run, name="allranks-lighthouse-server", daemon=True)
+        self._thread.start()
+        if not self._ready.wait(timeout_s):
+            raise LighthouseError(f"the lighthouse did not listen within {timeout_s} s")
+        if self._error is not None:
+            self._thread.join(timeout_s)
+            raise LighthouseError(f"cannot listen on {self.server.host}:{self.server.port}: {self._error}")
+        return self
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Drains and stops. May be called twice."""
+        loop, stop, thread = self._loop, self._stop, self._thread
+        if loop is not None and stop is not None and not loop.is_closed():
+            try:
+                loop.call_soon_threadsafe(stop.set)
+            except RuntimeError:
+                pass  # it ended by itself just now
+        if thread is not None:
+            thread.join(timeout_s)
+
+    def __enter__(self) -> Lighthouse:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def call(self, function: Callable[[Service], T], timeout_s: float = 10.0) -> T:
+        """Runs `function(service)` on the loop's thread and returns its result."""
+        assert self._loop is not None and self.service is not None
+
+        async def run() -> T:
+            assert self.service is not None
+            return function(self.service)
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(timeout_s)
+
+    def status(self) -> Status:
+        """A snapshot, from any thread."""
+        return self.call(lambda service: service.snapshot())
+
+    def _run(self) -> None:
+        try:
+            loop = new_event_loop()
+            asyncio.set_event_loop(loop)
+            try:
+                loop.run_until_complete(self.serve(asyncio.Event()))
+            finally:
+                loop.run_until_complete(loop.shutdown_asyncgens())
+                asyncio.set_event_loop(None)
+                loop.close()
+        except BaseException as error:
+            self._error = error
+            if self._ready.is_set():
+                log.exception("the lighthouse died")
+        finally:
+            self._ready.set()
+
+    # ---- the life of a server ---------------------------------------------------------------------------
+
+    async def serve(self, stop: asyncio.Event, listening: Callable[[], None] | None = None) -> None:
+        """Startup, main loop, shutdown. Ends when `stop` is set; `listening()` is called once it listens."""
+        self._loop, self._stop = asyncio.get_running_loop(), stop
+        service = Service(self.options, self._loop)
+        door = Door(service, self.server, self.http)
+        server = await self._listen(door)
+        try:
+            self.service = service
+            service.address = self.address
+            service.start()
+            self._ready.set()
+            if listening is not None:
+                listening()
+            await self._main_loop(door, stop)
+        finally:
+            server.close()
+            await self._drain(door)
+            service.close()
+
+    async def _listen(self, door: Door) -> asyncio.Server:
+        loop = asyncio.get_running_loop()
+        context = _tls(self.server)
+        limits: dict[str, Any] = {"ssl_handshake_timeout": self.server.hello_timeout_s} if context else {}
+        server = await loop.create_server(
+            lambda: Connection(door), self.server.host, self.server.port,
+            ssl=context, backlog=4096, reuse_address=True, **limits,
+        )  # fmt: skip
+        host, port = server.sockets[0].getsockname()[:2]
+        self.address = self.server.advertise or join_address(host, port)
+        log.info("listening on %s%s", self.address, " with TLS" if context else "")
+        return server
+
+    async def _main_loop(self, door: Door, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            try:
+                await asyncio.wait_for(stop.wait(), 0.5)
+            except asyncio.TimeoutError:
+                door.drop_slow(door.service.clock())
+
+    async def _drain(self, door: Door) -> None:
+        """Tells everybody that we close, and lets the words get out."""
+        service = door.service
+        service.draining = True
+        refused = Refused("draining", "this lighthouse is closing", service.leader)
+        frame = encode(refused)
+        for connection in list(door.open):
+            connection.deliver(refused, frame)
+            connection.close()
+        for _ in range(int(self.server.drain_s / 0.02)):
+            if not door.open:
+                return
+            await asyncio.sleep(0.02)
+        log.warning("%d connections did not close within %.1f s", len(door.open), self.server.drain_s)
+        for connection in list(door.open):
+            connection.refuse_quietly("did not close in time")
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's where it is installed (a third of the CPU per heartbeat), else asyncio's own."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+def _tls(options: ServerOptions) -> ssl.SSLContext | None:
+    if not options.certificate:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(options.certificate, options.key or None)
+    if options.client_ca:
+        context.load_verify_locations(options.client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context

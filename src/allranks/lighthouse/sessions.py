@@ -1,0 +1,115 @@
+"""Who is connected to the lighthouse, and what they have not acknowledged yet. Runs on the loop's thread.
+
+A session is one rank's (or observer's) line to us and outlives its connection: after a blip the same session
+comes back on another connection and gets what it missed.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from allranks.lighthouse.codec import encode
+from allranks.model.cluster import Member, Notice
+
+log = logging.getLogger("allranks.lighthouse")
+
+_MAX_PENDING = 256
+
+
+class Peer(Protocol):
+    """The other end of a session: a TCP connection, or a caller inside this process (the gRPC door)."""
+
+    address: str
+
+    def deliver(self, message: object, frame: bytes) -> None:
+        """Sends one message; `frame` is its encoding, made once for all receivers."""
+
+    def close(self) -> None:
+        """Ends the connection after what was delivered is out."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One line to the lighthouse."""
+
+    replica: str
+    session: str
+    rank: int
+    observer: bool
+    node: str
+    connections: int
+    peer: Peer | None
+    heard: float
+    asking: Member | None = None
+    step: int = -1
+    progress: int = -1
+    idle_s: float = 0.0
+    health: str = ""
+    cut: bool = False  # the last connection ended by an error, not by an orderly close
+    pending: dict[int, tuple[Notice, bytes]] = field(default_factory=dict)
+
+
+@dataclass
+class Sessions:
+    """All sessions, by replica and rank."""
+
+    by_replica: dict[str, dict[int, Session]] = field(default_factory=dict)
+    observers: set[str] = field(default_factory=set)
+    _next_id: int = field(default_factory=lambda: secrets.randbits(40) << 20)  # no two lighthouses share ids
+
+    def __iter__(self) -> Iterator[Session]:
+        for ranks in self.by_replica.values():
+            yield from ranks.values()
+
+    def get(self, replica: str, rank: int) -> Session | None:
+        """The session of one rank."""
+        return self.by_replica.get(replica, {}).get(rank)
+
+    def of(self, replica: str) -> list[Session]:
+        """All sessions of one replica."""
+        return list(self.by_replica.get(replica, {}).values())
+
+    def add(self, session: Session) -> None:
+        """Takes a session in."""
+        self.by_replica.setdefault(session.replica, {})[session.rank] = session
+        if session.observer:
+            self.observers.add(session.replica)
+
+    def drop(self, replica: str) -> list[Session]:
+        """Forgets a replica; returns the sessions it had."""
+        self.observers.discard(replica)
+        return list(self.by_replica.pop(replica, {}).values())
+
+    def push(self, notices: Iterable[Notice], replicas: Iterable[str]) -> int:
+        """Sends notices to all sessions of these replicas; they stay pending until acknowledged."""
+        batch: dict[int, tuple[Notice, bytes]] = {}
+        for notice in notices:
+            self._next_id += 1
+            batch[self._next_id] = (notice, encode(notice, self._next_id))
+        reached = 0
+        for name in replicas:
+            for session in self.by_replica.get(name, {}).values():
+                session.pending.update(batch)
+                if len(session.pending) > _MAX_PENDING:
+                    self._trim(session)
+                deliver(session, batch)
+                reached += 1
+        return reached
+
+    def _trim(self, session: Session) -> None:
+        """A session that acknowledges nothing must not eat the memory: its oldest notices go."""
+        lost = sorted(session.pending)[:-_MAX_PENDING]
+        for notice_id in lost:
+            del session.pending[notice_id]
+        log.warning("%s does not acknowledge: %d old notices dropped", session.replica, len(lost))
+
+
+def deliver(session: Session, batch: dict[int, tuple[Notice, bytes]]) -> None:
+    """Hands pending notices to a session's connection, if it has one just now."""
+    if session.peer is not None:
+        for notice, frame in batch.values():
+            session.peer.deliver(notice, frame)

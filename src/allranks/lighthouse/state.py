@@ -1,0 +1,257 @@
+"""What the lighthouse knows: replicas, the last quorum, who is gone. Pure: no clock, no sockets, no files.
+
+Every change is a method that takes `now` (awake seconds, see detect.AwakeClock). `replicas` holds only the
+living, so dead names never pile up; a member of the last quorum that died stays in `gone` until the next one.
+
+Besides the facts the state keeps small indexes, so that a decision costs nothing while most are missing:
+`asking`, `veterans` (living members of the last quorum, same session), `idle` and `idle_veterans` (those of
+them that do not ask). `_index` keeps them true for one name; tests compare with a decision made without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from allranks.lighthouse.healing import assign_healing
+from allranks.lighthouse.options import Options
+from allranks.model.cluster import Member, Quorum
+
+
+@dataclass(slots=True)
+class Replica:
+    """One living replica."""
+
+    name: str
+    session: str
+    node: str = ""
+    observer: bool = False  # never a member
+    connected: bool = True  # False: known from an earlier lighthouse, expected to come back
+    since: float = 0.0
+    asking: Member | None = None
+    asked_at: float = 0.0
+    cooling_until: float = 0.0  # flapping: not before this; 0 when it is free
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A member of the last quorum that is no longer there."""
+
+    session: str
+    at: float
+    reason: str
+    certain: bool  # False: only silent, may be training on behind a cut network
+
+
+@dataclass
+class State:
+    """Facts and indexes. Change it only by its methods."""
+
+    options: Options
+    epoch: int = 1
+    number: int = 0
+    round: int = 0
+    last: Quorum | None = None
+    replicas: dict[str, Replica] = field(default_factory=dict)
+    gone: dict[str, Gone] = field(default_factory=dict)
+    evicted: dict[str, str] = field(default_factory=dict)  # name -> reason
+    losses: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    # indexes
+    asking: dict[str, Replica] = field(default_factory=dict)  # in the order of asking
+    cooling: dict[str, float] = field(default_factory=dict)
+    veterans: set[str] = field(default_factory=set)
+    idle_veterans: set[str] = field(default_factory=set)
+    idle: set[str] = field(default_factory=set)
+    silent: set[str] = field(default_factory=set)
+    _sessions: dict[str, str] = field(default_factory=dict)  # of the last quorum
+
+    # ---- coming and going -------------------------------------------------------------------------------
+
+    def connect(self, now: float, name: str, session: str, node: str = "", observer: bool = False) -> Replica:
+        """A replica says hello: new, back after a blip (same session), or restarted (another session).
+
+        The caller has told the loss of the old session first (`lose`) when one lives under this name.
+        """
+        known = self.replicas.get(name)
+        if known is not None and known.session == session:
+            known.connected, known.node = True, node
+        else:
+            self.replicas[name] = Replica(name, session, node, observer, since=now)
+            self._cool(now, name)
+        self._settle_gone(name, session)
+        self._index(name)
+        return self.replicas[name]
+
+    def ask(self, now: float, name: str, member: Member) -> None:
+        """A living replica asks for a quorum. Asking again replaces what it said, not its place."""
+        replica = self.replicas[name]
+        if replica.asking is None:
+            replica.asked_at = now
+        replica.asking = member
+        self._index(name)
+
+    def withdraw(self, name: str) -> None:
+        """It asks no more."""
+        if replica := self.replicas.get(name):
+            replica.asking = None
+            self._index(name)
+
+    def lose(self, now: float, name: str, reason: str, certain: bool) -> None:
+        """It died, froze or was cut off."""
+        replica = self.replicas.pop(name)
+        self.losses[name] = (*self.losses.get(name, ()), now)
+        self._depart(now, replica, reason, certain)
+
+    def leave(self, now: float, name: str, reason: str) -> None:
+        """It said good-bye."""
+        self._depart(now, self.replicas.pop(name), reason, certain=True)
+
+    def evict(self, name: str, reason: str) -> None:
+        """It stays out until it is let in, also under a new session."""
+        self.evicted[name] = reason
+        if replica := self.replicas.get(name):
+            replica.asking = None
+        if name in self.gone:
+            self.gone[name] = replace(self.gone[name], certain=True)
+        self._index(name)
+
+    def let_in(self, name: str) -> bool:
+        """Takes an eviction back, and forgives flapping; False when there was nothing to take back."""
+        had = self.evicted.pop(name, None) is not None or name in self.cooling
+        self.losses.pop(name, None)
+        if replica := self.replicas.get(name):
+            replica.cooling_until = 0.0
+        self._index(name)
+        return had
+
+    def advance(self, now: float) -> None:
+        """What time alone changes: cooling ends, the silent are presumed dead, old losses are forgotten."""
+        for name in [name for name, until in self.cooling.items() if until <= now]:
+            self.replicas[name].cooling_until = 0.0
+            self._index(name)
+        for name in [n for n in self.silent if now - self.gone[n].at >= self.options.presume_dead_s]:
+            self.gone[name] = replace(self.gone[name], certain=True)
+            self._index(name)
+        old = now - self.options.flap_window_s
+        for name in [name for name, times in self.losses.items() if times[-1] < old]:
+            del self.losses[name]
+
+    def next_change(self) -> float | None:
+        """When `advance` will next change something that a decision looks at."""
+        times = list(self.cooling.values())
+        times += [self.gone[name].at + self.options.presume_dead_s for name in self.silent]
+        return min(times, default=None)
+
+    # ---- quorums ----------------------------------------------------------------------------------------
+
+    def next_quorum(self, members: Iterable[Member], spares: Iterable[str], reason: str) -> Quorum:
+        """The quorum these members would form. Nothing changes yet: it may have to be kept safe first."""
+        chosen = tuple(sorted(members, key=lambda member: member.replica))
+        sessions = [(member.replica, member.session) for member in chosen]
+        before = [(member.replica, member.session) for member in self.last.members] if self.last else None
+        changed = sessions != before or any(member.commit_failures > 0 for member in chosen)
+        top, heal = assign_healing(chosen)
+        return Quorum(
+            number=self.number + 1 if changed else self.number,
+            epoch=self.epoch,
+            members=chosen,
+            reason=reason,
+            round=self.round + 1,
+            max_step=top,
+            heal=heal,
+            spares=tuple(sorted(spares)),
+            evicted=tuple(sorted(self.evicted)),
+        )
+
+    def form(self, quorum: Quorum) -> None:
+        """Makes it the current quorum; its members ask no more."""
+        before = self._sessions
+        self.last, self.number, self.round = (
+            quorum,
+            max(self.number, quorum.number),
+            max(self.round, quorum.round),
+        )
+        self._sessions = {member.replica: member.session for member in quorum.members}
+        self.gone.clear()
+        self.silent.clear()
+        for member in quorum.members:
+            if replica := self.replicas.get(member.replica):
+                replica.asking = None
+        for name in before.keys() | self._sessions.keys():
+            self._index(name)
+
+    def adopt(self, now: float, quorum: Quorum) -> list[str]:
+        """Takes over a quorum formed by an earlier lighthouse; returns the members expected to come back."""
+        self.epoch = max(self.epoch, quorum.epoch + 1)
+        for name in quorum.evicted:
+            self.evicted.setdefault(name, "evicted before the lighthouse restarted")
+        pending = {name: replica.asking for name, replica in self.replicas.items() if replica.asking}
+        self.form(quorum)
+        expected = []
+        for member in quorum.members:
+            if member.replica not in self.replicas and member.replica not in self.evicted:
+                self.replicas[member.replica] = Replica(
+                    member.replica, member.session, member.node, connected=False, since=now
+                )
+                expected.append(member.replica)
+                self._index(member.replica)
+        for name, member_asking in pending.items():
+            self.replicas[name].asking = member_asking
+            self._index(name)
+        return expected
+
+    # ---- inside -----------------------------------------------------------------------------------------
+
+    def _depart(self, now: float, replica: Replica, reason: str, certain: bool) -> None:
+        if self._sessions.get(replica.name) == replica.session:
+            self.gone[replica.name] = Gone(replica.session, now, reason, certain)
+        self._index(replica.name)
+
+    def _settle_gone(self, name: str, session: str) -> None:
+        """A name came back: the same session is alive after all; another one proves that the old is dead."""
+        if name in self.gone:
+            if self.gone[name].session == session:
+                del self.gone[name]
+            else:
+                self.gone[name] = replace(self.gone[name], certain=True)
+
+    def _cool(self, now: float, name: str) -> None:
+        """Back-off of a replica that was lost too often of late."""
+        options = self.options
+        recent = [at for at in self.losses.get(name, ()) if now - at < options.flap_window_s]
+        over = len(recent) - options.flap_limit
+        if over > 0:
+            pause = min(options.flap_backoff_s * 2.0 ** (over - 1), options.flap_backoff_max_s)
+            self.replicas[name].cooling_until = now + pause
+
+    def _index(self, name: str) -> None:
+        """Makes the indexes true for one name."""
+        replica = self.replicas.get(name)
+        if replica is None or replica.observer or name in self.evicted:
+            eligible = False
+            self.cooling.pop(name, None)
+        else:
+            eligible = replica.cooling_until == 0.0
+            if eligible:
+                self.cooling.pop(name, None)
+            else:
+                self.cooling[name] = replica.cooling_until
+        if eligible and replica is not None and replica.asking is not None:
+            self.asking.setdefault(name, replica)
+            self.asking[name] = replica
+            idle = False
+        else:
+            self.asking.pop(name, None)
+            idle = eligible
+        veteran = eligible and replica is not None and self._sessions.get(name) == replica.session
+        _put(self.idle, name, idle)
+        _put(self.veterans, name, veteran)
+        _put(self.idle_veterans, name, veteran and idle)
+        _put(self.silent, name, name in self.gone and not self.gone[name].certain)
+
+
+def _put(index: set[str], name: str, inside: bool) -> None:
+    if inside:
+        index.add(name)
+    else:
+        index.discard(name)
