@@ -101,9 +101,9 @@ def learn(data: bytes, start: int, stop: int, keys: dict[int, str]) -> Layout:
             formats.append(_FORMATS[following[0]])
             offsets.append(following[1])
             keep[following[1] : following[1] + following[2]] = 0
-        if key is None and opcode not in (SET_ITEMS,):
+        if key is None:
             fixed[operand : operand + size] = 0
-    for name, offset, form in zip(names, offsets, formats, strict=True):
+    for offset, form in zip(offsets, formats, strict=True):
         fixed[offset : offset + np.dtype(form).itemsize] = 0
     fields = np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": words * 8})
     return Layout(

@@ -22,8 +22,11 @@ MIN_BYTES = 16384
 #: More patterns than this share of the entries, and nothing is gained.
 MAX_PATTERN_SHARE = 0.5
 MAX_LAYOUTS = 256
+#: So few entries of one length are not worth a layout: they are read as they are.
+FEW = 6
 #: column of CALL ← key of VARYING
 COLUMNS = tuple((column, key) for column, key in NUMBERS if key in VARYING)
+MAX_ENTRY_BYTES = 4096
 _ENTRIES = b"X\x07\x00\x00\x00entries"
 
 
@@ -45,12 +48,15 @@ class Regular:
     """
 
     small: bytes
+    small_count: int  # entries in it
     entry_of: np.ndarray
     numbers: dict[str, np.ndarray]
     has: dict[str, np.ndarray]
 
     def expand(self, calls: np.ndarray) -> np.ndarray:
         """The rows of all entries, given those of the small pickle's."""
+        if len(calls) != self.small_count:
+            raise Irregular("a piece was no entry")
         words = calls.view(np.uint64).reshape(len(calls), -1)  # rows of words are copied far faster than records
         full: np.ndarray = words[self.entry_of].view(CALL)[:, 0]
         for column, key in COLUMNS:
@@ -75,20 +81,23 @@ def shrink(data: bytes, cache: LayoutCache) -> Regular:
     keys = _varying_keys(data)
     starts, last_end = _entry_starts(data, first)
     count = len(starts)
-    if count < 64:
-        raise Irregular("few entries")
     bounds = np.append(starts, last_end)
     lengths = np.diff(bounds)
+    if count < 64 or lengths.max() > MAX_ENTRY_BYTES:
+        raise Irregular("few entries, or very long ones")
     work = _Work(data, bounds, keys, tuple(sorted(keys.items())), cache)
-    for length in np.unique(lengths).tolist():
-        work.sort_out(np.flatnonzero(lengths == length), length)
+    for length, number in enumerate(np.bincount(lengths).tolist()):
+        if number > FEW:
+            work.sort_out(np.flatnonzero(lengths == length), length)
+        elif number:
+            work.keep(np.flatnonzero(lengths == length))
     chosen = work.close_over_definitions()
     small = b"".join(
         [data[:first], *(data[bounds[i] : bounds[i + 1]] for i in chosen.tolist()), data[last_end:]]
     )
     place = np.zeros(count, np.int64)
     place[chosen] = np.arange(len(chosen))
-    return Regular(small, place[work.representative], work.numbers, work.has)
+    return Regular(small, len(chosen), place[work.representative], work.numbers, work.has)
 
 
 class _Work:
@@ -104,20 +113,25 @@ class _Work:
         self.keys = keys
         self.signature = signature
         self.cache = cache
-        padded = np.zeros((len(data) + 4096 + 7) // 8 * 8, np.uint8)
+        padded = np.zeros((len(data) + MAX_ENTRY_BYTES + 15) // 8 * 8, np.uint8)
         padded[: len(data)] = np.frombuffer(data, np.uint8)
         self.bytes = padded
         self.representative = np.zeros(count, np.int64)
         self.numbers = {name: np.zeros(count, np.float64 if name == "duration_ms" else np.int64) for name in VARYING}
         self.has = {name: np.zeros(count, np.bool_) for name in VARYING}
         self.layout_of: list[tuple[Layout, np.ndarray]] = []
+        self.kept: list[int] = []
         self.patterns = 0
+
+    def keep(self, rows: np.ndarray) -> None:
+        """Lets entries stand for themselves."""
+        self.representative[rows] = rows
+        self.kept += rows.tolist()
+        self.patterns += len(rows)
 
     def sort_out(self, rows: np.ndarray, length: int) -> None:
         """Assigns a layout and a representative to all entries of one length."""
         words = (length + 7) // 8
-        if words * 8 > 4096:
-            raise Irregular("an entry is very long")
         windows = np.lib.stride_tricks.as_strided(
             self.bytes, (len(self.bytes) - words * 8 + 1, words * 8), (1, 1), writeable=False
         )
@@ -169,10 +183,13 @@ class _Work:
         wanted = np.zeros(len(self.representative), np.bool_)
         wanted[self.representative] = True
         owner, number = self._memo_numbers([(layout.puts, rows) for layout, rows in self.layout_of])
+        if not len(owner):
+            return np.flatnonzero(wanted)  # torch memoizes text and frames alone, where they first occur
         fresh = wanted.copy()
         for _ in range(8):
             uses = [(layout.gets, rows[fresh[rows]]) for layout, rows in self.layout_of]
             _, used = self._memo_numbers(uses)
+            used = np.concatenate((used, self._maybe_used()))
             defining = owner[np.isin(number, np.unique(used))]
             fresh = np.zeros(len(wanted), np.bool_)
             fresh[defining] = True
@@ -181,6 +198,17 @@ class _Work:
                 return np.flatnonzero(wanted)
             wanted |= fresh
         raise Irregular("definitions lean on one another")
+
+    def _maybe_used(self) -> np.ndarray:
+        """Memo numbers that the kept entries may use: whatever follows a byte that looks like a get."""
+        found = [np.zeros(0, np.int64)]
+        for row in self.kept:
+            piece = self.bytes[int(self.bounds[row]) : int(self.bounds[row + 1]) + 4].astype(np.int64)
+            short = np.flatnonzero(piece[:-4] == GETS[0])
+            long = np.flatnonzero(piece[:-4] == GETS[1])
+            found.append(piece[short + 1])
+            found.append(sum((piece[long + 1 + byte] << (8 * byte) for byte in range(4)), np.zeros(len(long), np.int64)))
+        return np.concatenate(found)
 
     def _memo_numbers(
         self, places: list[tuple[tuple[tuple[int, int], ...], np.ndarray]]

@@ -46,7 +46,7 @@ def read_dump(
         if expand is not None:
             if bad:
                 raise Irregular("entries without an operation")
-            calls = expand(calls)
+            calls = expand(calls)  # raises Irregular when the number of entries is not the expected one
         notes += [f"{bad} entries could not be read"] if bad else []
         pg_ids = pg_names(entries)
     else:
