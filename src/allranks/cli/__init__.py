@@ -18,7 +18,10 @@ from allranks.errors import AllranksError
 #: sub-command -> (module under allranks.cli, one-line help). Order is the order of `--help`.
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("run", "start a job: torchrun's command line, recorded, watched, kept alive"),
+    "lighthouse": ("lighthouse", "run the lighthouse of a job: who is alive, who trains together; or ask one"),
     "stacks": ("stacks", "show what every rank is doing, without disturbing it, and what it is stuck on"),
+    "status": ("status", "ranks, steps, who waits for whom, incidents of a running job"),
+    "top": ("status", "the same, live"),
     "doctor": ("doctor", "check a node before the job, or explain logs after it"),
     "slurm": ("slurm", "submit, wrap or look into a job under Slurm"),
     "etcd": ("etcd", "start, check or stop an etcd on this machine"),

@@ -139,6 +139,7 @@ def _run(
     script: list[str],
     stack: ExitStack,
 ) -> int:
+    from allranks.agent.overview import write_job
     from allranks.record.place import job_folder
 
     replica_mode = args.replicas is not None
@@ -157,6 +158,10 @@ def _run(
     environment = JobEnvironment(job, token, lighthouse, folder, snapshots, not args.no_record)
     incidents = args.incidents or Path("allranks-incidents")
     log_dir = flag_value(torchrun, "--log-dir") or str(folder / "logs")
+    write_job(
+        folder,
+        {"job": job, "lighthouse": lighthouse, "incidents": str(incidents.absolute()), "pid": os.getpid()},
+    )
     _say(f"job {job}: black boxes in {folder}, logs in {log_dir}")
     if replica_mode:
         return _run_replicas(args, settings, script, torchrun, environment, incidents, Path(log_dir), stack)
