@@ -1,8 +1,7 @@
 """The writing side of a black box file (layout: model/blackbox.py). Runs in the rank; no torch.
 
-Every store is plain memory in a shared mapping: the kernel keeps it when the process dies in any way. A row is
-written by one `pack_into`, which fills ascending (`begin` first, `end` last) and cannot be interrupted by another
-Python thread. No locks: a signal handler may run between any two instructions and may itself record.
+Every store is plain memory in a shared mapping: the kernel keeps it when the process dies in any way. This file
+makes the box and fills its header and heap; the rows are written by `ring.py` or `_fast.c`.
 """
 
 from __future__ import annotations
@@ -19,14 +18,8 @@ from allranks.model.blackbox import HEADER, HEADER_BYTES, ITEM_HEADER_BYTES, MAG
 from allranks.model.trace import CALL
 from allranks.record.place import make_folder, reserve_file
 
-ROW_BYTES = CALL.itemsize
-ROW_WORDS = ROW_BYTES // 8
-ROW = struct.Struct("<Q10q6I2iHBxHxxQ")
-assert ROW.size == ROW_BYTES
-
 #: Index of an eight-byte header field in `Box.words`.
 FIELD = {name: HEADER.fields[name][1] // 8 for name in HEADER.names or () if HEADER.fields is not None}
-STARTED_WORD, COMPLETED_WORD, STATE_WORD = 2, 3, CALL.fields["reduce_op"][1] // 8  # type: ignore[index]
 
 
 class Box:
@@ -65,7 +58,7 @@ class Box:
             ("step", -1),
         ):
             self.words[FIELD[name]] = value
-        struct.pack_into("<II", self.memory, 8, VERSION, ROW_BYTES)
+        struct.pack_into("<II", self.memory, 8, VERSION, CALL.itemsize)
         self.memory[0:8] = MAGIC  # last: a file without it is not a black box yet
 
     def set(self, **fields: int) -> None:

@@ -19,7 +19,7 @@ class GroupState:
 
     __slots__ = (
         "backend", "batch", "blocking", "last_seq", "name", "number", "op_ids", "p2p_seqs", "parts", "ranks",
-        "ref", "seqs", "sweepable", "timeout_ms", "twin",
+        "ref", "seqs", "timeout_ms", "twin",
     )  # fmt: skip
 
     def __init__(self, number: int, name: str, ranks: tuple[int, ...], backend: str, timeout_ms: int) -> None:
@@ -29,7 +29,6 @@ class GroupState:
         self.backend = backend
         self.timeout_ms = timeout_ms
         self.blocking = backend in {"gloo", "mpi", "fake"}  # wait() returns when the call is complete
-        self.sweepable = True
         self.seqs = itertools.count(1)
         self.p2p_seqs = itertools.count(1)
         self.op_ids = itertools.count(1)
@@ -37,7 +36,7 @@ class GroupState:
         self.batch: tuple[int, int] | None = (
             None  # (seq, p2p_seq) of the open coalesced group, 0 = none of that kind
         )
-        self.parts: list[tuple[int, int]] = []  # (first word, record id + 1) of the calls in it
+        self.parts: list[int] = []  # numbers of the calls in it
         self.ref: weakref.ref[Any] | None = None
         self.twin: weakref.ref[Any] | None = None
 

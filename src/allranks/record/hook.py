@@ -13,8 +13,6 @@ Recording is decided by one cell, so that `uninstall` is cheap and a forked chil
 from __future__ import annotations
 
 import sys
-import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,10 +21,10 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from allranks.model.blackbox import Item
-from allranks.record import writer as core
 from allranks.record.calls import CALLS, Call, Reader
 from allranks.record.groups import GroupState, describe_group, timeout_ms
-from allranks.record.writer import CallWriter, Shapes
+from allranks.record.ring import Shapes
+from allranks.record.writer import CallWriter, warn_once
 
 _DTYPES = {
     torch.float32: "Float", torch.float64: "Double", torch.float16: "Half", torch.bfloat16: "BFloat16",
@@ -39,6 +37,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     """torch's C++ name of a dtype, as its own recorder writes it."""
     known = _DTYPES.get(dtype)
     return known if known else str(dtype).removeprefix("torch.").replace("float8_", "Float8_")
+
+
+MAX_SHAPES = 100_000  # distinct sizes remembered; further ones are worked out on every call
 
 
 class Hook:
@@ -55,35 +56,61 @@ class Hook:
         self._on_group = on_group
         self._groups: dict[int, GroupState] = {}
         self._shapes: dict[tuple[Any, ...], Shapes] = {}
+        self._one_shape: dict[tuple[Any, Any], Shapes] = {}
         self._originals: list[tuple[Any, str, Any]] = []
-        self.original: dict[str, Callable[..., Any]] = {}
+        self._twins: Any = None
+        self._lost: set[str] = set()
 
     # -- installing ---------------------------------------------------------------------------------------------
 
     def install(self) -> None:
         """Wraps the methods. Those that this version of torch does not have are passed over."""
-        core.original_wait = c10d.Work.wait
-        for owner in (c10d.ProcessGroup, c10d.Backend):
+        assert self.writer is not None
+        self.writer.original_wait = c10d.Work.wait
+        owners: tuple[Any, ...] = (c10d.ProcessGroup, c10d.Backend)
+        for owner in owners:
             for method, (op, reader) in CALLS.items():
-                if method in vars(owner):
-                    self._replace(owner, method, self._wrap(getattr(owner, method), op, reader))
+                if method not in vars(owner):
+                    continue
+                original = getattr(owner, method)
+                wrapper = self._wrap(original, op, reader)
+                if method == "allreduce":
+                    wrapper = self._wrap_allreduce(original, wrapper)
+                self._replace(owner, method, wrapper)
             self._replace(owner, "_start_coalescing", self._wrap_start(owner._start_coalescing))
             self._replace(owner, "_end_coalescing", self._wrap_end(owner._end_coalescing))
         self._replace(c10d.Work, "wait", self._wrap_wait(c10d.Work.wait))
         self._watch_graph_capture()
+        try:
+            from allranks.record.twin import Twins
+
+            twins = Twins(self)
+            twins.install()
+            self._twins = twins
+        except Exception as error:  # another version of torch
+            self.lost("calls made by C++ (DDP, functional collectives)", error)
+
+    def lost(self, what: str, error: BaseException) -> None:
+        """This version of torch does not let us see something: said once, the rest is recorded."""
+        if what not in self._lost:
+            self._lost.add(what)
+            warn_once(f"not recorded with torch {torch.__version__}: {what}: {error!r}")
 
     def uninstall(self) -> None:
         """Puts every method back, unless somebody else has wrapped it since."""
         self.writer = None
+        if self._twins is not None:
+            self._twins.uninstall()
+            self._twins = None
         while self._originals:
             owner, name, original = self._originals.pop()
-            if getattr(getattr(owner, name, None), "_allranks", None) is self:
+            if getattr(vars(owner).get(name), "_allranks", None) is self:
                 setattr(owner, name, original)
 
     def _replace(self, owner: Any, name: str, wrapper: Any) -> None:
-        original = getattr(owner, name)
+        original = vars(owner)[name]  # the descriptor itself: getattr would strip pybind's binding of self
         wrapper.__name__ = name
-        wrapper.__doc__ = getattr(original, "__doc__", None)
+        wrapper.__doc__ = getattr(owner, name).__doc__
         wrapper._allranks = self
         self._originals.append((owner, name, original))
         setattr(owner, name, wrapper)
@@ -108,7 +135,8 @@ class Hook:
     def adopt(self, group: Any, state: GroupState) -> None:
         """Lets `group` be looked up as `state` for as long as the object lives."""
         key = id(group)
-        state.ref = weakref.ref(group, lambda _, key=key, groups=self._groups: groups.pop(key, None))
+        groups = self._groups
+        state.ref = weakref.ref(group, lambda _: groups.pop(key, None))
         self._groups[key] = state
 
     def shapes(self, call: Call) -> Shapes:
@@ -123,6 +151,14 @@ class Hook:
         )
         found = self._shapes.get(key)
         return found if found is not None else self._new_shapes(key, call)
+
+    def one_shape(self, tensor: Any) -> Shapes:
+        """Sizes of a call whose only tensor is its input and output."""
+        tensors = [tensor]
+        found = self.shapes(Call(tensors, tensors))
+        if len(self._one_shape) < MAX_SHAPES:
+            self._one_shape[(tensor.shape, tensor.dtype)] = found
+        return found
 
     def _new_shapes(self, key: tuple[Any, ...], call: Call) -> Shapes:
         writer = self.writer
@@ -140,20 +176,19 @@ class Hook:
             sum(t.numel() for t in call.inputs),
             sum(t.numel() for t in call.outputs),
         )
-        if len(self._shapes) < 100_000:
+        if len(self._shapes) < MAX_SHAPES:
             self._shapes[key] = found
         return found
 
     # -- wrappers -----------------------------------------------------------------------------------------------
 
     def _wrap(self, original: Callable[..., Any], op: str, reader: Reader) -> Callable[..., Any]:
+        """A method that records, for every op and overload."""
         writer = self.writer
         assert writer is not None
-        number = writer.box.intern(Item.NAME, op)
-        groups, meet, shapes_of, fault = self._groups, self._meet, self.shapes, self._fault
-        begin, track = writer.begin, writer.track
-        frame_of = sys._getframe if writer.stacks is not None else None
-        hook = self
+        number_of_op = writer.box.intern(Item.NAME, op)
+        groups, meet, shapes_of, fault, hook = self._groups, self._meet, self.shapes, self._fault, self
+        begin, getframe = writer.begin, sys._getframe
 
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
             if hook.writer is None:
@@ -161,11 +196,11 @@ class Hook:
             try:
                 group = groups.get(id(self)) or meet(self)
                 call = reader(args, kwargs)
-                token = begin(
-                    group, number, shapes_of(call), call.reduce_op,
+                number = begin(
+                    group, number_of_op, shapes_of(call), call.reduce_op,
                     call.root if call.root < 0 else group.global_rank(call.root),
                     call.peer if call.peer < 0 else group.global_rank(call.peer),
-                    call.p2p, call.timeout_ms, frame_of(1) if frame_of is not None else None,
+                    call.p2p, call.timeout_ms, getframe(1),
                 )  # fmt: skip
             except Exception as error:  # ours, never the user's
                 fault(error)
@@ -173,20 +208,76 @@ class Hook:
             try:
                 work = original(self, *args, **kwargs)
             except BaseException as error:
-                writer.failed(token, group, error)
+                writer.failed(number, error)
                 raise
-            if work is None:
-                writer.done(token, group)
-            else:
-                track(work, token, group)
+            writer.returned(work, number, group)
             return work
 
         return wrapper
 
+    def _wrap_allreduce(self, original: Callable[..., Any], slow: Callable[..., Any]) -> Callable[..., Any]:
+        """The most frequent call by far, written out: one tensor with an options object. The rest takes `slow`."""
+        writer = self.writer
+        assert writer is not None
+        op = writer.box.intern(Item.NAME, "all_reduce")
+        groups, cache, pending, hook = self._groups, self._one_shape, writer.pending, self
+        begin, started, sweep, stacks = writer.ring.begin, writer.ring.started, writer.sweep, writer.stacks
+        capture, getframe, options_type = (
+            (stacks.capture if stacks else None),
+            sys._getframe,
+            c10d.AllreduceOptions,
+        )
+
+        def allreduce(self: Any, *args: Any, **kwargs: Any) -> Any:
+            group = groups.get(id(self))
+            if (
+                group is None
+                or kwargs
+                or len(args) != 2
+                or type(args[1]) is not options_type
+                or hook.writer is None
+            ):
+                return slow(self, *args, **kwargs)
+            tensors, options = args
+            if group.batch is not None or type(tensors) is not list or len(tensors) != 1:
+                return slow(self, *args, **kwargs)
+            try:
+                tensor = tensors[0]
+                shapes = cache.get((tensor.shape, tensor.dtype)) or hook.one_shape(tensor)
+                if pending:
+                    sweep()
+                stack = 0
+                if capture is not None:
+                    stack = capture(getframe(1))
+                    if stack <= 0:
+                        stack = stacks.at(getframe(1))  # type: ignore[union-attr]
+                group.last_seq = seq = next(group.seqs)
+                number = begin(
+                    group.number, op, shapes, stack, seq, 0, next(group.op_ids), group.timeout_ms,
+                    hash(options.reduceOp) + 1, -1, -1, 0,
+                )  # fmt: skip
+            except Exception as error:  # ours, never the user's
+                hook._fault(error)
+                return original(self, tensors, options)
+            try:
+                work = original(self, tensors, options)
+            except BaseException as error:
+                writer.failed(number, error)
+                raise
+            if work is None:
+                writer.finish(number)
+            else:
+                if group.blocking:
+                    started(number)
+                pending[id(work)] = (work, number, group, ())
+            return work
+
+        return allreduce
+
     def _wrap_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         writer = self.writer
         assert writer is not None
-        pending, finish, clock, hook = writer.pending, writer.finish, time.time_ns, self
+        pending, finish, hook = writer.pending, writer.ring.finish, self
 
         def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
             entry = pending.get(id(self))
@@ -196,12 +287,15 @@ class Hook:
                 result = original(self, *args, **kwargs)
             except BaseException as error:
                 if pending.pop(id(self), None) is not None:
-                    writer.end_with_error(entry, error)
+                    writer.failed(entry[1], error, entry[3])
                 raise
-            if (entry[4].blocking or (not writer.capturing and self.is_completed())) and pending.pop(
-                id(self), None
-            ) is not None:
-                finish(entry, clock())
+            if entry[2].blocking or (not writer.capturing and self.is_completed()):
+                if pending.pop(id(self), None) is None:
+                    return result  # the side thread was quicker
+                if entry[3]:
+                    writer.finish(entry[1], entry[3])
+                else:
+                    finish(entry[1], 2)  # State.COMPLETED
             return result
 
         return wait
@@ -223,27 +317,23 @@ class Hook:
     def _wrap_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
         hook, writer = self, self.writer
         assert writer is not None
-        number = writer.box.intern(Item.NAME, "coalesced")
+        op = writer.box.intern(Item.NAME, "coalesced")
 
         def _end_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
-            token = None
-            if hook.writer is not None:
-                try:
-                    group = hook.group(self)
-                    token, parts = writer.begin_end(group, number, sys._getframe(1))
-                except Exception as error:  # ours
-                    hook._fault(error)
-            if token is None:
+            if hook.writer is None:
+                return original(self, *args, **kwargs)
+            try:
+                group = hook.group(self)
+                number, parts = writer.begin_end(group, op, sys._getframe(1))
+            except Exception as error:  # ours
+                hook._fault(error)
                 return original(self, *args, **kwargs)
             try:
                 work = original(self, *args, **kwargs)
             except BaseException as error:
-                writer.failed(token, group, error)
+                writer.failed(number, error, parts)
                 raise
-            if work is None:
-                writer.done(token, group)
-            else:
-                writer.track(work, token, group, parts)
+            writer.returned(work, number, group, parts)
             return work
 
         return _end_coalescing
@@ -272,8 +362,3 @@ class Hook:
 
         self._replace(graph, "capture_begin", counted(graph.capture_begin, +1))
         self._replace(graph, "capture_end", counted(graph.capture_end, -1))
-
-
-def in_main_thread() -> bool:
-    """Whether this is the thread that runs the user's script."""
-    return threading.current_thread() is threading.main_thread()

@@ -37,6 +37,7 @@ class RecorderOptions:
     dump_on: frozenset[str] = frozenset({"timeout", "exception"})  # of timeout, exception, exit
     dump_signal: int | None = None  # a signal number that writes a dump, e.g. signal.SIGUSR2
     poll_s: float = 0.1  # how often the side thread looks for completed calls
+    accelerate: bool = True  # use the part written in C when it was built
     harvest: bool = True  # dumps also take torch's own recorder when it is on
 
     def __post_init__(self) -> None:
@@ -63,8 +64,8 @@ def from_environment(env: Mapping[str, str] | None = None, **arguments: Any) -> 
         attempt=_number(
             values, "ALLRANKS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", default=0
         ),
-        rank=_number(values, "RANK", "SLURM_PROCID", default=-1),
-        world_size=_number(values, "WORLD_SIZE", "SLURM_NTASKS", default=-1),
+        rank=_number(values, "ALLRANKS_RANK", "RANK", "SLURM_PROCID", default=-1),
+        world_size=_number(values, "ALLRANKS_WORLD_SIZE", "WORLD_SIZE", "SLURM_NTASKS", default=-1),
         local_rank=_number(values, "LOCAL_RANK", "SLURM_LOCALID", default=-1),
         dump_prefix=_first(
             values,
@@ -74,6 +75,7 @@ def from_environment(env: Mapping[str, str] | None = None, **arguments: Any) -> 
         ),
         dump_whole_name="1"
         in (values.get("TORCH_FR_DUMP_DYNAMIC_FILE_NAME"), values.get("TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME")),
+        accelerate=values.get("ALLRANKS_PURE_PYTHON", "0") != "1",
         dump_signal=_signal(values.get("ALLRANKS_DUMP_SIGNAL", "")),
     )
     return replace(options, **{name: value for name, value in arguments.items() if value is not None})

@@ -50,7 +50,7 @@ class Recorder:
         if self.box is None:
             return self
         self._fill_header(self.box)
-        self.writer = CallWriter(self.box, self.options.stack_depth)
+        self.writer = CallWriter(self.box, self.options)
         from allranks.record.hook import Hook
 
         self._hook = Hook(self.writer, self._fault, self._met_group)
@@ -74,7 +74,7 @@ class Recorder:
             self._watch = None
         if self.writer is not None:
             if self.active_process:
-                self.writer.sweep(time.time_ns(), everything=True)
+                self.writer.sweep(everything=True)
             self.writer.pending.clear()
             self.writer = None
 
@@ -111,9 +111,9 @@ class Recorder:
         writer = self.writer
         if writer is None:
             return
-        writer.step = number
         if label is not None:
             writer.label = writer.box.intern(Item.NAME, label) if label else 0
+        writer.ring.set_step(number, writer.label)
         writer.box.set(step_ns=time.time_ns(), step=number)
 
     @contextlib.contextmanager
@@ -166,7 +166,7 @@ class Recorder:
 
             raise NotRecording("nothing is recorded in this process")
         if self.writer is not None and self.active_process:
-            self.writer.sweep(time.time_ns(), everything=True)
+            self.writer.sweep(everything=True)
         return self.box.path
 
     # -- inside -------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class Watch:
                 if writer is None:
                     return
                 if writer.pending:
-                    writer.sweep(time.time_ns(), everything=True)
+                    writer.sweep(everything=True)
         except Exception:  # a thread's entry: recording goes on without it
             if not sys.is_finalizing():
                 traceback.print_exc()

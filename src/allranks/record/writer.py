@@ -1,8 +1,7 @@
-"""The recorder of one rank: gives every call a row in the black box and follows it to its end. Runs in the rank.
+"""Follows every call of a rank from its beginning to its end. Runs in the rank, in all of its threads.
 
-`begin` is called before the library is entered, `track` with the Work it returned, and `finish` when the call is
-known to be over: by the program's own wait(), by the next call, or by the side thread. Nothing here blocks,
-and nothing raises into the training step: `fault` turns recording off with one warning.
+`begin` writes a row before the library is entered, `track` keeps the Work that it returned, and the end is noted
+when it is known: by the program's own wait(), by a later call, or by the side thread. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -10,190 +9,132 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import threading
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-from allranks.model.blackbox import HEADER_BYTES, Item
 from allranks.model.trace import Flag, State
-from allranks.record.box import (
-    COMPLETED_WORD,
-    FIELD,
-    ROW,
-    ROW_BYTES,
-    ROW_WORDS,
-    STARTED_WORD,
-    STATE_WORD,
-    Box,
-)
+from allranks.record.box import Box
 from allranks.record.groups import GroupState
+from allranks.record.options import RecorderOptions
+from allranks.record.ring import Shapes, make_ring
 from allranks.record.stack import Stacks
 
-Shapes = tuple[int, int, int]  # (id, elements in, elements out)
-Entry = tuple[Any, int, int, int, GroupState, tuple[tuple[int, int], ...]]
+#: (work, number of the call, its group, numbers of the calls that end with it)
+Entry = tuple[Any, int, GroupState, tuple[int, ...]]
 
-_NEXT, _CALLS, _LAST, _DONE = (
-    FIELD[name] for name in ("next_id", "calls_started", "last_call_ns", "calls_completed")
-)
-_RING_WORD = HEADER_BYTES // 8
-_RETIRED = int(Flag.RETIRED) << 32
-_P2P, _PART, _END = int(Flag.P2P), int(Flag.COALESCED_PART), int(Flag.COALESCED_END)
-_COMPLETED, _FAILED, _TIMED_OUT, _STARTED = (
-    int(state) << 16 for state in (State.COMPLETED, State.FAILED, State.TIMED_OUT, State.STARTED)
-)
-_STATE_MASK = ~(0xFF << 16)
+P2P, PART, END = int(Flag.P2P), int(Flag.COALESCED_PART), int(Flag.COALESCED_END)
+COMPLETED, FAILED, TIMED_OUT = int(State.COMPLETED), int(State.FAILED), int(State.TIMED_OUT)
 
 
 class CallWriter:
     """Writes calls into an open box. One per process; used by all its threads without a lock."""
 
-    def __init__(self, box: Box, stack_depth: int) -> None:
+    def __init__(self, box: Box, options: RecorderOptions) -> None:
         self.box = box
-        self.on = True
-        self.pending: dict[int, Entry] = {}  # id(work) -> the call it belongs to, oldest first
-        self.step = -1
+        self.ring = make_ring(box, options.accelerate)
+        self.stacks = Stacks(box, options.stack_depth, options.accelerate) if options.stack_depth else None
+        self.pending: dict[int, Entry] = {}  # by id(work), oldest first
         self.label = 0
-        self.stacks = (
-            Stacks(lambda frames: box.intern(Item.STACK, frames), stack_depth) if stack_depth else None
-        )
-        self.main_thread = threading.main_thread().ident or 0
         self.capturing = 0  # CUDA graph captures in progress: no event may be queried
         self.on_timeout: Callable[[], None] | None = None
-        self._ids = itertools.count()
-        self._done = itertools.count(1)
-        self._memory = box.memory
-        self._words = box.words
-        self._capacity = box.capacity
+        self.original_wait: Callable[[Any], Any] | None = None  # Work.wait as it was before it was wrapped
 
     def begin(
         self, group: GroupState, op: int, shapes: Shapes,
         reduce_op: int = 0, root: int = -1, peer: int = -1, p2p: bool = False, timeout_ms: int = 0, frame: Any = None,
-        numbers: tuple[int, int] | None = None,
-    ) -> tuple[int, int, int]:  # fmt: skip
-        """Writes the row of a call that is about to be made; returns (first word, record id + 1, state word)."""
-        now = time.time_ns()
+    ) -> int:  # fmt: skip
+        """Writes the row of a call that is about to be made; returns its number."""
         if self.pending:
-            self.sweep(now)
-        flags = 0
-        if numbers is not None:
-            seq, p2p_seq = numbers[0] or group.last_seq, numbers[1]
-            flags = _END | _P2P if p2p_seq else _END
-        elif group.batch is not None:
+            self.sweep()
+        flags, p2p_seq = 0, 0
+        if group.batch is not None:
             seq, p2p_seq, flags = self._batch_numbers(group, p2p)
         elif p2p:
-            seq, p2p_seq, flags = group.last_seq, next(group.p2p_seqs), _P2P
+            seq, p2p_seq, flags = group.last_seq, next(group.p2p_seqs), P2P
         else:
             seq = group.last_seq = next(group.seqs)
-            p2p_seq = 0
-        stack = 0
-        stacks = self.stacks
-        if stacks is not None and frame is not None:
-            stack = stacks.capture(frame)
-            if stack < 0:
-                stack = stacks.describe(frame)
-        number = next(self._ids)
-        begin = number + 1
-        slot = number % self._capacity
-        sizes, in_numel, out_numel = shapes
-        words = self._words
-        ROW.pack_into(
-            self._memory, HEADER_BYTES + slot * ROW_BYTES,
-            begin, now, 0, 0, seq, p2p_seq, next(group.op_ids), self.step, in_numel, out_numel,
-            timeout_ms or group.timeout_ms, group.number, op, sizes, stack, self.label,
-            threading.get_native_id(), peer, root, reduce_op, 0, flags, begin,
+        stack = self.stacks.at(frame) if self.stacks is not None else 0
+        number: int = self.ring.begin(
+            group.number, op, shapes, stack, seq, p2p_seq, next(group.op_ids), timeout_ms or group.timeout_ms,
+            reduce_op, root, peer, flags,
         )  # fmt: skip
-        words[_NEXT] = begin
-        words[_CALLS] = begin
-        words[_LAST] = now
-        first = _RING_WORD + slot * ROW_WORDS
-        if flags & _PART:
-            group.parts.append((first, begin))
-        return first, begin, reduce_op | flags << 32
+        if flags & PART:
+            group.parts.append(number)
+        return number
 
-    def begin_end(
-        self, group: GroupState, op: int, frame: Any
-    ) -> tuple[tuple[int, int, int], tuple[tuple[int, int], ...]]:
-        """Writes the row that stands for a whole coalesced group; returns its token and its parts."""
+    def begin_end(self, group: GroupState, op: int, frame: Any) -> tuple[int, tuple[int, ...]]:
+        """Writes the row that stands for a whole coalesced group; returns its number and those of its parts."""
         seq, p2p_seq = group.batch or (0, 0)
         parts, group.batch, group.parts = tuple(group.parts), None, []
-        first, begin, word = self.begin(group, op, (0, 0, 0), p2p=False, frame=frame, numbers=(seq, p2p_seq))
-        return (first, begin, word), parts
+        stack = self.stacks.at(frame) if self.stacks is not None else 0
+        number: int = self.ring.begin(
+            group.number, op, (0, 0, 0), stack, seq or group.last_seq, p2p_seq, next(group.op_ids), group.timeout_ms,
+            0, -1, -1, END | P2P if p2p_seq else END,
+        )  # fmt: skip
+        return number, parts
 
-    def track(
-        self,
-        work: Any,
-        token: tuple[int, int, int],
-        group: GroupState,
-        parts: tuple[tuple[int, int], ...] = (),
-    ) -> None:
+    def track(self, work: Any, number: int, group: GroupState, parts: tuple[int, ...] = ()) -> None:
         """The library took the call and will finish it later; follows `work` until then."""
-        first, begin, word = token
-        if word >> 32 & _PART:
-            return
-        if group.blocking and self._words[first] == begin:
-            self._words[first + STARTED_WORD] = time.time_ns()
-            self._words[first + STATE_WORD] = word | _STARTED
-        self.pending[id(work)] = (work, first, begin, word, group, parts)
+        if group.batch is not None:
+            return  # the end of the coalesced group tells for all of it
+        if group.blocking:
+            self.ring.started(number)
+        self.pending[id(work)] = (work, number, group, parts)
 
-    def finish(self, entry: Entry, now: int, state: int = _COMPLETED) -> None:
-        """Writes the end of a call, unless the ring has already given its slot away."""
-        _, first, begin, word, _, parts = entry
-        words = self._words
-        if words[first] == begin:
-            words[first + COMPLETED_WORD] = now
-            words[first + STATE_WORD] = word | state | _RETIRED
-        if state == _COMPLETED:
-            words[_DONE] = next(self._done)
-        for first, begin in parts:
-            if words[first] == begin:
-                words[first + COMPLETED_WORD] = now
-                words[first + STATE_WORD] = words[first + STATE_WORD] & _STATE_MASK | state | _RETIRED
+    def finish(self, number: int, parts: tuple[int, ...] = (), state: int = COMPLETED) -> None:
+        """Notes the end of a call and of those that end with it."""
+        self.ring.finish(number, state)
+        for part in parts:
+            self.ring.finish_part(part, state)
 
-    def done(self, token: tuple[int, int, int], group: GroupState, now: int = 0) -> None:
-        """A call that was complete when the library returned from it."""
-        first, begin, word = token
-        if not word >> 32 & _PART:
-            self.finish((None, first, begin, word, group, ()), now or time.time_ns())
+    def returned(self, work: Any, number: int, group: GroupState, parts: tuple[int, ...] = ()) -> None:
+        """What the library returned: a Work to follow, or None for a call that is over."""
+        if work is not None:
+            self.track(work, number, group, parts)
+        elif group.batch is None:
+            self.finish(number, parts)
 
-    def failed(self, token: tuple[int, int, int], group: GroupState, error: BaseException) -> None:
-        """The library refused the call or it ended with an error."""
-        first, begin, word = token
-        self.end_with_error((None, first, begin, word, group, ()), error)
-
-    def end_with_error(self, entry: Entry, error: BaseException) -> None:
+    def failed(self, number: int, error: BaseException, parts: tuple[int, ...] = ()) -> None:
         """Marks a call failed or timed out; neither counts as completed."""
         timed_out = is_timeout(error)
-        self.finish(entry, time.time_ns(), _TIMED_OUT if timed_out else _FAILED)
+        self.finish(number, parts, TIMED_OUT if timed_out else FAILED)
         if timed_out and self.on_timeout is not None:
             self.on_timeout()
 
-    def sweep(self, now: int, everything: bool = False) -> None:
-        """Notes the calls that have ended since; stops at the first that has not, unless asked for all."""
+    def sweep(self, everything: bool = False) -> None:
+        """Notes the calls that have ended: of the two oldest on every call, of all in the side thread."""
         if self.capturing:
             return
         pending = self.pending
-        for key, entry in (
-            list(pending.items())
-            if everything or len(pending) < 8
-            else list(itertools.islice(pending.items(), 8))
-        ):
+        for key in list(pending) if everything else list(itertools.islice(pending, 2)):
+            entry = pending.get(key)
+            if entry is None:
+                continue
             try:
                 if not entry[0].is_completed():
-                    if everything:
-                        continue
-                    return
-            except Exception as error:  # a Work may raise what its call ended with
-                if pending.pop(key, None) is not None:
-                    self.end_with_error(entry, error)
-                continue
-            if pending.pop(key, None) is not None:
-                error_found = outcome(entry)
-                if error_found is None:
-                    self.finish(entry, now)
-                else:
-                    self.end_with_error(entry, error_found)
+                    continue
+                error = self._outcome(entry)
+            except Exception as raised:  # a Work may raise what its call ended with
+                error = raised
+            if pending.pop(key, None) is None:
+                continue  # the program's own wait() was quicker
+            if error is None:
+                self.finish(entry[1], entry[3])
+            else:
+                self.failed(entry[1], error, entry[3])
+
+    def _outcome(self, entry: Entry) -> BaseException | None:
+        """How a completed Work ended, without blocking: None is success."""
+        work, group = entry[0], entry[2]
+        if not group.blocking:
+            return _watchdog_error(work)
+        try:
+            if self.original_wait is not None:
+                self.original_wait(work)
+        except Exception as error:  # whatever the call ended with
+            return error
+        return None
 
     def _batch_numbers(self, group: GroupState, p2p: bool) -> tuple[int, int, int]:
         """Calls inside a coalesced group share its numbers: one p2p number, one collective number."""
@@ -203,26 +144,11 @@ class CallWriter:
         elif not p2p and not seq:
             seq = group.last_seq = next(group.seqs)
         group.batch = (seq, p2p_seq)
-        return (seq or group.last_seq), (p2p_seq if p2p else 0), (_PART | _P2P if p2p else _PART)
+        return (seq or group.last_seq), (p2p_seq if p2p else 0), (PART | P2P if p2p else PART)
 
 
-def outcome(entry: Entry) -> BaseException | None:
-    """How a completed Work ended, without blocking: None is success."""
-    work, group = entry[0], entry[4]
-    try:
-        if group.blocking:
-            original_wait(work)
-            return None
-        return _future_error(work)
-    except Exception as error:  # whatever the call ended with
-        return error
-
-
-original_wait: Callable[[Any], Any] = lambda work: None  # noqa: E731  set by the hook to Work.wait before it was wrapped
-
-
-def _future_error(work: Any) -> BaseException | None:
-    """What NCCL's watchdog says of a call (torch 2.6 and later); None when it says nothing."""
+def _watchdog_error(work: Any) -> BaseException | None:
+    """What NCCL's watchdog says of a call (torch 2.6 and later); None when it says nothing bad."""
     try:
         future = work.get_future_result()
         if not future.done():
@@ -240,7 +166,7 @@ def is_timeout(error: BaseException) -> bool:
     if isinstance(error, TimeoutError):
         return True
     text = str(error).lower()
-    return "timed out" in text or "timeout" in text
+    return isinstance(error, RuntimeError) and ("timed out" in text or "timeout" in text)
 
 
 def warn_once(message: str) -> None:
