@@ -166,7 +166,9 @@ class Service:
             self.state.connect(
                 now, name, key, hello.node, observer
             )  # a replica lives when all its ranks are here
-        if old is None and not back and hello.rank == 0:
+        if observer:
+            log.debug("observer %s connected from %s", name, peer.address)
+        elif old is None and not back and hello.rank == 0:
             self._event("connected", f"{name} connected from {peer.address}", name)
         elif back and hello.rank == 0:
             self._event("returned", f"{name} is back from {peer.address}", name)
@@ -276,6 +278,9 @@ class Service:
     def leave(self, session: Session, reason: str) -> None:
         """The replica goes in good order."""
         name = session.replica
+        if session.observer:
+            self._drop_observer(session)
+            return
         if name not in self.state.replicas:
             self.sessions.drop(name)
             return
@@ -313,13 +318,19 @@ class Service:
         if current is not session or session.peer is not None or self.draining or not self.leading:
             return
         if session.observer:
-            self.sessions.drop(session.replica)
-            self.state.leave(self.now(), session.replica, "observer went")
-            self._event("left", f"{session.replica} (observer) disconnected", session.replica)
+            self._drop_observer(session)
             return
         where = f" (rank {session.rank})" if session.connections > 1 else ""
         how = "was cut and did not come back" if session.cut else "closed without a good-bye"
         self._lose(session.replica, f"connection{where} {how}", certain=not session.cut)
+
+    def _drop_observer(self, session: Session) -> None:
+        """Observers come and go without anybody being told."""
+        self.sessions.drop(session.replica)
+        self.state.leave(self.now(), session.replica, "observer")
+        if session.peer is not None:
+            session.peer.close()
+        log.debug("observer %s went", session.replica)
 
     # ---- actions ----------------------------------------------------------------------------------------
 
@@ -503,11 +514,7 @@ class Service:
 
     def _lose_silent(self, session: Session, now: float) -> None:
         if session.observer:
-            self.sessions.drop(session.replica)
-            self.state.leave(now, session.replica, "observer fell silent")
-            if session.peer is not None:
-                session.peer.close()
-            self._event("left", f"{session.replica} (observer) fell silent", session.replica)
+            self._drop_observer(session)
             return
         replica = self.state.replicas.get(session.replica)
         what = (
