@@ -1,4 +1,4 @@
-"""What `diagnose` says of a job. Pure data; the JSON shape is in docs/contracts.md."""
+"""What `diagnose` says of a job, and what it may be told besides the dumps. Pure data; JSON in docs/contracts.md."""
 
 from __future__ import annotations
 
@@ -43,6 +43,36 @@ class FileNote:
 
 
 @dataclass(frozen=True)
+class RankNow:
+    """What a rank is doing now, seen from outside: its stacks, or its process being gone.
+
+    `cause` is a word of `allranks stacks` ("sleep", "dataloader_wait", "collective_wait", ...), or "gone" when
+    the process does not exist any more. `where` is "data.py:31 in load_batch".
+    """
+
+    rank: int
+    cause: str
+    where: str = ""
+    evidence: str = ""
+    stack: tuple[Frame, ...] = ()
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """One process group as the whole job knows it, for reports."""
+
+    label: str
+    name: str
+    desc: str
+    backend: str
+    members: tuple[int, ...]
+    members_known: bool
+    first_sequence: int | None
+    last_sequence: int | None
+    behind: tuple[int, ...] = ()  # members whose last call is before the group's last
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """The whole answer. `verdict` is None when status is ok."""
 
@@ -53,3 +83,5 @@ class Diagnosis:
     world_size: int | None = None
     ranks: tuple[int, ...] = ()  # ranks with a readable trace
     summary: tuple[str, ...] = field(default=())
+    groups: tuple[GroupSummary, ...] = ()
+    hosts: tuple[tuple[int, str], ...] = ()  # (rank, host), where known

@@ -1,0 +1,281 @@
+"""A rank that others wait for and that waits for nobody: never entered, stuck elsewhere, dead, or innocent after all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from allranks.diagnose.context import Context, Stacks, latest_stack
+from allranks.diagnose.job import GroupView, Now
+from allranks.diagnose.shift import Shift, find_stack_shift
+from allranks.diagnose.waits import Blocked
+from allranks.diagnose.words import count_ranks, place, ranks_text, seconds, who
+from allranks.model.diagnosis import Finding, RankNow
+from allranks.model.trace import State
+
+#: Causes of `allranks stacks` that say the rank is inside a call after all, or say nothing.
+UNTELLING = frozenset({"", "unknown", "healthy", "collective_wait", "p2p_wait", "gone"})
+
+
+def explain_ranks(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
+    """The finding for ranks that all lack in the same blocked call."""
+    group = context.group(blocked)
+    if all(rank not in context.job.ranks for rank in ranks):
+        return _no_dump(context, blocked, ranks)
+    ranks = tuple(rank for rank in ranks if rank in context.job.ranks)
+    if blocked.p2p is not None:
+        crossed = _wrong_peer(context, blocked)
+        if crossed is not None:
+            return crossed
+    else:
+        shift = find_stack_shift(context.job, group)
+        if shift is not None and shift.seq <= blocked.seq:
+            return shifted(context, blocked, group, shift)
+        if _one_against_all(context, blocked, group, ranks):
+            return _lone_waiter(context, blocked, ranks)
+    return _never_entered(context, blocked, ranks)
+
+
+def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
+    seen = [context.seen[rank] for rank in ranks if rank in context.seen]
+    dead = {rank: text for rank in ranks if (text := death_of(context, blocked, rank))}
+    if dead:
+        return _died(context, blocked, dead)
+    base = _base(context, blocked, ranks)
+    call, waiting = context.call(blocked), _waiting(context, blocked)
+    if all(not len(context.job.ranks[rank].trace.calls) for rank in ranks):
+        sentence = (
+            f"{who(context.job, ranks)} never came to {_their(ranks)} first collective; {waiting} in {call}"
+        )
+        return replace(base, cause="not_started", sentence=sentence, confidence=0.85)
+    telling = [now for now in seen if now.cause not in UNTELLING]
+    if telling:
+        return _stuck_elsewhere(base, context, ranks, telling[0], call, waiting)
+    if blocked.p2p is not None:
+        verb = "posted the partner of"
+        lonely = blocked.p2p.number <= 1 and len(context.waiters_behind(ranks)) == 1
+        cause = "p2p_mismatch" if lonely else "missing_rank"
+    else:
+        verb, cause = "entered", "missing_rank"
+    last = context.last_call(ranks[0])
+    closed = context.job.ranks[ranks[0]].trace.progress.closed
+    tail = (
+        f"; it has left the program ({closed})"
+        if closed
+        else f"; its last call was {last}"
+        if last and len(ranks) == 1
+        else ""
+    )
+    at = context.place(blocked)
+    sentence = f"{who(context.job, ranks)} never {verb} {call}{f' ({at})' if at else ''}; {waiting}{tail}"
+    return replace(base, cause=cause, sentence=sentence, confidence=0.9 if blocked.p2p is None else 0.8)
+
+
+def _stuck_elsewhere(
+    base: Finding, context: Context, ranks: tuple[int, ...], now: RankNow, call: str, waiting: str
+) -> Finding:
+    at = f"; it is at {now.where}" if now.where else ""
+    word = f" ({now.cause.replace('_', ' ')})" if now.cause else ""
+    sentence = f"{who(context.job, ranks)} never entered {call}; {waiting}{at}{word}"
+    stacks: Stacks = (((now.rank,), now.stack), *base.stacks[1:]) if now.stack else base.stacks
+    return replace(
+        base, cause="stuck_before_collective", sentence=sentence, confidence=0.95, where=now.where or base.where,
+        evidence=(*base.evidence, *((now.evidence,) if now.evidence else ())), missing_evidence=(), stacks=stacks,
+    )  # fmt: skip
+
+
+def death_of(context: Context, blocked: Blocked, rank: int) -> str:
+    """How a rank is known to have died, as a sentence part; "" when it is not."""
+    now = context.seen.get(rank)
+    progress = context.job.ranks[rank].trace.progress
+    if progress.closed and progress.closed != "exit":
+        return f"it ended with {progress.closed}"
+    if now is not None and now.cause == "gone" and progress.closed != "exit":
+        return now.evidence or "its process is gone"
+    if progress.closed == "exit" or not blocked.failed or len(blocked.failed) < len(blocked.rows):
+        return ""
+    quick = [_failed_quickly(context, other, row) for other, row in blocked.rows.items()]
+    return (
+        "the others' calls failed long before their timeout, as they do when a peer is gone"
+        if all(quick)
+        else ""
+    )
+
+
+def _failed_quickly(context: Context, rank: int, row: int) -> bool:
+    """Whether the call is known to have failed well before its timeout."""
+    call = context.job.ranks[rank].trace.calls[row]
+    if int(call["state"]) != State.FAILED or not int(call["completed_ns"]):
+        return False
+    took_ms = (int(call["completed_ns"]) - int(call["created_ns"])) / 1e6
+    return int(call["timeout_ms"]) == 0 or took_ms < 0.8 * int(call["timeout_ms"])
+
+
+def _died(context: Context, blocked: Blocked, dead: dict[int, str]) -> Finding:
+    ranks = tuple(sorted(dead))
+    base = _base(context, blocked, ranks)
+    sentence = f"{who(context.job, ranks)} died: {dead[ranks[0]]}; {_waiting(context, blocked)} in {context.call(blocked)}"
+    return replace(base, cause="rank_died", sentence=sentence, confidence=0.93, missing_evidence=(),
+                   advice=(f"read the end of the log of {ranks_text(ranks)}, and `dmesg -T | grep -i kill` on its node",))  # fmt: skip
+
+
+def _no_dump(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
+    """Members without a file. Usually dead; but gloo also kills the innocent partner of a wrong call."""
+    group = context.group(blocked)
+    odd = _aborted_partner(context, group, blocked)
+    if odd is not None:
+        return odd
+    base = _base(context, blocked, ranks)
+    few = len(ranks) * 2 > len(group.members) and len(ranks) > 2
+    sentence = f"{ranks_text(ranks)} left no dump and never came out of {context.call(blocked)}; {_waiting(context, blocked)}"
+    missing = (f"the black box, dump or log of {ranks_text(ranks)}: `allranks diagnose` with its file added",)
+    return replace(
+        base, cause="rank_died", sentence=sentence, confidence=0.3 if few else 0.75, where="",
+        missing_evidence=missing, advice=(f"look for the last log lines of {ranks_text(ranks)} (killed, out of memory, node down)",),
+    )  # fmt: skip
+
+
+def _aborted_partner(context: Context, group: GroupView, blocked: Blocked) -> Finding | None:
+    """One survivor of a gloo group with one call unlike all its neighbours: that call killed the partner."""
+    if group.backend != "gloo" or len(group.lanes) != 1 or len(group.members) != 2:
+        return None
+    lane = next(iter(group.lanes.values()))
+    sig = context.job.ranks[lane.rank].sig[lane.rows]
+    now = context.job.ranks[lane.rank].now[lane.rows]
+    for at in range(len(sig) - 2, 0, -1):
+        lonely = int((sig == sig[at]).sum()) == 1
+        if lonely and sig[at - 1] == sig[at + 1] and now[at] != Now.DONE:
+            row, seq = int(lane.rows[at]), int(lane.seqs[at])
+            at_line = place(context.job.frames(lane.rank, row))
+            base = _base(context, blocked, (lane.rank,))
+            other = [rank for rank in group.members if rank != lane.rank]
+            sentence = (
+                f"rank {lane.rank} made an extra {context.job.op(lane.rank, row)} #{seq} of group {group.label}"
+                f"{f' at {at_line}' if at_line else ''}, unlike the calls before and behind it; {ranks_text(other)} is "
+                f"gone, as gloo aborts a rank that gets more than it expects"
+            )
+            return replace(
+                base, cause="extra_collective", ranks=(lane.rank,), sequence=seq, where=at_line, sentence=sentence,
+                confidence=0.6, waiting=(),
+                missing_evidence=(f"the log of {ranks_text(other)}: 'gloo::EnforceNotMet' confirms it",),
+                advice=(f"make the call at {at_line or 'that line'} on all ranks of the group, or on none",),
+            )  # fmt: skip
+    return None
+
+
+def shifted(context: Context, blocked: Blocked | None, group: GroupView, shift: Shift) -> Finding:
+    """An extra or a skipped call seen only in the stacks."""
+    lane = group.lanes[shift.rank]
+    usual = next(other for other in group.lanes.values() if other.rank != shift.rank and len(other.seqs))
+    source = lane if shift.extra else usual
+    row = source.row(shift.seq)
+    op, at = context.job.op(source.rank, row), place(context.job.frames(source.rank, row))
+    verb = "made an extra" if shift.extra else "skipped"
+    sentence = f"{who(context.job, (shift.rank,))} {verb} {op} #{shift.seq} of group {group.label}{f' at {at}' if at else ''}"
+    others = tuple(rank for rank in group.lanes if rank != shift.rank)
+    sentence += f": moved by {shift.count}, its next {shift.agreeing} calls are at the same lines as those of {ranks_text(others)}"
+    waiting: tuple[int, ...] = ()
+    if blocked is not None:
+        waiting = context.waiters_behind((-1 - blocked.index,))
+        sentence += f"; now {ranks_text(blocked.waiters)} wait{'s' if len(blocked.waiters) == 1 else ''} in {context.call(blocked)}"
+    return Finding(
+        "extra_collective" if shift.extra else "missing_rank", (shift.rank,), sentence, "root", group.label, shift.seq,
+        min(0.95, 0.75 + 0.05 * shift.agreeing), at, waiting, context.waited(blocked) if blocked else None,
+        context.stacks([(source.rank, row), *((o, group.lanes[o].row(shift.seq)) for o in others if group.lanes[o].row(shift.seq) >= 0)]),
+        (f"the call sites of {ranks_text((shift.rank,))} and of the others part at #{shift.seq}",), (),
+        (f"make the call at {at or 'that line'} on all ranks of the group, or on none",),
+    )  # fmt: skip
+
+
+def _one_against_all(context: Context, blocked: Blocked, group: GroupView, ranks: tuple[int, ...]) -> bool:
+    """One rank waits in its single open call for two or more others, none of which is known to be anywhere."""
+    if len(blocked.rows) != 1 or len(ranks) < 2 or set(ranks) != set(group.members) - set(blocked.rows):
+        return False
+    if any(rank in context.seen or not len(group.lanes[rank].seqs) for rank in ranks):
+        return False
+    lane = group.lanes[next(iter(blocked.rows))]
+    return lane.last == blocked.seq and len({group.lanes[rank].last for rank in ranks}) == 1
+
+
+def _lone_waiter(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
+    rank, row = next(iter(blocked.rows.items()))
+    base = _base(context, blocked, ranks)
+    at = place(context.job.frames(rank, row))
+    sentence = (
+        f"{who(context.job, (rank,))} made an extra {context.call(blocked)}{f' at {at}' if at else ''}: none of the other "
+        f"{len(ranks)} ranks entered it, and all of them stopped after the same call"
+    )
+    return replace(
+        base, cause="extra_collective", ranks=(rank,), sentence=sentence, confidence=0.6, waiting=(rank,), where=at,
+        missing_evidence=(f"where {ranks_text(ranks)} are now: `allranks stacks` tells whether they are stuck instead",),
+        stacks=context.stacks([(rank, row)]),
+    )  # fmt: skip
+
+
+def _wrong_peer(context: Context, blocked: Blocked) -> Finding | None:
+    """The waiter itself has the wrong partner: somebody else is waiting for exactly it."""
+    wait = blocked.p2p
+    assert wait is not None
+    for other in context.blocked:
+        o = other.p2p
+        if (
+            o is None
+            or o.peer != wait.rank
+            or o.rank in (wait.peer, wait.rank)
+            or o.sends == wait.sends
+            or o.partner >= 0
+        ):
+            continue
+        label = context.group(blocked).label
+        verb = "receives from" if not wait.sends else "sends to"
+        sentence = (
+            f"{who(context.job, (wait.rank,))} {verb} rank {wait.peer}, but it is rank {o.rank} that "
+            f"{'sends to' if o.sends else 'receives from'} it (group {label})"
+        )
+        base = _base(context, blocked, (wait.peer,))
+        return replace(
+            base, cause="p2p_mismatch", ranks=(wait.rank,), sentence=sentence, confidence=0.85,
+            waiting=tuple(sorted({wait.rank, o.rank})), stacks=context.stacks([(wait.rank, wait.row), (o.rank, o.row)]),
+            missing_evidence=(),
+        )  # fmt: skip
+    return None
+
+
+def _base(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
+    """What all findings about absent ranks have in common."""
+    own = tuple(((rank,), latest_stack(context, rank)) for rank in ranks[:4] if latest_stack(context, rank))
+    at = context.place(blocked)
+    evidence = [f"{ranks_text(blocked.waiters)} entered {context.call(blocked)}{f' at {at}' if at else ''}"
+                + (f" and {seconds(w)} later had not left it" if (w := context.waited(blocked)) is not None else "")]  # fmt: skip
+    if blocked.failed:
+        evidence.append(f"the call failed or timed out on {ranks_text(blocked.failed)}")
+    for rank in ranks[:4]:
+        last = context.last_call(rank)
+        if last:
+            evidence.append(f"the last call of rank {rank} was {last}")
+    return Finding(
+        "missing_rank", ranks, "", "root", context.group(blocked).label,
+        blocked.seq if blocked.seq >= 0 else None, 0.9, at, context.waiters_behind(ranks), context.waited(blocked),
+        (*own, *context.stacks(blocked.rows.items())), tuple(evidence),
+        tuple(_where_now(context, rank) for rank in ranks[:2] if rank in context.job.ranks),
+    )  # fmt: skip
+
+
+def _where_now(context: Context, rank: int) -> str:
+    header = context.job.ranks[rank].trace.header
+    on = f" on {header.host}" if header.host else " on its node"
+    pid = f" --pid {header.pid}" if header.pid else ""
+    return f"where rank {rank} is now: run `allranks stacks{pid}`{on}"
+
+
+def _waiting(context: Context, blocked: Blocked) -> str:
+    """ "7 ranks have waited 31 s"."""
+    behind = set(context.waiters_behind((-1 - blocked.index,))) | set(blocked.waiters)
+    number = len(behind)
+    verb = "has" if number == 1 else "have"
+    wait = context.waited(blocked)
+    text = f"{count_ranks(number)} {verb} waited {seconds(wait)}" if wait is not None else ""
+    return text or f"{count_ranks(number)} wait{'s' if number == 1 else ''} for it"
+
+
+def _their(ranks: tuple[int, ...]) -> str:
+    return "its" if len(ranks) == 1 else "their"

@@ -1,0 +1,116 @@
+"""Everything a rule may look at, and the small questions all rules ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from allranks.diagnose.job import GroupView, Job, Now
+from allranks.diagnose.liveness import Patience, waited_s
+from allranks.diagnose.p2p import P2PMismatch, P2PWait
+from allranks.diagnose.waits import Blocked, Graph
+from allranks.diagnose.words import call_text, place
+from allranks.model.diagnosis import RankNow
+from allranks.model.trace import Frame
+
+Stacks = tuple[tuple[tuple[int, ...], tuple[Frame, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Context:
+    """The aligned job, what is blocked in it, and what is known from outside."""
+
+    job: Job
+    patience: Patience
+    blocked: tuple[Blocked, ...]
+    graph: Graph
+    seen: dict[int, RankNow] = field(default_factory=dict)
+    p2p_mismatches: tuple[P2PMismatch, ...] = ()
+    ignore_absent: bool = False
+
+    def group(self, blocked: Blocked) -> GroupView:
+        return self.job.groups[blocked.group]
+
+    def began_ns(self, blocked: Blocked) -> int:
+        """When the first waiter entered."""
+        calls = ((self.job.ranks[rank].trace.calls, row) for rank, row in blocked.rows.items())
+        return min(int(rows["created_ns"][row]) for rows, row in calls)
+
+    def first_for(self, rank: int) -> Blocked:
+        """The blocked call that lacks this rank and has been waited in longest."""
+        lacking = [b for b in self.blocked if rank in b.missing or rank in b.absent]
+        return min(lacking, key=lambda b: (self.began_ns(b), b.index))
+
+    def call(self, blocked: Blocked) -> str:
+        """ "all_reduce #5 of group tp_1", or "send to rank 3 (group pp)"."""
+        rank, row = min(blocked.rows.items())
+        label = self.group(blocked).label
+        if blocked.p2p is not None:
+            return p2p_text(blocked.p2p, label)
+        return call_text(self.job, rank, row, blocked.seq, label)
+
+    def place(self, blocked: Blocked) -> str:
+        """The line where most of the waiters wait."""
+        stacks = self.stacks(blocked.rows.items())
+        return place(stacks[0][1]) if stacks else ""
+
+    def stacks(self, rows: Iterable[tuple[int, int]]) -> Stacks:
+        """(ranks, stack) of calls, equal stacks together, largest first; calls without a stack are left out."""
+        by_stack: dict[int, list[int]] = {}
+        for rank, row in rows:
+            number = int(self.job.ranks[rank].stack[row])
+            if number:
+                by_stack.setdefault(number, []).append(rank)
+        ordered = sorted(by_stack.items(), key=lambda item: (-len(item[1]), sorted(item[1])))
+        return tuple((tuple(sorted(ranks)), self.job.tables.stacks[number]) for number, ranks in ordered)
+
+    def waited(self, blocked: Blocked) -> float | None:
+        return waited_s(self.job, blocked)
+
+    def last_call(self, rank: int) -> str:
+        """What a rank did last, as a sentence part; "" without calls."""
+        view = self.job.ranks.get(rank)
+        if view is None or not len(view.trace.calls):
+            return ""
+        row = len(view.trace.calls) - 1
+        number = int(view.group[row])
+        label = self.job.groups[number].label if number >= 0 else "?"
+        end = {Now.DONE: "finished", Now.LEFT: "over", Now.FAILED: "failed", Now.OPEN: "not finished"}
+        state = end.get(Now(int(view.now[row])), "")
+        at = place(self.job.frames(rank, row))
+        seq = int(view.trace.calls["seq"][row])
+        text = f"{self.job.op(rank, row)} #{seq} of group {label}" + (f" at {at}" if at else "")
+        return text + (f" ({state})" if state else "")
+
+    def waiters_behind(self, sink: Iterable[int]) -> tuple[int, ...]:
+        """All ranks that wait for the sink, directly or through others."""
+        nodes = set(sink)
+        back: dict[int, list[int]] = {}
+        for node, targets in self.graph.edges.items():
+            for target in targets:
+                back.setdefault(target, []).append(node)
+        seen, todo = set(nodes), list(nodes)
+        while todo:
+            for node in back.get(todo.pop(), ()):
+                if node not in seen:
+                    seen.add(node)
+                    todo.append(node)
+        return tuple(sorted(node for node in seen - nodes if node >= 0))
+
+
+def p2p_text(wait: P2PWait, label: str) -> str:
+    """ "send to rank 3 of group pp"."""
+    word = "send to" if wait.sends else "recv from"
+    number = f" #{wait.number}" if wait.number else ""
+    return f"{word} rank {wait.peer}{number} of group {label}"
+
+
+def latest_stack(context: Context, rank: int) -> tuple[Frame, ...]:
+    """The stack of a rank's latest call that has one."""
+    view = context.job.ranks.get(rank)
+    if view is None:
+        return ()
+    known = np.flatnonzero(view.stack)
+    return context.job.tables.stacks[int(view.stack[known[-1]])] if len(known) else ()

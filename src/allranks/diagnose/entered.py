@@ -1,0 +1,171 @@
+"""A call that everybody entered and that still did not end: failed on some, died inside, or nobody's program's fault."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from allranks.diagnose.context import Context
+from allranks.diagnose.job import Now
+from allranks.diagnose.ops import ROOTED
+from allranks.diagnose.waits import Blocked
+from allranks.diagnose.words import ranks_text, seconds, who
+from allranks.model.diagnosis import Finding
+from allranks.model.trace import State
+
+
+def explain_call(context: Context, blocked: Blocked) -> Finding | None:
+    """The finding for a blocked call that lacks nobody; None when it merely has not finished yet."""
+    if blocked.unsure:
+        return _unsure(context, blocked)
+    dead = {rank: text for rank in blocked.rows if (text := _died_inside(context, blocked, rank))}
+    if dead:
+        ranks = tuple(sorted(dead))
+        sentence = f"{who(context.job, ranks)} died inside {context.call(blocked)}: {dead[ranks[0]]}"
+        return _finding(context, blocked, "rank_died", ranks, sentence, 0.9)
+    failed = tuple(rank for rank in blocked.failed if _failed(context, rank, blocked.rows[rank]))
+    if failed and len(failed) < len(blocked.rows):
+        waiting = tuple(rank for rank in blocked.rows if rank not in failed)
+        sentence = f"{context.call(blocked)} failed on {who(context.job, failed)}, while {ranks_text(waiting)} wait{'s' if len(waiting) == 1 else ''} in it"
+        return _finding(context, blocked, "call_error", failed, sentence, 0.85)
+    if failed and not _timed_out(context, blocked):
+        first = _first_to_fail(context, blocked)
+        sentence = f"{context.call(blocked)} failed on all {len(blocked.rows)} ranks, first on {who(context.job, first)}"
+        return _finding(context, blocked, "call_error", first, sentence, 0.6)
+    if blocked.passed:
+        return _some_left(context, blocked)
+    return _none_finished(context, blocked)
+
+
+def _failed(context: Context, rank: int, row: int) -> bool:
+    return int(context.job.ranks[rank].trace.calls["state"][row]) == State.FAILED
+
+
+def _timed_out(context: Context, blocked: Blocked) -> bool:
+    return any(
+        int(context.job.ranks[rank].trace.calls["state"][row]) == State.TIMED_OUT
+        for rank, row in blocked.rows.items()
+    )
+
+
+def _died_inside(context: Context, blocked: Blocked, rank: int) -> str:
+    """How a rank is known to have died in a call that others saw fail; "" when it is not."""
+    if rank in blocked.failed and not (rank in context.seen and context.seen[rank].cause == "gone"):
+        return ""
+    progress = context.job.ranks[rank].trace.progress
+    now = context.seen.get(rank)
+    if now is not None and now.cause == "gone" and not progress.closed:
+        return now.evidence or "its process is gone"
+    if rank not in blocked.failed and progress.closed and progress.closed != "exit":
+        return f"it ended with {progress.closed}"
+    failed = [r for r in blocked.failed if _failed(context, r, blocked.rows[r])]
+    if failed and rank not in blocked.failed and len(failed) >= len(blocked.rows) - 1 and len(failed) > 1:
+        return "everybody else's call failed, its own never ended"
+    return ""
+
+
+def _first_to_fail(context: Context, blocked: Blocked) -> tuple[int, ...]:
+    ends = {
+        rank: int(context.job.ranks[rank].trace.calls["completed_ns"][row])
+        for rank, row in blocked.rows.items()
+    }
+    known = {rank: ns for rank, ns in ends.items() if ns}
+    return (min(known, key=lambda rank: (known[rank], rank)),) if known else tuple(sorted(ends))
+
+
+def _unsure(context: Context, blocked: Blocked) -> Finding:
+    sentence = (
+        f"{ranks_text(blocked.waiters)} wait in {context.call(blocked)}; {who(context.job, blocked.unsure)} "
+        f"is not seen there, but its dump is damaged, too old or has lost this group"
+    )
+    return _finding(context, blocked, "missing_rank", blocked.unsure, sentence, 0.35)
+
+
+def _some_left(context: Context, blocked: Blocked) -> Finding | None:
+    """Some got out, some did not: an unfinished end, unless the operation has a root that they may disagree on."""
+    group = context.group(blocked)
+    certain = [r for r in blocked.passed if _state(context, blocked, r) == Now.DONE]
+    rank, row = min(blocked.rows.items())
+    went_on = any(group.lanes[r].last > blocked.seq for r in blocked.passed if r in group.lanes)
+    wait = context.waited(blocked)
+    lasting = wait is not None and wait >= context.patience.limit_s
+    if (
+        int(context.job.ranks[rank].family[row]) in {int(f) for f in ROOTED}
+        and (went_on or lasting)
+        and not certain
+    ):
+        return _root_guess(context, blocked)
+    if lasting and (went_on or certain):
+        sentence = (
+            f"{context.call(blocked)} ended on {ranks_text(blocked.passed)} but not on {who(context.job, blocked.waiters)}, "
+            f"{seconds(wait or 0)} later: look at the network or device of the latter"
+        )
+        return _finding(context, blocked, "none_finished", blocked.waiters, sentence, 0.55)
+    return None
+
+
+def _state(context: Context, blocked: Blocked, rank: int) -> int:
+    lane = context.group(blocked).lanes.get(rank)
+    row = lane.row(blocked.seq) if lane is not None else -1
+    return int(context.job.ranks[rank].now[row]) if row >= 0 else Now.UNKNOWN
+
+
+def _root_guess(context: Context, blocked: Blocked) -> Finding:
+    """A rooted call that ended on some ranks and hangs on others: they disagree on the root."""
+    group = context.group(blocked)
+    rows = {rank: lane.row(blocked.seq) for rank, lane in group.lanes.items() if lane.row(blocked.seq) >= 0}
+    stacks = context.stacks(rows.items())
+    odd: set[int] = set(blocked.waiters)
+    if len(stacks) > 1 and len(stacks[0][0]) > len(stacks[1][0]):
+        elsewhere = {rank for ranks, _ in stacks[1:] for rank in ranks}
+        odd = (odd & elsewhere) or odd
+    ranks = tuple(sorted(odd))
+    sentence = (
+        f"{context.call(blocked)} ended on {ranks_text(blocked.passed)} and hangs on {ranks_text(blocked.waiters)}: "
+        f"{who(context.job, ranks)} probably named another root"
+    )
+    return _finding(
+        context, blocked, "root_mismatch", ranks, sentence, 0.6 if len(ranks) < len(blocked.rows) else 0.45
+    )
+
+
+def _none_finished(context: Context, blocked: Blocked) -> Finding:
+    states = {
+        rank: int(context.job.ranks[rank].trace.calls["state"][row]) for rank, row in blocked.rows.items()
+    }
+    started = [rank for rank, state in states.items() if state == State.STARTED]
+    late = (
+        tuple(sorted(rank for rank, state in states.items() if state == State.SCHEDULED)) if started else ()
+    )
+    few = late if len(late) * 2 < len(states) else ()
+    wait = context.waited(blocked)
+    tail = f" for {seconds(wait)}" if wait is not None else ""
+    if blocked.p2p is not None:
+        sentence = f"both ends of {context.call(blocked)} by {who(context.job, blocked.waiters)} are posted, and it has not finished{tail}"
+    else:
+        sentence = f"all {len(blocked.rows)} ranks entered {context.call(blocked)} and none finished it{tail}: network or device"
+    if few:
+        sentence += f"; it never started on the device of {who(context.job, few)}"
+    finding = _finding(context, blocked, "none_finished", few, sentence, 0.7 if wait is not None else 0.6)
+    return Finding(**{**finding.__dict__, "evidence": (
+        *finding.evidence, "operation, sizes and types are the same on all ranks: the programs agree",
+    ), "missing_evidence": (
+        "which link or device: `allranks doctor network`, `dmesg -T | grep -iE 'xid|mlx5|link'`, and NCCL_DEBUG=INFO logs",
+        *(() if started else ("which rank's kernel started: run with TORCH_NCCL_ENABLE_TIMING=1",)),
+    )})  # fmt: skip
+
+
+def _finding(
+    context: Context, blocked: Blocked, cause: str, ranks: tuple[int, ...], sentence: str, confidence: float
+) -> Finding:
+    at = context.place(blocked)
+    guilty = [(rank, blocked.rows[rank]) for rank in ranks if rank in blocked.rows]
+    others = [(rank, row) for rank, row in blocked.rows.items() if rank not in ranks]
+    evidence = (f"{ranks_text(blocked.waiters)} entered {context.call(blocked)}{f' at {at}' if at else ''}",)
+    if blocked.failed:
+        evidence += (f"the call failed or timed out on {ranks_text(blocked.failed)}",)
+    behind = np.unique(np.array([*context.waiters_behind((-1 - blocked.index,)), *blocked.waiters], np.int64))
+    waiting = tuple(int(r) for r in behind if int(r) not in ranks)
+    return Finding(
+        cause, ranks, sentence, "root", context.group(blocked).label, blocked.seq if blocked.seq >= 0 else None,
+        confidence, at, waiting, context.waited(blocked), (*context.stacks(guilty), *context.stacks(others)), evidence,
+    )  # fmt: skip

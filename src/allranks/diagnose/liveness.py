@@ -1,0 +1,69 @@
+"""Hung, or merely busy? A blocked call counts only when it has lasted longer than the job's usual pauses.
+
+Time is an argument: for black boxes the moment they were read, for dump files the moment they were written. Without
+it a dump is taken at its word: people dump jobs that hang.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from allranks.diagnose.job import Job
+from allranks.diagnose.waits import Blocked
+
+MIN_WAIT_S, MAX_WAIT_S, UNTRAINED_WAIT_S = 0.1, 30.0, 1.0
+SAMPLED_RANKS, SAMPLED_CALLS, WARM_UP_CALLS = 64, 256, 3
+#: A wait longer than this is the age of the file, not of the wait.
+BELIEVABLE_S = 30 * 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a wait is normal in this job, and why."""
+
+    limit_s: float
+    reason: str
+
+
+def usual_pause(job: Job) -> Patience:
+    """Twice the longest pause between two calls of a rank, within limits."""
+    longest = 0.0
+    count = 0
+    for rank in list(job.ranks)[:SAMPLED_RANKS]:
+        created = job.ranks[rank].trace.calls["created_ns"][-SAMPLED_CALLS:]
+        gaps = np.diff(created)[WARM_UP_CALLS:]
+        count += len(gaps)
+        if len(gaps):
+            longest = max(longest, float(gaps.max()) / 1e9)
+    if count < 8:
+        return Patience(
+            UNTRAINED_WAIT_S, f"too few calls to know this job's pauses; {UNTRAINED_WAIT_S:.0f} s assumed"
+        )
+    limit = min(max(2 * longest, MIN_WAIT_S), MAX_WAIT_S)
+    return Patience(limit, f"the longest pause between two calls was {longest:.3g} s")
+
+
+def waited_s(job: Job, blocked: Blocked) -> float | None:
+    """How long the longest waiter has waited; None when no time of the dump is known."""
+    longest = None
+    for rank, row in blocked.rows.items():
+        view = job.ranks[rank]
+        entered = int(view.trace.calls["created_ns"][row])
+        if view.snapshot_ns and entered:
+            wait = (view.snapshot_ns - entered) / 1e9
+            if 0 <= wait < BELIEVABLE_S:
+                longest = wait if longest is None else max(longest, wait)
+    return longest
+
+
+def is_hung(job: Job, blocked: Blocked, patience: Patience) -> bool:
+    """Whether the call has lasted too long; failed calls and calls of unknown age count as such."""
+    if blocked.failed:
+        return True
+    expected = [job.ranks[rank].trace.progress.expect_until_ns for rank in blocked.missing]
+    if job.now_ns and expected and min(expected) > job.now_ns:
+        return False
+    wait = waited_s(job, blocked)
+    return wait is None or wait >= patience.limit_s

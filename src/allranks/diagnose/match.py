@@ -1,0 +1,294 @@
+"""Compares the calls of each collective across ranks. Fast path: equal signatures need no look; the rest go by rules.
+
+What must be equal depends on the operation: uneven all_gather, reduce_scatter and all_to_all are valid as long as
+what all ranks give adds up to what each takes. Elements count, not shapes: [4, 4] meets [16].
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from allranks.diagnose.job import GroupView, Job
+from allranks.diagnose.ops import EVEN_ONLY, REDUCING, ROOTED, Family
+from allranks.model.trace import REDUCE_OPS
+
+#: Cells (ranks x collectives) examined at once; bounds memory.
+CHUNK_CELLS = 2_000_000
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first collective of a group whose calls do not fit together, and how many later ones do not either."""
+
+    group: int
+    seq: int
+    cause: str
+    classes: tuple[tuple[str, tuple[int, ...]], ...]  # (what they did, ranks), largest class first
+    also: int = 0  # later collectives of this group that do not fit either
+    aspect: str = ""  # "input", "output", "split" for sizes
+
+
+def find_mismatches(job: Job) -> list[Mismatch]:
+    """At most one per group: the earliest."""
+    found = []
+    for group in job.groups:
+        suspects = suspect_seqs(job, group)
+        if len(suspects):
+            mismatch = _first(job, group, suspects)
+            if mismatch is not None:
+                found.append(mismatch)
+    return found
+
+
+def suspect_seqs(job: Job, group: GroupView) -> np.ndarray:
+    """Sequence numbers at which two ranks have different signatures. Linear in the number of calls."""
+    lanes = [lane for lane in group.lanes.values() if len(lane.seqs)]
+    if len(lanes) < 2:
+        return np.zeros(0, np.int64)
+    top = max(lane.last for lane in lanes)
+    low = max(min(lane.first for lane in lanes), top - 2 * max(len(lane.seqs) for lane in lanes))
+    reference = np.full(top - low + 1, -1, np.int64)
+    odd = np.zeros(top - low + 1, bool)
+    for lane in lanes:
+        start = int(np.searchsorted(lane.seqs, low))
+        seqs, sigs = lane.seqs[start:] - low, job.ranks[lane.rank].sig[lane.rows[start:]]
+        if not len(seqs):
+            continue
+        here: slice | np.ndarray = seqs
+        if int(seqs[-1]) - int(seqs[0]) + 1 == len(seqs):
+            here = slice(int(seqs[0]), int(seqs[-1]) + 1)
+        known = reference[here]
+        different = (known != sigs) & (known >= 0)
+        if different.any():
+            odd[here] |= different
+        reference[here] = np.where(known >= 0, known, sigs)
+    return np.flatnonzero(odd) + low
+
+
+def _first(job: Job, group: GroupView, suspects: np.ndarray) -> Mismatch | None:
+    lanes = [lane for lane in group.lanes.values() if len(lane.seqs)]
+    width = max(1, CHUNK_CELLS // len(lanes))
+    first: Mismatch | None = None
+    also = 0
+    for start in range(0, len(suspects), width):
+        seqs = suspects[start : start + width]
+        cells = Cells.gather(job, group, seqs)
+        for column in cells.bad_columns():
+            if first is None:
+                first = cells.explain(int(column))
+            else:
+                also += 1
+    if first is None:
+        return None
+    return Mismatch(first.group, first.seq, first.cause, first.classes, also, first.aspect)
+
+
+@dataclass
+class Cells:
+    """The calls of some collectives of one group: rows are ranks, columns are sequence numbers."""
+
+    job: Job
+    group: GroupView
+    ranks: list[int]
+    seqs: np.ndarray
+    row: np.ndarray  # row of the call in its rank's trace; -1 absent
+    family: np.ndarray
+    given: np.ndarray  # elements; -1 unknown
+    taken: np.ndarray
+    dtype: np.ndarray  # number of the dtypes; 0 unknown
+    root: np.ndarray
+    reduce_op: np.ndarray
+
+    @staticmethod
+    def gather(job: Job, group: GroupView, seqs: np.ndarray) -> Cells:
+        """Fetches the columns of all ranks that have calls in the group."""
+        lanes = [lane for lane in group.lanes.values() if len(lane.seqs)]
+        shape = (len(lanes), len(seqs))
+        row = np.full(shape, -1, np.int64)
+        columns = {name: np.full(shape, empty, np.int64) for name, empty in
+                   (("family", 0), ("given", -1), ("taken", -1), ("dtype", 0), ("root", -1), ("reduce_op", 0))}  # fmt: skip
+        dtypes = DtypeNumbers(job)
+        for i, lane in enumerate(lanes):
+            at = np.searchsorted(lane.seqs, seqs)
+            at[at >= len(lane.seqs)] = 0
+            here = lane.seqs[at] == seqs
+            rows = lane.rows[at[here]]
+            view = job.ranks[lane.rank]
+            calls = view.trace.calls
+            row[i, here] = rows
+            columns["family"][i, here] = view.family[rows]
+            columns["given"][i, here] = calls["in_numel"][rows]
+            columns["taken"][i, here] = calls["out_numel"][rows]
+            columns["dtype"][i, here] = dtypes.of((view.sig[rows] >> 24) & 0x7FFFFFF)
+            columns["root"][i, here] = calls["root"][rows]
+            columns["reduce_op"][i, here] = calls["reduce_op"][rows]
+        return Cells(job, group, [lane.rank for lane in lanes], seqs, row, **columns)
+
+    def bad_columns(self) -> np.ndarray:
+        """Columns that break a rule."""
+        return np.flatnonzero(np.array([self._cause(c) is not None for c in range(len(self.seqs))], bool))
+
+    def explain(self, column: int) -> Mismatch:
+        """The broken rule of a bad column, with the ranks sorted by what they did."""
+        cause = self._cause(column)
+        assert cause is not None
+        kind, aspect, keys = cause
+        here = self.row[:, column] >= 0
+        ranks = [rank for rank, is_here in zip(self.ranks, here, strict=True) if is_here]
+        classes: dict[object, list[int]] = {}
+        for rank, key in zip(ranks, keys.tolist(), strict=True):
+            classes.setdefault(key, []).append(rank)
+        ordered = sorted(classes.items(), key=lambda item: (-len(item[1]), item[1]))
+        texts = tuple((self._words(kind, column, members[0]), tuple(members)) for _, members in ordered)
+        return Mismatch(self.group.index, int(self.seqs[column]), kind, texts, 0, aspect)
+
+    def _cause(self, c: int) -> tuple[str, str, np.ndarray] | None:
+        """(cause, aspect, key per present rank) of the first broken rule of a column, or None."""
+        here = self.row[:, c] >= 0
+        family = self.family[here, c]
+        if (family != family[0]).any():
+            return "type_mismatch", "", family
+        sizes = self._size_keys(c, here, int(family[0]))
+        if sizes is not None:
+            return "size_mismatch", sizes[0], sizes[1]
+        for column, cause, members in (
+            (self.dtype, "dtype_mismatch", None), (self.root, "root_mismatch", ROOTED),
+            (self.reduce_op, "reduce_op_mismatch", REDUCING),
+        ):  # fmt: skip
+            values = column[here, c]
+            known = values[values > 0] if column is not self.root else values[values >= 0]
+            if (
+                len(known) > 1
+                and (known != known[0]).any()
+                and (members is None or int(family[0]) in members)
+            ):
+                return cause, "", values
+        return None
+
+    def _size_keys(self, c: int, here: np.ndarray, family: int) -> tuple[str, np.ndarray] | None:
+        given, taken = self.given[here, c], self.taken[here, c]
+        complete = int(here.sum()) == len(self.group.members) and self.group.members_known
+        if family in (Family.ALL_REDUCE, Family.BROADCAST, Family.REDUCE, Family.GATHER):
+            return ("input", given) if _differ(given) else None
+        if family == Family.SCATTER:
+            return ("output", taken) if _differ(taken) else None
+        if family == Family.ALL_GATHER:
+            return self._spread(c, here, given, taken, complete, "output", "input")
+        if family == Family.REDUCE_SCATTER:
+            return self._spread(c, here, taken, given, complete, "input", "output")
+        if family == Family.ALL_TO_ALL and complete and (given > 0).any() and (taken > 0).any():
+            return self._exchange(c, here, given, taken)
+        return None
+
+    def _spread(
+        self, c: int, here: np.ndarray, part: np.ndarray, whole: np.ndarray, complete: bool,
+        whole_word: str, part_word: str,
+    ) -> tuple[str, np.ndarray] | None:  # fmt: skip
+        """all_gather (and reduce_scatter turned round): every rank's part, everybody's whole."""
+        if _differ(whole):
+            return whole_word, whole
+        if not _differ(part):
+            return None
+        rank = next(rank for rank, is_here in zip(self.ranks, here, strict=True) if is_here)
+        even_only = self.job.op(rank, int(self.row[self.ranks.index(rank), c])) in EVEN_ONLY
+        if even_only or (complete and (whole > 0).all() and int(part.sum()) != int(whole[0])):
+            return part_word, part
+        return None
+
+    def _exchange(
+        self, c: int, here: np.ndarray, given: np.ndarray, taken: np.ndarray
+    ) -> tuple[str, np.ndarray] | None:
+        """all_to_all: what r gives k must be what k takes of r, where splits are known; totals otherwise."""
+        ranks = list(self.group.order)
+        splits = [_splits(self.job, r, int(self.row[self.ranks.index(r), c]), len(ranks)) for r in ranks]
+        if len(ranks) <= 2048 and all(gives and takes for gives, takes in splits):
+            gives = np.array([pair[0] for pair in splits])
+            takes = np.array([pair[1] for pair in splits])
+            wrong = gives != takes.T
+            if not wrong.any():
+                return None
+            blame = dict(zip(ranks, _blame(wrong).tolist(), strict=True))
+            return "split", np.array([blame[rank] for rank in self.ranks])
+        if int(given.sum()) != int(taken.sum()):
+            return "split", given * (1 << 20) + taken
+        return None
+
+    def _words(self, kind: str, column: int, rank: int) -> str:
+        """What one rank did, in the terms of the broken rule."""
+        row = int(self.row[self.ranks.index(rank), column])
+        shapes = self.job.shapes(rank, row)
+        i = self.ranks.index(rank)
+        if kind == "type_mismatch":
+            return self.job.op(rank, row)
+        if kind == "dtype_mismatch":
+            return "/".join(dict.fromkeys(shapes.input_dtypes or shapes.output_dtypes)) or "unknown dtype"
+        if kind == "root_mismatch":
+            return f"root {int(self.root[i, column])}"
+        if kind == "reduce_op_mismatch":
+            code = int(self.reduce_op[i, column])
+            return REDUCE_OPS[code] if code < len(REDUCE_OPS) else "other"
+        return f"in {sizes_text(shapes.inputs)} out {sizes_text(shapes.outputs)}"
+
+
+class DtypeNumbers:
+    """Shapes number → number of its dtypes; 0 unknown."""
+
+    def __init__(self, job: Job) -> None:
+        ids: dict[tuple[str, ...], int] = {(): 0}
+        table = []
+        for shapes in job.tables.shapes:
+            words = tuple(dict.fromkeys(shapes.input_dtypes or shapes.output_dtypes))
+            table.append(ids.setdefault(words, len(ids)))
+        self._table = np.array(table, np.int64)
+
+    def of(self, shapes: np.ndarray) -> np.ndarray:
+        return self._table[shapes]
+
+
+def sizes_text(sizes: tuple[tuple[int, ...], ...]) -> str:
+    """[3, 4] for one tensor, 5 tensors shown at most."""
+    shown = [str(list(size)) for size in sizes[:5]]
+    more = f" and {len(sizes) - 5} more" if len(sizes) > 5 else ""
+    return (" ".join(shown) or "[]") + more
+
+
+def majority(mismatch: Mismatch) -> tuple[int, ...] | None:
+    """The ranks outside the largest class, or None when there is no single largest one."""
+    sizes = Counter(len(ranks) for _, ranks in mismatch.classes)
+    largest = max(sizes)
+    if sizes[largest] > 1:
+        return None
+    return tuple(sorted(rank for _, ranks in mismatch.classes[1:] for rank in ranks))
+
+
+def _differ(values: np.ndarray) -> bool:
+    known = values[values >= 0]
+    return len(known) > 1 and bool((known != known[0]).any())
+
+
+def _numel(size: tuple[int, ...]) -> int:
+    count = 1
+    for extent in size:
+        count *= extent
+    return count
+
+
+def _splits(job: Job, rank: int, row: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(elements to each rank, elements from each rank), () when not recorded."""
+    shapes = job.shapes(rank, row)
+    gives: tuple[int, ...] = shapes.input_splits
+    takes: tuple[int, ...] = shapes.output_splits
+    if not gives and len(shapes.inputs) == size and size > 1:
+        gives = tuple(map(_numel, shapes.inputs))
+    if not takes and len(shapes.outputs) == size and size > 1:
+        takes = tuple(map(_numel, shapes.outputs))
+    return (gives, takes) if len(gives) == size and len(takes) == size else ((), ())
+
+
+def _blame(wrong: np.ndarray) -> np.ndarray:
+    """1 for the ranks that take part in the most disagreements, 0 for the others."""
+    counts = wrong.sum(axis=0) + wrong.sum(axis=1)
+    return (counts == counts.max()).astype(np.int64)

@@ -1,0 +1,74 @@
+"""What each operation demands of its members: which calls belong together, and what must be equal. Pure tables."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+
+class Family(IntEnum):
+    """Calls of one family can meet in one collective; those of different families cannot."""
+
+    UNKNOWN = 0
+    ALL_REDUCE = 1
+    BROADCAST = 2
+    REDUCE = 3
+    ALL_GATHER = 4
+    REDUCE_SCATTER = 5
+    ALL_TO_ALL = 6
+    GATHER = 7
+    SCATTER = 8
+    BARRIER = 9
+    SPARSE = 10
+    COALESCED = 11
+    SEND = 12
+    RECV = 13
+    P2P_BATCH = 14
+    OTHER = 15  # first of the codes for names we do not know: each name is its own family
+
+
+_FAMILIES = {
+    "all_reduce": Family.ALL_REDUCE, "allreduce_coalesced": Family.ALL_REDUCE,
+    "all_reduce_coalesced": Family.ALL_REDUCE,
+    "broadcast": Family.BROADCAST, "_broadcast_oop": Family.BROADCAST,
+    "reduce": Family.REDUCE, "_reduce_oop": Family.REDUCE,
+    "all_gather": Family.ALL_GATHER, "_all_gather_base": Family.ALL_GATHER, "all_gather_single": Family.ALL_GATHER,
+    "all_gather_into_tensor": Family.ALL_GATHER, "all_gather_into_tensor_coalesced": Family.ALL_GATHER,
+    "all_gather_v": Family.ALL_GATHER, "ALLGATHER_coalesced": Family.ALL_GATHER,
+    "all_gather_coalesced": Family.ALL_GATHER,
+    "reduce_scatter": Family.REDUCE_SCATTER, "_reduce_scatter_base": Family.REDUCE_SCATTER,
+    "reduce_scatter_single": Family.REDUCE_SCATTER, "reduce_scatter_v": Family.REDUCE_SCATTER,
+    "reduce_scatter_tensor": Family.REDUCE_SCATTER, "reduce_scatter_tensor_coalesced": Family.REDUCE_SCATTER,
+    "REDUCE_SCATTER_coalesced": Family.REDUCE_SCATTER,
+    "all_to_all": Family.ALL_TO_ALL, "all_to_all_single": Family.ALL_TO_ALL, "all_to_all_base": Family.ALL_TO_ALL,
+    "alltoall": Family.ALL_TO_ALL, "alltoall_base": Family.ALL_TO_ALL, "all_to_all_v_single": Family.ALL_TO_ALL,
+    "gather": Family.GATHER, "gather_single": Family.GATHER, "scatter": Family.SCATTER,
+    "barrier": Family.BARRIER, "all_reduce_barrier": Family.BARRIER, "monitored_barrier": Family.BARRIER,
+    "sparse_all_reduce": Family.SPARSE, "coalesced": Family.COALESCED,
+    "send": Family.SEND, "recv": Family.RECV, "isend": Family.SEND, "irecv": Family.RECV,
+    "recv_any_source": Family.RECV, "recvAnySource": Family.RECV, "batch_op_issue": Family.P2P_BATCH,
+}  # fmt: skip
+
+#: Families in which nobody can finish before everybody has entered.
+SYNCHRONISING = frozenset(
+    {Family.ALL_REDUCE, Family.ALL_GATHER, Family.REDUCE_SCATTER, Family.ALL_TO_ALL, Family.BARRIER}
+)
+ROOTED = frozenset({Family.BROADCAST, Family.REDUCE, Family.GATHER, Family.SCATTER})
+REDUCING = frozenset({Family.ALL_REDUCE, Family.REDUCE, Family.REDUCE_SCATTER})
+#: One tensor per rank of equal length: an uneven variant does not exist.
+EVEN_ONLY = frozenset({"_all_gather_base", "all_gather_into_tensor", "all_gather_single", "_reduce_scatter_base",
+                       "reduce_scatter_tensor", "reduce_scatter_single"})  # fmt: skip
+
+
+def families(names: tuple[str, ...]) -> np.ndarray:
+    """The family code of every name of a table; unknown names get codes of their own, from OTHER up."""
+    codes = np.zeros(max(1, len(names)), np.int32)
+    others: dict[str, int] = {}
+    for index, name in enumerate(names):
+        family = _FAMILIES.get(name)
+        if family is not None:
+            codes[index] = family
+        elif name:
+            codes[index] = others.setdefault(name, int(Family.OTHER) + len(others))
+    return codes

@@ -1,0 +1,178 @@
+"""Sends and receives, paired by peer and order within a group, on every library. Batches lend their parts a state.
+
+While neither ring has wrapped, the k-th send from a to b belongs to the k-th receive at b from a. After a wrap the
+counts mean nothing, and pairing starts behind the last pair that is known to be done on both sides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from allranks.diagnose.job import Job, Now, RankView
+from allranks.diagnose.ops import Family
+from allranks.model.trace import Flag
+
+
+@dataclass(frozen=True)
+class Side:
+    """One rank's sends to (or receives from) one peer in one group, in order."""
+
+    rank: int
+    peer: int
+    group: int
+    sends: bool
+    rows: np.ndarray
+    now: np.ndarray
+    reliable: bool  # every call since the start is here
+
+    def pending_from(self) -> int:
+        """Index behind the last finished call."""
+        done = np.flatnonzero((self.now == Now.DONE) | (self.now == Now.LEFT))
+        return int(done[-1]) + 1 if len(done) else 0
+
+
+@dataclass(frozen=True)
+class P2PWait:
+    """An open send or receive. `partner` is the matching row at the peer, -1 when the peer never posted it."""
+
+    rank: int
+    row: int
+    peer: int
+    group: int
+    sends: bool
+    number: int  # how many-th between the two, from 1; 0 unknown
+    partner: int
+    peer_known: bool
+
+
+@dataclass(frozen=True)
+class P2PMismatch:
+    """A matched pair whose two ends disagree on elements or dtype."""
+
+    group: int
+    source: int
+    target: int
+    send_row: int
+    recv_row: int
+    number: int
+    aspect: str  # "size" | "dtype"
+
+
+def match_p2p(job: Job) -> tuple[list[P2PWait], list[P2PMismatch]]:
+    """All open calls with or without partner, and all pairs that do not fit."""
+    sides: dict[tuple[int, int, int, bool], Side] = {}
+    for view in job.ranks.values():
+        for side in _sides(view):
+            sides[(side.group, side.rank, side.peer, side.sends)] = side
+    waits: list[P2PWait] = []
+    mismatches: list[P2PMismatch] = []
+    for key in sorted(sides):
+        side = sides[key]
+        other = sides.get((side.group, side.peer, side.rank, not side.sends))
+        waits += _waits(job, side, other)
+        if side.sends and other is not None:
+            mismatches += _mismatches(job, side, other)
+    return waits, mismatches
+
+
+def p2p_states(view: RankView) -> np.ndarray:
+    """Now per call, with every part of a batch given the state of the batch's end."""
+    calls = view.trace.calls
+    flags = calls["flags"]
+    part = ((flags & Flag.COALESCED_PART) != 0) & ((flags & Flag.P2P) != 0)
+    now = view.now.copy()
+    if not part.any():
+        return now
+    key = calls["group"].astype(np.int64) << 40 | (calls["p2p_seq"] & (1 << 40) - 1)
+    ends = np.flatnonzero(((flags & Flag.COALESCED_END) != 0) & ((flags & Flag.P2P) != 0))
+    state_of = dict(zip(key[ends].tolist(), view.now[ends].tolist(), strict=True))
+    parts = np.flatnonzero(part)
+    # A batch without its end is still being issued if it is the newest, else nothing is known of it.
+    newest = int(key[parts[-1]])
+    now[parts] = [state_of.get(k, Now.OPEN if k == newest else Now.UNKNOWN) for k in key[parts].tolist()]
+    return now
+
+
+def _sides(view: RankView) -> list[Side]:
+    calls = view.trace.calls
+    sends, receives = view.family == Family.SEND, view.family == Family.RECV
+    mine = np.flatnonzero((sends | receives) & (calls["peer"] >= 0) & (view.group >= 0))
+    if not len(mine):
+        return []
+    now = p2p_states(view)
+    key = (
+        (view.group[mine].astype(np.int64) << 33) | (calls["peer"][mine].astype(np.int64) << 1) | sends[mine]
+    )
+    order = np.argsort(key, kind="stable")
+    mine, key = mine[order], key[order]
+    wrapped = view.trace.header.dropped > 0 or int(calls["begin"][0]) > 1
+    found = []
+    for rows in np.split(mine, np.flatnonzero(np.diff(key)) + 1):
+        row = int(rows[0])
+        found.append(
+            Side(view.rank, int(calls["peer"][row]), int(view.group[row]), bool(sends[row]), rows, now[rows],
+                 not wrapped and not view.cut)
+        )  # fmt: skip
+    return found
+
+
+def _waits(job: Job, side: Side, other: Side | None) -> list[P2PWait]:
+    peer = job.ranks.get(side.peer)
+    peer_known = peer is not None and not peer.cut
+    start = side.pending_from()
+    exact = side.reliable and (other.reliable if other is not None else _complete(peer))
+    found = []
+    for index in range(start, len(side.rows)):
+        if side.now[index] not in (Now.OPEN, Now.FAILED):
+            continue
+        at = index if exact else index - start + (other.pending_from() if other is not None else 0)
+        partner = int(other.rows[at]) if other is not None and at < len(other.rows) else -1
+        found.append(
+            P2PWait(side.rank, int(side.rows[index]), side.peer, side.group, side.sends, index + 1 if exact else 0,
+                    partner, peer_known)
+        )  # fmt: skip
+    return found
+
+
+def _complete(view: RankView | None) -> bool:
+    return view is not None and not view.cut and view.trace.header.dropped == 0
+
+
+def _mismatches(job: Job, send: Side, receive: Side) -> list[P2PMismatch]:
+    """The first pair that does not fit. After a wrap only open pairs can be paired with certainty."""
+    if send.reliable and receive.reliable:
+        first_send = first_receive = 0
+    else:
+        first_send, first_receive = send.pending_from(), receive.pending_from()
+    count = min(len(send.rows) - first_send, len(receive.rows) - first_receive)
+    if count <= 0:
+        return []
+    send_rows = send.rows[first_send : first_send + count]
+    receive_rows = receive.rows[first_receive : first_receive + count]
+    sent = job.ranks[send.rank].trace.calls["in_numel"][send_rows]
+    taken = job.ranks[receive.rank].trace.calls["out_numel"][receive_rows]
+    for bad, aspect in ((np.flatnonzero((sent != taken) & (sent > 0) & (taken > 0)), "size"),
+                        (_dtype_differs(job, send.rank, send_rows, receive.rank, receive_rows), "dtype")):  # fmt: skip
+        if len(bad):
+            at = int(bad[0])
+            return [P2PMismatch(send.group, send.rank, receive.rank, int(send_rows[at]), int(receive_rows[at]),
+                                first_send + at + 1, aspect)]  # fmt: skip
+    return []
+
+
+def _dtype_differs(
+    job: Job, source: int, send_rows: np.ndarray, target: int, receive_rows: np.ndarray
+) -> np.ndarray:
+    shapes_a = job.ranks[source].sig[send_rows] >> 24 & 0x7FFFFFF
+    shapes_b = job.ranks[target].sig[receive_rows] >> 24 & 0x7FFFFFF
+    candidates = np.flatnonzero(shapes_a != shapes_b)
+    bad = []
+    for index in candidates.tolist():
+        a, b = job.tables.shapes[int(shapes_a[index])], job.tables.shapes[int(shapes_b[index])]
+        one, two = a.input_dtypes or a.output_dtypes, b.output_dtypes or b.input_dtypes
+        if one and two and set(one) != set(two):
+            bad.append(index)
+            break
+    return np.array(bad, np.int64)

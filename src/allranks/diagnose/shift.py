@@ -1,0 +1,115 @@
+"""An extra or a skipped call: from some point on, one rank's calls fit the others' when moved by one.
+
+Sequences are compared by signature and stack together, so that an extra all_reduce of the same size is found where
+it was made, and not where the last rank waits in vain.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from allranks.diagnose.job import GroupView, Job, Lane
+
+#: At most this many extra or skipped calls in a row are looked for.
+MAX_SHIFT = 4
+
+
+@dataclass(frozen=True)
+class Shift:
+    """`rank` made `count` calls more (extra) or fewer (not extra) than the others, from `seq` on."""
+
+    rank: int
+    seq: int
+    count: int
+    extra: bool
+    agreeing: int  # calls behind the shift that fit when moved
+
+
+def keys(job: Job, lane: Lane, with_stacks: bool = True) -> np.ndarray:
+    """One number per call of a lane: equal on two ranks when they did the same thing at the same line."""
+    view = job.ranks[lane.rank]
+    sig = view.sig[lane.rows].astype(np.uint64)
+    if not with_stacks:
+        return sig
+    mixed: np.ndarray = sig ^ (view.stack[lane.rows].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    return mixed
+
+
+def find_shift(job: Job, group: GroupView, rank: int, reference: int, seq: int) -> Shift | None:
+    """Whether `rank` and `reference`, who differ at `seq`, agree from there on when one is moved."""
+    for with_stacks in (True, False):
+        mine, theirs = (_from(job, group.lanes[r], seq, with_stacks) for r in (rank, reference))
+        found = best_shift(mine, theirs)
+        if found is not None:
+            count, extra, agreeing = found
+            return Shift(rank, seq, count, extra, agreeing)
+    return None
+
+
+def best_shift(mine: np.ndarray, theirs: np.ndarray) -> tuple[int, bool, int] | None:
+    """(count, extra, agreeing calls) of the smallest move that makes the two agree to the end of the shorter."""
+    options = []
+    for count in range(1, MAX_SHIFT + 1):
+        for extra, moved, still in ((True, mine, theirs), (False, theirs, mine)):
+            length = min(len(moved) - count, len(still))
+            if length >= 1 and bool((moved[count : count + length] == still[:length]).all()):
+                options.append((count, extra, length))
+        if options:
+            break
+    if not options:
+        return None
+    # In a periodic program both directions fit: then whoever made more calls has the extra one.
+    longer = len(mine) >= len(theirs)
+    return max(options, key=lambda option: (option[2], option[1] == longer))
+
+
+def find_stack_shift(job: Job, group: GroupView) -> Shift | None:
+    """An extra or skipped call of the same kind and size, visible only in the stacks."""
+    lanes = [lane for lane in group.lanes.values() if len(lane.seqs)]
+    if len(lanes) < 2:
+        return None
+    low, high = max(lane.first for lane in lanes), min(lane.last for lane in lanes)
+    if high < low:
+        return None
+    windows = {lane.rank: _window(job, lane, low, high) for lane in lanes}
+    if any(len(window) != high - low + 1 for window in windows.values()):
+        return None
+    prints = {rank: window.tobytes() for rank, window in windows.items()}
+    common, votes = Counter(prints.values()).most_common(1)[0]
+    odd = sorted(rank for rank, text in prints.items() if text != common)
+    if not odd or (votes <= len(lanes) // 2 and len(lanes) > 2) or len(odd) > 64:
+        return None
+    usual = max((lane for lane in lanes if prints[lane.rank] == common), key=lambda lane: lane.last)
+    found = [_shift_of(job, group, rank, usual, windows, low) for rank in odd]
+    shifts = [shift for shift in found if shift is not None]
+    return max(shifts, key=lambda shift: (shift.extra, shift.agreeing, -shift.rank), default=None)
+
+
+def _shift_of(
+    job: Job, group: GroupView, rank: int, usual: Lane, windows: dict[int, np.ndarray], low: int
+) -> Shift | None:
+    lane = group.lanes[rank]
+    if len(group.lanes) == 2 and usual.last > lane.last:
+        # Of two ranks nobody has a majority: the one that made more calls has the extra one.
+        lane, usual = usual, lane
+    at = int(np.flatnonzero(windows[lane.rank] != windows[usual.rank])[0])
+    mine, theirs = _from(job, lane, low + at, True), _from(job, usual, low + at, True)
+    found = best_shift(mine, theirs)
+    if found is None:
+        return None
+    count, extra, agreeing = found
+    if lane.last == usual.last and (agreeing < 2 or best_shift(theirs, mine) == found):
+        return None  # a program that alternates between two lines fits in both directions
+    return Shift(lane.rank, low + at, count, extra, agreeing)
+
+
+def _from(job: Job, lane: Lane, seq: int, with_stacks: bool) -> np.ndarray:
+    return keys(job, lane, with_stacks)[int(np.searchsorted(lane.seqs, seq)) :]
+
+
+def _window(job: Job, lane: Lane, low: int, high: int) -> np.ndarray:
+    start, end = np.searchsorted(lane.seqs, [low, high + 1])
+    return keys(job, lane)[int(start) : int(end)]

@@ -1,0 +1,116 @@
+"""Slow, not stuck: who comes late to the collectives that everybody finishes, and timeouts that leave no room."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from allranks.diagnose.job import GroupView, Job, Lane
+from allranks.diagnose.ops import SYNCHRONISING
+from allranks.diagnose.words import place, ranks_text, seconds, who
+from allranks.model.diagnosis import Finding
+from allranks.model.trace import State
+
+WINDOW, MIN_COLLECTIVES, EXAMINED_GROUPS = 256, 10, 16
+MIN_LATE_S, LATE_SHARE, LAST_SHARE = 0.005, 0.25, 0.7
+
+
+def find_straggler(job: Job) -> Finding | None:
+    """The rank that keeps the others waiting, over the collectives that all ranks of a group have in their rings."""
+    groups = sorted(job.groups, key=lambda g: (-len(g.lanes), -g.last, g.index))[:EXAMINED_GROUPS]
+    found = [finding for group in groups if (finding := _late_in(job, group)) is not None]
+    return max(found, key=lambda finding: finding.waited_s or 0.0, default=None)
+
+
+def _late_in(job: Job, group: GroupView) -> Finding | None:
+    lanes = [lane for lane in group.lanes.values() if len(lane.seqs)]
+    if len(lanes) < 2 or len(lanes) < len(group.lanes):
+        return None
+    low = max(lane.first for lane in lanes)
+    high = min(lane.last for lane in lanes)
+    low = max(low, high - WINDOW + 1)
+    if high - low + 1 < MIN_COLLECTIVES:
+        return None
+    waits = _waits(job, lanes, low, high)
+    if waits is None or waits.shape[1] < MIN_COLLECTIVES:
+        return None
+    late, period = waits, _period(job, lanes[0], low, high)
+    typical = np.median(late, axis=1)
+    slowest = int(np.argmax(typical))
+    share = float((np.argmax(late, axis=0) == slowest).mean())
+    behind = float(typical[slowest] - np.median(np.delete(typical, slowest)))
+    if behind < max(MIN_LATE_S, LATE_SHARE * period) or share < LAST_SHARE:
+        return None
+    rank = lanes[slowest].rank
+    row = group.lanes[rank].row(high)
+    at = place(job.frames(rank, row))
+    sentence = (
+        f"{who(job, (rank,))} is slow, not stuck: in {share:.0%} of the last {late.shape[1]} collectives of group "
+        f"{group.label} it came last, {seconds(behind)} behind the others ({behind / max(period, 1e-9):.0%} of a round)"
+    )
+    return Finding(
+        "straggler", (rank,), sentence, "root", group.label, high, round(min(0.95, 0.5 + share / 2), 2), at,
+        tuple(lane.rank for lane in lanes if lane.rank != rank), behind,
+        evidence=(f"lateness per rank: {_table(lanes, typical)}",),
+        missing_evidence=(f"what rank {rank} does meanwhile: run `allranks stacks` twice on its node",),
+        advice=(f"compare the node of {ranks_text((rank,))} with the others: data loading, clocks, thermals, neighbours",),
+    )  # fmt: skip
+
+
+def _waits(job: Job, lanes: list[Lane], low: int, high: int) -> np.ndarray | None:
+    """Lateness in seconds, ranks x collectives. Hosts with different clocks are compared by how long each waited."""
+    seqs = np.arange(low, high + 1)
+    created, ended = np.zeros((len(lanes), len(seqs))), np.zeros((len(lanes), len(seqs)))
+    for i, lane in enumerate(lanes):
+        at = np.searchsorted(lane.seqs, seqs)
+        if not bool((lane.seqs[at] == seqs).all()):
+            return None
+        calls = job.ranks[lane.rank].trace.calls
+        created[i], ended[i] = calls["created_ns"][lane.rows[at]], calls["completed_ns"][lane.rows[at]]
+    family = job.ranks[lanes[0].rank].family[lanes[0].rows[np.searchsorted(lanes[0].seqs, seqs)]]
+    keep = np.isin(family, [int(f) for f in SYNCHRONISING]) & (created > 0).all(axis=0)
+    hosts = {job.host(lane.rank) for lane in lanes}
+    if len(hosts) > 1 and bool((ended[:, keep] > 0).all()):
+        took = (ended - created)[:, keep]
+        late: np.ndarray = (took.max(axis=0) - took) / 1e9
+        return late
+    by_clock: np.ndarray = (created - np.median(created, axis=0))[:, keep] / 1e9
+    return by_clock
+
+
+def _period(job: Job, lane: Lane, low: int, high: int) -> float:
+    rows = lane.rows[np.searchsorted(lane.seqs, low) : np.searchsorted(lane.seqs, high) + 1]
+    created = job.ranks[lane.rank].trace.calls["created_ns"][rows]
+    return float(np.mean(np.diff(created))) / 1e9 if len(created) > 1 else 0.0
+
+
+def _table(lanes: list[Lane], typical: np.ndarray) -> str:
+    order = np.argsort(-typical)[:6]
+    return ", ".join(f"rank {lanes[i].rank} {seconds(max(0.0, float(typical[i])))}" for i in order.tolist())
+
+
+def find_tight_timeout(job: Job) -> Finding | None:
+    """A timeout that calls which did finish came close to, or that struck."""
+    longest, limit, rank = 0.0, 0.0, -1
+    struck = 0
+    for view in job.ranks.values():
+        calls = view.trace.calls
+        struck += int((calls["state"] == State.TIMED_OUT).sum())
+        done = (
+            (calls["state"] == State.COMPLETED)
+            & (calls["completed_ns"] > calls["created_ns"])
+            & (calls["timeout_ms"] > 0)
+        )
+        if done.any():
+            share = (calls["completed_ns"] - calls["created_ns"])[done] / (calls["timeout_ms"][done] * 1e6)
+            at = int(np.argmax(share))
+            if float(share[at]) > longest:
+                longest, rank = float(share[at]), view.rank
+                limit = float(calls["timeout_ms"][done][at]) / 1e3
+    if longest < 0.5:
+        return None
+    sentence = (
+        f"the timeout of {seconds(limit)} leaves no room: a call on rank {rank} that did finish took {seconds(longest * limit)}"
+        + (f", and {struck} calls timed out" if struck else "")
+    )
+    return Finding("timeout_too_short", (), sentence, "warning", confidence=0.8,
+                   advice=(f"init_process_group(timeout=timedelta(seconds={max(60, int(longest * limit * 4))}))",))  # fmt: skip

@@ -1,0 +1,254 @@
+"""diagnose(): all steps in order, and the root cause first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from allranks.diagnose.absent import explain_ranks, shifted
+from allranks.diagnose.align import align
+from allranks.diagnose.context import Context
+from allranks.diagnose.cycles import explain_cycle
+from allranks.diagnose.entered import explain_call
+from allranks.diagnose.job import GroupView, Now
+from allranks.diagnose.liveness import is_hung, usual_pause
+from allranks.diagnose.match import Mismatch, find_mismatches
+from allranks.diagnose.misfit import explain_mismatch, explain_p2p
+from allranks.diagnose.p2p import match_p2p
+from allranks.diagnose.shift import find_stack_shift
+from allranks.diagnose.straggler import find_straggler, find_tight_timeout
+from allranks.diagnose.waits import Blocked, find_blocked, wait_graph
+from allranks.diagnose.words import ranks_text, seconds
+from allranks.model.diagnosis import Diagnosis, FileNote, Finding, GroupSummary, RankNow
+from allranks.model.trace import RankTrace
+
+#: Below this confidence the status is "unclear", not "fault".
+SURE_ENOUGH = 0.4
+
+
+@dataclass(frozen=True)
+class DiagnoseOptions:
+    """What the caller knows and wants."""
+
+    now_ns: int = 0  # when live black boxes were read; 0: the traces are all there is
+    pg_filters: frozenset[str] = frozenset()  # names or descriptions; empty: all groups
+    allow_incomplete_ranks: bool = False  # a rank without a file is not evidence of its death
+    consequences: int = 10  # how many folded findings to list
+
+
+def diagnose(
+    traces: Iterable[RankTrace],
+    files: Sequence[FileNote] = (),
+    *,
+    stacks: Iterable[RankNow] = (),
+    options: DiagnoseOptions | None = None,
+) -> Diagnosis:
+    """The verdict on a job. Same input in any order gives the same answer."""
+    options = options or DiagnoseOptions()
+    damaged = frozenset(note.rank for note in files if note.status == "damaged" and note.rank is not None)
+    job = align(traces, cut=damaged, now_ns=options.now_ns, pg_filters=options.pg_filters)
+    mismatches = find_mismatches(job)
+    waits, p2p_mismatches = match_p2p(job)
+    patience = usual_pause(job)
+    every = find_blocked(job, waits)
+    if options.allow_incomplete_ranks:
+        every = [replace(b, absent=(), unsure=tuple(sorted(b.unsure + b.absent))) for b in every]
+    hung = [replace(b, index=i) for i, b in enumerate(b for b in every if is_hung(job, b, patience))]
+    context = Context(
+        job,
+        patience,
+        tuple(hung),
+        wait_graph(job, hung),
+        {now.rank: now for now in stacks},
+        tuple(p2p_mismatches),
+    )
+    roots = _roots(context, mismatches)
+    if not roots:
+        roots = _quiet_roots(context, options)
+    warnings = _warnings(context, every, damaged, options, roots)
+    return _compose(context, roots, warnings, files, options)
+
+
+def _roots(context: Context, mismatches: list[Mismatch]) -> list[Finding]:
+    """Root causes, the one that most ranks wait for first."""
+    weighed: list[tuple[int, int, Finding]] = []
+    explained: dict[int, Mismatch] = {mismatch.group: mismatch for mismatch in mismatches}
+    weights = {mismatch.group: -1 for mismatch in mismatches}
+    lacking: dict[int, list[int]] = {}
+    for sink in context.graph.sinks():
+        calls = _calls_of(context, sink)
+        hit = [b for b in calls if b.group in explained and b.seq >= explained[b.group].seq]
+        if hit:
+            weights[hit[0].group] = max(weights[hit[0].group], context.graph.weight(sink))
+        elif len(sink) > 1:
+            weighed.append((context.graph.weight(sink), 0, explain_cycle(context, sink)))
+        elif sink[0] >= 0:
+            lacking.setdefault(context.first_for(sink[0]).index, []).append(sink[0])
+        else:
+            finding = explain_call(context, context.blocked[-1 - sink[0]])
+            if finding is not None:
+                weighed.append((context.graph.weight(sink), 0, finding))
+    for index, ranks in lacking.items():
+        weighed += _lacking(context, context.blocked[index], sorted(ranks))
+    for mismatch in mismatches:
+        weighed.append((weights[mismatch.group], 1, explain_mismatch(context, mismatch)))
+    for p2p in context.p2p_mismatches:
+        stuck = any(b.p2p and b.p2p.row in (p2p.send_row, p2p.recv_row) for b in context.blocked)
+        weighed.append((1 if stuck else -1, 1, explain_p2p(context, p2p)))
+    weighed.sort(key=lambda item: (-item[0], -item[1], -item[2].confidence, item[2].group, item[2].ranks))
+    return [finding for _, _, finding in weighed]
+
+
+def _lacking(context: Context, blocked: Blocked, ranks: list[int]) -> list[tuple[int, int, Finding]]:
+    """Findings for ranks that lack in one call: those with a dump, then those without."""
+    found = []
+    here = tuple(rank for rank in ranks if rank in context.job.ranks)
+    gone = tuple(rank for rank in ranks if rank not in context.job.ranks)
+    if here:
+        found.append((context.graph.weight(here), 1, explain_ranks(context, blocked, here)))
+    if gone:
+        found.append((context.graph.weight(gone), 0, explain_ranks(context, blocked, gone)))
+    return found
+
+
+def _calls_of(context: Context, sink: tuple[int, ...]) -> list[Blocked]:
+    """The blocked calls of a sink: those inside it, or those that lack its rank."""
+    inside = [context.blocked[-1 - node] for node in sink if node < 0]
+    if inside:
+        return inside
+    return [b for b in context.blocked if set(sink) & (set(b.missing) | set(b.absent))]
+
+
+def _quiet_roots(context: Context, options: DiagnoseOptions) -> list[Finding]:
+    """Nothing hangs and nothing misfits: a silent extra call, a rank that is gone, a straggler?"""
+    for group in context.job.groups:
+        shift = find_stack_shift(context.job, group)
+        if shift is not None and shift.agreeing >= 2:
+            return [shifted(context, None, group, shift)]
+    gone = None if options.allow_incomplete_ranks else _gone_unnoticed(context)
+    if gone is not None:
+        return [gone]
+    slow = find_straggler(context.job)
+    return [slow] if slow is not None else []
+
+
+def _gone_unnoticed(context: Context) -> Finding | None:
+    """A rank without a dump whose partners' last call was put away, finished or failed: the recorder cannot tell."""
+    absent = set(context.job.missing_ranks)
+    for group in context.job.groups:
+        gone = tuple(rank for rank in group.members if rank in absent)
+        lanes = [lane for lane in group.lanes.values() if len(lane.seqs)]
+        if not gone or not lanes:
+            continue
+        last = max(lane.last for lane in lanes)
+        rows = {lane.rank: lane.row(last) for lane in lanes if lane.last == last}
+        if any(context.job.ranks[rank].now[row] == Now.LEFT for rank, row in rows.items()):
+            blocked = Blocked(0, group.index, last, rows, absent=gone)
+            alone = Context(
+                context.job, context.patience, (blocked,), wait_graph(context.job, [blocked]), context.seen
+            )
+            finding = explain_ranks(alone, blocked, gone)
+            return replace(finding, confidence=round(finding.confidence * 0.9, 2))
+    return None
+
+
+def _warnings(
+    context: Context,
+    every: list[Blocked],
+    damaged: frozenset[int],
+    options: DiagnoseOptions,
+    roots: list[Finding],
+) -> list[Finding]:
+    """Things worth saying that are nobody's fault."""
+    found = []
+    if damaged:
+        found.append(
+            Finding(
+                "damaged_file",
+                (),
+                f"the file of {ranks_text(damaged)} is damaged: what could be read was used, and its end is not held against it",
+            )
+        )
+    blamed = {rank for root in roots for rank in root.ranks}
+    absent = [rank for rank in context.job.missing_ranks if rank not in blamed]
+    if absent and not options.allow_incomplete_ranks:
+        found.append(Finding("missing_dump", (), f"no file of {ranks_text(absent)}"))
+    tight = find_tight_timeout(context.job)
+    if tight is not None:
+        found.append(tight)
+    young = [b for b in every if b.missing and not is_hung(context.job, b, context.patience)]
+    if young and not roots:
+        wait = max(filter(None, (context.waited(b) for b in young)), default=0.0)
+        found.append(
+            Finding("skew", (), f"ranks are a few calls apart ({len(young)} unfinished, oldest {seconds(wait)}), within this job's "
+                    f"usual pauses: {context.patience.reason}; run again in {seconds(context.patience.limit_s)} to be sure")
+        )  # fmt: skip
+    if context.job.now_ns == 0 and not roots and not context.job.ranks:
+        found.append(Finding("no_calls", (), "no calls were recorded"))
+    return found
+
+
+def _compose(
+    context: Context,
+    roots: list[Finding],
+    warnings: list[Finding],
+    files: Sequence[FileNote],
+    options: DiagnoseOptions,
+) -> Diagnosis:
+    job = context.job
+    bad = sum(note.status == "damaged" for note in files)
+    trust = 0.97 if bad else 1.0
+    roots = [replace(root, severity="root", confidence=round(root.confidence * trust, 2)) for root in roots]
+    verdict = roots[0] if roots else None
+    folded = _consequences(context, roots)
+    status = "ok" if verdict is None else "fault" if verdict.confidence >= SURE_ENOUGH else "unclear"
+    if not job.ranks and verdict is None:
+        status = "unclear"
+    listed = folded[: options.consequences]
+    if len(folded) > len(listed):
+        listed.append(
+            Finding(
+                "folded",
+                (),
+                f"{len(folded) - len(listed)} more blocked calls follow from the above",
+                "consequence",
+            )
+        )
+    calls = sum(len(view.trace.calls) for view in job.ranks.values())
+    summary = (
+        f"{len(job.ranks):,} of {job.world_size or len(job.ranks):,} ranks, {len(job.groups):,} groups, {calls:,} calls",
+    )
+    return Diagnosis(
+        status, verdict, (*roots, *listed, *warnings), tuple(files), job.world_size, tuple(job.ranks), summary,
+        tuple(_summarise(group) for group in job.groups),
+        tuple((rank, host) for rank in job.ranks if (host := job.host(rank))),
+    )  # fmt: skip
+
+
+def _consequences(context: Context, roots: list[Finding]) -> list[Finding]:
+    """Blocked calls that are not themselves a root: each in one sentence, longest wait first."""
+    told = {(root.group, root.sequence) for root in roots}
+    found = []
+    for blocked in sorted(context.blocked, key=lambda b: (context.began_ns(b), b.index)):
+        group = context.group(blocked)
+        sequence = blocked.seq if blocked.seq >= 0 else None
+        if not roots or (group.label, sequence) in told:
+            continue
+        lacks = blocked.missing + blocked.absent
+        tail = f" for {ranks_text(lacks)}" if lacks else ""
+        many = "s" if len(blocked.rows) == 1 else ""
+        found.append(
+            Finding("missing_rank" if lacks else "none_finished", lacks, f"{ranks_text(blocked.waiters)} wait{many} in {context.call(blocked)}{tail}",
+                    "consequence", group.label, sequence, waiting=blocked.waiters, where=context.place(blocked))
+        )  # fmt: skip
+    return found
+
+
+def _summarise(group: GroupView) -> GroupSummary:
+    lanes = [lane for lane in group.lanes.values() if len(lane.seqs)]
+    last = max((lane.last for lane in lanes), default=None)
+    behind = tuple(rank for rank, lane in group.lanes.items() if last is not None and lane.last < last)
+    return GroupSummary(
+        group.label, group.name, group.desc, group.backend, group.members, group.members_known,
+        min((lane.first for lane in lanes), default=None), last, behind,
+    )  # fmt: skip

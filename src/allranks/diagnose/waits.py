@@ -1,0 +1,237 @@
+"""Who waits in which call for whom. Blocked calls are nodes between ranks, so 16,384 waiters cost 16,384 edges.
+
+    rank → the calls it is blocked in → the ranks that never entered them
+    a call that everybody entered → calls that one of its members issued earlier and that are blocked too
+
+What waits for nothing is where the trouble began: a rank (missing, dead), or a call (mismatch, network).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from allranks.diagnose.job import GroupView, Job, Lane, Now
+from allranks.diagnose.ops import SYNCHRONISING
+from allranks.diagnose.p2p import P2PWait
+
+#: Snapshots this much older than a call cannot tell whether the rank entered it.
+STALE_NS = 50_000_000
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """A collective, or a send or receive, that did not come to its end."""
+
+    index: int
+    group: int
+    seq: int  # -1 for point-to-point
+    rows: dict[int, int] = field(
+        default_factory=dict
+    )  # rank → row, of those that entered and did not get out
+    missing: tuple[int, ...] = ()  # never entered, though their dump would show it
+    absent: tuple[int, ...] = ()  # members without a dump
+    unsure: tuple[int, ...] = ()  # their dump is cut, too old or has lost this group
+    passed: tuple[int, ...] = ()  # got out of it
+    failed: tuple[int, ...] = ()  # entered; the call failed or timed out
+    p2p: P2PWait | None = None
+
+    @property
+    def waiters(self) -> tuple[int, ...]:
+        return tuple(sorted(self.rows))
+
+
+def find_blocked(job: Job, p2p_waits: list[P2PWait]) -> list[Blocked]:
+    """All blocked calls: per group the first one of every rank, then open sends and receives."""
+    found: list[Blocked] = []
+    for group in job.groups:
+        found += _blocked_in(job, group, len(found))
+    for wait in p2p_waits:
+        peer_waits = wait.partner < 0
+        missing = (wait.peer,) if peer_waits and wait.peer_known else ()
+        absent = (wait.peer,) if peer_waits and wait.peer not in job.ranks else ()
+        unsure = (wait.peer,) if peer_waits and not missing and not absent else ()
+        found.append(
+            Blocked(len(found), wait.group, -1, {wait.rank: wait.row}, missing, absent, unsure, p2p=wait)
+        )
+    return found
+
+
+def _blocked_in(job: Job, group: GroupView, offset: int) -> list[Blocked]:
+    stuck: dict[int, list[Lane]] = {}
+    floor = _lowest_end(group)
+    for lane in group.lanes.values():
+        seq = stuck_at(job, lane, floor)
+        if seq is not None:
+            stuck.setdefault(seq, []).append(lane)
+    return [_blocked(job, group, seq, stuck[seq], offset + i) for i, seq in enumerate(sorted(stuck))]
+
+
+def _lowest_end(group: GroupView) -> int:
+    """The smallest `last` among lanes that can be trusted to show their end; -1 when one never began."""
+    ends = [
+        lane.last for lane in group.lanes.values() if not lane.cut and (len(lane.seqs) or not lane.wrapped)
+    ]
+    return min(ends, default=1 << 62)
+
+
+def stuck_at(job: Job, lane: Lane, floor: int) -> int | None:
+    """The first sequence number that the rank did not get through, or None.
+
+    A call behind which a later one is done was done too. A call that was put away although a member never
+    entered it (`floor`) has failed, if nobody can finish it alone.
+    """
+    if not len(lane.seqs):
+        return None
+    view = job.ranks[lane.rank]
+    now = view.now[lane.rows]
+    done = np.flatnonzero(now == Now.DONE)
+    start = int(done[-1]) + 1 if len(done) else 0
+    bad = (now[start:] == Now.OPEN) | (now[start:] == Now.FAILED)
+    if lane.last > floor:
+        alone = np.isin(view.family[lane.rows[start:]], [int(f) for f in SYNCHRONISING])
+        bad |= (now[start:] == Now.LEFT) & (lane.seqs[start:] > floor) & alone
+    first = np.flatnonzero(bad)
+    return int(lane.seqs[start + int(first[0])]) if len(first) else None
+
+
+def _blocked(job: Job, group: GroupView, seq: int, lanes: list[Lane], index: int) -> Blocked:
+    rows = {lane.rank: lane.row(seq) for lane in lanes}
+    failed = tuple(sorted(r for r, row in rows.items() if job.ranks[r].now[row] != Now.OPEN))
+    entered_ns = min(int(job.ranks[r].trace.calls["created_ns"][row]) for r, row in rows.items())
+    missing, unsure, passed = [], [], []
+    for rank, lane in group.lanes.items():
+        if rank in rows:
+            continue
+        if lane.last >= seq:
+            row = lane.row(seq)
+            # Otherwise it entered this one too, but hangs in an earlier call and is counted there.
+            if row < 0 or job.ranks[rank].now[row] in (Now.DONE, Now.LEFT):
+                passed.append(rank)
+        elif job.ranks[rank].trace.last_completed.get(group.name, -1) >= seq:
+            passed.append(rank)
+        elif lane.cut or (lane.wrapped and not len(lane.seqs)) or _too_old(job, rank, entered_ns):
+            unsure.append(rank)
+        else:
+            missing.append(rank)
+    family = job.ranks[lanes[0].rank].family[rows[lanes[0].rank]]
+    certain = any(
+        job.ranks[r].now[group.lanes[r].row(seq)] == Now.DONE for r in passed if group.lanes[r].row(seq) >= 0
+    )
+    if certain and int(family) in {int(f) for f in SYNCHRONISING}:
+        # Somebody finished it, so everybody entered it: the others' dumps are merely older.
+        unsure, missing = unsure + missing, []
+    absent = tuple(r for r in group.members if r not in group.lanes) if not certain else ()
+    return Blocked(index, group.index, seq, rows, tuple(missing), absent, tuple(sorted(unsure)), tuple(sorted(passed)),
+                   failed)  # fmt: skip
+
+
+def _too_old(job: Job, rank: int, entered_ns: int) -> bool:
+    """Whether the rank's dump was written before the others entered the call."""
+    view = job.ranks[rank]
+    calls = view.trace.calls
+    newest = int(calls["created_ns"].max()) if len(calls) else 0
+    return newest <= view.snapshot_ns < entered_ns - STALE_NS if view.snapshot_ns else False
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The wait-for graph. Nodes: ranks as numbers, blocked calls as -1 - index."""
+
+    edges: dict[int, tuple[int, ...]]
+    blocked: tuple[Blocked, ...]
+
+    def node(self, blocked: Blocked) -> int:
+        return -1 - blocked.index
+
+    def sinks(self) -> list[tuple[int, ...]]:
+        """Strongly connected components that wait for nothing outside themselves."""
+        component = _components(self.edges)
+        members: dict[int, list[int]] = {}
+        leaves: set[int] = set(component.values())
+        for node, number in component.items():
+            members.setdefault(number, []).append(node)
+            if any(component[target] != number for target in self.edges[node]):
+                leaves.discard(number)
+        return sorted(tuple(sorted(members[number])) for number in leaves)
+
+    def weight(self, sink: tuple[int, ...]) -> int:
+        """How many ranks wait, directly or not, for this sink."""
+        back: dict[int, list[int]] = {}
+        for node, targets in self.edges.items():
+            for target in targets:
+                back.setdefault(target, []).append(node)
+        seen, todo = set(sink), list(sink)
+        while todo:
+            for node in back.get(todo.pop(), ()):
+                if node not in seen:
+                    seen.add(node)
+                    todo.append(node)
+        return sum(1 for node in seen if node >= 0)
+
+
+def wait_graph(job: Job, blocked: list[Blocked]) -> Graph:
+    """Edges of all blocked calls."""
+    edges: dict[int, list[int]] = {}
+    calls_of: dict[int, list[Blocked]] = {}
+    for call in blocked:
+        for rank in call.rows:
+            edges.setdefault(rank, []).append(-1 - call.index)
+            calls_of.setdefault(rank, []).append(call)
+    for call in blocked:
+        targets = list(call.missing) + list(call.absent)
+        if not targets:
+            targets = _earlier(call, calls_of)
+        edges.setdefault(-1 - call.index, []).extend(targets)
+        for target in targets:
+            edges.setdefault(target, [])
+    return Graph({node: tuple(dict.fromkeys(targets)) for node, targets in edges.items()}, tuple(blocked))
+
+
+def _earlier(call: Blocked, calls_of: dict[int, list[Blocked]]) -> list[int]:
+    """Blocked calls that a member of this one issued before it."""
+    found = []
+    for rank, row in call.rows.items():
+        found += [
+            -1 - other.index for other in calls_of[rank] if other is not call and other.rows[rank] < row
+        ]
+    return list(dict.fromkeys(found))
+
+
+def _components(edges: dict[int, tuple[int, ...]]) -> dict[int, int]:
+    """Tarjan's strongly connected components, without recursion. node → component number."""
+    order: dict[int, int] = {}
+    low: dict[int, int] = {}
+    done: dict[int, int] = {}
+    stack: list[int] = []
+    for start in edges:
+        if start in order:
+            continue
+        work = [(start, 0)]
+        while work:
+            node, at = work.pop()
+            if at == 0:
+                order[node] = low[node] = len(order)
+                stack.append(node)
+            targets = edges[node]
+            while at < len(targets):
+                target = targets[at]
+                at += 1
+                if target not in order:
+                    work.append((node, at))
+                    work.append((target, 0))
+                    break
+                if target not in done:
+                    low[node] = min(low[node], order[target])
+            else:
+                if low[node] == order[node]:
+                    while True:
+                        member = stack.pop()
+                        done[member] = order[node]
+                        if member == node:
+                            break
+                if work:
+                    parent = work[-1][0]
+                    low[parent] = min(low[parent], low[node])
+    return done

@@ -1,0 +1,91 @@
+"""Short, exact words for ranks, places, calls and times. Pure text, used by every sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from allranks.diagnose.job import Job
+from allranks.model.trace import Frame
+
+_INTERNAL = ("/torch/", "torch/distributed", "<frozen", "/contextlib.py", "/threading.py", "/allranks/record/",
+             "/torchft/", "/accelerate/", "/deepspeed/comm", "/multiprocessing/")  # fmt: skip
+
+
+def is_internal(frame: Frame) -> bool:
+    """Frames of torch and the standard machinery around a call: never where the user looks first."""
+    file = frame.file.replace("\\", "/")
+    return (
+        any(part in file for part in _INTERNAL)
+        or file.startswith("<")
+        or ".so" in file
+        or file.endswith(".cpp")
+    )
+
+
+def user_frame(frames: Sequence[Frame]) -> Frame | None:
+    """The innermost frame of the user's own code; of a library when there is none; None without a stack."""
+    own = [frame for frame in frames if not is_internal(frame)]
+    outside = [
+        frame for frame in own if "site-packages" not in frame.file and "dist-packages" not in frame.file
+    ]
+    return (outside or own or list(frames) or [None])[0]
+
+
+def place(frames: Sequence[Frame]) -> str:
+    """ "train.py:44 in sync_stats", or "" when unknown."""
+    frame = user_frame(frames)
+    if frame is None:
+        return ""
+    text = f"{frame.file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{frame.line}"
+    return text if frame.name in ("", "<module>") else f"{text} in {frame.name}"
+
+
+def ranks_text(ranks: Iterable[int], *, limit: int = 12) -> str:
+    """ "rank 5", "ranks 0, 2", "ranks 0-7, 9": runs of three and more are drawn together."""
+    ordered = sorted(set(ranks))
+    if not ordered:
+        return "no rank"
+    runs: list[tuple[int, int]] = []
+    for rank in ordered:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    parts = []
+    for low, high in runs:
+        parts += [f"{low}-{high}"] if high - low >= 2 else [str(rank) for rank in range(low, high + 1)]
+    shown = ", ".join(parts[:limit]) + (f", … ({len(ordered)} in all)" if len(parts) > limit else "")
+    return f"rank{'s' if len(ordered) > 1 else ''} {shown}"
+
+
+def who(job: Job, ranks: Iterable[int]) -> str:
+    """Ranks with the host of a single one: "rank 5 (node7)"."""
+    ordered = sorted(set(ranks))
+    hosts = {job.host(rank) for rank in ordered} - {""}
+    text = ranks_text(ordered)
+    return f"{text} ({hosts.pop()})" if len(hosts) == 1 and len(ordered) <= 8 else text
+
+
+def count_ranks(number: int) -> str:
+    """ "1 rank", "7 ranks"."""
+    return f"{number:,} rank{'s' if number != 1 else ''}"
+
+
+def seconds(value: float) -> str:
+    """ "350 ms", "31 s", "5 min 12 s", "3 h 10 min"."""
+    if value < 0.0995:
+        return f"{value * 1000:.3g} ms"
+    if value < 10:
+        return f"{value:.1f} s"
+    if value < 120:
+        return f"{value:.0f} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 120:
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"
+
+
+def call_text(job: Job, rank: int, row: int, seq: int, label: str) -> str:
+    """ "all_reduce #1042 of group dp_0"."""
+    return f"{job.op(rank, row) or 'collective'} #{seq} of group {label}"
