@@ -67,6 +67,11 @@ class GlooMesh:
         sockets = self._sockets
         return sockets.fds() if sockets is not None else []
 
+    def any_closed(self) -> bool:
+        """Whether a peer has left the current group already."""
+        sockets = self._sockets
+        return sockets is not None and sockets.any_closed()
+
     def abort(self) -> None:
         """Ends the group, finished or in the making."""
         with self._lock:

@@ -80,6 +80,13 @@ class ReconfigurableGroup(dist.ProcessGroup):
         """Why the group cannot be used, or None."""
         return self._error
 
+    def settle(self) -> None:
+        """Waits until the device has done what was given to it. Nothing to do for CPU tensors."""
+
+    def peer_gone(self) -> bool:
+        """Whether a peer is known to have left the group; False when the backend cannot tell."""
+        return False
+
     def set_timeout(self, timeout: Seconds) -> None:
         """The limit of operations of groups that are made from now on."""
         self.timeout_s = seconds(timeout)
@@ -194,3 +201,6 @@ class ProcessGroupGloo(ReconfigurableGroup):
 
     def _take_down(self, backend: Any) -> None:
         self.mesh.abort()
+
+    def peer_gone(self) -> bool:
+        return self.mesh.any_closed()

@@ -186,14 +186,12 @@ def _place(
     return (_sharded_like(fresh, note, own) if note.whole else fresh), fresh
 
 
-def _sharded_like(
-    local: torch.Tensor, note: TensorNote, own: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _sharded_like(local: torch.Tensor, note: TensorNote, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Wraps a new local shard (optimizer state) as our own DTensor of the same shape is wrapped."""
     for mine in own.values():
         shard = local_of(mine)
         if shard is not mine and tuple(mine.shape) == note.whole and shard.shape == local.shape:
-            wrapped: torch.Tensor = type(mine).from_local(  # type: ignore[attr-defined]
+            wrapped: torch.Tensor = type(mine).from_local(
                 local.to(shard.device), mine.device_mesh, mine.placements, run_check=False,
                 shape=mine.shape, stride=mine.stride(),
             )  # fmt: skip

@@ -95,8 +95,9 @@ def decide(members: Sequence[ReplicaClaim], number: int = 0) -> Plan:
     participants = _participants(members, healing, fresh)
     settled = _participants(members, (), fresh)
     term = max(1 + max(claim.seen for member in members for claim in member.ranks), number)
-    reason = _reason(members, top, sources, healing, participants, rolls)
+    rolls = {(replica, rank) for replica, rank in rolls if replica not in healing}
     steady = [index for index in sources if not any(replica == index for replica, _ in rolls)]
+    reason = _reason(members, top, steady or sources, healing, participants, rolls)
     return Plan(
         term=term,
         top=top,
@@ -110,7 +111,11 @@ def decide(members: Sequence[ReplicaClaim], number: int = 0) -> Plan:
 
 
 def _rolls_forward(members: Sequence[ReplicaClaim]) -> set[tuple[int, int]]:
-    """Ranks whose doubtful step was committed: somebody saw the result, or everybody gave the same vote."""
+    """Ranks whose doubtful step counts as committed: one saw the result, or all of that group gave their vote.
+
+    With the vote given, the gradients are reduced and equal everywhere. So if nobody that goes on is without
+    them, the step can stand; and if one saw the result it must, for that one's state has moved already.
+    """
     everyone = [
         (replica, rank, claim)
         for replica, member in enumerate(members)
@@ -125,6 +130,7 @@ def _rolls_forward(members: Sequence[ReplicaClaim]) -> set[tuple[int, int]]:
         unanimous = all(
             other.position == after or (other.pending == claim.pending and other.step == claim.step)
             for _, _, other in everyone
+            if other.seen >= claim.pending  # who was not in that group did not vote
         )
         if seen or unanimous:
             found.add((replica, rank))
@@ -140,9 +146,7 @@ def _effective(member: ReplicaClaim, index: int, rolls: set[tuple[int, int]]) ->
     return places.pop() if len(places) == 1 else NOWHERE
 
 
-def _participants(
-    members: Sequence[ReplicaClaim], healing: Sequence[int], fresh: bool
-) -> list[int]:
+def _participants(members: Sequence[ReplicaClaim], healing: Sequence[int], fresh: bool) -> list[int]:
     """Whose gradients count in the first step. A healing replica gives zeros if enough others are there."""
     wanted = max(member.min_replicas for member in members)
     current = [index for index in range(len(members)) if index not in healing]

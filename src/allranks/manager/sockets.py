@@ -9,6 +9,7 @@ The listener itself is never touched: gloo terminates the process when accept() 
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import weakref
@@ -43,6 +44,14 @@ class SocketSet:
         """The duplicates' numbers, for handing them to the beacon."""
         with self._lock:
             return [held.fileno() for held in self._held]
+
+    def any_closed(self) -> bool:
+        """Whether a peer has closed its end already; nothing is read."""
+        watch = select.poll()
+        with self._lock:
+            for held in self._held:
+                watch.register(held.fileno(), select.POLLRDHUP)
+            return bool(self._held) and bool(watch.poll(0))
 
     def abort(self) -> None:
         """Ends every operation that is blocked on these sockets, here and at the peers."""

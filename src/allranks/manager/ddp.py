@@ -1,0 +1,197 @@
+"""Data parallelism over replicas: gradient buckets reduced beside the backward, repeated when a member goes.
+
+Runs in a rank. Parameters are put into buckets in reverse order, the same in every process and every step (no
+rebuilding: a replica that joined a moment ago must cut its gradients as the others do). A bucket is reduced as
+soon as its last gradient is there. `param.grad` keeps the local gradient until the whole backward has been
+reduced: when a member dies in between, the survivors reduce once more among themselves and lose nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from allranks.errors import ConfigurationError
+from allranks.manager.generation import Generation
+from allranks.manager.manager import Manager
+from allranks.manager.work import ManagedWork
+
+_FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early; as torch's DDP
+_IGNORED = {
+    "device_ids", "output_device", "dim", "broadcast_buffers", "init_sync", "find_unused_parameters",
+    "check_reduction", "gradient_as_bucket_view", "static_graph", "process_group", "device_mesh",
+}  # fmt: skip
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Some parameters and the flat buffer in which their gradients travel."""
+
+    parameters: list[nn.Parameter]
+    buffer: torch.Tensor | None = None
+    slices: list[torch.Tensor] = field(default_factory=list)
+    missing: int = 0  # gradients not yet there in this backward
+    work: ManagedWork | None = None
+
+    def fill(self, divisor: int) -> torch.Tensor:
+        """Copies the local gradients (zeros where there are none), divided, into the flat buffer."""
+        buffer = self._allocate()
+        present = [(part, p.grad) for part, p in zip(self.slices, self.parameters, strict=True)]
+        for part, gradient in present:
+            if gradient is None:
+                part.zero_()
+        pairs = [(part, gradient) for part, gradient in present if gradient is not None]
+        if pairs:
+            torch._foreach_copy_([part for part, _ in pairs], [gradient for _, gradient in pairs])
+        if divisor > 1:
+            buffer.div_(divisor)
+        return buffer
+
+    def empty(self) -> torch.Tensor:
+        """The buffer with nothing in it: what a replica gives that does not take part."""
+        return self._allocate().zero_()
+
+    def spread(self) -> None:
+        """Copies the reduced gradients back."""
+        for p in self.parameters:
+            if p.grad is None:
+                p.grad = torch.empty_like(p, memory_format=torch.preserve_format)
+        torch._foreach_copy_([p.grad for p in self.parameters], self.slices)
+
+    def _allocate(self) -> torch.Tensor:
+        if self.buffer is None:
+            first = self.parameters[0]
+            length = sum(p.numel() for p in self.parameters)
+            self.buffer = torch.empty(length, dtype=first.dtype, device=first.device)
+            offset = 0
+            for p in self.parameters:
+                self.slices.append(self.buffer[offset : offset + p.numel()].view(p.shape))
+                offset += p.numel()
+        return self.buffer
+
+
+class DistributedDataParallel(nn.Module):
+    """torch's and torchft's DDP in one: `DistributedDataParallel(manager, module)`.
+
+    Each replica keeps its own buffers (batch-norm statistics): they are not broadcast.
+    """
+
+    def __init__(
+        self, manager: Manager, module: nn.Module, bucket_cap_mb: float = 25.0, **options: Any
+    ) -> None:
+        super().__init__()
+        unknown = set(options) - _IGNORED
+        if unknown:
+            raise ConfigurationError(f"DistributedDataParallel does not know {sorted(unknown)}")
+        self.module = module
+        self._manager = [manager]  # in a list: a manager is not a submodule
+        self._buckets = cut(
+            [p for p in module.parameters() if p.requires_grad], int(bucket_cap_mb * (1 << 20))
+        )
+        self._home = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._synchronises = True
+        self._open = False  # a backward is running
+        self._reduced = False  # this step's gradients have been reduced
+        self._next = 0  # bucket to be reduced next: always in order, in every replica
+        self._pass = object()  # names one backward among the step's collectives
+        self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self._home]
+        manager._before_vote.append(self._reduce_missing)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only add up gradients; the next one outside reduces the sum."""
+        before, self._synchronises = self._synchronises, False
+        try:
+            yield
+        finally:
+            self._synchronises = before
+
+    # ---- called by autograd ----
+
+    def _ready(self, parameter: nn.Parameter) -> None:
+        if not self._synchronises:
+            return
+        if not self._open:
+            self._begin()
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._home[parameter].missing -= 1
+        while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
+            self._reduce_next()
+
+    def _begin(self) -> None:
+        self._open = True
+        self._next = 0
+        self._pass = object()
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.parameters)
+            bucket.work = None
+
+    def _reduce_next(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        manager = self._manager[0]
+        generation = manager.training.bind(manager.training.attempt, manager._patience_s)
+        if generation is not None:
+            bucket.work = self._start(bucket, generation)
+
+    def _start(self, bucket: Bucket, generation: Generation) -> ManagedWork:
+        counts = generation.participates
+        buffer = bucket.fill(len(generation.participants)) if counts else bucket.empty()
+        return self._manager[0]._allreduce(buffer, dist.ReduceOp.SUM, self._pass)
+
+    def _finish(self) -> None:
+        """At the end of the backward: what is left, then wait; once more if a member went; then write back."""
+        self._open = False
+        manager = self._manager[0]
+        attempt = manager.training.attempt
+        while self._next < len(self._buckets):
+            self._reduce_next()
+        while not self._all_arrived():
+            if any(issuer is not self._pass for issuer in attempt.issuers):
+                return  # other collectives of this step cannot be repeated: it fails
+            generation = manager.training.rebind(attempt, manager._patience_s)
+            if generation is None:
+                return
+            for bucket in self._buckets:
+                bucket.work = self._start(bucket, generation)
+        self._reduced = True
+        for bucket in self._buckets:
+            bucket.spread()
+
+    def _all_arrived(self) -> bool:
+        arrived = True
+        for bucket in self._buckets:
+            arrived = bucket.work is not None and bucket.work.wait() and arrived
+        return arrived and not self._manager[0].training.attempt.spoiled
+
+    def _reduce_missing(self) -> None:
+        """Before the vote: a step without a backward through this module still owes the others its part."""
+        reduced, self._reduced = self._reduced, False
+        if not reduced and not self._manager[0].training.attempt.spoiled:
+            self._begin()
+            self._finish()
+            self._reduced = False
+
+
+def cut(parameters: list[nn.Parameter], cap_bytes: int) -> list[Bucket]:
+    """Buckets of at most `cap_bytes`, one type and device each, in reverse order of the parameters."""
+    buckets: list[Bucket] = []
+    room, kind = 0, None
+    for p in reversed(parameters):
+        size = p.numel() * p.element_size()
+        if not buckets or size > room or (p.dtype, p.device) != kind:
+            buckets.append(Bucket([]))
+            room = min(cap_bytes, _FIRST_BUCKET_BYTES) if len(buckets) == 1 else cap_bytes
+            kind = (p.dtype, p.device)
+        buckets[-1].parameters.append(p)
+        room -= size
+    return buckets

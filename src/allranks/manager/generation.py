@@ -1,0 +1,81 @@
+"""One life of the group: a quorum, its plan, the connected groups, and whether it still works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from allranks.manager.group import ReconfigurableGroup
+from allranks.manager.plan import Plan
+from allranks.model.cluster import Quorum
+
+
+@dataclass(eq=False)
+class Generation:
+    """Guarded by the training state's lock. Once broken or over it never works again."""
+
+    quorum: Quorum
+    plan: Plan
+    index: int  # our replica's place in the quorum
+    rank: int  # inside the replica
+    group: ReconfigurableGroup  # gradients: the ranks of equal place in each replica
+    control: ReconfigurableGroup  # votes: all ranks; may be the same object as `group`
+    broken: str = ""  # why, in the words of who noticed
+    over: bool = False  # replaced by a later one: its end is no accident
+    commits: int = 0
+    loaded: bool = True  # the state to train on is in place; False while healing
+
+    @property
+    def number(self) -> int:
+        return self.quorum.number
+
+    @property
+    def voters(self) -> int:
+        return sum(member.world_size for member in self.quorum.members)
+
+    @property
+    def heals(self) -> bool:
+        """Whether this replica was told to heal in this generation."""
+        return self.index in self.plan.healing
+
+    @property
+    def participants(self) -> tuple[int, ...]:
+        """Whose gradients count now."""
+        return self.plan.participants if self.commits == 0 else self.plan.settled
+
+    @property
+    def participates(self) -> bool:
+        return self.index in self.participants
+
+    @property
+    def usable(self) -> bool:
+        return not self.broken and not self.over
+
+    def break_off(self, reason: str) -> bool:
+        """Ends everything that is blocked in it; False when that has happened before."""
+        if not self.usable:
+            return False
+        self.broken = reason
+        self.take_down(reason)
+        return True
+
+    def take_down(self, reason: str) -> None:
+        """Aborts the groups, here and (by the closed sockets) at the peers."""
+        self.control.abort(reason)
+        if self.group is not self.control:
+            self.group.abort(reason)
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One try at a step by the training thread."""
+
+    generation: Generation | None = None  # bound at the first collective
+    error: Exception | None = None  # ours alone: we go on with the collectives and vote no
+    spoiled: str = ""  # the group broke, or we computed on an old state: no vote
+    issuers: list[object] = field(default_factory=list)  # who issued each collective, in order
+    works: list[Any] = field(default_factory=list)  # to be finished before the vote
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None or bool(self.spoiled)

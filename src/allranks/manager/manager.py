@@ -1,0 +1,406 @@
+"""The manager: a user's training script adds one, wraps its model and its optimizer, and survives failures.
+
+Runs in every rank. `start_quorum` opens a step, `allreduce` averages over those who take part, `should_commit`
+closes it with a vote. In the steady state no lighthouse is asked; members come and go at step boundaries, which
+all members learn from the vote. When a member dies, the lighthouse's push (or the closed socket) ends the
+pending collective, a new group is made beside the running computation, and the step goes on or is tried again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from allranks.errors import HealingFailed, ManagerError, RetriesExhausted
+from allranks.manager.ballot import Vote, cast
+from allranks.manager.generation import Attempt, Generation
+from allranks.manager.group import ProcessGroupGloo, ReconfigurableGroup
+from allranks.manager.heal_fetch import Fetch
+from allranks.manager.meeting import Seconds, seconds
+from allranks.manager.opened import Opened
+from allranks.manager.options import ManagerOptions, WorldSizeMode, from_environment
+from allranks.manager.training import TrainingState, last_word
+from allranks.manager.work import ManagedWork
+
+log = logging.getLogger("allranks.manager")
+
+LoadFunction = Callable[[Any], None]
+SaveFunction = Callable[[], Any]
+
+
+class Manager:
+    """Names and meanings follow torchft's Manager. The constructor only stores; `start_quorum` connects."""
+
+    def __init__(
+        self,
+        pg: ReconfigurableGroup | None = None,
+        load_state_dict: LoadFunction | None = None,
+        state_dict: SaveFunction | None = None,
+        min_replica_size: int = 1,
+        use_async_quorum: bool = True,
+        timeout: Seconds | None = None,
+        quorum_timeout: Seconds | None = None,
+        connect_timeout: Seconds | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC,
+        store_addr: str | None = None,
+        store_port: int | None = None,
+        lighthouse_addr: str | None = None,
+        replica_id: str | None = None,
+        hostname: str | None = None,
+        init_sync: bool = True,
+        max_retries: int | None = None,
+        proactive_recovery: bool | None = None,
+        token: str | None = None,
+    ) -> None:
+        self.options: ManagerOptions = from_environment(
+            {
+                "lighthouse": lighthouse_addr,
+                "replica_id": replica_id,
+                "min_replica_size": min_replica_size,
+                "rank": rank,
+                "world_size": world_size,
+                "timeout_s": _s(timeout),
+                "quorum_timeout_s": _s(quorum_timeout),
+                "connect_timeout_s": _s(connect_timeout),
+                "use_async_quorum": use_async_quorum,
+                "init_sync": init_sync,
+                "world_size_mode": world_size_mode,
+                "max_retries": max_retries,
+                "proactive": proactive_recovery,
+                "host": hostname,
+                "store_host": store_addr,
+                "store_port": store_port,
+                "token": token,
+            }
+        )
+        self.group: ReconfigurableGroup = pg if pg is not None else ProcessGroupGloo()
+        self.training = TrainingState()
+        self._functions: dict[str, tuple[LoadFunction, SaveFunction]] = {}
+        self._before_vote: list[Callable[[], None]] = []
+        self._opened: Opened | None = None
+        self._failures = 0
+        self._volatile = False  # the state changes between commits: offers must be copies
+        self._life = threading.Lock()
+        self._secret = secrets.token_hex(16)
+        if load_state_dict is not None and state_dict is not None:
+            self.register_state_dict_fn("default", load_state_dict, state_dict)
+
+    # ---- state ----
+
+    def register_state_dict_fn(self, key: str, load: LoadFunction, save: SaveFunction) -> None:
+        """Adds a part of the state that healing carries over. `save` must not communicate."""
+        self._functions[key] = (load, save)
+
+    def set_state_dict_fns(self, load_state_dict: LoadFunction, state_dict: SaveFunction) -> None:
+        """torchft's older name for one unnamed part."""
+        self.register_state_dict_fn("default", load_state_dict, state_dict)
+
+    def state_dict(self) -> dict[str, int]:
+        """The manager's own part of a checkpoint."""
+        with self.training.changed:
+            return {
+                "step": self.training.step,
+                "batches_committed": self.training.batches,
+                "term": self.training.term,
+            }
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Goes on from a checkpoint; before the first step."""
+        with self.training.changed:
+            self.training.step = int(state_dict["step"])
+            self.training.batches = int(state_dict.get("batches_committed", 0))
+            self.training.term = int(state_dict.get("term", 0))
+            self.training.seen = max(self.training.seen, self.training.term)
+
+    def _read_state(self) -> dict[str, Any]:
+        user = {key: save() for key, (_, save) in self._functions.items()}
+        return {"user": user, "manager": self.state_dict()}
+
+    def allow_state_dict_read(self) -> None:
+        """torchft's lock around state reads. Here the state is read only while it stands still."""
+
+    def disallow_state_dict_read(self) -> None:
+        """See allow_state_dict_read."""
+
+    # ---- a step ----
+
+    def start_quorum(
+        self, allow_heal: bool = True, shrink_only: bool = False, timeout: Seconds | None = None
+    ) -> None:
+        """Opens a step. In the steady state this does nothing but note it."""
+        opened = self._open()
+        opened.regrouper.shrink_only = shrink_only
+        first = self.training.generation is None
+        self.training.rest()
+        opened.regrouper.make_offer_if_due()
+        self.training.begin()
+        if first or not self.options.use_async_quorum or self._must_load(self.training.generation):
+            self.wait_quorum()
+
+    def wait_quorum(self) -> None:
+        """Blocks until the group is there and, when this replica must heal first, until it has."""
+        with self.training.changed:
+            generation = self.training._wait_for_group(self._patience_s)
+        while self._must_load(generation) and not self._load_healed(generation):
+            with self.training.changed:
+                generation = self.training._wait_for_group(self._patience_s)
+
+    def allreduce(
+        self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: Any = dist.ReduceOp.AVG
+    ) -> ManagedWork:
+        """Averages (or sums) in place over those who take part. A failure fails the step, see should_commit."""
+        return self._allreduce(tensor, reduce_op, issuer=object())
+
+    def _allreduce(self, tensor: torch.Tensor, reduce_op: Any, issuer: object) -> ManagedWork:
+        attempt = self.training.attempt
+        generation = self.training.bind(attempt, self._patience_s)
+        if generation is None:
+            return ManagedWork(None, tensor, lambda error: None)
+        if not generation.participates:
+            tensor.zero_()
+        elif reduce_op == dist.ReduceOp.AVG:
+            tensor.div_(len(generation.participants))
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM if reduce_op == dist.ReduceOp.AVG else reduce_op
+        attempt.issuers.append(issuer)
+        try:
+            raw = generation.group.allreduce([tensor], options)
+        except Exception as error:
+            self._group_failed(attempt, generation, error)
+            return ManagedWork(None, tensor, lambda error: None)
+        work = ManagedWork(raw, tensor, lambda error: self._group_failed(attempt, generation, error))
+        attempt.works.append(work)
+        return work
+
+    def should_commit(self, timeout: Seconds | None = None) -> bool:
+        """Closes the step: True when every member holds the same gradients, so that all apply them.
+
+        After True the caller applies the step; `step_applied` (or the next start_quorum) says that it has.
+        """
+        attempt = self.training.attempt
+        for hook in self._before_vote:
+            hook()
+        good = self._finish(attempt)
+        committed = self._vote(attempt) if good else self._no_vote(attempt)
+        self._note(committed)
+        return committed
+
+    def step_applied(self) -> None:
+        """The optimizer has changed the parameters: the state stands still again."""
+        self.training.rest()
+        if self._opened is not None:
+            self._opened.regrouper.make_offer_if_due()
+
+    def report_error(self, error: Exception) -> None:
+        """Makes this step fail everywhere: we vote against it."""
+        self.training.attempt.error = error
+
+    def errored(self) -> Exception | None:
+        """Why this step will not be committed, or None."""
+        attempt = self.training.attempt
+        if attempt.error is not None:
+            return attempt.error
+        return ManagerError(attempt.spoiled) if attempt.spoiled else None
+
+    def wrap_future(
+        self, fut: torch.futures.Future[Any], default: Any, timeout: Seconds | None = None
+    ) -> torch.futures.Future[Any]:
+        """A future that holds `default` instead of an error; the error is reported."""
+
+        def swallow(done: torch.futures.Future[Any]) -> Any:
+            try:
+                return done.value()
+            except Exception as error:
+                self.report_error(error)
+                return default
+
+        return fut.then(swallow)
+
+    # ---- questions ----
+
+    def current_step(self) -> int:
+        """How many steps this state has."""
+        return self.training.step
+
+    def batches_committed(self) -> int:
+        """Steps times those who took part in each."""
+        return self.training.batches
+
+    def num_participants(self) -> int:
+        """How many replicas' gradients count in this step; waits for the quorum."""
+        return len(self._bound().participants)
+
+    def participating_rank(self) -> int | None:
+        """Our place among those who take part; None when we do not."""
+        generation = self._bound()
+        return generation.participants.index(generation.index) if generation.participates else None
+
+    def is_participating(self) -> bool:
+        """Whether our gradients count in this step."""
+        return self._bound().participates
+
+    def replica_id(self) -> str:
+        """The name of our replica."""
+        return self.options.replica_id
+
+    def quorum_id(self) -> int:
+        """The number of the current quorum; 0 before the first."""
+        generation = self.training.generation
+        return generation.number if generation is not None else 0
+
+    # ---- end ----
+
+    def shutdown(self, wait: bool = True, reason: str = "left") -> None:
+        """Says good-bye: the others go on at once, without an error. Any number of times."""
+        with self._life:
+            opened, self._opened = self._opened, None
+        if opened is None:
+            return
+        with self.training.changed:
+            self.training.closing = True
+            position = (self.training.term, self.training.step)
+            self.training.changed.notify_all()
+        atexit.unregister(self.shutdown)
+        opened.close(last_word(reason, position))
+
+    def __enter__(self) -> Manager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    # ---- inside ----
+
+    @property
+    def _patience_s(self) -> float:
+        """How long the training thread may wait for a group: one quorum and its connecting."""
+        return self.options.quorum_timeout_s + self.options.connect_timeout_s
+
+    def _open(self) -> Opened:
+        with self._life:
+            if self._opened is None:
+                if self.training.closing:
+                    raise ManagerError("this manager was shut down")
+                opened = Opened(self.options, self.training, self.group)
+                self._opened = opened.start(self._secret, self._read_state, lambda: self._volatile)
+                atexit.register(self.shutdown)
+            return self._opened
+
+    def _bound(self) -> Generation:
+        attempt = self.training.attempt
+        if attempt.generation is not None:
+            return attempt.generation
+        with self.training.changed:
+            return self.training._wait_for_group(self._patience_s)
+
+    def _group_failed(self, attempt: Attempt, generation: Generation, error: Exception) -> None:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        attempt.spoiled = attempt.spoiled or generation.broken or reason
+        if self.training.break_group(generation, f"a collective failed: {reason}"):
+            log.info("quorum %d: a collective failed, asking for a new quorum", generation.number)
+
+    def _finish(self, attempt: Attempt) -> bool:
+        """Brings the step's collectives and a healing beside it to an end; False when there can be no vote."""
+        generation = self.training.bind(attempt, self._patience_s)
+        if generation is None:
+            return False
+        for work in list(attempt.works):
+            work.wait()
+        if not generation.loaded and not self._load_healed(generation):
+            attempt.spoiled = attempt.spoiled or "healing did not finish"
+        generation.group.settle()
+        return not attempt.spoiled and generation.usable
+
+    def _vote(self, attempt: Attempt) -> bool:
+        generation = self.training.begin_vote(attempt)
+        if generation is None:
+            return self._no_vote(attempt)
+        enough = len(generation.participants) >= self.options.min_replica_size
+        news = bool(self.training.news)
+        vote = Vote(good=attempt.error is None and enough, news=news, step=self.training.step)
+        try:
+            tally = cast(generation.control, generation.voters, vote)
+        except RuntimeError as error:
+            reason = generation.broken or f"the vote failed: {str(error).splitlines()[0]}"
+            return self.training.doubtful(generation, reason, self._patience_s)
+        if tally.news:
+            with self.training.changed:
+                self.training.wanted = self.training.news or "another member has news of the membership"
+        if not tally.passed:
+            log.warning("step %d is not committed: %s", vote.step, attempt.error or tally.reason)
+            self.training.rest()
+            return False
+        counted = len(generation.participants)
+        if not self.training.passed(generation, self._patience_s):
+            return False
+        self.training.batches += counted
+        return True
+
+    def _no_vote(self, attempt: Attempt) -> bool:
+        generation = attempt.generation
+        if generation is not None and not generation.usable and generation is self.training.generation:
+            with self.training.changed:
+                self.training.wanted = self.training.wanted or generation.broken
+        log.info("step %d is tried again: %s", self.training.step, attempt.spoiled or "the group is gone")
+        self.training.rest()
+        return False
+
+    def _note(self, committed: bool) -> None:
+        self._failures = 0 if committed else self._failures + 1
+        if self._opened is not None:
+            if committed:
+                self._opened.server.withdraw()
+            self._opened.report(self.training.step)
+        limit = self.options.max_retries
+        if limit is not None and self._failures > limit:
+            raise RetriesExhausted(
+                f"step {self.training.step} failed {self._failures} times in a row (max_retries={limit})"
+            )
+
+    def _must_load(self, generation: Generation | None) -> bool:
+        return (
+            generation is not None and generation.usable and not generation.loaded and generation.participates
+        )
+
+    def _load_healed(self, generation: Generation) -> bool:
+        """Waits for the fetched state and loads it, on the training thread; False when the group broke first."""
+        opened = self._opened
+        if opened is None:
+            return False
+        with self.training.changed:
+            done = self.training.changed.wait_for(
+                lambda: not generation.usable or self._fetched(opened, generation) is not None,
+                self.options.timeout_s,
+            )
+            fetch = self._fetched(opened, generation)
+        if not done:
+            raise HealingFailed(f"healing did not finish in {self.options.timeout_s:.1f} s")
+        if fetch is None:
+            return False
+        state = fetch.state()
+        for key, (load, _) in self._functions.items():
+            if key in state["user"]:
+                load(state["user"][key])
+        with self.training.changed:
+            self.training.batches = int(state["manager"]["batches_committed"])
+        self.training.healed(generation, fetch.position)
+        opened.regrouper.fetch = None
+        return True
+
+    def _fetched(self, opened: Opened, generation: Generation) -> Fetch | None:
+        fetch = opened.regrouper.fetch
+        right = fetch is not None and fetch.position == generation.plan.top
+        return fetch if right and fetch is not None and fetch.complete else None
+
+
+def _s(value: Seconds | None) -> float | None:
+    return None if value is None else seconds(value)

@@ -1,0 +1,66 @@
+"""An optimizer that steps only when the step was committed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer as TorchOptimizer
+
+from allranks.manager.manager import Manager
+
+
+class OptimizerWrapper(TorchOptimizer):
+    """`zero_grad` opens a step, `step` closes it: the wrapped optimizer steps if all members commit."""
+
+    def __init__(self, manager: Manager, optim: TorchOptimizer) -> None:
+        self.manager = manager
+        self.optim = optim
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Opens a step, then clears the gradients."""
+        self.manager.start_quorum()
+        self.optim.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> bool:
+        """Closes the step; True when it was committed and applied."""
+        if closure is not None:
+            raise ValueError("closures are not supported: the step may be voted down after it has run")
+        if not self.manager.should_commit():
+            return False
+        self.optim.step()
+        self.manager.step_applied()
+        return True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optim.add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.optim.state_dict()
+        return state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self.optim.param_groups
+        return groups
+
+    @property
+    def state(self) -> Any:
+        return self.optim.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        defaults: dict[str, Any] = self.optim.defaults
+        return defaults
+
+    def __repr__(self) -> str:
+        return f"OptimizerWrapper({self.optim!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a managed optimizer cannot be pickled: save its state_dict()")
+
+
+Optimizer = OptimizerWrapper

@@ -1,0 +1,295 @@
+"""The regrouping thread: asks for a quorum, makes its groups, hands out or fetches the live state.
+
+Runs in a rank beside the training thread, which goes on computing meanwhile. Everything that can block here is
+ended by a notice of the lighthouse about the quorum in question, and nothing waits without a limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from allranks.errors import AllranksError, GroupAborted, HealingFailed, ManagerError
+from allranks.lighthouse.client import Client
+from allranks.manager.generation import Generation
+from allranks.manager.group import ProcessGroupGloo, ReconfigurableGroup
+from allranks.manager.heal_fetch import Fetch, Source
+from allranks.manager.heal_serve import HealServer
+from allranks.manager.heal_state import make_offer
+from allranks.manager.inside import InsideReplica
+from allranks.manager.meeting import Meeting
+from allranks.manager.options import ManagerOptions, WorldSizeMode
+from allranks.manager.plan import NOWHERE, Claim, Plan, ReplicaClaim, decide
+from allranks.manager.sockets import abort_connecting
+from allranks.manager.training import TrainingState
+from allranks.model.cluster import Member, Quorum
+
+log = logging.getLogger("allranks.manager")
+
+_HEAL_TRIES = 3
+
+
+@dataclass(eq=False)
+class Regrouper:
+    """`run` is the thread's body; `interrupt` comes from the client's thread."""
+
+    options: ManagerOptions
+    training: TrainingState
+    client: Client
+    inside: InsideReplica
+    group: ReconfigurableGroup
+    control: ReconfigurableGroup
+    server: HealServer
+    store_address: str  # of the store hosted by rank 0 of this replica; the primary's is the meeting place
+    read_state: Callable[[], Any]
+    copy_offers: Callable[[], bool]  # whether the state may change between commits
+    fetch: Fetch | None = None
+    shrink_only: bool = False
+    _offer_due: Generation | None = None
+    _heal_failures: int = 0
+    _meeting_port: int = 0  # of the store where the group is being made
+    _guard: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self) -> None:
+        """Regroups whenever it is wanted, until the manager closes."""
+        while self.training.wait_until_wanted():
+            try:
+                generation = self._regroup()
+            except Exception as error:
+                if not self.training.closing:
+                    log.error("no quorum: %s", error)
+                self.training.finish_regrouping(error)
+                continue
+            self.training.finish_regrouping()
+            self._share_state(generation)
+
+    def interrupt(self, number: int, reason: str) -> None:
+        """A member of the quorum that is being made, or heals us, is gone: do not wait for it."""
+        if self.training.forming == number:
+            threading.Thread(
+                target=self._stop_forming, args=(number, reason), name="allranks-abort", daemon=True
+            ).start()
+        generation = self.training.generation
+        if self.fetch is not None and generation is not None and generation.number == number:
+            self.fetch.cancel()
+
+    def _stop_forming(self, number: int, reason: str) -> None:
+        """Ends the making of a group. Again and again: its sockets may not exist at the first try."""
+        deadline = time.monotonic() + self.options.connect_timeout_s
+        while self.training.forming == number and time.monotonic() < deadline:
+            self.control.abort(reason)
+            self.group.abort(reason)
+            abort_connecting((), (self._meeting_port,))
+            time.sleep(0.005)
+
+    def make_offer_if_due(self) -> None:
+        """Offers the state once it stands still again; called by the training thread after a roll forward."""
+        with self._guard:
+            generation, self._offer_due = self._offer_due, None
+        if generation is not None and generation.usable:
+            self.server.offer(make_offer(generation.plan.top, self.read_state(), self.copy_offers()))
+
+    # ---- the quorum ----
+
+    def _regroup(self) -> Generation:
+        deadline = time.monotonic() + self.options.quorum_timeout_s
+        began = time.monotonic()
+        while True:
+            old = self.training.generation
+            broken = old is not None and not old.usable
+            quorum = self._ask(deadline, commit_failures=int(broken))
+            if old is not None and old.usable and old.quorum.order == quorum.order:
+                return old
+            try:
+                generation = self._form(quorum, old)
+            except (AllranksError, RuntimeError, OSError, TimeoutError) as error:
+                if self.training.closing or time.monotonic() > deadline:
+                    raise
+                log.warning("quorum %d could not connect (%s): asking again", quorum.number, _short(error))
+                self._let_go(old, _short(error))
+                continue
+            log.info(
+                "quorum %d after %.0f ms: %s; %s",
+                quorum.number, (time.monotonic() - began) * 1e3, quorum.reason, generation.plan.reason,
+            )  # fmt: skip
+            return generation
+
+    def _ask(self, deadline: float, commit_failures: int) -> Quorum:
+        left = max(0.1, deadline - time.monotonic())
+        claim = self.training.claim(self.server.address, _port(self.group), _port(self.control))
+        claims = self.inside.gather(claim, left)
+        if not self.inside.speaks:
+            return self.inside.receive(left)
+        try:
+            quorum = self._join(self._member(claims, commit_failures), left)
+        except Exception as error:
+            self.inside.publish(None, str(error))
+            raise
+        self.inside.publish(quorum)
+        return quorum
+
+    def _member(self, claims: Sequence[Claim], commit_failures: int) -> Member:
+        options = self.options
+        said = ReplicaClaim(
+            ranks=tuple(claims),
+            secret=self.server.secret.hex(),
+            min_replicas=options.min_replica_size,
+            asynchronous=options.use_async_quorum,
+            init_sync=options.init_sync,
+            fixed=options.world_size_mode is WorldSizeMode.FIXED_WITH_SPARES,
+        )
+        return Member(
+            replica=options.replica_id,
+            session=self.client.session,
+            address=self.server.address,
+            store=self.store_address,
+            step=claims[0].step,
+            world_size=options.world_size,
+            shrink_only=self.shrink_only,
+            commit_failures=commit_failures,
+            init_sync=options.init_sync,
+            data=said.encode(),
+        )
+
+    def _join(self, member: Member, timeout_s: float) -> Quorum:
+        """As client.join, but ended at once when the manager closes."""
+        ticket = self.client.request_quorum(member)
+        done = threading.Event()
+        ticket.add_done_callback(lambda *_: self._wake(done))
+        with self.training.changed:
+            self.training.changed.wait_for(lambda: done.is_set() or self.training.closing, timeout_s)
+        if self.training.closing:
+            ticket.cancel()
+            raise ManagerError("the manager was shut down while it waited for a quorum")
+        return ticket.result(timeout_s=0.05)
+
+    def _wake(self, done: threading.Event) -> None:
+        done.set()
+        with self.training.changed:
+            self.training.changed.notify_all()
+
+    # ---- its groups ----
+
+    def _form(self, quorum: Quorum, old: Generation | None) -> Generation:
+        said = [ReplicaClaim.decode(member.data) for member in quorum.members]
+        plan = decide(said, quorum.number)
+        index = quorum.rank_of(self.options.replica_id)
+        if index is None:
+            raise ManagerError(f"quorum {quorum.number} does not contain us ({self.options.replica_id})")
+        if plan.top == NOWHERE:
+            raise HealingFailed(plan.reason)
+        lost = self.training.form(quorum.number)
+        if lost:
+            raise GroupAborted(lost)
+        self._let_go(old, "the members changed")
+        self._connect(quorum, plan, said, index)
+        generation = Generation(quorum, plan, index, self.options.rank, self.group, self.control)
+        generation.loaded = not generation.heals
+        if generation.heals:
+            self._prepare_fetch(plan)
+        rolls = (index, self.options.rank) in plan.rolls_forward
+        if index in plan.sources and plan.healing and rolls:
+            with self._guard:
+                self._offer_due = generation
+        self.training.publish(generation, rolls)
+        return generation
+
+    def _let_go(self, old: Generation | None, reason: str) -> None:
+        """Takes the previous group down, so that nobody waits in it for us."""
+        with self.training.changed:
+            if old is not None:
+                old.over = True
+                self.client.release(old.number)
+        self.control.abort(reason)
+        if self.group is not self.control:
+            self.group.abort(reason)
+
+    def _connect(self, quorum: Quorum, plan: Plan, said: Sequence[ReplicaClaim], index: int) -> None:
+        rank = self.options.rank
+        store = self._reach_store(quorum.members[plan.sources[0]].store)
+        prefix = f"allranks/{quorum.epoch}.{quorum.number}"
+        others = [replica for place, replica in enumerate(said) if place != index]
+        places = tuple(replica.ranks[rank].port for replica in others)
+        own_store = dist.PrefixStore(f"{prefix}/{rank}", store)
+        self.group.meet(Meeting(own_store, index, len(said), quorum.number, places))
+        if self.control is not self.group:
+            first = sum(len(replica.ranks) for replica in said[:index]) + rank
+            ports = [claim.control_port for replica in said for claim in replica.ranks]
+            ports.pop(first)
+            control_store = dist.PrefixStore(f"{prefix}/control", store)
+            self.control.meet(Meeting(control_store, first, len(ports) + 1, quorum.number, tuple(ports)))
+
+    def _reach_store(self, address: str) -> dist.Store:
+        """A new client of the primary's store (also when that is us: aborting cuts clients, not the server).
+
+        Tried with a plain socket first: torch goes on trying a dead address for twice its timeout.
+        """
+        host, _, port = address.rpartition(":")
+        self._meeting_port = int(port)
+        limit_s = min(self.options.connect_timeout_s, 10.0)
+        with socket.create_connection((host, int(port)), timeout=limit_s):
+            pass
+        return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=limit_s))
+
+    # ---- the state ----
+
+    def _prepare_fetch(self, plan: Plan) -> None:
+        if self.fetch is None or self.fetch.position != plan.top:
+            self.fetch = Fetch(plan.top, self.read_state, timeout_s=self.options.timeout_s)
+
+    def _share_state(self, generation: Generation) -> None:
+        """Source: makes the state fetchable. Healing: fetches it; the training thread will load it."""
+        if not generation.usable or not generation.plan.healing or generation.commits:
+            return
+        if generation.heals:
+            self._heal(generation)
+        elif generation.index in generation.plan.sources and self._offer_due is None:
+            self.server.offer(make_offer(generation.plan.top, self.read_state(), self.copy_offers()))
+
+    def _heal(self, generation: Generation) -> None:
+        fetch = self.fetch
+        if fetch is None or generation.loaded:
+            return
+        self.training.healing()
+        began = time.monotonic()
+        try:
+            if not fetch.complete:
+                fetch.run(self._sources(generation))
+        except HealingFailed as error:
+            self._heal_failures += 1
+            if self.training.break_group(generation, f"healing failed: {error}"):
+                log.warning("%s", error)
+            if self._heal_failures >= _HEAL_TRIES and not fetch.received_bytes:
+                self.training.finish_regrouping(error)
+            return
+        self._heal_failures = 0
+        log.info("healed: %.1f MB in %.0f ms", fetch.total_bytes / 1e6, (time.monotonic() - began) * 1e3)
+        with self.training.changed:
+            self.training.changed.notify_all()
+
+    def _sources(self, generation: Generation) -> list[Source]:
+        members, found = generation.quorum.members, []
+        for place in generation.plan.sources:
+            said = ReplicaClaim.decode(members[place].data)
+            address = said.ranks[self.options.rank].address
+            found.append(Source(address, bytes.fromhex(said.secret), members[place].replica))
+        turn = generation.plan.healing.index(generation.index) % len(found)
+        return found[turn:] + found[:turn]
+
+
+def _port(group: ReconfigurableGroup) -> int:
+    return group.mesh.port if isinstance(group, ProcessGroupGloo) else 0
+
+
+def _short(error: BaseException) -> str:
+    """The first line of an error: gloo's carry a C++ location and a trace that help nobody here."""
+    text = str(error).strip().splitlines()
+    return text[0].split("] ")[-1] if text else type(error).__name__

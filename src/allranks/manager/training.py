@@ -1,0 +1,280 @@
+"""What the training thread, the regrouping thread and the notices share, behind one lock.
+
+Runs in a rank. Every change goes through a method here, so that the rules of `phase` hold: the state moves only
+while APPLYING, and a claim made to the lighthouse stays true until its answer has been acted upon.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from dataclasses import dataclass, field
+
+from allranks.manager.generation import Attempt, Generation
+from allranks.manager.phase import Phase, may_ask
+from allranks.manager.plan import Claim, Position
+
+_LAST_WORD = re.compile(r"\[term (\d+) step (\d+)\]")
+_REMEMBERED_LOSSES = 64
+
+
+def last_word(reason: str, position: Position) -> str:
+    """A reason for leaving that tells the others where we stood: their doubtful step may hang on it."""
+    return f"{reason} [term {position[0]} step {position[1]}]"
+
+
+@dataclass(eq=False)
+class TrainingState:
+    """All fields are guarded by `changed`."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    phase: Phase = Phase.BETWEEN
+    term: int = 0
+    step: int = 0
+    seen: int = 0
+    torn: bool = False
+    batches: int = 0
+    attempt: Attempt = field(default_factory=Attempt)
+    generation: Generation | None = None
+    wanted: str = ""  # why a new quorum should be asked for; "": not
+    regrouping: bool = False
+    claimed_pending: bool = False  # our vote's result is now decided by the quorum
+    verdict: bool | None = None
+    news: str = ""  # raised in the next vote
+    forming: int = 0  # number of the quorum whose group is being made
+    losses: dict[int, str] = field(default_factory=dict)  # quorum number -> what was lost
+    heard: set[Position] = field(default_factory=set)  # last words of members that left
+    failure: Exception | None = None  # why no quorum could be had
+    closing: bool = False
+
+    # ---- training thread ----
+
+    def begin(self) -> Attempt:
+        """A new step attempt. One that left collectives without a vote has put the group out of step."""
+        with self.changed:
+            old = self.attempt
+            if (
+                old.issuers
+                and old.generation is not None
+                and self.phase is Phase.REDUCING
+                and not old.spoiled
+            ):
+                self._break(old.generation, "a step was abandoned in the middle")
+            self.attempt = Attempt()
+            self.phase = Phase.COMPUTING
+            self.verdict, self.claimed_pending = None, False
+            self.failure = None
+            if self.generation is None or not self.generation.usable:
+                self.wanted = self.wanted or ("" if self.regrouping else "starting")
+            self.changed.notify_all()
+            return self.attempt
+
+    def bind(self, attempt: Attempt, limit_s: float) -> Generation | None:
+        """The group of this attempt, waiting for it to be made; None when the attempt cannot be saved."""
+        with self.changed:
+            if attempt.spoiled:
+                return None
+            if attempt.generation is None:
+                generation = self._wait_for_group(limit_s)
+                if generation.heals and not generation.loaded and generation.participates:
+                    attempt.spoiled = "computed on a state that had to be healed"
+                    return None
+                attempt.generation = generation
+            if not attempt.generation.usable:
+                attempt.spoiled = attempt.generation.broken or "the members changed"
+                return None
+            self.phase = Phase.REDUCING
+            return attempt.generation
+
+    def rebind(self, attempt: Attempt, limit_s: float) -> Generation | None:
+        """After the group broke: the next one, if our state stands and the collectives can be repeated."""
+        with self.changed:
+            if attempt.error is not None or self.closing:
+                return None
+            attempt.generation, attempt.spoiled = None, ""
+            attempt.issuers.clear()
+            attempt.works.clear()
+            self.phase = Phase.COMPUTING
+            self.changed.notify_all()
+            generation = self._wait_for_group(limit_s)
+            if generation.heals:
+                attempt.spoiled = "this replica is behind and must heal"
+                return None
+            attempt.generation = generation
+            self.phase = Phase.REDUCING
+            return generation
+
+    def _wait_for_group(self, limit_s: float) -> Generation:
+        deadline = time.monotonic() + limit_s
+        while True:
+            generation = self.generation
+            if self.failure is not None:
+                raise self.failure
+            if not self.wanted and not self.regrouping and generation is not None and generation.usable:
+                return generation
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(
+                    f"no process group after {limit_s:.1f} s; last: {self.wanted or 'regrouping'}"
+                )
+            self.changed.wait(left)
+
+    def begin_vote(self, attempt: Attempt) -> Generation | None:
+        """Enters VOTING unless the group is gone."""
+        with self.changed:
+            generation = attempt.generation
+            if attempt.spoiled or generation is None or not generation.usable:
+                return None
+            self.phase = Phase.VOTING
+            return generation
+
+    def passed(self, generation: Generation, limit_s: float) -> bool:
+        """The vote passed. True unless the quorum was asked meanwhile and decides otherwise."""
+        with self.changed:
+            if self.claimed_pending:
+                return self._wait_for_verdict(limit_s)
+            self._commit(generation.plan.term)
+            generation.commits += 1
+            return True
+
+    def doubtful(self, generation: Generation, reason: str, limit_s: float) -> bool:
+        """The vote was given and its result did not come: the next quorum, or a last word, decides."""
+        with self.changed:
+            self._break(generation, reason)
+            return self._wait_for_verdict(limit_s, generation.plan.term)
+
+    def _wait_for_verdict(self, limit_s: float, term: int = 0) -> bool:
+        deadline = time.monotonic() + limit_s
+        while True:
+            if term and (term, self.step + 1) in self.heard:
+                self.claimed_pending = False
+                self._commit(term)
+                return True
+            if self.verdict is not None:
+                verdict, self.verdict, self.claimed_pending = self.verdict, None, False
+                if not verdict:
+                    self._rest()
+                return verdict
+            if self.failure is not None:
+                raise self.failure
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(
+                    f"nobody could say whether step {self.step} was committed ({limit_s:.1f} s)"
+                )
+            self.changed.wait(left)
+
+    def _commit(self, term: int) -> None:
+        self.term, self.step = term, self.step + 1
+        self.phase = Phase.APPLYING
+        self.changed.notify_all()
+
+    def rest(self) -> None:
+        """The state stands still again: the step was applied, or it failed."""
+        with self.changed:
+            self._rest()
+
+    def _rest(self) -> None:
+        self.phase = Phase.BETWEEN
+        self.changed.notify_all()
+
+    def break_group(self, generation: Generation, reason: str) -> bool:
+        """The group failed us; True when we are the first to notice."""
+        with self.changed:
+            return self._break(generation, reason)
+
+    def _break(self, generation: Generation, reason: str) -> bool:
+        first = generation.break_off(reason)
+        if first and generation is self.generation:
+            self.wanted = self.wanted or reason
+        self.changed.notify_all()
+        return first
+
+    # ---- notices ----
+
+    def lost(self, number: int, reason: str, act: bool) -> bool:
+        """A member of quorum `number` is gone. True when that quorum is ours and was healthy until now."""
+        with self.changed:
+            self.losses[number] = reason
+            while len(self.losses) > _REMEMBERED_LOSSES:
+                self.losses.pop(min(self.losses))
+            found = _LAST_WORD.search(reason)
+            if found:
+                self.heard.add((int(found[1]), int(found[2])))
+            self.changed.notify_all()
+            generation = self.generation
+            if not act or generation is None or generation.number != number:
+                return False
+            return self._break(generation, reason)
+
+    # ---- regrouping thread ----
+
+    def wait_until_wanted(self) -> bool:
+        """Blocks until a quorum should and may be asked for; False when the manager closes."""
+        with self.changed:
+            while not self.closing:
+                broken = self.generation is None or not self.generation.usable
+                if self.wanted and may_ask(self.phase, broken):
+                    self.regrouping = True
+                    return True
+                self.changed.wait()
+            return False
+
+    def claim(self, address: str, port: int, control_port: int) -> Claim:
+        """What we say of our state; from here on a vote in doubt is decided by the quorum."""
+        with self.changed:
+            generation = self.attempt.generation
+            in_doubt = self.phase is Phase.VOTING and generation is not None
+            if in_doubt:
+                self.claimed_pending = True
+            self.wanted, self.news = "", ""
+            pending = generation.plan.term if in_doubt and generation is not None else 0
+            return Claim(
+                self.term, self.step, self.seen, pending, self.torn, address, port, control_port
+            )  # fmt: skip
+
+    def form(self, number: int) -> str:
+        """From here on a loss in quorum `number` interrupts its making; returns a loss that came before."""
+        with self.changed:
+            self.forming = number
+            return self.losses.get(number, "")
+
+    def publish(self, generation: Generation, rolls: bool) -> None:
+        """The new group works: whoever waits for it goes on."""
+        with self.changed:
+            self.forming = 0
+            if self.generation is not None and self.generation is not generation:
+                self.generation.over = True
+            self.generation = generation
+            self.wanted = ""  # was about the group before; a loss in this one is looked up below
+            self.seen = max(self.seen, generation.plan.term)
+            if self.claimed_pending:
+                self.verdict = rolls
+                if rolls:
+                    self._commit(generation.plan.top[0])
+            self.heard.clear()
+            lost = self.losses.get(generation.number)
+            if lost:
+                self._break(generation, lost)
+            self.changed.notify_all()
+
+    def healing(self) -> None:
+        """Bytes of another state are about to land in ours: until it is loaded, ours is no state."""
+        with self.changed:
+            self.torn = True
+
+    def healed(self, generation: Generation, position: Position) -> None:
+        """The training thread has loaded the fetched state."""
+        with self.changed:
+            self.term, self.step = position
+            self.torn = False
+            generation.loaded = True
+            self.changed.notify_all()
+
+    def finish_regrouping(self, failure: Exception | None = None) -> None:
+        """The regrouping thread is done for now."""
+        with self.changed:
+            self.regrouping, self.forming = False, 0
+            self.failure = failure
+            self.changed.notify_all()
