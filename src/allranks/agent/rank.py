@@ -6,6 +6,7 @@ python -m allranks.agent.rank [-m] SCRIPT ARGS...
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import signal
 import sys
@@ -29,6 +30,8 @@ def main() -> None:
     agent = os.environ.get("ALLRANKS_AGENT_PID")
     if agent and agent.isdigit():
         die_with_parent(int(agent))
+    for name in filter(None, os.environ.get("ALLRANKS_PRELOAD", "").split(",")):
+        importlib.import_module(name.strip())
     from allranks.record.__main__ import main as run_recorded
 
     sys.exit(run_recorded(sys.argv[1:]))

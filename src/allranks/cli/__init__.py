@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "stacks": ("stacks", "show what every rank is doing, without disturbing it, and what it is stuck on"),
     "status": ("status", "ranks, steps, who waits for whom, incidents of a running job"),
     "top": ("status", "the same, live"),
+    "drill": ("drill", "run a job under a fault plan and report what was noticed"),
     "doctor": ("doctor", "check a node before the job, or explain logs after it"),
     "slurm": ("slurm", "submit, wrap or look into a job under Slurm"),
     "etcd": ("etcd", "start, check or stop an etcd on this machine"),

@@ -1,0 +1,127 @@
+"""`allranks drill`: runs a job under a fault plan and reports what was noticed and what it cost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from allranks.errors import InputError
+
+EPILOG = """\
+  allranks drill --plan plan.yaml -- allranks run --replicas 4 train_ddp.py
+  allranks drill --plan plan.yaml --ranks 2 -- train.py
+
+plan.yaml:
+  seed: 7
+  faults:
+    - {kind: kill, rank: 1, at_step: 12}
+    - {kind: hang, replica: random, at_step: [20, 30]}
+
+Faults fire at the script's progress mark (a Manager marks each step; other scripts call allranks.step(n)).
+A script may report digests and samples with `from allranks.testing.inject import tell` when ALLRANKS_DRILL is set.
+Kinds: kill exit segfault raise stop hang busy lock gil loader subprocess queue fifo slow pause leave partition.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument("--plan", type=Path, required=True, metavar="FILE", help="YAML or JSON")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help='ranks of the job, for "random" (default: read from the command)',
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="where the drill keeps its evidence (default: a temporary folder that is kept)",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="end the job after this long (%(default)s)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="the job's output only to DIR/output.log")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; implies --quiet")
+    parser.add_argument("job", nargs=argparse.REMAINDER, metavar="-- COMMAND…", help="the job to run")
+
+
+def main(args: argparse.Namespace) -> int:
+    """0 every fault fired, was noticed and survived; 1 something fell short; 2 could not run."""
+    from allranks.testing.drill import run_drill
+    from allranks.testing.plan import read_plan
+
+    command = args.job[1:] if args.job[:1] == ["--"] else args.job
+    if not command:
+        raise InputError(
+            "no command was given", hint="allranks drill --plan FILE -- allranks run --replicas 2 train.py"
+        )
+    ranks, per_replica = find_size(command)
+    plan = read_plan(args.plan, ranks=args.ranks or ranks, ranks_per_replica=per_replica)
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="allranks-drill-"))
+    result = run_drill(plan, command, folder, timeout_s=args.timeout, quiet=args.quiet or args.json)
+    if args.json:
+        print(json.dumps(result.to_dict()))
+    else:
+        for line in render(result.to_dict()):
+            print(line)
+    good = all(f.fired and f.verdict_right is not False for f in result.faults)
+    return (
+        0 if good and result.exit_code == 0 and not result.false_evictions and not result.false_alarms else 1
+    )
+
+
+def find_size(command: Sequence[str]) -> tuple[int | None, int]:
+    """(ranks, ranks per replica) as far as the command tells."""
+    from allranks.agent.command_line import flag_value
+
+    per = int(flag_value(command, "--nproc-per-replica") or 1)
+    replicas = flag_value(command, "--total-replicas") or flag_value(command, "--replicas")
+    if replicas and replicas.isdigit():
+        return int(replicas) * per, per
+    ranks = flag_value(command, "--nproc-per-node")
+    return (int(ranks) if ranks and ranks.isdigit() else None), per
+
+
+def render(result: dict[str, object]) -> Iterator[str]:
+    """The report for people."""
+    faults = result["faults"]
+    assert isinstance(faults, (list, tuple))
+    for fault in faults:
+        if not fault["fired"]:
+            yield f"{fault['kind']} of rank {fault['rank']}: did NOT fire"
+            continue
+        noticed = (
+            f"noticed after {fault['noticed_s']:.3f} s" if fault["noticed_s"] is not None else "not noticed"
+        )
+        recovered = (
+            f"training went on after {fault['recovered_s']:.3f} s"
+            if fault["recovered_s"] is not None
+            else "nobody went on"
+        )
+        right = {True: "verdict right", False: "verdict WRONG", None: "no verdict"}[fault["verdict_right"]]
+        yield f"{fault['kind']} of rank {fault['rank']} at step {fault['step']}: {noticed}, {recovered}, {right}"
+        if fault["verdict"]:
+            yield f"    {fault['verdict'].get('sentence', '')}"
+    yield (
+        f"exit code {result['exit_code']}, identical replicas: {_word(result['identical_replicas'])}, "
+        f"lost steps: {_word(result['lost_steps'])}, lost samples: {_word(result['lost_samples'])}, "
+        f"repeated samples: {_word(result['repeated_samples'])}, false alarms: {result['false_alarms']}, "
+        f"false evictions: {result['false_evictions']}"
+    )
+    yield f"evidence in {result['folder']}"
+
+
+def _word(value: object) -> str:
+    return (
+        "not told"
+        if value is None
+        else {True: "yes", False: "NO"}.get(value, str(value))
+        if isinstance(value, bool)
+        else str(value)
+    )

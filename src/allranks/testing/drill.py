@@ -1,0 +1,238 @@
+"""Runs a command under a fault plan and tells what was noticed, when, whether the verdict was right, what it cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from allranks.agent.incidents import read_incidents
+from allranks.testing.plan import KINDS, DrillFault, DrillPlan
+
+SCHEMA = 1
+MATCH_S = 600.0  # an incident later than this after a fault is not of that fault
+
+
+@dataclass(frozen=True)
+class FaultResult:
+    """What became of one fault; None = it did not happen or cannot be told."""
+
+    kind: str
+    rank: int
+    step: int | None
+    fired: bool
+    noticed_s: float | None = None
+    verdict: dict[str, Any] | None = None
+    verdict_right: bool | None = None
+    recovered_s: float | None = None
+    incident: str = ""
+
+
+@dataclass(frozen=True)
+class DrillResult:
+    """The whole drill, in the shape of docs/contracts.md."""
+
+    faults: tuple[FaultResult, ...]
+    exit_code: int
+    identical_replicas: bool | None
+    lost_steps: int | None
+    lost_samples: int | None
+    repeated_samples: int | None
+    false_alarms: int
+    false_evictions: int
+    folder: str = ""
+    incidents: tuple[str, ...] = field(default=())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+
+def run_drill(
+    plan: DrillPlan, command: list[str], folder: Path, *, timeout_s: float, quiet: bool = False
+) -> DrillResult:
+    """Runs the command with the plan's faults preloaded into its ranks, to its end or the limit."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(plan.to_json())
+    environment = {
+        **os.environ,
+        "ALLRANKS_DRILL": str(folder.absolute()),
+        "ALLRANKS_PRELOAD": ",".join(
+            filter(None, (os.environ.get("ALLRANKS_PRELOAD"), "allranks.testing.inject"))
+        ),
+    }
+    words = with_incidents(command, folder / "incidents")
+    with open(folder / "output.log", "wb") as log:
+        target = log if quiet else sys.stderr
+        process = subprocess.Popen(
+            words, env=environment, stdout=target, stderr=target, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            code = 124
+        finally:
+            _end(process)
+    return judge_drill(plan, folder, code)
+
+
+def with_incidents(command: list[str], incidents: Path) -> list[str]:
+    """Tells `allranks run` where incidents go; a plain script is put under `allranks run` first."""
+    words = list(command)
+    if words and (words[0].endswith(".py")):
+        words = [sys.executable, "-m", "allranks", "run", "--standalone", *words]
+    if "run" in words and "--incidents" not in words:
+        position = words.index("run") + 1
+        words[position:position] = ["--incidents", str(incidents)]
+    if words and words[0] == "allranks":
+        words[:1] = [sys.executable, "-m", "allranks"]
+    return words
+
+
+def judge_drill(plan: DrillPlan, folder: Path, exit_code: int) -> DrillResult:
+    """Reads what the ranks and the agent left behind, and compares it with the plan."""
+    incidents = read_incidents(folder / "incidents")
+    marks = read_marks(folder)
+    claimed: set[str] = set()
+    results = []
+    for index, fault in enumerate(plan.faults):
+        results.append(_judge_fault(index, fault, folder, incidents, marks, claimed))
+    unclaimed = [i for i in incidents if i["id"] not in claimed and i["kind"] in ("hang", "death")]
+    evictions = [i for i in unclaimed if (i.get("action") or {}).get("done")]
+    return DrillResult(
+        faults=tuple(results), exit_code=exit_code, identical_replicas=find_identical(marks), lost_steps=find_lost_steps(marks),
+        **_samples(marks), false_alarms=len([i for i in unclaimed if i["kind"] == "hang"]), false_evictions=len(evictions),
+        folder=str(folder), incidents=tuple(i["id"] for i in incidents),
+    )  # fmt: skip
+
+
+def read_marks(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """Rank -> what it reported, in time order, over all its lives; each entry knows its pid."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for path in folder.glob("steps.*"):
+        _, rank, pid = path.name.split(".")
+        for line in path.read_text().splitlines():
+            try:
+                found.setdefault(int(rank), []).append({**json.loads(line), "pid": int(pid)})
+            except ValueError:
+                continue  # cut short by a kill
+    for entries in found.values():
+        entries.sort(key=lambda entry: entry["at"])
+    return found
+
+
+def _judge_fault(
+    index: int, fault: DrillFault, folder: Path, incidents: list[dict[str, Any]], marks: dict[int, list[dict[str, Any]]], claimed: set[str]
+) -> FaultResult:  # fmt: skip
+    try:
+        fired = json.loads((folder / f"fired.{index}").read_text())
+    except (OSError, ValueError):
+        return FaultResult(fault.kind, fault.rank, None, False)
+    at, expected = float(fired["at"]), KINDS[fault.kind][1]
+    own = [
+        i
+        for i in incidents
+        if i["id"] not in claimed and 0 <= _noticed(i) - at < MATCH_S and i["kind"] in ("hang", "death")
+    ]
+    incident = min(own, key=_noticed, default=None) if expected else None
+    if incident is None:
+        right = None if expected else True
+        return FaultResult(
+            fault.kind,
+            fault.rank,
+            fired["step"],
+            True,
+            verdict_right=right,
+            recovered_s=_recovered(fault, at, marks),
+        )
+    claimed.add(incident["id"])
+    verdict = incident.get("verdict") or {}
+    right = (
+        fault.rank in (verdict.get("ranks") or [])
+        and len(verdict.get("ranks") or []) == 1
+        and verdict.get("cause") in expected
+    )
+    return FaultResult(
+        fault.kind, fault.rank, fired["step"], True, _noticed(incident) - at, verdict or None, right,
+        _recovered(fault, at, marks), incident["id"],
+    )  # fmt: skip
+
+
+def _noticed(incident: dict[str, Any]) -> float:
+    return float(
+        min([m["at"] for m in incident["timeline"] if m["name"] == "noticed"] or [incident["opened"]])
+    )
+
+
+def _recovered(fault: DrillFault, at: float, marks: dict[int, list[dict[str, Any]]]) -> float | None:
+    """From the fault until a survivor began a step that it had not begun before."""
+    times = []
+    for rank, entries in marks.items():
+        if rank == fault.rank:
+            continue
+        before = max((e["step"] for e in entries if "step" in e and e["at"] <= at), default=-1)
+        later = [
+            e["at"]
+            for e in entries
+            if "step" in e and e["at"] > at and e["step"] > max(before, fault.at_step)
+        ]
+        times += later[:1]
+    return min(times) - at if times else None
+
+
+def find_identical(marks: dict[int, list[dict[str, Any]]]) -> bool | None:
+    """Whether all ranks that reported a digest for a step reported the same one; None without two reports."""
+    digests: dict[int, set[str]] = {}
+    reports: dict[int, int] = {}
+    for entries in marks.values():
+        for entry in entries:
+            if "digest" in entry and "at_step" in entry:
+                digests.setdefault(entry["at_step"], set()).add(entry["digest"])
+                reports[entry["at_step"]] = reports.get(entry["at_step"], 0) + 1
+    compared = [step for step, count in reports.items() if count > 1]
+    return all(len(digests[step]) == 1 for step in compared) if compared else None
+
+
+def find_lost_steps(marks: dict[int, list[dict[str, Any]]]) -> int | None:
+    """Steps that no rank began, below the last one that any began."""
+    steps = {entry["step"] for entries in marks.values() for entry in entries if "step" in entry}
+    return (max(steps) - min(steps) + 1 - len(steps)) if steps else None
+
+
+def _samples(marks: dict[int, list[dict[str, Any]]]) -> dict[str, int | None]:
+    """Lost and repeated samples, from the scripts' own reports of committed samples."""
+    seen: dict[int, int] = {}
+    steps: dict[int, set[int]] = {}
+    total: int | None = None
+    for entries in marks.values():
+        for entry in entries:
+            for sample in entry.get("samples", ()):
+                at_step = entry.get("at_step", -1)
+                if at_step not in steps.setdefault(sample, set()):
+                    steps[sample].add(at_step)
+                    seen[sample] = seen.get(sample, 0) + 1
+            total = entry.get("all_samples", total)
+    if not seen:
+        return {"lost_samples": None, "repeated_samples": None}
+    expected = total if total is not None else max(seen) + 1
+    return {
+        "lost_samples": sum(1 for sample in range(expected) if sample not in seen),
+        "repeated_samples": sum(count - 1 for count in seen.values()),
+    }
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the whole session of the command, politely first."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        try:
+            os.killpg(process.pid, number)
+            process.wait(timeout=20)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue

@@ -1,0 +1,158 @@
+"""Faults that a rank commits against itself: each is the real thing, not an imitation of its symptoms."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+
+def commit(kind: str, for_s: float) -> None:
+    """Does it. Returns only for faults that end (slow, pause, or a hang with a limit)."""
+    MISDEEDS[kind](for_s)
+
+
+def _kill(for_s: float) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _exit(for_s: float) -> None:
+    os._exit(3)
+
+
+def _segfault(for_s: float) -> None:
+    ctypes.string_at(0)
+
+
+def _raise(for_s: float) -> None:
+    raise RuntimeError("a fault of the plan: this rank raises")
+
+
+def _stop(for_s: float) -> None:
+    if for_s:  # somebody must wake us: a child that is not stopped with us
+        subprocess.Popen(
+            [sys.executable, "-c", f"import time,os; time.sleep({for_s}); os.kill({os.getpid()}, 18)"]
+        )
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _hang(for_s: float) -> None:
+    load_batch_from_slow_storage(for_s)
+
+
+def load_batch_from_slow_storage(for_s: float) -> None:
+    """Looks like user code that waits for storage."""
+    deadline = time.monotonic() + (for_s or 1e9)
+    while time.monotonic() < deadline:
+        time.sleep(min(60.0, max(0.0, deadline - time.monotonic())))
+
+
+def _busy(for_s: float) -> None:
+    deadline = time.monotonic() + (for_s or 1e9)
+    count = 0
+    while time.monotonic() < deadline:
+        count += 1
+
+
+def _lock(for_s: float) -> None:
+    one, two, both = threading.Lock(), threading.Lock(), threading.Barrier(2)
+
+    def take(first: threading.Lock, second: threading.Lock) -> None:
+        with first:
+            both.wait()
+            with second:
+                pass
+
+    threads = [threading.Thread(target=take, args=pair, daemon=True) for pair in ((one, two), (two, one))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(for_s or None)
+
+
+def _gil(for_s: float) -> None:
+    ctypes.PyDLL(None).sleep(int(for_s) or 100_000)  # PyDLL keeps the GIL during the call
+
+
+def _loader(for_s: float) -> None:
+    from torch.utils.data import DataLoader, Dataset
+
+    class Sleepy(Dataset):
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> int:
+            time.sleep(for_s or 1e6)
+            return index
+
+    next(iter(DataLoader(Sleepy(), num_workers=1)))
+
+
+def _subprocess(for_s: float) -> None:
+    subprocess.run([sys.executable, "-c", f"import time; time.sleep({for_s or 1e6})"], check=False)
+
+
+def _queue(for_s: float) -> None:
+    try:
+        queue.Queue[int]().get(timeout=for_s or None)
+    except queue.Empty:
+        pass
+
+
+def _fifo(for_s: float) -> None:
+    read_end, write_end = os.pipe()
+    try:
+        while True:
+            os.write(write_end, b"checkpoint" * 10_000)
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
+def _pause(for_s: float) -> None:
+    """Burns CPU without Python progress, as a long collection of garbage does."""
+    deadline = time.monotonic() + (for_s or 3.0)
+    numbers = list(range(200_000))
+    while time.monotonic() < deadline:
+        numbers.sort(key=lambda n: -n)
+
+
+def _partition(for_s: float) -> None:
+    """Cuts every TCP connection of this rank."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            copy = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        try:
+            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                copy.getpeername()
+                copy.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        finally:
+            copy.close()
+    if for_s:
+        time.sleep(for_s)
+
+
+def _leave(for_s: float) -> None:
+    sys.exit(0)
+
+
+def _slow(for_s: float) -> None:
+    time.sleep(for_s or 1.0)
+
+
+MISDEEDS: dict[str, Callable[[float], None]] = {
+    "kill": _kill, "exit": _exit, "segfault": _segfault, "raise": _raise, "stop": _stop, "hang": _hang, "busy": _busy,
+    "lock": _lock, "gil": _gil, "loader": _loader, "subprocess": _subprocess, "queue": _queue, "fifo": _fifo,
+    "slow": _slow, "pause": _pause, "leave": _leave, "partition": _partition,
+}  # fmt: skip

@@ -1,0 +1,137 @@
+"""A fault plan: what is to go wrong, in which rank, at which step. Read from YAML or JSON; pure but for reading.
+
+seed: 7
+faults:
+  - {kind: kill, rank: 1, at_step: 12}
+  - {kind: hang, replica: random, at_step: [20, 30], for_s: 60}
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from allranks.errors import InputError
+
+#: kind -> (what it does, causes that a right verdict may name; empty: no verdict is expected)
+KINDS: dict[str, tuple[str, frozenset[str]]] = {
+    "kill": ("SIGKILL to the rank", frozenset({"rank_died"})),
+    "exit": ("the rank ends without a goodbye", frozenset({"rank_died"})),
+    "segfault": ("the rank crashes in native code", frozenset({"rank_died"})),
+    "raise": ("an exception ends the rank", frozenset({"rank_died", "call_error"})),
+    "stop": ("SIGSTOP: the process freezes", frozenset({"missing_rank", "stuck_before_collective", "rank_died", "stopped"})),
+    "hang": ("the data loading code sleeps for ever", frozenset({"missing_rank", "stuck_before_collective", "sleep"})),
+    "busy": ("an endless Python loop", frozenset({"missing_rank", "stuck_before_collective", "busy_python"})),
+    "lock": ("two threads deadlock, the main thread joins them", frozenset({"missing_rank", "stuck_before_collective", "lock_deadlock"})),
+    "gil": ("C code sleeps and keeps the GIL", frozenset({"missing_rank", "stuck_before_collective", "gil_held_native"})),
+    "loader": ("a DataLoader worker process sleeps", frozenset({"missing_rank", "stuck_before_collective", "dataloader_wait"})),
+    "subprocess": ("the rank waits for a subprocess", frozenset({"missing_rank", "stuck_before_collective", "subprocess_wait"})),
+    "queue": ("the rank waits on an empty queue", frozenset({"missing_rank", "stuck_before_collective", "queue_wait"})),
+    "fifo": ("the rank writes to a pipe that nobody reads", frozenset({"missing_rank", "stuck_before_collective", "checkpoint_io", "pipe_write_blocked"})),
+    "slow": ("each step of the rank takes longer", frozenset()),
+    "pause": ("one long garbage-collector-like pause", frozenset()),
+    "leave": ("the rank leaves politely", frozenset()),
+    "partition": ("the rank's connections are cut", frozenset({"rank_died", "none_finished", "missing_rank"})),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DrillFault:
+    """One fault, fully decided. `rank` is the global rank; `for_s` 0 means for ever."""
+
+    kind: str
+    rank: int
+    at_step: int
+    for_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class DrillPlan:
+    """All faults of a drill."""
+
+    seed: int
+    faults: tuple[DrillFault, ...]
+
+    def to_json(self) -> str:
+        """What ranks read."""
+        return json.dumps({"seed": self.seed, "faults": [asdict(fault) for fault in self.faults]})
+
+
+def read_plan(path: Path, *, ranks: int | None = None, ranks_per_replica: int = 1) -> DrillPlan:
+    """Reads a plan and decides everything random in it; every mistake is an InputError that names its place."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise InputError(f"cannot read the plan {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is neither YAML nor JSON: {error}") from error
+    return make_plan(content, ranks=ranks, ranks_per_replica=ranks_per_replica, name=str(path))
+
+
+def make_plan(
+    content: Any, *, ranks: int | None = None, ranks_per_replica: int = 1, name: str = "plan"
+) -> DrillPlan:
+    """A plan from plain data."""
+    if not isinstance(content, dict) or not isinstance(content.get("faults"), list):
+        raise InputError(
+            f"{name}: a plan is a mapping with `faults`, a list",
+            hint="faults:\n  - {kind: kill, rank: 1, at_step: 12}",
+        )
+    seed = content.get("seed", 0)
+    if not isinstance(seed, int):
+        raise InputError(f"{name}: seed must be a whole number, got {seed!r}")
+    dice = random.Random(seed)
+    faults = tuple(
+        _fault(item, f"{name}: faults[{i}]", dice, ranks, ranks_per_replica)
+        for i, item in enumerate(content["faults"])
+    )
+    return DrillPlan(seed, faults)
+
+
+def _fault(item: Any, place: str, dice: random.Random, ranks: int | None, per_replica: int) -> DrillFault:
+    if not isinstance(item, dict):
+        raise InputError(f"{place} must be a mapping, got {item!r}")
+    unknown = set(item) - {"kind", "rank", "replica", "at_step", "for_s"}
+    if unknown:
+        raise InputError(
+            f"{place} has unknown keys {sorted(unknown)}", hint="Known: kind, rank or replica, at_step, for_s"
+        )
+    kind = item.get("kind")
+    if kind not in KINDS:
+        raise InputError(f"{place}: unknown kind {kind!r}", hint=f"Known kinds: {', '.join(KINDS)}")
+    if ("rank" in item) == ("replica" in item):
+        raise InputError(f"{place}: give either rank or replica")
+    if "rank" in item:
+        rank = _number(item["rank"], f"{place}.rank", dice, ranks)
+    else:
+        replicas = None if ranks is None else ranks // per_replica
+        rank = _number(item["replica"], f"{place}.replica", dice, replicas) * per_replica
+    if ranks is not None and not 0 <= rank < ranks:
+        raise InputError(f"{place}: rank {rank} does not exist in a job of {ranks}")
+    at = item.get("at_step", 1)
+    if isinstance(at, list) and len(at) == 2 and all(isinstance(n, int) for n in at) and at[0] <= at[1]:
+        at = dice.randint(at[0], at[1])
+    if not isinstance(at, int) or at < 0:
+        raise InputError(f"{place}.at_step must be a step or [first, last], got {item.get('at_step')!r}")
+    for_s = item.get("for_s", 0.0)
+    if not isinstance(for_s, (int, float)) or for_s < 0:
+        raise InputError(f"{place}.for_s must be seconds, got {for_s!r}")
+    return DrillFault(kind, rank, at, float(for_s))
+
+
+def _number(value: Any, place: str, dice: random.Random, count: int | None) -> int:
+    if value == "random":
+        if count is None:
+            raise InputError(
+                f'{place}: "random" needs the number of ranks',
+                hint="Give --ranks N, or run the job with `allranks run --replicas N`.",
+            )
+        return dice.randrange(count)
+    if not isinstance(value, int) or value < 0:
+        raise InputError(f'{place} must be a number or "random", got {value!r}')
+    return value

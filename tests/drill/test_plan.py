@@ -1,0 +1,69 @@
+"""Fault plans: what is read, what is decided, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from allranks.cli.drill import find_size
+from allranks.errors import InputError
+from allranks.testing.misdeeds import MISDEEDS
+from allranks.testing.plan import KINDS, DrillFault, make_plan, read_plan
+
+
+def test_a_plan_is_read_from_yaml_and_json(tmp_path: Path) -> None:
+    """Both notations give the same plan."""
+    (tmp_path / "a.yaml").write_text("seed: 3\nfaults:\n  - {kind: kill, rank: 1, at_step: 12}\n")
+    (tmp_path / "a.json").write_text('{"seed": 3, "faults": [{"kind": "kill", "rank": 1, "at_step": 12}]}')
+    plan = read_plan(tmp_path / "a.yaml")
+    assert plan == read_plan(tmp_path / "a.json")
+    assert plan.faults == (DrillFault("kill", 1, 12),)
+
+
+def test_random_choices_are_decided_by_the_seed() -> None:
+    """The same seed gives the same plan; ranks and steps stay in range."""
+    content = {"seed": 5, "faults": [{"kind": "hang", "replica": "random", "at_step": [10, 20]}] * 20}
+    plan = make_plan(content, ranks=8, ranks_per_replica=2)
+    assert plan == make_plan(content, ranks=8, ranks_per_replica=2)
+    assert {fault.rank for fault in plan.faults} <= {0, 2, 4, 6}
+    assert len({fault.rank for fault in plan.faults}) > 1
+    assert all(10 <= fault.at_step <= 20 for fault in plan.faults)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], "a plan is a mapping"),
+        ({"faults": [{"kind": "explode", "rank": 0}]}, "unknown kind 'explode'"),
+        ({"faults": [{"kind": "kill"}]}, "give either rank or replica"),
+        ({"faults": [{"kind": "kill", "rank": 0, "replica": 0}]}, "give either rank or replica"),
+        ({"faults": [{"kind": "kill", "rank": 9}]}, "rank 9 does not exist in a job of 4"),
+        ({"faults": [{"kind": "kill", "rank": 0, "at_step": [5, 1]}]}, "at_step must be"),
+        ({"faults": [{"kind": "kill", "rank": 0, "for_s": -1}]}, "for_s must be seconds"),
+        ({"faults": [{"kind": "kill", "rank": 0, "when": 1}]}, "unknown keys"),
+        ({"seed": "x", "faults": []}, "seed must be a whole number"),
+    ],
+)
+def test_mistakes_are_named_with_their_place(content: object, message: str) -> None:
+    """Nothing is silently ignored."""
+    with pytest.raises(InputError, match=message):
+        make_plan(content, ranks=4)
+
+
+def test_random_without_a_size_is_refused() -> None:
+    """A rank cannot be drawn from an unknown number."""
+    with pytest.raises(InputError, match="needs the number of ranks"):
+        make_plan({"faults": [{"kind": "kill", "rank": "random"}]})
+
+
+def test_every_kind_can_be_committed() -> None:
+    """The plan's words and the misdeeds are the same set."""
+    assert set(KINDS) == set(MISDEEDS)
+
+
+def test_the_size_of_a_job_is_read_from_its_command() -> None:
+    """Replica mode and whole-job mode."""
+    assert find_size(["allranks", "run", "--replicas", "4", "--nproc-per-replica=2", "x.py"]) == (8, 2)
+    assert find_size(["allranks", "run", "--nproc_per_node=3", "x.py"]) == (3, 1)
+    assert find_size(["train.py"]) == (None, 1)
