@@ -1,0 +1,165 @@
+"""`allranks index build|show|verify`: makes and inspects token indexes."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from allranks.errors import InputError
+
+if TYPE_CHECKING:
+    from allranks.elastic.index import Progress
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the three verbs; the older spellings of `build` are taken too."""
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    build = verbs.add_parser(
+        "build", help="tokenize text files into an index; interrupted, goes on where it was"
+    )
+    build.add_argument(
+        "files", nargs="*", metavar="FILE", help=".jsonl, .txt (also .gz, .zst) or .parquet; patterns allowed"
+    )
+    build.add_argument("--data-files", nargs="+", default=[], metavar="FILE", help="the same as FILE")
+    build.add_argument("-o", "--output", required=True, metavar="INDEX", help="the index to write")
+    build.add_argument(
+        "--tokenizer", default="bytes", help="a tokenizer.json, a Hugging Face name, or bytes (default)"
+    )
+    build.add_argument("--text-key", default="text", help="key or column that holds the text (default: text)")
+    build.add_argument(
+        "--append-eos", action="store_true", help="end each document with the end-of-text token"
+    )
+    build.add_argument("--eos-id", type=int, help="end each document with this token")
+    build.add_argument(
+        "--skip-bad", action="store_true", help="leave out records that cannot be read, and count them"
+    )
+    build.add_argument("--workers", type=int, help="processes (default: one per core; 0: this one)")
+    build.add_argument("--force", action="store_true", help="overwrite INDEX")
+    build.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    for verb, text in (
+        ("show", "what an index holds and where it came from"),
+        ("verify", "check every block"),
+    ):
+        sub = verbs.add_parser(verb, help=text)
+        sub.add_argument("index", metavar="INDEX")
+        sub.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(args: argparse.Namespace) -> int:
+    """0: done; 1: damage found (verify); 2: could not run."""
+    if args.verb == "build":
+        return _build(args)
+    from allranks.elastic.index import TokenIndexFile
+
+    if args.verb == "verify":
+        return _verify(args)
+    with TokenIndexFile(args.index) as index:
+        facts = {
+            "schema": 1,
+            "index": args.index,
+            "total_tokens": index.total_tokens,
+            "documents": index.num_documents,
+            "token_bytes": index.header.token_bytes,
+            "fingerprint": index.fingerprint,
+            **index.meta,
+        }
+    if args.json:
+        print(json.dumps(facts))
+        return 0
+    print(f"{args.index}: {facts['total_tokens']:,} tokens, {facts['documents']:,} documents")
+    print(f"tokenizer   {facts['tokenizer']['name']} ({facts['tokenizer']['digest']})")
+    print(f"built       {facts['created']} by allranks {facts['allranks']}")
+    print(f"fingerprint {facts['fingerprint']}")
+    for entry in facts["files"]:
+        print(f"file        {entry['path']} ({entry['size']:,} bytes)")
+    return 0
+
+
+def _build(args: argparse.Namespace) -> int:
+    from allranks.elastic.index import BuildRequest, build_index
+
+    if args.workers is not None and args.workers < 0:
+        raise InputError(f"--workers {args.workers}: cannot be negative")
+    request = BuildRequest(
+        _expanded([*args.files, *args.data_files]), args.output, args.tokenizer, args.text_key,
+        args.append_eos, args.eos_id, args.skip_bad, args.workers, args.force,
+    )  # fmt: skip
+    bar = _Bar() if sys.stderr.isatty() else None
+    try:
+        result = build_index(request, bar.show if bar else None)
+    finally:
+        if bar:
+            bar.end()
+    done = result.progress
+    if args.json:
+        facts = {
+            "schema": 1, "index": result.path, "total_tokens": done.tokens, "documents": done.documents,
+            "skipped": done.skipped, "bytes": done.bytes_total, "elapsed_s": round(done.elapsed_s, 3),
+            "resumed": result.resumed, "fresh": result.fresh,
+        }  # fmt: skip
+        print(json.dumps(facts))
+        return 0
+    if not result.fresh:
+        print(f"{result.path} is up to date: {done.tokens:,} tokens")
+        return 0
+    skipped = f", {done.skipped:,} records left out" if done.skipped else ""
+    resumed = " (resumed)" if result.resumed else ""
+    print(f"Wrote {result.path}: {done.tokens:,} tokens of {done.documents:,} documents{skipped}{resumed}")
+    return 0
+
+
+def _expanded(patterns: list[str]) -> tuple[str, ...]:
+    """Patterns that the shell left alone; sorted, each file once."""
+    found: list[str] = []
+    for pattern in patterns:
+        names = sorted(glob.glob(pattern)) if any(c in pattern for c in "*?[") else [pattern]
+        if not names:
+            raise InputError(f"no file matches {pattern}")
+        found += [name for name in names if name not in found]
+    if not found:
+        raise InputError("no input files: allranks index build FILES -o INDEX")
+    return tuple(found)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from allranks.elastic.index import TokenIndexFile
+
+    with TokenIndexFile(args.index, sample_check=False) as index:
+        damage = list(index.verify())
+    if args.json:
+        blocks: list[dict[str, Any]] = [{"block": d.block, "offset": d.offset} for d in damage]
+        print(json.dumps({"schema": 1, "index": args.index, "ok": not damage, "damage": blocks}))
+    elif damage:
+        for one in damage:
+            print(f"{args.index}: block {one.block} at byte {one.offset} fails its checksum")
+    else:
+        print(f"{args.index}: ok")
+    return 1 if damage else 0
+
+
+class _Bar:
+    """One line on a terminal, redrawn at most ten times a second."""
+
+    def __init__(self) -> None:
+        self._drawn_s = -1.0
+
+    def show(self, now: Progress) -> None:
+        if now.elapsed_s - self._drawn_s < 0.1 and now.bytes_done < now.bytes_total:
+            return
+        self._drawn_s = now.elapsed_s
+        share = now.bytes_done / now.bytes_total if now.bytes_total else 1.0
+        speed = (now.bytes_done - now.resumed_bytes) / max(now.elapsed_s, 1e-6)
+        left = (now.bytes_total - now.bytes_done) / speed if speed > 0 else 0.0
+        full = int(share * 30)
+        sys.stderr.write(
+            f"\r\x1b[K[{'#' * full}{'.' * (30 - full)}] {share:4.0%}  {now.tokens / 1e6:,.1f} M tokens  "
+            f"{speed / 1e6:.1f} MB/s  {left:.0f} s left"
+        )
+        sys.stderr.flush()
+
+    def end(self) -> None:
+        if self._drawn_s >= 0:
+            sys.stderr.write("\n")
