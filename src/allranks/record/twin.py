@@ -31,11 +31,11 @@ METHODS = (
 )  # fmt: skip
 
 
-class Twin(c10d.ProcessGroup):  # type: ignore[misc]
+class Twin(c10d.ProcessGroup):
     """A group for C++ to hold. `original` is the group it stands for."""
 
     original: Any
-    waits_block = False  # gloo: wait() returns when the call is over
+    waits_block: Callable[[], bool]  # gloo: wait() returns when the call is over
 
     def getSize(self) -> int:
         """Asked by C++."""
@@ -46,7 +46,7 @@ class Twin(c10d.ProcessGroup):  # type: ignore[misc]
         return int(self.original.rank())
 
 
-class WaitedWork(c10d.Work):  # type: ignore[misc]
+class WaitedWork(c10d.Work):
     """Hands C++ a Work whose wait() goes through Python: gloo's reduce_scatter never says by itself that it is over."""
 
     def __init__(self, inner: Any) -> None:
@@ -63,7 +63,7 @@ def _forward(method: str) -> Callable[..., Any]:
 
     def call(self: Twin, *args: Any) -> Any:
         work = getattr(self.original, method)(*args)  # the wrapped method of ProcessGroup: it records
-        return WaitedWork(work) if silent and self.waits_block and work is not None else work
+        return WaitedWork(work) if silent and work is not None and self.waits_block() else work
 
     call.__name__ = method
     return call
@@ -119,9 +119,12 @@ class Twins:
             return group
 
     def _make(self, group: Any) -> Twin:
-        twin = Twin(group.rank(), group.size())  # the constructor that takes a store cannot make a subclass
+        make: Any = Twin
+        twin: Twin = make(
+            group.rank(), group.size()
+        )  # the constructor that takes a store cannot make a subclass
         twin.original = group
-        twin.waits_block = self._hook.group(group).blocking
+        twin.waits_block = lambda: self._hook.group(group).blocking  # asked late: members are not known yet
         for device in group._device_types:
             backend = group._get_backend(device)
             twin._register_backend(device, _backend_type(backend), backend)

@@ -1,0 +1,89 @@
+"""Dump files made from a black box: a copy of it, or PyTorch 2.10 pickle or JSON. Runs in the rank or outside.
+
+A dump is written to a temporary name and then renamed, so a kill never leaves half a file. Dumps that we name
+ourselves never replace one another: DUMPS/REASON.N/rank_R, one folder for all ranks' N-th dump of that reason,
+which torchfrtrace and `allranks diagnose` read as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+from allranks.errors import InputError
+from allranks.model.torch_dump import to_torch_json, to_torch_pickle
+from allranks.record.options import RecorderOptions
+from allranks.record.read import copy_box, read_header, read_trace
+
+FORMATS = ("pickle", "json", "box")
+
+
+def dump_json(box: Path, include_completed: bool = True) -> str:
+    """The calls of a box as PyTorch 2.10 JSON."""
+    return to_torch_json(read_trace(box), include_completed=include_completed)
+
+
+def dump_bytes(box: Path, format: str, include_completed: bool = True) -> bytes:
+    """The content of a dump file of this format."""
+    if format == "box":
+        return bytes(copy_box(box).data)
+    if format == "json":
+        return dump_json(box, include_completed).encode()
+    if format == "pickle":
+        return to_torch_pickle(read_trace(box), include_completed=include_completed)
+    raise InputError(f"no dump format {format!r}: use one of {', '.join(FORMATS)}")
+
+
+def dump_file(
+    box: Path, path: str | os.PathLike[str] | None, format: str, include_completed: bool,
+    options: RecorderOptions, reason: str,
+) -> Path:  # fmt: skip
+    """Writes a dump of `box` and returns where: at `path`, where the environment says, or under a name of its own."""
+    data = dump_bytes(box, format, include_completed)
+    if path is not None:
+        target = Path(path)
+    elif options.dump_prefix:
+        target = _by_prefix(options, read_header(box).rank)
+    else:
+        target = _own_name(box, reason, format)
+    write_file(target, data)
+    return target
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Puts a file of mode 0600 in place in one go; parents are made, private, when missing."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _by_prefix(options: RecorderOptions, rank: int) -> Path:
+    """As torch names its files: prefix + rank, or the whole name when that is asked for."""
+    if not options.dump_whole_name:
+        return Path(f"{options.dump_prefix}{max(rank, 0)}")
+    names = (
+        "TORCH_FR_DUMP_TEMP_FILE",
+        "TORCHCOMM_FR_DUMP_TEMP_FILE",
+    )  # re-read: the name may change between dumps
+    return Path(next((os.environ[name] for name in names if os.environ.get(name)), options.dump_prefix))
+
+
+def _own_name(box: Path, reason: str, format: str) -> Path:
+    """The first free name; the pid tells two processes of one rank apart."""
+    header = read_header(box)
+    ending = {"pickle": "", "json": ".json", "box": ".box"}[format]
+    for number in range(1, 10_000):
+        folder = box.parent / "dumps" / f"{reason}.a{header.attempt}.{number}"
+        path = folder / f"rank_{max(header.rank, 0)}{ending}"
+        if not path.exists():
+            return path
+    raise InputError(f"no free name for a dump under {box.parent / 'dumps'}")
