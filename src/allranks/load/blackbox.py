@@ -24,6 +24,7 @@ from allranks.model.trace import CALL, REDUCE_OPS, Group, Progress, Shapes, Stat
 _item_header = struct.Struct("<IHHI").unpack_from
 MAX_HEAP_BYTES = 256 << 20
 _FLAG_MASK = 0x7F
+LAG = 64
 
 
 @dataclass
@@ -124,7 +125,8 @@ def _capacity(head: np.void, size: int, max_bytes: int, notes: list[str]) -> int
 
 def _read_rings(file: BytesFile | OpenFile, head: np.void, slots: int) -> tuple[np.ndarray, int]:
     """(whole rows in record order, torn rows). Only slots that were ever written are read."""
-    used = min(slots, int(head["next_id"]) + 1) if int(head["next_id"]) < slots else slots
+    # The header may lag behind the rows by one per recording thread; unwritten slots are zeros.
+    used = min(slots, int(head["next_id"]) + LAG)
     data = file.read(HEADER_BYTES, used * CALL.itemsize)
     rows = np.frombuffer(bytearray(data[: len(data) - len(data) % CALL.itemsize]), CALL)
     begins = rows["begin"]

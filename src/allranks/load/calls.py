@@ -17,6 +17,7 @@ from allranks.load.tables import MAX_FRAMES, Tables
 from allranks.model.trace import CALL, Flag, Shapes, State
 
 STATES = {"scheduled": State.SCHEDULED, "started": State.STARTED, "completed": State.COMPLETED}
+P2P_OPS = frozenset({"send", "recv", "isend", "irecv", "recv_any_source", "recvAnySource"})
 MAX_TENSORS = 4096
 MAX_DIMENSIONS = 16
 _BIG = 1 << 62
@@ -50,6 +51,9 @@ class Interner:
     _stacks: dict[tuple[int, ...], int] = field(default_factory=dict)
     _frames: dict[int, int] = field(default_factory=dict)
     _threads: dict[str, int] = field(default_factory=dict)
+    own_ranks: set[int] = field(
+        default_factory=set
+    )  # what the names of sends and receives say of the recorder
 
     def kind(self, process_group: object, profiling_name: object) -> tuple[int, int, int, int]:
         """(group index, op index, peer, flags) of an entry's group and "<library>:<op>[ s->d| d<-s]"."""
@@ -69,7 +73,10 @@ class Interner:
         backend, op, local_peer = split_name(profiling_name if isinstance(profiling_name, str) else "")
         texts = [part if isinstance(part, str) else "" for part in (*process_group, "", "")[:2]]
         group = self.groups.index(texts[0], texts[1], backend)
-        flags = int(Flag.P2P) if op in ("send", "recv") else 0
+        flags = int(Flag.P2P) if op in P2P_OPS else 0
+        own = own_local_rank(profiling_name) if flags and isinstance(profiling_name, str) else -1
+        if 0 <= own < len(self.groups.groups[group].ranks):
+            self.own_ranks.add(self.groups.groups[group].ranks[own])
         return group, self.tables.name(op), self._global_rank(group, local_peer), flags
 
     def _global_rank(self, group: int, local: int) -> int:
@@ -232,7 +239,13 @@ def _intern_shapes(interner: Interner, quads: list[tuple[Any, Any, Any, Any]]) -
     for quad in quads:
         try:
             inputs, input_dtypes, outputs, output_dtypes = quad
-            key = (_size_key(inputs), _size_key(outputs), *input_dtypes[:MAX_TENSORS], 0, *output_dtypes[:MAX_TENSORS])
+            key = (
+                _size_key(inputs),
+                _size_key(outputs),
+                *input_dtypes[:MAX_TENSORS],
+                0,
+                *output_dtypes[:MAX_TENSORS],
+            )
             index = seen.get(key)
             if index is None:
                 index = seen[key] = interner.shape(quad)

@@ -107,5 +107,10 @@ def learn(data: bytes, start: int, stop: int, keys: dict[int, str]) -> Layout:
         fixed[offset : offset + np.dtype(form).itemsize] = 0
     fields = np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": words * 8})
     return Layout(
-        template.view(np.uint64), fixed.view(np.uint64), keep.view(np.uint64), fields, tuple(puts), tuple(gets)
+        template.view(np.uint64),
+        fixed.view(np.uint64),
+        keep.view(np.uint64),
+        fields,
+        tuple(puts),
+        tuple(gets),
     )

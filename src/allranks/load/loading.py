@@ -86,7 +86,9 @@ def _settle(load: _Load, paths: Sequence[str]) -> LoadResult:
     notes: list[FileNote] = []
     candidates: list[Candidate] = []
     for source, raw in load.raws:
-        rank = raw.header.rank if raw.header.rank is not None else names.get(source.path)
+        rank = raw.header.rank if raw.header.rank is not None else names.get(source.path, raw.rank_hint)
+        if rank is None and load.options.number_unknown:
+            rank = _free_number([candidate.rank for candidate in candidates], names)
         if rank is None:
             notes.append(
                 FileNote(source.path, None, raw.kind, "skipped", "its rank is not in the file or its name")
@@ -106,7 +108,7 @@ def _settle(load: _Load, paths: Sequence[str]) -> LoadResult:
     other = [source.location for source, error in load.failed if error.kind == "stacks"]
     order = {source.path: index for index, (source, _) in enumerate(load.raws)}
     notes.sort(key=lambda note: (note.rank is None, note.rank or 0, order.get(note.path, 0), note.path))
-    if not traces and not other:
+    if not traces and not other and not load.options.allow_nothing:
         raise _nothing(paths, notes)
     return LoadResult(traces, notes, other, choice.attempts, choice.attempt)
 
@@ -116,6 +118,12 @@ def _file_ranks(paths: list[str], options: LoadOptions) -> dict[str, int]:
         return ranks_of_names(paths)
     found = {path: rank_by_prefix(path.rpartition("/")[2], options.prefix) for path in paths}
     return {path: rank for path, rank in found.items() if rank is not None}
+
+
+def _free_number(taken: list[int], names: dict[str, int]) -> int:
+    """The lowest number that no other file has."""
+    used = {*taken, *names.values()}
+    return next(number for number in range(len(used) + 1) if number not in used)
 
 
 def _dated(source: Source, raw: Raw) -> Raw:

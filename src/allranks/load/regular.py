@@ -57,7 +57,9 @@ class Regular:
         """The rows of all entries, given those of the small pickle's."""
         if len(calls) != self.small_count:
             raise Irregular("a piece was no entry")
-        words = calls.view(np.uint64).reshape(len(calls), -1)  # rows of words are copied far faster than records
+        words = calls.view(np.uint64).reshape(
+            len(calls), -1
+        )  # rows of words are copied far faster than records
         full: np.ndarray = words[self.entry_of].view(CALL)[:, 0]
         for column, key in COLUMNS:
             rows, values = self.has[key], self.numbers[key]
@@ -71,7 +73,9 @@ class Regular:
         timed &= ~self.has["time_discovered_started_ns"]
         if timed.any():
             took_ns = np.nan_to_num(self.numbers["duration_ms"][timed] * 1e6, nan=0.0, posinf=0.0, neginf=0.0)
-            full["started_ns"][timed] = full["completed_ns"][timed] - np.clip(took_ns, 0, 1e18).astype(np.int64)
+            full["started_ns"][timed] = full["completed_ns"][timed] - np.clip(took_ns, 0, 1e18).astype(
+                np.int64
+            )
         return full
 
 
@@ -117,7 +121,9 @@ class _Work:
         padded[: len(data)] = np.frombuffer(data, np.uint8)
         self.bytes = padded
         self.representative = np.zeros(count, np.int64)
-        self.numbers = {name: np.zeros(count, np.float64 if name == "duration_ms" else np.int64) for name in VARYING}
+        self.numbers = {
+            name: np.zeros(count, np.float64 if name == "duration_ms" else np.int64) for name in VARYING
+        }
         self.has = {name: np.zeros(count, np.bool_) for name in VARYING}
         self.layout_of: list[tuple[Layout, np.ndarray]] = []
         self.kept: list[int] = []
@@ -170,7 +176,9 @@ class _Work:
         mixed = kept ^ (kept >> np.uint64(29))
         mixed *= _multipliers(kept.shape[1])
         mixed ^= mixed >> np.uint64(31)
-        _, first, inverse = np.unique(mixed.sum(axis=1, dtype=np.uint64), return_index=True, return_inverse=True)
+        _, first, inverse = np.unique(
+            mixed.sum(axis=1, dtype=np.uint64), return_index=True, return_inverse=True
+        )
         if not np.array_equal(kept[first[inverse]], kept):
             raise Irregular("two patterns share a hash")
         self.patterns += len(first)
@@ -207,7 +215,11 @@ class _Work:
             short = np.flatnonzero(piece[:-4] == GETS[0])
             long = np.flatnonzero(piece[:-4] == GETS[1])
             found.append(piece[short + 1])
-            found.append(sum((piece[long + 1 + byte] << (8 * byte) for byte in range(4)), np.zeros(len(long), np.int64)))
+            found.append(
+                sum(
+                    (piece[long + 1 + byte] << (8 * byte) for byte in range(4)), np.zeros(len(long), np.int64)
+                )
+            )
         return np.concatenate(found)
 
     def _memo_numbers(
@@ -240,7 +252,9 @@ def _multipliers(words: int) -> np.ndarray:
     return found
 
 
-_MULTIPLIERS = np.random.default_rng(1042).integers(1 << 60, 1 << 63, 512, np.uint64) * np.uint64(2) + np.uint64(1)
+_MULTIPLIERS = np.random.default_rng(1042).integers(1 << 60, 1 << 63, 512, np.uint64) * np.uint64(
+    2
+) + np.uint64(1)
 
 
 def _first_entry(data: bytes) -> int:

@@ -21,6 +21,8 @@ class LoadOptions:
     max_file_bytes: int = 128 << 20  # of one dump, after decompression
     max_box_bytes: int = 1 << 30  # of one black box
     max_files: int = 1_000_000
+    allow_nothing: bool = False  # return notes alone instead of raising InputError when nothing was readable
+    number_unknown: bool = False  # give files whose rank is not known a free number instead of skipping them
     progress: Callable[[int, int], None] | None = None  # called with (files done, files in all)
 
 
@@ -52,6 +54,7 @@ class Raw:
     torn: int = 0
     last_completed: dict[str, int] = field(default_factory=dict)
     damaged: bool = False
+    rank_hint: int | None = None  # the rank that its own sends and receives give away
 
     def last_event_ns(self) -> int:
         """The latest time mentioned anywhere in the file, 0 when none."""

@@ -52,7 +52,9 @@ def read_dump(
     else:
         # torch's JSON leaves the key out when nothing was recorded; includeCollectives=False too.
         calls, pg_ids = np.zeros(0, CALL), {}
-    return finish(dump, calls, groups, notes, pg_ids, form, version)
+    raw = finish(dump, calls, groups, notes, pg_ids, form, version)
+    raw.rank_hint = next(iter(interner.own_ranks)) if len(interner.own_ranks) == 1 else None
+    return raw
 
 
 def finish(

@@ -44,7 +44,7 @@ def read_pickle(data: bytes) -> Unpickled:
     if is_plain(data):
         try:
             # Without a buffered reader C's unpickler would ask for every opcode by itself.
-            file = io.BufferedReader(io.BytesIO(data), max(1, len(data)))  # type: ignore[arg-type]
+            file = io.BufferedReader(io.BytesIO(data), max(1, len(data)))
             return Unpickled(_PlainUnpickler(file).load())
         except (pickle.UnpicklingError, EOFError, ValueError, TypeError, IndexError, OverflowError,
                 UnicodeDecodeError, AttributeError, KeyError, MemoryError, RecursionError):  # fmt: skip

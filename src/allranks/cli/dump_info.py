@@ -1,0 +1,161 @@
+"""`allranks dump-info`: what a file is, who wrote it, and what it holds. Prints; decides nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from allranks.load import LoadResult
+    from allranks.model.trace import RankTrace
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "paths", nargs="+", metavar="FILE", help="black boxes, dumps, archives or folders of them"
+    )
+    parser.add_argument(
+        "--calls", type=int, default=0, metavar="N", help="also list the last N calls of each file"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def main(args: argparse.Namespace) -> int:
+    """0 everything is readable, 1 something is damaged or no dump, 2 could not run."""
+    from allranks.load import LoadOptions, load_paths
+
+    result = load_paths(args.paths, LoadOptions(allow_nothing=True, number_unknown=True))
+    if args.json:
+        files = [describe_note(note, result, args.calls) for note in result.files]
+        print(
+            json.dumps({"schema": 1, "attempt": result.attempt, "attempts": result.attempts, "files": files})
+        )
+    else:
+        for line in render(result, args.calls):
+            print(line)
+    if not result.files:
+        print("allranks dump-info: no files", file=sys.stderr)
+        return 2
+    return 0 if all(note.status == "ok" for note in result.files) else 1
+
+
+def describe_note(note: Any, result: LoadResult, calls: int) -> dict[str, Any]:
+    """One file as plain data."""
+    entry: dict[str, Any] = asdict(note)
+    trace = next((trace for trace in result.traces if trace.path == note.path), None)
+    if trace is not None:
+        entry.update(describe(trace, calls))
+    return entry
+
+
+def describe(trace: RankTrace, last: int = 0) -> dict[str, Any]:
+    """A trace as plain data: its header, groups and windows."""
+    from allranks.model.trace import State
+
+    header, rows = trace.header, trace.calls
+    states = {state.name.lower(): int((rows["state"] == state).sum()) for state in State}
+    created = rows["created_ns"][rows["created_ns"] > 0]
+    described: dict[str, Any] = {
+        "host": header.host, "pid": header.pid, "job": header.job, "attempt": header.attempt,
+        "world_size": header.world_size, "backend": header.backend, "versions": dict(header.versions),
+        "calls": len(rows), "dropped": header.dropped, "torn": trace.torn,
+        "first_call_ns": int(created.min()) if len(created) else 0,
+        "last_call_ns": int(created.max()) if len(created) else 0,
+        "written_ns": header.written_ns, "progress": asdict(trace.progress),
+        "states": {name: count for name, count in states.items() if count},
+        "stacks": bool((rows["stack"] > 0).any()), "groups": [_group(trace, i) for i in range(1, len(trace.groups))],
+    }  # fmt: skip
+    if last:
+        described["last_calls"] = [_call(trace, row) for row in range(max(0, len(rows) - last), len(rows))]
+    return described
+
+
+def _group(trace: RankTrace, index: int) -> dict[str, Any]:
+    group, rows = trace.groups[index], trace.calls[trace.calls["group"] == index]
+    seqs = rows["seq"][rows["p2p_seq"] == 0]
+    return {
+        "name": group.name, "desc": group.desc, "backend": group.backend, "ranks": list(group.ranks),
+        "calls": len(rows), "first_sequence": int(seqs.min()) if len(seqs) else None,
+        "last_sequence": int(seqs.max()) if len(seqs) else None,
+    }  # fmt: skip
+
+
+def _call(trace: RankTrace, row: int) -> dict[str, Any]:
+    from allranks.model.trace import State
+
+    call = trace.calls[row]
+    stack = trace.stacks[int(call["stack"])]
+    shapes = trace.shapes[int(call["shapes"])]
+    where = next((f for f in stack if "/torch/" not in f.file), stack[0] if stack else None)
+    return {
+        "record": int(call["begin"]) - 1, "group": trace.groups[int(call["group"])].name, "op": trace.names[int(call["op"])],
+        "sequence": int(call["seq"]), "p2p_sequence": int(call["p2p_seq"]), "peer": int(call["peer"]),
+        "inputs": shapes.inputs, "dtypes": shapes.input_dtypes or shapes.output_dtypes,
+        "state": State(int(call["state"])).name.lower(), "created_ns": int(call["created_ns"]),
+        "where": f"{where.file}:{where.line} in {where.name}" if where else "",
+    }  # fmt: skip
+
+
+def render(result: LoadResult, calls: int) -> Iterator[str]:
+    """The description for people, a line at a time."""
+    for note in result.files:
+        rank = "" if note.rank is None else f", rank {note.rank}"
+        yield f"{note.path}: {note.kind}{rank}" + ("" if note.status == "ok" else f" [{note.status}]")
+        if note.note:
+            yield f"  note: {note.note}"
+        trace = next((trace for trace in result.traces if trace.path == note.path), None)
+        if trace is not None:
+            yield from _render_trace(trace, calls)
+    if len(result.attempts) > 1:
+        yield f"attempts: {', '.join(map(str, result.attempts))}; shown: {result.attempt} (the newest)"
+
+
+def _render_trace(trace: RankTrace, calls: int) -> Iterator[str]:
+    about = describe(trace, calls)
+    who = [f"{name} {about[name]}" for name in ("host", "pid", "job", "backend") if about[name]]
+    who += [f"{name} {text}" for name, text in about["versions"].items()]
+    who += [f"world size {about['world_size']}"] if about["world_size"] else []
+    if who:
+        yield "  " + ", ".join(who)
+    states = ", ".join(f"{count} {name}" for name, count in about["states"].items())
+    yield f"  {about['calls']} calls ({states or 'none'}), {about['dropped']} older ones overwritten"
+    if about["last_call_ns"]:
+        yield f"  from {_time(about['first_call_ns'])} to {_time(about['last_call_ns'])}"
+    progress = trace.progress
+    if progress.step >= 0:
+        yield f"  step {progress.step}" + (f", phase {progress.phase}" if progress.phase else "")
+    if progress.closed:
+        yield f"  closed: {progress.closed}"
+    for group in about["groups"]:
+        ranks = _short_ranks(group["ranks"])
+        window = (
+            f"#{group['first_sequence']}…#{group['last_sequence']}"
+            if group["first_sequence"] is not None
+            else "-"
+        )
+        yield f"  group {group['name']} {group['desc']} {ranks}: {group['calls']} calls, {window}"
+    for call in about.get("last_calls", ()):
+        peer = f" peer {call['peer']}" if call["peer"] >= 0 else ""
+        yield (
+            f"    {call['op']} #{call['sequence']} of {call['group']}{peer} {[list(s) for s in call['inputs']]} "
+            f"{call['state']} {call['where']}"
+        )
+
+
+def _short_ranks(ranks: list[int]) -> str:
+    if not ranks:
+        return "(members unknown)"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"[{shown}{f', … {len(ranks)} in all' if len(ranks) > 8 else ''}]"
+
+
+def _time(ns: int) -> str:
+    try:
+        return datetime.fromtimestamp(ns / 1e9, timezone.utc).strftime("%Y-%m-%d %H:%M:%S.%f UTC")
+    except (ValueError, OverflowError, OSError):
+        return f"{ns} ns"
