@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument(
         "--faulthandler",
-        action="store_true",
-        help="ask ranks that installed a faulthandler signal for their stacks",
+        metavar="SIGNAL",
+        help="send this signal to ranks that catch it, and read what faulthandler prints",
     )
     how.add_argument(
         "--gpu-core-dump",
@@ -91,7 +91,43 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _look(args: argparse.Namespace) -> Capture:
-    raise InputError("live collection is not built yet", hint="use --from FOLDER")
+    """A live look at this node; the bundle and the raw files are kept where -o or the configuration says."""
+    from allranks.stacks import CollectOptions, Selection, collect, find_targets, write_bundle
+
+    folder = Path(args.output) if args.output else None
+    native = "never" if args.no_native else "all" if args.native else "suspects"
+    options = CollectOptions(
+        rounds=args.rounds,
+        interval_s=args.interval,
+        native=native,
+        gdb=args.gdb,
+        cuda_gdb=args.cuda_gdb,
+        faulthandler_signal=_signal_number(args.faulthandler) if args.faulthandler else None,
+        gpu_core_dump=args.gpu_core_dump,
+        raw_folder=folder,
+    )
+    targets = find_targets(Selection(tuple(args.pid), args.name or "", args.job or ""))
+    ranks = sum(target.child is None for target in targets)
+    _say(f"{ranks} ranks and {len(targets) - ranks} child processes")
+    capture = collect(targets, options, _say)
+    if folder is not None:
+        _say(f"Wrote {write_bundle(capture, folder)}")
+    return capture
+
+
+def _say(text: str) -> None:
+    print(f"allranks stacks: {text}", file=sys.stderr)
+
+
+def _signal_number(name: str) -> int:
+    """A signal by name or number."""
+    import signal
+
+    text = name.upper() if name.upper().startswith("SIG") else f"SIG{name.upper()}"
+    number = int(name) if name.isdigit() else int(getattr(signal, text, 0))
+    if not 0 < number < 65:
+        raise InputError(f"{name!r} is no signal", hint="for example --faulthandler SIGUSR1")
+    return number
 
 
 def _show(args: argparse.Namespace, capture: Capture, report: StacksReport) -> None:

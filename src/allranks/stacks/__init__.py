@@ -15,8 +15,23 @@ from pathlib import Path
 from allranks.model.stacks import StacksReport
 from allranks.stacks.bundle import join, read_capture, write_bundle
 from allranks.stacks.classify import classify
+from allranks.stacks.collect import CollectOptions, collect
+from allranks.stacks.find import Selection, Target, find_targets
+from allranks.stacks.progress import Stillness
 
-__all__ = ["classify", "join", "read_bundle", "read_capture", "write_bundle"]
+__all__ = [
+    "CollectOptions",
+    "Selection",
+    "Stillness",
+    "Target",
+    "classify",
+    "collect",
+    "find_targets",
+    "join",
+    "read_bundle",
+    "read_capture",
+    "write_bundle",
+]
 
 
 def read_bundle(path: str | Path) -> StacksReport:

@@ -97,7 +97,12 @@ def _tell_one(state: RankState, subject: bool = True) -> str:
     line = f" in {_swap(state.where)}" if state.where else ""
     child = next((c for c in state.children if c.cause not in ("healthy", "queue_wait")), None)
     tail = f" (child process {child.child}: {child.cause} at {child.where})" if child else ""
-    return f"{name}{_VERBS.get(state.cause, state.cause)}{line}{tail}"
+    verb = (
+        f"cannot be read ({state.evidence})"
+        if state.cause == "unknown"
+        else _VERBS.get(state.cause, state.cause)
+    )
+    return f"{name}{verb}{line}{tail}"
 
 
 def _swap(where: str) -> str:
@@ -123,6 +128,8 @@ def _tell_nobody(capture: Capture, ranks: Mapping[int, RankState]) -> str:
     causes = Counter(state.cause for state in ranks.values())
     if set(causes) == {"request_wait"}:
         return f"all {len(ranks)} ranks are idle and wait for requests"
+    if set(causes) == {"rendezvous_wait"}:
+        return f"all {len(ranks)} ranks wait for ranks that have not come: was a process not started, or is WORLD_SIZE too large?"
     sites = Counter((state.operation or state.cause, state.where) for state in ranks.values())
     if len(sites) == 1:
         (operation, where), _ = sites.most_common(1)[0]

@@ -135,13 +135,19 @@ def _cause(match: Match, thread: ThreadView, view: ProcessView, cause: str = "")
     return Cause(
         cause=cause or match.pattern.cause,
         where=where(thread.python),
-        evidence=_says(match, thread, view),
+        evidence=_says(match, thread, view) + _also_gil(match, thread),
         operation=match.operation,
         thread="" if thread.main else thread.name,
         stack=thread.python,
         confidence=match.pattern.confidence,
         threads=view.count,
     )
+
+
+def _also_gil(match: Match, thread: ThreadView) -> str:
+    """A wait that keeps the GIL also stops every other thread of the process."""
+    held = thread.holds_gil and not thread.busy and match.pattern.cause not in ("gil_held_native", "stopped")
+    return "; it keeps the GIL meanwhile" if held else ""
 
 
 def _unknown(main: ThreadView, view: ProcessView) -> Cause:

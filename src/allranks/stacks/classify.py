@@ -17,6 +17,7 @@ from allranks.stacks.blame import find_culprits, find_straggler, tell
 from allranks.stacks.causes import Cause, find_cause
 from allranks.stacks.patterns import Pattern, load_patterns
 from allranks.stacks.progress import WAITS, Progress, Stillness, decide_progress
+from allranks.stacks.ras import find_laggards
 from allranks.stacks.views import ProcessView
 
 _ALWAYS = frozenset({"stopped", "d_state"})
@@ -48,6 +49,7 @@ def classify(
         sentence=tell(capture, progress, culprits, states),
         ranks=states,
         reason=progress.reason,
+        ras=find_laggards(capture.ras),
         notes=(*capture.notes, *(f"rank {p.rank}: {note}" for p in capture.processes for note in p.notes)),
     )
 

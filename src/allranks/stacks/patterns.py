@@ -37,7 +37,7 @@ class Condition:
     without: tuple[str, ...] = ()  # no Python frame matches
     leaf: tuple[str, ...] = ()  # regular expressions for native frames above the innermost Python frame
     native: tuple[str, ...] = ()  # regular expressions for any native frame of the thread
-    source: str = ""  # regular expression for the text of the innermost Python line
+    source: str = ""  # regular expression for the text of the innermost Python line; native frames outrank it
     name: str = ""  # regular expression for the thread's name
     comm: tuple[str, ...] = ()  # some thread of the process bears such a kernel name (prefix)
     title: str = ""  # regular expression for the process title
@@ -143,7 +143,7 @@ def _holds(c: Condition, view: ThreadView, process: ProcessView) -> str | None:
     top = view.python[0] if view.python else None
     if c.top and (top is None or not any(frame_matches(one, top) for one in c.top)):
         return None
-    if c.source and (top is None or not top.source or not re.search(c.source, top.source)):
+    if c.source and (top is None or not _source_matches(c.source, top, view)):
         return None
     if c.without and any(frame_matches(one, frame) for one in c.without for frame in view.python):
         return None
@@ -157,6 +157,12 @@ def _holds(c: Condition, view: ThreadView, process: ProcessView) -> str | None:
         return _last_word(top.name) if c.top and top is not None else ""
     outer = [frame for frame in view.python if any(frame_matches(one, frame) for one in c.frame)]
     return _last_word(outer[-1].name) if outer else None
+
+
+def _source_matches(expression: str, top: StackFrame, view: ThreadView) -> bool:
+    """A line of source is a hint: it counts only while no native frame says what the line is really doing."""
+    told = any(not library(frame).startswith(("libc.", "libc-", "libpthread")) for frame in view.leaf)
+    return not told and bool(top.source) and re.search(expression, top.source) is not None
 
 
 def _kernel_holds(c: Condition, view: ThreadView) -> bool:

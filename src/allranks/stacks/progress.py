@@ -66,7 +66,10 @@ def _by_clock(one: RankMarks, stillness: Stillness) -> bool | None:
     if seen < one.expect_until_s:
         return None
     gaps = [later - earlier for earlier, later in pairwise(times)]
-    limit = max(stillness.still_s, stillness.gaps * max(gaps, default=0.0))
+    usual = (
+        sorted(gaps)[int(0.95 * (len(gaps) - 1))] if gaps else 0.0
+    )  # one long checkpoint must not blind us
+    limit = max(stillness.still_s, stillness.gaps * usual)
     if age > limit:
         return False
     recent = stillness.gaps * max(median(gaps), 0.05) if gaps else 0.0

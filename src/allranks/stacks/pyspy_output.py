@@ -106,3 +106,13 @@ def process_title(text: str) -> str:
     """The command line in the head of a text dump, "" when it is not there."""
     match = re.search(r"^Process \d+: (.*)$", text, re.MULTILINE)
     return match.group(1).strip() if match else ""
+
+
+def format_text(pid: int, title: str, stacks: tuple[ThreadStack, ...]) -> str:
+    """Stacks in the layout of py-spy's own text, the main thread first, with the GIL of sleeping threads shown."""
+    lines = [f"Process {pid}: {title}", ""]
+    for stack in sorted(stacks, key=lambda one: (one.name != "MainThread", one.tid or 0)):
+        status = ("active" if stack.active else "idle") + ("+gil" if stack.owns_gil else "")
+        lines.append(f'Thread {stack.tid} ({status}): "{stack.name}"')
+        lines += [f"    {one.name} ({one.file}:{one.line})" for one in stack.frames]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,308 @@
+"""Looks at live ranks, least intrusive first: marks, /proc, NCCL RAS, py-spy without stopping anybody, again after
+a pause; only then native stacks of suspects, and debuggers where they were asked for.
+
+Runs outside the ranks. The first passes stop no process and send no signal; every tool has its own limit; a
+process that cannot be looked at is a note in the capture.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from allranks.errors import ConfigurationError
+from allranks.model.stacks import (
+    Capture,
+    ProcessCapture,
+    RankMarks,
+    RasReply,
+    Snapshot,
+    ThreadFacts,
+    ThreadStack,
+)
+from allranks.stacks import pyspy_output, ras, tools
+from allranks.stacks.boxes import read_marks
+from allranks.stacks.classify import classify
+from allranks.stacks.debuggers import ask_faulthandler, dump_gpu_core, look_with_gdb
+from allranks.stacks.facts import parse_facts
+from allranks.stacks.find import Target
+from allranks.stacks.procfs import read_entry, read_facts, read_state
+from allranks.stacks.sources import SourceLines
+from allranks.stacks.suspects import choose_suspects
+
+
+@dataclass(frozen=True)
+class CollectOptions:
+    """How to look. Times in seconds."""
+
+    rounds: int = 2
+    interval_s: float = 1.0  # between two rounds
+    native: str = "suspects"  # "suspects", "all" or "never"
+    gdb: bool = False  # where py-spy fails
+    cuda_gdb: bool = False
+    faulthandler_signal: int | None = None  # only sent to a process that catches it
+    gpu_core_dump: bool = False  # fatal to the process
+    ras_address: str = ""  # "": NCCL_RAS_ADDR of the ranks, else the default
+    workers: int = 0  # 0: as many as this machine bears
+    raw_folder: Path | None = None  # raw files of every tool are kept here
+    timeout_guard_s: float = 30.0  # no debugger this close to a collective's timeout
+    pyspy: str = ""  # "": found
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.interval_s < 0:
+            raise ConfigurationError("rounds must be 1 or more, and the interval 0 or more")
+        if self.native not in ("suspects", "all", "never"):
+            raise ConfigurationError(f"native is suspects, all or never, not {self.native!r}")
+
+
+@dataclass
+class Case:
+    """One process while it is being looked at."""
+
+    target: Target
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
+    native: tuple[ThreadStack, ...] = ()
+    kernels: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        """Keeps a finding once."""
+        if text and text not in self.notes:
+            self.notes.append(text)
+
+    def freeze(self, host: str) -> ProcessCapture:
+        """The finished capture of this process."""
+        target = self.target
+        return ProcessCapture(
+            target.rank, target.child, target.pid, host, target.title,
+            tuple(self.snapshots[number] for number in sorted(self.snapshots)),
+            self.native, self.kernels, tuple(self.notes), target.parallel,
+        )  # fmt: skip
+
+
+def collect(
+    targets: Sequence[Target],
+    options: CollectOptions | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Capture:
+    """Looks at the targets and returns all that was seen; `say` hears what is going on."""
+    settings = options or CollectOptions()
+    collection = _Collection(targets, settings, say)
+    with ThreadPoolExecutor(settings.workers or min(8, 2 * (os.cpu_count() or 1)), "allranks-stacks") as pool:
+        for number in range(1, settings.rounds + 1):
+            if number > 1:
+                time.sleep(settings.interval_s)
+            say(f"look {number} of {settings.rounds}")
+            collection.look(number, pool)
+        collection.look_closer(pool)
+    return collection.finish()
+
+
+class _Collection:
+    """The state of one collection. Constructors only store; `look` and `look_closer` do the work."""
+
+    def __init__(
+        self, targets: Sequence[Target], options: CollectOptions, say: Callable[[str], None]
+    ) -> None:
+        self.options = options
+        self.say = say
+        self.host = socket.gethostname()
+        self.cases = [Case(target) for target in targets]
+        self.marks: dict[int, RankMarks] = {}
+        self.ras: list[RasReply] = []
+        self.notes: list[str] = []
+        self.pyspy = options.pyspy or tools.find_pyspy()
+        self.sources = SourceLines()
+
+    def look(self, number: int, pool: ThreadPoolExecutor) -> None:
+        """One round that disturbs nobody."""
+        for case in self.cases:
+            self._read_marks(case)
+        facts = list(pool.map(self._read_facts, self.cases, [number] * len(self.cases)))
+        self._ask_ras()
+        stacks = list(pool.map(self._read_stacks, self.cases, [number] * len(self.cases)))
+        for case, (at, threads), found in zip(self.cases, facts, stacks, strict=True):
+            if threads or found:
+                case.snapshots[number] = Snapshot(number, at, found, threads)
+
+    def look_closer(self, pool: ThreadPoolExecutor) -> None:
+        """What stops a process for a moment, or longer: only suspects, only when asked."""
+        if self.options.native != "never" and self.pyspy:
+            chosen = self._suspects()
+            if chosen:
+                self.say(f"native stacks of {len(chosen)} processes")
+            list(pool.map(self._read_native, chosen))
+        if self.options.faulthandler_signal is not None:
+            for case in self.cases:
+                self._ask_faulthandler(case, self.options.faulthandler_signal)
+        if self.options.gdb or self.options.cuda_gdb:
+            for case in self._debugged():
+                self.say(f"{'cuda-gdb' if self.options.cuda_gdb else 'gdb'} on process {case.target.pid}")
+                self._debug(case)
+        if self.options.gpu_core_dump:
+            for case in self.cases:
+                if case.target.child is None:
+                    case.note(dump_gpu_core(case.target, self.options.raw_folder))
+
+    def finish(self) -> Capture:
+        """The capture of everything seen, raw files written."""
+        worlds = [case.target.world_size for case in self.cases if case.target.world_size]
+        if not self.pyspy:
+            self.notes.append("py-spy was not found: only /proc was read. pip install 'allranks[stacks]'")
+        self._keep_marks()
+        return Capture(
+            processes=tuple(case.freeze(self.host) for case in self.cases),
+            marks=tuple(self.marks[rank] for rank in sorted(self.marks)),
+            ras=tuple(self.ras),
+            world_size=max(worlds, default=None),
+            notes=tuple(self.notes),
+        )
+
+    # one process at a time
+
+    def _read_marks(self, case: Case) -> None:
+        target = case.target
+        if target.child is None and target.box is not None:
+            found = read_marks(target.box, target.rank, time.time())
+            if found is not None:
+                self.marks[target.rank] = found
+
+    def _read_facts(self, case: Case, number: int) -> tuple[float | None, tuple[ThreadFacts, ...]]:
+        target = case.target
+        try:
+            if (
+                target.start_ticks
+                and (entry := read_entry(target.pid))
+                and entry.start_ticks != target.start_ticks
+            ):
+                raise ProcessLookupError(f"process {target.pid} ended and its number is used by another one")
+            row = read_facts(target.pid)
+        except OSError as error:
+            case.note(f"process {target.pid} could not be read: {error}")
+            return None, ()
+        text = json.dumps(row)
+        self._keep(case, f"proc.s{number}.json", text)
+        facts = parse_facts(text)
+        if (
+            facts.threads
+            and not any(thread.syscall for thread in facts.threads)
+            and facts.threads[0].state not in "ZX"
+        ):
+            case.note(
+                f"system calls of process {target.pid} are not readable ({tools.ptrace_obstacle(target.pid)})"
+            )
+        return facts.at_s, facts.threads
+
+    def _read_stacks(self, case: Case, number: int) -> tuple[ThreadStack, ...]:
+        target = case.target
+        if not self.pyspy or not target.python or read_state(target.pid) in ("", "Z", "X"):
+            return ()
+        run = tools.run_pyspy(self.pyspy, target.pid)
+        if run.problem:
+            case.note(run.problem)
+            return ()
+        self._keep(case, f"pyspy.s{number}.json", run.output)
+        try:
+            stacks = pyspy_output.parse_json(run.output)
+        except (ValueError, RecursionError) as error:
+            case.note(f"py-spy printed something unreadable: {str(error)[:100]}")
+            return ()
+        return self.sources.attach(stacks, target.pid)
+
+    def _suspects(self) -> list[Case]:
+        able = [c for c in self.cases if c.target.python and any(s.stacks for s in c.snapshots.values())]
+        if self.options.native == "all":
+            return able
+        capture = Capture(tuple(case.freeze(self.host) for case in self.cases))
+        wanted = choose_suspects(classify(capture))
+        return [case for case in able if (case.target.rank, case.target.child) in wanted]
+
+    def _read_native(self, case: Case) -> None:
+        """Native frames; a stopped or uninterruptible process would hang the tool, so it is left alone."""
+        if not self.pyspy or read_state(case.target.pid) not in ("R", "S"):
+            return
+        run = tools.run_pyspy(self.pyspy, case.target.pid, native=True, limit_s=tools.NATIVE_LIMIT_S)
+        if run.problem:
+            case.note(f"no native frames: {run.problem}")
+            return
+        self._keep(case, "pyspy_native.json", run.output)
+        try:
+            case.native = pyspy_output.parse_json(run.output)
+        except (ValueError, RecursionError) as error:
+            case.note(f"py-spy printed something unreadable: {str(error)[:100]}")
+
+    def _ask_faulthandler(self, case: Case, number: int) -> None:
+        stacks, problem = ask_faulthandler(case.target.pid, number)
+        case.note(problem)
+        if stacks and not any(snapshot.stacks for snapshot in case.snapshots.values()):
+            last = max(case.snapshots, default=1)
+            shot = case.snapshots.get(last, Snapshot(last))
+            case.snapshots[last] = replace(shot, stacks=stacks)
+
+    def _debugged(self) -> list[Case]:
+        """All ranks for cuda-gdb; for gdb only those that py-spy could not read."""
+        if self.options.cuda_gdb:
+            return [case for case in self.cases if case.target.child is None]
+        return [c for c in self.cases if c.target.python and not any(s.stacks for s in c.snapshots.values())]
+
+    def _debug(self, case: Case) -> None:
+        found = look_with_gdb(case.target, self.options.cuda_gdb, self.options.timeout_guard_s)
+        case.note(found.problem)
+        case.native = case.native or found.stacks
+        case.kernels = found.kernels
+        if found.text:
+            kind = "cudagdb" if self.options.cuda_gdb else "gdb"
+            self._keep(case, f"{kind}.txt", found.text, also=f"{kind}_{self.host}_{case.target.pid}.txt")
+
+    def _ask_ras(self) -> None:
+        """Twice over the rounds: what both answers say is no passing moment."""
+        address = self.options.ras_address or next(
+            (c.target.environ["NCCL_RAS_ADDR"] for c in self.cases if c.target.environ.get("NCCL_RAS_ADDR")),
+            ras.DEFAULT_ADDRESS,
+        )
+        reply = ras.ask(address)
+        if reply is not None:
+            self.ras.append(reply)
+            self._keep_file(f"ras.s{len(self.ras)}.txt", reply.text)
+
+    # raw files
+
+    def _keep(self, case: Case, name: str, text: str, also: str = "") -> None:
+        target = case.target
+        child = "" if target.child is None else f".child{target.child}"
+        self._keep_file(f"rank{target.rank}{child}.{name}", text)
+        if also:
+            self._keep_file(also, text)
+
+    def _keep_file(self, name: str, text: str) -> None:
+        folder = self.options.raw_folder
+        if folder is None:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text, encoding="utf-8", errors="replace")
+        except OSError as error:
+            note = f"{name} could not be written: {error}"
+            if note not in self.notes:
+                self.notes.append(note)
+
+    def _keep_marks(self) -> None:
+        for rank, one in self.marks.items():
+            rows = [
+                {"t": m.at_s, "rank": rank, "step": m.step, "phase": m.phase, "calls": m.calls}
+                for m in one.marks
+            ]
+            self._keep_file(f"rank{rank}.progress.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        for case in self.cases:
+            shots = [case.snapshots[number] for number in sorted(case.snapshots)]
+            if shots and shots[-1].stacks:
+                name = f"pyspy_{self.host}_{case.target.pid}.txt"
+                self._keep_file(
+                    name, pyspy_output.format_text(case.target.pid, case.target.title, shots[-1].stacks)
+                )

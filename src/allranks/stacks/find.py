@@ -1,0 +1,255 @@
+"""Which processes of this machine are ranks, and which belong to them. The choice is pure; `find_targets` reads.
+
+A rank is known, best first, by its black box, by its environment (RANK, LOCAL_RANK, SLURM_PROCID) or by its
+title. A forked DataLoader worker has the same environment as its rank: a descendant is a child, not a rank.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from allranks.errors import InputError
+from allranks.stacks.boxes import Box, find_boxes, read_box
+from allranks.stacks.procfs import ProcessEntry, mapped_files, scan
+from allranks.stacks.titles import (
+    FALLBACK,
+    RANK_TITLES,
+    coordinates,
+    is_frontend,
+    is_rank_title,
+    number_ranks,
+)
+
+MAX_CHILDREN = 64
+_RANK_VARIABLES = ("ALLRANKS_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What the user asked for; nothing: every rank of this node."""
+
+    pids: tuple[int, ...] = ()
+    name: str = ""
+    job: str = ""
+    titles: tuple[str, ...] = RANK_TITLES
+    box_folders: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class Target:
+    """A process to look at. `child` is None for the rank itself."""
+
+    pid: int
+    rank: int
+    child: int | None = None
+    start_ticks: int = 0
+    title: str = ""
+    box: Path | None = None
+    world_size: int | None = None
+    job: str = ""
+    python: bool = True
+    parallel: tuple[tuple[str, int], ...] = ()
+    reason: str = ""  # how it was recognised
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+def find_targets(selection: Selection) -> list[Target]:
+    """The ranks and their children on this machine; InputError when there is none."""
+    entries = scan()
+    folders = {Path(e.environ["ALLRANKS_DIR"]) for e in entries if "ALLRANKS_DIR" in e.environ}
+    boxes = find_boxes((*selection.box_folders, *sorted(folders)))
+    boxes += _mapped_boxes(entries, selection, {box.path for box in boxes})
+    targets = choose(entries, boxes, selection, own_pid=os.getpid())
+    if not targets:
+        raise InputError(_nothing(selection), hint=_HINT)
+    return targets
+
+
+_HINT = (
+    "ranks are recognised by their black box (allranks.record()), by RANK in their environment, or by titles such\n"
+    "as sglang::scheduler_TP0 and VLLM::Worker; another user's environment can be read by root only.\n"
+    "Name them otherwise: allranks stacks --pid P, or --name 'python.*train'"
+)
+
+
+def _nothing(selection: Selection) -> str:
+    host = socket.gethostname()
+    if selection.pids:
+        return f"none of the processes {', '.join(map(str, selection.pids))} exists on {host}"
+    if selection.name:
+        return f"no process on {host} matches {selection.name!r}"
+    if selection.job:
+        return f"no rank of job {selection.job!r} on {host}"
+    return f"no rank found on {host}"
+
+
+def _mapped_boxes(entries: Iterable[ProcessEntry], selection: Selection, known: set[Path]) -> list[Box]:
+    """Boxes of chosen processes that lie elsewhere (another mount namespace, an own folder)."""
+    found = []
+    for entry in entries:
+        if entry.python and (entry.pid in selection.pids or _env_rank(entry) is not None):
+            for path in mapped_files(entry.pid, ".box"):
+                box = read_box(path) if path not in known else None
+                if box is not None:
+                    found.append(box)
+    return found
+
+
+def choose(
+    entries: Sequence[ProcessEntry], boxes: Sequence[Box], selection: Selection, own_pid: int = 0
+) -> list[Target]:
+    """The targets among all processes: pure. The looking process and its ancestors are never targets."""
+    by_pid = {entry.pid: entry for entry in entries}
+    excluded = _ancestors(own_pid, by_pid) | {own_pid}
+    boxed = _match_boxes(entries, boxes)
+    candidates = [e for e in entries if e.state not in "ZX" or e.pid in selection.pids]
+    chosen = _chosen(candidates, boxed, selection, excluded)
+    roots = [
+        e
+        for e in chosen
+        if e.pid in selection.pids or not (_ancestors(e.pid, by_pid) & {c.pid for c in chosen})
+    ]
+    roots = [e for e in roots if e.pid in boxed or not _is_launcher(e, entries, boxed)]
+    ranks = _numbers(roots, boxed)
+    taken = {entry.pid for entry in roots}
+    targets = []
+    for entry in sorted(roots, key=lambda e: ranks[e.pid]):
+        targets.append(_target(entry, ranks[entry.pid], None, boxed.get(entry.pid)))
+        for number, child in enumerate(_descendants(entry.pid, entries, taken, own_pid)[:MAX_CHILDREN]):
+            targets.append(_target(child, ranks[entry.pid], number, None))
+    return targets
+
+
+def _chosen(
+    entries: Sequence[ProcessEntry], boxed: Mapping[int, Box], selection: Selection, excluded: set[int]
+) -> list[ProcessEntry]:
+    if selection.pids:
+        return [e for e in entries if e.pid in selection.pids]
+    allowed = [
+        e
+        for e in entries
+        if e.pid not in excluded and e.title and _job_fits(e, boxed.get(e.pid), selection.job)
+    ]
+    if selection.name:
+        pattern = re.compile(selection.name)
+        return [e for e in allowed if pattern.search(e.title) or pattern.search(e.comm)]
+    found = [
+        e
+        for e in allowed
+        if e.pid in boxed
+        or is_rank_title(e.title, selection.titles)
+        or (e.python and _env_rank(e) is not None and not is_frontend(e.title))
+    ]
+    return found or [e for e in allowed if re.search(FALLBACK, e.title) and not is_frontend(e.title)]
+
+
+def _job_fits(entry: ProcessEntry, box: Box | None, job: str) -> bool:
+    if not job:
+        return True
+    names = {entry.environ.get(n) for n in ("ALLRANKS_JOB_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")}
+    return job in names or (box is not None and box.job == job)
+
+
+def _match_boxes(entries: Sequence[ProcessEntry], boxes: Sequence[Box]) -> dict[int, Box]:
+    """pid on this side -> its box. A reused pid is told by its start; the newest box of a process wins."""
+    by_inner: dict[tuple[int, int], ProcessEntry] = {}
+    for entry in entries:
+        by_inner[(entry.inner_pid or entry.pid, entry.start_ticks)] = entry
+        by_inner[(entry.pid, entry.start_ticks)] = entry
+    found: dict[int, Box] = {}
+    for box in sorted(boxes, key=lambda one: one.start_s):
+        owner = by_inner.get((box.pid, box.start_ticks))
+        if owner is not None:
+            found[owner.pid] = box
+    return found
+
+
+def _env_rank(entry: ProcessEntry) -> int | None:
+    """The rank that the environment names. Slurm's number only where nothing says that it is a launcher's."""
+    for name in _RANK_VARIABLES:
+        value = entry.environ.get(name, "")
+        if value.isdigit():
+            return int(value)
+    return None
+
+
+def _is_launcher(entry: ProcessEntry, entries: Sequence[ProcessEntry], boxed: Mapping[int, Box]) -> bool:
+    """A torchrun or an agent under srun has SLURM_PROCID, too: its children carry a RANK of their own."""
+    if "RANK" in entry.environ or not any(name in entry.environ for name in ("SLURM_PROCID", "PMI_RANK")):
+        return False
+    return any(e.ppid == entry.pid and ("RANK" in e.environ or e.pid in boxed) for e in entries)
+
+
+def _ancestors(pid: int, by_pid: Mapping[int, ProcessEntry]) -> set[int]:
+    found: set[int] = set()
+    entry = by_pid.get(pid)
+    while entry is not None and entry.ppid not in found and entry.ppid > 0:
+        found.add(entry.ppid)
+        entry = by_pid.get(entry.ppid)
+    return found
+
+
+def _descendants(
+    pid: int, entries: Sequence[ProcessEntry], taken: set[int], own_pid: int
+) -> list[ProcessEntry]:
+    """Children and theirs, without other ranks and without ourselves."""
+    children: dict[int, list[ProcessEntry]] = {}
+    for entry in entries:
+        children.setdefault(entry.ppid, []).append(entry)
+    found: list[ProcessEntry] = []
+    todo = [pid]
+    while todo:
+        for child in children.get(todo.pop(0), []):
+            if child.pid not in taken and child.pid != own_pid and child.state not in "ZX":
+                found.append(child)
+                todo.append(child.pid)
+    return sorted(found, key=lambda entry: entry.pid)
+
+
+def _numbers(roots: Sequence[ProcessEntry], boxed: Mapping[int, Box]) -> dict[int, int]:
+    """A rank number for each process, unique on this node."""
+    numbers: dict[int, int] = {}
+    used: set[int] = set()
+    unnamed: list[ProcessEntry] = []
+    for entry in roots:
+        box = boxed.get(entry.pid)
+        rank = box.rank if box is not None and box.rank >= 0 else _env_rank(entry)
+        if rank is None or rank in used:
+            unnamed.append(entry)
+        else:
+            numbers[entry.pid] = rank
+            used.add(rank)
+    titled = [entry for entry in unnamed if coordinates(entry.title)]
+    for entry, rank in zip(titled, number_ranks([coordinates(e.title) for e in titled]), strict=True):
+        if rank not in used:
+            numbers[entry.pid] = rank
+            used.add(rank)
+    free = (rank for rank in range(len(roots) + len(used) + 1) if rank not in used)
+    for entry in unnamed:
+        if entry.pid not in numbers:
+            numbers[entry.pid] = next(free)
+    return numbers
+
+
+def _target(entry: ProcessEntry, rank: int, child: int | None, box: Box | None) -> Target:
+    world = entry.environ.get("WORLD_SIZE", "")
+    reason = "black box" if box else "RANK" if _env_rank(entry) is not None else "title"
+    return Target(
+        pid=entry.pid,
+        rank=rank,
+        child=child,
+        start_ticks=entry.start_ticks,
+        title=entry.title or f"[{entry.comm}]",
+        box=box.path if box else None,
+        world_size=box.world_size if box and box.world_size > 0 else int(world) if world.isdigit() else None,
+        job=box.job if box else entry.environ.get("TORCHELASTIC_RUN_ID", ""),
+        python=entry.python,
+        parallel=coordinates(entry.title) if child is None else (),
+        reason=reason if child is None else "child",
+        environ=entry.environ,
+    )

@@ -1,0 +1,156 @@
+"""Reads /proc of live processes: who they are, and what the kernel says of their threads. Stops nothing.
+
+Every reader returns what it could get: a process may end, or belong to somebody else, between two reads.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PROC = Path("/proc")
+MAX_THREADS = 4096
+_WANTED = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_LOCALID",
+    "TORCHELASTIC_RUN_ID", "ALLRANKS_JOB_ID", "ALLRANKS_DIR", "ALLRANKS_RANK", "NCCL_RAS_ADDR", "NCCL_RAS_ENABLE",
+    "CUDA_ENABLE_USER_TRIGGERED_COREDUMP", "CUDA_COREDUMP_PIPE", "CUDA_COREDUMP_FILE", "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK", "GROUP_RANK", "ROLE_RANK",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ProcessEntry:
+    """One process as /proc shows it. `environ` holds only the variables that matter here."""
+
+    pid: int
+    ppid: int
+    state: str
+    start_ticks: int
+    comm: str
+    title: str
+    environ: Mapping[str, str] = field(default_factory=dict)
+    uid: int = -1
+    inner_pid: int = 0  # pid in its own PID namespace; 0 unknown
+    python: bool = False
+
+
+def scan(pids: list[int] | None = None) -> list[ProcessEntry]:
+    """All processes of this machine, or the given ones; those that vanish meanwhile are left out."""
+    numbers = pids if pids is not None else [int(name) for name in os.listdir(PROC) if name.isdigit()]
+    return [entry for entry in (read_entry(pid) for pid in sorted(numbers)) if entry is not None]
+
+
+def read_entry(pid: int) -> ProcessEntry | None:
+    """One process; None when it does not exist."""
+    stat = _read(pid, "stat")
+    if not stat:
+        return None
+    comm = stat[stat.find("(") + 1 : stat.rfind(")")]
+    fields = stat.rsplit(")", 1)[-1].split()
+    if len(fields) < 20:
+        return None
+    title = _read(pid, "cmdline").replace("\0", " ").strip()
+    status = dict(line.split(":\t", 1) for line in _read(pid, "status").splitlines() if ":\t" in line)
+    inner = status.get("NSpid", "").split()
+    return ProcessEntry(
+        pid=pid,
+        ppid=int(fields[1]),
+        state=fields[0],
+        start_ticks=int(fields[19]),
+        comm=comm,
+        title=title,
+        environ=_environ(pid),
+        uid=int(status.get("Uid", "-1").split()[0]),
+        inner_pid=int(inner[-1]) if inner else 0,
+        python=_is_python(pid, comm, title),
+    )
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return (PROC / str(pid) / name).read_bytes().decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return ""
+
+
+def _environ(pid: int) -> dict[str, str]:
+    pairs = (item.partition("=") for item in _read(pid, "environ").split("\0"))
+    return {name: value for name, equals, value in pairs if equals and name in _WANTED}
+
+
+def _is_python(pid: int, comm: str, title: str) -> bool:
+    """By the executable where it may be read, else by the name: a process may have changed its title."""
+    try:
+        return "python" in os.path.basename(os.readlink(PROC / str(pid) / "exe"))
+    except OSError:
+        return "python" in comm or "python" in title.split(" ")[0] or comm.startswith("pt_data_worker")
+
+
+def read_facts(pid: int) -> dict[str, object]:
+    """The facts of one process in the shape of the raw capture files; raises OSError when it is gone."""
+    threads = [row for row in _threads(pid) if row]
+    if not threads:
+        raise ProcessLookupError(f"process {pid} is gone")
+    return {
+        "pid": pid,
+        "cmdline": _read(pid, "cmdline").replace("\0", " ").strip(),
+        "wchan": threads[0]["wchan"],
+        "at_s": round(time.time(), 3),
+        "machine": platform.machine(),
+        "threads": threads,
+    }
+
+
+def _threads(pid: int) -> Iterator[dict[str, object]]:
+    names = sorted(
+        (int(name) for name in os.listdir(PROC / str(pid) / "task")), key=lambda tid: (tid != pid, tid)
+    )
+    for tid in names[:MAX_THREADS]:
+        stat = _read(pid, f"task/{tid}/stat")
+        fields = stat.rsplit(")", 1)[-1].split()
+        if len(fields) < 13:
+            continue
+        yield {
+            "tid": tid,
+            "comm": stat[stat.find("(") + 1 : stat.rfind(")")],
+            "state": fields[0],
+            "utime": int(fields[11]),
+            "stime": int(fields[12]),
+            "wchan": _read(pid, f"task/{tid}/wchan").strip(),
+            "syscall": _read(pid, f"task/{tid}/syscall").strip(),
+            "kstack": _read(pid, f"task/{tid}/stack").strip(),
+        }
+
+
+def read_state(pid: int) -> str:
+    """The state letter of a process, "" when it is gone."""
+    fields = _read(pid, "stat").rsplit(")", 1)[-1].split()
+    return fields[0] if fields else ""
+
+
+def cpu_ticks(pid: int) -> int:
+    """User and system clock ticks of a process."""
+    fields = _read(pid, "stat").rsplit(")", 1)[-1].split()
+    return int(fields[11]) + int(fields[12]) if len(fields) > 13 else 0
+
+
+def catches(pid: int, signal_number: int) -> bool:
+    """Whether the process has installed a handler for a signal; never signal one that has not."""
+    for line in _read(pid, "status").splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (signal_number - 1) & 1)
+    return False
+
+
+def mapped_files(pid: int, suffix: str) -> list[Path]:
+    """Files with this end of name that a process has mapped, as paths that work from here."""
+    found: dict[Path, None] = {}
+    for line in _read(pid, "maps").splitlines():
+        if line.endswith(suffix):
+            path = Path(line.split(None, 5)[-1])
+            found.setdefault(path if path.exists() else PROC / str(pid) / "root" / str(path).lstrip("/"))
+    return list(found)
