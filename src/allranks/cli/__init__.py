@@ -17,6 +17,7 @@ from allranks.errors import AllranksError
 
 #: sub-command -> (module under allranks.cli, one-line help). Order is the order of `--help`.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "diagnose": ("diagnose", "why the job hangs: the guilty rank, the line and the cause, from dumps of any origin"),
     "run": ("run", "start a job: torchrun's command line, recorded, watched, kept alive"),
     "lighthouse": ("lighthouse", "run the lighthouse of a job: who is alive, who trains together; or ask one"),
     "stacks": ("stacks", "show what every rank is doing, without disturbing it, and what it is stuck on"),

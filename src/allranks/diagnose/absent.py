@@ -41,7 +41,7 @@ def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -
     if dead:
         return _died(context, blocked, dead)
     base = _base(context, blocked, ranks)
-    call, waiting = context.call(blocked), _waiting(context, blocked)
+    call, waiting = context.call(blocked), _waiting(context, blocked, ranks)
     if all(not len(context.job.ranks[rank].trace.calls) for rank in ranks):
         sentence = (
             f"{who(context.job, ranks)} never came to {_their(ranks)} first collective; {waiting} in {call}"
@@ -113,7 +113,7 @@ def _failed_quickly(context: Context, rank: int, row: int) -> bool:
 def _died(context: Context, blocked: Blocked, dead: dict[int, str]) -> Finding:
     ranks = tuple(sorted(dead))
     base = _base(context, blocked, ranks)
-    sentence = f"{who(context.job, ranks)} died: {dead[ranks[0]]}; {_waiting(context, blocked)} in {context.call(blocked)}"
+    sentence = f"{who(context.job, ranks)} died: {dead[ranks[0]]}; {_waiting(context, blocked, ranks)} in {context.call(blocked)}"
     return replace(base, cause="rank_died", sentence=sentence, confidence=0.93, missing_evidence=(),
                    advice=(f"read the end of the log of {ranks_text(ranks)}, and `dmesg -T | grep -i kill` on its node",))  # fmt: skip
 
@@ -126,7 +126,7 @@ def _no_dump(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Find
         return odd
     base = _base(context, blocked, ranks)
     few = len(ranks) * 2 > len(group.members) and len(ranks) > 2
-    sentence = f"{ranks_text(ranks)} left no dump and never came out of {context.call(blocked)}; {_waiting(context, blocked)}"
+    sentence = f"{ranks_text(ranks)} left no dump and never came out of {context.call(blocked)}; {_waiting(context, blocked, ranks)}"
     missing = (f"the black box, dump or log of {ranks_text(ranks)}: `allranks diagnose` with its file added",)
     return replace(
         base, cause="rank_died", sentence=sentence, confidence=0.3 if few else 0.75, where="",
@@ -175,7 +175,7 @@ def shifted(context: Context, blocked: Blocked | None, group: GroupView, shift: 
     sentence += f": moved by {shift.count}, its next {shift.agreeing} calls are at the same lines as those of {ranks_text(others)}"
     waiting: tuple[int, ...] = ()
     if blocked is not None:
-        waiting = context.waiters_behind((-1 - blocked.index,))
+        waiting = tuple(rank for rank in context.waiters_behind((-1 - blocked.index,)) if rank != shift.rank)
         sentence += f"; now {ranks_text(blocked.waiters)} wait{'s' if len(blocked.waiters) == 1 else ''} in {context.call(blocked)}"
     return Finding(
         "extra_collective" if shift.extra else "missing_rank", (shift.rank,), sentence, "root", group.label, shift.seq,
@@ -267,9 +267,9 @@ def _where_now(context: Context, rank: int) -> str:
     return f"where rank {rank} is now: run `allranks stacks{pid}`{on}"
 
 
-def _waiting(context: Context, blocked: Blocked) -> str:
+def _waiting(context: Context, blocked: Blocked, guilty: tuple[int, ...]) -> str:
     """ "7 ranks have waited 31 s"."""
-    behind = set(context.waiters_behind((-1 - blocked.index,))) | set(blocked.waiters)
+    behind = (set(context.waiters_behind((-1 - blocked.index,))) | set(blocked.waiters)) - set(guilty)
     number = len(behind)
     verb = "has" if number == 1 else "have"
     wait = context.waited(blocked)

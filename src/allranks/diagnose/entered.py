@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from allranks.diagnose.context import Context
@@ -146,12 +148,13 @@ def _none_finished(context: Context, blocked: Blocked) -> Finding:
     if few:
         sentence += f"; it never started on the device of {who(context.job, few)}"
     finding = _finding(context, blocked, "none_finished", few, sentence, 0.7 if wait is not None else 0.6)
-    return Finding(**{**finding.__dict__, "evidence": (
-        *finding.evidence, "operation, sizes and types are the same on all ranks: the programs agree",
-    ), "missing_evidence": (
-        "which link or device: `allranks doctor network`, `dmesg -T | grep -iE 'xid|mlx5|link'`, and NCCL_DEBUG=INFO logs",
-        *(() if started else ("which rank's kernel started: run with TORCH_NCCL_ENABLE_TIMING=1",)),
-    )})  # fmt: skip
+    missing = [
+        "which link or device: `allranks doctor`, `dmesg -T | grep -iE 'xid|mlx5|link'`, and NCCL_DEBUG=INFO logs"
+    ]
+    if not started:
+        missing.append("which rank's kernel started: run with TORCH_NCCL_ENABLE_TIMING=1")
+    agree = "operation, sizes and types are the same on all ranks: the programs agree"
+    return replace(finding, evidence=(*finding.evidence, agree), missing_evidence=tuple(missing))
 
 
 def _finding(
@@ -160,7 +163,9 @@ def _finding(
     at = context.place(blocked)
     guilty = [(rank, blocked.rows[rank]) for rank in ranks if rank in blocked.rows]
     others = [(rank, row) for rank, row in blocked.rows.items() if rank not in ranks]
-    evidence = (f"{ranks_text(blocked.waiters)} entered {context.call(blocked)}{f' at {at}' if at else ''}",)
+    evidence: tuple[str, ...] = (
+        f"{ranks_text(blocked.waiters)} entered {context.call(blocked)}{f' at {at}' if at else ''}",
+    )
     if blocked.failed:
         evidence += (f"the call failed or timed out on {ranks_text(blocked.failed)}",)
     behind = np.unique(np.array([*context.waiters_behind((-1 - blocked.index,)), *blocked.waiters], np.int64))

@@ -245,7 +245,8 @@ class DtypeNumbers:
         self._table = np.array(table, np.int64)
 
     def of(self, shapes: np.ndarray) -> np.ndarray:
-        return self._table[shapes]
+        numbers: np.ndarray = self._table[shapes]
+        return numbers
 
 
 def sizes_text(sizes: tuple[tuple[int, ...], ...]) -> str:
@@ -291,4 +292,5 @@ def _splits(job: Job, rank: int, row: int, size: int) -> tuple[tuple[int, ...], 
 def _blame(wrong: np.ndarray) -> np.ndarray:
     """1 for the ranks that take part in the most disagreements, 0 for the others."""
     counts = wrong.sum(axis=0) + wrong.sum(axis=1)
-    return (counts == counts.max()).astype(np.int64)
+    blamed: np.ndarray = (counts == counts.max()).astype(np.int64)
+    return blamed

@@ -31,7 +31,7 @@ class Shift:
 def keys(job: Job, lane: Lane, with_stacks: bool = True) -> np.ndarray:
     """One number per call of a lane: equal on two ranks when they did the same thing at the same line."""
     view = job.ranks[lane.rank]
-    sig = view.sig[lane.rows].astype(np.uint64)
+    sig: np.ndarray = view.sig[lane.rows].astype(np.uint64)
     if not with_stacks:
         return sig
     mixed: np.ndarray = sig ^ (view.stack[lane.rows].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))

@@ -19,7 +19,7 @@ from allranks.diagnose.shift import find_stack_shift
 from allranks.diagnose.straggler import find_straggler, find_tight_timeout
 from allranks.diagnose.waits import Blocked, find_blocked, wait_graph
 from allranks.diagnose.words import ranks_text, seconds
-from allranks.model.diagnosis import Diagnosis, FileNote, Finding, GroupSummary, RankNow
+from allranks.model.diagnosis import Diagnosis, FileNote, Finding, GroupSummary, RankNow, Status
 from allranks.model.trace import RankTrace
 
 #: Below this confidence the status is "unclear", not "fault".
@@ -201,9 +201,9 @@ def _compose(
     roots = [replace(root, severity="root", confidence=round(root.confidence * trust, 2)) for root in roots]
     verdict = roots[0] if roots else None
     folded = _consequences(context, roots)
-    status = "ok" if verdict is None else "fault" if verdict.confidence >= SURE_ENOUGH else "unclear"
-    if not job.ranks and verdict is None:
-        status = "unclear"
+    status: Status = "ok" if job.ranks else "unclear"
+    if verdict is not None:
+        status = "fault" if verdict.confidence >= SURE_ENOUGH else "unclear"
     listed = folded[: options.consequences]
     if len(folded) > len(listed):
         listed.append(

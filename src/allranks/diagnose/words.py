@@ -28,7 +28,8 @@ def user_frame(frames: Sequence[Frame]) -> Frame | None:
     outside = [
         frame for frame in own if "site-packages" not in frame.file and "dist-packages" not in frame.file
     ]
-    return (outside or own or list(frames) or [None])[0]
+    best = outside or own or list(frames)
+    return best[0] if best else None
 
 
 def place(frames: Sequence[Frame]) -> str:

@@ -1,0 +1,246 @@
+"""`allranks diagnose PATH…`: why the job hangs, from dumps of any origin."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from allranks.errors import InputError
+
+if TYPE_CHECKING:  # heavy: numpy comes with them
+    from allranks.load import LoadResult
+    from allranks.model.diagnosis import Diagnosis, FileNote, RankNow
+    from allranks.model.trace import RankTrace
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="folders, files or URLs: black boxes, torch or torchcomms dumps, stack captures, in any mix",
+    )
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="one JSON object on stdout (docs/contracts.md)")
+    out.add_argument(
+        "--html", metavar="FILE", help="write one self-contained page: timeline, groups, stacks, search"
+    )
+    out.add_argument(
+        "--perfetto", metavar="FILE", help="write a trace for ui.perfetto.dev or chrome://tracing"
+    )
+    out.add_argument("-o", "--output", metavar="FILE", help="also write the JSON object to this file")
+    out.add_argument(
+        "-j",
+        "--just_print_entries",
+        action="store_true",
+        help="print all recorded calls, one column per rank, and no verdict",
+    )
+    out.add_argument(
+        "--print_stack_trace",
+        "--stacks",
+        dest="print_stack_trace",
+        action="store_true",
+        help="whole stacks, not only the user's frames",
+    )
+    out.add_argument(
+        "--mismatch_cap",
+        type=int,
+        default=10,
+        metavar="N",
+        help="list at most N findings that follow from the root cause (default 10)",
+    )
+    out.add_argument("--force", action="store_true", help="overwrite existing files")
+    out.add_argument("-v", "--verbose", action="store_true", help="also list groups and every file")
+    what = parser.add_argument_group("what to look at")
+    what.add_argument(
+        "--attempt", type=int, metavar="N", help="which attempt of the job (default: the newest)"
+    )
+    what.add_argument("--selected-ranks", nargs="+", type=int, metavar="R", help="only these ranks")
+    what.add_argument(
+        "--pg-filters", nargs="+", metavar="NAME", help="only groups with this name or description"
+    )
+    what.add_argument(
+        "--allow-incomplete-ranks", action="store_true", help="a rank without a file is not held to be dead"
+    )
+    what.add_argument("-p", "--prefix", help="file name up to the rank's digits (default: found out)")
+    what.add_argument(
+        "--transform-ft",
+        action="store_true",
+        help="torchft: number ranks over all replicas; needs --group-world-size",
+    )
+    what.add_argument("--group-world-size", type=int, metavar="N", help="ranks per replica, for --transform-ft")  # fmt: skip
+
+
+def main(args: argparse.Namespace) -> int:
+    """0 nothing wrong, 1 fault found (or unclear), 2 could not run."""
+    from allranks.diagnose import DiagnoseOptions, diagnose
+
+    _check(args)
+    loaded = _load(args)
+    traces = _transformed(args, loaded.traces)
+    if args.just_print_entries:
+        return _print_entries(args, traces)
+    seen = _seen(loaded, traces)
+    live = any(trace.kind.startswith("black box") for trace in traces) and not all(
+        now.cause == "gone" for now in seen
+    )
+    options = DiagnoseOptions(
+        now_ns=time.time_ns() if live or not seen else 0,
+        pg_filters=frozenset(args.pg_filters or ()),
+        allow_incomplete_ranks=args.allow_incomplete_ranks or bool(args.selected_ranks),
+        consequences=max(0, args.mismatch_cap),
+    )
+    result = diagnose(traces, loaded.files, stacks=seen, options=options)
+    _print(args, result)
+    _write_files(args, result, traces)
+    if not result.ranks:
+        return 2
+    return 0 if result.status == "ok" else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.transform_ft and not args.group_world_size:
+        raise InputError("--transform-ft needs --group-world-size N, the number of ranks in one replica")
+    for name in (args.html, args.perfetto, args.output):
+        if name and not args.force and Path(name).is_file() and Path(name).stat().st_size:
+            raise InputError(f"{name} exists", hint="use --force to overwrite it, or another name")
+
+
+def _load(args: argparse.Namespace) -> LoadResult:
+    from allranks.load import LoadOptions, load_paths
+
+    bar = _Bar(sys.stderr.isatty())
+    options = LoadOptions(
+        attempt=args.attempt,
+        prefix=args.prefix,
+        ranks=frozenset(args.selected_ranks) if args.selected_ranks else None,
+        progress=bar.show,
+    )
+    try:
+        loaded = load_paths(args.paths, options)
+    finally:
+        bar.clear()
+    if not loaded.traces and not args.json:
+        raise InputError("no dump among the files could be read", hint="\n".join(_unreadable(loaded.files)))
+    return loaded
+
+
+def _unreadable(files: list[FileNote]) -> list[str]:
+    lines = [f"  {note.path}: {note.status}, {note.note or note.kind}" for note in files[:20]]
+    return lines + ([f"  … and {len(files) - 20} more"] if len(files) > 20 else [])
+
+
+def _transformed(args: argparse.Namespace, traces: list[RankTrace]) -> list[RankTrace]:
+    if not args.transform_ft:
+        return traces
+    from allranks.diagnose.ft import transform_ft
+
+    return [transform_ft(trace, args.group_world_size) for trace in traces]
+
+
+def _seen(loaded: LoadResult, traces: list[RankTrace]) -> list[RankNow]:
+    """What is known from outside the dumps: stack captures among the files, and processes that are gone."""
+    from allranks.model.diagnosis import RankNow
+
+    found = {}
+    here = socket.gethostname()
+    boxes = [trace for trace in traces if trace.kind.startswith("black box") and trace.header.host == here]
+    gone = [trace for trace in boxes if trace.header.pid and not os.path.exists(f"/proc/{trace.header.pid}")]
+    for trace in gone if len(gone) < len(traces) else []:
+        rank = trace.header.rank
+        if rank is not None:
+            found[rank] = RankNow(rank, "gone", "", f"its process {trace.header.pid} is gone")
+    for now in _from_captures(loaded.other):
+        found.setdefault(now.rank, now)
+    return list(found.values())
+
+
+def _from_captures(paths: list[str]) -> list[RankNow]:
+    """What each rank was doing, from stack captures that lie beside the dumps."""
+    if not paths:
+        return []
+    from allranks.model.diagnosis import RankNow
+    from allranks.stacks import read_bundle
+
+    found = {}
+    for folder in sorted({Path(path).parent for path in paths}):
+        try:
+            report = read_bundle(folder)
+        except InputError as error:
+            print(f"stack captures in {folder} left out: {error}", file=sys.stderr)
+            continue
+        for rank, state in report.ranks.items():
+            found[rank] = RankNow(rank, state.cause, state.where, state.evidence)
+    return list(found.values())
+
+
+def _print_entries(args: argparse.Namespace, traces: list[RankTrace]) -> int:
+    from allranks.report import entries
+
+    for line in entries.render(traces, pg_filters=args.pg_filters or (), with_stacks=args.print_stack_trace):
+        print(line)
+    return 0
+
+
+def _print(args: argparse.Namespace, result: Diagnosis) -> None:
+    from allranks.report import as_json, text
+
+    if args.json:
+        print(as_json.render(result))
+        return
+    color = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    for line in text.render(result, text.TextOptions(color, args.print_stack_trace, args.verbose)):
+        print(line)
+
+
+def _write_files(args: argparse.Namespace, result: Diagnosis, traces: list[RankTrace]) -> None:
+    if args.output:
+        from allranks.report import as_json
+
+        _write(args.output, [as_json.render(result), "\n"])
+    if args.html:
+        from allranks.report import html
+
+        _write(args.html, html.render(result, traces))
+    if args.perfetto:
+        from allranks.report import perfetto
+
+        _write(args.perfetto, perfetto.render(result, traces))
+
+
+def _write(name: str, parts: object) -> None:
+    try:
+        with open(name, "w", encoding="utf-8", errors="replace") as file:
+            for part in parts:  # type: ignore[attr-defined]
+                file.write(part)
+    except OSError as error:
+        raise InputError(f"cannot write {name}: {error.strerror}") from error
+    print(f"wrote {name}", file=sys.stderr)
+
+
+class _Bar:
+    """A progress line on a terminal; silent elsewhere."""
+
+    def __init__(self, visible: bool) -> None:
+        self._visible = visible
+        self._shown = False
+
+    def show(self, done: int, total: int) -> None:
+        if self._visible and total >= 32:
+            filled = 30 * done // max(1, total)
+            print(
+                f"\r[{'#' * filled}{'.' * (30 - filled)}] {done:,}/{total:,} files",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._shown = True
+
+    def clear(self) -> None:
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,69 @@
+"""The diagnosis as the JSON object of docs/contracts.md. Plain dictionaries only here, at the very edge."""
+
+from __future__ import annotations
+
+import json
+
+from allranks.model.diagnosis import Diagnosis, Finding
+
+SCHEMA = 1
+Json = dict[str, object]
+
+
+def to_object(diagnosis: Diagnosis) -> Json:
+    """The public object; `verdict` is null when the status is ok."""
+    return {
+        "schema": SCHEMA,
+        "status": diagnosis.status,
+        "verdict": None if diagnosis.verdict is None else _verdict(diagnosis.verdict),
+        "findings": [_finding(finding) for finding in diagnosis.findings],
+        "files": [
+            {"path": note.path, "rank": note.rank, "kind": note.kind, "status": note.status, "note": note.note}
+            for note in diagnosis.files
+        ],
+        "world_size": diagnosis.world_size,
+        "ranks": list(diagnosis.ranks),
+        "groups": [
+            {
+                "label": group.label, "name": group.name, "desc": group.desc, "backend": group.backend,
+                "members": list(group.members), "members_known": group.members_known,
+                "first_sequence": group.first_sequence, "last_sequence": group.last_sequence,
+                "behind": list(group.behind),
+            }
+            for group in diagnosis.groups
+        ],
+        "summary": list(diagnosis.summary),
+    }  # fmt: skip
+
+
+def render(diagnosis: Diagnosis) -> str:
+    """One line of JSON."""
+    return json.dumps(to_object(diagnosis), ensure_ascii=False)
+
+
+def _finding(finding: Finding) -> Json:
+    return {
+        "cause": finding.cause,
+        "ranks": list(finding.ranks),
+        "group": finding.group,
+        "sequence": finding.sequence,
+        "severity": finding.severity,
+        "sentence": finding.sentence,
+        "confidence": finding.confidence,
+        "where": finding.where,
+        "waiting": list(finding.waiting),
+        "waited_s": None if finding.waited_s is None else round(finding.waited_s, 3),
+    }
+
+
+def _verdict(finding: Finding) -> Json:
+    body = _finding(finding)
+    del body["severity"]
+    body["evidence"] = list(finding.evidence)
+    body["missing_evidence"] = list(finding.missing_evidence)
+    body["advice"] = list(finding.advice)
+    body["stacks"] = [
+        {"ranks": list(ranks), "frames": [{"name": f.name, "file": f.file, "line": f.line} for f in frames]}
+        for ranks, frames in finding.stacks
+    ]
+    return body

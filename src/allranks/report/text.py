@@ -1,0 +1,172 @@
+"""The diagnosis as lines of text, made for 3 a.m.: the verdict, the evidence, what to do. A generator, no printing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from allranks.model.diagnosis import Diagnosis, Finding
+from allranks.model.trace import Frame
+
+MAX_FRAMES, MAX_STACKS, MAX_FILES = 4, 4, 8
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How much to say, and whether in colour."""
+
+    color: bool = False
+    full_stacks: bool = False
+    verbose: bool = False
+
+
+def render(diagnosis: Diagnosis, options: TextOptions | None = None) -> Iterator[str]:
+    """All lines of the report. The first line alone must be enough to act on."""
+    options = options or TextOptions()
+    paint = _painter(options.color)
+    yield headline(diagnosis, options)
+    verdict = diagnosis.verdict
+    if verdict is not None:
+        yield paint("dim", f"cause {verdict.cause}, confidence {verdict.confidence:.0%}" + _scope(verdict))
+        yield from _list(paint, "evidence", verdict.evidence)
+        yield from _stacks(paint, verdict, options)
+        yield from _others(paint, diagnosis)
+        yield from _list(paint, "missing evidence", verdict.missing_evidence)
+        yield from _list(paint, "what to do", verdict.advice)
+    warnings = [finding for finding in diagnosis.findings if finding.severity == "warning"]
+    yield from _list(paint, "also", [finding.sentence for finding in warnings])
+    yield from _files(paint, diagnosis, options)
+    if options.verbose:
+        yield from _groups(paint, diagnosis)
+    yield ""
+    yield paint("dim", "; ".join(diagnosis.summary))
+
+
+def headline(diagnosis: Diagnosis, options: TextOptions) -> str:
+    """The first line."""
+    paint = _painter(options.color)
+    if diagnosis.verdict is not None:
+        word = "" if diagnosis.status == "fault" else "unclear: "
+        return paint(
+            "red" if diagnosis.status == "fault" else "yellow", word + clean(diagnosis.verdict.sentence)
+        )
+    if diagnosis.status == "ok":
+        return paint("green", "nothing wrong: the calls of all ranks fit together and none is stuck")
+    return paint("yellow", "unclear: no calls to judge")
+
+
+def clean(text: str) -> str:
+    """Text of a dump without control characters: a hostile name must not steer the terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def frame_text(frame: Frame) -> str:
+    """ "path/to/train.py:44 in sync_stats"."""
+    return clean(f"{frame.file}:{frame.line} in {frame.name}")
+
+
+def _scope(verdict: Finding) -> str:
+    where = f", at {verdict.where}" if verdict.where else ""
+    group = f", group {verdict.group}" if verdict.group else ""
+    number = f" #{verdict.sequence}" if verdict.sequence is not None else ""
+    return clean(f"{group}{number}{where}")
+
+
+def _others(paint: Painter, diagnosis: Diagnosis) -> Iterator[str]:
+    roots = [finding for finding in diagnosis.findings if finding.severity == "root"][1:]
+    yield from _list(
+        paint, "other root causes", [f"{f.cause}: {f.sentence} ({f.confidence:.0%})" for f in roots]
+    )
+    folded = [finding for finding in diagnosis.findings if finding.severity == "consequence"]
+    yield from _list(paint, "follows from it", [finding.sentence for finding in folded])
+
+
+def _stacks(paint: Painter, verdict: Finding, options: TextOptions) -> Iterator[str]:
+    if not verdict.stacks:
+        return
+    yield ""
+    yield paint("bold", "stacks")
+    guilty = set(verdict.ranks)
+    shown = verdict.stacks if options.full_stacks else verdict.stacks[:MAX_STACKS]
+    for ranks, frames in shown:
+        role = "guilty" if guilty & set(ranks) else "waiting"
+        yield clean(f"  rank{'s' if len(ranks) > 1 else ''} {short(ranks)} ({role})")
+        visible = frames if options.full_stacks else visible_frames(frames)
+        for frame in visible:
+            yield f"    {frame_text(frame)}"
+        if len(frames) > len(visible):
+            yield paint("dim", f"    … {len(frames) - len(visible)} more frames (--print_stack_trace)")
+    if len(verdict.stacks) > len(shown):
+        yield paint("dim", f"  … {len(verdict.stacks) - len(shown)} more stacks (--print_stack_trace)")
+
+
+def visible_frames(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """The frames of the user's own code, a few; the innermost ones when there are none."""
+    own = tuple(
+        f for f in frames if "/torch/" not in f.file and "site-packages" not in f.file and f.file[:1] != "<"
+    )
+    return (own or frames)[:MAX_FRAMES]
+
+
+def short(ranks: tuple[int, ...]) -> str:
+    """ "0-7, 9" with at most a dozen runs."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    parts = [
+        str(low) if low == high else f"{low}-{high}" if high - low > 1 else f"{low}, {high}"
+        for low, high in runs
+    ]
+    return ", ".join(parts[:12]) + (f", … ({len(ranks)} in all)" if len(parts) > 12 else "")
+
+
+def _files(paint: Painter, diagnosis: Diagnosis, options: TextOptions) -> Iterator[str]:
+    bad = [note for note in diagnosis.files if note.status != "ok" or note.note]
+    shown = list(diagnosis.files) if options.verbose else bad[:MAX_FILES]
+    if not shown:
+        return
+    lines = [
+        f"{note.path}: {note.status}, {note.kind or 'unknown'}{', ' + note.note if note.note else ''}"
+        for note in shown
+    ]
+    if len(bad) > len(shown):
+        lines.append(f"… {len(bad) - len(shown)} more (-v)")
+    yield from _list(paint, "files", lines)
+
+
+def _groups(paint: Painter, diagnosis: Diagnosis) -> Iterator[str]:
+    lines = []
+    for group in diagnosis.groups:
+        members = f"ranks {short(group.members)}" + ("" if group.members_known else " (as seen in calls)")
+        behind = f", behind: {short(group.behind)}" if group.behind else ""
+        lines.append(
+            f"{group.label} ({group.backend or 'library unknown'}, name {group.name!r}): {members}; "
+            f"calls #{group.first_sequence} to #{group.last_sequence}{behind}"
+        )
+    yield from _list(paint, "groups", lines)
+
+
+class Painter:
+    """Puts text in colour, or leaves it as it is."""
+
+    def __init__(self, color: bool) -> None:
+        self._color = color
+
+    def __call__(self, style: str, text: str) -> str:
+        codes = {"red": "1;31", "green": "1;32", "yellow": "1;33", "bold": "1", "dim": "2"}
+        return f"\x1b[{codes[style]}m{text}\x1b[0m" if self._color else text
+
+
+def _painter(color: bool) -> Painter:
+    return Painter(color)
+
+
+def _list(paint: Painter, title: str, lines: list[str] | tuple[str, ...]) -> Iterator[str]:
+    if lines:
+        yield ""
+        yield paint("bold", title)
+        for line in lines:
+            yield f"  - {clean(line)}"
