@@ -22,22 +22,10 @@ from torch._C import _distributed_c10d as c10d
 
 from allranks.model.blackbox import Item
 from allranks.record.calls import CALLS, Call, Reader
+from allranks.record.dtypes import dtype_name
 from allranks.record.groups import GroupState, describe_group, timeout_ms
 from allranks.record.ring import Shapes
 from allranks.record.writer import CallWriter, warn_once
-
-_DTYPES = {
-    torch.float32: "Float", torch.float64: "Double", torch.float16: "Half", torch.bfloat16: "BFloat16",
-    torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte",
-    torch.bool: "Bool", torch.complex64: "ComplexFloat", torch.complex128: "ComplexDouble",
-}  # fmt: skip
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """torch's C++ name of a dtype, as its own recorder writes it."""
-    known = _DTYPES.get(dtype)
-    return known if known else str(dtype).removeprefix("torch.").replace("float8_", "Float8_")
-
 
 MAX_SHAPES = 100_000  # distinct sizes remembered; further ones are worked out on every call
 

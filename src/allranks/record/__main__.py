@@ -1,0 +1,42 @@
+"""`python -m allranks.record train.py ARGS…`: records a script that knows nothing of us. Also for torchrun:
+
+    torchrun --nproc-per-node 8 -m allranks.record train.py --lr 1e-4
+    torchrun --nproc-per-node 8 -m allranks.record -m mypackage.train
+
+Runs in the rank. The script sees the argv and `__main__` that it would have seen by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+import allranks.record
+
+USAGE = "usage: python -m allranks.record SCRIPT [ARGS…]  |  python -m allranks.record -m MODULE [ARGS…]"
+
+
+def main() -> None:
+    """Starts the recorder, then runs the script in this process."""
+    words = sys.argv[1:]
+    if not words or words[0] in {"-h", "--help"}:
+        print(USAGE, file=sys.stderr if not words else sys.stdout)
+        sys.exit(0 if words else 2)
+    as_module = words[0] == "-m"
+    if as_module and len(words) < 2:
+        print(USAGE, file=sys.stderr)
+        sys.exit(2)
+    allranks.record.record()
+    if as_module:
+        sys.argv = words[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

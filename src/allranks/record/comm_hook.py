@@ -1,0 +1,357 @@
+"""A flight recorder for communicators with pre, post and abort hooks, with torchcomms' API. Runs in the rank.
+
+    recorder = FlightRecorderHook(max_entries=1024, isolated=True)
+    recorder.register_with_comm(comm)
+    ...
+    recorder.dump_json(); recorder.dump_file(rank)
+
+A communicator is any object with `register_pre_hook(f)`, `register_post_hook(f)`, optionally
+`register_abort_hook(f)`, and `get_rank()`, `get_size()`, `get_name()`, `get_backend()`. Unlike torchcomms' own hook
+the records live in a black box that outlives the process, sequences count per communicator, send and recv know
+their partner where the communicator tells it, and an abort writes a dump.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from allranks.model.blackbox import Item
+from allranks.model.torch_dump import to_torch_json, to_torch_pickle
+from allranks.model.trace import REDUCE_OPS, RankTrace
+from allranks.record.box import Box
+from allranks.record.dtypes import dtype_name
+from allranks.record.dump import write_file
+from allranks.record.groups import GroupState
+from allranks.record.options import RecorderOptions, from_environment
+from allranks.record.place import job_folder
+from allranks.record.read import read_trace
+from allranks.record.writer import CallWriter, process_start_ticks, warn_once
+
+DEFAULT_ENTRIES = 2048
+DEFAULT_TIMEOUT_MS = 600_000  # torchcomms' own
+NOT_RECORDED = frozenset({"finalize"})
+_counter = itertools.count(1)
+_shared: _Store | None = None
+_shared_lock = threading.Lock()
+
+
+@dataclass
+class _Store:
+    """The ring that a hook writes to, and the numbers of the groups that hooks have added to it."""
+
+    writer: CallWriter
+    path: Path
+    groups: set[int] = field(default_factory=set)
+    written: int = 0  # calls ever recorded by hooks
+
+
+class FlightRecorderHook:
+    """Records the calls of the communicators that it is registered with.
+
+    isolated=True: a ring of its own with `max_entries` records. isolated=False: the ring of the process's recorder
+    when one runs, else one ring shared by all such hooks, of TORCHCOMM_FR_BUFFER_SIZE records.
+    """
+
+    def __init__(self, max_entries: int = DEFAULT_ENTRIES, isolated: bool = False) -> None:
+        self.max_entries = max_entries
+        self.isolated = isolated
+        self._store: _Store | None = None
+        self._handles: list[Any] = []
+        self._open: dict[tuple[int, int], int] = {}  # (communicator, op id) -> number of its record
+        self._forget_until = 0  # records up to this one were reset away
+        self._forgotten = 0
+        self._rank = 0
+
+    # -- torchcomms' API ----------------------------------------------------------------------------------------
+
+    def register_with_comm(self, comm: Any) -> None:
+        """Records every call of `comm` from now on, and of the communicators split off from it."""
+        store = self._storage()
+        if store is None:
+            return
+        self._rank = int(comm.get_rank())
+        group = self._meet(store, comm)
+        key = id(comm)
+        self._handles += [
+            comm.register_pre_hook(lambda args: self._before(store, group, key, args)),
+            comm.register_post_hook(lambda args: self._after(store, group, key, args)),
+        ]
+        if hasattr(comm, "register_abort_hook"):
+            self._handles.append(comm.register_abort_hook(self._aborted))
+
+    def unregister(self) -> None:
+        """Stops recording; what was recorded stays."""
+        for handle in self._handles:
+            if hasattr(handle, "remove"):
+                handle.remove()
+        self._handles.clear()
+
+    def is_enabled(self) -> bool:
+        """Whether calls can be recorded (there is a ring)."""
+        return self._storage() is not None
+
+    def size(self) -> int:
+        """Calls recorded since the last reset; not limited by the ring."""
+        return self._store.written - self._forgotten if self._store is not None else 0
+
+    def __len__(self) -> int:
+        return self.size()
+
+    def reset(self) -> None:
+        """Forgets what was recorded so far."""
+        if self._store is not None:
+            self._forgotten = self._store.written
+            self._forget_until = self._store.writer.box.get("next_id")
+
+    def dump_json(self, include_completed: bool = True) -> str:
+        """The records as PyTorch 2.10 JSON, as torchcomms writes it."""
+        dump = json.loads(to_torch_json(self._trace(), include_completed=include_completed))
+        for config in dump["pg_config"].values():
+            config["ranks"] = config["ranks"].replace(" ", "")
+        return json.dumps(dump, separators=(",", ":"))
+
+    def dump_file(self, rank: int, include_completed: bool = True) -> Path:
+        """Writes the records as PyTorch 2.10 pickle where TORCHCOMM_FR_DUMP_TEMP_FILE says; returns the path."""
+        path = dump_path(rank, os.environ)
+        write_file(path, to_torch_pickle(self._trace(), include_completed=include_completed))
+        return path
+
+    def close(self) -> None:
+        """Unregisters and lets go of the ring; an isolated ring's file stays on disk."""
+        self.unregister()
+        if self._store is not None and self.isolated:
+            self._store.writer.ring.release()
+            self._store.writer.box.say_goodbye("closed", time.time_ns())
+        self._store = None
+
+    # -- hooks --------------------------------------------------------------------------------------------------
+
+    def _before(self, store: _Store, group: GroupState, comm: int, args: Any) -> None:
+        """Pre-hook: the call is about to be made. Never raises into it."""
+        try:
+            op = op_name(args)
+            if op in NOT_RECORDED:
+                return
+            peer = _peer(args)
+            number = store.writer.begin(
+                group,
+                store.writer.box.intern(Item.NAME, op),
+                _shapes(store.writer.box, args),
+                _reduce_op(args),
+                _number(args, "root"),
+                peer if peer < 0 else group.global_rank(peer),
+                op in {"send", "recv"},
+                _timeout_ms(args),
+                sys._getframe(1),
+            )
+            store.written += 1
+            self._open[(comm, int(getattr(args, "op_id", 0)))] = number
+        except Exception as error:  # ours, never the user's
+            self._fault(error)
+
+    def _after(self, store: _Store, group: GroupState, comm: int, args: Any) -> None:
+        """Post-hook: the call was made; it is over unless its work says otherwise."""
+        try:
+            number = self._open.pop((comm, int(getattr(args, "op_id", 0))), None)
+            if number is not None:
+                work = _living(getattr(args, "work", None))
+                if work is None or _is_completed(work):
+                    store.writer.finish(number)
+                else:
+                    store.writer.track(work, number, group)
+            child = getattr(args, "new_comm", None)
+            if child is not None:
+                self.register_with_comm(child)
+        except Exception as error:  # ours
+            self._fault(error)
+
+    def _aborted(self) -> None:
+        """Abort hook: the process is about to end; write what is known."""
+        try:
+            if self._store is not None:
+                self._store.writer.sweep(everything=True)
+            self.dump_file(self._rank)
+        except Exception as error:  # ours
+            print(f"allranks: no dump on abort: {error}", file=sys.stderr)
+
+    def _fault(self, error: BaseException) -> None:
+        self.unregister()
+        warn_once(f"the communicator hook is off after an error of its own, training goes on: {error!r}")
+
+    # -- storage ------------------------------------------------------------------------------------------------
+
+    def _storage(self) -> _Store | None:
+        if self._store is None:
+            self._store = _new_store(self.max_entries) if self.isolated else _shared_store()
+        return self._store
+
+    def _meet(self, store: _Store, comm: Any) -> GroupState:
+        size = int(comm.get_size())
+        ranks = (
+            tuple(int(rank) for rank in comm.get_ranks())
+            if hasattr(comm, "get_ranks")
+            else tuple(range(size))
+        )
+        backend, name = str(comm.get_backend()), str(comm.get_name())
+        number = store.writer.box.append(Item.GROUP, [name, backend, list(ranks), backend])
+        store.groups.add(number)
+        timeout = getattr(getattr(comm, "get_options", lambda: None)(), "timeout", None)
+        milliseconds = (
+            int(timeout.total_seconds() * 1000) if isinstance(timeout, timedelta) else DEFAULT_TIMEOUT_MS
+        )
+        if store.writer.box.get("rank") < 0:
+            store.writer.box.set(rank=self._rank)
+        return GroupState(number, name, ranks, backend, milliseconds)
+
+    def _trace(self) -> RankTrace:
+        """The hook's own calls since the last reset."""
+        store = self._storage()
+        if store is None:
+            from allranks.errors import NotRecording
+
+            raise NotRecording("the communicator hook has no ring")
+        store.writer.sweep(everything=True)
+        trace = read_trace(store.path)
+        mine = np.isin(trace.calls["group"], sorted(store.groups)) & (
+            trace.calls["begin"] > self._forget_until
+        )
+        keep = {0, *store.groups}
+        groups = tuple(group for index, group in enumerate(trace.groups) if index in keep)
+        return _with_groups(trace, trace.calls[mine], groups, sorted(keep))
+
+
+def _with_groups(trace: RankTrace, calls: np.ndarray, groups: tuple[Any, ...], kept: list[int]) -> RankTrace:
+    from dataclasses import replace
+
+    calls = calls.copy()
+    calls["group"] = np.searchsorted(np.array(kept), calls["group"])
+    return replace(trace, calls=calls, groups=groups)
+
+
+def dump_path(rank: int, env: Any) -> Path:
+    """Where torchcomms writes: prefix + rank, or the whole name with …DYNAMIC_FILE_NAME=1."""
+    prefix = env.get("TORCHCOMM_FR_DUMP_TEMP_FILE", "")
+    if prefix and env.get("TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME") == "1":
+        return Path(prefix)
+    if not prefix:
+        cache = env.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        prefix = os.path.join(cache, "torch", "comm_lib_trace_rank_")
+    return Path(f"{prefix}{rank}")
+
+
+def _shared_store() -> _Store | None:
+    """The ring of the process's recorder, else one for all hooks of the process."""
+    global _shared
+    from allranks.record import current
+
+    with _shared_lock:
+        recorder = current()
+        if recorder is not None and recorder.writer is not None and recorder.path is not None:
+            if _shared is None or _shared.writer is not recorder.writer:
+                _shared = _Store(recorder.writer, recorder.path)
+        elif _shared is None or not _shared.path.exists():
+            _shared = _new_store(from_environment().capacity)
+        return _shared
+
+
+def _new_store(entries: int) -> _Store | None:
+    options = from_environment(capacity=max(16, entries))
+    folder = options.folder or job_folder(options.job)
+    name = f"{options.job}.a{options.attempt}.r{options.rank}.p{os.getpid()}.comm{next(_counter)}.box"
+    box = Box(folder / name.replace("/", "_"), entries, options.heap_bytes)
+    try:
+        box.open()
+    except OSError as error:
+        warn_once(f"the communicator hook is off, training goes on: no black box in {folder}: {error}")
+        return None
+    _fill(box, options)
+    return _Store(CallWriter(box, options), box.path)
+
+
+def _fill(box: Box, options: RecorderOptions) -> None:
+    import socket
+
+    box.set(
+        rank=options.rank, world_size=options.world_size, local_rank=options.local_rank, attempt=options.attempt,
+        pid=os.getpid(), start_ticks=process_start_ticks(), start_ns=time.time_ns(),
+    )  # fmt: skip
+    box.append(
+        Item.META,
+        {"host": socket.gethostname(), "job": options.job, "backend": "", "versions": {}, "argv": []},
+    )
+
+
+# -- what a hook's arguments tell ----------------------------------------------------------------------------------
+
+
+def op_name(args: Any) -> str:
+    """ "all_reduce" of an enum member, its text ("OpName.ALL_REDUCE") or a plain string."""
+    name = getattr(args, "name", "")
+    return str(getattr(name, "name", name)).rsplit(".", 1)[-1].lower()
+
+
+def _tensors(args: Any, side: str) -> list[Any]:
+    """The tensors of one side; a communicator gives one or a list, and may give neither."""
+    found = getattr(args, f"{side}_tensors", None)
+    if found:
+        return list(found)
+    one = getattr(args, f"{side}_tensor", None)
+    if one is None:
+        one = getattr(args, "tensor", None)
+    return [one] if one is not None else []
+
+
+def _shapes(box: Box, args: Any) -> tuple[int, int, int]:
+    inputs, outputs = _tensors(args, "input"), _tensors(args, "output")
+    payload = [
+        [list(t.shape) for t in inputs], [list(t.shape) for t in outputs],
+        [dtype_name(t.dtype) for t in inputs], [dtype_name(t.dtype) for t in outputs],
+        list(getattr(args, "input_split_sizes", None) or ()), list(getattr(args, "output_split_sizes", None) or ()),
+    ]  # fmt: skip
+    number = box.intern(Item.SHAPES, payload) if inputs or outputs else 0
+    return number, sum(t.numel() for t in inputs), sum(t.numel() for t in outputs)
+
+
+def _number(args: Any, name: str) -> int:
+    value = getattr(args, name, None)
+    return int(value) if isinstance(value, int) else -1
+
+
+def _peer(args: Any) -> int:
+    return next((number for name in ("peer", "dst", "src") if (number := _number(args, name)) >= 0), -1)
+
+
+def _reduce_op(args: Any) -> int:
+    op = getattr(args, "op", None) or getattr(args, "reduce_op", None)
+    if op is None:
+        return 0
+    name = str(getattr(getattr(op, "type", op), "name", op)).rsplit(".", 1)[-1].lower()
+    return REDUCE_OPS.index(name) if name in REDUCE_OPS else REDUCE_OPS.index("other")
+
+
+def _timeout_ms(args: Any) -> int:
+    value = getattr(args, "timeout", None)
+    return int(value.total_seconds() * 1000) if isinstance(value, timedelta) else 0
+
+
+def _living(work: Any) -> Any:
+    """torchcomms hands out weak references to its works."""
+    return work() if callable(work) and not hasattr(work, "is_completed") else work
+
+
+def _is_completed(work: Any) -> bool:
+    with contextlib.suppress(Exception):  # a work without the question counts as over
+        return bool(work.is_completed())
+    return True
