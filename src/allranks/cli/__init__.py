@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "diagnose": ("diagnose", "why the job hangs: the guilty rank, the line and the cause, from dumps of any origin"),
     "run": ("run", "start a job: torchrun's command line, recorded, watched, kept alive"),
     "lighthouse": ("lighthouse", "run the lighthouse of a job: who is alive, who trains together; or ask one"),
+    "dump": ("dump", "take a job's black boxes from outside: copies, or PyTorch's dump formats"),
     "stacks": ("stacks", "show what every rank is doing, without disturbing it, and what it is stuck on"),
     "status": ("status", "ranks, steps, who waits for whom, incidents of a running job"),
     "top": ("status", "the same, live"),

@@ -1,0 +1,196 @@
+"""`allranks dump`: takes the black boxes of a job from outside, without help from its ranks. Prints what it wrote."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from allranks.errors import InputError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from allranks.record.read import BoxHeader
+
+EXAMPLES = """examples:
+  allranks dump --list                       jobs and ranks recorded on this machine
+  allranks dump                              copies of the only job's boxes, into ./allranks-dump-JOB
+  allranks dump --job 4711 --format pickle   PyTorch 2.10 dumps, for torchfrtrace
+  allranks dump --pid 12345 -o now           one rank, also while it hangs
+  allranks dump /mnt/scratch/boxes --format json --active"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `allranks dump`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "path", nargs="?", help="folder with black boxes, or one box (default: this machine's jobs)"
+    )
+    parser.add_argument("--job", help="job id, as in ALLRANKS_JOB_ID, TORCHELASTIC_RUN_ID or SLURM_JOB_ID")
+    parser.add_argument("--pid", type=int, action="append", help="only this process (may be repeated)")
+    parser.add_argument("--rank", type=int, action="append", help="only this rank (may be repeated)")
+    parser.add_argument(
+        "--format", choices=("box", "pickle", "json"), default="box", help="default: a copy of the box"
+    )
+    parser.add_argument("--active", action="store_true", help="pickle and json: only calls that are not over")
+    parser.add_argument("--all-attempts", action="store_true", help="also ranks of earlier attempts")
+    parser.add_argument("-o", "--output", help="folder to write to (default: allranks-dump-JOB)")
+    parser.add_argument("--force", action="store_true", help="overwrite files that are there")
+    parser.add_argument("--list", action="store_true", help="only show what there is")
+    parser.add_argument(
+        "--native", metavar="STEM",
+        help="also ask the ranks for torch's own NCCL dump through TORCH_NCCL_DEBUG_INFO_PIPE_FILE=STEM",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Writes one file per rank; 2 when there is nothing to take."""
+    headers = _choose(args)
+    if args.list:
+        _print_list(headers, args.json)
+        return 0
+    written = _write(args, headers)
+    asked = _ask_native(args, headers)
+    if args.json:
+        print(json.dumps({"schema": 1, "files": written, "asked_native": asked}))
+        return 0
+    for entry in written:
+        print(f"Wrote {entry['path']} (rank {entry['rank']}, {entry['calls']} calls, {entry['state']})")
+    for rank in asked:
+        print(f"asked rank {rank} for its NCCL dump", file=sys.stderr)
+    return 0
+
+
+def _choose(args: argparse.Namespace) -> list[BoxHeader]:
+    """The boxes that were asked for: of the newest attempt of each rank, unless all are wanted."""
+    found = [header for path in _places(args) for header in _headers(path)]
+    if args.pid:
+        found = [header for header in found if header.pid in args.pid]
+    if args.rank:
+        found = [header for header in found if header.rank in args.rank]
+    if not found:
+        raise InputError(
+            f"no black box of {_wish(args)} on this machine",
+            hint="is the job recorded (allranks.record() or allranks run)? `allranks dump --list` shows what there is",
+        )
+    jobs = sorted({str(header.path.parent) for header in found})
+    if len(jobs) > 1 and not args.list and not args.path and not args.pid:
+        raise InputError(
+            f"{len(jobs)} jobs were recorded here: {', '.join(jobs)}", hint="choose one with --job or a path"
+        )
+    return found if args.all_attempts or args.list or args.pid else _newest(found)
+
+
+def _wish(args: argparse.Namespace) -> str:
+    words = [f"job {args.job}"] if args.job else []
+    words += [f"pid {pid}" for pid in args.pid or ()] + [f"rank {rank}" for rank in args.rank or ()]
+    return ", ".join(words) or str(args.path or "any job")
+
+
+def _places(args: argparse.Namespace) -> list[Path]:
+    import os
+    from pathlib import Path
+
+    from allranks.record.place import fallback_folder, job_folder, job_folders
+
+    if args.path:
+        if not Path(args.path).exists():
+            raise InputError(f"{args.path} does not exist")
+        return [Path(args.path)]
+    if args.job:
+        return sorted({job_folder(args.job), fallback_folder(args.job)})
+    chosen = os.environ.get("ALLRANKS_DIR")
+    return [Path(chosen)] if chosen else job_folders()
+
+
+def _headers(path: Path) -> list[BoxHeader]:
+    from allranks.record.read import find_boxes, read_header
+
+    found = []
+    for box in [path] if path.is_file() else find_boxes(path):
+        try:
+            found.append(read_header(box))
+        except InputError as error:
+            print(f"allranks dump: passed over {box}: {error}", file=sys.stderr)
+    return found
+
+
+def _newest(headers: list[BoxHeader]) -> list[BoxHeader]:
+    """One box per rank: the latest attempt, then the latest start."""
+    best: dict[int, BoxHeader] = {}
+    for header in headers:
+        known = best.get(header.rank)
+        if known is None or (header.attempt, header.start_ns) > (known.attempt, known.start_ns):
+            best[header.rank] = header
+    return [best[rank] for rank in sorted(best)]
+
+
+def _state(header: BoxHeader) -> str:
+    from allranks.record.read import is_alive
+
+    if is_alive(header):
+        return "running"
+    return header.closed or "died without a goodbye"
+
+
+def _write(args: argparse.Namespace, headers: list[BoxHeader]) -> list[dict[str, object]]:
+    from pathlib import Path
+
+    from allranks.record.dump import dump_bytes, write_file
+
+    folder = Path(args.output) if args.output else Path(f"allranks-dump-{headers[0].path.parent.name}")
+    many = len({header.rank for header in headers}) < len(headers)
+    written: list[dict[str, object]] = []
+    for header in headers:
+        target = folder / _name(header, args.format, many)
+        if target.exists() and not args.force:
+            raise InputError(f"{target} exists", hint="choose another folder with -o, or --force")
+        data = dump_bytes(header.path, args.format, not args.active)
+        write_file(target, data)
+        written.append(
+            {
+                "path": str(target), "rank": header.rank, "pid": header.pid, "attempt": header.attempt,
+                "calls": header.calls_started, "state": _state(header), "box": str(header.path),
+            }
+        )  # fmt: skip
+    return written
+
+
+def _name(header: BoxHeader, format: str, many: bool) -> str:
+    """A copy keeps its name; torch's formats are named as torchfrtrace wants them."""
+    if format == "box":
+        return header.path.name
+    rank = max(header.rank, 0)
+    extra = f"a{header.attempt}_p{header.pid}_" if many else ""
+    return f"{extra}rank_{rank}" + (".json" if format == "json" else "")
+
+
+def _ask_native(args: argparse.Namespace, headers: list[BoxHeader]) -> list[int]:
+    from allranks.record.harvest import ask_through_pipe
+
+    if not args.native:
+        return []
+    return [header.rank for header in headers if ask_through_pipe(args.native, header.rank)]
+
+
+def _print_list(headers: list[BoxHeader], as_json: bool) -> None:
+    rows = [
+        {
+            "job": header.path.parent.name, "rank": header.rank, "world_size": header.world_size,
+            "attempt": header.attempt, "pid": header.pid, "state": _state(header), "step": header.step,
+            "calls": header.calls_started, "completed": header.calls_completed, "path": str(header.path),
+        }
+        for header in sorted(headers, key=lambda h: (str(h.path.parent), h.attempt, h.rank))
+    ]  # fmt: skip
+    if as_json:
+        print(json.dumps({"schema": 1, "boxes": rows}))
+        return
+    for row in rows:
+        print(
+            f"{row['job']}  rank {row['rank']}/{row['world_size']}  attempt {row['attempt']}  pid {row['pid']}  "
+            f"step {row['step']}  calls {row['completed']}/{row['calls']}  {row['state']}"
+        )
