@@ -12,7 +12,8 @@ AllranksError                  anything we raise on purpose; `.hint` holds the c
 ├── CheckpointError            a checkpoint could not be saved, found or trusted; knows tier and path
 │   ├── CheckpointSaveError    a save failed; training goes on unless the policy is "fail"
 │   ├── CheckpointLoadError    no (or not this) checkpoint could be loaded
-│   ├── CheckpointValidationError  what was read is damaged or not a checkpoint; names the keys
+│   ├── CheckpointValidationError  what was read is not what was wanted; names the keys
+│   │   └── CheckpointDamaged  bytes differ from what was written: belongs into quarantine
 │   └── MemoryLimitExceeded    a snapshot does not fit into its memory bound
 ├── ManagerError               training together failed in this rank
 │   ├── GroupAborted           a process group was taken down on purpose while somebody used it
@@ -101,7 +102,7 @@ class CheckpointLoadError(CheckpointError):
 
 
 class CheckpointValidationError(CheckpointError):
-    """What was read is damaged, cut short, or lacks keys. Never raised for a mere I/O failure."""
+    """What was read lacks keys or does not fit. Never raised for a mere I/O failure."""
 
     def __init__(
         self,
@@ -122,6 +123,10 @@ class CheckpointValidationError(CheckpointError):
         self.reason = reason
         self.missing_keys = tuple(missing_keys)
         self.invalid_keys = tuple(invalid_keys)
+
+
+class CheckpointDamaged(CheckpointValidationError):
+    """Bytes are not what was written: flipped, cut short or missing. The checkpoint belongs into quarantine."""
 
 
 class MemoryLimitExceeded(CheckpointError):

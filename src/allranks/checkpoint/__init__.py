@@ -21,7 +21,7 @@ _PUBLIC = {
     "MemorySnapshotBackend": "memory",
     "NVMeBackend": "backends",
     "S3Backend": "backends",
-    "PeerServer": "peer",
+    "SnapshotServer": "peer",
     "StorageReader": "dcp",
     "StorageWriter": "dcp",
     "export_checkpoint": "convert",

@@ -132,6 +132,11 @@ class FileStore:
         finally:
             os.close(fd)
 
+    def close(self) -> None:
+        for fd in self._locks.values():
+            os.close(fd)
+        self._locks.clear()
+
     def _folder(self, attempt: Attempt) -> Path:
         return self.root / f".saving-{attempt.name}-{attempt.token}"
 

@@ -42,6 +42,7 @@ class Blobs(Protocol):
         """(key, time of last change) of every key that starts with `prefix`."""
 
     def delete(self, keys: list[str]) -> None: ...
+    def close(self) -> None: ...
 
 
 class KeyedStore:
@@ -148,6 +149,9 @@ class KeyedStore:
             if marked:
                 with contextlib.suppress(OSError):
                     self.blobs.delete([key])
+
+    def close(self) -> None:
+        self.blobs.close()
 
     def _readers(self, name: str) -> list[str]:
         """Marks of readers that have not run out."""

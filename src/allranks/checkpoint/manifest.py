@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from allranks.checkpoint.layout import Shard
-from allranks.errors import CheckpointValidationError
+from allranks.errors import CheckpointDamaged, CheckpointValidationError
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -100,7 +100,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, path: str) -> Manifest:
-    """Reads and checks a manifest; any difference from what was written raises CheckpointValidationError."""
+    """Reads and checks a manifest; any difference from what was written raises CheckpointDamaged."""
     raw = _unseal(data, path)
     try:
         if raw["schema"] > SCHEMA:
@@ -109,7 +109,7 @@ def decode_manifest(data: bytes, path: str) -> Manifest:
             )
         return Manifest(**{**raw, "parts": tuple(_part(part) for part in raw["parts"])})
     except (KeyError, TypeError) as error:
-        raise CheckpointValidationError(f"not a manifest: {error}", path=path) from error
+        raise CheckpointDamaged(f"not a manifest: {error}", path=path) from error
 
 
 def encode_index(index: Index) -> bytes:
@@ -135,7 +135,7 @@ def decode_index(data: bytes, path: str) -> Index:
             tuple(_stored(entry) for entry in raw["shards"]), raw["common"], raw["own"],
         )  # fmt: skip
     except (KeyError, TypeError) as error:
-        raise CheckpointValidationError(f"not an index: {error}", path=path) from error
+        raise CheckpointDamaged(f"not an index: {error}", path=path) from error
 
 
 def _part(raw: dict[str, Any]) -> Part:
@@ -161,12 +161,12 @@ def _unseal(data: bytes, path: str) -> dict[str, Any]:
     body = data[start:-2]
     digest = hashlib.sha256(body).hexdigest().encode()
     if data[:start] != _HEAD + digest + b'", "body": ' or data[-2:] != b"}\n":
-        raise CheckpointValidationError(
+        raise CheckpointDamaged(
             "its checksum does not match: damaged or cut short",
             path=path,
             invalid_keys=(path.rsplit("/", 1)[-1],),
         )
     parsed = json.loads(body)
     if not isinstance(parsed, dict):
-        raise CheckpointValidationError("not an object", path=path)
+        raise CheckpointDamaged("not an object", path=path)
     return parsed

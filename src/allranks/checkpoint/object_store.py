@@ -86,6 +86,9 @@ class ObjectBlobs:
             for at in range(0, len(keys), 1000):
                 self._obstore.delete(self._store, keys[at : at + 1000])
 
+    def close(self) -> None:
+        """Connections end with the object."""
+
 
 def _connect(spec: StoreSpec) -> Any:
     """The obstore object of a URL; `endpoint` and `region` options win over the AWS_* environment."""

@@ -22,7 +22,7 @@ from allranks.checkpoint.manifest import (
     decode_manifest,
 )
 from allranks.checkpoint.store import Source, Store
-from allranks.errors import CheckpointValidationError
+from allranks.errors import CheckpointDamaged
 
 #: Requests under way at once towards a store where each read is a request, and the bytes of each.
 REQUESTS = 8
@@ -56,7 +56,7 @@ class Opened:
         return self._sources[file]
 
     def read_shard(self, index: Index, stored: StoredShard, view: memoryview) -> None:
-        """Reads a shard's bytes into `view` and checks them; CheckpointValidationError names what is damaged."""
+        """Reads a shard's bytes into `view` and checks them; CheckpointDamaged names what is damaged."""
         source = self.source(stored.file)
         hasher = new_hasher(index.algorithm)
         try:
@@ -119,8 +119,8 @@ class Opened:
         if checksum(header, algorithm) != known.header_checksum:
             raise self._damaged(f"the header of {known.file} does not match its checksum", known.file)
 
-    def _damaged(self, reason: str, key: str) -> CheckpointValidationError:
-        return CheckpointValidationError(
+    def _damaged(self, reason: str, key: str) -> CheckpointDamaged:
+        return CheckpointDamaged(
             reason, invalid_keys=(key,), tier=self.store.tier, path=self.path,
             hint=f"allranks checkpoint verify '{self.path}'",
         )  # fmt: skip
@@ -134,7 +134,7 @@ def opened(store: Store, name: str) -> Iterator[Opened]:
             stack.enter_context(store.reading(name))
             manifest = decode_manifest(store.read(name, MANIFEST), store.path_of(name))
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise CheckpointValidationError(
+            raise CheckpointDamaged(
                 f"no manifest: not a complete checkpoint ({MANIFEST} is missing)", missing_keys=(MANIFEST,),
                 tier=store.tier, path=store.path_of(name),
             ) from error  # fmt: skip
@@ -176,7 +176,7 @@ def _read_index(store: Store, name: str, part: Part) -> Index:
     try:
         data = store.read(name, part.index)
     except FileNotFoundError as error:
-        raise CheckpointValidationError(f"{part.index} is missing", **problem) from error
+        raise CheckpointDamaged(f"{part.index} is missing", **problem) from error
     if len(data) != part.index_bytes or hashlib.sha256(data).hexdigest() != part.index_sha256:
-        raise CheckpointValidationError(f"{part.index} is not the file the manifest names", **problem)
+        raise CheckpointDamaged(f"{part.index} is not the file the manifest names", **problem)
     return decode_index(data, path)

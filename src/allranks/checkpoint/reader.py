@@ -26,7 +26,7 @@ from allranks.checkpoint.opened import Opened, batches
 from allranks.checkpoint.plan import TORCH_DTYPES, local_parts
 from allranks.checkpoint.state import is_dtensor
 from allranks.checkpoint.tensors import memory_of
-from allranks.errors import CheckpointValidationError
+from allranks.errors import CheckpointDamaged, CheckpointValidationError
 
 #: Neighbouring small shards are fetched together from stores where a read is a request.
 BATCH_BYTES = 32 << 20
@@ -151,7 +151,7 @@ def _read_run(
     try:
         checkpoint.source(first.file).read_into(first.start, buffer)
     except EOFError as error:
-        raise CheckpointValidationError(
+        raise CheckpointDamaged(
             f"{first.file} is cut short: {error}", invalid_keys=(first.file,), path=checkpoint.path
         ) from error
     for index, stored in run:
@@ -176,7 +176,7 @@ def _direct_view(shard: Shard, fills: list[_Fill]) -> memoryview | None:
     if len(fills) != 1 or fills[0].lengths != shard.sizes:
         return None
     view = fills[0].view
-    if view.device.type != "cpu" or not view.is_contiguous() or view.dtype != _dtype(shard):
+    if view.device.type != "cpu" or not view.is_contiguous() or view.dtype != stored_dtype(shard):
         return None
     return memory_of(view)
 
@@ -241,7 +241,8 @@ def _local_offsets(tensor: Any) -> list[tuple[int, ...]]:
     return [(0,) * tensor.dim()]
 
 
-def _dtype(shard: Shard) -> torch.dtype:
+def stored_dtype(shard: Shard) -> torch.dtype:
+    """The torch dtype of a stored shard."""
     if shard.view:
         found: torch.dtype = getattr(torch, shard.view)
         return found
@@ -249,4 +250,4 @@ def _dtype(shard: Shard) -> torch.dtype:
 
 
 def _empty(shard: Shard, sizes: tuple[int, ...] | None = None) -> torch.Tensor:
-    return torch.empty(shard.shape if sizes is None else sizes, dtype=_dtype(shard))
+    return torch.empty(shard.shape if sizes is None else sizes, dtype=stored_dtype(shard))

@@ -91,6 +91,9 @@ class Store(Protocol):
     def reading(self, name: str) -> AbstractContextManager[None]:
         """While open, `remove` and `quarantine` leave the checkpoint alone."""
 
+    def close(self) -> None:
+        """Lets go of connections and locks; the store may be used again."""
+
 
 def open_store(spec: StoreSpec) -> Store:
     """Opens the store of an address: a path, file://, peer://HOST:PORT, or any object store URL."""

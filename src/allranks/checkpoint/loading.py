@@ -1,0 +1,202 @@
+"""Loading across tiers and ranks: what is there, which one all ranks take, and what to do when it is bad."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from allranks.checkpoint.choose import Candidate, choose
+from allranks.checkpoint.config import CheckpointLoadConfig, CheckpointTier
+from allranks.checkpoint.failure import hint_for, reason_of
+from allranks.checkpoint.group import Group
+from allranks.checkpoint.legacy import is_legacy, load_legacy
+from allranks.checkpoint.manifest import MANIFEST, decode_manifest
+from allranks.checkpoint.memory import MemorySnapshotBackend
+from allranks.checkpoint.opened import opened
+from allranks.checkpoint.restore import Live, copy_into, read_into, read_state
+from allranks.checkpoint.state import CheckpointState
+from allranks.checkpoint.store import Store, StoreSpec, open_store, split_address
+from allranks.errors import CheckpointDamaged, CheckpointLoadError, CheckpointValidationError
+
+log = logging.getLogger("allranks.checkpoint")
+
+
+class Loader:
+    """One load. `stores` are the tiers to look in; `memory` None leaves the memory tier out."""
+
+    def __init__(
+        self, group: Group, stores: Mapping[str, StoreSpec], memory: MemorySnapshotBackend | None
+    ) -> None:
+        self.group = group
+        self.specs = stores
+        self.memory = memory
+        self._stores: dict[str, Store] = {}
+
+    def load_newest(self, into: tuple[Live, bool] | None) -> CheckpointState | None:
+        """Tries what all ranks can see, newest first; None when there is nothing at all. Collective."""
+        try:
+            return self._load_newest(into)
+        finally:
+            for store in self._stores.values():
+                store.close()
+
+    def _load_newest(self, into: tuple[Live, bool] | None) -> CheckpointState | None:
+        choice = choose(self.group.gather(self._view()))
+        if not choice.candidates:
+            log.info("nothing to load: %s", choice.reason)
+            return None
+        log.info("loading: %s", choice.reason)
+        tried = []
+        for candidate in choice.candidates:
+            state, problem = self._attempt(candidate, into)
+            if state is not None:
+                return state
+            tried.append(f"step {candidate.step} in {candidate.tier}: {problem}")
+            log.warning("%s; trying the next older or slower one", tried[-1])
+        raise CheckpointLoadError(
+            "every checkpoint is bad: " + "; ".join(tried),
+            hint="allranks checkpoint verify PATH shows what is left; bad ones lie in quarantine",
+        )
+
+    def load_path(
+        self, path: str, tier: CheckpointTier | None, config: CheckpointLoadConfig
+    ) -> CheckpointState:
+        """One checkpoint by its path (absolute, a URL, or relative to the tier's place)."""
+        store, name, label = self._locate(path, tier)
+        if isinstance(store, Path):
+            return load_legacy(store, config, label)
+        try:
+            with opened(store, name) as checkpoint:
+                return read_state(checkpoint, self.group.rank)
+        except CheckpointValidationError as error:
+            raise CheckpointLoadError(
+                error.reason, tier=store.tier, path=store.path_of(name), hint=error.hint
+            ) from error
+        except OSError as error:
+            raise CheckpointLoadError(
+                reason_of(error),
+                tier=store.tier,
+                path=store.path_of(name),
+                hint=hint_for(error, store.tier, path),
+            ) from error
+
+    def _locate(self, path: str, tier: CheckpointTier | None) -> tuple[Store | Path, str, str]:
+        absolute = "://" in path or Path(path).is_absolute()
+        if not absolute:
+            order = (
+                [tier.name]
+                if tier is not None
+                else [name for name in ("NVME", "S3", "PEER") if name in self.specs]
+            )
+            label = order[0] if order else "NVME"
+            base = self.specs[label].url if label in self.specs else "."
+            return self._locate(
+                f"{base.rstrip('/')}/{path}" if "://" in base else str(Path(base).absolute() / path), tier
+            )
+        if "://" not in path and is_legacy(Path(path)):
+            return Path(path), "", "NVME"
+        head, name = split_address(path)
+        known = next((spec for spec in self.specs.values() if spec.url.rstrip("/") == head), StoreSpec(head))
+        return open_store(known), name, ""
+
+    def _view(self) -> dict[str, list[tuple[str, int]]]:
+        """Every checkpoint with a whole manifest that this rank can see."""
+        view: dict[str, list[tuple[str, int]]] = {}
+        if self.memory is not None:
+            view["MEMORY"] = [(str(step), step) for step in self.memory.steps()]
+        for tier, spec in self.specs.items():
+            try:
+                view[tier] = self._list(tier, spec)
+            except OSError as error:
+                log.warning("[%s] cannot list '%s': %s", tier, spec.url, reason_of(error))
+                view[tier] = []
+        return view
+
+    def _list(self, tier: str, spec: StoreSpec) -> list[tuple[str, int]]:
+        store = self._stores[tier] = open_store(spec)
+        found = []
+        for name in store.names():
+            try:
+                manifest = decode_manifest(store.read(name, MANIFEST), store.path_of(name))
+                found.append((name, manifest.step))
+            except CheckpointDamaged as error:
+                self._quarantine(store, name, error.reason)
+            except CheckpointValidationError as error:
+                log.warning("[%s] %s is left out: %s", tier, store.path_of(name), error.reason)
+            except FileNotFoundError:
+                continue
+        return found
+
+    def _attempt(
+        self, candidate: Candidate, into: tuple[Live, bool] | None
+    ) -> tuple[CheckpointState | None, str]:
+        """Every rank tries; it counts only if all succeed. Misfits raise on all ranks."""
+        state, error = None, None
+        try:
+            state = self._read(candidate, into)
+        except Exception as caught:  # the other ranks must hear of it, whatever it is
+            error = caught
+        kind = "" if error is None else _kind(error)
+        outcomes = self.group.gather([kind, "" if error is None else reason_of(error)])
+        if isinstance(error, CheckpointDamaged):
+            self._quarantine(self._stores[candidate.tier], candidate.name, error.reason)
+        self._raise_misfit(outcomes, error, candidate)
+        bad = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(outcomes) if kind]
+        return (state, "") if not bad else (None, "; ".join(bad))
+
+    def _raise_misfit(
+        self, outcomes: list[list[str]], error: BaseException | None, candidate: Candidate
+    ) -> None:
+        """A model that does not fit fits no older checkpoint either: said at once."""
+        if not any(kind == "misfit" for kind, _ in outcomes):
+            return
+        if error is not None and _kind(error) == "misfit":
+            raise error
+        texts = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(outcomes) if kind == "misfit"]
+        raise CheckpointLoadError("; ".join(texts), tier=candidate.tier, path=candidate.name)
+
+    def _read(self, candidate: Candidate, into: tuple[Live, bool] | None) -> CheckpointState:
+        if candidate.tier == "MEMORY":
+            return self._read_memory(candidate.step, into)
+        with opened(self._stores[candidate.tier], candidate.name) as checkpoint:
+            if into is None:
+                return read_state(checkpoint, self.group.rank)
+            live, strict = into
+            return read_into(checkpoint, live, self.group.rank, strict)
+
+    def _read_memory(self, step: int, into: tuple[Live, bool] | None) -> CheckpointState:
+        assert self.memory is not None
+        snapshot = self.memory.find(step)
+        if snapshot is None:
+            raise FileNotFoundError(f"the snapshot of step {step} is gone")
+        try:
+            return snapshot.to_state() if into is None else copy_into(snapshot, into[0])
+        finally:
+            snapshot.release()
+
+    def _quarantine(self, store: Store, name: str, reason: str) -> None:
+        where: Any = None
+        with contextlib.suppress(OSError):
+            where = store.quarantine(name, reason)
+        place = f"moved to {where}" if where else "could not be moved away"
+        log.warning(
+            "[%s] %s is damaged (%s): %s, not deleted", store.tier, store.path_of(name), reason, place
+        )
+
+
+def _kind(error: BaseException) -> str:
+    """ "damaged" and "unreadable" lead on to the next candidate, "misfit" does not."""
+    if isinstance(error, CheckpointDamaged):
+        return "damaged"
+    if isinstance(error, CheckpointValidationError):
+        return (
+            "partial"
+            if error.missing_keys and not error.invalid_keys and "elements of" in error.reason
+            else "misfit"
+        )
+    if isinstance(error, (OSError, EOFError)):
+        return "unreadable"
+    return "misfit"

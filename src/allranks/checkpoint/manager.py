@@ -1,0 +1,483 @@
+"""The checkpoint manager of a rank: one snapshot, four tiers, one verified restore.
+
+    manager = CheckpointManager(CheckpointConfig(nvme_path="/nvme/run-1"))
+    state = manager.restore(model, optimizer, scheduler)          # None on the first start
+    for step in range(state.step + 1 if state else 1, last + 1):
+        ...forward, backward, optimizer.step()...
+        manager.step(step, model, optimizer, scheduler)           # saves when it is due
+    manager.close()
+
+With a process group every rank calls the same methods with the same step. A save stops training for the copy
+into shared memory only; where the optimizer is known, not even for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from allranks.checkpoint.backends import NVMeBackend, S3Backend
+from allranks.checkpoint.checksum import best_algorithm
+from allranks.checkpoint.config import (
+    AsyncSavePolicy,
+    BusyPolicy,
+    CheckpointConfig,
+    CheckpointLoadConfig,
+    CheckpointTier,
+)
+from allranks.checkpoint.domain import find_sharers
+from allranks.checkpoint.group import Group
+from allranks.checkpoint.loading import Loader
+from allranks.checkpoint.memory import MemorySnapshotBackend
+from allranks.checkpoint.plan import (
+    Plan,
+    deduplicate,
+    describe,
+    find_pieces,
+    fingerprint,
+    local_tensors,
+    make_plan,
+)
+from allranks.checkpoint.restore import Live, install_rng
+from allranks.checkpoint.saving import Saves
+from allranks.checkpoint.snapshot import ArenaPool, FlatState, Snapshot, flatten_state, wraps_of
+from allranks.checkpoint.staging import Copy
+from allranks.checkpoint.state import CheckpointState, create_checkpoint_state
+from allranks.checkpoint.store import Attempt, StoreSpec, checkpoint_name
+from allranks.checkpoint.writer import SaveJob
+from allranks.errors import CheckpointSaveError, MemoryLimitExceeded
+
+log = logging.getLogger("allranks.checkpoint")
+Tier = CheckpointTier
+#: The environment an `allranks run` agent gives its ranks: this node's snapshot keeper, and the job's secret.
+SNAPSHOTS_VARIABLE, TOKEN_VARIABLE = "ALLRANKS_SNAPSHOTS", "ALLRANKS_TOKEN"
+
+
+class CheckpointManager:
+    """See the module. `process_group`: the ranks that hold one model together (default: all)."""
+
+    def __init__(self, config: CheckpointConfig | None = None, process_group: Any = None) -> None:
+        self.config = config or CheckpointConfig()
+        self.group = Group(process_group, self.config.commit_timeout_s)
+        self.pool = ArenaPool()
+        self.saves = Saves(AsyncSavePolicy(self.config.async_save_policy))
+        self.memory_backend = MemorySnapshotBackend(
+            self.config.max_snapshots, self.config.max_memory_mb, pool=self.pool
+        )
+        self.nvme_backend = None if self.config.nvme_path is None else _nvme(self.config, self.saves)
+        self.s3_backend = _s3(self.config) if self.config.s3_bucket else None
+        self.skipped = 0
+        self._specs: dict[Tier, StoreSpec] | None = None
+        self._sharers: tuple[int, ...] | None = None
+        self._plans: dict[Any, Plan] = {}
+        self._copy: Copy | None = None
+        self._optimizers: list[weakref.ref[Any]] = []
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # saving
+
+    def step(
+        self, step: int, model: Any, optimizer: Any = None, lr_scheduler: Any = None, *, epoch: int = 0,
+        dataset_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> tuple[CheckpointTier, ...]:  # fmt: skip
+        """Call after `optimizer.step()` number `step`: saves to every tier that is due, and says which."""
+        self.saves.raise_failures()
+        due = self.due(step)
+        if optimizer is not None:
+            self.attach(optimizer)
+        if not due:
+            return ()
+        data = dataset_state() if callable(dataset_state) else dataset_state
+        state = create_checkpoint_state(
+            step, model, optimizer, lr_scheduler, dict(data or {}), dict(metrics or {}), epoch
+        )
+        saved = self._save(state, due, may_skip=True)
+        return tuple(tier for tier in due if tier in saved)
+
+    def save_checkpoint(
+        self, state: CheckpointState, tier: CheckpointTier = CheckpointTier.NVME
+    ) -> str | None:
+        """Saves to one tier and returns its path (None for memory, and for a failed synchronous save).
+
+        A save of this tier that is still under way is waited for. With `async_save` it returns after the copy.
+        """
+        self.saves.raise_failures()
+        return self._save(state, (tier,), may_skip=False).get(tier)
+
+    def attach(self, optimizer: Any) -> None:
+        """Lets copies of this optimizer's tensors overlap with forward and backward: its next step waits."""
+        if not self.config.overlap_copy or any(ref() is optimizer for ref in self._optimizers):
+            return
+        if not hasattr(optimizer, "register_step_pre_hook"):
+            return
+        manager = weakref.ref(self)
+
+        def before_step(*_: Any) -> None:
+            alive = manager()
+            if alive is not None:
+                alive.wait_for_copy()
+
+        self._hooks.append(optimizer.register_step_pre_hook(before_step))
+        self._optimizers.append(weakref.ref(optimizer))
+
+    def wait_for_copy(self) -> None:
+        """Returns when parameters and optimizer state may be changed. Attached optimizers call it themselves."""
+        if self._copy is not None:
+            self._copy.wait()
+
+    def due(self, step: int) -> tuple[CheckpointTier, ...]:
+        """The tiers that are configured and due at a step."""
+        return tuple(tier for tier in self._configured() if self.should_checkpoint(step, tier))
+
+    def should_checkpoint(self, step: int, tier: CheckpointTier) -> bool:
+        """Whether a step is a multiple of the tier's interval; never for step 0 or an interval of 0."""
+        memory = tier in (Tier.MEMORY, Tier.PEER)
+        interval = self.config.memory_snapshot_interval if memory else self.config.checkpoint_interval
+        return step > 0 and interval > 0 and step % interval == 0
+
+    def wait_for_pending_saves(self, timeout: float | None = None) -> bool:
+        """Waits until every save is durable; False if one failed or the time ran out (policy "fail" raises)."""
+        began = time.monotonic()
+        if self._copy is not None and not self._copy.join(timeout):
+            return False
+        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
+        ok = self.saves.wait(left)
+        self.saves.raise_failures()
+        return ok
+
+    def clear_memory_snapshots(self) -> None:
+        """Lets the memory tier go."""
+        self.memory_backend.clear()
+
+    def close(self, timeout_s: float = 600.0) -> None:
+        """Waits for pending saves, ends the helper process and frees the memory. Safe to call twice."""
+        try:
+            self.wait_for_pending_saves(timeout_s)
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks, self._optimizers = [], []
+            self.saves.helper.close()
+            self.memory_backend.clear()
+            self.pool.close()
+
+    # loading
+
+    def load_checkpoint(
+        self, path: str | None = None, tier: CheckpointTier | None = None,
+        config: CheckpointLoadConfig | None = None,
+    ) -> CheckpointState | None:  # fmt: skip
+        """The newest state that all ranks can read, as whole CPU tensors; None when there is no checkpoint.
+
+        With `path` that very one, without fallback. `tier` limits the search to one tier.
+        """
+        self._settle()
+        loader = self._loader(tier)
+        if path is not None:
+            return loader.load_path(path, tier, config or CheckpointLoadConfig())
+        return loader.load_newest(None)
+
+    def restore(
+        self, model: Any, optimizer: Any = None, lr_scheduler: Any = None, *,
+        tier: CheckpointTier | None = None, strict: bool = True, restore_rng: bool = True,
+    ) -> CheckpointState | None:  # fmt: skip
+        """Loads the newest checkpoint straight into model and optimizer, each rank only its own shards.
+
+        Returns the state (tensors are the live ones), or None when there is no checkpoint. If every candidate
+        is bad it raises CheckpointLoadError, and the model may be partly overwritten.
+        """
+        self._settle()
+        state = self._loader(tier).load_newest((Live(model, optimizer, lr_scheduler), strict))
+        if state is not None and restore_rng:
+            install_rng(state)
+        return state
+
+    # how
+
+    def _save(
+        self, state: CheckpointState, tiers: tuple[Tier, ...], may_skip: bool
+    ) -> dict[Tier, str | None]:
+        """One snapshot for all tiers (one per set of ranks that share a store); returns tier → path."""
+        if self._copy is not None:
+            self._copy.join()
+        durable = tuple(tier for tier in tiers if tier is not Tier.MEMORY)
+        flat, problem = _flattened(state, self.group.rank)
+        saved: dict[Tier, str | None] = {}
+        with_memory = Tier.MEMORY in tiers
+        for together in self._by_sharers(durable):
+            paths = self._save_durable(state, flat, problem, together, with_memory, may_skip)
+            if paths and with_memory:
+                saved[Tier.MEMORY], with_memory = None, False
+            saved.update(paths)
+        if problem is not None:
+            raise problem
+        if with_memory and flat is not None and self._save_memory(state, flat, may_skip):
+            saved[Tier.MEMORY] = None
+        if durable and not self.config.async_save and not self.wait_for_pending_saves():
+            return {tier: None for tier in saved if tier is Tier.MEMORY}
+        return saved
+
+    def _save_durable(
+        self, state: CheckpointState, flat: FlatState | None, problem: BaseException | None,
+        tiers: tuple[Tier, ...], with_memory: bool, may_skip: bool,
+    ) -> dict[Tier, str | None]:  # fmt: skip
+        """Agrees with the other ranks, copies, and hands the snapshot on. {} when it was left out."""
+        names = {tier.name for tier in tiers}
+        running = self.saves.busy(names)
+        skip = may_skip and bool(running) and self.config.busy_policy is BusyPolicy.SKIP
+        mark = fingerprint(flat.tensors) if flat is not None else ""
+        word = {
+            "step": state.step, "mark": mark, "skip": skip, "token": secrets.token_hex(6),
+            "error": "" if problem is None else str(problem),
+        }  # fmt: skip
+        words = self.group.gather(word)
+        self._check_words(words, state.step, tiers)
+        if any(other["skip"] for other in words):
+            self.skipped += 1
+            log.warning(
+                "step %d is not saved to %s: the save of step %s still runs (busy_policy=skip)",
+                state.step, ", ".join(sorted(names)), running[0].step if running else "another rank",
+            )  # fmt: skip
+            return {}
+        if running and not may_skip:
+            self.saves.wait(self.config.commit_timeout_s)
+        assert flat is not None
+        plan = self._plan(tuple(other["mark"] for other in words), flat, tiers, with_memory)
+        return self._start(state, flat, plan, tiers, with_memory, words[0]["token"])
+
+    def _start(
+        self, state: CheckpointState, flat: FlatState, plan: Plan, tiers: tuple[Tier, ...], with_memory: bool,
+        token: str,
+    ) -> dict[Tier, str | None]:  # fmt: skip
+        snapshot = self._snapshot(state, flat, plan, with_memory)
+        orders = []
+        paths: dict[Tier, str | None] = {}
+        for tier in tiers:
+            job = self._job(state, flat, tier, token)
+            path = f"{job.store.url.rstrip('/')}/{job.attempt.name}"
+            orders.append((tier.name, job, self.saves.announce(tier.name, state.step, path)))
+            paths[tier] = path
+        saves, memory = self.saves, self.memory_backend
+
+        def after(error: BaseException | None) -> None:
+            snapshot.ready = error is None
+            for tier_name, job, announced in orders:
+                if error is None:
+                    saves.submit(snapshot, tier_name, job, announced)
+                else:
+                    saves.fail(tier_name, job.store.url, error, announced)
+            if error is not None:
+                memory.discard(snapshot)
+            snapshot.release()
+
+        self._copy_into(snapshot, flat, after)
+        return paths
+
+    def _save_memory(self, state: CheckpointState, flat: FlatState, may_skip: bool) -> bool:
+        """A snapshot for the memory tier alone: no word with the other ranks."""
+        key = ("memory", fingerprint(flat.tensors))
+        if key not in self._plans:
+            self._plans[key] = make_plan(key[1], find_pieces(flat.tensors), None, True)
+        try:
+            snapshot = self._snapshot(state, flat, self._plans[key], True)
+        except MemoryLimitExceeded as error:
+            if not may_skip:
+                raise
+            log.warning("[MEMORY] step %d is not kept: %s\n%s", state.step, error, error.hint)
+            return False
+        memory = self.memory_backend
+
+        def after(error: BaseException | None) -> None:
+            snapshot.ready = error is None
+            if error is not None:
+                log.warning("[MEMORY] step %d is not kept: %s", state.step, error)
+                memory.discard(snapshot)
+            snapshot.release()
+
+        self._copy_into(snapshot, flat, after)
+        return True
+
+    def _snapshot(self, state: CheckpointState, flat: FlatState, plan: Plan, keep: bool) -> Snapshot:
+        """An empty snapshot, held once for the copy, and by the memory tier if it is to keep it."""
+        if keep:
+            self.memory_backend.make_room(plan.arena_bytes)
+        snapshot = Snapshot(
+            state.step, state.timestamp, flat.common, flat.own, plan, self.pool.take(plan.arena_bytes), self.pool,
+            wraps_of(flat.tensors),
+        )  # fmt: skip
+        snapshot.hold()
+        if keep:
+            self.memory_backend.add(snapshot)
+        return snapshot
+
+    def _copy_into(
+        self, snapshot: Snapshot, flat: FlatState, after: Callable[[BaseException | None], None]
+    ) -> None:
+        sources = [source for source, _ in local_tensors(flat.tensors, snapshot.plan)]
+        may_wait = _storages(ref() for ref in self._optimizers) if self.config.overlap_copy else frozenset()
+        stager = self.pool.stager(snapshot.arena, snapshot.plan)
+        self._copy = stager.start(
+            sources, lambda tensor: tensor.untyped_storage().data_ptr() in may_wait, after, bool(may_wait)
+        )
+
+    def _plan(self, marks: tuple[str, ...], flat: FlatState, tiers: tuple[Tier, ...], keep_all: bool) -> Plan:
+        """The plan for these tensors on these ranks; made together when it is new to all of them."""
+        sharers = self._sharers_of(tiers[0])
+        key = (marks, sharers, keep_all)
+        if key not in self._plans:
+            pieces = find_pieces(flat.tensors)
+            every = self.group.gather(describe(pieces))
+            owned = None
+            if len(sharers) > 1:
+                mine = deduplicate([every[rank] for rank in sharers])
+                owned = mine[sharers.index(self.group.rank)]
+            self._plans = {
+                k: plan for k, plan in self._plans.items() if plan.fingerprint == marks[self.group.rank]
+            }
+            self._plans[key] = make_plan(marks[self.group.rank], pieces, owned, keep_all)
+        return self._plans[key]
+
+    def _job(self, state: CheckpointState, flat: FlatState, tier: Tier, token: str) -> SaveJob:
+        config = self.config
+        retries = config.async_save_retries if config.async_save_policy is AsyncSavePolicy.RETRY else 0
+        return SaveJob(
+            store=self._stores()[tier], attempt=Attempt(checkpoint_name(state.step), token), rank=self.group.rank,
+            ranks=self._sharers_of(tier), world_size=self.group.world_size, step=state.step, epoch=state.epoch,
+            timestamp=state.timestamp, algorithm=best_algorithm(), common=flat.common, own=flat.own,
+            metrics=_plain_metrics(state.metrics), keep_last=1 if tier is Tier.PEER else config.keep_last_n,
+            commit_timeout_s=config.commit_timeout_s, retries=retries, retry_delay_s=config.async_save_retry_delay,
+        )  # fmt: skip
+
+    def _check_words(self, words: list[dict[str, Any]], step: int, tiers: tuple[Tier, ...]) -> None:
+        tier = tiers[0]
+        path = f"{self._stores()[tier].url}/{checkpoint_name(step)}"
+        steps = sorted({word["step"] for word in words})
+        if len(steps) > 1:
+            raise CheckpointSaveError(
+                f"ranks disagree on the step: {steps}", tier=tier.name, path=path,
+                hint="every rank must save the same step",
+            )  # fmt: skip
+        errors = [f"rank {rank}: {word['error']}" for rank, word in enumerate(words) if word["error"]]
+        if errors:
+            raise CheckpointSaveError("; ".join(errors), tier=tier.name, path=path)
+
+    def _by_sharers(self, tiers: tuple[Tier, ...]) -> list[tuple[Tier, ...]]:
+        """Tiers grouped by the ranks that write to them together."""
+        groups: dict[tuple[int, ...], list[Tier]] = {}
+        for tier in tiers:
+            groups.setdefault(self._sharers_of(tier), []).append(tier)
+        return [tuple(group) for group in groups.values()]
+
+    def _sharers_of(self, tier: Tier) -> tuple[int, ...]:
+        if tier is not Tier.NVME:
+            return tuple(range(self.group.world_size))
+        if self._sharers is None or self.group.rank not in self._sharers:
+            self._sharers = find_sharers(Path(self._stores()[tier].url), self.group)
+        return self._sharers
+
+    def _configured(self) -> tuple[Tier, ...]:
+        return (Tier.MEMORY, *self._stores())
+
+    def _stores(self) -> dict[Tier, StoreSpec]:
+        """The address of every configured durable tier. Collective at the first call, for the peers."""
+        if self._specs is None:
+            specs = {}
+            peers = self._peers()
+            if peers is not None:
+                specs[Tier.PEER] = peers
+            if self.nvme_backend is not None:
+                specs[Tier.NVME] = self.nvme_backend.store.spec
+            if self.s3_backend is not None:
+                specs[Tier.S3] = self.s3_backend.spec
+            self._specs = specs
+        return self._specs
+
+    def _peers(self) -> StoreSpec | None:
+        """Every node's snapshot keeper: as configured, or as each rank's agent has told it."""
+        addresses = list(self.config.peers)
+        token = self.config.peer_token or os.environ.get(TOKEN_VARIABLE, "")
+        own = os.environ.get(SNAPSHOTS_VARIABLE, "")
+        if not addresses:
+            addresses = list(dict.fromkeys(filter(None, self.group.gather(own))))
+            node = addresses.index(own) if own in addresses else 0
+        else:
+            given = self.config.node_rank
+            node = int(os.environ.get("GROUP_RANK", "0")) if given is None else given
+        if not addresses or not token:
+            return None
+        job = os.environ.get("ALLRANKS_JOB_ID", "job")
+        return StoreSpec(f"peer://{','.join(addresses)}/{job}", {"token": token, "node": str(node)})
+
+    def _loader(self, tier: CheckpointTier | None) -> Loader:
+        specs = self._stores()
+        wanted = {one.name: spec for one, spec in specs.items() if tier is None or one is tier}
+        memory = self.memory_backend if tier is None or tier is Tier.MEMORY else None
+        return Loader(self.group, wanted, memory)
+
+    def _settle(self) -> None:
+        """Saves under way are finished before anything is loaded."""
+        if self._copy is not None:
+            self._copy.join()
+        self.saves.wait(self.config.commit_timeout_s)
+
+
+def _flattened(state: CheckpointState, rank: int) -> tuple[FlatState | None, BaseException | None]:
+    """A state taken apart, or why it cannot be: the other ranks must hear of it before this one raises."""
+    try:
+        return flatten_state(state, rank), None
+    except TypeError as error:
+        return None, CheckpointSaveError(str(error), tier="MEMORY", path="")
+
+
+def _storages(optimizers: Any) -> frozenset[int]:
+    """The memory that only these optimizers change: their parameters and their state."""
+    found = set()
+    for optimizer in optimizers:
+        if optimizer is None:
+            continue
+        tensors = [p for group in optimizer.param_groups for p in group["params"]]
+        tensors += [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        for tensor in tensors:
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            found.add(local.untyped_storage().data_ptr())
+    return frozenset(found)
+
+
+def _plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics that a manifest can show."""
+    kept = {}
+    for name, value in metrics.items():
+        if isinstance(value, (bool, int, str)) or (isinstance(value, float) and abs(value) < float("inf")):
+            kept[str(name)] = value
+    return kept
+
+
+def _nvme(config: CheckpointConfig, saves: Saves) -> NVMeBackend:
+    backend = NVMeBackend(str(config.nvme_path))
+    backend.settle = lambda path: saves.wait_for(path, config.commit_timeout_s)
+    return backend
+
+
+def _s3(config: CheckpointConfig) -> S3Backend:
+    return S3Backend(
+        config.s3_bucket or "", config.s3_prefix, config.s3_region, endpoint_url=config.s3_endpoint_url,
+        options=config.s3_options,
+    )  # fmt: skip

@@ -1,0 +1,169 @@
+"""Gets a checkpoint's content back: as a new state, or in place into a live model and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from allranks.checkpoint.manifest import Index
+from allranks.checkpoint.opened import Opened
+from allranks.checkpoint.plan import local_parts
+from allranks.checkpoint.reader import Target, fill, read_whole, stored_dtype, stored_table, targets_of
+from allranks.checkpoint.snapshot import Snapshot, unflatten_state
+from allranks.checkpoint.state import PER_RANK, CheckpointState, restore_rng_states, unwrap
+from allranks.checkpoint.tensors import flatten, tensor_names, unflatten
+from allranks.errors import CheckpointValidationError
+
+
+class Live:
+    """The parts of a running job that a restore writes into."""
+
+    def __init__(self, model: Any, optimizer: Any = None, lr_scheduler: Any = None) -> None:
+        self.model = unwrap(model)
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+
+
+def read_state(checkpoint: Opened, rank: int) -> CheckpointState:
+    """The whole state with new CPU tensors, and every rank's own part under `rank_states`."""
+    common, own = skeletons(checkpoint, rank)
+    names = [*tensor_names(common), *(name for part in own.values() for name in tensor_names(part))]
+    tensors = read_whole(checkpoint, names)
+    return _assemble(common, own, rank, tensors)
+
+
+def read_into(checkpoint: Opened, live: Live, rank: int, strict: bool) -> CheckpointState:
+    """Fills model and optimizer in place, reading only this rank's chunks; returns the state around them."""
+    common, own = skeletons(checkpoint, rank)
+    targets = _model_targets(live, common, strict)
+    targets.update(_optimizer_targets(checkpoint, live, common))
+    fill(checkpoint, targets_of(targets))
+    private = [name for part in own.values() for name in tensor_names(part)]
+    others = [name for name in tensor_names(_without_model(common)) if name not in targets]
+    tensors = {**targets, **read_whole(checkpoint, [*others, *private])}
+    state = _assemble(common, own, rank, _Lenient(tensors))
+    _install(live, state)
+    return state
+
+
+def copy_into(snapshot: Snapshot, live: Live) -> CheckpointState:
+    """Fills model and optimizer in place from a memory snapshot."""
+    views = snapshot.local_views()
+    model = flatten({"model_state_dict": live.model.state_dict()}).tensors
+    for name, tensor in model.items():
+        for part, view in zip(local_parts(tensor), views.get(name, ()), strict=False):
+            part.copy_(view)
+    state = snapshot.to_state()
+    _install(live, state)
+    return state
+
+
+def skeletons(checkpoint: Opened, rank: int) -> tuple[Any, dict[int, Any]]:
+    """(what all ranks share, rank → its own part). A rank with a skeleton of its own gets that one."""
+    by_rank: dict[int, Index] = {index.rank: index for index in checkpoint.indexes}
+    mine = by_rank.get(rank)
+    common = mine.common if mine is not None and mine.common is not None else None
+    if common is None:
+        common = next((index.common for index in checkpoint.indexes if index.common is not None), None)
+    if common is None:
+        raise CheckpointValidationError(
+            "it holds tensors but no training state", missing_keys=("model_state_dict",), path=checkpoint.path
+        )
+    return common, {number: index.own for number, index in by_rank.items() if index.own is not None}
+
+
+def _assemble(
+    common: Any, own: Mapping[int, Any], rank: int, tensors: Mapping[str, torch.Tensor]
+) -> CheckpointState:
+    state = unflatten_state(common, own.get(rank), tensors)
+    state.rank_states = {number: unflatten(part, tensors) for number, part in own.items()}
+    return state
+
+
+def _model_targets(live: Live, common: Any, strict: bool) -> dict[str, torch.Tensor]:
+    """The live tensors of the model that the checkpoint has."""
+    tensors = flatten({"model_state_dict": live.model.state_dict()}).tensors
+    saved = set(tensor_names({"model_state_dict": common.get("model_state_dict", {})}))
+    missing, unexpected = tuple(set(tensors) - saved), tuple(saved - set(tensors))
+    if strict and (missing or unexpected):
+        raise CheckpointValidationError(
+            "the model and the checkpoint do not fit together", missing, unexpected,
+            hint="restore with strict=False to take what fits",
+        )  # fmt: skip
+    return {name: tensor for name, tensor in tensors.items() if name in saved}
+
+
+def _optimizer_targets(checkpoint: Opened, live: Live, common: Any) -> dict[str, torch.Tensor]:
+    """The optimizer's tensors: its own where it has them, new ones shaped and sharded like the parameter."""
+    if live.optimizer is None:
+        return {}
+    refs = unflatten(common.get("optimizer_state_dict", {}), _Names())
+    parameters = [p for group in live.optimizer.param_groups for p in group["params"]]
+    table = stored_table(checkpoint)
+    targets = {}
+    for number, key, name in _optimizer_entries(refs):
+        if not 0 <= number < len(parameters) or name not in table:
+            continue
+        parameter = parameters[number]
+        existing = live.optimizer.state.get(parameter, {}).get(key)
+        shard = table[name][0][1].shard
+        if isinstance(existing, torch.Tensor) and tuple(existing.shape) == shard.shape:
+            targets[name] = existing
+        elif tuple(parameter.shape) == shard.shape:
+            targets[name] = torch.empty_like(parameter, dtype=stored_dtype(shard), requires_grad=False)
+    return targets
+
+
+def _optimizer_entries(refs: Any) -> Iterator[tuple[int, str, str]]:
+    states = refs.get("state", {}) if isinstance(refs, dict) else {}
+    for number, entries in states.items():
+        if isinstance(number, int) and isinstance(entries, dict):
+            for key, value in entries.items():
+                if isinstance(value, _Name):
+                    yield number, key, str(value)
+
+
+def _install(live: Live, state: CheckpointState) -> None:
+    """What is not tensors of the model goes through the parts' own load_state_dict."""
+    extra = {k: v for k, v in state.model_state_dict.items() if not isinstance(v, torch.Tensor)}
+    if extra:
+        live.model.load_state_dict(state.model_state_dict, strict=False)
+    if live.optimizer is not None and state.optimizer_state_dict:
+        live.optimizer.load_state_dict(state.optimizer_state_dict)
+    if live.lr_scheduler is not None and state.lr_scheduler_state_dict:
+        live.lr_scheduler.load_state_dict(state.lr_scheduler_state_dict)
+
+
+def install_rng(state: CheckpointState) -> None:
+    """Sets this rank's random generators to what was saved, if anything was."""
+    restore_rng_states(state.rng_states)
+
+
+def _without_model(common: Any) -> Any:
+    return {key: value for key, value in common.items() if key not in ("model_state_dict", *PER_RANK)}
+
+
+class _Name(str):
+    """A tensor's name standing in for the tensor."""
+
+    def numpy(self) -> _Name:
+        return self
+
+
+class _Names(dict[str, Any]):
+    """A mapping that gives every name back."""
+
+    def __missing__(self, key: str) -> _Name:
+        return _Name(key)
+
+
+class _Lenient(dict[str, torch.Tensor]):
+    """Tensors of the model that the live one does not have are None."""
+
+    def __missing__(self, key: str) -> Any:
+        return None
+
+
+__all__ = ["Live", "Target", "copy_into", "install_rng", "read_into", "read_state", "skeletons"]
