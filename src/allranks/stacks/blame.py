@@ -115,9 +115,13 @@ def _tell_waiters(culprits: Sequence[int], ranks: Mapping[int, RankState]) -> st
     waiting = [state for rank, state in ranks.items() if rank not in culprits]
     if not waiting:
         return ""
-    operation, count = Counter(state.operation or state.cause for state in waiting).most_common(1)[0]
+    operation, count = Counter(_wait_name(state) for state in waiting).most_common(1)[0]
     noun = "rank waits" if count == 1 else "ranks wait"
     return f" while {count} {noun} in {operation}"
+
+
+def _wait_name(state: RankState) -> str:
+    return state.operation or {"collective_wait": "a collective"}.get(state.cause, state.cause)
 
 
 def _tell_nobody(capture: Capture, ranks: Mapping[int, RankState]) -> str:

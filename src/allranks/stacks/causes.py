@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from allranks.model.stacks import ProcessCapture, StackFrame
 from allranks.stacks.patterns import Match, Pattern, library, match_thread
-from allranks.stacks.user_code import is_user_file, place, short_name, where
-from allranks.stacks.views import ProcessView, ThreadView, view_process
+from allranks.stacks.user_code import is_user_file, place, short_name, user_frame, where
+from allranks.stacks.views import NO_CHILDREN, Children, ProcessView, ThreadView, view_process
 
 _SHAPES = ("lock_wait", "thread_wait", "background")
+#: Waits that are telling even in a thread without a line of the user's own.
+_STRONG = frozenset(
+    {
+        "collective_wait",
+        "p2p_wait",
+        "store_wait",
+        "rendezvous_wait",
+        "checkpoint_io",
+        "cuda_wait",
+        "dataloader_wait",
+        "file_lock_wait",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -28,10 +41,10 @@ class Cause:
 
 
 def find_cause(
-    capture: ProcessCapture, patterns: Sequence[Pattern], has_children: bool = False
+    capture: ProcessCapture, patterns: Sequence[Pattern], children: Children = NO_CHILDREN
 ) -> tuple[Cause, ProcessView]:
     """The cause of one process, and the view of its threads that led to it."""
-    view = view_process(capture, has_children)
+    view = view_process(capture, children)
     main = view.main
     if main is None or not (main.python or main.facts or main.natives):
         reason = capture.notes[0] if capture.notes else "nothing could be collected of this process"
@@ -68,13 +81,16 @@ def _follow(view: ProcessView, main: ThreadView, first: Match, patterns: Sequenc
     told = [
         (thread, match)
         for thread, match in others
-        if match is not None and match.pattern.cause not in _SHAPES and _has_own_code(thread)
+        if match is not None
+        and match.pattern.cause not in _SHAPES
+        and (match.pattern.cause in _STRONG or _has_own_code(thread))
     ]
     if told:
         thread, match = max(told, key=lambda pair: _weight(pair[1]))
         cause = _cause(match, thread, view)
         says = f"the main thread waits in {_top(main)} for thread {thread.name}, which {cause.evidence}"
-        return Cause(**{**cause.__dict__, "evidence": says, "thread": thread.name})
+        line = cause.where if user_frame(thread.python) else where(main.python)
+        return replace(cause, where=line, evidence=says, thread=thread.name)
     return _cause(first, main, view, "queue_wait")
 
 

@@ -18,7 +18,7 @@ from allranks.stacks.causes import Cause, find_cause
 from allranks.stacks.patterns import Pattern, load_patterns
 from allranks.stacks.progress import WAITS, Progress, Stillness, decide_progress
 from allranks.stacks.ras import find_laggards
-from allranks.stacks.views import ProcessView
+from allranks.stacks.views import Children, ProcessView
 
 _ALWAYS = frozenset({"stopped", "d_state"})
 
@@ -28,15 +28,18 @@ def classify(
 ) -> StacksReport:
     """The report of a capture; a rank that cannot be read is `unknown` with the reason."""
     table = load_patterns() if patterns is None else patterns
-    parents = {process.rank for process in capture.processes if process.child is not None}
+    families: dict[int, list[ProcessCapture]] = {}
+    for process in capture.processes:
+        if process.child is not None:
+            families.setdefault(process.rank, []).append(process)
     causes: dict[int, Cause] = {}
     views: dict[int, ProcessView] = {}
     states: dict[int, RankState] = {}
     for process in capture.processes:
         if process.child is None:
-            cause, view = find_cause(process, table, process.rank in parents)
+            cause, view = find_cause(process, table, _family(families.get(process.rank, [])))
             causes[process.rank], views[process.rank] = cause, view
-            states[process.rank] = _state(process, cause, _children(capture, process.rank, table))
+            states[process.rank] = _state(process, cause, _children(families.get(process.rank, []), table))
     progress = decide_progress(
         {one.rank: one for one in capture.marks}, views, causes, stillness or Stillness()
     )
@@ -52,6 +55,10 @@ def classify(
         ras=find_laggards(capture.ras),
         notes=(*capture.notes, *(f"rank {p.rank}: {note}" for p in capture.processes for note in p.notes)),
     )
+
+
+def _family(children: Sequence[ProcessCapture]) -> Children:
+    return Children(bool(children), any(shot.stacks for child in children for shot in child.snapshots))
 
 
 def _judge(
@@ -121,10 +128,9 @@ def _child_tail(cause: Cause, children: tuple[ChildState, ...]) -> str:
     return "".join(f"; child {c.child} (pid {c.pid}): {c.cause} at {c.where}" for c in busy[:4])
 
 
-def _children(capture: Capture, rank: int, table: Sequence[Pattern]) -> tuple[ChildState, ...]:
+def _children(children: Sequence[ProcessCapture], table: Sequence[Pattern]) -> tuple[ChildState, ...]:
     found = []
-    for process in capture.processes:
-        if process.rank == rank and process.child is not None:
-            cause, _ = find_cause(process, table)
-            found.append(ChildState(process.child, process.pid, cause.cause, cause.where, cause.evidence))
+    for process in children:
+        cause, _ = find_cause(process, table)
+        found.append(ChildState(process.child or 0, process.pid, cause.cause, cause.where, cause.evidence))
     return tuple(found)

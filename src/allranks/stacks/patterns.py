@@ -46,6 +46,7 @@ class Condition:
     user_top: bool | None = None  # the innermost Python frame is the user's own code
     leaf_known: bool | None = None  # a native look was taken of this thread
     children: bool | None = None  # the process has child processes
+    python_children: bool | None = None  # some of them run Python
     kernels: str = ""  # regular expression for a device kernel seen by cuda-gdb
     idle: bool | None = None  # the opposite of busy, but None counts as idle
     main: bool | None = None  # it is the main thread
@@ -191,7 +192,8 @@ def _flags_hold(c: Condition, view: ThreadView, process: ProcessView) -> bool:
         (c.idle, not view.busy),
         (c.user_top, top is not None and is_user_file(top.file)),
         (c.leaf_known, bool(view.leaf)),
-        (c.children, process.has_children),
+        (c.children, process.children.any),
+        (c.python_children, process.children.python),
         (c.main, view.main),
         (c.gil_known, bool(view.gil)),
         (c.foreign_leaf, _foreign(view.leaf)),

@@ -46,13 +46,24 @@ class ThreadView:
 
 
 @dataclass(frozen=True)
+class Children:
+    """Whether a process has child processes, and whether some of them run Python."""
+
+    any: bool = False
+    python: bool = False
+
+
+NO_CHILDREN = Children()
+
+
+@dataclass(frozen=True)
 class ProcessView:
     """The threads of one process, the main one first, and what only the process as a whole can tell."""
 
     capture: ProcessCapture
     threads: tuple[ThreadView, ...]
     comms: frozenset[str]
-    has_children: bool = False
+    children: Children = NO_CHILDREN
 
     @property
     def main(self) -> ThreadView | None:
@@ -66,19 +77,26 @@ class ProcessView:
         return max(len(last.facts), len(last.stacks)) if last else 0
 
 
-def view_process(capture: ProcessCapture, has_children: bool = False) -> ProcessView:
+def view_process(capture: ProcessCapture, children: Children = NO_CHILDREN) -> ProcessView:
     """All threads of a process, matched by thread id over the snapshots."""
-    order: dict[tuple[int | None, str], None] = {}
+    stacks: dict[tuple[int | None, str], list[ThreadStack]] = {}
+    facts: dict[int, list[ThreadFacts]] = {}
     for snapshot in capture.snapshots:
         for stack in snapshot.stacks:
-            order.setdefault(_key(stack))
+            stacks.setdefault(_key(stack), []).append(stack)
+        for fact in snapshot.facts:
+            facts.setdefault(fact.tid, []).append(fact)
     main_tid = _main_tid(capture)
-    if main_tid is not None and not any(key[0] == main_tid for key in order):
-        order = {(main_tid, "MainThread"): None, **order}
-    views = [_view(capture, key, main_tid) for key in order]
+    if main_tid is not None and not any(tid == main_tid for tid, _ in stacks):
+        stacks = {(main_tid, ""): [], **stacks}
+    native = {one.tid: one for one in capture.native if one.tid is not None}
+    views = [
+        _view(key, found, facts.get(key[0], []) if key[0] is not None else [], native.get(key[0]), main_tid)
+        for key, found in stacks.items()
+    ]
     views.sort(key=lambda view: not view.main)
-    comms = frozenset(fact.comm for snapshot in capture.snapshots for fact in snapshot.facts)
-    return ProcessView(capture, tuple(views), comms, has_children)
+    comms = frozenset(fact.comm for found in facts.values() for fact in found)
+    return ProcessView(capture, tuple(views), comms, children)
 
 
 def _key(stack: ThreadStack) -> tuple[int | None, str]:
@@ -97,25 +115,31 @@ def _main_tid(capture: ProcessCapture) -> int | None:
     return next((s.facts[0].tid for s in capture.snapshots if s.facts), None)
 
 
-def _view(capture: ProcessCapture, key: tuple[int | None, str], main_tid: int | None) -> ThreadView:
-    tid, name = key
-    facts, active, gil, paths = [], [], [], []
-    for snapshot in capture.snapshots:
-        facts += [fact for fact in snapshot.facts if tid is not None and fact.tid == tid]
-        for stack in snapshot.stacks:
-            if _key(stack) == key:
-                name = stack.name or name
-                paths.append(cut_fork([frame for frame in stack.frames if not frame.native]))
-                active += [stack.active] if stack.active is not None else []
-                gil += [stack.owns_gil] if stack.owns_gil is not None else []
-    native = next((one for one in capture.native if one.tid == tid and tid is not None), None)
+def _view(
+    key: tuple[int | None, str],
+    stacks: list[ThreadStack],
+    facts: list[ThreadFacts],
+    native: ThreadStack | None,
+    main_tid: int | None,
+) -> ThreadView:
+    tid = key[0]
+    name = next((stack.name for stack in reversed(stacks) if stack.name), key[1])
+    paths = tuple(cut_fork([frame for frame in stack.frames if not frame.native]) for stack in stacks)
     frames = cut_fork(native.frames) if native else ()
     python = paths[-1] if paths else tuple(frame for frame in frames if not frame.native)
     main = (tid == main_tid) if tid is not None and main_tid is not None else name == "MainThread"
     return ThreadView(
-        tid, name, main, python, _leaf(frames, python), tuple(f for f in frames if f.native), tuple(facts),
-        tuple(active), tuple(gil), tuple(paths),
-    )  # fmt: skip
+        tid=tid,
+        name=name or ("MainThread" if main else ""),
+        main=main,
+        python=python,
+        leaf=_leaf(frames, python),
+        natives=tuple(frame for frame in frames if frame.native),
+        facts=tuple(facts),
+        active=tuple(stack.active for stack in stacks if stack.active is not None),
+        gil=tuple(stack.owns_gil for stack in stacks if stack.owns_gil is not None),
+        paths=paths,
+    )
 
 
 def _leaf(frames: tuple[StackFrame, ...], python: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
