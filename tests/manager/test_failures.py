@@ -1,0 +1,97 @@
+"""Faults at every place of a step: the fault fires, nobody hangs, states stay equal, nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from allranks.lighthouse.options import Options
+from allranks.testing.faults import Fault
+from .cluster import Cluster, Job, LighthouseProcess, Result, undisturbed
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseProcess]:
+    with LighthouseProcess(Options(min_replicas=1, heartbeat_timeout_s=2.0)) as running:
+        yield running
+
+
+def assert_equal_states(results: dict[str, Result]) -> None:
+    """Every bit of parameters and optimizer state, and the step, are the same everywhere."""
+    assert len({(result.step, result.state) for result in results.values()}) == 1, results
+
+
+def assert_like_undisturbed(job: Job, result: Result) -> None:
+    """The run with faults computed exactly what one process alone computes."""
+    state, losses = undisturbed(job, result.step)
+    assert result.losses == {step: losses[step] for step in result.losses}
+    assert result.state == state
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "step start", "before allreduce", "inside allreduce", "before vote", "inside vote", "after vote",
+        "before apply",
+    ],
+)  # fmt: skip
+def test_a_replica_killed_at_any_place_of_a_step_costs_nothing(lighthouse: LighthouseProcess, place: str) -> None:
+    """kill -9 of one of two: the survivor goes on and computes what an undisturbed run computes."""
+    fault = Fault("kill", "b", at_step=4, at=place)
+    job = Job(script=(2, 1), faults=(fault,), arm_at=2)
+    with Cluster(lighthouse, job) as cluster:
+        cluster.start("a", "b")
+        assert cluster.end("b").exit_code == -9, "the fault did not fire"
+        results = cluster.results()
+    assert results["a"].failed_steps <= 1
+    assert_like_undisturbed(job, results["a"])
+
+
+@pytest.mark.parametrize("place", ["before allreduce", "inside allreduce", "inside vote", "before apply"])
+def test_three_replicas_lose_one_and_stay_equal(lighthouse: LighthouseProcess, place: str) -> None:
+    """The two survivors agree on every bit although only one of them may have seen the last vote."""
+    fault = Fault("kill", "b", at_step=4, at=place)
+    job = Job(script=(3, 2), faults=(fault,), arm_at=3, own_weights=True)
+    with Cluster(lighthouse, job) as cluster:
+        cluster.start("a", "b", "c")
+        assert cluster.end("b").exit_code == -9, "the fault did not fire"
+        results = cluster.results()
+    assert_equal_states(results)
+
+
+def test_a_killed_replica_comes_back_heals_and_trains_on(lighthouse: LighthouseProcess) -> None:
+    """The same name, a new process: it takes the live state and ends with the same bits as the survivor."""
+    fault = Fault("kill", "b", at_step=4, at="inside allreduce")
+    job = Job(script=(2, 1, 2), faults=(fault,), arm_at=2)
+    with Cluster(lighthouse, job) as cluster:
+        cluster.start("a", "b")
+        assert cluster.end("b").exit_code == -9, "the fault did not fire"
+        cluster.start("b", job=replace(job, faults=()))
+        results = cluster.results()
+    assert_equal_states(results)
+    state, _ = undisturbed(job, results["a"].step)
+    assert results["a"].state == state
+
+
+def test_two_of_four_killed_at_once_leave_two_equal_replicas(lighthouse: LighthouseProcess) -> None:
+    """Both die in the same step; the other two go on together."""
+    faults = tuple(Fault("kill", name, at_step=3, at="inside allreduce") for name in ("b", "d"))
+    job = Job(script=(4, 2), faults=faults, arm_at=4)
+    with Cluster(lighthouse, job) as cluster:
+        cluster.start("a", "b", "c", "d")
+        assert [cluster.end(name).exit_code for name in ("b", "d")] == [-9, -9], "the faults did not fire"
+        results = cluster.results()
+    assert_equal_states(results)
+
+
+def test_all_but_one_killed_leave_one_that_trains_on(lighthouse: LighthouseProcess) -> None:
+    """The last one goes on alone from the last committed step."""
+    faults = tuple(Fault("kill", name, at_step=3, at="before vote") for name in ("a", "b"))
+    job = Job(script=(3, 1), faults=faults, arm_at=3)
+    with Cluster(lighthouse, job) as cluster:
+        cluster.start("a", "b", "c")
+        assert [cluster.end(name).exit_code for name in ("a", "b")] == [-9, -9], "the faults did not fire"
+        results = cluster.results()
+    assert results["c"].step >= 4
