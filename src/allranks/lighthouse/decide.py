@@ -3,7 +3,8 @@
 The rules, in order; the first that speaks decides:
   nobody      no living replica asks
   stragglers  members of the last quorum live but do not ask yet (at the very first quorum: anybody connected);
-              they are waited for until the join timeout, counted from the first that asked
+              they are waited for until the join timeout, counted from the first member that asked (a
+              newcomer or spare that waits for long must not cost a member its place)
   minority    fewer than half of the last quorum's members that may still be training ask: a minority never
               trains on. Members known to be dead do not count; silent ones do until presumed dead
   too_few     fewer than min_replicas ask
@@ -47,21 +48,29 @@ Decision = Form | Wait
 
 def decide(now: float, state: State, options: Options) -> tuple[Decision, str]:
     """The decision and its reason as a sentence. Costs little while stragglers are waited for."""
-    if not state.asking:
-        return Wait("nobody"), "nobody asks for a quorum"
     later = state.next_change()
+    if not state.asking:
+        pausing = f", {_pausing(state)}" if state.cooling else ""
+        return Wait("nobody", until=later), f"nobody asks for a quorum{pausing}"
     by_last = bool(state.veterans or state.silent)
     idle = state.idle_veterans if by_last else state.idle
-    deadline = next(iter(state.asking.values())).asked_at + options.join_timeout_s
-    if idle and now < deadline:
-        until = deadline if later is None else min(deadline, later)
-        return Wait("stragglers", _some(idle), until), _waiting(state, idle, by_last)
+    askers = state.asking_veterans if by_last else state.asking
+    if idle and askers:
+        deadline = next(iter(askers.values())).asked_at + options.join_timeout_s
+        if now < deadline:
+            until = deadline if later is None else min(deadline, later)
+            return Wait("stragglers", _some(idle), until), _waiting(state, idle, by_last)
     if by_last:
         present = len(state.veterans) - len(state.idle_veterans)
         absent = state.idle_veterans | state.silent
         what = f"members of quorum {state.number}"
     else:
         present, absent, what = len(state.asking), state.idle, "connected replicas"
+    if by_last and present == 0 and absent and not state.silent:
+        return Wait("minority", _some(absent), later), (
+            f"the members of quorum {state.number} are training: "
+            f"{listed(state.asking)} can come in when {listed(absent)} ask again"
+        )
     if present < len(absent):
         return Wait("minority", _some(absent), later), (
             f"only {present} of {present + len(absent)} {what} ask: a minority does not train on, "
@@ -79,32 +88,43 @@ def _choose(state: State, options: Options, later: float | None, idle: set[str])
     count, note = len(candidates), " (nobody new: shrink only)" if shrink else ""
     if count < options.min_replicas:
         return Wait("too_few", _some(idle), later), (
-            f"{count} of at least {options.min_replicas} replicas ask{note}"
+            f"{_count(count, 'replica asks', 'replicas ask')}, at least {options.min_replicas} must{note}"
             + (f", waiting for {listed(idle)}" if idle else "")
-            + (f", {listed(state.cooling)} must pause after repeated losses" if state.cooling else "")
+            + (f", {_pausing(state)}" if state.cooling else "")
         )
     size = options.largest_size(count)
     if size == 0:
-        return Wait("size", _some(idle), later), f"{count} replicas ask{note}, but {_sizes(options)}"
+        return Wait(
+            "size", _some(idle), later
+        ), f"{_count(count, 'replica asks', 'replicas ask')}{note}, but {_sizes(options)}"
     candidates.sort(key=lambda m: (before.get(m.replica) != m.session, -m.step, m.replica))
     members = sorted(candidates[:size], key=lambda member: member.replica)
     spares = tuple(sorted(member.replica for member in candidates[size:]))
-    rule, reason = _why(state, idle, before)
+    rule, reason = _why(state, idle, before, frozenset(spares))
     if spares:
-        reason += f"; {_sizes(options)}: {listed(spares)} stay spare"
+        reason += f"; {_sizes(options)}: {listed(spares)} {'stays' if len(spares) == 1 else 'stay'} spare"
     return Form(tuple(members), spares, rule), reason + note
 
 
-def _why(state: State, idle: set[str], before: dict[str, str]) -> tuple[str, str]:
+def _why(state: State, idle: set[str], before: dict[str, str], spares: frozenset[str]) -> tuple[str, str]:
     if before and all(name in state.asking for name in before):
-        new = [name for name in state.asking if name not in before]
+        new = [name for name in state.asking if name not in before and name not in spares]
         joined = f", and {listed(new)} joined" if new else ""
-        return "fast", f"all {len(before)} members of quorum {state.number} are there{joined}"
+        again = [name for name, session in before.items() if state.asking[name].session != session]
+        reborn = f", {listed(again)} restarted" if again else ""
+        all_of = _count(
+            len(before), f"member of quorum {state.number} is", f"members of quorum {state.number} are"
+        )
+        return "fast", f"all {all_of} there{reborn}{joined}"
     if not idle:
         lost = [f"{name} ({gone.reason})" for name, gone in sorted(state.gone.items())]
         without = f", without {listed(lost)}" if lost else ""
-        return "everybody", f"all {len(state.asking)} living replicas ask{without}"
-    return "join_timeout", f"join timeout is over: {len(state.asking)} replicas ask, without {listed(idle)}"
+        return (
+            "everybody",
+            f"all {_count(len(state.asking), 'living replica asks', 'living replicas ask')}{without}",
+        )
+    asking = _count(len(state.asking), "replica asks", "replicas ask")
+    return "join_timeout", f"join timeout is over: {asking}, without {listed(idle)}"
 
 
 def find_wanted(state: State, options: Options) -> str:
@@ -137,8 +157,17 @@ def _some(names: set[str]) -> tuple[str, ...]:
 
 
 def _waiting(state: State, idle: set[str], by_last: bool) -> str:
-    what = f"members of quorum {state.number}" if by_last else "connected replicas"
-    return f"{len(state.asking)} ask, {len(idle)} {what} do not yet: waiting for {listed(idle)}"
+    what, number = ("member", f" of quorum {state.number}") if by_last else ("connected replica", "")
+    not_yet = _count(len(idle), f"{what}{number} does", f"{what}s{number} do")
+    return f"{_count(len(state.asking), 'asks', 'ask')}, {not_yet} not yet: waiting for {listed(idle)}"
+
+
+def _pausing(state: State) -> str:
+    return f"{listed(state.cooling)} must pause after repeated losses"
+
+
+def _count(number: int, one: str, more: str) -> str:
+    return f"{number} {one if number == 1 else more}"
 
 
 def _sizes(options: Options) -> str:

@@ -4,7 +4,7 @@ Every change is a method that takes `now` (awake seconds, see detect.AwakeClock)
 living, so dead names never pile up; a member of the last quorum that died stays in `gone` until the next one.
 
 Besides the facts the state keeps small indexes, so that a decision costs nothing while most are missing:
-`asking`, `veterans` (living members of the last quorum, same session), `idle` and `idle_veterans` (those of
+`asking`, `asking_veterans`, `veterans` (living members of the last quorum, same session), `idle` and `idle_veterans` (those of
 them that do not ask). `_index` keeps them true for one name; tests compare with a decision made without them.
 """
 
@@ -59,6 +59,7 @@ class State:
     # indexes
     asking: dict[str, Replica] = field(default_factory=dict)  # in the order of asking
     cooling: dict[str, float] = field(default_factory=dict)
+    asking_veterans: dict[str, Replica] = field(default_factory=dict)  # in the order of asking
     veterans: set[str] = field(default_factory=set)
     idle_veterans: set[str] = field(default_factory=set)
     idle: set[str] = field(default_factory=set)
@@ -236,18 +237,23 @@ class State:
                 self.cooling.pop(name, None)
             else:
                 self.cooling[name] = replica.cooling_until
-        if eligible and replica is not None and replica.asking is not None:
-            self.asking.setdefault(name, replica)
-            self.asking[name] = replica
-            idle = False
-        else:
-            self.asking.pop(name, None)
-            idle = eligible
+        asker = replica if eligible and replica is not None and replica.asking is not None else None
+        idle = eligible and asker is None
         veteran = eligible and replica is not None and self._sessions.get(name) == replica.session
+        _keep(self.asking, name, asker)
+        _keep(self.asking_veterans, name, asker if veteran else None)
         _put(self.idle, name, idle)
         _put(self.veterans, name, veteran)
         _put(self.idle_veterans, name, veteran and idle)
         _put(self.silent, name, name in self.gone and not self.gone[name].certain)
+
+
+def _keep(index: dict[str, Replica], name: str, replica: Replica | None) -> None:
+    if replica is None:
+        index.pop(name, None)
+    elif index.get(name) is not replica:
+        index.pop(name, None)  # another life of the name asks later than the first did
+        index[name] = replica
 
 
 def _put(index: set[str], name: str, inside: bool) -> None:

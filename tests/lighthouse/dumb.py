@@ -1,0 +1,55 @@
+"""The quorum decision once more, without indexes: slow, obvious, and compared with the real one."""
+
+from __future__ import annotations
+
+from allranks.lighthouse.options import Options
+from allranks.lighthouse.state import State
+from allranks.model.cluster import Member
+
+
+def dumb_decision(now: float, state: State, options: Options) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """(rule, members, spares) by looking at every replica every time."""
+    last = {m.replica: m.session for m in state.last.members} if state.last else {}
+    eligible = {
+        name: r
+        for name, r in state.replicas.items()
+        if not r.observer and name not in state.evicted and r.cooling_until <= now
+    }
+    asking = {name: r.asking for name, r in eligible.items() if r.asking is not None}
+    if not asking:
+        return "nobody", (), ()
+    veterans = {name for name, r in eligible.items() if last.get(name) == r.session}
+    silent = {
+        name
+        for name, gone in state.gone.items()
+        if not gone.certain and now - gone.at < options.presume_dead_s and name not in state.evicted
+    }
+    group = veterans if veterans or silent else set(eligible)
+    idle = {name for name in group if name not in asking}
+    askers = group & set(asking)
+    oldest = min((eligible[name].asked_at for name in askers), default=None)
+    if idle and oldest is not None and now < oldest + options.join_timeout_s:
+        return "stragglers", (), ()
+    absent = idle | silent if veterans or silent else idle
+    if len(group & set(asking)) < len(absent):
+        return "minority", (), ()
+    return _members(asking, last, idle, options)
+
+
+def _members(
+    asking: dict[str, Member], last: dict[str, str], idle: set[str], options: Options
+) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    shrink = bool(last) and any(member.shrink_only for member in asking.values())
+    pool = [member for member in asking.values() if not shrink or member.replica in last]
+    if len(pool) < options.min_replicas:
+        return "too_few", (), ()
+    sizes = [n for n in range(1, len(pool) + 1) if options.allows(n)]
+    if not sizes:
+        return "size", (), ()
+    old = sorted((m for m in pool if last.get(m.replica) == m.session), key=lambda m: (-m.step, m.replica))
+    new = sorted((m for m in pool if last.get(m.replica) != m.session), key=lambda m: (-m.step, m.replica))
+    ranked = [member.replica for member in old + new]
+    chosen, spares = tuple(sorted(ranked[: sizes[-1]])), tuple(sorted(ranked[sizes[-1] :]))
+    if last and set(last) <= set(asking):
+        return "fast", chosen, spares
+    return ("join_timeout" if idle else "everybody"), chosen, spares

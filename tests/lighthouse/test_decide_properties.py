@@ -1,0 +1,223 @@
+"""Random lives of a job: whatever happens, the rules of the quorum hold."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from allranks.lighthouse.decide import Form, decide
+from allranks.lighthouse.options import Options
+from allranks.lighthouse.state import State
+from allranks.model.cluster import Member, Quorum
+
+from .dumb import dumb_decision
+
+NAMES = [f"r{i}" for i in range(6)]
+names = st.sampled_from(NAMES)
+
+
+class JobLife(RuleBasedStateMachine):
+    """Replicas come, ask, die, fall silent, leave, restart, are evicted; time passes; quorums are formed."""
+
+    @initialize(
+        crowd=st.integers(0, 6),
+        min_replicas=st.integers(1, 3),
+        multiple_of=st.sampled_from([1, 1, 2]),
+        max_replicas=st.sampled_from([0, 0, 4]),
+        flap_limit=st.integers(0, 2),
+    )
+    def begin(
+        self, crowd: int, min_replicas: int, multiple_of: int, max_replicas: int, flap_limit: int
+    ) -> None:
+        self.options = Options(
+            min_replicas=min_replicas, multiple_of=multiple_of, max_replicas=max_replicas, join_timeout_s=10.0,
+            presume_dead_s=30.0, flap_limit=flap_limit, flap_backoff_s=3.0,
+        )  # fmt: skip
+        self.state = State(self.options)
+        self.now = 0.0
+        self.lives = dict.fromkeys(NAMES, 0)
+        self.formed: dict[tuple[int, int], Quorum] = {}
+        for name in NAMES[:crowd]:
+            self.connect(name, False)
+
+    def _session(self, name: str) -> str:
+        return f"{name}.{self.lives[name]}"
+
+    @rule(name=names, observer=st.sampled_from([False] * 5 + [True]))
+    def connect(self, name: str, observer: bool) -> None:
+        if name not in self.state.replicas:
+            self.state.connect(self.now, name, self._session(name), observer=observer)
+
+    @rule(name=names)
+    def restart(self, name: str) -> None:
+        if name in self.state.replicas:
+            self.state.lose(self.now, name, "restarted", True)
+        self.lives[name] += 1
+        self.state.connect(self.now, name, self._session(name))
+
+    @rule(
+        name=names,
+        step=st.integers(0, 3),
+        shrink=st.sampled_from([False] * 6 + [True]),
+        failed=st.integers(0, 1),
+    )
+    def ask(self, name: str, step: int, shrink: bool, failed: int) -> None:
+        if name in self.state.replicas and name not in self.state.evicted:
+            member = Member(name, self._session(name), step=step, shrink_only=shrink, commit_failures=failed)
+            self.state.ask(self.now, name, member)
+
+    @rule()
+    def everybody_asks(self) -> None:
+        for name, replica in self.state.replicas.items():
+            if name not in self.state.evicted and not replica.observer:
+                self.state.ask(self.now, name, Member(name, replica.session))
+
+    @rule(name=names, certain=st.booleans())
+    def lose(self, name: str, certain: bool) -> None:
+        if name in self.state.replicas:
+            self.state.lose(self.now, name, "gone", certain)
+
+    @rule(name=names)
+    def leave(self, name: str) -> None:
+        if name in self.state.replicas:
+            self.state.leave(self.now, name, "bye")
+
+    @rule(name=names)
+    def withdraw(self, name: str) -> None:
+        self.state.withdraw(name)
+
+    @rule(name=names)
+    def evict(self, name: str) -> None:
+        self.state.evict(name, "bad")
+
+    @rule(name=names)
+    def let_in(self, name: str) -> None:
+        self.state.let_in(name)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 4.0, 11.0, 31.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.state.advance(self.now)
+
+    @precondition(lambda self: self.state.last is not None)
+    @rule()
+    def lighthouse_restarts(self) -> None:
+        """The new one starts with nothing but the quorum that a member reports."""
+        last, evicted = self.state.last, dict(self.state.evicted)
+        assert last is not None
+        self.state = State(self.options)
+        self.state.evicted = evicted
+        self.state.adopt(self.now, last)
+
+    @rule()
+    def form(self) -> None:
+        decision, reason = decide(self.now, self.state, self.options)
+        if not isinstance(decision, Form):
+            return
+        before = self.state.last
+        quorum = self.state.next_quorum(decision.members, decision.spares, reason)
+        self._check_new(quorum, before)
+        self.state.form(quorum)
+
+    @rule()
+    def one_step(self) -> None:
+        """What a healthy job does all day."""
+        self.everybody_asks()
+        self.form()
+
+    @rule(name=names, certain=st.booleans())
+    def die_in_a_step(self, name: str, certain: bool) -> None:
+        """A member is lost while the others train, and the survivors ask."""
+        self.one_step()
+        self.lose(name, certain)
+        self.one_step()
+
+    @rule(chosen=st.sets(names, min_size=1))
+    def some_ask(self, chosen: set[str]) -> None:
+        for name in sorted(chosen):
+            self.ask(name, 0, False, 0)
+
+    def _check_new(self, quorum: Quorum, before: Quorum | None) -> None:
+        key = (quorum.epoch, quorum.number)
+        if key in self.formed:
+            known = self.formed[key]
+            same = [(m.replica, m.session) for m in known.members] == [
+                (m.replica, m.session) for m in quorum.members
+            ]
+            assert same, "two quorums of one epoch and number disagree"
+        self.formed[key] = quorum
+        assert self.options.allows(len(quorum.members))
+        assert quorum.reason
+        for name in quorum.names:
+            assert name in self.state.replicas, "a dead replica was made a member"
+            assert name not in self.state.evicted, "an evicted replica was made a member"
+            assert not self.state.replicas[name].observer
+            assert self.state.replicas[name].cooling_until <= self.now
+        for name, source in quorum.heal.items():
+            assert name != source
+            assert quorum.member(source) is not None
+        if before is not None:
+            assert quorum.number >= before.number
+            assert quorum.round > before.round
+            self._check_no_split(quorum, before)
+            self._check_nobody_living_is_dropped_early(quorum)
+
+    def _check_nobody_living_is_dropped_early(self, quorum: Quorum) -> None:
+        """A living member is left out only when a fellow member has waited for it for the whole join timeout."""
+        inside = set(quorum.names) | set(quorum.spares)
+        if all(member.shrink_only is False for member in quorum.members) and self.state.veterans - inside:
+            asked = [self.state.replicas[name].asked_at for name in self.state.veterans & inside]
+            assert asked
+            assert self.now >= min(asked) + self.options.join_timeout_s
+
+    def _check_no_split(self, quorum: Quorum, before: Quorum) -> None:
+        """Those of the last quorum that may still be training without this one are never the majority."""
+        inside = {(m.replica, m.session) for m in quorum.members} | {
+            (name, "spare") for name in quorum.spares
+        }
+        could = {
+            m.replica
+            for m in before.members
+            if (m.replica, m.session) not in inside
+            and m.replica not in quorum.spares
+            and (m.replica in self.state.veterans or m.replica in self.state.silent)
+        }
+        stayed = {m.replica for m in before.members if m.replica in self.state.veterans} - could
+        assert len(could) <= len(stayed), f"{could} of quorum {before.number} may train on without {stayed}"
+
+    @invariant()
+    def decides_like_the_dumb_one(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        self.state.advance(self.now)
+        decision, reason = decide(self.now, self.state, self.options)
+        expected = dumb_decision(self.now, self.state, self.options)
+        assert reason
+        if isinstance(decision, Form):
+            assert (decision.rule, tuple(m.replica for m in decision.members), decision.spares) == expected
+        else:
+            assert decision.rule == expected[0]
+
+    @invariant()
+    def a_living_member_is_never_dropped_without_a_reason(self) -> None:
+        """Whoever is no longer there has left, was lost, or the lighthouse is new."""
+        if not hasattr(self, "state") or self.state.last is None:
+            return
+        for member in self.state.last.members:
+            here = member.replica in self.state.replicas
+            assert here or member.replica in self.state.gone or member.replica in self.state.evicted
+
+    @invariant()
+    def the_dead_are_forgotten(self) -> None:
+        """Only members of the last quorum are remembered once they are gone, and silence has its limit."""
+        if not hasattr(self, "state"):
+            return
+        members = set(self.state.last.names) if self.state.last else set()
+        assert set(self.state.gone) <= members
+        for name in self.state.silent:
+            assert self.now - self.state.gone[name].at < self.options.presume_dead_s
+
+
+JobLife.TestCase.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestJobLife = JobLife.TestCase
