@@ -76,12 +76,15 @@ class _Machine:
         """The finished value, or the outermost container with everything open put into it."""
         if self.done:
             return self.result
+        items: list[Any] = []
         while len(self.stack) > 1:
-            start = max((i for i, item in enumerate(self.stack) if item is _MARK), default=0)
-            items = self.stack[start + 1 :]
-            del self.stack[max(start, 1) :]
-            if self.stack:
-                _pour(self.stack[-1], items)
+            top = self.stack.pop()
+            if top is not _MARK:
+                items.append(top)
+                continue
+            items.reverse()
+            _pour(self.stack[-1], items)
+            items = []
         return self.stack[0] if self.stack and self.stack[0] is not _MARK else None
 
     def _take(self, count: int) -> bytes:

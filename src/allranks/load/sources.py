@@ -121,9 +121,10 @@ def read_all(source: Source, limit: int) -> bytes:
         data = source.data
     else:
         with open(source.location, "rb") as file:
-            if os.fstat(file.fileno()).st_size > limit:
-                raise Unreadable(f"{os.fstat(file.fileno()).st_size} bytes are beyond the limit of {limit}")
-            data = file.read(limit + 1)
+            size = os.fstat(file.fileno()).st_size
+            if size > limit:
+                raise Unreadable(f"{size} bytes are beyond the limit of {limit}")
+            data = file.read(size + 1)
     if len(data) > limit:
         raise Unreadable(f"more than the limit of {limit} bytes")
     return data
