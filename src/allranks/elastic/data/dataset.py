@@ -1,0 +1,283 @@
+"""Sequences of tokens in a global order that any number of ranks can share. Runs in a rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from allranks.elastic.data.history import History
+from allranks.elastic.data.order import Ids, Mixture, Order
+from allranks.elastic.index.file import TokenIndexFile
+from allranks.errors import DataLoadingError
+
+STATE_VERSION = 1
+
+
+@dataclass
+class DatasetState:
+    """The position in the terms of the known harness; ours is the `state_dict` of dataset or loader."""
+
+    total_tokens_processed: int = 0
+    current_file_index: int = 0
+    current_byte_offset: int = 0
+    world_size_at_checkpoint: int = 1
+    epoch: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> DatasetState:
+        known = {key: int(values[key]) for key in asdict(DatasetState()) if key in values}
+        return DatasetState(**known)
+
+
+@dataclass(frozen=True)
+class TokenSamples:
+    """An index cut into sequences; a sample has one token more than `seq_length`, for the targets."""
+
+    index: TokenIndexFile
+    seq_length: int
+
+    def __len__(self) -> int:
+        return max(0, (self.index.total_tokens - 1) // self.seq_length)
+
+    def read(self, ids: Ids, out: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        """Copies samples into the rows of `out`."""
+        tokens, length = self.index.tokens, self.seq_length
+        for row, start in enumerate((ids * length).tolist()):
+            out[row] = tokens[start : start + length + 1]
+
+
+@dataclass
+class ResumableDataset:
+    """Samples of one or several indexes (then with weights), and the place of this job in them.
+
+    `epochs` None: endless. `data_files` and `tokenizer` are accepted because people pass them; the index holds
+    the tokens. `step` counts optimizer steps; `history` says which world took which.
+    """
+
+    index_file: Any
+    seq_length: int = 1024
+    seed: int = 0
+    shuffle: bool = True
+    epochs: int | None = None
+    weights: Sequence[float] | None = None
+    batch_size: int = 1
+    rank: int | None = None
+    world_size: int | None = None
+    data_files: Sequence[str] | None = None
+    tokenizer: Any = None
+    step: int = 0
+    history: History = field(default_factory=History)
+
+    def __post_init__(self) -> None:
+        opened = [_opened(one) for one in _several(self.index_file)]
+        self.sources = [TokenSamples(index, self.seq_length) for index in opened]
+        for source in self.sources:
+            if not len(source):
+                raise DataLoadingError(
+                    f"the index has {source.index.total_tokens} tokens, a sample needs {self.seq_length + 1}",
+                    str(source.index.path),
+                )
+        self._bases = np.cumsum([0, *map(len, self.sources)])
+        self.order = self._make_order()
+        rank, world = world_of(self.rank, self.world_size)
+        self.rank = rank
+        if not self.history.segments:
+            self.history = self.history.change(0, (self.batch_size,) * world)
+
+    def _make_order(self) -> Order | Mixture:
+        if len(self.sources) == 1 and self.weights is None:
+            return Order(len(self.sources[0]), self.seed, self.shuffle)
+        sizes = tuple(map(len, self.sources))
+        return Mixture(sizes, tuple(self.weights or sizes), self.seed, self.shuffle)
+
+    def __len__(self) -> int:
+        """Samples per epoch."""
+        return self.order.size
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """One sample by its id: input_ids and labels, each of seq_length."""
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)}")
+        batch = self.fetch(np.array([number], dtype=np.int64))
+        return {key: value[0] for key, value in batch.items()}
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(source.index.total_tokens for source in self.sources)
+
+    @property
+    def total_positions(self) -> int | None:
+        """Where the order ends; None: never."""
+        return None if self.epochs is None else self.epochs * len(self)
+
+    @property
+    def position(self) -> int:
+        """Samples taken by all ranks before the current step."""
+        return self.limited(self.history.position(self.step))
+
+    @property
+    def epoch(self) -> int:
+        return self.order.epoch(self.position)
+
+    @property
+    def finished(self) -> bool:
+        return self.total_positions is not None and self.position >= self.total_positions
+
+    def limited(self, position: int) -> int:
+        """A position, not beyond the end."""
+        return position if self.total_positions is None else min(position, self.total_positions)
+
+    def shares(self, step: int) -> tuple[int, ...]:
+        """Samples of each rank in a step; fewer in the last step of a finite order, dealt evenly."""
+        segment = self.history.at(step)
+        left = segment.per_step
+        if self.total_positions is not None:
+            left = min(left, max(0, self.total_positions - self.history.position(step)))
+        if left == segment.per_step:
+            return segment.shares
+        whole, rest = divmod(left, len(segment.shares))
+        return tuple(whole + (rank < rest) for rank in range(len(segment.shares)))
+
+    def samples(self, step: int, rank: int | None = None) -> Ids:
+        """The ids of one rank (None: of all ranks, in their order) in a step: pure in seed, step, history."""
+        shares = self.shares(step)
+        start = self.history.position(step)
+        if rank is None:
+            return self.order.ids(start, sum(shares))
+        return self.order.ids(start + sum(shares[:rank]), shares[rank])
+
+    def fetch(self, ids: Ids) -> dict[str, Any]:
+        """A batch of samples as tensors."""
+        import torch
+
+        rows = np.empty((len(ids), self.seq_length + 1), dtype=np.int64)
+        if len(self.sources) == 1:
+            self.sources[0].read(ids, rows)
+        else:
+            owner = np.searchsorted(self._bases, ids, side="right") - 1
+            for i in np.unique(owner).tolist():
+                here = np.nonzero(owner == i)[0]
+                part = np.empty((len(here), self.seq_length + 1), dtype=np.int64)
+                self.sources[i].read(ids[here] - self._bases[i], part)
+                rows[here] = part
+        tensor = torch.from_numpy(rows)
+        return {"input_ids": tensor[:, :-1], "labels": tensor[:, 1:]}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """This rank's samples from the current step on; the step is counted when its last one is given out."""
+        while not self.finished:
+            mine = self.samples(self.step, self.rank).tolist()
+            if not mine:
+                self.step += 1
+            for i, number in enumerate(mine):
+                sample = self[number]
+                if i == len(mine) - 1:
+                    self.step += 1
+                yield sample
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the first step that begins in an epoch (or at its start, when steps divide the epoch)."""
+        segment = self.history.at(self.step)
+        missing = epoch * len(self) - segment.position
+        self.step = segment.first_step + max(0, -(-missing // segment.per_step))
+
+    def change_world(self, shares: Sequence[int], rank: int) -> None:
+        """From the current step on, the ranks of a new world share the order."""
+        self.history = self.history.change(self.step, shares)
+        self.rank = rank
+
+    def seek(self, step: int) -> None:
+        """Goes to a step; one before a change of the world is taken by the present world."""
+        shares = self.history.at(self.step).shares
+        back = step < self.step
+        self.step = step
+        if back:
+            self.history = self.history.change(step, shares)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values; enough to go on in any world."""
+        position = self.position
+        return {
+            "version": STATE_VERSION,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "weights": list(self.weights) if self.weights is not None else None,
+            "step": self.step,
+            "position": position,
+            "epoch": self.order.epoch(position),
+            "seq_length": self.seq_length,
+            "num_samples": len(self),
+            "fingerprint": "+".join(source.index.fingerprint for source in self.sources),
+            "total_tokens_processed": position * self.seq_length,
+            "world_size": len(self.history.at(self.step).shares),
+            "history": self.history.to_list(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where the state was taken. Seed and shuffle come from the state: they name the order.
+
+        The world of this process takes over from the state's step on. A state with only the known harness's
+        keys (`total_tokens_processed`, `epoch`) gives the position.
+        """
+        shares = self.history.at(self.step).shares
+        if "history" not in state:
+            self._load_foreign(state, shares)
+            return
+        self._check(state)
+        self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])
+        self.weights = state["weights"]
+        self.order = self._make_order()
+        self.step = int(state["step"])
+        self.history = History.from_list(list(state["history"])).change(self.step, shares)
+        if self.position != int(state["position"]):
+            raise DataLoadingError(
+                f"the state contradicts itself: position {state['position']}, its history leads to {self.position}"
+            )
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        ours = self.state_dict()
+        if state.get("version") != STATE_VERSION:
+            raise DataLoadingError(f"the data state has version {state.get('version')}, not {STATE_VERSION}")
+        for key, what in (("fingerprint", "other data"), ("seq_length", "another sequence length")):
+            if state[key] != ours[key]:
+                raise DataLoadingError(
+                    f"the state is of {what} ({state[key]}, here {ours[key]}): samples would be lost or repeated",
+                    str(self.sources[0].index.path),
+                    hint="give the same index and seq_length as before, or start the data anew without this state",
+                )
+
+    def _load_foreign(self, state: Mapping[str, Any], shares: tuple[int, ...]) -> None:
+        tokens = int(state.get("total_tokens_processed", 0)) + int(state.get("epoch", 0)) * self.total_tokens
+        done = -(-tokens // self.seq_length)
+        self.step = -(-done // sum(shares))
+        self.history = History().change(0, shares)
+
+
+def world_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """(rank, world size): as given, else of torch.distributed, else of the environment, else 0 of 1."""
+    if rank is not None and world_size is not None:
+        return rank, world_size
+    import sys
+
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        here = dist.get_rank(), dist.get_world_size()
+    else:
+        here = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    return here[0] if rank is None else rank, here[1] if world_size is None else world_size
+
+
+def _several(index_file: Any) -> list[Any]:
+    return list(index_file) if isinstance(index_file, (list, tuple)) else [index_file]
+
+
+def _opened(one: Any) -> TokenIndexFile:
+    return TokenIndexFile(one) if isinstance(one, (str, Path)) else one

@@ -1,0 +1,189 @@
+"""Batches of a ResumableDataset, prefetched by worker processes, with exact state. Runs in a rank.
+
+The main process decides which samples come next (that is arithmetic); workers only fetch them. So the state is
+what was given out, never what was prefetched, and a change of the world just forgets the prefetched batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from allranks.elastic.data.dataset import ResumableDataset, world_of
+from allranks.elastic.data.order import Ids
+from allranks.elastic.scaling.plan import BatchPlan, rounded_plan
+
+
+class ElasticDataLoader:
+    """Yields this rank's micro-batches: `plan.micro[rank]` of them per step, `batch_size` each without a plan.
+
+    `weight` belongs to the batch given out last: multiply its mean loss with it for the exact mean over the
+    global batch. A state taken inside a step resumes at the beginning of that step (its gradients are gone).
+    """
+
+    def __init__(
+        self,
+        dataset: ResumableDataset,
+        batch_size: int = 1,
+        *,
+        plan: BatchPlan | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.prefetch_factor = prefetch_factor
+        self.pin_memory = pin_memory
+        self.last_samples: Ids = np.empty(0, dtype=np.int64)
+        self.weight = 0.0
+        self._loader: Any = None
+        self._generation = 0  # a running iteration starts over when it changes
+        self._micro = 0  # micro-batches of the current step given out
+        rank, world = world_of(rank, world_size if plan is None else plan.world_size)
+        self._take_plan(plan or rounded_plan(1, world, batch_size), rank)
+
+    @property
+    def rank(self) -> int:
+        return self.dataset.rank or 0
+
+    @property
+    def step(self) -> int:
+        """The optimizer step that the next batch belongs to."""
+        return self.dataset.step
+
+    def on_topology_change(
+        self, world_size: int, rank: int, plan: BatchPlan | None = None, *, step: int | None = None
+    ) -> None:
+        """From the current step (or from `step`, after a rollback) on, the new world shares the data."""
+        if step is not None:
+            self.dataset.seek(step)
+        self._take_plan(plan or rounded_plan(1, world_size, self.batch_size), rank)
+        self._restart()
+
+    def seek(self, step: int) -> None:
+        """Goes to the beginning of a step."""
+        self.dataset.seek(step)
+        self._restart()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Exact: batches that were prefetched but not given out do not count."""
+        return self.dataset.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on at the state's step, in the world of this loader."""
+        self.dataset.load_state_dict(state)
+        self._restart()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Goes on where the state is; ends with the last epoch, never if the order is endless."""
+        self._restart()
+        generation = -1
+        while generation != self._generation:
+            generation = self._generation
+            for ids, batch in self._fetched():
+                self._given(ids)
+                yield batch
+                if self._generation != generation:
+                    break
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        loader, self._loader = self._loader, None
+        if loader is not None and getattr(loader, "_iterator", None) is not None:
+            loader._iterator._shutdown_workers()
+
+    def _take_plan(self, plan: BatchPlan, rank: int) -> None:
+        self.plan = plan
+        self.dataset.change_world(plan.shares, rank)
+
+    def _restart(self) -> None:
+        self._generation += 1
+        self._micro = 0
+
+    def _given(self, ids: Ids) -> None:
+        """Counts a batch as given out, just before it is."""
+        dataset = self.dataset
+        total = sum(dataset.shares(dataset.step))
+        self.last_samples = ids
+        self.weight = len(ids) * self.plan.world_size / total
+        self._micro += 1
+        if self._micro == len(self._sizes(dataset.step)):
+            self._micro = 0
+            dataset.step += 1
+
+    def _sizes(self, step: int) -> tuple[int, ...]:
+        """This rank's micro-batch sizes in a step; one, maybe empty, where the last step has too few samples."""
+        share = self.dataset.shares(step)[self.rank]
+        sizes = self.plan.micro[self.rank]
+        if share == sum(sizes):
+            return sizes
+        largest = max(sizes)
+        count = max(1, -(-share // largest))
+        whole, rest = divmod(share, count)
+        return tuple(whole + (i < rest) for i in range(count))
+
+    def _upcoming(self) -> Iterator[Ids]:
+        """The ids of one micro-batch after the other, from the current step on."""
+        dataset, step = self.dataset, self.dataset.step
+        end = dataset.total_positions
+        while end is None or dataset.history.position(step) < end:
+            ids = dataset.samples(step, self.rank)
+            start = 0
+            for size in self._sizes(step):
+                yield ids[start : start + size]
+                start += size
+            step += 1
+
+    def _fetched(self) -> Iterator[tuple[Ids, dict[str, Any]]]:
+        if self.num_workers == 0:
+            for ids in self._upcoming():
+                yield ids, self.dataset.fetch(ids)
+            return
+        if self._loader is None:
+            self._loader = self._start()
+        yield from self._loader
+
+    def _start(self) -> Any:
+        """torch's loader; its workers live on through changes of the world and drop stale batches."""
+        from torch.utils.data import DataLoader
+
+        return DataLoader(
+            _Fetcher(self.dataset),
+            batch_size=None,
+            sampler=_Upcoming(self),
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch_factor,
+            persistent_workers=True,
+            collate_fn=_as_it_is,
+            pin_memory=self.pin_memory,
+        )
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+class _Upcoming:
+    """What torch's loader asks for the next ids, afresh for each iteration."""
+
+    def __init__(self, loader: ElasticDataLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Ids]:
+        return self._loader._upcoming()
+
+
+class _Fetcher:
+    """The part of the dataset that a worker needs."""
+
+    def __init__(self, dataset: ResumableDataset) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, ids: Ids) -> tuple[Ids, dict[str, Any]]:
+        return ids, self._dataset.fetch(ids)

@@ -1,0 +1,214 @@
+"""The endless global order of samples. Pure, random access, constant memory.
+
+A shuffle of n samples is a Feistel network on the next power of two with cycle walking: a bijection that is
+computed where it is needed instead of stored. Each epoch has its own. A mixture deals positions to its sources
+in blocks with fixed counts, so the weights hold in every block and any position is found without history.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from allranks.errors import ConfigurationError
+
+Ids = np.ndarray[Any, np.dtype[np.int64]]
+Words = np.ndarray[Any, np.dtype[np.uint64]]
+_ROUNDS = 6
+_PIECE = 1024  # positions of an order computed at a time
+_BLOCK = 8192  # positions over which a mixture meets its weights
+_KEPT = 4  # pieces or blocks remembered
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """A bijection of range(size), chosen by the key."""
+
+    size: int
+    key: int
+
+    def __call__(self, positions: Ids) -> Ids:
+        """Where each position goes."""
+        return _permuted(self.size, [self.key], np.zeros(len(positions), dtype=np.int64), positions)
+
+
+def _permuted(size: int, keys: list[int], which: Ids, positions: Ids) -> Ids:
+    """Where each position goes, under the bijection of range(size) that its key `keys[which]` names."""
+    if size <= 1:
+        return np.zeros(len(positions), dtype=np.int64)
+    secrets = np.array([[mix(key, i) for key in keys] for i in range(_ROUNDS)], dtype=np.uint64)
+    chosen = secrets[:, which]
+    found = _rounds(size, chosen, positions.astype(np.uint64))
+    outside = np.nonzero(found >= size)[0]
+    while len(outside):  # fewer than half of the domain is outside: a walk takes 2 steps on average
+        walked = _rounds(size, chosen[:, outside], found[outside])
+        found[outside] = walked
+        outside = outside[walked >= size]
+    return found.astype(np.int64)
+
+
+def _rounds(size: int, secrets: Words, values: Words) -> Words:
+    """One pass of an unbalanced Feistel network over the next power of two."""
+    bits = max(2, (size - 1).bit_length())
+    low_bits = bits // 2
+    low_mask, high_mask = np.uint64((1 << low_bits) - 1), np.uint64((1 << (bits - low_bits)) - 1)
+    shift = np.uint64(low_bits)
+    low, high = values & low_mask, values >> shift
+    for i in range(_ROUNDS):
+        if i % 2:
+            low = low ^ (_scramble(high ^ secrets[i]) & low_mask)
+        else:
+            high = high ^ (_scramble(low ^ secrets[i]) & high_mask)
+    joined: Words = (high << shift) | low
+    return joined
+
+
+def _scramble(values: Words) -> Words:
+    """A 64-bit mixing function, on whole arrays (arithmetic wraps)."""
+    with np.errstate(over="ignore"):
+        values = (values ^ (values >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(0xD6E8FEB86659FD93)
+        return values ^ (values >> np.uint64(32))
+
+
+def mix(*numbers: int) -> int:
+    """A 64-bit key from numbers, the same on every machine and for ever."""
+    state = 0x243F6A8885A308D3
+    for number in numbers:
+        state = ((state ^ (number & _MASK)) * 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 29)) * 0xD6E8FEB86659FD93) & _MASK
+        state ^= state >> 32
+    return state
+
+
+@dataclass(frozen=True)
+class Order:
+    """One source: position p is sample `shuffle(p mod n)` of epoch `p div n`."""
+
+    size: int
+    seed: int = 0
+    shuffle: bool = True
+    _kept: OrderedDict[int, Ids] = field(default_factory=OrderedDict, repr=False, compare=False)
+
+    def epoch(self, position: int) -> int:
+        """How often all samples have been seen before this position."""
+        return position // self.size
+
+    def ids(self, start: int, count: int) -> Ids:
+        """The samples at positions [start, start + count)."""
+        return _from_blocks(self._kept, _PIECE, self._piece, start, count)
+
+    def _piece(self, number: int) -> Ids:
+        return self.at(np.arange(number * _PIECE, (number + 1) * _PIECE, dtype=np.int64))
+
+    def at(self, positions: Ids) -> Ids:
+        """The samples at any positions; consecutive ones belong to few epochs."""
+        inside = positions % self.size
+        if not self.shuffle:
+            return inside
+        if not len(positions):
+            return inside
+        epochs = positions // self.size
+        first, last = int(epochs.min()), int(epochs.max())
+        keys = [mix(self.seed, epoch) for epoch in range(first, last + 1)]
+        return _permuted(self.size, keys, epochs - first, inside)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Several sources by weight; sample ids count through the sources one after the other.
+
+    Every block of 8192 positions holds each source exactly `counts[i]` times: weights are met to 1/8192.
+    A source that is exhausted starts its next epoch, with its own shuffle.
+    """
+
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...]
+    seed: int = 0
+    shuffle: bool = True
+    _kept: OrderedDict[int, Ids] = field(default_factory=OrderedDict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if len(self.sizes) != len(self.weights):
+            raise ConfigurationError(
+                f"{len(self.sizes)} sources but {len(self.weights)} weights", "data.weights"
+            )
+        if any(weight <= 0 for weight in self.weights):
+            raise ConfigurationError(f"weights {list(self.weights)} must be positive", "data.weights")
+
+    @property
+    def size(self) -> int:
+        """Samples of all sources together."""
+        return sum(self.sizes)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How often each source occurs in a block."""
+        return _shares(self.weights, _BLOCK)
+
+    def epoch(self, position: int) -> int:
+        """Full passes over the source that is passed over most often."""
+        return max(self.passes(position))
+
+    def passes(self, position: int) -> list[int]:
+        """Full passes over each source before this position."""
+        block, inside = divmod(position, _BLOCK)
+        turns = self._turns(block)[:inside]
+        return [
+            (block * count + int((turns == i).sum())) // self.sizes[i] for i, count in enumerate(self.counts)
+        ]
+
+    def ids(self, start: int, count: int) -> Ids:
+        """The samples at positions [start, start + count)."""
+        return _from_blocks(self._kept, _BLOCK, self._block, start, count)
+
+    def _turns(self, block: int) -> Ids:
+        """Whose turn each position of a block is."""
+        dealt = np.repeat(np.arange(len(self.counts), dtype=np.int64), self.counts)
+        return dealt[Permutation(_BLOCK, mix(self.seed, -1, block))(np.arange(_BLOCK, dtype=np.int64))]
+
+    def _block(self, number: int) -> Ids:
+        turns = self._turns(number)
+        found = np.empty(_BLOCK, dtype=np.int64)
+        base = 0
+        for i, count in enumerate(self.counts):
+            here = turns == i
+            order = Order(self.sizes[i], mix(self.seed, i), self.shuffle)
+            found[here] = base + order.at(np.arange(number * count, (number + 1) * count, dtype=np.int64))
+            base += self.sizes[i]
+        return found
+
+
+def _from_blocks(
+    kept: OrderedDict[int, Ids], size: int, make: Callable[[int], Ids], start: int, count: int
+) -> Ids:
+    """Positions [start, start + count) out of blocks, the last few of which are remembered."""
+    parts = [np.empty(0, dtype=np.int64)]
+    while count > 0:
+        number, inside = divmod(start, size)
+        if number not in kept:
+            kept[number] = make(number)
+            while len(kept) > _KEPT:
+                kept.popitem(last=False)
+        part = kept[number][inside : inside + count]
+        parts.append(part)
+        start, count = start + len(part), count - len(part)
+    return parts[1] if len(parts) == 2 else np.concatenate(parts)
+
+
+def _shares(weights: Sequence[float], total: int) -> tuple[int, ...]:
+    """`total` dealt by weight, largest remainders first, nobody left without."""
+    whole = sum(weights)
+    exact = [weight / whole * total for weight in weights]
+    shares = [max(1, int(share)) for share in exact]
+    by_rest = sorted(range(len(weights)), key=lambda i: shares[i] - exact[i])
+    for turn in range(total - sum(shares)):
+        shares[by_rest[turn % len(shares)]] += 1
+    while sum(shares) > total:
+        shares[shares.index(max(shares))] -= 1
+    return tuple(shares)
