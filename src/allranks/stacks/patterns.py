@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib import resources
@@ -184,23 +184,34 @@ def _kernel_holds(c: Condition, view: ThreadView) -> bool:
     return not c.wchan or any(word in name for word in c.wchan for name in seen)
 
 
+@lru_cache(maxsize=2000)
+def _asked(c: Condition) -> tuple[tuple[str, bool], ...]:
+    """The yes-or-no questions of a condition."""
+    return tuple((name, getattr(c, name)) for name in _FLAGS if getattr(c, name) is not None)
+
+
+def _top_is_user(view: ThreadView) -> bool:
+    return bool(view.python) and is_user_file(view.python[0].file)
+
+
+_FLAGS: dict[str, Callable[[ThreadView, ProcessView], bool | None]] = {
+    "gil": lambda view, process: view.holds_gil,
+    "busy": lambda view, process: view.busy,
+    "idle": lambda view, process: not view.busy,
+    "main": lambda view, process: view.main,
+    "user_top": lambda view, process: _top_is_user(view),
+    "leaf_known": lambda view, process: bool(view.leaf),
+    "gil_known": lambda view, process: bool(view.gil),
+    "children": lambda view, process: process.children.any,
+    "python_children": lambda view, process: process.children.python,
+    "torch_threads": lambda view, process: _has_torch_threads(process),
+    "foreign_leaf": lambda view, process: _foreign(view.leaf),
+    "starves": lambda view, process: _starves(view, process),
+}
+
+
 def _flags_hold(c: Condition, view: ThreadView, process: ProcessView) -> bool:
-    top = view.python[0] if view.python else None
-    asked = (
-        (c.gil, view.holds_gil),
-        (c.busy, view.busy),
-        (c.idle, not view.busy),
-        (c.user_top, top is not None and is_user_file(top.file)),
-        (c.leaf_known, bool(view.leaf)),
-        (c.children, process.children.any),
-        (c.python_children, process.children.python),
-        (c.main, view.main),
-        (c.gil_known, bool(view.gil)),
-        (c.foreign_leaf, _foreign(view.leaf)),
-        (c.torch_threads, _has_torch_threads(process)),
-        (c.starves, c.starves is not None and _starves(view, process)),
-    )
-    if any(wanted is not None and wanted != is_so for wanted, is_so in asked):
+    if any(_FLAGS[name](view, process) != wanted for name, wanted in _asked(c)):
         return False
     if c.comm and not any(comm.startswith(word) for comm in process.comms for word in c.comm):
         return False

@@ -89,7 +89,7 @@ def view_process(capture: ProcessCapture, children: Children = NO_CHILDREN) -> P
     main_tid = _main_tid(capture)
     if main_tid is not None and not any(tid == main_tid for tid, _ in stacks):
         stacks = {(main_tid, ""): [], **stacks}
-    native = {one.tid: one for one in capture.native if one.tid is not None}
+    native: dict[int | None, ThreadStack] = {one.tid: one for one in capture.native if one.tid is not None}
     views = [
         _view(key, found, facts.get(key[0], []) if key[0] is not None else [], native.get(key[0]), main_tid)
         for key, found in stacks.items()
