@@ -136,6 +136,11 @@ def _show(args: argparse.Namespace, capture: Capture, report: StacksReport) -> N
     from allranks.stacks.tree import grow_tree
 
     roots = grow_tree(capture, args.all_threads)
+    if args.html:
+        from allranks.stacks.html import render_html
+
+        Path(args.html).write_text(render_html(report, roots), encoding="utf-8", errors="replace")
+        _say(f"Wrote {args.html}")
     if args.json:
         print(json.dumps(report_json(report, roots), indent=1))
     else:
