@@ -39,20 +39,36 @@ def align(
 
 
 def call_states(calls: np.ndarray) -> np.ndarray:
-    """Now per call, from its state and flags alone."""
-    state, flags = calls["state"], calls["flags"]
-    retired = (flags & Flag.RETIRED) != 0
-    unknown = (flags & Flag.STATE_UNKNOWN) != 0
-    undone = (state == State.SCHEDULED) | (state == State.STARTED)
-    now = np.zeros(len(calls), np.int8)
-    now[undone & ~retired] = Now.OPEN
-    now[undone & retired] = Now.FAILED
-    now[undone & retired & unknown] = Now.LEFT
-    now[state == State.COMPLETED] = Now.DONE
-    now[(state == State.COMPLETED) & ((flags & Flag.COMPLETION_UNRELIABLE) != 0)] = Now.LEFT
-    now[(state == State.FAILED) | (state == State.TIMED_OUT)] = Now.FAILED
-    now[(flags & (Flag.COALESCED_PART | Flag.CAPTURED)) != 0] = Now.UNKNOWN
-    return now
+    """Now per call, from its state and flags alone: one look into a table, because there may be 32 million."""
+    states: np.ndarray = _STATES[calls["state"] | (calls["flags"] << 3)]
+    return states
+
+
+def _state_table() -> np.ndarray:
+    """Now by state | flags << 3."""
+    table = np.zeros(1 << 16, np.int8)
+    for code in range(1 << 11):
+        table[code] = _judge_state(code & 7, code >> 3)
+    return table
+
+
+def _judge_state(state: int, flags: int) -> Now:
+    if flags & (Flag.COALESCED_PART | Flag.CAPTURED):
+        return Now.UNKNOWN
+    if state == State.COMPLETED:
+        return Now.LEFT if flags & Flag.COMPLETION_UNRELIABLE else Now.DONE
+    if state in (State.FAILED, State.TIMED_OUT):
+        return Now.FAILED
+    if not flags & Flag.RETIRED:
+        return Now.OPEN
+    return Now.LEFT if flags & Flag.STATE_UNKNOWN else Now.FAILED
+
+
+_STATES = _state_table()
+_NOT_A_COLLECTIVE = int(Flag.P2P | Flag.COALESCED_PART)
+#: Families that are no collective whatever the flags say (torchcomms does not mark them).
+_P2P_FAMILY = np.zeros(1 << 15, bool)
+_P2P_FAMILY[[int(Family.SEND), int(Family.RECV), int(Family.P2P_BATCH)]] = True
 
 
 def is_box(trace: RankTrace) -> bool:
@@ -70,7 +86,7 @@ def _view(
     sig |= calls["reduce_op"].astype(np.int64) & 0x1F
     return RankView(
         rank, trace, call_states(calls), tables.family_codes()[names], sig,
-        tables.number(2, trace.stacks)[calls["stack"]], numbers[calls["group"]], cut,
+        tables.number(2, trace.stacks).astype(np.int32)[calls["stack"]], numbers[calls["group"]], cut,
         now_ns if is_box(trace) and now_ns else trace.header.written_ns,
     )  # fmt: skip
 
@@ -78,16 +94,8 @@ def _view(
 def _add_lanes(view: RankView, groups: list[GroupView]) -> None:
     """Splits a rank's collectives by group and puts each into its GroupView."""
     calls = view.trace.calls
-    flags, family = calls["flags"], view.family
-    p2p = (
-        ((flags & Flag.P2P) != 0)
-        | (family == Family.SEND)
-        | (family == Family.RECV)
-        | (family == Family.P2P_BATCH)
-    )
-    mine = np.flatnonzero(
-        ~p2p & ((flags & Flag.COALESCED_PART) == 0) & (calls["seq"] >= 0) & (view.group >= 0)
-    )
+    collective = (calls["flags"] & _NOT_A_COLLECTIVE) == 0
+    mine = np.flatnonzero(collective & ~_P2P_FAMILY[view.family] & (calls["seq"] >= 0) & (view.group >= 0))
     number = view.group[mine]
     order = np.argsort(number, kind="stable")
     mine, number = mine[order], number[order]

@@ -87,17 +87,7 @@ class Context:
     def waiters_behind(self, sink: Iterable[int]) -> tuple[int, ...]:
         """All ranks that wait for the sink, directly or through others."""
         nodes = set(sink)
-        back: dict[int, list[int]] = {}
-        for node, targets in self.graph.edges.items():
-            for target in targets:
-                back.setdefault(target, []).append(node)
-        seen, todo = set(nodes), list(nodes)
-        while todo:
-            for node in back.get(todo.pop(), ()):
-                if node not in seen:
-                    seen.add(node)
-                    todo.append(node)
-        return tuple(sorted(node for node in seen - nodes if node >= 0))
+        return tuple(sorted(node for node in self.graph.behind(nodes) - nodes if node >= 0))
 
 
 def p2p_text(wait: P2PWait, label: str) -> str:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from allranks.diagnose.absent import explain_ranks
+from allranks.diagnose.absent import explain_ranks, shifted
 from allranks.diagnose.context import Context, p2p_text
+from allranks.diagnose.shift import find_stack_shift
 from allranks.diagnose.waits import Blocked
 from allranks.diagnose.words import place, ranks_text, who
 from allranks.model.diagnosis import Finding
@@ -23,6 +24,10 @@ def explain_cycle(context: Context, sink: tuple[int, ...]) -> Finding:
     p2p = [call for call in calls if call.p2p is not None]
     if p2p:
         return _p2p_cycle(context, ranks, p2p, calls)
+    for call in calls:
+        shift = find_stack_shift(context.job, context.group(call))
+        if shift is not None and shift.seq <= call.seq:
+            return shifted(context, call, context.group(call), shift)
     skipped = [
         (call, rank)
         for call in calls
@@ -60,14 +65,14 @@ def _skipped(context: Context, call: Blocked, rank: int) -> bool:
 
 
 def _rounds(context: Context, rank: int, group: int, other: Blocked) -> int:
-    """How many rounds of `other`'s group up to the last each had a call of `group`; 0 if this round has one too."""
+    """How many rounds of `other`'s group in a row had the same number of calls of `group`, and more than this one."""
     lane, theirs = context.job.groups[group].lanes[rank], context.group(other).lanes[rank]
     ends = theirs.rows[: int(np.searchsorted(theirs.seqs, other.seq)) + 1]
     counts = np.diff(np.searchsorted(lane.rows, np.concatenate(([-1], ends))))
-    if not len(counts) or counts[-1] > 0:
+    if len(counts) < 2 or counts[-2] <= counts[-1]:
         return 0
-    without = np.flatnonzero(counts[:-1] == 0)
-    return len(counts) - 1 - (int(without[-1]) + 1 if len(without) else 0)
+    different = np.flatnonzero(counts[:-1] != counts[-2])
+    return len(counts) - 1 - (int(different[-1]) + 1 if len(different) else 0)
 
 
 def _supported(context: Context, call: Blocked, other: Blocked, rank: int) -> bool:

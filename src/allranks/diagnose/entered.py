@@ -153,6 +153,9 @@ def _none_finished(context: Context, blocked: Blocked) -> Finding:
     ]
     if not started:
         missing.append("which rank's kernel started: run with TORCH_NCCL_ENABLE_TIMING=1")
+    if not context.group(blocked).members_known:
+        missing.append("who belongs to the group: its recorder does not say, so a rank without a dump may be lacking")
+        finding = replace(finding, confidence=0.45)
     agree = "operation, sizes and types are the same on all ranks: the programs agree"
     return replace(finding, evidence=(*finding.evidence, agree), missing_evidence=tuple(missing))
 
@@ -162,14 +165,15 @@ def _finding(
 ) -> Finding:
     at = context.place(blocked)
     guilty = [(rank, blocked.rows[rank]) for rank in ranks if rank in blocked.rows]
-    others = [(rank, row) for rank, row in blocked.rows.items() if rank not in ranks]
+    named = set(ranks)
+    others = [(rank, row) for rank, row in blocked.rows.items() if rank not in named]
     evidence: tuple[str, ...] = (
         f"{ranks_text(blocked.waiters)} entered {context.call(blocked)}{f' at {at}' if at else ''}",
     )
     if blocked.failed:
         evidence += (f"the call failed or timed out on {ranks_text(blocked.failed)}",)
     behind = np.unique(np.array([*context.waiters_behind((-1 - blocked.index,)), *blocked.waiters], np.int64))
-    waiting = tuple(int(r) for r in behind if int(r) not in ranks)
+    waiting = tuple(int(r) for r in behind if int(r) not in named)
     return Finding(
         cause, ranks, sentence, "root", context.group(blocked).label, blocked.seq if blocked.seq >= 0 else None,
         confidence, at, waiting, context.waited(blocked), (*context.stacks(guilty), *context.stacks(others)), evidence,

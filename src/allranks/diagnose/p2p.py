@@ -14,6 +14,8 @@ from allranks.diagnose.job import Job, Now, RankView
 from allranks.diagnose.ops import Family
 from allranks.model.trace import Flag
 
+_SEND, _RECV = int(Family.SEND), int(Family.RECV)
+
 
 @dataclass(frozen=True)
 class Side:
@@ -97,8 +99,9 @@ def p2p_states(view: RankView) -> np.ndarray:
 
 def _sides(view: RankView) -> list[Side]:
     calls = view.trace.calls
-    sends, receives = view.family == Family.SEND, view.family == Family.RECV
-    mine = np.flatnonzero((sends | receives) & (calls["peer"] >= 0) & (view.group >= 0))
+    sends, receives = view.family == _SEND, view.family == _RECV
+    mine = np.flatnonzero(sends | receives)
+    mine = mine[(calls["peer"][mine] >= 0) & (view.group[mine] >= 0)]
     if not len(mine):
         return []
     now = p2p_states(view)

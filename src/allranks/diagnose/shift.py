@@ -39,13 +39,72 @@ def keys(job: Job, lane: Lane, with_stacks: bool = True) -> np.ndarray:
 
 
 def find_shift(job: Job, group: GroupView, rank: int, reference: int, seq: int) -> Shift | None:
-    """Whether `rank` and `reference`, who differ at `seq`, agree from there on when one is moved."""
-    for with_stacks in (True, False):
-        mine, theirs = (_from(job, group.lanes[r], seq, with_stacks) for r in (rank, reference))
-        found = best_shift(mine, theirs)
+    """Whether `rank` and `reference`, who differ at `seq`, agree from some point on when one is moved.
+
+    The two may have parted before `seq`, by a call of the same kind from another line. At one and the same line
+    there is no shift: the call is the right one with the wrong arguments.
+    """
+    mine, theirs = group.lanes[rank], group.lanes[reference]
+    if telling_stacks(job, mine):
+        if _stack_at(job, mine, seq) == _stack_at(job, theirs, seq):
+            return None
+        found = _shift_from(job, mine, theirs, _first_difference(job, mine, theirs, seq), True)
         if found is not None:
-            count, extra, agreeing = found
-            return Shift(rank, seq, count, extra, agreeing)
+            return found
+        skipped = _next_in_history(job, mine, theirs, seq)
+        if skipped is not None:
+            return skipped
+    return _shift_from(job, mine, theirs, seq, False)
+
+
+def telling_stacks(job: Job, lane: Lane) -> bool:
+    """Whether stacks tell calls apart: generated or stripped dumps show the same one everywhere."""
+    stacks = job.ranks[lane.rank].stack[lane.rows]
+    return bool((stacks != stacks[0]).any())
+
+
+def _stack_at(job: Job, lane: Lane, seq: int) -> int:
+    return int(job.ranks[lane.rank].stack[lane.row(seq)])
+
+
+def _first_difference(job: Job, mine: Lane, theirs: Lane, seq: int) -> int:
+    """Where call sites part for good on the way to `seq`."""
+    low = max(mine.first, theirs.first)
+    one, two = _window(job, mine, low, seq), _window(job, theirs, low, seq)
+    if len(one) != len(two):
+        return seq
+    different = np.flatnonzero(one != two)
+    # The last run of differences that reaches `seq`.
+    start = len(different) - 1
+    while start > 0 and different[start - 1] == different[start] - 1:
+        start -= 1
+    return low + int(different[start]) if len(different) else seq
+
+
+def _shift_from(job: Job, mine: Lane, theirs: Lane, seq: int, with_stacks: bool) -> Shift | None:
+    one, two = _from(job, mine, seq, with_stacks), _from(job, theirs, seq, with_stacks)
+    found = best_shift(one, two)
+    if found is None:
+        return None
+    count, extra, agreeing = found
+    length = min(len(one), len(two))
+    replaced = length > 1 and bool((one[1:length] == two[1:length]).all())
+    if replaced and (len(one) > len(two)) != extra and len(one) != len(two):
+        return None
+    if replaced and len(one) == len(two):
+        return None  # the calls behind it fit where they are: one call was changed, none added
+    return Shift(mine.rank, seq, count, extra, agreeing)
+
+
+def _next_in_history(job: Job, mine: Lane, theirs: Lane, seq: int) -> Shift | None:
+    """A skip that hung at once: what the rank called is what has always come after what the others called."""
+    own, other = keys(job, mine), keys(job, theirs)
+    at = int(np.searchsorted(theirs.seqs, seq))
+    called = own[int(np.searchsorted(mine.seqs, seq))]
+    earlier = np.flatnonzero(other[:at] == other[at])
+    earlier = earlier[earlier + 1 < at]
+    if len(earlier) >= 2 and bool((other[earlier + 1] == called).all()) and called != other[at]:
+        return Shift(mine.rank, seq, 1, False, 1)
     return None
 
 

@@ -10,7 +10,8 @@ from allranks.diagnose.words import place, ranks_text, seconds, who
 from allranks.model.diagnosis import Finding
 from allranks.model.trace import State
 
-WINDOW, MIN_COLLECTIVES, EXAMINED_GROUPS = 256, 10, 16
+WINDOW, MIN_COLLECTIVES, EXAMINED_GROUPS, EXAMINED_RANKS = 256, 10, 16, 512
+_TIMED_OUT, _COMPLETED = int(State.TIMED_OUT), int(State.COMPLETED)
 MIN_LATE_S, LATE_SHARE, LAST_SHARE = 0.005, 0.25, 0.7
 
 
@@ -92,16 +93,13 @@ def find_tight_timeout(job: Job) -> Finding | None:
     """A timeout that calls which did finish came close to, or that struck."""
     longest, limit, rank = 0.0, 0.0, -1
     struck = 0
-    for view in job.ranks.values():
+    for view in list(job.ranks.values())[:EXAMINED_RANKS]:
         calls = view.trace.calls
-        struck += int((calls["state"] == State.TIMED_OUT).sum())
-        done = (
-            (calls["state"] == State.COMPLETED)
-            & (calls["completed_ns"] > calls["created_ns"])
-            & (calls["timeout_ms"] > 0)
-        )
+        struck += int((calls["state"] == _TIMED_OUT).sum())
+        took = calls["completed_ns"] - calls["created_ns"]
+        done = (calls["state"] == _COMPLETED) & (took > 0) & (calls["timeout_ms"] > 0)
         if done.any():
-            share = (calls["completed_ns"] - calls["created_ns"])[done] / (calls["timeout_ms"][done] * 1e6)
+            share = took[done] / (calls["timeout_ms"][done] * 1e6)
             at = int(np.argmax(share))
             if float(share[at]) > longest:
                 longest, rank = float(share[at]), view.rank

@@ -8,7 +8,9 @@ What waits for nothing is where the trouble began: a rank (missing, dead), or a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -18,6 +20,8 @@ from allranks.diagnose.p2p import P2PWait
 
 #: Snapshots this much older than a call cannot tell whether the rank entered it.
 STALE_NS = 50_000_000
+_DONE, _OPEN, _FAILED = int(Now.DONE), int(Now.OPEN), int(Now.FAILED)
+_SYNCHRONISING = [int(family) for family in SYNCHRONISING]
 
 
 @dataclass(frozen=True)
@@ -44,28 +48,44 @@ class Blocked:
 
 def find_blocked(job: Job, p2p_waits: list[P2PWait]) -> list[Blocked]:
     """All blocked calls: per group the first one of every rank, then open sends and receives."""
+    stuck = [_stuck_lanes(job, group) for group in job.groups]
+    busy = {lane.rank for lanes in stuck for found in lanes.values() for lane in found}
+    busy |= {wait.rank for wait in p2p_waits}
     found: list[Blocked] = []
-    for group in job.groups:
-        found += _blocked_in(job, group, len(found))
-    for wait in p2p_waits:
-        peer_waits = wait.partner < 0
-        missing = (wait.peer,) if peer_waits and wait.peer_known else ()
-        absent = (wait.peer,) if peer_waits and wait.peer not in job.ranks else ()
-        unsure = (wait.peer,) if peer_waits and not missing and not absent else ()
-        found.append(
-            Blocked(len(found), wait.group, -1, {wait.rank: wait.row}, missing, absent, unsure, p2p=wait)
-        )
-    return found
+    for group, lanes in zip(job.groups, stuck, strict=True):
+        found += [_blocked(job, group, seq, lanes[seq], len(found) + i) for i, seq in enumerate(sorted(lanes))]
+    idle = tuple(rank for rank, view in job.ranks.items() if rank not in busy and not view.cut)
+    found = [_with_strangers(job, blocked, idle) for blocked in found]
+    return found + [_blocked_p2p(job, wait, len(found) + i) for i, wait in enumerate(p2p_waits)]
 
 
-def _blocked_in(job: Job, group: GroupView, offset: int) -> list[Blocked]:
+def _blocked_p2p(job: Job, wait: P2PWait, index: int) -> Blocked:
+    alone = wait.partner < 0
+    missing = (wait.peer,) if alone and wait.peer_known else ()
+    absent = (wait.peer,) if alone and wait.peer not in job.ranks else ()
+    unsure = (wait.peer,) if alone and not missing and not absent else ()
+    return Blocked(index, wait.group, -1, {wait.rank: wait.row}, missing, absent, unsure, p2p=wait)
+
+
+def _with_strangers(job: Job, blocked: Blocked, idle: tuple[int, ...]) -> Blocked:
+    """Where the members are unknown, whoever is idle or without a dump may be the one that lacks."""
+    group = job.groups[blocked.group]
+    if group.members_known or blocked.missing or blocked.unsure or blocked.passed:
+        return blocked
+    lacking = tuple(rank for rank in idle if rank not in group.lanes)
+    absent = blocked.absent or (() if lacking else job.missing_ranks)
+    return replace(blocked, missing=lacking, absent=absent)
+
+
+def _stuck_lanes(job: Job, group: GroupView) -> dict[int, list[Lane]]:
+    """Sequence number → lanes that did not get through it."""
     stuck: dict[int, list[Lane]] = {}
     floor = _lowest_end(group)
     for lane in group.lanes.values():
         seq = stuck_at(job, lane, floor)
         if seq is not None:
             stuck.setdefault(seq, []).append(lane)
-    return [_blocked(job, group, seq, stuck[seq], offset + i) for i, seq in enumerate(sorted(stuck))]
+    return stuck
 
 
 def _lowest_end(group: GroupView) -> int:
@@ -86,11 +106,13 @@ def stuck_at(job: Job, lane: Lane, floor: int) -> int | None:
         return None
     view = job.ranks[lane.rank]
     now = view.now[lane.rows]
-    done = np.flatnonzero(now == Now.DONE)
+    done = np.flatnonzero(now == _DONE)
     start = int(done[-1]) + 1 if len(done) else 0
-    bad = (now[start:] == Now.OPEN) | (now[start:] == Now.FAILED)
+    if start == len(now):
+        return None
+    bad = (now[start:] == _OPEN) | (now[start:] == _FAILED)
     if lane.last > floor:
-        alone = np.isin(view.family[lane.rows[start:]], [int(f) for f in SYNCHRONISING])
+        alone = np.isin(view.family[lane.rows[start:]], _SYNCHRONISING)
         bad |= (now[start:] == Now.LEFT) & (lane.seqs[start:] > floor) & alone
     first = np.flatnonzero(bad)
     return int(lane.seqs[start + int(first[0])]) if len(first) else None
@@ -119,7 +141,7 @@ def _blocked(job: Job, group: GroupView, seq: int, lanes: list[Lane], index: int
     certain = any(
         job.ranks[r].now[group.lanes[r].row(seq)] == Now.DONE for r in passed if group.lanes[r].row(seq) >= 0
     )
-    if certain and int(family) in {int(f) for f in SYNCHRONISING}:
+    if certain and int(family) in _SYNCHRONISING:
         # Somebody finished it, so everybody entered it: the others' dumps are merely older.
         unsure, missing = unsure + missing, []
     absent = tuple(r for r in group.members if r not in group.lanes) if not certain else ()
@@ -156,19 +178,29 @@ class Graph:
                 leaves.discard(number)
         return sorted(tuple(sorted(members[number])) for number in leaves)
 
-    def weight(self, sink: tuple[int, ...]) -> int:
-        """How many ranks wait, directly or not, for this sink."""
+    @cached_property
+    def waits_for_me(self) -> dict[int, list[int]]:
+        """The edges turned round."""
         back: dict[int, list[int]] = {}
         for node, targets in self.edges.items():
             for target in targets:
                 back.setdefault(target, []).append(node)
-        seen, todo = set(sink), list(sink)
+        return back
+
+    def behind(self, nodes: Iterable[int]) -> set[int]:
+        """All nodes that wait for these, directly or not, and these."""
+        seen = set(nodes)
+        todo = list(seen)
         while todo:
-            for node in back.get(todo.pop(), ()):
+            for node in self.waits_for_me.get(todo.pop(), ()):
                 if node not in seen:
                     seen.add(node)
                     todo.append(node)
-        return sum(1 for node in seen if node >= 0)
+        return seen
+
+    def weight(self, sink: Iterable[int]) -> int:
+        """How many ranks wait, directly or not, for this sink, and are in it."""
+        return sum(1 for node in self.behind(sink) if node >= 0)
 
 
 def wait_graph(job: Job, blocked: list[Blocked]) -> Graph:
