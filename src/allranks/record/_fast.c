@@ -6,10 +6,14 @@
  * Ring   begin(...) fills a row in ascending order, `begin` first and `end` last, with a compiler barrier and a
  *        release fence in between, so that a reader in another process never takes a half-written row for whole.
  * Stacks capture(frame) looks a stack up by its code objects and instructions.
+ * Counters numbers the calls of one process group.
+ * AllReduce, Wait  stand in for ProcessGroup.allreduce and Work.wait in their most frequent form, and hand every
+ *        other form to the wrapper written in Python. They hold the GIL throughout, except inside torch.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <frameobject.h>
+#include <structmember.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -108,25 +112,11 @@ static void set_field(Ring *self, int index, int64_t value) {
     ((volatile int64_t *)self->view.buf)[index] = value;
 }
 
-/* begin(group, op, shapes, stack, seq, p2p_seq, op_id, timeout_ms, reduce_op, root, peer, flags) -> begin
- * shapes is the tuple (id, elements in, elements out). */
-static PyObject *Ring_begin(Ring *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 12 || !PyTuple_Check(args[2]) || PyTuple_GET_SIZE(args[2]) != 3) {
-        PyErr_SetString(PyExc_TypeError, "begin takes 12 arguments, the third a tuple of 3");
-        return NULL;
-    }
-    if (!self->view.obj) {
-        PyErr_SetString(PyExc_ValueError, "the ring is closed");
-        return NULL;
-    }
-    long long value[12];
-    for (int i = 0; i < 12; i++)
-        value[i] = i == 2 ? 0 : PyLong_AsLongLong(args[i]);
-    long long shapes = PyLong_AsLongLong(PyTuple_GET_ITEM(args[2], 0));
-    long long in_numel = PyLong_AsLongLong(PyTuple_GET_ITEM(args[2], 1));
-    long long out_numel = PyLong_AsLongLong(PyTuple_GET_ITEM(args[2], 2));
-    if (PyErr_Occurred())
-        return NULL;
+typedef struct {
+    long long group, op, shapes, in_numel, out_numel, stack, seq, p2p_seq, op_id, timeout_ms, reduce_op, root, peer, flags;
+} Call;
+
+static uint64_t write_row(Ring *self, const Call *call) {
     uint64_t begin = ++self->next;
     volatile Row *row = row_of(self, begin);
     int64_t now = now_ns();
@@ -135,32 +125,73 @@ static PyObject *Ring_begin(Ring *self, PyObject *const *args, Py_ssize_t count)
     row->created_ns = now;
     row->started_ns = 0;
     row->completed_ns = 0;
-    row->seq = value[4];
-    row->p2p_seq = value[5];
-    row->op_id = value[6];
+    row->seq = call->seq;
+    row->p2p_seq = call->p2p_seq;
+    row->op_id = call->op_id;
     row->step = self->step;
-    row->in_numel = in_numel;
-    row->out_numel = out_numel;
-    row->timeout_ms = value[7];
-    row->group = (uint32_t)value[0];
-    row->op = (uint32_t)value[1];
-    row->shapes = (uint32_t)shapes;
-    row->stack = (uint32_t)value[3];
+    row->in_numel = call->in_numel;
+    row->out_numel = call->out_numel;
+    row->timeout_ms = call->timeout_ms;
+    row->group = (uint32_t)call->group;
+    row->op = (uint32_t)call->op;
+    row->shapes = (uint32_t)call->shapes;
+    row->stack = (uint32_t)call->stack;
     row->label = (uint32_t)self->label;
     row->thread = native_thread();
-    row->peer = (int32_t)value[10];
-    row->root = (int32_t)value[9];
-    row->reduce_op = (uint16_t)value[8];
+    row->peer = (int32_t)call->peer;
+    row->root = (int32_t)call->root;
+    row->reduce_op = (uint16_t)call->reduce_op;
     row->state = SCHEDULED;
     row->pad = 0;
-    row->flags = (uint16_t)value[11];
+    row->flags = (uint16_t)call->flags;
     row->pad2 = 0;
     atomic_thread_fence(memory_order_release);
     row->end = begin;
     set_field(self, self->next_field, (int64_t)begin);
     set_field(self, self->calls_field, (int64_t)begin);
     set_field(self, self->last_field, now);
-    return PyLong_FromUnsignedLongLong(begin);
+    return begin;
+}
+
+/* Reads the tuple (id, elements in, elements out); -1 with an exception when it is none. */
+static int read_shapes(PyObject *shapes, Call *call) {
+    if (!PyTuple_Check(shapes) || PyTuple_GET_SIZE(shapes) != 3) {
+        PyErr_SetString(PyExc_TypeError, "shapes are a tuple of 3");
+        return -1;
+    }
+    call->shapes = PyLong_AsLongLong(PyTuple_GET_ITEM(shapes, 0));
+    call->in_numel = PyLong_AsLongLong(PyTuple_GET_ITEM(shapes, 1));
+    call->out_numel = PyLong_AsLongLong(PyTuple_GET_ITEM(shapes, 2));
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* begin(group, op, shapes, stack, seq, p2p_seq, op_id, timeout_ms, reduce_op, root, peer, flags) -> begin */
+static PyObject *Ring_begin(Ring *self, PyObject *const *args, Py_ssize_t count) {
+    Call call;
+    if (count != 12) {
+        PyErr_SetString(PyExc_TypeError, "begin takes 12 arguments");
+        return NULL;
+    }
+    if (!self->view.obj) {
+        PyErr_SetString(PyExc_ValueError, "the ring is closed");
+        return NULL;
+    }
+    if (read_shapes(args[2], &call) < 0)
+        return NULL;
+    call.group = PyLong_AsLongLong(args[0]);
+    call.op = PyLong_AsLongLong(args[1]);
+    call.stack = PyLong_AsLongLong(args[3]);
+    call.seq = PyLong_AsLongLong(args[4]);
+    call.p2p_seq = PyLong_AsLongLong(args[5]);
+    call.op_id = PyLong_AsLongLong(args[6]);
+    call.timeout_ms = PyLong_AsLongLong(args[7]);
+    call.reduce_op = PyLong_AsLongLong(args[8]);
+    call.root = PyLong_AsLongLong(args[9]);
+    call.peer = PyLong_AsLongLong(args[10]);
+    call.flags = PyLong_AsLongLong(args[11]);
+    if (PyErr_Occurred())
+        return NULL;
+    return PyLong_FromUnsignedLongLong(write_row(self, &call));
 }
 
 static int token_of(PyObject *argument, Ring *self, uint64_t *begin) {
@@ -174,16 +205,32 @@ static int token_of(PyObject *argument, Ring *self, uint64_t *begin) {
     return 0;
 }
 
-/* started(begin): the library has taken the call. */
-static PyObject *Ring_started(Ring *self, PyObject *argument) {
-    uint64_t begin;
-    if (token_of(argument, self, &begin) < 0)
-        return NULL;
+static void mark_started(Ring *self, uint64_t begin) {
     volatile Row *row = row_of(self, begin);
     if (row->begin == begin) {
         row->started_ns = now_ns();
         row->state = STARTED;
     }
+}
+
+static void mark_finished(Ring *self, uint64_t begin, int state, int counts) {
+    volatile Row *row = row_of(self, begin);
+    if (row->begin == begin) {
+        row->completed_ns = now_ns();
+        atomic_thread_fence(memory_order_release);
+        row->flags = (uint16_t)(row->flags | RETIRED);
+        row->state = (uint8_t)state;
+    }
+    if (counts && state == COMPLETED)
+        set_field(self, self->done_field, (int64_t)++self->done);
+}
+
+/* started(begin): the library has taken the call. */
+static PyObject *Ring_started(Ring *self, PyObject *argument) {
+    uint64_t begin;
+    if (token_of(argument, self, &begin) < 0)
+        return NULL;
+    mark_started(self, begin);
     Py_RETURN_NONE;
 }
 
@@ -198,15 +245,7 @@ static PyObject *end_row(Ring *self, PyObject *const *args, Py_ssize_t count, in
     long state = PyLong_AsLong(args[1]);
     if (state == -1 && PyErr_Occurred())
         return NULL;
-    volatile Row *row = row_of(self, begin);
-    if (row->begin == begin) {
-        row->completed_ns = now_ns();
-        atomic_thread_fence(memory_order_release);
-        row->flags = (uint16_t)(row->flags | RETIRED);
-        row->state = (uint8_t)state;
-    }
-    if (counts && state == COMPLETED)
-        set_field(self, self->done_field, (int64_t)++self->done);
+    mark_finished(self, begin, (int)state, counts);
     Py_RETURN_NONE;
 }
 
@@ -360,18 +399,21 @@ static PyObject *key_of(Stacks *self, PyObject *start) {
     return PyBytes_FromStringAndSize((char *)key, size * (Py_ssize_t)sizeof(uint64_t));
 }
 
-/* capture(frame) -> id, or -1 when this stack is new. */
-static PyObject *Stacks_capture(Stacks *self, PyObject *frame) {
-    if (!PyFrame_Check(frame))
-        return PyLong_FromLong(0);
+/* The id of the stack at frame; -1 when it is new, -2 with an exception. */
+static long find_stack(Stacks *self, PyObject *frame) {
     PyObject *key = key_of(self, frame);
     if (!key)
-        return NULL;
+        return -2;
     PyObject *found = PyDict_GetItemWithError(self->stacks, key);
+    long id = found ? PyLong_AsLong(found) : -1;
     Py_DECREF(key);
-    if (found)
-        return Py_NewRef(found);
-    return PyErr_Occurred() ? NULL : PyLong_FromLong(-1);
+    return PyErr_Occurred() ? -2 : id;
+}
+
+/* capture(frame) -> id, or -1 when this stack is new. */
+static PyObject *Stacks_capture(Stacks *self, PyObject *frame) {
+    long id = PyFrame_Check(frame) ? find_stack(self, frame) : 0;
+    return id == -2 ? NULL : PyLong_FromLong(id);
 }
 
 /* remember(frame, id): the stack that starts here has this id. */
@@ -406,13 +448,326 @@ static PyType_Slot Stacks_slots[] = {
 
 static PyType_Spec Stacks_spec = {"allranks.record._fast.Stacks", sizeof(Stacks), 0, Py_TPFLAGS_DEFAULT, Stacks_slots};
 
+/* ---- Counters ------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    PyObject_HEAD
+    long long number, seq, p2p_seq, op_id, timeout_ms;
+    char blocking;
+    PyObject *batch; /* numbers of the open coalesced group, or None */
+} Counters;
+
+static int Counters_init(Counters *self, PyObject *args, PyObject *kwargs) {
+    int blocking;
+    if (!PyArg_ParseTuple(args, "LLp", &self->number, &self->timeout_ms, &blocking))
+        return -1;
+    self->blocking = (char)blocking;
+    self->seq = self->p2p_seq = self->op_id = 0;
+    Py_XSETREF(self->batch, Py_NewRef(Py_None));
+    return 0;
+}
+
+static void Counters_dealloc(Counters *self) {
+    Py_XDECREF(self->batch);
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+static PyObject *Counters_next_seq(Counters *self, PyObject *unused) { return PyLong_FromLongLong(++self->seq); }
+static PyObject *Counters_next_p2p(Counters *self, PyObject *unused) { return PyLong_FromLongLong(++self->p2p_seq); }
+static PyObject *Counters_next_op(Counters *self, PyObject *unused) { return PyLong_FromLongLong(++self->op_id); }
+
+static PyMethodDef Counters_methods[] = {
+    {"next_seq", (PyCFunction)Counters_next_seq, METH_NOARGS, "The number of the next collective."},
+    {"next_p2p", (PyCFunction)Counters_next_p2p, METH_NOARGS, "The number of the next send or recv."},
+    {"next_op", (PyCFunction)Counters_next_op, METH_NOARGS, "The number of the next operation."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef Counters_members[] = {
+    {"number", T_LONGLONG, offsetof(Counters, number), READONLY, "Id of the group in the black box."},
+    {"last_seq", T_LONGLONG, offsetof(Counters, seq), READONLY, "Collectives so far."},
+    {"timeout_ms", T_LONGLONG, offsetof(Counters, timeout_ms), 0, "Timeout of the group; 0 unknown."},
+    {"blocking", T_BOOL, offsetof(Counters, blocking), READONLY, "wait() returns when the call is over."},
+    {"batch", T_OBJECT, offsetof(Counters, batch), 0, "Numbers of the open coalesced group, or None."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot Counters_slots[] = {
+    {Py_tp_init, Counters_init},       {Py_tp_dealloc, Counters_dealloc},
+    {Py_tp_methods, Counters_methods}, {Py_tp_members, Counters_members},
+    {Py_tp_doc, "Numbers of one process group's calls."}, {0, NULL},
+};
+
+static PyType_Spec Counters_spec = {
+    "allranks.record._fast.Counters", sizeof(Counters), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, Counters_slots};
+
+/* ---- AllReduce and Wait -------------------------------------------------------------------------------------- */
+
+static PyTypeObject *ring_type, *stacks_type, *counters_type;
+static PyObject *str_shape, *str_dtype, *str_reduce_op, *no_parts;
+
+/* Both: `original` is torch's function, `slow` the wrapper in Python, `failed` is told of an error of `original`. */
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    PyObject *original, *slow, *failed, *pending, *groups, *shapes, *options_type, *sweep;
+    Ring *ring;
+    Stacks *stacks; /* NULL: no stacks */
+    long long op;
+    char enabled;
+} Method;
+
+static void Method_dealloc(Method *self) {
+    Py_XDECREF(self->original);
+    Py_XDECREF(self->slow);
+    Py_XDECREF(self->failed);
+    Py_XDECREF(self->pending);
+    Py_XDECREF(self->groups);
+    Py_XDECREF(self->shapes);
+    Py_XDECREF(self->options_type);
+    Py_XDECREF(self->sweep);
+    Py_XDECREF(self->ring);
+    Py_XDECREF(self->stacks);
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+/* Bound to an instance as a function would be. */
+static PyObject *Method_get(PyObject *self, PyObject *instance, PyObject *type) {
+    if (!instance || instance == Py_None)
+        return Py_NewRef(self);
+    return PyMethod_New(self, instance);
+}
+
+/* Tells `failed(key, error)` of the exception that is set, and sets it again. */
+static void tell_failure(Method *self, PyObject *key) {
+    PyObject *kind, *error, *trace;
+    PyErr_Fetch(&kind, &error, &trace);
+    PyErr_NormalizeException(&kind, &error, &trace);
+    PyObject *answer = PyObject_CallFunctionObjArgs(self->failed, key, error ? error : Py_None, NULL);
+    if (!answer)
+        PyErr_Clear();
+    Py_XDECREF(answer);
+    PyErr_Restore(kind, error, trace);
+}
+
+/* The row of a call with one tensor and an options object; 0 with no exception left: use `slow`. */
+static uint64_t begin_all_reduce(Method *self, Counters *group, PyObject *tensor, PyObject *options) {
+    Call call = {.op = self->op, .root = -1, .peer = -1};
+    uint64_t begin = 0;
+    PyObject *shape = PyObject_GetAttr(tensor, str_shape), *dtype = PyObject_GetAttr(tensor, str_dtype);
+    PyObject *key = shape && dtype ? PyTuple_Pack(2, shape, dtype) : NULL;
+    PyObject *known = key ? PyDict_GetItemWithError(self->shapes, key) : NULL;
+    PyObject *operation = known ? PyObject_GetAttr(options, str_reduce_op) : NULL;
+    Py_hash_t reduce = operation ? PyObject_Hash(operation) : -1;
+    if (!known || reduce < 0 || reduce > 8 || read_shapes(known, &call) < 0)
+        goto done;
+    if (self->stacks) {
+        PyFrameObject *frame = PyEval_GetFrame(); /* borrowed: the caller's, as C functions have none */
+        call.stack = frame ? find_stack(self->stacks, (PyObject *)frame) : 0;
+        if (call.stack <= 0)
+            goto done; /* new, or on a thread without Python frames */
+    }
+    call.reduce_op = reduce + 1;
+    call.group = group->number;
+    call.timeout_ms = group->timeout_ms;
+    call.seq = ++group->seq;
+    call.op_id = ++group->op_id;
+    begin = write_row(self->ring, &call);
+done:
+    PyErr_Clear();
+    Py_XDECREF(operation);
+    Py_XDECREF(key);
+    Py_XDECREF(shape);
+    Py_XDECREF(dtype);
+    return begin;
+}
+
+/* Keeps (work, number, group, no parts) under the identity of the work. */
+static int keep(Method *self, PyObject *work, PyObject *number, PyObject *group) {
+    PyObject *key = PyLong_FromVoidPtr(work);
+    PyObject *entry = key ? PyTuple_Pack(4, work, number, group, no_parts) : NULL;
+    int failed = !entry || PyDict_SetItem(self->pending, key, entry) < 0;
+    Py_XDECREF(key);
+    Py_XDECREF(entry);
+    return failed;
+}
+
+static PyObject *AllReduce_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
+    Method *self = (Method *)callable;
+    if (!self->enabled)
+        return PyObject_Vectorcall(self->original, args, flags, names);
+    if (names || PyVectorcall_NARGS(flags) != 3 || (PyObject *)Py_TYPE(args[2]) != self->options_type ||
+        !PyList_CheckExact(args[1]) || PyList_GET_SIZE(args[1]) != 1 || !self->ring->view.obj)
+        return PyObject_Vectorcall(self->slow, args, flags, names);
+    PyObject *key = PyLong_FromVoidPtr(args[0]);
+    Counters *group = key ? (Counters *)PyDict_GetItemWithError(self->groups, key) : NULL;
+    Py_XDECREF(key);
+    if (!group || !PyObject_TypeCheck((PyObject *)group, counters_type) || group->batch != Py_None) {
+        PyErr_Clear();
+        return PyObject_Vectorcall(self->slow, args, flags, names);
+    }
+    Py_INCREF(group);
+    if (PyDict_GET_SIZE(self->pending)) {
+        PyObject *swept = PyObject_CallNoArgs(self->sweep);
+        if (!swept)
+            PyErr_Clear();
+        Py_XDECREF(swept);
+    }
+    PyObject *tensor = Py_NewRef(PyList_GET_ITEM(args[1], 0));
+    uint64_t begin = begin_all_reduce(self, group, tensor, args[2]);
+    Py_DECREF(tensor);
+    PyObject *number = begin ? PyLong_FromUnsignedLongLong(begin) : NULL;
+    if (!number) {
+        PyErr_Clear();
+        Py_DECREF(group);
+        return PyObject_Vectorcall(self->slow, args, flags, names);
+    }
+    PyObject *work = PyObject_Vectorcall(self->original, args, flags, names);
+    if (!work)
+        tell_failure(self, number);
+    else if (work == Py_None)
+        mark_finished(self->ring, begin, COMPLETED, 1);
+    else {
+        if (group->blocking)
+            mark_started(self->ring, begin);
+        if (keep(self, work, number, (PyObject *)group))
+            PyErr_Clear();
+    }
+    Py_DECREF(number);
+    Py_DECREF(group);
+    return work;
+}
+
+static PyObject *Wait_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
+    Method *self = (Method *)callable;
+    if (!self->enabled || PyVectorcall_NARGS(flags) < 1 || !self->ring->view.obj)
+        return PyObject_Vectorcall(self->original, args, flags, names);
+    PyObject *key = PyLong_FromVoidPtr(args[0]);
+    PyObject *entry = key ? PyDict_GetItemWithError(self->pending, key) : NULL;
+    if (!entry) {
+        PyErr_Clear();
+        Py_XDECREF(key);
+        return PyObject_Vectorcall(self->original, args, flags, names);
+    }
+    Counters *group = (Counters *)PyTuple_GET_ITEM(entry, 2);
+    if (PyTuple_GET_SIZE(PyTuple_GET_ITEM(entry, 3)) || !PyObject_TypeCheck((PyObject *)group, counters_type) ||
+        !group->blocking) {
+        Py_DECREF(key);
+        return PyObject_Vectorcall(self->slow, args, flags, names);
+    }
+    Py_INCREF(entry);
+    PyObject *result = PyObject_Vectorcall(self->original, args, flags, names);
+    if (!result)
+        tell_failure(self, key);
+    else if (PyDict_GetItemWithError(self->pending, key) == entry && self->ring->view.obj) {
+        uint64_t begin = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(entry, 1));
+        if (PyDict_DelItem(self->pending, key) == 0 && begin)
+            mark_finished(self->ring, begin, COMPLETED, 1);
+        PyErr_Clear();
+    }
+    Py_DECREF(entry);
+    Py_DECREF(key);
+    return result;
+}
+
+static int check_parts(Method *self) {
+    return PyObject_TypeCheck(self->ring, ring_type) && PyDict_Check(self->pending) &&
+           (!self->stacks || PyObject_TypeCheck(self->stacks, stacks_type)) &&
+           (!self->groups || PyDict_Check(self->groups)) && (!self->shapes || PyDict_Check(self->shapes));
+}
+
+static void hold_parts(Method *self) {
+    Py_INCREF(self->original);
+    Py_INCREF(self->slow);
+    Py_INCREF(self->failed);
+    Py_INCREF(self->pending);
+    Py_INCREF(self->ring);
+    Py_XINCREF(self->groups);
+    Py_XINCREF(self->shapes);
+    Py_XINCREF(self->options_type);
+    Py_XINCREF(self->sweep);
+    Py_XINCREF(self->stacks);
+    self->enabled = 1;
+}
+
+/* AllReduce(original, slow, failed, pending, ring, groups, shapes, options_type, sweep, stacks or None, op) */
+static int AllReduce_init(Method *self, PyObject *args, PyObject *kwargs) {
+    Method given = {.op = 0};
+    if (self->original || !PyArg_ParseTuple(args, "OOOOOOOOOOL", &given.original, &given.slow, &given.failed,
+                                            &given.pending, &given.ring, &given.groups, &given.shapes,
+                                            &given.options_type, &given.sweep, &given.stacks, &given.op))
+        return -1;
+    if ((PyObject *)given.stacks == Py_None)
+        given.stacks = NULL;
+    if (!check_parts(&given)) {
+        PyErr_SetString(PyExc_TypeError, "AllReduce takes parts of this module");
+        return -1;
+    }
+    memcpy(&self->original, &given.original, sizeof(Method) - offsetof(Method, original));
+    self->vectorcall = AllReduce_call;
+    hold_parts(self);
+    return 0;
+}
+
+/* Wait(original, slow, failed, pending, ring) */
+static int Wait_init(Method *self, PyObject *args, PyObject *kwargs) {
+    Method given = {.op = 0};
+    if (self->original || !PyArg_ParseTuple(args, "OOOOO", &given.original, &given.slow, &given.failed, &given.pending,
+                                            &given.ring))
+        return -1;
+    if (!check_parts(&given)) {
+        PyErr_SetString(PyExc_TypeError, "Wait takes parts of this module");
+        return -1;
+    }
+    memcpy(&self->original, &given.original, sizeof(Method) - offsetof(Method, original));
+    self->vectorcall = Wait_call;
+    hold_parts(self);
+    return 0;
+}
+
+static PyMemberDef Method_members[] = {
+    {"enabled", T_BOOL, offsetof(Method, enabled), 0, "False: calls go straight to torch."},
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Method, vectorcall), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+#define METHOD_SLOTS(init, doc)                                                                                       \
+    {                                                                                                                 \
+        {Py_tp_init, init}, {Py_tp_dealloc, Method_dealloc}, {Py_tp_descr_get, Method_get},                           \
+            {Py_tp_call, PyVectorcall_Call}, {Py_tp_members, Method_members}, {Py_tp_doc, doc}, {0, NULL},            \
+    }
+
+static PyType_Slot AllReduce_slots[] = METHOD_SLOTS(AllReduce_init, "ProcessGroup.allreduce, recorded.");
+static PyType_Slot Wait_slots[] = METHOD_SLOTS(Wait_init, "Work.wait, recorded.");
+
+enum { METHOD_FLAGS = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR };
+static PyType_Spec AllReduce_spec = {"allranks.record._fast.AllReduce", sizeof(Method), 0, METHOD_FLAGS, AllReduce_slots};
+static PyType_Spec Wait_spec = {"allranks.record._fast.Wait", sizeof(Method), 0, METHOD_FLAGS, Wait_slots};
+
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_fast", "The hot path of the recorder.", -1, NULL};
+
+static PyObject *add_type(PyObject *made, const char *name, PyType_Spec *spec) {
+    PyObject *type = made ? PyType_FromSpec(spec) : NULL;
+    if (!type || PyModule_AddObject(made, name, Py_NewRef(type)) < 0)
+        return NULL;
+    return type; /* kept for ever: the checks above compare with it */
+}
 
 PyMODINIT_FUNC PyInit__fast(void) {
     PyObject *made = PyModule_Create(&module);
-    PyObject *ring = PyType_FromSpec(&Ring_spec), *stacks = PyType_FromSpec(&Stacks_spec);
-    if (!made || !ring || !stacks || PyModule_AddObject(made, "Ring", ring) < 0 ||
-        PyModule_AddObject(made, "Stacks", stacks) < 0)
+    ring_type = (PyTypeObject *)add_type(made, "Ring", &Ring_spec);
+    stacks_type = (PyTypeObject *)add_type(made, "Stacks", &Stacks_spec);
+    counters_type = (PyTypeObject *)add_type(made, "Counters", &Counters_spec);
+    str_shape = PyUnicode_InternFromString("shape");
+    str_dtype = PyUnicode_InternFromString("dtype");
+    str_reduce_op = PyUnicode_InternFromString("reduceOp");
+    no_parts = PyTuple_New(0);
+    if (!ring_type || !stacks_type || !counters_type || !str_shape || !str_dtype || !str_reduce_op || !no_parts ||
+        !add_type(made, "AllReduce", &AllReduce_spec) || !add_type(made, "Wait", &Wait_spec))
         return NULL;
     return made;
 }

@@ -27,12 +27,15 @@ class Call(NamedTuple):
 
 Reader = Callable[[tuple[Any, ...], dict[str, Any]], Call]
 ANY_SOURCE = -1
+_NO_TIME = timedelta(0)  # torch's options hold -1 ms when nobody set a timeout
 
 
 def flat(tensors: Any) -> list[Any]:
     """The tensors of a tensor, a list, or a list of lists."""
     if not isinstance(tensors, (list, tuple)):
         return [tensors] if tensors is not None else []
+    if len(tensors) == 1 and not isinstance(tensors[0], (list, tuple)):
+        return list(tensors)
     found: list[Any] = []
     for item in tensors:
         found += flat(item) if isinstance(item, (list, tuple)) else [item]
@@ -64,10 +67,10 @@ def reduce_number(options: Any) -> int:
 
 def _timeout(options: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """The call's own timeout in milliseconds; 0 when it has none."""
-    value = kwargs.get("timeout") or getattr(options, "timeout", None)
-    if value is None and args and isinstance(args[-1], timedelta):
-        value = args[-1]
-    return int(value.total_seconds() * 1000) if isinstance(value, timedelta) and value > timedelta(0) else 0
+    value = getattr(options, "timeout", None)
+    if value is None:
+        value = kwargs.get("timeout") or (args[-1] if args else None)
+    return int(value.total_seconds() * 1000) if isinstance(value, timedelta) and value > _NO_TIME else 0
 
 
 def _root(options: Any) -> int:

@@ -11,38 +11,74 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
-DEFAULT_TIMEOUT_MS = 0
+WAITS_BLOCK = frozenset({"gloo", "mpi", "fake"})  # backends whose wait() returns when the call is over
+
+
+class PyCounters:
+    """The numbers of one group's calls, in Python; `_fast.c` has the same."""
+
+    __slots__ = ("_ops", "_p2ps", "_seqs", "batch", "blocking", "last_seq", "number", "timeout_ms")
+
+    def __init__(self, number: int, timeout_ms: int, blocking: bool) -> None:
+        self.number = number  # id of the group in the black box
+        self.timeout_ms = timeout_ms
+        self.blocking = blocking  # wait() returns when the call is over
+        self.last_seq = 0
+        self.batch: tuple[int, int] | None = (
+            None  # (seq, p2p_seq) of the open coalesced group, 0 = not drawn yet
+        )
+        self._seqs, self._p2ps, self._ops = itertools.count(1), itertools.count(1), itertools.count(1)
+
+    def next_seq(self) -> int:
+        """The number of the next collective."""
+        self.last_seq = number = next(self._seqs)
+        return number
+
+    def next_p2p(self) -> int:
+        """The number of the next send or recv."""
+        return next(self._p2ps)
+
+    def next_op(self) -> int:
+        """The number of the next operation of any kind."""
+        return next(self._ops)
 
 
 class GroupState:
-    """One process group as this rank sees it. `number` is its id in the black box."""
+    """One process group as this rank sees it."""
 
-    __slots__ = (
-        "backend", "batch", "blocking", "last_seq", "name", "number", "op_ids", "p2p_seqs", "parts", "ranks",
-        "ref", "seqs", "timeout_ms", "twin",
-    )  # fmt: skip
+    __slots__ = ("backend", "counters", "name", "parts", "ranks", "ref")
 
-    def __init__(self, number: int, name: str, ranks: tuple[int, ...], backend: str, timeout_ms: int) -> None:
-        self.number = number
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        ranks: tuple[int, ...],
+        backend: str,
+        timeout_ms: int,
+        accelerate: bool = True,
+    ) -> None:
         self.name = name
         self.ranks = ranks  # global ranks in group order; () = unknown
         self.backend = backend
-        self.timeout_ms = timeout_ms
-        self.blocking = backend in {"gloo", "mpi", "fake"}  # wait() returns when the call is complete
-        self.seqs = itertools.count(1)
-        self.p2p_seqs = itertools.count(1)
-        self.op_ids = itertools.count(1)
-        self.last_seq = 0
-        self.batch: tuple[int, int] | None = (
-            None  # (seq, p2p_seq) of the open coalesced group, 0 = none of that kind
-        )
-        self.parts: list[int] = []  # numbers of the calls in it
+        self.counters = make_counters(number, timeout_ms, backend in WAITS_BLOCK, accelerate)
+        self.parts: list[int] = []  # numbers of the calls in the open coalesced group
         self.ref: weakref.ref[Any] | None = None
-        self.twin: weakref.ref[Any] | None = None
 
     def global_rank(self, group_rank: int) -> int:
         """A group-local rank as a global one; itself when the members are unknown."""
         return self.ranks[group_rank] if 0 <= group_rank < len(self.ranks) else group_rank
+
+
+def make_counters(number: int, timeout_ms: int, blocking: bool, accelerate: bool) -> Any:
+    """Counters in C when that was built and is wanted, else in Python."""
+    if accelerate:
+        try:
+            from allranks.record._fast import Counters
+
+            return Counters(number, timeout_ms, blocking)
+        except ImportError:
+            pass
+    return PyCounters(number, timeout_ms, blocking)
 
 
 def describe_group(group: Any, world_size: int) -> tuple[str, str, tuple[int, ...], str]:

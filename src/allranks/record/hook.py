@@ -42,10 +42,13 @@ class Hook:
         self.writer: CallWriter | None = writer
         self._fault = fault
         self._on_group = on_group
-        self._groups: dict[int, GroupState] = {}
+        self._groups: dict[int, GroupState] = {}  # by id of the group object, which is alive while it is here
+        self._counters: dict[int, Any] = {}  # the same groups' counters, for the part in C
         self._shapes: dict[tuple[Any, ...], Shapes] = {}
-        self._one_shape: dict[tuple[Any, Any], Shapes] = {}
-        self._originals: list[tuple[Any, str, Any]] = []
+        self._one_shape: dict[
+            tuple[Any, Any], Shapes
+        ] = {}  # of one tensor that is input and output, for the part in C
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._twins: Any = None
         self._lost: set[str] = set()
 
@@ -63,11 +66,12 @@ class Hook:
                 original = getattr(owner, method)
                 wrapper = self._wrap(original, op, reader)
                 if method == "allreduce":
-                    wrapper = self._wrap_allreduce(original, wrapper)
+                    wrapper = self._fast_allreduce(original, wrapper)
                 self._replace(owner, method, wrapper)
             self._replace(owner, "_start_coalescing", self._wrap_start(owner._start_coalescing))
             self._replace(owner, "_end_coalescing", self._wrap_end(owner._end_coalescing))
-        self._replace(c10d.Work, "wait", self._wrap_wait(c10d.Work.wait))
+        wait = c10d.Work.wait
+        self._replace(c10d.Work, "wait", self._fast_wait(wait, self._wrap_wait(wait)))
         self._watch_graph_capture()
         try:
             from allranks.record.twin import Twins
@@ -90,17 +94,19 @@ class Hook:
         if self._twins is not None:
             self._twins.uninstall()
             self._twins = None
-        while self._originals:
-            owner, name, original = self._originals.pop()
-            if getattr(vars(owner).get(name), "_allranks", None) is self:
+        while self._replaced:
+            owner, name, wrapper, original = self._replaced.pop()
+            if hasattr(wrapper, "enabled"):
+                wrapper.enabled = False
+            if vars(owner).get(name) is wrapper:
                 setattr(owner, name, original)
 
     def _replace(self, owner: Any, name: str, wrapper: Any) -> None:
         original = vars(owner)[name]  # the descriptor itself: getattr would strip pybind's binding of self
-        wrapper.__name__ = name
-        wrapper.__doc__ = getattr(owner, name).__doc__
-        wrapper._allranks = self
-        self._originals.append((owner, name, original))
+        if hasattr(wrapper, "__name__"):
+            wrapper.__name__ = name
+            wrapper.__doc__ = getattr(owner, name).__doc__
+        self._replaced.append((owner, name, wrapper, original))
         setattr(owner, name, wrapper)
 
     # -- groups and shapes --------------------------------------------------------------------------------------
@@ -115,7 +121,7 @@ class Hook:
         assert writer is not None
         name, desc, ranks, backend = describe_group(group, writer.box.get("world_size"))
         number = writer.box.append(Item.GROUP, [name, desc, list(ranks), backend])
-        state = GroupState(number, name, ranks, backend, timeout_ms(group))
+        state = GroupState(number, name, ranks, backend, timeout_ms(group), writer.accelerate)
         self.adopt(group, state)
         self._on_group(state, group)
         return state
@@ -123,9 +129,15 @@ class Hook:
     def adopt(self, group: Any, state: GroupState) -> None:
         """Lets `group` be looked up as `state` for as long as the object lives."""
         key = id(group)
-        groups = self._groups
-        state.ref = weakref.ref(group, lambda _: groups.pop(key, None))
-        self._groups[key] = state
+        groups, counters = self._groups, self._counters
+
+        def forget(_: Any) -> None:
+            groups.pop(key, None)
+            counters.pop(key, None)
+
+        state.ref = weakref.ref(group, forget)
+        groups[key] = state
+        counters[key] = state.counters
 
     def shapes(self, call: Call) -> Shapes:
         """Sizes and dtypes of a call, interned."""
@@ -138,14 +150,8 @@ class Hook:
             tuple(call.output_splits),
         )
         found = self._shapes.get(key)
-        return found if found is not None else self._new_shapes(key, call)
-
-    def one_shape(self, tensor: Any) -> Shapes:
-        """Sizes of a call whose only tensor is its input and output."""
-        tensors = [tensor]
-        found = self.shapes(Call(tensors, tensors))
-        if len(self._one_shape) < MAX_SHAPES:
-            self._one_shape[(tensor.shape, tensor.dtype)] = found
+        if found is None:
+            found = self._new_shapes(key, call)
         return found
 
     def _new_shapes(self, key: tuple[Any, ...], call: Call) -> Shapes:
@@ -166,6 +172,8 @@ class Hook:
         )
         if len(self._shapes) < MAX_SHAPES:
             self._shapes[key] = found
+            if len(call.inputs) == 1 and call.outputs is call.inputs:
+                self._one_shape[(call.inputs[0].shape, call.inputs[0].dtype)] = found
         return found
 
     # -- wrappers -----------------------------------------------------------------------------------------------
@@ -203,69 +211,39 @@ class Hook:
 
         return wrapper
 
-    def _wrap_allreduce(self, original: Callable[..., Any], slow: Callable[..., Any]) -> Callable[..., Any]:
-        """The most frequent call by far, written out: one tensor with an options object. The rest takes `slow`."""
+    def _fast_allreduce(self, original: Callable[..., Any], slow: Callable[..., Any]) -> Any:
+        """The most frequent call by far, in C: one tensor with an options object. The rest takes `slow`."""
         writer = self.writer
         assert writer is not None
+        try:
+            from allranks.record._fast import AllReduce, Ring
+        except ImportError:
+            return slow
+        if not isinstance(writer.ring, Ring):
+            return slow
+        stacks = writer.stacks.engine if writer.stacks is not None else None
         op = writer.box.intern(Item.NAME, "all_reduce")
-        groups, cache, pending, hook = self._groups, self._one_shape, writer.pending, self
-        begin, started, sweep, stacks = writer.ring.begin, writer.ring.started, writer.sweep, writer.stacks
-        capture, getframe, options_type = (
-            (stacks.capture if stacks else None),
-            sys._getframe,
-            c10d.AllreduceOptions,
-        )
+        return AllReduce(
+            original, slow, writer.failed, writer.pending, writer.ring, self._counters, self._one_shape,
+            c10d.AllreduceOptions, writer.sweep, stacks, op,
+        )  # fmt: skip
 
-        def allreduce(self: Any, *args: Any, **kwargs: Any) -> Any:
-            group = groups.get(id(self))
-            if (
-                group is None
-                or kwargs
-                or len(args) != 2
-                or type(args[1]) is not options_type
-                or hook.writer is None
-            ):
-                return slow(self, *args, **kwargs)
-            tensors, options = args
-            if group.batch is not None or type(tensors) is not list or len(tensors) != 1:
-                return slow(self, *args, **kwargs)
-            try:
-                tensor = tensors[0]
-                shapes = cache.get((tensor.shape, tensor.dtype)) or hook.one_shape(tensor)
-                if pending:
-                    sweep()
-                stack = 0
-                if capture is not None:
-                    stack = capture(getframe(1))
-                    if stack <= 0:
-                        stack = stacks.at(getframe(1))  # type: ignore[union-attr]
-                group.last_seq = seq = next(group.seqs)
-                number = begin(
-                    group.number, op, shapes, stack, seq, 0, next(group.op_ids), group.timeout_ms,
-                    hash(options.reduceOp) + 1, -1, -1, 0,
-                )  # fmt: skip
-            except Exception as error:  # ours, never the user's
-                hook._fault(error)
-                return original(self, tensors, options)
-            try:
-                work = original(self, tensors, options)
-            except BaseException as error:
-                writer.failed(number, error)
-                raise
-            if work is None:
-                writer.finish(number)
-            else:
-                if group.blocking:
-                    started(number)
-                pending[id(work)] = (work, number, group, ())
-            return work
-
-        return allreduce
+    def _fast_wait(self, original: Callable[..., Any], slow: Callable[..., Any]) -> Any:
+        """Waiting for a backend whose wait() means the end, in C."""
+        writer = self.writer
+        assert writer is not None
+        try:
+            from allranks.record._fast import Ring, Wait
+        except ImportError:
+            return slow
+        if not isinstance(writer.ring, Ring):
+            return slow
+        return Wait(original, slow, writer.wait_failed, writer.pending, writer.ring)
 
     def _wrap_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         writer = self.writer
         assert writer is not None
-        pending, finish, hook = writer.pending, writer.ring.finish, self
+        pending, finish, hook = writer.pending, writer.finish, self
 
         def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
             entry = pending.get(id(self))
@@ -274,16 +252,11 @@ class Hook:
             try:
                 result = original(self, *args, **kwargs)
             except BaseException as error:
-                if pending.pop(id(self), None) is not None:
-                    writer.failed(entry[1], error, entry[3])
+                writer.wait_failed(id(self), error)
                 raise
-            if entry[2].blocking or (not writer.capturing and self.is_completed()):
-                if pending.pop(id(self), None) is None:
-                    return result  # the side thread was quicker
-                if entry[3]:
-                    writer.finish(entry[1], entry[3])
-                else:
-                    finish(entry[1], 2)  # State.COMPLETED
+            over = entry[2].blocking or (not writer.capturing and self.is_completed())
+            if over and pending.pop(id(self), None) is not None:
+                finish(entry[1], entry[3])
             return result
 
         return wait
@@ -295,7 +268,7 @@ class Hook:
             if hook.writer is not None:
                 try:
                     group = hook.group(self)
-                    group.batch, group.parts = (0, 0), []
+                    group.counters.batch, group.parts = (0, 0), []
                 except Exception as error:  # ours
                     hook._fault(error)
             return original(self, *args, **kwargs)

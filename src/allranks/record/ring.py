@@ -105,7 +105,7 @@ def make_ring(box: Box, accelerate: bool) -> Any:
     fields = [FIELD[name] for name in ("next_id", "calls_started", "last_call_ns", "calls_completed")]
     if accelerate:
         try:
-            from allranks.record._fast import Ring  # type: ignore[import-not-found, unused-ignore]
+            from allranks.record._fast import Ring
 
             return Ring(box.memory, box.capacity, *fields)
         except ImportError:

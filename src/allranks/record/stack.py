@@ -49,8 +49,7 @@ class Stacks:
         self._depth = depth
         self._main = threading.main_thread().ident or 0
         self._count = 0
-        self._engine = _make_engine(depth, accelerate)
-        self.capture = self._engine.capture  # the id at a frame; 0 or less: ask `at`
+        self.engine = _make_engine(depth, accelerate)
 
     def at(self, frame: FrameType | None) -> int:
         """The id of the stack that starts at `frame`; 0 when there is none or the table is full.
@@ -58,7 +57,7 @@ class Stacks:
         A call made by C++ on a thread of its own (autograd's) has no user frames: then the main thread's stack is
         taken, which waits in backward().
         """
-        found: int = self._engine.capture(frame)
+        found: int = self.engine.capture(frame)
         if found > 0:
             return found
         if found < 0:
@@ -69,7 +68,7 @@ class Stacks:
 
     def _main_stack(self) -> int:
         frame = sys._current_frames().get(self._main)
-        found: int = self._engine.capture(frame)
+        found: int = self.engine.capture(frame)
         return found if found >= 0 else self._learn(frame)
 
     def _learn(self, frame: FrameType | None) -> int:
@@ -78,7 +77,7 @@ class Stacks:
         self._count += 1
         frames = describe(frame, self._depth)
         number = self._box.intern(Item.STACK, frames) if frames else 0
-        self._engine.remember(frame, number)
+        self.engine.remember(frame, number)
         return number
 
 
@@ -135,7 +134,7 @@ class PyEngine:
 def _make_engine(depth: int, accelerate: bool) -> Any:
     if accelerate:
         try:
-            from allranks.record._fast import Stacks as FastEngine  # type: ignore[import-not-found, unused-ignore]
+            from allranks.record._fast import Stacks as FastEngine
 
             return FastEngine(kind_of, depth)
         except ImportError:

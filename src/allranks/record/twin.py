@@ -124,7 +124,9 @@ class Twins:
             group.rank(), group.size()
         )  # the constructor that takes a store cannot make a subclass
         twin.original = group
-        twin.waits_block = lambda: self._hook.group(group).blocking  # asked late: members are not known yet
+        twin.waits_block = lambda: (
+            self._hook.group(group).counters.blocking
+        )  # asked late: members are not known yet
         for device in group._device_types:
             backend = group._get_backend(device)
             twin._register_backend(device, _backend_type(backend), backend)

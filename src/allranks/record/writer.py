@@ -20,8 +20,8 @@ from allranks.record.options import RecorderOptions
 from allranks.record.ring import Shapes, make_ring
 from allranks.record.stack import Stacks
 
-#: (work, number of the call, its group, numbers of the calls that end with it)
-Entry = tuple[Any, int, GroupState, tuple[int, ...]]
+#: (work, number of the call, counters of its group, numbers of the calls that end with it)
+Entry = tuple[Any, int, Any, tuple[int, ...]]
 
 P2P, PART, END = int(Flag.P2P), int(Flag.COALESCED_PART), int(Flag.COALESCED_END)
 COMPLETED, FAILED, TIMED_OUT = int(State.COMPLETED), int(State.FAILED), int(State.TIMED_OUT)
@@ -35,6 +35,7 @@ class CallWriter:
         self.ring = make_ring(box, options.accelerate)
         self.stacks = Stacks(box, options.stack_depth, options.accelerate) if options.stack_depth else None
         self.pending: dict[int, Entry] = {}  # by id(work), oldest first
+        self.accelerate = options.accelerate
         self.label = 0
         self.capturing = 0  # CUDA graph captures in progress: no event may be queried
         self.on_timeout: Callable[[], None] | None = None
@@ -47,16 +48,17 @@ class CallWriter:
         """Writes the row of a call that is about to be made; returns its number."""
         if self.pending:
             self.sweep()
+        counters = group.counters
         flags, p2p_seq = 0, 0
-        if group.batch is not None:
-            seq, p2p_seq, flags = self._batch_numbers(group, p2p)
+        if counters.batch is not None:
+            seq, p2p_seq, flags = _batch_numbers(counters, p2p)
         elif p2p:
-            seq, p2p_seq, flags = group.last_seq, next(group.p2p_seqs), P2P
+            seq, p2p_seq, flags = counters.last_seq, counters.next_p2p(), P2P
         else:
-            seq = group.last_seq = next(group.seqs)
+            seq = counters.next_seq()
         stack = self.stacks.at(frame) if self.stacks is not None else 0
         number: int = self.ring.begin(
-            group.number, op, shapes, stack, seq, p2p_seq, next(group.op_ids), timeout_ms or group.timeout_ms,
+            counters.number, op, shapes, stack, seq, p2p_seq, counters.next_op(), timeout_ms or counters.timeout_ms,
             reduce_op, root, peer, flags,
         )  # fmt: skip
         if flags & PART:
@@ -65,22 +67,24 @@ class CallWriter:
 
     def begin_end(self, group: GroupState, op: int, frame: Any) -> tuple[int, tuple[int, ...]]:
         """Writes the row that stands for a whole coalesced group; returns its number and those of its parts."""
-        seq, p2p_seq = group.batch or (0, 0)
-        parts, group.batch, group.parts = tuple(group.parts), None, []
+        counters = group.counters
+        seq, p2p_seq = counters.batch or (0, 0)
+        parts, counters.batch, group.parts = tuple(group.parts), None, []
         stack = self.stacks.at(frame) if self.stacks is not None else 0
         number: int = self.ring.begin(
-            group.number, op, (0, 0, 0), stack, seq or group.last_seq, p2p_seq, next(group.op_ids), group.timeout_ms,
-            0, -1, -1, END | P2P if p2p_seq else END,
+            counters.number, op, (0, 0, 0), stack, seq or counters.last_seq, p2p_seq, counters.next_op(),
+            counters.timeout_ms, 0, -1, -1, END | P2P if p2p_seq else END,
         )  # fmt: skip
         return number, parts
 
     def track(self, work: Any, number: int, group: GroupState, parts: tuple[int, ...] = ()) -> None:
         """The library took the call and will finish it later; follows `work` until then."""
-        if group.batch is not None:
+        counters = group.counters
+        if counters.batch is not None:
             return  # the end of the coalesced group tells for all of it
-        if group.blocking:
+        if counters.blocking:
             self.ring.started(number)
-        self.pending[id(work)] = (work, number, group, parts)
+        self.pending[id(work)] = (work, number, counters, parts)
 
     def finish(self, number: int, parts: tuple[int, ...] = (), state: int = COMPLETED) -> None:
         """Notes the end of a call and of those that end with it."""
@@ -92,8 +96,14 @@ class CallWriter:
         """What the library returned: a Work to follow, or None for a call that is over."""
         if work is not None:
             self.track(work, number, group, parts)
-        elif group.batch is None:
+        elif group.counters.batch is None:
             self.finish(number, parts)
+
+    def wait_failed(self, key: int, error: BaseException) -> None:
+        """The program's wait() for this Work raised."""
+        entry = self.pending.pop(key, None)
+        if entry is not None:
+            self.failed(entry[1], error, entry[3])
 
     def failed(self, number: int, error: BaseException, parts: tuple[int, ...] = ()) -> None:
         """Marks a call failed or timed out; neither counts as completed."""
@@ -126,8 +136,8 @@ class CallWriter:
 
     def _outcome(self, entry: Entry) -> BaseException | None:
         """How a completed Work ended, without blocking: None is success."""
-        work, group = entry[0], entry[2]
-        if not group.blocking:
+        work, counters = entry[0], entry[2]
+        if not counters.blocking:
             return _watchdog_error(work)
         try:
             if self.original_wait is not None:
@@ -136,15 +146,16 @@ class CallWriter:
             return error
         return None
 
-    def _batch_numbers(self, group: GroupState, p2p: bool) -> tuple[int, int, int]:
-        """Calls inside a coalesced group share its numbers: one p2p number, one collective number."""
-        seq, p2p_seq = group.batch or (0, 0)
-        if p2p and not p2p_seq:
-            p2p_seq = next(group.p2p_seqs)
-        elif not p2p and not seq:
-            seq = group.last_seq = next(group.seqs)
-        group.batch = (seq, p2p_seq)
-        return (seq or group.last_seq), (p2p_seq if p2p else 0), (PART | P2P if p2p else PART)
+
+def _batch_numbers(counters: Any, p2p: bool) -> tuple[int, int, int]:
+    """(seq, p2p_seq, flags) of a call inside a coalesced group: its calls share one p2p and one collective number."""
+    seq, p2p_seq = counters.batch or (0, 0)
+    if p2p and not p2p_seq:
+        p2p_seq = counters.next_p2p()
+    elif not p2p and not seq:
+        seq = counters.next_seq()
+    counters.batch = (seq, p2p_seq)
+    return (seq or counters.last_seq), (p2p_seq if p2p else 0), (PART | P2P if p2p else PART)
 
 
 def _watchdog_error(work: Any) -> BaseException | None:
