@@ -47,7 +47,7 @@ def decide_progress(
     """Whether the job is hung, and the reason as a sentence."""
     told = {rank: one for rank, one in marks.items() if one.marks or one.seen_s is not None}
     if not told:
-        return Progress(None, "no progress marks: cannot tell stuck from slow")
+        return Progress(None, "there are no progress marks")
     timed = {rank: _by_clock(one, stillness) for rank, one in told.items() if one.seen_s is not None}
     if timed:
         return _join_timed(timed, told)
@@ -101,7 +101,7 @@ def _join_timed(timed: Mapping[int, bool | None], told: Mapping[int, RankMarks])
             still,
             moving,
         )
-    return Progress(None, "the last marks are too fresh to tell stuck from slow: look again", still, moving)
+    return Progress(None, "the last marks are too fresh: look again", still, moving)
 
 
 def _by_snapshots(
@@ -121,7 +121,7 @@ def _by_snapshots(
         else:
             others[rank] = _movement(main)
     if not waiting and not others:
-        return Progress(None, "one snapshot without times: cannot tell stuck from slow")
+        return Progress(None, "one snapshot, and no time of it is known")
     if moved := tuple(sorted(rank for rank, did in waiting.items() if did)):
         return Progress(False, f"rank {moved[0]} finished a collective between two snapshots", moving=moved)
     if ticks > 1:  # one may be the price of being looked at

@@ -22,7 +22,7 @@ def render_text(report: StacksReport, roots: Sequence[Node]) -> Iterator[str]:
 
 
 def _verdict(report: StacksReport) -> Iterator[str]:
-    word = {True: "HUNG", False: "NOT HUNG", None: "CANNOT TELL"}[report.hung]
+    word = {True: "HUNG", False: "NOT HUNG", None: "UNCLEAR"}[report.hung]
     yield f"{word}: {report.sentence}"
     if report.hung is not False and report.reason and report.reason not in report.sentence:
         yield f"  because {report.reason}"

@@ -1,0 +1,251 @@
+"""Watches a job from the side, with no change to its code, and collects when a trigger says so.
+
+Runs in `allranks watch`. `start()` begins a command or takes running processes; `run()` watches until they end;
+signals that arrive are passed on to the command at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from allranks.errors import InputError
+from allranks.model.stacks import Capture, StacksReport
+from allranks.stacks.as_json import report_json
+from allranks.stacks.boxes import find_boxes, read_progress
+from allranks.stacks.bundle import write_bundle
+from allranks.stacks.classify import classify
+from allranks.stacks.collect import CollectOptions, collect
+from allranks.stacks.debug_config import DebugOptions
+from allranks.stacks.find import Selection, Target, choose
+from allranks.stacks.html import render_html
+from allranks.stacks.procfs import ProcessEntry, read_state, scan
+from allranks.stacks.progress import Stillness
+from allranks.stacks.text import render_text
+from allranks.stacks.titles import RANK_TITLES
+from allranks.stacks.tree import grow_tree
+from allranks.stacks.triggers import Observation, TriggerState, decide_trigger
+
+POLL_S = 0.5
+RESCAN_S = 5.0
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+ON_DEMAND = signal.SIGQUIT
+
+
+@dataclass(frozen=True)
+class Collection:
+    """One collection that was made."""
+
+    reason: str
+    folder: Path
+    report: StacksReport
+
+
+class Sidecar:
+    """One watched job. `say` hears a line for people; `told` every finished collection."""
+
+    def __init__(
+        self,
+        options: DebugOptions,
+        folder: Path,
+        say: Callable[[str], None] = lambda text: None,
+        told: Callable[[Collection], None] = lambda done: None,
+    ) -> None:
+        self.options = options
+        self.folder = folder
+        self.collections: list[Collection] = []
+        self._say = say
+        self._told = told
+        self._child: subprocess.Popen[bytes] | None = None
+        self._roots: tuple[int, ...] = ()
+        self._targets: list[Target] = []
+        self._scanned_s = -RESCAN_S
+        self._asked = False
+        self._old: dict[int, object] = {}
+
+    def start_command(self, words: Sequence[str]) -> None:
+        """Starts the command; its standard streams are ours."""
+        try:
+            self._child = subprocess.Popen(list(words))
+        except OSError as error:
+            raise InputError(f"cannot start {words[0]!r}: {error.strerror}") from error
+        self._roots = (self._child.pid,)
+
+    def take(self, pids: Sequence[int]) -> None:
+        """Watches processes that run already."""
+        missing = [pid for pid in pids if read_state(pid) in ("", "Z", "X")]
+        if missing:
+            raise InputError(f"process {', '.join(map(str, missing))} does not run")
+        self._roots = tuple(pids)
+
+    def run(self) -> int:
+        """Watches to the end of the job; returns the command's exit code (128 + N for signal N), 0 without one."""
+        self._catch()
+        begin = time.monotonic()
+        state = TriggerState()
+        try:
+            while True:
+                code = self._ended()
+                if code is not None:
+                    return code
+                now = time.monotonic() - begin
+                reason, state = decide_trigger(self._observe(now), state, self.options)
+                if self._asked:
+                    self._asked, reason = False, "asked for"
+                if reason and self.options.enabled:
+                    self._collect(reason)
+                self._pause()
+        finally:
+            self._release()
+
+    # the job
+
+    def _ended(self) -> int | None:
+        if self._child is not None:
+            code = self._child.poll()
+            return None if code is None else code if code >= 0 else 128 - code
+        return None if any(read_state(pid) not in ("", "Z", "X") for pid in self._roots) else 0
+
+    def _pause(self) -> None:
+        """Until the next glance, or the end of the command."""
+        if self._child is None:
+            time.sleep(POLL_S)
+            return
+        try:
+            self._child.wait(timeout=POLL_S)
+        except subprocess.TimeoutExpired:
+            pass
+
+    def _observe(self, now: float) -> Observation:
+        if now - self._scanned_s >= (RESCAN_S if self._targets else POLL_S):
+            self._targets, self._scanned_s = self._find(), now
+        ranks = [target for target in self._targets if target.child is None]
+        alive = frozenset(t.rank for t in ranks if read_state(t.pid) not in ("", "Z", "X"))
+        marks, oldest, silent = {}, None, 0.0
+        for target in ranks:
+            progress = read_progress(target.box, time.time()) if target.box is not None else None
+            if progress is not None:
+                marks[target.rank] = progress.mark
+                silent = max(silent, now + progress.expected_s) if progress.expected_s > 0 else silent
+                if progress.oldest_call_s is not None:
+                    oldest = max(oldest or 0.0, progress.oldest_call_s)
+        output = {t.rank: size for t in ranks if (size := _log_size(t.pid)) is not None}
+        return Observation(now, marks, output, oldest, alive, silent)
+
+    def _find(self) -> list[Target]:
+        """The ranks among the descendants of what we watch; a plain Python command is rank 0 itself."""
+        entries = scan()
+        family = _family(entries, self._roots)
+        boxes = find_boxes(
+            tuple(Path(e.environ["ALLRANKS_DIR"]) for e in family if "ALLRANKS_DIR" in e.environ)
+        )
+        chosen = choose(
+            family, boxes, Selection(titles=(*RANK_TITLES, *self.options.patterns)), own_pid=os.getpid()
+        )
+        if chosen:
+            return chosen
+        plain = [e.pid for e in family if e.python and e.pid in self._roots] or [
+            e.pid for e in family if e.python
+        ][:1]
+        return choose(family, boxes, Selection(pids=tuple(plain)), own_pid=os.getpid()) if plain else []
+
+    # collecting
+
+    def _collect(self, reason: str) -> None:
+        self._targets = self._find()
+        if not self._targets:
+            self._say(f"{reason}: no rank to look at")
+            return
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        folder = (
+            self.folder
+            / f"{stamp}-{len(self.collections) + 1}-{re.sub(r'[^a-z0-9]+', '_', reason.lower())[:40]}"
+        )
+        self._say(f"{reason}: collecting stacks of {sum(t.child is None for t in self._targets)} ranks")
+        how = CollectOptions(
+            rounds=self.options.rounds, interval_s=self.options.interval_s, native=self.options.native,
+            cuda_gdb=self.options.cuda_gdb, raw_folder=folder,
+        )  # fmt: skip
+        capture = collect(self._targets, how)
+        report = classify(capture, stillness=Stillness(still_s=self.options.no_progress_s or 10.0))
+        write_report(folder, report, capture)
+        done = Collection(reason, folder, report)
+        self.collections.append(done)
+        self._told(done)
+
+    # signals
+
+    def _catch(self) -> None:
+        """Passes signals on. From a terminal Ctrl-C reaches the command by itself."""
+        for number in FORWARDED:
+            self._old[number] = signal.signal(number, self._forward)
+        self._old[ON_DEMAND] = signal.signal(ON_DEMAND, self._ask)
+
+    def _forward(self, number: int, frame: object) -> None:
+        if self._child is None:
+            if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                raise KeyboardInterrupt
+            return
+        if self._child.poll() is None and not (number == signal.SIGINT and os.isatty(0)):
+            self._child.send_signal(number)
+
+    def _ask(self, number: int, frame: object) -> None:
+        self._asked = True
+
+    def _release(self) -> None:
+        for number, old in self._old.items():
+            signal.signal(number, old if old is not None else signal.SIG_DFL)  # type: ignore[arg-type]
+        if self._child is not None and self._child.poll() is None:
+            self._child.terminate()
+            try:
+                self._child.wait(timeout=30.0)
+            except subprocess.TimeoutExpired:
+                self._child.kill()
+                self._child.wait()
+
+
+def write_report(folder: Path, report: StacksReport, capture: Capture) -> None:
+    """Bundle, page, text and JSON side by side."""
+    roots = grow_tree(capture)
+    write_bundle(capture, folder)
+    (folder / "report.txt").write_text(
+        "\n".join(render_text(report, roots)) + "\n", encoding="utf-8", errors="replace"
+    )
+    (folder / "report.json").write_text(json.dumps(report_json(report, roots), indent=1), encoding="utf-8")
+    (folder / "report.html").write_text(render_html(report, roots), encoding="utf-8", errors="replace")
+
+
+def _family(entries: Sequence[ProcessEntry], roots: Sequence[int]) -> list[ProcessEntry]:
+    """The roots and all their descendants."""
+    children: dict[int, list[ProcessEntry]] = {}
+    for entry in entries:
+        children.setdefault(entry.ppid, []).append(entry)
+    found = {entry.pid: entry for entry in entries if entry.pid in roots}
+    todo = list(found)
+    while todo:
+        for child in children.get(todo.pop(), []):
+            if child.pid not in found:
+                found[child.pid] = child
+                todo.append(child.pid)
+    return list(found.values())
+
+
+def _log_size(pid: int) -> int | None:
+    """Bytes in the regular files that a process writes its output to; None when it has none."""
+    total, some = 0, False
+    for number in (1, 2):
+        try:
+            facts = os.stat(f"/proc/{pid}/fd/{number}")
+        except OSError:
+            continue
+        if stat.S_ISREG(facts.st_mode):
+            total, some = total + facts.st_size, True
+    return total if some else None
