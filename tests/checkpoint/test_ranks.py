@@ -24,7 +24,10 @@ def _model(kind: str, world_size: int, seed: int) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     inner = 12 if kind == "tp" else 3  # tensor parallel layers must divide evenly
     model: Any = torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, inner), torch.nn.ReLU(), torch.nn.Linear(inner, WIDTH), torch.nn.LayerNorm(WIDTH)
+        torch.nn.Linear(WIDTH, inner),
+        torch.nn.ReLU(),
+        torch.nn.Linear(inner, WIDTH),
+        torch.nn.LayerNorm(WIDTH),
     )
     if kind == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh

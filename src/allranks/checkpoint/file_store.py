@@ -12,6 +12,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -115,7 +116,7 @@ class FileStore:
     def quarantine(self, name: str, reason: str) -> str:
         folder = self.root / QUARANTINE
         folder.mkdir(exist_ok=True)
-        target = folder / f"{name}-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
+        target = folder / f"{name}-{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(3)}"
         try:
             (self.root / name).rename(target)
         except FileNotFoundError:

@@ -94,11 +94,10 @@ def fill(checkpoint: Opened, targets: Sequence[Target]) -> None:
     """
     table = stored_table(checkpoint)
     _require(checkpoint, table, [target.name for target in targets])
-    work: dict[tuple[str, int], tuple[Index, StoredShard, list[_Fill]]] = {}
+    work: dict[StoredShard, tuple[Index, StoredShard, list[_Fill]]] = {}
     for target in targets:
         for index, stored, region in _regions(checkpoint, target, table[target.name]):
-            key = (stored.file, stored.start)
-            work.setdefault(key, (index, stored, []))[2].append(region)
+            work.setdefault(stored, (index, stored, []))[2].append(region)
     jobs = list(work.values())
     for _, stored, _ in jobs:
         checkpoint.source(stored.file)  # opened and checked here, not in several threads at once
@@ -108,7 +107,7 @@ def fill(checkpoint: Opened, targets: Sequence[Target]) -> None:
         narrow.sort(key=lambda job: -job[1].shard.bytes)
         _in_threads(threads(), lambda job: _read_one(checkpoint, *job), narrow)
     if wide:
-        fills = {(stored.file, stored.start): regions for _, stored, regions in wide}
+        fills = {stored: regions for _, stored, regions in wide}
         runs = batches([(index, stored) for index, stored, _ in wide], BATCH_BYTES)
         _in_threads(4, lambda run: _read_run(checkpoint, run, fills), runs)
 
@@ -139,12 +138,12 @@ def _read_one(checkpoint: Opened, index: Index, stored: StoredShard, fills: list
 
 
 def _read_run(
-    checkpoint: Opened, run: list[tuple[Index, StoredShard]], fills: Mapping[tuple[str, int], list[_Fill]]
+    checkpoint: Opened, run: list[tuple[Index, StoredShard]], fills: Mapping[StoredShard, list[_Fill]]
 ) -> None:
     """Fetches a run of neighbours with few requests, then checks and places each."""
     if len(run) == 1:
         index, stored = run[0]
-        _read_one(checkpoint, index, stored, fills[stored.file, stored.start])
+        _read_one(checkpoint, index, stored, fills[stored])
         return
     first, last = run[0][1], run[-1][1]
     buffer = memoryview(bytearray(last.start + last.shard.bytes - first.start))
@@ -160,7 +159,7 @@ def _read_run(
         checkpoint.check(index, stored, piece)
         whole = _empty(stored.shard, stored.shard.sizes)
         memory_of(whole)[:] = piece
-        _scatter(whole, fills[stored.file, stored.start])
+        _scatter(whole, fills[stored])
 
 
 def _scatter(whole: torch.Tensor, fills: list[_Fill]) -> None:

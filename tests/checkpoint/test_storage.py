@@ -1,0 +1,250 @@
+"""What disks do to checkpoints: full, read-only, flipped bits, cut files, readers and retention at once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from allranks.checkpoint import (
+    CheckpointConfig,
+    CheckpointManager,
+    CheckpointState,
+    CheckpointTier,
+    NVMeBackend,
+)
+from allranks.checkpoint.file_store import FileStore
+from allranks.checkpoint.manifest import MANIFEST
+from allranks.checkpoint.retention import Kept, decide, prune
+from allranks.checkpoint.store import Attempt
+from allranks.errors import CheckpointLoadError, CheckpointSaveError
+
+from .jobs import make_job, make_state, same_state, train_step
+
+
+def _big(step: int) -> CheckpointState:
+    return CheckpointState(step=step, model_state_dict={"w": torch.randn(1 << 20)})  # 4 MB
+
+
+@pytest.mark.needs_root
+def test_a_full_disk_fails_in_the_known_words_and_leaves_nothing(small_disk: Path) -> None:
+    """The error names tier, path and cause, and the hint the command that helps; the old one still loads."""
+    backend = NVMeBackend(small_disk)
+    backend.save(make_state(1), "good")
+    with pytest.raises(
+        CheckpointSaveError,
+        match=r"\[NVME\] Failed to save checkpoint to '.*/small/big': No space left on device",
+    ) as caught:
+        backend.save(_big(2), "big")
+    assert caught.value.tier == "NVME" and "allranks checkpoint prune" in caught.value.hint
+    assert sorted(os.listdir(small_disk)) == ["good"]
+    assert same_state(backend.load("good"), make_state(1))
+
+
+@pytest.mark.needs_root
+def test_a_disk_that_fills_up_while_writing_is_the_same(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check beforehand is a courtesy: the write itself fails as cleanly."""
+
+    class Plenty:
+        f_bavail, f_frsize = 1 << 40, 4096
+
+    monkeypatch.setattr("allranks.checkpoint.file_store.os.statvfs", lambda _: Plenty)
+    with pytest.raises(CheckpointSaveError, match="No space left on device"):
+        NVMeBackend(small_disk).save(_big(2), "big")
+    assert os.listdir(small_disk) == []
+
+
+@pytest.mark.needs_root
+@pytest.mark.parametrize("policy", ["warn", "fail"])
+def test_a_failed_save_stops_training_only_if_the_policy_says_so(
+    small_disk: Path, policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """warn: said, and wait returns False; fail: raised at the next call."""
+    config = CheckpointConfig(nvme_path=small_disk, async_save_policy=policy)
+    manager = CheckpointManager(config)
+    with caplog.at_level(logging.WARNING):
+        manager.save_checkpoint(_big(1), CheckpointTier.NVME)
+        if policy == "warn":
+            assert manager.wait_for_pending_saves(30) is False
+            assert manager.wait_for_pending_saves(30) is True
+        else:
+            with pytest.raises(CheckpointSaveError, match="No space left on device"):
+                manager.wait_for_pending_saves(30)
+    manager.close()
+    assert "[NVME] Failed to save checkpoint" in caplog.text and "allranks checkpoint prune" in caplog.text
+
+
+@pytest.mark.needs_root
+def test_a_retried_save_succeeds_once_there_is_room(small_disk: Path) -> None:
+    """The helper keeps trying from the same snapshot; training goes on meanwhile."""
+    filler = small_disk / "filler"
+    filler.write_bytes(b"x" * (2 << 20))
+    config = CheckpointConfig(
+        nvme_path=small_disk, async_save_policy="retry", async_save_retries=500, async_save_retry_delay=0.001
+    )
+    with CheckpointManager(config) as manager:
+        manager.save_checkpoint(make_state(1), CheckpointTier.NVME)
+        filler.unlink()
+        assert manager.wait_for_pending_saves(60)
+        assert same_state(NVMeBackend(small_disk).load("checkpoint_step_00000001"), make_state(1))
+
+
+@pytest.mark.needs_root
+def test_a_read_only_folder_says_so(read_only_disk: Path) -> None:
+    """The error carries the system's words and a hint to look at the mount."""
+    with pytest.raises(CheckpointSaveError, match=r"\[NVME\].*Read-only file system") as caught:
+        NVMeBackend(read_only_disk).save(make_state(1), "x")
+    assert "writable" in caught.value.hint
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_flipped_bit_anywhere_is_noticed_and_the_older_one_is_loaded(tmp_path: Path) -> None:
+    """Every file kind, at the start, in the middle and at the end: quarantined, never loaded, never deleted."""
+    config = CheckpointConfig(nvme_path=tmp_path / "run", memory_snapshot_interval=0)
+    with CheckpointManager(config) as manager:
+        manager.save_checkpoint(make_state(1))
+        manager.save_checkpoint(make_state(2, seed=2, width=40))
+        manager.wait_for_pending_saves()
+        newest = tmp_path / "run" / "checkpoint_step_00000002"
+        backup = tmp_path / "backup"
+        shutil.copytree(newest, backup)
+        kinds = {path.suffix for path in _files(newest)} | {MANIFEST}
+        flips = 0
+        for file in _files(backup):
+            size = file.stat().st_size
+            for position in {0, 7, 8, 100, 4096, size // 2, size - 2, size - 1} & set(range(size)):
+                shutil.rmtree(newest, ignore_errors=True)
+                shutil.copytree(backup, newest)
+                victim = newest / file.name
+                data = bytearray(victim.read_bytes())
+                data[position] ^= 1 << (position % 8)
+                victim.write_bytes(data)
+                loaded = manager.load_checkpoint()
+                assert loaded is not None and same_state(loaded, make_state(1)), (file.name, position)
+                assert not newest.exists()
+                flips += 1
+        kept = list((tmp_path / "run" / "quarantine").iterdir())
+    assert kinds == {".json", ".safetensors", MANIFEST} and flips >= 20
+    assert len(kept) >= 1 and all((path / "QUARANTINED.txt").read_text() for path in kept)
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "rank-00000.json", "rank-00000.safetensors"])
+@pytest.mark.parametrize("how", ["cut", "emptied", "deleted"])
+def test_a_checkpoint_with_a_cut_or_missing_file_does_not_count(tmp_path: Path, file: str, how: str) -> None:
+    """The next older one is loaded instead, and the log says why."""
+    backend = NVMeBackend(tmp_path)
+    for step in (1, 2):
+        backend.save(make_state(step, seed=step), f"step{step}")
+    victim = tmp_path / "step2" / file
+    if how == "deleted":
+        victim.unlink()
+    else:
+        victim.write_bytes(victim.read_bytes()[: -20 if how == "cut" else 0])
+    with CheckpointManager(CheckpointConfig(nvme_path=tmp_path)) as manager:
+        loaded = manager.load_checkpoint()
+    assert loaded is not None and same_state(loaded, make_state(1, seed=1))
+    with pytest.raises(CheckpointLoadError):
+        backend.load("step2")
+
+
+def test_when_every_checkpoint_is_bad_the_error_names_them_all(tmp_path: Path) -> None:
+    """No state is invented; nothing is deleted."""
+    backend = NVMeBackend(tmp_path)
+    for step in (1, 2):
+        backend.save(make_state(step), f"step{step}")
+        path = tmp_path / f"step{step}" / "rank-00000.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+    with (
+        CheckpointManager(CheckpointConfig(nvme_path=tmp_path)) as manager,
+        pytest.raises(CheckpointLoadError, match=r"(?s)every checkpoint is bad: step 2 in NVME.*step 1 in NVME"),
+    ):
+        manager.load_checkpoint()
+    assert len(list((tmp_path / "quarantine").iterdir())) == 2
+
+
+def test_retention_keeps_the_newest_and_never_the_unreadable_or_the_last() -> None:
+    """A pure decision with its reason."""
+    found = [Kept("a", 1, True), Kept("b", 2, True), Kept("c", 3, False), Kept("d", 4, True)]
+    assert decide(found, 2).remove == ("a",)
+    assert decide(found, 2).reason == "keeping the newest 2: steps 1 are surplus"
+    assert decide(found, 1).remove == ("a", "b")
+    assert decide([Kept("a", 1, True), Kept("c", 3, False)], 1).remove == ()
+    assert decide(found, 0).remove == ()
+
+
+def test_what_is_being_read_is_not_removed(tmp_path: Path) -> None:
+    """Retention leaves it, says so, and takes it next time."""
+    backend = NVMeBackend(tmp_path)
+    for step in (1, 2):
+        backend.save(make_state(step), f"step{step}")
+    with backend.store.reading("step1"):
+        assert prune(FileStore(tmp_path), 1) == ([], ["step1"])
+        with pytest.raises(BlockingIOError):
+            backend.delete("step1")
+    assert prune(FileStore(tmp_path), 1) == (["step1"], [])
+
+
+def test_saving_a_step_again_replaces_it_in_one_instant(tmp_path: Path) -> None:
+    """After a rollback the same step is trained again: the new one counts, and nothing else is left."""
+    backend = NVMeBackend(tmp_path)
+    backend.save(make_state(1, seed=1), "step1")
+    backend.save(make_state(1, seed=2), "step1")
+    assert same_state(backend.load("step1"), make_state(1, seed=2))
+    assert sorted(os.listdir(tmp_path)) == ["step1"]
+
+
+def test_what_dead_savers_left_behind_is_tidied_but_not_what_live_ones_write(tmp_path: Path) -> None:
+    """Age and lock both must say that nobody is at work."""
+    store, other = FileStore(tmp_path), FileStore(tmp_path)
+    live, dead = Attempt("live", "t1"), Attempt("dead", "t2")
+    for attempt in (live, dead):
+        store.write(attempt, "file", [memoryview(b"x")], 1)
+        os.utime(tmp_path / f".saving-{attempt.name}-{attempt.token}", (1, 1))
+    store.leave(dead)
+    assert other.tidy() == [".saving-dead-t2"]
+    store.abandon(live)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_killed_helper_is_replaced_and_the_save_is_finished(tmp_path: Path) -> None:
+    """Its unfinished save is written by the next helper from the same memory; training notices nothing."""
+    with CheckpointManager(CheckpointConfig(nvme_path=tmp_path)) as manager:
+        manager.saves.helper.start()
+        first = manager.saves.helper.pid
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)  # it cannot have begun
+        manager.save_checkpoint(make_state(1))
+        os.kill(first, signal.SIGKILL)
+        assert manager.wait_for_pending_saves(60)
+        manager.save_checkpoint(make_state(2))
+        assert manager.wait_for_pending_saves(60)
+        assert manager.saves.helper.pid not in (None, first)
+        assert manager.nvme_backend is not None
+        assert manager.nvme_backend.list_checkpoints() == [
+            "checkpoint_step_00000001",
+            "checkpoint_step_00000002",
+        ]
+
+
+def test_buffers_are_reused_from_save_to_save(tmp_path: Path) -> None:
+    """Ten saves allocate shared memory once."""
+    model, optimizer = make_job()
+    config = CheckpointConfig(nvme_path=tmp_path, checkpoint_interval=1, memory_snapshot_interval=0)
+    with CheckpointManager(config) as manager:
+        arenas = set()
+        for step in range(1, 11):
+            train_step(model, optimizer, step)
+            manager.step(step, model, optimizer)
+            manager.wait_for_pending_saves()
+            arenas |= {arena.id for arena in manager.pool._free}
+        assert len(arenas) == 1
