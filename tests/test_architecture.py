@@ -29,10 +29,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {"stacks", "load", "lighthouse.client", "checkpoint"},
     "manager": {"record", "checkpoint", "lighthouse.client"},
     "agent": {"record", "load", "stacks", "diagnose", "report", "lighthouse.client"},
+    "frtrace": {"load", "diagnose"},
     "testing": {"*"},
     "cli": {"*"},
 }
-NO_TORCH = {"model", "load", "diagnose", "report", "stacks", "lighthouse", "cli"}
+NO_TORCH = {"model", "load", "frtrace", "diagnose", "report", "stacks", "lighthouse", "cli"}
 
 
 def _imports(path: Path) -> list[tuple[str, bool]]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-FRAMES = [{"name": "train", "filename": "train.py", "line": 10}, {"name": "main", "filename": "train.py", "line": 90}]
+FRAMES = [
+    {"name": "train", "filename": "train.py", "line": 10},
+    {"name": "main", "filename": "train.py", "line": 90},
+]
 
 
 def entry(record: int, seq: int = 1, op: str = "nccl:all_reduce", **changes: Any) -> dict[str, Any]:
@@ -23,7 +26,9 @@ def entry(record: int, seq: int = 1, op: str = "nccl:all_reduce", **changes: Any
     return made
 
 
-def dump(entries: list[dict[str, Any]], ranks: str = "[0, 1]", version: str = "2.10", **changes: Any) -> dict[str, Any]:
+def dump(
+    entries: list[dict[str, Any]], ranks: str = "[0, 1]", version: str = "2.10", **changes: Any
+) -> dict[str, Any]:
     """A whole dump around the entries."""
     made: dict[str, Any] = {
         "version": version,

@@ -66,7 +66,10 @@ def test_a_path_tells_its_attempt(path: str, attempt: int | None) -> None:
 
 def write(path: Path, when: int, count: int = 2, **changes: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    entries = [entry(i, i + 1, time_created_ns=when + i, time_discovered_completed_ns=when + i, **changes) for i in range(count)]
+    entries = [
+        entry(i, i + 1, time_created_ns=when + i, time_discovered_completed_ns=when + i, **changes)
+        for i in range(count)
+    ]
     path.write_bytes(pickle.dumps(dump(entries), 2))
 
 

@@ -14,6 +14,7 @@ import pytest
 from allranks.load import LoadOptions, load_paths
 from allranks.load import reading as reading_module
 from allranks.model.trace import Flag, RankTrace, State
+
 from .dumps import dump, entry
 
 CASES = Path(__file__).parent / "cases"
@@ -52,7 +53,7 @@ def test_json_and_pickle_of_one_job_tell_the_same() -> None:
 
 
 def test_a_group_local_peer_becomes_a_global_rank(tmp_path: Path) -> None:
-    """"send 0->1" in the group of ranks 4 and 7 goes to rank 7."""
+    """ "send 0->1" in the group of ranks 4 and 7 goes to rank 7."""
     sends = [entry(0, op="nccl:send 0->1", is_p2p=True, p2p_seq_id=1, process_group=("9", "pp"))]
     receives = [entry(1, op="nccl:recv 0<-1", is_p2p=False, p2p_seq_id=2, process_group=("9", "pp"))]
     config = {"9": {"name": "9", "desc": "pp", "ranks": "[4, 7]"}}
@@ -106,7 +107,9 @@ def test_nccl_put_away_but_not_completed_is_timed_out(tmp_path: Path) -> None:
 def test_torchcomms_sequences_are_counted_per_group(tmp_path: Path) -> None:
     """torchcomms counts over all communicators; ranks with different ones would never meet."""
     config = {name: {"name": name, "desc": "ncclx", "ranks": "[0,1]"} for name in ("a", "b")}
-    entries = [entry(i, i + 1, "ncclx:all_reduce", process_group=[group, "ncclx"]) for i, group in enumerate("abab")]
+    entries = [
+        entry(i, i + 1, "ncclx:all_reduce", process_group=[group, "ncclx"]) for i, group in enumerate("abab")
+    ]
     trace = load_one(tmp_path, dump(entries, pg_config=config))
     assert trace.kind == "torchcomms pickle 2.10"
     assert trace.calls["seq"].tolist() == [1, 1, 2, 2]
@@ -115,7 +118,10 @@ def test_torchcomms_sequences_are_counted_per_group(tmp_path: Path) -> None:
 def test_a_wrapped_torchcomms_ring_of_several_groups_has_no_numbers(tmp_path: Path) -> None:
     """Counting from the middle would accuse the innocent."""
     config = {name: {"name": name, "desc": "ncclx", "ranks": "[0,1]"} for name in ("a", "b")}
-    entries = [entry(i, i + 1, "ncclx:all_reduce", process_group=[group, "ncclx"]) for i, group in enumerate("abab", 50)]
+    entries = [
+        entry(i, i + 1, "ncclx:all_reduce", process_group=[group, "ncclx"])
+        for i, group in enumerate("abab", 50)
+    ]
     trace = load_one(tmp_path, dump(entries, pg_config=config))
     assert trace.calls["seq"].tolist() == [-1] * 4
     assert any("wrapped" in note for note in trace.notes)
@@ -219,7 +225,12 @@ def assert_same(one: RankTrace, two: RankTrace) -> None:
             left = [getattr(one, tables[name])[i] for i in left]
             right = [getattr(two, tables[name])[i] for i in right]
         assert left == right, name
-    assert (one.header, one.last_completed, one.notes, one.kind) == (two.header, two.last_completed, two.notes, two.kind)
+    assert (one.header, one.last_completed, one.notes, one.kind) == (
+        two.header,
+        two.last_completed,
+        two.notes,
+        two.kind,
+    )
 
 
 def test_the_fast_way_is_taken_for_torch_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

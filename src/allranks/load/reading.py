@@ -66,7 +66,12 @@ class Reader:
     def read_bytes(self, path: str, data: bytes) -> Raw:
         """The content of a file that is in memory; compressed bytes are unwrapped first."""
         data, problem = unwrap(data, self.options.max_file_bytes)
-        raw = self._read_plain(path, data)
+        try:
+            raw = self._read_plain(path, data)
+        except Unreadable as error:
+            if problem:
+                raise Unreadable(problem, kind=error.kind) from error
+            raise
         if problem:
             raw.damaged = True
             raw.notes = (problem, *raw.notes)
@@ -95,7 +100,8 @@ class Reader:
             raw = read_dump(unpickled.value, self.tables, self.members, "pickle")
         except Unreadable as error:
             if unpickled.problem:
-                skip = "refused" not in unpickled.problem and b"pg_config" not in data[:65536]
+                foreign = unpickled.value is not None and b"pg_config" not in data[:65536]
+                skip = foreign and not unpickled.problem.startswith("cut short")
                 raise Unreadable(unpickled.problem, kind="pickle", skip=skip) from error
             raise
         if unpickled.problem:

@@ -5,7 +5,6 @@ Folders are walked; a tar file counts as a folder; gzip and zstd are unwrapped. 
 
 from __future__ import annotations
 
-import gzip
 import io
 import os
 import stat
@@ -13,6 +12,7 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from allranks.errors import InputError, require
 from allranks.load.result import LoadOptions, Unreadable
@@ -134,7 +134,7 @@ def unwrap(data: bytes, limit: int) -> tuple[bytes, str]:
     """(decompressed bytes, problem). A stream that is cut short gives what it has."""
     for _ in range(3):  # .tar.gz.zst has been seen; more layers are a joke
         if data.startswith(GZIP):
-            data, problem = _drain(_open_gzip(data), len(data), limit)
+            data, problem = _drain(_Gzip(data), len(data), limit)
         elif data.startswith(ZSTD):
             data, problem = _drain(_open_zstd(data), len(data), limit)
         else:
@@ -144,19 +144,47 @@ def unwrap(data: bytes, limit: int) -> tuple[bytes, str]:
     return data, ""
 
 
-def _open_gzip(data: bytes) -> io.BufferedIOBase:
-    return gzip.GzipFile(fileobj=io.BytesIO(data))
+class _Stream(Protocol):
+    """Something that is read piece by piece."""
+
+    def read(self, count: int, /) -> bytes:
+        """Up to `count` bytes; b'' at the end."""
+        ...
 
 
-def _open_zstd(data: bytes) -> io.BufferedIOBase:
+class _Gzip:
+    """A gzip stream that gives what it has before it fails, which the standard one does not."""
+
+    def __init__(self, data: bytes) -> None:
+        self._rest = data
+        self._stream = zlib.decompressobj(wbits=31)
+
+    def read(self, count: int) -> bytes:
+        """Up to `count` bytes; b'' at the end. Raises zlib.error or EOFError where the stream breaks."""
+        while True:
+            piece = self._stream.decompress(self._rest, count)
+            self._rest = self._stream.unconsumed_tail
+            if self._stream.eof:
+                following = self._stream.unused_data
+                if following.startswith(GZIP):  # several streams behind one another are one file
+                    self._rest, self._stream = following, zlib.decompressobj(wbits=31)
+                if piece or not following.startswith(GZIP):
+                    return piece
+                continue
+            if piece or not self._rest:
+                break
+        if not piece:
+            raise EOFError
+        return piece
+
+
+def _open_zstd(data: bytes) -> _Stream:
     zstandard = require("zstandard", feature="reading zstd files", extra="zstd")
-    stream: io.BufferedIOBase = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(
-        io.BytesIO(data)
-    )
+    stream: _Stream = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(io.BytesIO(data))
     return stream
 
 
-def _drain(stream: io.BufferedIOBase, compressed: int, limit: int) -> tuple[bytes, str]:
+def _drain(stream: _Stream, compressed: int, limit: int) -> tuple[bytes, str]:
     """Reads a decompressor piece by piece and stops at a bomb."""
     allowed = min(limit, max(BOMB_BYTES, compressed * BOMB_FACTOR))
     pieces, total = [], 0

@@ -1,0 +1,96 @@
+"""read_dir and build_db: torchfrtrace's two steps, with its arguments and return values."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from allranks.diagnose.ft import transform_ft as move_ranks
+from allranks.errors import InputError
+from allranks.frtrace.database import build_database
+from allranks.frtrace.problems import Analysis, analyse
+from allranks.frtrace.types import Database
+from allranks.load import LoadOptions, load_paths
+from allranks.load.reading import Reader
+from allranks.load.torch_dump import read_dump
+from allranks.model.diagnosis import FileNote
+from allranks.model.torch_dump import to_torch_dump
+from allranks.model.trace import RankTrace
+
+
+@dataclass(frozen=True)
+class Details(Mapping[str, dict[str, Any]]):
+    """What read_dir found: file name → {rank, host_name, version, pg_config, entries}, made when asked for."""
+
+    traces: tuple[RankTrace, ...]
+    files: tuple[FileNote, ...] = ()
+    now_ns: int = 0
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        for trace in self.traces:
+            if trace.path == name:
+                dump = to_torch_dump(trace)
+                host = trace.header.host or f"host_rank{trace.header.rank}"
+                return {**dump, "rank": trace.header.rank, "host_name": host, "version": _version(trace)}
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (trace.path for trace in self.traces)
+
+    def __len__(self) -> int:
+        return len(self.traces)
+
+
+def _version(trace: RankTrace) -> str:
+    last = trace.kind.rpartition(" ")[2]
+    return last if "." in last else "2.10"
+
+
+def read_dir(args: argparse.Namespace) -> tuple[Details, str]:
+    """(details, version) of all dumps under args.trace_dir. Raises InputError when there are none."""
+    import time
+
+    if not args.trace_dir:
+        raise InputError("Trace directory trace_dir is required")
+    result = load_paths([args.trace_dir], LoadOptions(prefix=args.prefix))
+    details = Details(tuple(result.traces), tuple(result.files), time.time_ns())
+    return details, _version(details.traces[0]) if details.traces else "2.10"
+
+
+def transform_ft(details: Mapping[str, dict[str, Any]], group_world_size: int) -> Details:
+    """torchft numbers the ranks of each replica from 0; moves them to where they are in the job."""
+    own = as_details(details)
+    return replace(own, traces=tuple(move_ranks(trace, group_world_size) for trace in own.traces))
+
+
+def build_db(details: Mapping[str, dict[str, Any]], args: argparse.Namespace, version: str) -> Database:
+    """The database of a job. `details` may also be a plain dictionary, as torch's read_dir returns it."""
+    del args, version  # filters only concern what is shown; all versions are read alike
+    return build_database(analyse_details(as_details(details)))
+
+
+def analyse_details(details: Details) -> Analysis:
+    """The job and what is wrong with it."""
+    return analyse(details.traces, details.files, details.now_ns)
+
+
+def as_details(details: Mapping[str, dict[str, Any]]) -> Details:
+    """Plain dictionaries of dumps → Details."""
+    if isinstance(details, Details):
+        return details
+    reader = Reader(LoadOptions())
+    raws = [
+        (name, dump, read_dump(dict(dump), reader.tables, reader.members, "pickle"))
+        for name, dump in details.items()
+    ]
+    frozen = reader.tables.freeze()
+    traces = [
+        RankTrace(
+            replace(raw.header, rank=int(dump["rank"])), raw.calls, raw.groups, frozen.names, frozen.shapes, frozen.stacks,
+            path=name, kind=raw.kind, notes=raw.notes, last_completed=raw.last_completed,
+        )
+        for name, dump, raw in raws
+    ]  # fmt: skip
+    return Details(tuple(sorted(traces, key=lambda trace: trace.header.rank or 0)))

@@ -1,0 +1,128 @@
+"""Compressed files, archives and remote folders."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import pickle
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from allranks.errors import InputError
+from allranks.load import LoadOptions, load_paths
+
+from .dumps import dump, entry
+
+
+def content(rank: int) -> bytes:
+    return pickle.dumps(dump([entry(i, i + 1) for i in range(5 + rank)]), 2)
+
+
+def make_tar(mode: str, members: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode=f"w:{mode}") as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+def compress_zstd(data: bytes) -> bytes:
+    zstandard = pytest.importorskip("zstandard")
+    return bytes(zstandard.ZstdCompressor().compress(data))
+
+
+def test_gzip_zstd_and_plain_files_mix(tmp_path: Path) -> None:
+    """Whatever the name says, the bytes decide."""
+    (tmp_path / "trace_0").write_bytes(content(0))
+    (tmp_path / "trace_1.gz").write_bytes(gzip.compress(content(1)))
+    (tmp_path / "trace_2").write_bytes(compress_zstd(content(2)))
+    assert [len(trace.calls) for trace in load_paths([str(tmp_path)]).traces] == [5, 6, 7]
+
+
+@pytest.mark.parametrize(("name", "mode"), [("all.tar", ""), ("all.tar.gz", "gz"), ("all.tgz", "gz")])
+def test_a_tar_is_a_folder(tmp_path: Path, name: str, mode: str) -> None:
+    """Members are named behind the archive's path."""
+    members = {f"node{rank}/trace_{rank}": content(rank) for rank in range(3)} | {"readme.txt": b"hello"}
+    (tmp_path / name).write_bytes(make_tar(mode, members))
+    result = load_paths([str(tmp_path)])
+    assert [trace.header.rank for trace in result.traces] == [0, 1, 2]
+    assert result.traces[1].path == f"{name}/node1/trace_1"
+
+
+def test_a_tar_in_zstd_is_a_folder_too(tmp_path: Path) -> None:
+    """The layers are unwrapped one after the other."""
+    (tmp_path / "all.tar.zst").write_bytes(compress_zstd(make_tar("", {"trace_4": content(4)})))
+    assert [trace.header.rank for trace in load_paths([str(tmp_path)]).traces] == [4]
+
+
+def test_an_archive_cut_short_gives_its_whole_members(tmp_path: Path) -> None:
+    """Disk full while packing."""
+    data = make_tar("", {f"trace_{rank}": content(rank) for rank in range(4)})
+    (tmp_path / "all.tar").write_bytes(data[: len(data) // 2])
+    result = load_paths([str(tmp_path)])
+    assert result.traces and len(result.traces) < 4
+    assert any(note.status == "damaged" for note in result.files)
+
+
+def test_a_gzip_cut_short_gives_its_readable_part(tmp_path: Path) -> None:
+    """Both the stream and the pickle in it end early."""
+    data = gzip.compress(
+        pickle.dumps(dump([entry(i, i + 1, thread_id=str(i * 7919)) for i in range(300)]), 2)
+    )
+    (tmp_path / "trace_0.gz").write_bytes(data[: len(data) * 2 // 3])
+    result = load_paths([str(tmp_path)])
+    assert 0 < len(result.traces[0].calls) < 300
+    assert result.files[0].status == "damaged"
+
+
+def test_member_names_are_never_written_to(tmp_path: Path) -> None:
+    """../ in an archive is only text."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/all.tar").write_bytes(make_tar("", {"../../trace_0": content(0)}))
+    load_paths([str(tmp_path / "in")])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
+
+
+def test_urls_are_read_through_fsspec(tmp_path: Path) -> None:
+    """file:// stands for the many stores that fsspec knows."""
+    pytest.importorskip("fsspec")
+    for rank in range(2):
+        (tmp_path / f"trace_{rank}").write_bytes(content(rank))
+    result = load_paths([f"file://{tmp_path}"])
+    assert [len(trace.calls) for trace in result.traces] == [5, 6]
+
+
+def test_an_empty_url_is_an_error(tmp_path: Path) -> None:
+    """Nothing stored is not a healthy job."""
+    pytest.importorskip("fsspec")
+    with pytest.raises(InputError, match="nothing is stored there"):
+        load_paths([f"file://{tmp_path}/none"])
+
+
+def test_a_url_without_its_extra_says_what_to_install() -> None:
+    """One sentence with the pip command."""
+    code = (
+        "import sys; sys.modules['obstore'] = None; sys.modules['obstore.store'] = None\n"
+        "from allranks.load import load_paths\n"
+        "from allranks.errors import MissingExtra\n"
+        "try: load_paths(['s3://bucket/dumps'])\n"
+        "except MissingExtra as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "pip install 'allranks[s3]'" in done.stdout, done.stderr
+
+
+def test_a_store_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused connections end in one sentence, not in a traceback."""
+    pytest.importorskip("obstore")
+    for name, value in (("AWS_ENDPOINT_URL", "http://127.0.0.1:9"), ("AWS_ACCESS_KEY_ID", "x"),
+                        ("AWS_SECRET_ACCESS_KEY", "y"), ("AWS_REGION", "us-east-1")):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="s3://bucket/dumps"):
+        load_paths(["s3://bucket/dumps"], LoadOptions())
