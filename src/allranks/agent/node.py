@@ -39,6 +39,7 @@ class NodeAgent:
     client: Client | None = None
     supervisor: Supervisor | None = None
     _evicted: set[int] = field(default_factory=set)
+    _told: dict[str, str] = field(default_factory=dict)
 
     def start(self) -> None:
         """Starts watching and listening to the lighthouse."""
@@ -136,6 +137,9 @@ class NodeAgent:
 
     def _tell(self, incident: Incident) -> None:
         verdict = incident.verdict or {}
+        if self._told.get(incident.id) == headline(incident):
+            return
+        self._told[incident.id] = headline(incident)
         told = Told(
             incident=incident.id,
             sentence=headline(incident),

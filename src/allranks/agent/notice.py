@@ -19,7 +19,7 @@ class NoticeOptions:
     cap_s: float = 300.0
     factor: float = 4.0  # times the longest silence that the job has recovered from lately
     warm_up_s: float = 60.0  # limit before the job has a history: first steps, compilation
-    warm_up_marks: int = 20  # changes of a rank's mark that make a history
+    warm_up_marks: int = 20  # steps or completed calls of a rank that make a history
     memory: int = 64  # silences remembered per rank
 
     def __post_init__(self) -> None:
@@ -34,7 +34,7 @@ class RankHistory:
     pid: int
     mark: tuple[int, int, int]
     changed_s: float
-    changes: int = 0
+    changes: int = 0  # steps or completed calls seen
     silences_s: tuple[float, ...] = ()
 
 
@@ -72,8 +72,11 @@ def observe(
             ranks[sample.rank] = RankHistory(sample.pid, sample.mark, now_s)
         elif known.mark != sample.mark:
             silence = now_s - known.changed_s
-            silences = (*known.silences_s, silence)[-options.memory :]
-            ranks[sample.rank] = RankHistory(sample.pid, sample.mark, now_s, known.changes + 1, silences)
+            # start-up is slower than anything later: it would make the job look slow for ever
+            settled = known.changes >= options.warm_up_marks
+            silences = (*known.silences_s, silence)[-options.memory :] if settled else ()
+            gained = max(1, sample.step - known.mark[0], sample.calls_completed - known.mark[2])
+            ranks[sample.rank] = RankHistory(sample.pid, sample.mark, now_s, known.changes + gained, silences)
             excused = 0
     present = {sample.rank for sample in samples}
     return replace(state, ranks={r: h for r, h in ranks.items() if r in present}, excused=excused)

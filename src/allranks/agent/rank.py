@@ -9,7 +9,6 @@ import ctypes
 import importlib
 import os
 import signal
-import sys
 
 PR_SET_PDEATHSIG = 1
 
@@ -34,7 +33,7 @@ def main() -> None:
         importlib.import_module(name.strip())
     from allranks.record.__main__ import main as run_recorded
 
-    sys.exit(run_recorded(sys.argv[1:]))
+    run_recorded()
 
 
 if __name__ == "__main__":

@@ -191,7 +191,12 @@ class Watch:
         begin = time.monotonic()
         _, missing = opened.keep_boxes([Path(sample.path) for sample in samples])
         pids = {s.rank: s.pid for s in samples if s.alive}
-        found = examine(opened.path, pids if self.options.collect_stacks else {})
+        found = examine(
+            opened.path,
+            pids if self.options.collect_stacks else {},
+            job_folder=self.options.folder,
+            gone=tuple(s.rank for s in samples if not s.alive and not s.closed),
+        )
         durations = {**opened.current.durations_s, "evidence": time.monotonic() - begin}
         opened.update(
             Moment("evidence", time.time(), f"{len(samples)} black boxes, stacks of {len(pids)} ranks"),

@@ -1,0 +1,97 @@
+"""Evidence into a verdict: stacks of this node's ranks, black boxes kept in the incident, one diagnosis.
+
+Runs in the agent. Each part may fail without the others; what failed is said in `missing`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allranks.agent.incidents import write_atomically
+from allranks.diagnose import DiagnoseOptions, diagnose
+from allranks.errors import AllranksError
+from allranks.load import LoadOptions, load_paths
+from allranks.model.diagnosis import Diagnosis, RankNow
+from allranks.model.stacks import StacksReport
+from allranks.report import as_json, text
+from allranks.stacks import CollectOptions, Selection, classify, collect, find_targets, write_bundle
+from allranks.stacks.as_json import report_json
+
+log = logging.getLogger("allranks.agent")
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What one look found."""
+
+    stacks: StacksReport | None = None
+    stacks_json: dict[str, Any] | None = None
+    diagnosis: Diagnosis | None = None
+    verdict: dict[str, Any] | None = None  # as in `allranks diagnose --json`
+    missing: tuple[str, ...] = ()
+
+
+def examine(
+    folder: Path, pids: dict[int, int], *, job_folder: Path, gone: tuple[int, ...] = ()
+) -> Examination:
+    """Collects stacks of `pids` (rank -> pid) into `folder` and diagnoses all that lies there."""
+    missing: list[str] = []
+    report = _collect(folder / "stacks", pids, job_folder, missing) if pids else None
+    diagnosis = _diagnose(folder / "boxes", report, gone, missing)
+    verdict = None
+    if diagnosis is not None:
+        whole = as_json.to_object(diagnosis)
+        write_atomically(folder / "diagnosis.json", json.dumps(whole))
+        write_atomically(folder / "diagnosis.txt", "\n".join(text.render(diagnosis)) + "\n")
+        found = whole["verdict"]
+        verdict = found if isinstance(found, dict) else None
+    if verdict is None and report is not None and report.culprits:
+        verdict = _from_stacks(report)
+    shape = report_json(report) if report is not None else None
+    return Examination(report, shape, diagnosis, verdict, tuple(missing))
+
+
+def _collect(folder: Path, pids: dict[int, int], job_folder: Path, missing: list[str]) -> StacksReport | None:
+    try:
+        targets = find_targets(Selection(pids=tuple(pids.values()), box_folders=(job_folder,)))
+        capture = collect(targets, CollectOptions(raw_folder=folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        write_bundle(capture, folder)
+    except (AllranksError, OSError) as error:
+        missing.append(f"stacks: {error}")
+        return None
+    seen = {process.rank for process in capture.processes if process.snapshots}
+    missing += [f"stacks of rank {rank}: nothing could be read" for rank in sorted(set(pids) - seen)]
+    return classify(capture)
+
+
+def _diagnose(
+    boxes: Path, report: StacksReport | None, gone: tuple[int, ...], missing: list[str]
+) -> Diagnosis | None:
+    try:
+        loaded = load_paths([str(boxes)], LoadOptions())
+    except (AllranksError, OSError) as error:
+        missing.append(f"diagnosis: {error}")
+        return None
+    now = {
+        rank: RankNow(rank, s.cause, s.where, s.evidence)
+        for rank, s in (report.ranks if report else {}).items()
+    }
+    now.update({rank: RankNow(rank, "gone", "", "its process is gone") for rank in gone})
+    return diagnose(
+        loaded.traces, loaded.files, stacks=now.values(), options=DiagnoseOptions(now_ns=time.time_ns())
+    )
+
+
+def _from_stacks(report: StacksReport) -> dict[str, Any]:
+    """A verdict from stacks alone, when the black boxes show no open call."""
+    culprit = report.ranks[report.culprits[0]]
+    return {
+        "cause": culprit.cause, "ranks": list(report.culprits), "group": "", "sequence": None,
+        "confidence": 0.6, "where": culprit.where, "sentence": report.sentence,
+    }  # fmt: skip
