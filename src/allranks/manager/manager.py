@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from allranks import record
 from allranks.errors import HealingFailed, ManagerError, RetriesExhausted
 from allranks.manager.ballot import Vote, cast
 from allranks.manager.generation import Attempt, Generation
@@ -143,6 +144,7 @@ class Manager:
         self.training.rest()
         opened.regrouper.make_offer_if_due()
         self.training.begin()
+        record.step(self.training.step)  # the progress mark: a hang is told from slowness by it
         if first or not self.options.use_async_quorum or self._must_load(self.training.generation):
             self.wait_quorum()
 
