@@ -74,6 +74,13 @@ def _server_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--ca", default="", metavar="PEM", help="for status and the like: CA of a TLS lighthouse"
     )
+    group.add_argument(
+        "--etcd", default="", metavar="URL,...", help="high availability: endpoints of an etcd"
+    )
+    group.add_argument("--job", default="job", help="name of the job in etcd (job)")
+    group.add_argument(
+        "--lease-s", type=int, default=3, metavar="S", help="how long a dead leader keeps its place (3)"
+    )
     group.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
 
 
@@ -145,6 +152,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 def make_lighthouse(args: argparse.Namespace, token: str) -> Lighthouse:
     """The lighthouse that the command line describes."""
+    from allranks.lighthouse.election import EtcdOptions
     from allranks.lighthouse.options import Options, ServerOptions
     from allranks.lighthouse.server import Lighthouse
 
@@ -166,7 +174,9 @@ def make_lighthouse(args: argparse.Namespace, token: str) -> Lighthouse:
         host=host, port=port, token=token, advertise=args.advertise, certificate=args.certificate, key=args.key,
         client_ca=args.client_ca,
     )  # fmt: skip
-    return Lighthouse(options, server)
+    endpoints = tuple(part.strip() for part in args.etcd.split(",") if part.strip())
+    etcd = EtcdOptions(endpoints, args.job, args.lease_s) if endpoints else None
+    return Lighthouse(options, server, etcd=etcd)
 
 
 def _bind(text: str) -> tuple[str, int]:

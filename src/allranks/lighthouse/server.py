@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
 from allranks.errors import LighthouseError
 from allranks.lighthouse.codec import encode
 from allranks.lighthouse.connection import Connection, Door
+from allranks.lighthouse.election import Election, EtcdOptions, Kept
 from allranks.lighthouse.messages import Refused
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.service import Service
@@ -26,6 +29,8 @@ from allranks.lighthouse.status import Status
 
 log = logging.getLogger("allranks.lighthouse")
 
+#: Another way in (gRPC): entered once the lighthouse listens, left before it drains.
+OtherDoor = Callable[[Service, str], AbstractAsyncContextManager[object]]
 HttpDoor = Callable[[Service, str], asyncio.Protocol]
 T = TypeVar("T")
 
@@ -39,10 +44,14 @@ class Lighthouse:
         server: ServerOptions | None = None,
         *,
         http: HttpDoor | None = None,
+        doors: Sequence[OtherDoor] = (),
+        etcd: EtcdOptions | None = None,
     ) -> None:
         self.options = options or Options()
         self.server = server or ServerOptions()
         self.http = http
+        self.doors = tuple(doors)
+        self.etcd = etcd
         self.address = ""  # known once it listens
         self.service: Service | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -119,17 +128,22 @@ class Lighthouse:
     async def serve(self, stop: asyncio.Event, listening: Callable[[], None] | None = None) -> None:
         """Startup, main loop, shutdown. Ends when `stop` is set; `listening()` is called once it listens."""
         self._loop, self._stop = asyncio.get_running_loop(), stop
-        service = Service(self.options, self._loop)
+        service = Service(self.options, self._loop, leading=self.etcd is None)
         door = Door(service, self.server, self.http)
         server = await self._listen(door)
         try:
             self.service = service
             service.address = self.address
             service.start()
-            self._ready.set()
-            if listening is not None:
-                listening()
-            await self._main_loop(door, stop)
+            async with AsyncExitStack() as stack:
+                for other in self.doors:
+                    await stack.enter_async_context(other(service, self.server.token))
+                if self.etcd is not None:
+                    await stack.enter_async_context(_elected(self.etcd, service))
+                self._ready.set()
+                if listening is not None:
+                    listening()
+                await self._main_loop(door, stop)
         finally:
             server.close()
             await self._drain(door)
@@ -144,6 +158,8 @@ class Lighthouse:
             ssl=context, backlog=4096, reuse_address=True, **limits,
         )  # fmt: skip
         host, port = server.sockets[0].getsockname()[:2]
+        if host in ("0.0.0.0", "::"):
+            host = socket.gethostname()
         self.address = self.server.advertise or join_address(host, port)
         log.info("listening on %s%s", self.address, " with TLS" if context else "")
         return server
@@ -171,6 +187,24 @@ class Lighthouse:
         log.warning("%d connections did not close within %.1f s", len(door.open), self.server.drain_s)
         for connection in list(door.open):
             connection.refuse_quietly("did not close in time")
+
+
+@asynccontextmanager
+async def _elected(options: EtcdOptions, service: Service) -> AsyncIterator[None]:
+    """Runs for leader while the lighthouse runs; gives the place up in the end."""
+
+    def lead(kept: Kept) -> None:
+        service.lead(kept.epoch, kept.quorum, kept.number, kept.evicted, election.keep)
+
+    election = Election(options, service.address, lead, service.follow)
+    task = asyncio.create_task(election.run())
+    try:
+        yield
+    finally:
+        service.draining = True
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await election.close()
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

@@ -84,6 +84,11 @@ class Sessions:
         self.observers.discard(replica)
         return list(self.by_replica.pop(replica, {}).values())
 
+    def clear(self) -> None:
+        """Forgets everybody."""
+        self.by_replica.clear()
+        self.observers.clear()
+
     def push(self, notices: Iterable[Notice], replicas: Iterable[str]) -> int:
         """Sends notices to all sessions of these replicas; they stay pending until acknowledged."""
         batch: dict[int, tuple[Notice, bytes]] = {}

@@ -1,0 +1,181 @@
+"""One leader among several lighthouses, by a lease in etcd; and what must survive it, kept there.
+
+Keys under /allranks/JOB: `leader` (address, on the leader's lease) and `state` (packed Kept). Everything that
+a leader writes is guarded by its own `leader` key, so one that was deposed without noticing changes nothing.
+A leader that cannot renew its lease steps down when it may have run out, not when etcd first hiccups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from allranks.errors import ConfigurationError, LighthouseError
+from allranks.lighthouse.etcd import Etcd, EtcdError
+from allranks.model.cluster import Quorum
+
+log = logging.getLogger("allranks.lighthouse")
+
+T = TypeVar("T")
+
+
+class Deposed(LighthouseError):
+    """Another lighthouse leads now."""
+
+
+@dataclass(frozen=True)
+class EtcdOptions:
+    """Where etcd is and which job this is."""
+
+    endpoints: tuple[str, ...]
+    job: str = "job"
+    lease_s: int = 3  # how long a dead leader keeps its place
+    ca: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.endpoints:
+            raise ConfigurationError("lighthouse: no etcd endpoint given")
+        if self.lease_s < 1:
+            raise ConfigurationError(f"lighthouse: lease_s is {self.lease_s}, must be at least 1")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What must survive a lighthouse."""
+
+    epoch: int = 0
+    number: int = 0
+    quorum: Quorum | None = None
+    evicted: dict[str, str] = field(default_factory=dict)
+
+
+class Election:
+    """Runs for the place of the leader as long as `run()` runs. On the lighthouse's loop; etcd in threads."""
+
+    def __init__(
+        self,
+        options: EtcdOptions,
+        address: str,
+        lead: Callable[[Kept], None],
+        follow: Callable[[str], None],
+    ) -> None:
+        self._options = options
+        self._address = address
+        self._lead = lead
+        self._follow = follow  # called with the leader's address ("" when nobody leads)
+        self._etcd = Etcd(options.endpoints, timeout_s=max(0.5, options.lease_s / 3), ca=options.ca)
+        self._pool = ThreadPoolExecutor(4, thread_name_prefix="allranks-etcd")
+        self._lease = 0
+        self._revision = 0  # of our leader key; 0: we do not lead
+        self._epoch = 0
+        self._good_until = 0.0
+
+    async def run(self) -> None:
+        """Campaign, lead, step down, campaign again; until cancelled."""
+        try:
+            while True:
+                kept = await self._campaign()
+                log.info("leading job %s in epoch %d", self._options.job, kept.epoch)
+                self._lead(kept)
+                reason = await self._hold()
+                self._revision = 0
+                log.warning("no longer leading: %s", reason)
+                self._follow("")
+        finally:
+            self._revision = 0
+
+    async def close(self) -> None:
+        """Gives the place up at once, so that the next one need not wait for the lease."""
+        if self._lease:
+            try:
+                await self._thread(lambda: self._etcd.revoke(self._lease))
+            except EtcdError as error:
+                log.warning("lease not given back: %s", error)
+        self._pool.shutdown(wait=False)
+
+    async def keep(self, quorum: Quorum | None, number: int, evicted: dict[str, str]) -> None:
+        """Makes a quorum, the highest number and the evictions safe. Raises Deposed or EtcdError; nothing may be announced then."""
+        if not self._revision:
+            raise Deposed("this lighthouse does not lead")
+        await self._save(Kept(self._epoch, number, quorum, evicted))
+
+    # ---- inside -----------------------------------------------------------------------------------------
+
+    async def _campaign(self) -> Kept:
+        leader = None
+        pause = min(0.25, self._options.lease_s / 4)
+        while True:
+            try:
+                found = await self._thread(lambda: self._etcd.get(self._key("leader")))
+                if found.create_revision == 0:
+                    if (kept := await self._try()) is not None:
+                        return kept
+                elif found.value.decode() != leader:
+                    leader = found.value.decode()
+                    self._follow(leader)
+            except EtcdError as error:
+                if leader != "":
+                    log.warning("%s", error)
+                    leader = ""
+                    self._follow("")
+            await asyncio.sleep(pause)
+
+    async def _try(self) -> Kept | None:
+        """Takes the empty place, if nobody is faster; returns what the last leader kept."""
+        began = time.monotonic()
+        self._lease, ttl = await self._thread(lambda: self._etcd.grant(self._options.lease_s))
+        leader, address = self._key("leader"), self._address.encode()
+        won, revision = await self._thread(lambda: self._etcd.put_if(leader, 0, leader, address, self._lease))
+        if not won:
+            await self._thread(lambda: self._etcd.revoke(self._lease))
+            return None
+        self._revision, self._good_until = revision, began + ttl
+        stored = await self._thread(lambda: self._etcd.get(self._key("state")))
+        kept = _unpack(stored.value) if stored.value else Kept()
+        kept = Kept(kept.epoch + 1, kept.number, kept.quorum, kept.evicted)
+        self._epoch = kept.epoch
+        try:
+            await self._save(kept)
+        except Deposed:
+            return None
+        return kept
+
+    async def _hold(self) -> str:
+        """Renews the lease until it is lost; returns why."""
+        while True:
+            await asyncio.sleep(self._options.lease_s / 3)
+            began = time.monotonic()
+            try:
+                ttl = await self._thread(lambda: self._etcd.keep_alive(self._lease))
+                if ttl <= 0:
+                    return "the lease ran out"
+                self._good_until = began + ttl
+            except EtcdError as error:
+                if time.monotonic() >= self._good_until:
+                    return f"the lease could not be renewed: {error}"
+                log.warning("lease not renewed yet: %s", error)
+
+    async def _save(self, kept: Kept) -> None:
+        leader, revision = self._key("leader"), self._revision
+        data = zlib.compress(msgspec.json.encode(kept), 1)
+        done, _ = await self._thread(lambda: self._etcd.put_if(leader, revision, self._key("state"), data))
+        if not done:
+            raise Deposed("another lighthouse leads now")
+
+    def _key(self, name: str) -> str:
+        return f"/allranks/{self._options.job}/{name}"
+
+    async def _thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+
+
+def _unpack(data: bytes) -> Kept:
+    return msgspec.json.decode(zlib.decompress(data), type=Kept)
