@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +17,7 @@ from allranks.load.tables import Tables
 from allranks.model.blackbox import HEADER, HEADER_BYTES
 from allranks.model.box_bytes import box_bytes
 from allranks.model.trace import CALL, Frame, Group, Progress, RankTrace, Shapes, State, TraceHeader
-
-CASES = Path(__file__).parent / "cases"
+from allranks.testing.ranks import Ranks, signal
 
 
 def make_trace(rank: int = 1, count: int = 20, first: int = 0) -> RankTrace:
@@ -134,33 +133,34 @@ def test_a_box_is_read_while_it_is_written(tmp_path: Path) -> None:
     head["closed_ns"] = 0
     head["closed"] = b""
     path.write_bytes(data)
-    stop = threading.Event()
-
-    def write() -> None:
-        with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as box:
-            rows = np.frombuffer(box, CALL, 500, HEADER_BYTES)
-            record = 500
-            while not stop.is_set():
-                row = rows[record % 500 : record % 500 + 1]
-                row["begin"] = record + 1
-                row["seq"] = record + 1
-                row["end"] = record + 1
-                record += 1
-            del rows, row
-
-    writer = threading.Thread(target=write, name="box-writer")
-    writer.start()
-    try:
+    with Ranks(_overwrite, 1, (str(path),), backend=None) as ranks:
+        ranks.wait_for("writing")
         newest = []
         for _ in range(60):
             back = load_paths([str(tmp_path)]).traces[0]
             assert (back.calls["begin"] == back.calls["seq"].astype(np.uint64)).all()
             assert (np.diff(back.calls["begin"].astype(np.int64)) > 0).all()
-            newest.append(int(back.calls["begin"][-1]))
-    finally:
-        stop.set()
-        writer.join(30)
+            newest += back.calls["begin"][-1:].tolist()
+        deadline = time.monotonic() + 30
+        while newest[-1] == newest[0] and time.monotonic() < deadline:
+            newest += load_paths([str(tmp_path)]).traces[0].calls["begin"][-1:].tolist()
     assert newest[-1] > newest[0], "the writer never wrote while we read"
+
+
+def _overwrite(rank: int, world_size: int, path: str) -> None:
+    """Writes record after record until it is killed, a pause between two as in a fast job."""
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as box:
+        rows = np.frombuffer(box, CALL, 500, HEADER_BYTES)
+        record = 500
+        while True:
+            row = rows[record % 500 : record % 500 + 1]
+            row["begin"] = record + 1
+            row["seq"] = record + 1
+            row["end"] = record + 1
+            record += 1
+            time.sleep(50e-6)
+            if record == 600:
+                signal("writing")
 
 
 def test_a_box_inside_an_archive_is_read_too(tmp_path: Path) -> None:
