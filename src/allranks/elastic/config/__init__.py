@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from allranks.elastic.config.check import check, load_config, validate_config, validate_elastic_config
+from allranks.elastic.config.check import (
+    check,
+    load_config,
+    read_config,
+    validate_config,
+    validate_elastic_config,
+)
 from allranks.elastic.config.problem import Problem, ValidationResult
 from allranks.elastic.config.s3 import validate_s3_access
 
@@ -20,6 +26,7 @@ __all__ = [
     "check",
     "json_schema",
     "load_config",
+    "read_config",
     "validate_config",
     "validate_elastic_config",
     "validate_s3_access",

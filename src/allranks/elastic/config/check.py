@@ -50,7 +50,7 @@ def validate_config(source: Any, validate_s3: bool = False) -> ValidationResult:
         from allranks.elastic.config.s3 import validate_s3_access
 
         section = checked.config.checkpoint
-        access = validate_s3_access(section.s3_bucket, section.s3_region, endpoint=section.s3_endpoint)
+        access = validate_s3_access(section.s3_bucket, section.s3_region, endpoint=section.s3_endpoint_url)
         errors += access.errors
         warnings += access.warnings
     return result_of(errors, warnings)
@@ -70,6 +70,11 @@ def load_config(source: Any) -> Any:
         lines = "\n".join(f"  {problem}" for problem in checked.errors)
         raise ConfigurationError(f"{count} problem{'s' * (count > 1)} in {name}:\n{lines}")
     return checked.config
+
+
+def read_config(source: Any) -> Any:
+    """The same as `load_config`."""
+    return load_config(source)
 
 
 def _tree(source: Any) -> Tree:
@@ -231,7 +236,7 @@ def _sentence(model: Any, path: tuple[Any, ...], entry: Mapping[str, Any]) -> st
     """pydantic's finding in our words; the documented messages are made here."""
     kind, value, context = entry["type"], entry["input"], entry.get("ctx", {})
     owner, info = _field(model, path[1:])
-    name = (info.title if info is not None else None) or str(path[-1])
+    name = _label(info, path)
     if kind == "extra_forbidden":
         return f"Unknown key '{path[-1]}' in section '{'.'.join(map(str, path[:-1]))}'.{_near(path[-1], owner.model_fields)}"
     if kind == "literal_error":
@@ -243,6 +248,8 @@ def _sentence(model: Any, path: tuple[Any, ...], entry: Mapping[str, Any]) -> st
         return f"{name} ({value}) must be greater than {context['gt']:g}"
     if kind == "greater_than_equal":
         return f"{name} must be >= {context['ge']:g} (got {value})"
+    if kind == "less_than_equal":
+        return f"{name} must be <= {context['le']:g} (got {value})"
     if kind == "missing":
         return f"{name} is required"
     if kind in {"model_type", "model_attributes_type", "dict_type"}:
@@ -250,11 +257,17 @@ def _sentence(model: Any, path: tuple[Any, ...], entry: Mapping[str, Any]) -> st
     if kind.startswith(("int_", "float_", "bool_", "string_", "list_")):
         wanted = _WANTED[kind.split("_")[0]]
         if kind == "string_pattern_mismatch":
-            return f"{name} must start with http:// or https:// (got {value!r})"
+            return f"{name} must start with http:// or https:// or slack:https:// (got {value!r})"
         if value is None:
             return f"{name} is empty: give it a value, or leave the line out ('#' starts a comment)"
         return f"{name} must be {wanted}, not {_shown(value)}"
     return f"{name}: {entry['msg']} (got {_shown(value)})"
+
+
+def _label(info: Any, path: tuple[Any, ...]) -> str:
+    """The word for a field: its title, else its key (of a list's item, the list's)."""
+    key = next((str(part) for part in reversed(path) if not isinstance(part, int)), "value")
+    return (info.title if info is not None else None) or key
 
 
 _WANTED = {

@@ -133,15 +133,14 @@ def _timeouts(get: Get) -> Iterator[Breach]:
     yield from _below(
         get, "debug.hang_floor_s", "debug.hang_cap_s", "hang_floor_s ({a:g}) exceeds hang_cap_s ({b:g})"
     )
-    yield from _below(
-        get, "recovery.backoff.first_s", "recovery.backoff.max_s", "first_s ({a:g}) exceeds max_s ({b:g})"
-    )
+    back_off, window = get("recovery.back_off_s"), get("recovery.window_s")
+    if back_off is not None and window is not None and back_off > window:
+        yield Breach("recovery.back_off_s", f"back_off_s ({back_off:g}) exceeds window_s ({window:g})")
 
 
 def _recovery(get: Get) -> Iterator[Breach]:
-    users = [key for key in ("on_hang", "on_death", "on_network") if get(f"recovery.{key}") == "command"]
-    if users and not get("recovery.command"):
-        yield Breach("recovery.command", f"command is required because {users[0]} is 'command'")
+    if get("recovery.on_hang") == "command" and not get("recovery.command"):
+        yield Breach("recovery.command", "command is required because on_hang is 'command'")
     for a, b in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
         if get(f"lighthouse.{a}") and not get(f"lighthouse.{b}"):
             yield Breach(f"lighthouse.{a}", f"{a} needs {b}")

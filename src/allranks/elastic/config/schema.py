@@ -57,18 +57,22 @@ class Training(Section):
 
 
 class Checkpoint(Section):
+    """The same names and defaults as `allranks.checkpoint.CheckpointConfig`, which is made from it."""
+
     checkpoint_interval: Positive = Field(500, description="steps between durable checkpoints")
     memory_snapshot_interval: Count = Field(50, description="steps between memory snapshots; 0: none")
-    nvme_path: str = "/tmp/checkpoints"
+    nvme_path: str | None = Field("/tmp/checkpoints", description="None: no disk tier")
     s3_bucket: str | None = None
     s3_prefix: str = ""
     s3_region: str | None = None
-    s3_endpoint: str | None = Field(None, description="URL of an S3-compatible server")
+    s3_endpoint_url: str | None = Field(None, description="URL of an S3-compatible server")
     async_save: bool = True
-    keep_last_n: Positive = 3
+    keep_last_n: Count = Field(3, description="0: keep all")
     async_save_policy: Literal["warn", "fail", "retry"] = Field("warn", title="save policy")
     async_save_retries: Count = 3
     async_save_retry_delay: float = Field(5.0, ge=0)
+    max_snapshots: Positive = 2
+    max_memory_mb: float | None = Field(None, gt=0)
 
 
 class Elastic(Section):
@@ -81,7 +85,9 @@ class Elastic(Section):
     rdzv_id: str = "elastic-training"
     heartbeat_interval: Seconds = Field(5.0, description="seconds between two signs of life of a node")
     heartbeat_timeout: Seconds = Field(15.0, description="seconds of silence after which a node is dead")
-    nproc_per_node: Positive | Literal["auto", "gpu", "cpu"] = "auto"
+    nproc_per_node: Positive | Literal["auto", "gpu", "cpu"] | None = Field(
+        None, description="None: torchrun's choice"
+    )
     max_restarts: Count = 100
     base_world_size: Positive | None = Field(None, description="ranks for which training.lr was chosen")
 
@@ -124,42 +130,29 @@ class Debug(Section):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", title="log level")
 
 
-Action = Literal["evict", "restart_rank", "restart_job", "collect", "command"]
-
-
-class Budget(Section):
-    """Against restart storms: beyond it the loop only collects and tells."""
-
-    actions_per_hour: Count = 12
-    per_rank: Count = 3
-    per_node: Count = Field(3, description="failures after which a node is set aside")
-
-
-class Backoff(Section):
-    first_s: Seconds = 5.0
-    factor: float = Field(2.0, ge=1)
-    max_s: Seconds = 300.0
-
-
-class Webhook(Section):
-    url: str = Field(pattern=r"^https?://")
-    format: Literal["json", "slack"] = Field("json", title="webhook format")
-    timeout_s: Seconds = 10.0
+Address = Annotated[str, Field(pattern=r"^(slack:)?https?://", title="webhook")]
 
 
 class Recovery(Section):
-    """What the closed loop may do by itself."""
+    """What the closed loop may do by itself, and how often."""
 
     mode: Annotated[Literal["auto", "off", "dry-run", "on"], BeforeValidator(_switch)] = Field(
         "auto", title="recovery mode", description="auto: dry-run for whole-job restarts, on for replicas"
     )
-    on_hang: Action = Field("evict", title="recovery action")
-    on_death: Action = Field("restart_rank", title="recovery action")
-    on_network: Action = Field("collect", title="recovery action", description="all entered, none finished")
-    command: list[str] | None = Field(None, description="called for the action `command`")
-    budget: Budget = Budget()
-    backoff: Backoff = Backoff()
-    webhooks: list[Webhook] = Field(default_factory=list)
+    on_hang: Literal["evict", "restart_rank", "restart_job", "collect", "command"] | None = Field(
+        None, title="recovery action", description="None: evict (replicas) or restart_job (whole job)"
+    )
+    command: str | None = Field(
+        None, description="for the action `command`; {incident} and {ranks} are filled in"
+    )
+    notice_s: Seconds | None = Field(
+        None, description="least seconds without progress before a look; None: default"
+    )
+    min_confidence: float = Field(0.6, ge=0, le=1, description="of a verdict, to act on it")
+    max_actions: Count = Field(10, description="within window_s; beyond it evidence is collected only")
+    window_s: Seconds = 3600.0
+    back_off_s: float = Field(30.0, ge=0, description="least seconds between two actions")
+    webhooks: Annotated[list[Address], BeforeValidator(_listed)] = Field(default_factory=list)
 
 
 class Lighthouse(Section):

@@ -1,0 +1,60 @@
+"""The rendezvous side of a job as torchrun's flags. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from allranks.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class ElasticTrainingConfig:
+    """`heartbeat_*` are torchrun's keep-alive; `nproc_per_node` None: one per GPU, or one."""
+
+    min_nodes: int = 1
+    max_nodes: int = 4
+    rdzv_backend: str = "c10d"
+    rdzv_endpoint: str = "localhost:29400"
+    rdzv_id: str = "elastic-training"
+    heartbeat_interval: float = 5.0  # seconds
+    heartbeat_timeout: float = 15.0  # seconds
+    nproc_per_node: int | str | None = None
+    max_restarts: int = 100
+
+    def __post_init__(self) -> None:
+        if self.min_nodes < 1:
+            raise ConfigurationError(f"min_nodes must be >= 1 (got {self.min_nodes})", "elastic.min_nodes")
+        if self.min_nodes > self.max_nodes:
+            raise ConfigurationError(
+                f"min_nodes cannot exceed max_nodes ({self.min_nodes} > {self.max_nodes})",
+                "elastic.min_nodes",
+            )
+        if self.heartbeat_interval <= 0 or self.heartbeat_timeout < 2 * self.heartbeat_interval:
+            raise ConfigurationError(
+                f"heartbeat_timeout ({self.heartbeat_timeout:g} s) must be at least twice "
+                f"heartbeat_interval ({self.heartbeat_interval:g} s)",
+                "elastic.heartbeat_timeout",
+            )
+
+    def to_torchrun_args(self) -> list[str]:
+        """Seven flags for torchrun or `allranks run`."""
+        attempts = math.ceil(self.heartbeat_timeout / self.heartbeat_interval)
+        return [
+            f"--nnodes={self.min_nodes}:{self.max_nodes}",
+            f"--nproc-per-node={self.nproc_per_node if self.nproc_per_node is not None else _devices()}",
+            f"--rdzv-backend={self.rdzv_backend}",
+            f"--rdzv-endpoint={self.rdzv_endpoint}",
+            f"--rdzv-id={self.rdzv_id}",
+            f"--max-restarts={self.max_restarts}",
+            f"--rdzv-conf=keep_alive_interval={max(1, math.floor(self.heartbeat_interval))},keep_alive_max_attempt={attempts}",
+        ]
+
+
+def _devices() -> int:
+    try:
+        import torch
+
+        return max(1, int(torch.cuda.device_count()))
+    except ImportError:
+        return 1

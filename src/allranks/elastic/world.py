@@ -1,0 +1,213 @@
+"""The distributed environment of a rank: who am I, set up, meet, tear down. torch is imported when it is needed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+
+from allranks.errors import DistributedSetupError
+
+_REQUIRED = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_DEFAULT_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class WorldInfo:
+    """What torchrun (or `allranks run`) tells a rank."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+
+
+def get_world_info() -> WorldInfo:
+    """From the environment; says what is missing and what to type."""
+    missing = [name for name in _REQUIRED if not os.environ.get(name)]
+    if missing:
+        raise DistributedSetupError(
+            f"Missing required environment variables: {missing}. "
+            "Ensure you are running with torchrun or torch.distributed.launch.",
+            missing,
+            hint=(
+                "start the script with one of:\n"
+                "  torchrun --nproc-per-node=4 train.py\n"
+                "  allranks run --nproc-per-node=4 train.py"
+            ),
+        )
+    return WorldInfo(
+        rank=_number("RANK"),
+        local_rank=_number("LOCAL_RANK"),
+        world_size=_number("WORLD_SIZE"),
+        local_world_size=_number("LOCAL_WORLD_SIZE", 1),
+        master_addr=os.environ.get("MASTER_ADDR", "localhost"),
+        master_port=_number("MASTER_PORT", 29500),
+    )
+
+
+def _number(name: str, default: int = 0) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise DistributedSetupError(f"{name} is {text!r}, not a number", [name]) from None
+
+
+def setup_distributed_environment(
+    backend: str = "auto", init_method: str | None = None, timeout_s: float = _DEFAULT_TIMEOUT_S
+) -> WorldInfo:
+    """Makes the default process group (nccl with a GPU, gloo without) and picks this rank's device."""
+    info = get_world_info()
+    import torch
+    import torch.distributed as dist
+
+    if backend not in {"auto", "nccl", "gloo"}:
+        raise DistributedSetupError(f"Unknown backend '{backend}'. Valid options: ['auto', 'nccl', 'gloo']")
+    cuda = torch.cuda.is_available()
+    if backend == "nccl" and not cuda:
+        raise DistributedSetupError(
+            "backend 'nccl' needs a GPU and torch sees none",
+            hint="check nvidia-smi and CUDA_VISIBLE_DEVICES, or use backend='auto' (gloo on CPUs)",
+        )
+    chosen = ("nccl" if cuda else "gloo") if backend == "auto" else backend
+    if cuda:
+        torch.cuda.set_device(info.local_rank % max(1, torch.cuda.device_count()))
+    if dist.is_initialized():
+        return info
+    try:
+        dist.init_process_group(
+            chosen, init_method=init_method or "env://", timeout=timedelta(seconds=timeout_s)
+        )
+    except (RuntimeError, ValueError) as error:
+        raise _explained(error, info, chosen) from error
+    return info
+
+
+def _explained(error: Exception, info: WorldInfo, backend: str) -> DistributedSetupError:
+    """The known causes of a failed start, with their cures."""
+    text = str(error)
+    where = f"{info.master_addr}:{info.master_port}"
+    low = text.lower()
+    if "address already in use" in low or "eaddrinuse" in low:
+        hint = f"a former job may still hold the port: ss -ltnp 'sport = :{info.master_port}'; or use another --master-port"
+    elif "timed out" in low or "timeout" in low:
+        hint = f"not all {info.world_size} ranks reached {where}: is MASTER_ADDR right, is the port open? allranks doctor"
+    elif "nccl" in low:
+        hint = (
+            "see why with NCCL_DEBUG=INFO; with several network cards set NCCL_SOCKET_IFNAME; allranks doctor"
+        )
+    else:
+        hint = f"is rank 0 alive at {where}? allranks doctor"
+    context = {
+        "backend": backend,
+        "master": where,
+        "rank": str(info.rank),
+        "world_size": str(info.world_size),
+    }
+    return DistributedSetupError(
+        f"Failed to initialize distributed ({backend}, {where}): {text}", (), context, hint=hint
+    )
+
+
+def cleanup_distributed() -> None:
+    """Destroys the default process group, if there is one."""
+    dist = _dist()
+    if dist is not None:
+        dist.destroy_process_group()
+
+
+def get_rank() -> int:
+    """0 without a process group."""
+    dist = _dist()
+    return int(dist.get_rank()) if dist is not None else 0
+
+
+def get_world_size() -> int:
+    """1 without a process group."""
+    dist = _dist()
+    return int(dist.get_world_size()) if dist is not None else 1
+
+
+def is_main_process() -> bool:
+    """True on rank 0, and without a process group."""
+    return get_rank() == 0
+
+
+def barrier() -> None:
+    """Waits for all ranks, as long as the process group's timeout; returns at once without a group."""
+    dist = _dist()
+    if dist is not None:
+        dist.barrier()
+
+
+def broadcast_object(obj: Any, src: int = 0) -> Any:
+    """Sends a plain value (None, bool, numbers, text, bytes, lists, dicts of them) from `src` to all ranks.
+
+    Nothing is unpickled: what arrives is data, never code. Tuples arrive as lists. Tensors have torch's own
+    `broadcast`.
+    """
+    dist = _dist()
+    if dist is None:
+        return msgspec.msgpack.decode(_packed(obj))
+    import torch
+
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend() == "nccl"
+        else torch.device("cpu")
+    )
+    error = None
+    payload = b""
+    if dist.get_rank() == src:
+        try:
+            payload = _packed(obj)
+        except TypeError as refused:  # the others wait already: tell them, then raise here
+            error = refused
+    size = torch.tensor([-1 if error is not None else len(payload)], dtype=torch.int64, device=device)
+    dist.broadcast(size, src)
+    if error is not None:
+        raise error
+    if int(size.item()) < 0:
+        raise TypeError(f"rank {src} had nothing that can be sent as plain data; its own error says what")
+    buffer = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    if dist.get_rank() == src and payload:
+        buffer.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    if len(buffer):
+        dist.broadcast(buffer, src)
+    return msgspec.msgpack.decode(buffer.cpu().numpy().tobytes())
+
+
+def _packed(obj: Any) -> bytes:
+    _refuse_objects(obj, "the value")
+    return msgspec.msgpack.encode(obj)
+
+
+def _refuse_objects(value: Any, where: str) -> None:
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return
+    if isinstance(value, (list, tuple)) and type(value) in {list, tuple}:
+        for i, item in enumerate(value):
+            _refuse_objects(item, f"{where}[{i}]")
+    elif type(value) is dict:
+        for key, item in value.items():
+            _refuse_objects(key, f"a key of {where}")
+            _refuse_objects(item, f"{where}[{key!r}]")
+    else:
+        raise TypeError(
+            f"broadcast_object sends plain data only; {where} is a {type(value).__module__}.{type(value).__qualname__}. "
+            "Send its numbers and texts (for tensors: torch.distributed.broadcast)"
+        )
+
+
+def _dist() -> Any:
+    """torch.distributed if it has a default process group, else None."""
+    import sys
+
+    dist = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None

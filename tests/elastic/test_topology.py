@@ -1,0 +1,249 @@
+"""A change of the world is one flow: it goes through all phases, says how long each took, or says why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allranks.elastic.data import ElasticDataLoader, ResumableDataset
+from allranks.elastic.data.order import Order
+from allranks.elastic.index import BuildRequest, build_index
+from allranks.elastic.metrics import TrainingMetrics
+from allranks.elastic.scaling import ElasticScalingManager, GradAccumulationConfig, ScalingConfig
+from allranks.elastic.topology import PHASES, ElasticJob, Limits, decide, on_topology_change
+from allranks.errors import DataLoadingError, TopologyChangeError
+from allranks.testing.ranks import Ranks
+
+LENGTH = 8
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("topology")
+    (folder / "d.txt").write_bytes(bytes(97 + (i * i) % 23 for i in range(LENGTH * 400 + 1)))
+    build_index(BuildRequest((str(folder / "d.txt"),), str(folder / "d.index")))
+    return folder / "d.index"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "limits", "go", "reason"),
+    [
+        (4, 1, Limits(2, 4), False, "World size below min_nodes"),
+        (4, 0, Limits(), False, "World size below min_nodes"),
+        (4, 9, Limits(1, 4, ranks_per_node=2), False, "World size above max_nodes"),
+        (4, 8, Limits(1, 4, ranks_per_node=2), True, "4 -> 8 ranks, more than before"),
+        (8, 3, Limits(2, 4, ranks_per_node=2), True, "8 -> 3 ranks, fewer than before"),
+        (3, 3, Limits(), True, "3 ranks as before"),
+    ],
+)
+def test_limits_are_enforced_in_nodes(old: int, new: int, limits: Limits, go: bool, reason: str) -> None:
+    """The decision comes with its sentence."""
+    decision = decide(old, new, limits)
+    assert (decision.go, decision.reason) == (go, reason)
+
+
+def test_too_small_a_world_is_refused_in_the_documented_words() -> None:
+    """Message, sizes and cure."""
+    with pytest.raises(TopologyChangeError) as caught:
+        ElasticJob(limits=Limits(2, 4)).on_topology_change(4, 1, rank=0)
+    assert str(caught.value) == "Topology change (4 -> 1 workers) failed: World size below min_nodes"
+    assert (caught.value.old_world_size, caught.value.new_world_size) == (4, 1)
+    assert "elastic.min_nodes asks for 2" in caught.value.hint
+
+
+def test_a_change_without_any_checkpoint_is_refused_but_a_first_start_is_fresh() -> None:
+    """Nothing to recover from: an error in the middle of training, step 1 at its beginning."""
+    with pytest.raises(
+        TopologyChangeError, match=r"\(4 -> 3 workers\) failed: No checkpoint available for recovery"
+    ):
+        on_topology_change(4, 3, ElasticJob(), rank=0)
+    event = ElasticJob().start(4, 0)
+    assert (event.step, event.restored) == (1, "fresh")
+
+
+def _job(index: Path, folder: Path | None, rank: int, world: int, target: int = 12) -> ElasticJob:
+    from allranks.checkpoint import CheckpointConfig, CheckpointManager
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(128, 6), torch.nn.Linear(6, 128)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaling = ElasticScalingManager(
+        ScalingConfig(0.5, 4, 3, max_lr=1.0), GradAccumulationConfig(target, 4, 3, "exact"), optimizer, rank=rank, world_size=world
+    )  # fmt: skip
+    loader = ElasticDataLoader(
+        ResumableDataset(index, LENGTH, seed=5), plan=scaling.accum_manager.plan, rank=rank  # type: ignore[union-attr]
+    )  # fmt: skip
+    manager = None
+    if folder is not None:
+        config = CheckpointConfig(
+            checkpoint_interval=2, memory_snapshot_interval=0, nvme_path=folder, async_save=False
+        )
+        manager = CheckpointManager(config)
+    return ElasticJob(
+        model, optimizer, scaling=scaling, loader=loader, checkpoint=manager, limits=Limits(1, 5), metrics=TrainingMetrics()
+    )  # fmt: skip
+
+
+def _train(job: ElasticJob, first: int, last: int) -> tuple[list[list[int]], list[float]]:
+    """Trains steps first..last as data-parallel ranks do; returns this rank's samples and the global losses."""
+    import torch.distributed as dist
+
+    samples: list[list[int]] = []
+    losses = []
+    batches = iter(job.loader)
+    for step in range(first, last + 1):
+        mine: list[int] = []
+        total = torch.zeros(1, dtype=torch.float64)
+        while True:
+            batch = next(batches)
+            mine += job.loader.last_samples.tolist()
+            logits = job.model(batch["input_ids"])
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+            (loss * job.loader.weight).backward()
+            assert job.loader.weight == pytest.approx(1 / job.scaling.loss_scale_factor)
+            total += loss.detach() * job.loader.weight
+            if job.scaling.should_step():
+                break
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world > 1:
+            for parameter in job.model.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world
+            dist.all_reduce(total)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        job.save(step)
+        samples.append(mine)
+        losses.append(float(total) / world)
+    return samples, losses
+
+
+def _segment(rank: int, world: int, index: Path, folder: Path, steps: int) -> dict[str, Any]:
+    """One life of a rank: start (from a checkpoint if there is one), train, be gone."""
+    torch.set_num_threads(1)
+    job = _job(index, folder, rank, world)
+    event = job.start(world, rank)
+    samples, losses = _train(job, event.step, event.step + steps - 1)
+    job.checkpoint.close()
+    return {
+        "event": event.to_dict(),
+        "samples": samples,
+        "losses": losses,
+        "recoveries": job.metrics.recovery.total_events,
+    }
+
+
+def _alone(rank: int, world: int, index: Path) -> list[float]:
+    torch.set_num_threads(1)
+    job = _job(index, None, 0, 1)
+    job.start(1, 0)
+    return _train(job, 1, 14)[1]
+
+
+def test_worlds_of_three_two_and_five_ranks_train_as_one_undisturbed_rank(
+    index: Path, tmp_path: Path
+) -> None:
+    """Real ranks, real checkpoints: the same losses, every sample once, lost steps done again."""
+    results = []
+    for world, steps in ((3, 5), (2, 4), (5, 6)):  # saved at even steps: each life loses its last, odd step
+        with Ranks(_segment, world_size=world, args=(index, tmp_path / "ckpt", steps)) as ranks:
+            results.append(ranks.values(timeout_s=100))
+    with Ranks(_alone, world_size=1, args=(index,), backend=None) as ranks:
+        undisturbed = ranks.values(timeout_s=100)[0]
+    starts = [values[0]["event"]["step"] for values in results]
+    assert starts == [1, 5, 9]
+    losses: dict[int, float] = {}
+    samples: dict[int, list[int]] = {}
+    for values in results:
+        first = values[0]["event"]["step"]
+        for i in range(len(values[0]["losses"])):
+            losses[first + i] = values[0]["losses"][i]
+            samples[first + i] = [n for value in values for n in value["samples"][i]]
+    assert [losses[step] for step in range(1, 15)] == pytest.approx(undisturbed, rel=1e-9)
+    taken = [n for step in range(1, 15) for n in samples[step]]
+    assert taken == Order(400, 5).ids(0, 14 * 12).tolist()
+    event = results[1][0]["event"]
+    assert (event["old_world_size"], event["new_world_size"], event["restored"]) == (3, 2, "checkpoint")
+    assert event["global_batch_size"] == 12 and event["data_position"] == 4 * 12
+    assert set(event["durations_s"]) == set(PHASES) and event["total_s"] > 0
+    assert results[2][4]["recoveries"] == 1 and results[2][4]["event"]["old_world_size"] == 2
+
+
+def test_a_live_change_keeps_the_state_and_moves_the_data(index: Path) -> None:
+    """Replica mode: nothing is restored, the step in flight is dropped, an event tells the parts."""
+    told = []
+    job = _job(index, None, 0, 3)
+    job.on_event = told.append
+    job.start(3, 0)
+    batches = iter(job.loader)
+    for _ in range(5):  # one micro-batch per step and rank
+        next(batches)
+    job.scaling.on_topology_change(3)
+    parameter = next(job.model.parameters())
+    parameter.grad = torch.ones_like(parameter)
+    event = job.on_topology_change(3, 2, rank=1, live_step=4)
+    assert parameter.grad is None
+    assert (event.step, event.restored, event.data_position, event.accumulation_steps) == (5, "live", 48, 2)
+    assert event.reason == "3 -> 2 ranks, fewer than before"
+    next(iter(job.loader))
+    assert job.loader.last_samples.tolist() == Order(400, 5).ids(48 + 6, 3).tolist()
+    assert [one.new_world_size for one in told] == [3, 2] and told[1] is event
+    json.dumps(event.to_dict())
+    assert job.metrics.recovery.worker_failures == 1
+
+
+def test_a_world_that_the_batch_cannot_feed_is_refused_with_the_phase(index: Path) -> None:
+    """Thirteen ranks for twelve samples: the flow stops at rescale and says so."""
+    job = _job(index, None, 0, 3)
+    job.limits = Limits()
+    with pytest.raises(
+        TopologyChangeError, match=r"3 -> 13 workers\) failed: rescale: .*would have no sample"
+    ):
+        job.on_topology_change(3, 13, rank=0, live_step=2)
+
+
+def test_a_restore_that_fails_names_the_phase_and_keeps_the_cause(index: Path) -> None:
+    """Whatever the checkpoint says is in the text, and the original error is the cause."""
+
+    class Broken:
+        def restore(self, *_: Any) -> None:
+            raise DataLoadingError("disk on fire", hint="call the fire brigade")
+
+    job = _job(index, None, 0, 3)
+    job.checkpoint = Broken()
+    with pytest.raises(TopologyChangeError, match="restore: disk on fire") as caught:
+        job.on_topology_change(3, 2, rank=0)
+    assert "fire brigade" in caught.value.hint
+    assert isinstance(caught.value.__cause__, DataLoadingError)
+
+
+def test_parts_are_made_from_a_configuration(index: Path, tmp_path: Path) -> None:
+    """One file to a running job's parts; the checkpoint section is CheckpointConfig's own defaults."""
+    from allranks.checkpoint import CheckpointConfig
+    from allranks.elastic.config import load_config
+    from allranks.elastic.parts import make_checkpoint_config, make_limits, make_loader, make_scaling
+    from allranks.errors import ConfigurationError
+
+    config = load_config(
+        {
+            "training": {"lr": 0.1, "batch_size": 4},
+            "scaling": {"strategy": "constant_batch", "target_global_batch_size": 10, "max_lr": 1.0},
+            "data": {"index": str(index), "seq_length": LENGTH, "num_workers": 0, "seed": 5},
+            "checkpoint": {"nvme_path": str(tmp_path)},
+            "elastic": {"min_nodes": 2, "max_nodes": 3},
+        }
+    )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    scaling = make_scaling(config, optimizer, 3, 2)
+    loader = make_loader(config, scaling, 3, 2)
+    next(iter(loader))
+    assert loader.last_samples.tolist() == Order(400, 5).ids(7, 3).tolist()
+    assert make_limits(config) == Limits(2, 3)
+    assert make_checkpoint_config(load_config({})) == CheckpointConfig()
+    assert make_checkpoint_config(config).nvme_path == str(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"data\.index"):
+        make_loader(load_config({}), None, 1, 0)
