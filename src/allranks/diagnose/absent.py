@@ -70,6 +70,20 @@ def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -
     return replace(base, cause=cause, sentence=sentence, confidence=0.9 if blocked.p2p is None else 0.8)
 
 
+def left_out(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
+    """Ranks that went on without a call which they have always made at this point."""
+    base = _base(context, blocked, ranks)
+    at = context.place(blocked)
+    last = context.last_call(ranks[0])
+    sentence = (
+        f"{who(context.job, ranks)} never entered {context.call(blocked)}{f' ({at})' if at else ''} but went on without it"
+        f"{f', to {last}' if last and len(ranks) == 1 else ''}; {_waiting(context, blocked, ranks)}"
+    )
+    evidence = f"in all earlier rounds {ranks_text(ranks)} made this call at this point"
+    return replace(base, sentence=sentence, evidence=(*base.evidence, evidence), missing_evidence=(),
+                   advice=(f"look for a condition that lets {ranks_text(ranks)} pass {at or 'this call'}",))  # fmt: skip
+
+
 def _stuck_elsewhere(
     base: Finding, context: Context, ranks: tuple[int, ...], now: RankNow, call: str, waiting: str
 ) -> Finding:

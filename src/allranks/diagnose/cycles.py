@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
-from allranks.diagnose.absent import explain_ranks, shifted
+from allranks.diagnose.absent import left_out, shifted
 from allranks.diagnose.context import Context, p2p_text
+from allranks.diagnose.habit import step_keys, successors
 from allranks.diagnose.shift import find_stack_shift
 from allranks.diagnose.waits import Blocked
 from allranks.diagnose.words import place, ranks_text, who
@@ -15,6 +14,8 @@ from allranks.model.diagnosis import Finding
 
 #: So many earlier rounds of its own must a rank have broken with, where no other rank's order can be compared.
 ROUNDS = 3
+#: How many calls back a skipped one is looked for.
+FOLLOWED = 256
 
 
 def explain_cycle(context: Context, sink: tuple[int, ...]) -> Finding:
@@ -31,62 +32,92 @@ def explain_cycle(context: Context, sink: tuple[int, ...]) -> Finding:
     skipped = [
         (call, rank)
         for call in calls
-        for rank in call.missing
-        if rank in ranks and _skipped(context, call, rank)
+        for rank in _late(context, call, ranks)
+        if _skipped(context, call, rank)
     ]
     guilty = sorted({rank for _, rank in skipped})
-    if guilty and len(guilty) < len(ranks):
-        call = min((c for c, rank in skipped if rank == guilty[0]), key=lambda c: context.began_ns(c))
-        finding = explain_ranks(context, call, tuple(r for r in guilty if r in call.missing))
-        evidence = f"{ranks_text(guilty)} went on to a later call without it, which {_others(context, call)} do not do"
-        return replace(finding, evidence=(*finding.evidence, evidence))
+    everybody = set(ranks) or {rank for call in calls for rank in call.rows}
+    if guilty and len(guilty) < len(everybody):
+        call = min(
+            (c for c, rank in skipped if rank == guilty[0]), key=lambda c: (context.began_ns(c), c.index)
+        )
+        return left_out(context, call, tuple(rank for c, rank in skipped if c is call))
     return _inversion(context, ranks, calls)
 
 
-def _others(context: Context, call: Blocked) -> str:
-    return ranks_text(call.waiters) if call.waiters else "the others"
+def _late(context: Context, call: Blocked, ranks: tuple[int, ...]) -> list[int]:
+    """Ranks that are not in the call, or came to it only after another one that is blocked."""
+    missing = [rank for rank in call.missing if rank in ranks]
+    return missing + [rank for rank, row in call.rows.items() if row != _first_open(context, rank)]
+
+
+def _first_open(context: Context, rank: int) -> int:
+    """The row of the first call that the rank is blocked in, -1 when there is none."""
+    return min((b.rows[rank] for b in context.blocked if rank in b.rows), default=-1)
 
 
 def _skipped(context: Context, call: Blocked, rank: int) -> bool:
-    """Whether the rank went on to another group's call although it, and its like, always made this call before."""
-    held = [
-        other
-        for other in context.blocked
-        if rank in other.rows and other.group != call.group and other.seq >= 0
-    ]
+    """Whether the rank went on to another call where it, in all earlier rounds, made a call of this group.
+
+    One earlier round is enough if ranks that wait in the call came to it the usual way; without such witnesses the
+    rank must have broken with a habit of several rounds.
+    """
+    view = context.job.ranks[rank]
     lane = context.group(call).lanes.get(rank)
-    if not held or lane is None:
+    if lane is None:
         return False
-    other = min(held, key=lambda b: b.rows[rank])
-    rounds = _rounds(context, rank, call.group, other)
-    if rounds == 0:
-        return False
-    return rounds >= ROUNDS or _supported(context, call, other, rank)
+    end = call.rows.get(rank, len(view.sig))
+    before = lane.rows[lane.rows < end]
+    start = int(before[-1]) + 1 if len(before) else 1
+    key = step_keys(view)
+    for row in range(max(start, end - FOLLOWED), end):
+        habit = successors(key, row)
+        if len(habit) and not bool((view.group[habit] != call.group).any()):
+            return len(habit) >= ROUNDS or _witnessed(context, call, rank, row)
+    went_on = _first_open(context, rank)
+    return went_on >= 1 and not len(successors(key, went_on)) and _came_directly(context, call, rank, went_on)
 
 
-def _rounds(context: Context, rank: int, group: int, other: Blocked) -> int:
-    """How many rounds of `other`'s group in a row had the same number of calls of `group`, and more than this one."""
-    lane, theirs = context.job.groups[group].lanes[rank], context.group(other).lanes[rank]
-    ends = theirs.rows[: int(np.searchsorted(theirs.seqs, other.seq)) + 1]
-    counts = np.diff(np.searchsorted(lane.rows, np.concatenate(([-1], ends))))
-    if len(counts) < 2 or counts[-2] <= counts[-1]:
-        return 0
-    different = np.flatnonzero(counts[:-1] != counts[-2])
-    return len(counts) - 1 - (int(different[-1]) + 1 if len(different) else 0)
-
-
-def _supported(context: Context, call: Blocked, other: Blocked, rank: int) -> bool:
-    """Whether another rank came to `other` the usual way: a call at the same line, or of the same kind, just before."""
+def _witnessed(context: Context, call: Blocked, rank: int, went_on: int) -> bool:
+    """Whether somebody else, after what this rank did last, made the call that it left out."""
+    job = context.job
+    before = job.ranks[rank]
     waiter, row = min(call.rows.items())
-    stack, sig = context.job.ranks[waiter].stack[row], context.job.ranks[waiter].sig[row]
-    for peer, at in other.rows.items():
-        if peer == rank or peer in call.rows or at == 0:
+    stack, sig = job.ranks[waiter].stack[row], job.ranks[waiter].sig[row]
+    for peer, view in job.ranks.items():
+        if peer == rank or not len(view.sig):
             continue
-        view = context.job.ranks[peer]
-        before = view.stack[:at]
-        same = before[-1] == stack if stack else view.sig[at - 1] == sig
-        if bool(same) and int(view.group[at - 1]) != other.group:
+        alike = (view.stack == stack) if stack else (view.sig == sig)
+        at = np.flatnonzero(alike)[-1:]
+        if (
+            len(at)
+            and at[0] > 0
+            and view.stack[at[0] - 1] == before.stack[went_on - 1]
+            and (view.sig[at[0] - 1] == before.sig[went_on - 1])
+        ):
             return True
+    return False
+
+
+def _came_directly(context: Context, call: Blocked, rank: int, went_on: int) -> bool:
+    """In a first round: the rank has called this group before, and others made a like call just before where it is."""
+    job = context.job
+    view = job.ranks[rank]
+    waiter, row = min(call.rows.items())
+    sig = job.ranks[waiter].sig[row]
+    used = bool((view.group[:went_on] == call.group).any())
+    for blocked in context.blocked if used else ():
+        if blocked.rows.get(rank) != went_on or blocked.seq < 0:
+            continue
+        for peer, at in blocked.rows.items():
+            other = job.ranks[peer]
+            if (
+                peer != rank
+                and at > 0
+                and other.sig[at - 1] == sig
+                and int(other.group[at - 1]) != blocked.group
+            ):
+                return True
     return False
 
 

@@ -154,7 +154,9 @@ def _none_finished(context: Context, blocked: Blocked) -> Finding:
     if not started:
         missing.append("which rank's kernel started: run with TORCH_NCCL_ENABLE_TIMING=1")
     if not context.group(blocked).members_known:
-        missing.append("who belongs to the group: its recorder does not say, so a rank without a dump may be lacking")
+        missing.append(
+            "who belongs to the group: its recorder does not say, so a rank without a dump may be lacking"
+        )
         finding = replace(finding, confidence=0.45)
     agree = "operation, sizes and types are the same on all ranks: the programs agree"
     return replace(finding, evidence=(*finding.evidence, agree), missing_evidence=tuple(missing))

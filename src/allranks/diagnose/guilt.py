@@ -8,7 +8,7 @@ import numpy as np
 
 from allranks.diagnose.job import GroupView, Job
 from allranks.diagnose.match import Mismatch, majority
-from allranks.diagnose.shift import Shift, find_shift
+from allranks.diagnose.shift import Shift, by_habit, find_shift
 
 #: Other ranks asked what they do at the same line.
 ASKED_RANKS = 64
@@ -56,7 +56,10 @@ def _shift(job: Job, group: GroupView, mismatch: Mismatch, odd: tuple[int, ...] 
     shifts = [find_shift(job, group, a, b, mismatch.seq) for a, b in ((one, two), (two, one))]
     extras = [shift for shift in shifts if shift is not None and shift.extra]
     # "One made an extra call" and "the other skipped one" look the same from two sides; the first is the usual bug.
-    return max(extras, key=lambda s: (group.lanes[s.rank].last, s.agreeing, -s.rank), default=None)
+    best = max(extras, key=lambda s: (group.lanes[s.rank].last, s.agreeing, -s.rank), default=None)
+    if best is None:
+        return None
+    return by_habit(job, best, group.lanes[best.rank], group.lanes[two if best.rank == one else one])
 
 
 def _shifted(

@@ -170,7 +170,8 @@ class Cells:
 
     def _size_keys(self, c: int, here: np.ndarray, family: int) -> tuple[str, np.ndarray] | None:
         given, taken = self.given[here, c], self.taken[here, c]
-        complete = int(here.sum()) == len(self.group.members) and self.group.members_known
+        known = self.group.members_known or not self.job.missing_ranks
+        complete = known and int(here.sum()) == len(self.group.members)
         if family in (Family.ALL_REDUCE, Family.BROADCAST, Family.REDUCE, Family.GATHER):
             return ("input", given) if _differ(given) else None
         if family == Family.SCATTER:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from allranks.diagnose.habit import breaks_habit
 from allranks.diagnose.job import GroupView, Job, Lane
 
 #: At most this many extra or skipped calls in a row are looked for.
@@ -151,18 +152,42 @@ def _shift_of(
     job: Job, group: GroupView, rank: int, usual: Lane, windows: dict[int, np.ndarray], low: int
 ) -> Shift | None:
     lane = group.lanes[rank]
-    if len(group.lanes) == 2 and usual.last > lane.last:
-        # Of two ranks nobody has a majority: the one that made more calls has the extra one.
+    pair = len(group.lanes) == 2
+    if pair and usual.last > lane.last:
         lane, usual = usual, lane
-    at = int(np.flatnonzero(windows[lane.rank] != windows[usual.rank])[0])
-    mine, theirs = _from(job, lane, low + at, True), _from(job, usual, low + at, True)
-    found = best_shift(mine, theirs)
-    if found is None:
+    at = low + int(np.flatnonzero(windows[lane.rank] != windows[usual.rank])[0])
+    if _stack_at(job, lane, at) == _stack_at(job, usual, at):
         return None
-    count, extra, agreeing = found
-    if lane.last == usual.last and (agreeing < 2 or best_shift(theirs, mine) == found):
-        return None  # a program that alternates between two lines fits in both directions
-    return Shift(lane.rank, low + at, count, extra, agreeing)
+    shift = _shift_from(job, lane, usual, at, True)
+    if shift is None or lane.last != usual.last:
+        return by_habit(job, shift, lane, usual) if shift is not None and pair else shift
+    other = _shift_from(job, usual, lane, at, True)
+    # A program that alternates between two lines fits in both directions: that alone is no evidence.
+    if other is not None and other.extra == shift.extra:
+        return _odd_by_habit(job, shift, lane, usual)
+    return shift if shift.agreeing >= 2 else None
+
+
+def _odd_by_habit(job: Job, shift: Shift, one: Lane, two: Lane) -> Shift | None:
+    """Where both directions fit, the rank that left its own round made the difference."""
+    rows = ((lane, lane.row(shift.seq)) for lane in (one, two))
+    odd = [lane for lane, row in rows if breaks_habit(job.ranks[lane.rank], row)]
+    if len(odd) != 1:
+        return None
+    own = keys(job, odd[0])
+    at = int(np.searchsorted(odd[0].seqs, shift.seq))
+    known = bool((own[:at] == own[at]).any())
+    return Shift(odd[0].rank, shift.seq, shift.count, not known, shift.agreeing)
+
+
+def by_habit(job: Job, shift: Shift, lane: Lane, other: Lane) -> Shift:
+    """Between two ranks an extra call of one is a skipped call of the other, if the other has made it before."""
+    if not shift.extra:
+        return shift
+    made = keys(job, lane)[int(np.searchsorted(lane.seqs, shift.seq))]
+    if bool((keys(job, other) == made).any()):
+        return Shift(other.rank, shift.seq, shift.count, False, shift.agreeing)
+    return shift
 
 
 def _from(job: Job, lane: Lane, seq: int, with_stacks: bool) -> np.ndarray:

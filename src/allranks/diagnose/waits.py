@@ -53,7 +53,9 @@ def find_blocked(job: Job, p2p_waits: list[P2PWait]) -> list[Blocked]:
     busy |= {wait.rank for wait in p2p_waits}
     found: list[Blocked] = []
     for group, lanes in zip(job.groups, stuck, strict=True):
-        found += [_blocked(job, group, seq, lanes[seq], len(found) + i) for i, seq in enumerate(sorted(lanes))]
+        found += [
+            _blocked(job, group, seq, lanes[seq], len(found) + i) for i, seq in enumerate(sorted(lanes))
+        ]
     idle = tuple(rank for rank, view in job.ranks.items() if rank not in busy and not view.cut)
     found = [_with_strangers(job, blocked, idle) for blocked in found]
     return found + [_blocked_p2p(job, wait, len(found) + i) for i, wait in enumerate(p2p_waits)]

@@ -1,0 +1,31 @@
+"""What a rank has always done next: programs repeat themselves, and a step out of the round shows who left it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from allranks.diagnose.job import RankView
+
+
+def step_keys(view: RankView) -> np.ndarray:
+    """One number per call of a rank, over all groups: equal when group, operation, sizes and line are."""
+    keys: np.ndarray = view.sig ^ (view.stack.astype(np.int64) << 20) ^ (view.group.astype(np.int64) << 44)
+    return keys
+
+
+def successors(keys: np.ndarray, row: int) -> np.ndarray:
+    """Rows that followed, in earlier rounds, the two calls before `row`; of one call when two never came before."""
+    if row < 1:
+        return np.zeros(0, np.int64)
+    same: np.ndarray = np.flatnonzero(keys[: row - 1] == keys[row - 1]) + 1
+    if row >= 2:
+        twice = same[(same >= 2) & (keys[np.maximum(same - 2, 0)] == keys[row - 2])]
+        same = twice if len(twice) else same
+    return same[same < row]
+
+
+def breaks_habit(view: RankView, row: int) -> bool:
+    """Whether the call is none of those that followed at this point in earlier rounds."""
+    keys = step_keys(view)
+    usual = successors(keys, row)
+    return len(usual) > 0 and not bool((keys[usual] == keys[row]).any())
