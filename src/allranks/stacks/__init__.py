@@ -16,7 +16,7 @@ from allranks.model.stacks import StacksReport
 from allranks.stacks.bundle import join, read_capture, write_bundle
 from allranks.stacks.classify import classify
 from allranks.stacks.collect import CollectOptions, collect
-from allranks.stacks.find import Selection, Target, find_targets
+from allranks.stacks.find import Selection, Target, find_targets, targets_of
 from allranks.stacks.progress import Stillness
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "join",
     "read_bundle",
     "read_capture",
+    "targets_of",
     "write_bundle",
 ]
 

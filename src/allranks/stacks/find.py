@@ -10,7 +10,7 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from allranks.errors import InputError
@@ -68,6 +68,14 @@ def find_targets(selection: Selection) -> list[Target]:
     if not targets:
         raise InputError(_nothing(selection), hint=_HINT)
     return targets
+
+
+def targets_of(pids: Mapping[int, int], box_folders: tuple[Path, ...] = ()) -> list[Target]:
+    """Targets for ranks that the caller knows: rank -> pid. Children and black boxes are found as usual."""
+    ranks = {pid: rank for rank, pid in pids.items()}
+    chosen = find_targets(Selection(pids=tuple(ranks), box_folders=box_folders))
+    owner = {target.rank: ranks[target.pid] for target in chosen if target.child is None}
+    return [replace(target, rank=owner[target.rank]) for target in chosen]
 
 
 _HINT = (

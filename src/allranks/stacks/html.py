@@ -53,9 +53,7 @@ def _asset(name: str) -> str:
 
 
 def _verdict(report: StacksReport) -> Iterator[str]:
-    word, look = {True: ("Hung", "hung"), False: ("Not hung", "moving"), None: ("Unclear", "")}[
-        report.hung
-    ]
+    word, look = {True: ("Hung", "hung"), False: ("Not hung", "moving"), None: ("Unclear", "")}[report.hung]
     yield f'<div class="verdict {look}" id="verdict"><b>{word}:</b> {escape(report.sentence)}'
     yield f"<br><small>{escape(report.reason)}</small></div>"
     for line in report.ras:

@@ -1,0 +1,1 @@
+"""Tests of allranks.stacks: captured cases, pure parts, and real victims."""

@@ -1,0 +1,287 @@
+"""Rank sets, tree, titles, patterns, triggers, RAS and configuration: decisions without a process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from allranks.errors import ConfigurationError
+from allranks.model.stacks import (
+    Capture,
+    Mark,
+    ProcessCapture,
+    RankMarks,
+    RasReply,
+    Snapshot,
+    StackFrame,
+    ThreadStack,
+)
+from allranks.stacks import Stillness, classify, read_capture
+from allranks.stacks.debug_config import DebugOptions, parse_debug, read_debug_options
+from allranks.stacks.other_output import parse_kernels
+from allranks.stacks.patterns import load_patterns, parse_patterns
+from allranks.stacks.progress import decide_progress
+from allranks.stacks.rank_sets import compress
+from allranks.stacks.ras import find_laggards
+from allranks.stacks.syscalls import parse_syscall
+from allranks.stacks.text import render_text
+from allranks.stacks.titles import coordinates, is_rank_title, number_ranks
+from allranks.stacks.tools import explain_pyspy
+from allranks.stacks.tree import find_outliers, grow_tree
+from allranks.stacks.triggers import Observation, TriggerState, decide_trigger
+
+CASES = Path(__file__).parent / "cases"
+
+
+def test_rank_sets_are_written_as_people_write_them() -> None:
+    """Runs of three and more become spans."""
+    assert compress([*range(4), 5, *range(7, 1024)]) == "0-3,5,7-1023"
+    assert compress([1, 0]) == "0,1"
+    assert compress([]) == ""
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_a_rank_set_can_be_read_back(ranks: set[int]) -> None:
+    """Compressing loses nothing."""
+    found: set[int] = set()
+    for part in filter(None, compress(ranks).split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    assert found == ranks
+
+
+def test_the_tree_parts_where_the_ranks_part_and_names_the_odd_one() -> None:
+    """Rank 2 leaves the common path at the line that differs."""
+    capture = read_capture(CASES / "hangs" / "gloo_allreduce_missing_rank")
+    root = grow_tree(capture)[0]
+    assert root.ranks == (0, 1, 2, 3)
+    assert root.looks == 8
+    ranks, node = find_outliers([root])[0]
+    assert ranks == (2,)
+    assert node.frame is not None and node.frame.line == 20
+    assert node.always
+
+
+def test_forked_children_are_cut_at_the_fork() -> None:
+    """The worker's tree starts at its bootstrap, not in the training loop it was forked from."""
+    roots = grow_tree(read_capture(CASES / "hangs" / "dataloader_worker_sleep"), all_threads=True)
+    child = next(root for root in roots if root.role == "child")
+    assert [node.frame.name for node in child.children if node.frame] == ["BaseProcess._bootstrap"]
+    assert any("QueueFeederThread" in root.role for root in roots)
+
+
+def test_a_thousand_ranks_are_merged_into_one_small_tree() -> None:
+    """1,024 ranks with 30 threads give a report and a tree of a few lines, with the odd rank named."""
+    capture = _many(1024, odd=517)
+    report = classify(capture)
+    lines = list(render_text(report, grow_tree(capture, all_threads=True)))
+    assert report.culprits == (517,)
+    assert len(lines) < 60
+    assert any("0-516,518-1023" in line for line in lines)
+
+
+def _many(count: int, odd: int) -> Capture:
+    source = read_capture(CASES / "hangs" / "dataloader_worker_sleep")
+    starved, waiting = (next(p for p in source.processes if p.rank == r and p.child is None) for r in (0, 1))
+    helper = next(t for t in waiting.snapshots[0].stacks if t.name != "MainThread")
+    extra = tuple(replace(helper, tid=900_000 + number, name=f"helper-{number}") for number in range(28))
+
+    def grown(process: ProcessCapture, rank: int) -> ProcessCapture:
+        shots = tuple(replace(shot, stacks=shot.stacks + extra) for shot in process.snapshots)
+        return replace(process, rank=rank, snapshots=shots)
+
+    processes = tuple(grown(starved if rank == odd else waiting, rank) for rank in range(count))
+    return replace(
+        source, processes=processes, marks=tuple(replace(source.marks[0], rank=r) for r in range(count))
+    )
+
+
+def test_a_very_deep_stack_is_no_problem() -> None:
+    """Runaway recursion of thousands of frames is merged and shown without recursion of ours."""
+    frames = tuple(StackFrame(f"f{number}", "/home/user/deep.py", number) for number in range(5000))
+    shot = Snapshot(1, None, (ThreadStack(1, "MainThread", frames, True, True),))
+    capture = Capture((ProcessCapture(0, None, 1, snapshots=(shot,)),))
+    roots = grow_tree(capture)
+    assert list(render_text(classify(capture), roots))
+    from allranks.stacks.html import render_html
+
+    assert "f4999" in render_html(classify(capture), roots)
+
+
+def test_titles_of_serving_engines_give_parallel_coordinates() -> None:
+    """SGLang's and vLLM's workers are ranks; their routers and tokenizers are not."""
+    assert coordinates("sglang::scheduler_TP1_PP0_DP2_EP3") == (("tp", 1), ("pp", 0), ("dp", 2), ("ep", 3))
+    assert is_rank_title("sglang::scheduler_TP0") and is_rank_title("VLLM::Worker_TP0_EP0")
+    assert is_rank_title("ray::RayTrainWorker.execute")
+    for title in (
+        "sglang::detokenizer",
+        "VLLM::APIServer_0",
+        "python -m sglang_router.launch_router",
+        "ray::IDLE",
+    ):
+        assert not is_rank_title(title)
+    assert coordinates("python train_TP0.py") == ()
+
+
+def test_coordinates_give_rank_numbers() -> None:
+    """Tensor parallel runs fastest; on a second node the numbers go on."""
+    coords = [(("tp", tp), ("pp", pp)) for pp in range(2) for tp in range(4)]
+    assert number_ranks(coords) == list(range(8))
+    assert number_ranks([(("tp", 8),), (("tp", 9),)]) == [8, 9]
+    assert sorted(number_ranks([(("tp", 0),), (("tp", 0),)])) == [0, 1]
+
+
+def test_patterns_are_checked_when_they_are_read() -> None:
+    """A misspelt condition is named; the shipped ones are sound."""
+    assert len(load_patterns()) > 50
+    with pytest.raises(ConfigurationError, match="unknown condition"):
+        parse_patterns("- {cause: sleep, when: {sycall: [read]}}")
+    with pytest.raises(ConfigurationError, match="unknown keys"):
+        parse_patterns("- {cause: sleep, whn: {}}")
+
+
+def test_a_new_pattern_is_data() -> None:
+    """A user's own pattern decides before the shipped ones."""
+    own = parse_patterns(
+        '- {cause: network_io, says: "waits for our storage", when: {frame: ["load_batch_slow_storage"]}}'
+    )
+    capture = read_capture(CASES / "hangs" / "gloo_allreduce_missing_rank")
+    report = classify(capture, (*own, *load_patterns()))
+    assert report.ranks[2].cause == "network_io"
+    assert report.ranks[2].evidence == "waits for our storage"
+
+
+def test_system_calls_are_named_on_both_machine_types() -> None:
+    """The same wait has another number on aarch64."""
+    assert parse_syscall("202 0x1 0x189")[0] == "futex"
+    assert parse_syscall("98 0x1 0x189", "aarch64")[0] == "futex"
+    assert parse_syscall("running") == ("running", ())
+    assert parse_syscall("-1 0x0") == ("", ())
+
+
+def _timed(rank: int, times: list[float], seen: float, **more: object) -> RankMarks:
+    return RankMarks(rank, tuple(Mark(t, i) for i, t in enumerate(times)), seen, **more)  # type: ignore[arg-type]
+
+
+def test_the_clock_decides_where_it_is_known() -> None:
+    """Old marks: hung; new ones: not; fresh but silent: cannot tell; a declared silence is no hang."""
+    steps = [float(second) for second in range(100)]
+    decide = lambda *marks: decide_progress({m.rank: m for m in marks}, {}, {}, Stillness())  # noqa: E731
+    assert decide(_timed(0, steps, 160.0)).hung is True
+    assert decide(_timed(0, steps, 100.5)).hung is False
+    assert decide(_timed(0, steps, 106.0)).hung is None
+    assert decide(_timed(0, steps, 160.0, expect_until_s=500.0)).hung is None
+    slow = [30.0 * number for number in range(10)]
+    assert decide(_timed(0, slow, 270.0 + 45.0)).hung is not True
+    assert decide().hung is None
+
+
+def test_only_what_ras_says_twice_is_told() -> None:
+    """Different operation counts for a moment are normal."""
+    first = RasReply("a", 1.0, "Rank 0 launched up to operation 5\nRank 1 launched up to operation 4\nok\n")
+    moved = RasReply("a", 2.0, "Rank 0 launched up to operation 6\nRank 1 launched up to operation 6\n")
+    assert find_laggards([first, moved]) == ()
+    assert find_laggards([first, first]) == (
+        "Rank 0 launched up to operation 5",
+        "Rank 1 launched up to operation 4",
+    )
+    assert find_laggards([first]) == ()
+
+
+def test_device_kernels_are_read_from_cuda_gdb() -> None:
+    """The names of the invocation column, each once."""
+    text = (
+        "  Kernel Parent Dev Grid Status   SMs Mask GridDim  BlockDim Invocation\n"
+        "*      0      -   0    5 Active 0x00000001 (2,1,1) (544,1,1) ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)\n"
+        "       1      -   0    6 Active 0x00000001 (1,1,1) (1,1,1) at::cuda::(anonymous namespace)::spin_kernel(long)\n\n"
+    )
+    assert parse_kernels(text) == (
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "at::cuda::(anonymous namespace)::spin_kernel",
+    )  # fmt: skip
+
+
+def test_a_kernel_on_the_device_decides_the_cause() -> None:
+    """A collective's kernel is a wait for others; any other kernel is the rank's own."""
+    capture = read_capture(CASES / "victims" / "nogil_pause.json")
+    for kernel, cause in (("ncclDevKernel_AllReduce", "collective_wait"), ("spin_kernel", "cuda_kernel")):
+        process = replace(capture.processes[0], kernels=(kernel,))
+        assert classify(replace(capture, processes=(process,))).ranks[0].cause == cause
+
+
+def test_device_waits_are_told_from_frames() -> None:
+    """torch.cuda.synchronize in Python, or the driver's call in the native frames."""
+    top = StackFrame("synchronize", "/opt/venv/lib/python3.11/site-packages/torch/cuda/__init__.py", 900)
+    user = StackFrame("train", "/home/user/train.py", 12)
+    native = StackFrame("cuCtxSynchronize", "/usr/lib/libcuda.so.1", 0, True, "/usr/lib/libcuda.so.1")
+    by_frame = ProcessCapture(
+        0, None, 1, snapshots=(Snapshot(1, None, (ThreadStack(1, "MainThread", (top, user), True, False),)),)
+    )
+    by_leaf = ProcessCapture(
+        1, None, 2, snapshots=(Snapshot(1, None, (ThreadStack(2, "MainThread", (user,), False, False),)),),
+        native=(ThreadStack(2, "MainThread", (native, user)),),
+    )  # fmt: skip
+    report = classify(Capture((by_frame, by_leaf)))
+    assert {state.cause for state in report.ranks.values()} == {"cuda_wait"}
+
+
+def test_misleading_messages_of_py_spy_are_explained() -> None:
+    """A process that ended, and one that is no Python, are told apart from a refusal."""
+    import os
+
+    assert "ended while" in explain_pyspy("Error: Failed to get process executable name", 2**22 - 3)
+    assert "not a Python process" in explain_pyspy(
+        "Error: Failed to find python version from target process", os.getpid()
+    )
+
+
+def test_triggers_fire_once_for_each_standstill_and_again_later() -> None:
+    """No progress: at the limit, at twice and four times it; progress starts over."""
+    options = DebugOptions(wait_s=0, no_progress_s=10, repeats=3, rank_lost=False)
+    state, fired = TriggerState(), []
+    for second in range(200):
+        mark = (1, 5, 4) if second < 100 else (2, 6, 5)
+        reason, state = decide_trigger(
+            Observation(float(second), {0: mark}, alive=frozenset({0})), state, options
+        )
+        fired += [second] if reason else []
+    assert fired == [10, 20, 40, 110, 120, 140]
+
+
+def test_triggers_by_time_by_loss_by_output_and_by_an_overdue_call() -> None:
+    """Each says its reason; a declared silence holds the standstill triggers back."""
+    options = DebugOptions(wait_s=5, at_s=(8.0,), no_progress_s=0, collective_overdue_s=30, no_output_s=50)
+    state, fired = TriggerState(), {}
+    for second in range(120):
+        seen = Observation(
+            float(second), {}, {0: 10}, 5.0 + second if second > 20 else None,
+            frozenset({0, 1}) if second < 60 else frozenset({0}), silent_until_s=40.0,
+        )  # fmt: skip
+        reason, state = decide_trigger(seen, state, options)
+        if reason:
+            fired[second] = reason
+    assert fired == {
+        5: "5 s after the start", 8: "8 s after the start", 40: "a collective is open for 45 s",
+        50: "no output for 50 s", 60: "rank 1 ended while 1 others run", 100: "no output for 100 s",
+    }  # fmt: skip
+
+
+def test_the_debug_section_is_read_as_people_know_it(tmp_path: Path) -> None:
+    """enabled, wait_seconds and output_dir, plus the triggers; mistakes are named."""
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        "name: x\ndebug:\n  enabled: true\n  wait_seconds: 120\n  triggers: {no_progress_seconds: 30, at_seconds: [60]}\n"
+    )
+    options = read_debug_options(file)
+    assert options.fixed_points() == (60.0, 120.0)
+    assert options.no_progress_s == 30.0
+    assert options.folder({"LOG_DIR": "/logs"}) == Path("/logs/backtraces")
+    with pytest.raises(ConfigurationError, match=r"debug\.wait_second is unknown"):
+        parse_debug({"wait_second": 1})
+    with pytest.raises(ConfigurationError, match=r"debug\.enabled is 'yes'"):
+        parse_debug({"enabled": "yes"})
+    with pytest.raises(ConfigurationError, match="cannot be negative"):
+        parse_debug({"wait_seconds": -1})
