@@ -5,18 +5,26 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import tempfile
 import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers import it at their first step: once here instead of in every fork
 
-from allranks.lighthouse.options import Options
-from allranks.testing.faults import Fault, FaultPlan
+from allranks.lighthouse.options import Options, ServerOptions
+from allranks.lighthouse.server import Lighthouse
+from allranks.manager.ddp import DistributedDataParallel
+from allranks.manager.manager import Manager
+from allranks.manager.optimizer import Optimizer
+from allranks.testing.faults import Fault, FaultPlan, inject
 from allranks.testing.ranks import Outcome, Ranks
+from allranks.testing.ranks import signal as mark
 
 LIMIT_S = 60.0  # only hanging reaches it
 
@@ -95,9 +103,6 @@ class LighthouseProcess:
 
 
 def _serve(options: Options, port: int, write_end: int) -> None:
-    from allranks.lighthouse.options import ServerOptions
-    from allranks.lighthouse.server import Lighthouse
-
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     try:
@@ -118,6 +123,7 @@ class Cluster:
     job: Job
     replicas: dict[str, Ranks] = field(default_factory=dict)
     function: Callable[..., Any] | None = None
+    folder: tempfile.TemporaryDirectory[str] = field(default_factory=tempfile.TemporaryDirectory)
 
     def __enter__(self) -> Cluster:
         return self
@@ -127,10 +133,11 @@ class Cluster:
     ) -> None:
         for ranks in self.replicas.values():
             ranks.close()
+        self.folder.cleanup()
 
     def start(self, *names: str, job: Job | None = None) -> None:
         for name in names:
-            args = (self.lighthouse.address, name, job or self.job)
+            args = (self.lighthouse.address, name, job or self.job, self.folder.name)
             ranks = Ranks(self.function or train, 1, args=args, backend=None)
             ranks.start()
             self.replicas[name] = ranks
@@ -141,6 +148,18 @@ class Cluster:
     def wait_for(self, mark: str, *names: str) -> None:
         for name in names:
             self.replicas[name].wait_for(mark, timeout_s=LIMIT_S)
+
+    def progress(self, name: str) -> int:
+        """The last step that a replica has committed."""
+        path = Path(self.folder.name) / name
+        lines = path.read_text().split() if path.exists() else []
+        return int(lines[-1]) if lines else 0
+
+    def wait_for_progress(self, name: str, step: int) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while self.progress(name) < step:
+            assert time.monotonic() < deadline, f"{name} stands at step {self.progress(name)}, wanted {step}"
+            time.sleep(0.01)
 
     def end(self, name: str) -> Outcome:
         """Waits for one replica, however it ends."""
@@ -195,14 +214,8 @@ def build(job: Job) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, kind(model.parameters(), lr=0.01)
 
 
-def train(rank: int, world: int, address: str, name: str, job: Job) -> Result:
+def train(rank: int, world: int, address: str, name: str, job: Job, folder: str) -> Result:
     """One replica: joins, trains, survives, stops when the script is through."""
-    from allranks.manager.ddp import DistributedDataParallel
-    from allranks.manager.manager import Manager
-    from allranks.manager.optimizer import Optimizer
-    from allranks.testing.faults import inject
-    from allranks.testing.ranks import signal as mark
-
     torch.set_num_threads(1)
     torch.manual_seed(zlib.crc32(name.encode()) if job.own_weights else 7)
     model, inner = build(job)
@@ -232,6 +245,7 @@ def train(rank: int, world: int, address: str, name: str, job: Job) -> Result:
         injector.left.extend(own)
     ddp = DistributedDataParallel(manager, model, bucket_cap_mb=0.002)
     optimizer = Optimizer(manager, inner)
+    progress = open(f"{folder}/{name}", "a")  # noqa: SIM115
     failed = 0
     while course.at < len(job.script) - 1 or course.count < job.stay:
         optimizer.zero_grad()
@@ -246,9 +260,10 @@ def train(rank: int, world: int, address: str, name: str, job: Job) -> Result:
             course.note(participants, job.script)
             if counted:
                 course.losses[step] = loss.item()
-            mark("committed")
-            if course.at == len(job.script) - 1:
-                mark("last act")
+            if course.count:
+                mark(f"act {course.at}")
+            progress.write(f"{manager.current_step()}\n")
+            progress.flush()
             if job.arm_at and participants >= job.arm_at and own:
                 injector.left.extend(own)
                 own = []

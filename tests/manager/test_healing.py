@@ -1,0 +1,85 @@
+"""Healing: striped, resumed, checked, closed to strangers; and faults at both ends of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from allranks.lighthouse.options import Options
+from allranks.testing.faults import Fault
+
+from .cluster import Cluster, Job, LighthouseProcess
+from .test_failures import assert_equal_states
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseProcess]:
+    with LighthouseProcess(Options(min_replicas=1, heartbeat_timeout_s=2.0)) as running:
+        yield running
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_replicas_with_other_weights_become_equal(lighthouse: LighthouseProcess, asynchronous: bool) -> None:
+    """A late replica takes parameters and optimizer state of the running ones."""
+    job = Job(script=(2, 3), own_weights=True, asynchronous=asynchronous)
+    with Cluster(lighthouse, job) as cluster:
+        cluster.start("a", "b")
+        cluster.wait_for("act 0", "a", "b")
+        cluster.start("c")
+        results = cluster.results()
+    assert_equal_states(results)
+    assert results["a"].failed_steps == results["b"].failed_steps == 0
+
+
+@pytest.mark.parametrize("victim", ["a", "c"])
+def test_a_source_or_receiver_killed_while_healing_leaves_equal_replicas(
+    lighthouse: LighthouseProcess, victim: str
+) -> None:
+    """Sender a or receiver c dies with the state on its way: the rest goes on, equal in every bit."""
+    place = "sending state" if victim == "a" else "receiving state"
+    fault = Fault("kill", victim, at=place)
+    job = Job(script=(2, 3), own_weights=True, width=4096, adam=False)
+    after = replace(job, script=(2, 2)) if victim == "c" else job
+    with Cluster(lighthouse, after) as cluster:
+        armed = replace(after, faults=(fault,), arm_at=2 if victim == "a" else 0)
+        cluster.start("a", job=armed)
+        cluster.start("b")
+        cluster.wait_for("act 0", "a", "b")
+        cluster.start("c", job=armed)
+        assert cluster.end(victim).exit_code == -9, "the fault did not fire"
+        if victim == "a":
+            cluster.start("a", job=job)
+        results = cluster.results()
+    assert_equal_states(results)
+
+
+@pytest.mark.parametrize("place", ["regrouping", "connecting", "loading state"])
+def test_a_joiner_killed_while_it_comes_in_does_not_stop_the_others(
+    lighthouse: LighthouseProcess, place: str
+) -> None:
+    """Dying during the reconfiguration: the members find each other again."""
+    fault = Fault("kill", "c", at=place)
+    job = Job(script=(2,), stay=30, own_weights=True)
+    with Cluster(lighthouse, job) as cluster:
+        cluster.start("a", "b")
+        cluster.wait_for("act 0", "a", "b")
+        cluster.start("c", job=replace(job, faults=(fault,)))
+        assert cluster.end("c").exit_code == -9, "the fault did not fire"
+        results = cluster.results()
+    assert_equal_states(results)
+
+
+@pytest.mark.parametrize("place", ["regrouping", "connecting"])
+def test_a_second_death_during_the_reconfiguration_after_the_first(
+    lighthouse: LighthouseProcess, place: str
+) -> None:
+    """b dies in a step, c while the survivors regroup: a goes on alone."""
+    faults = (Fault("kill", "b", at_step=3, at="inside allreduce"), Fault("kill", "c", at_step=3, at=place))
+    job = Job(script=(3, 1), faults=faults, arm_at=3)
+    with Cluster(lighthouse, job) as cluster:
+        cluster.start("a", "b", "c")
+        assert [cluster.end(name).exit_code for name in ("b", "c")] == [-9, -9], "the faults did not fire"
+        results = cluster.results()
+    assert results["a"].step > 3
