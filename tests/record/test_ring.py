@@ -1,0 +1,202 @@
+"""The ring of a box: wrap-around, threads, and readers that race the writer."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from allranks.errors import InputError
+from allranks.model.blackbox import HEADER_BYTES, Item, ring_bytes
+from allranks.model.trace import CALL, Flag, State
+from allranks.record.box import Box
+from allranks.record.decode import BoxBytes, decode
+from allranks.record.read import copy_box, read_header, read_trace
+from allranks.record.ring import make_ring
+from allranks.testing.ranks import Ranks
+from allranks.testing.ranks import signal as reached
+
+
+def _box(path: Path, capacity: int = 32, heap: int = 1 << 16) -> Box:
+    box = Box(path, capacity, heap)
+    box.open()
+    return box
+
+
+def _ring(box: Box, engine: str) -> object:
+    return make_ring(box, engine == "c")
+
+
+def _begin(ring: object, number: int) -> int:
+    begin: int = ring.begin(1, 1, (1, number, number), 0, number, number, number, number, 1, -1, -1, 0)  # type: ignore[attr-defined]
+    return begin
+
+
+def test_a_row_is_the_same_whoever_writes_it(tmp_path: Path) -> None:
+    """C and Python write the same bytes, times and thread apart."""
+    pytest.importorskip("allranks.record._fast", reason="the part in C was not built")
+    rows = []
+    for engine in ("c", "python"):
+        box = _box(tmp_path / f"{engine}.box")
+        for kind, payload in (
+            (Item.GROUP, ["g", "", [0], "gloo"]),
+            (Item.NAME, "op"),
+            (Item.SHAPES, [[], [], [], [], [], []]),
+        ):
+            for _ in range(9):
+                box.append(kind, payload)
+        ring = _ring(box, engine)
+        ring.set_step(77, 3)  # type: ignore[attr-defined]
+        number = ring.begin(5, 6, (7, 8, 9), 0, 11, 12, 13, 14, 2, 3, -1, 4)  # type: ignore[attr-defined]
+        ring.started(number)  # type: ignore[attr-defined]
+        ring.finish(number, int(State.FAILED))  # type: ignore[attr-defined]
+        rows.append(read_trace(box.path).calls.copy())
+    for row in rows:
+        assert (row["started_ns"] > 0).all()
+        for name in ("created_ns", "started_ns", "completed_ns", "thread"):
+            row[name] = 0
+    assert rows[0].tobytes() == rows[1].tobytes()
+    (row,) = rows[0]
+    assert int(row["state"]) == State.FAILED
+    assert int(row["flags"]) == 4 | Flag.RETIRED
+    assert int(row["step"]) == 77
+
+
+def test_the_ring_wraps_and_says_how_many_it_dropped(tmp_path: Path, engine: str) -> None:
+    """The newest records stay, in order; a late end of a dropped one changes nothing."""
+    box = _box(tmp_path / "x.box", capacity=16)
+    ring = _ring(box, engine)
+    numbers = [_begin(ring, n) for n in range(1, 101)]
+    ring.finish(numbers[3], int(State.COMPLETED))  # type: ignore[attr-defined]
+    ring.finish(numbers[99], int(State.COMPLETED))  # type: ignore[attr-defined]
+    trace = read_trace(box.path)
+    assert list(trace.calls["seq"]) == list(range(85, 101))
+    assert trace.header.dropped == 84
+    assert [int(state) for state in trace.calls["state"]] == [State.SCHEDULED] * 15 + [State.COMPLETED]
+    assert trace.progress.calls_completed == 2
+
+
+def test_two_threads_write_without_losing_a_record(tmp_path: Path, engine: str) -> None:
+    """Every number is used exactly once, and all rows are whole."""
+    box = _box(tmp_path / "x.box", capacity=8192)
+    ring = _ring(box, engine)
+    threads = [threading.Thread(target=lambda: [_begin(ring, 7) for _ in range(2000)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    trace = read_trace(box.path)
+    assert list(trace.calls["begin"]) == list(range(1, 8001))
+    assert trace.torn == 0
+    assert len(set(trace.calls["thread"])) == 4
+
+
+def _write_millions(rank: int, world: int, path: str, count: int) -> None:
+    box = Box(Path(path), 256, 1 << 16)
+    box.open()
+    ring = make_ring(box, os.environ["ALLRANKS_PURE_PYTHON"] == "0")
+    reached("writing")
+    for number in range(1, count + 1):
+        begin = ring.begin(0, 0, (0, number, -number), 0, number, number, number, number, 0, -1, -1, 0)
+        if number & 3 == 0:
+            ring.finish(begin, 2)
+
+
+@pytest.mark.parametrize("count", [600_000, pytest.param(20_000_000, marks=pytest.mark.soak)])
+def test_a_reader_that_races_the_writer_never_accepts_a_torn_record(
+    tmp_path: Path, engine: str, count: int
+) -> None:
+    """Hundreds of thousands of records, read all the while: every accepted one is consistent in itself."""
+    path = tmp_path / "x.box"
+    seen, torn, reads = 0, 0, 0
+    with Ranks(_write_millions, 1, (str(path), count), backend=None) as ranks:
+        ranks.wait_for("writing")
+        while read_header(path).calls_started < count:
+            trace = read_trace(path)
+            calls = trace.calls
+            for field in ("seq", "p2p_seq", "op_id", "in_numel", "timeout_ms"):
+                assert (calls[field] == calls["begin"]).all()
+            assert (calls["out_numel"] == -calls["begin"].astype(np.int64)).all()
+            assert (np.diff(calls["begin"]) > 0).all()
+            over = calls["state"] == State.COMPLETED
+            assert (calls["completed_ns"][over] > 0).all()
+            seen, torn, reads = seen + len(calls), torn + trace.torn, reads + 1
+        ranks.values(timeout_s=60)
+    assert reads > 10  # the race took place
+    assert seen > 1000
+    assert len(read_trace(path).calls) == 256
+
+
+def test_a_full_heap_keeps_the_numbers(tmp_path: Path, engine: str) -> None:
+    """When there is no room for more names and stacks, the rows go on and the file says so."""
+    box = _box(tmp_path / "x.box", heap=256)
+    numbers = [box.intern(Item.NAME, f"a name of some length {n}") for n in range(20)]
+    assert numbers[0] == 1
+    assert numbers[-1] == 0
+    _begin(_ring(box, engine), 1)
+    trace = read_trace(box.path)
+    assert len(trace.calls) == 1
+    assert any("heap was full" in note for note in trace.notes)
+
+
+def test_the_same_thing_is_stored_once(tmp_path: Path) -> None:
+    """Interning is by content; groups are appended even when equal, for a new group of an old name is another."""
+    box = _box(tmp_path / "x.box")
+    assert box.intern(Item.NAME, "x") == box.intern(Item.NAME, "x") == 1
+    assert box.append(Item.GROUP, ["0", "", [], ""]) == 1
+    assert box.append(Item.GROUP, ["0", "", [], ""]) == 2
+
+
+@pytest.mark.parametrize("cut", [0, 100, HEADER_BYTES + 40, HEADER_BYTES + 5 * CALL.itemsize, -70])
+def test_a_cut_file_gives_what_is_there_or_a_clear_error(tmp_path: Path, cut: int) -> None:
+    """Never an unexpected exception, never an invented record."""
+    box = _box(tmp_path / "x.box", capacity=16, heap=64)
+    ring = make_ring(box, False)
+    for n in range(10):
+        _begin(ring, n)
+    box.intern(Item.NAME, "x" * 30)
+    data = bytes(copy_box(box.path).data)
+    shorter = data[:cut]
+    if len(shorter) < HEADER_BYTES:
+        with pytest.raises(InputError):
+            decode(BoxBytes(shorter))
+        return
+    trace = decode(BoxBytes(shorter))
+    assert len(trace.calls) == min(10, (len(shorter) - HEADER_BYTES) // CALL.itemsize)
+    assert trace.notes or cut == -70
+
+
+def test_random_damage_is_never_an_unexpected_exception(tmp_path: Path) -> None:
+    """Whatever byte is flipped, decode answers with a trace or an InputError."""
+    box = _box(tmp_path / "x.box", capacity=16, heap=2048)
+    box.append(Item.META, {"host": "h", "versions": {"torch": "2"}})
+    box.append(Item.GROUP, ["0", "d", [0, 1], "gloo"])
+    box.append(Item.SHAPES, [[[1]], [[1]], ["Float"], ["Float"], [], []])
+    box.append(Item.STACK, [["f", "x.py", 3]])
+    ring = make_ring(box, False)
+    for n in range(20):
+        _begin(ring, n)
+    data = bytearray(copy_box(box.path).data)
+    random = np.random.default_rng(5)
+    for _ in range(1500):
+        damaged = bytearray(data)
+        for at in random.integers(0, len(damaged), 4):
+            damaged[at] = random.integers(0, 256)
+        try:
+            decode(BoxBytes(bytes(damaged)))
+        except InputError:
+            pass
+
+
+def test_files_and_folders_are_private(folder: Path) -> None:
+    """0600 in 0700, and a file that exists is never taken over."""
+    box = _box(folder / "deep" / "x.box")
+    assert box.path.stat().st_mode & 0o777 == 0o600
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "deep").stat().st_mode & 0o777 == 0o700
+    with pytest.raises(FileExistsError):
+        _box(folder / "deep" / "x.box")
+    assert box.path.stat().st_size == HEADER_BYTES + ring_bytes(32) + (1 << 16)

@@ -1,0 +1,168 @@
+"""The black box outlives its rank, whatever ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import allranks
+from allranks.model.trace import State
+from allranks.record.read import find_boxes, is_alive, read_header, read_trace
+from allranks.testing.ranks import Ranks
+from allranks.testing.ranks import signal as reached
+
+from .boxes import last, ops, traces
+
+
+def _loop_then(rank: int, world: int, ending: str) -> None:
+    allranks.record()
+    for step in range(5):
+        allranks.step(step)
+        dist.all_reduce(torch.ones(2))
+    reached("looped")
+    if rank == 1:
+        _end(ending)
+    dist.all_reduce(torch.ones(3))
+
+
+def _end(ending: str) -> None:
+    if ending == "segfault":
+        import ctypes
+
+        ctypes.string_at(0)
+    if ending == "exit":
+        os._exit(7)
+    if ending == "abort":
+        os.abort()
+    time.sleep(60)  # to be killed from outside
+
+
+def _ended(folder: Path, ending: str, code: int) -> None:
+    with Ranks(_loop_then, 2, (ending,), timeout_s=30) as ranks:
+        ranks.wait_for("looped")
+        if ending == "kill":
+            ranks.kill(1)
+        outcomes = ranks.join(timeout_s=40)
+    assert outcomes[1].exit_code == code  # the fault fired
+    trace = traces(folder)[1]
+    assert ops(trace) == ["all_reduce"] * 5
+    assert set(trace.calls["state"]) == {State.COMPLETED}
+    assert trace.progress.step == 4
+    assert trace.progress.closed == ""  # it never said goodbye
+    assert trace.torn == 0
+    innocent = traces(folder)[0]
+    assert int(innocent.calls[-1]["state"]) in {State.FAILED, State.STARTED}  # waited for the dead
+
+
+def test_the_box_survives_sigkill(folder: Path, engine: str) -> None:
+    """kill -9 leaves every finished record readable."""
+    _ended(folder, "kill", -signal.SIGKILL)
+
+
+def test_the_box_survives_a_segmentation_fault(folder: Path) -> None:
+    """A crash in C loses nothing."""
+    _ended(folder, "segfault", -signal.SIGSEGV)
+
+
+def test_the_box_survives_abort_and_hard_exit(folder: Path) -> None:
+    """os._exit runs no clean-up at all; abort is what C++ does on a bad day."""
+    _ended(folder, "exit", 7)
+
+
+def _mismatch(rank: int, world: int) -> None:
+    allranks.record()
+    dist.all_reduce(torch.ones(4))
+    dist.broadcast(torch.ones(4 if rank == 0 else 3), src=0)
+    dist.barrier()
+
+
+def test_gloo_aborts_the_innocent_rank_and_its_box_tells_why(folder: Path) -> None:
+    """With different sizes gloo kills the receiver by SIGABRT; the sizes that both ranks gave are on file."""
+    with Ranks(_mismatch, 2, timeout_s=5) as ranks:
+        outcomes = ranks.join(timeout_s=40)
+    assert outcomes[1].exit_code == -signal.SIGABRT  # the fault fired
+    found = traces(folder)
+    sizes = {
+        rank: found[rank].shapes[int(last(found[rank], "broadcast")["shapes"])].inputs for rank in (0, 1)
+    }
+    assert sizes == {0: ((4,),), 1: ((3,),)}
+    assert int(last(found[1], "broadcast")["state"]) != State.COMPLETED
+
+
+def _write_for_ever(rank: int, world: int, path: str) -> None:
+    from allranks.record.box import Box
+    from allranks.record.ring import make_ring
+
+    box = Box(Path(path), 64, 1 << 16)
+    box.open()
+    box.set(rank=0)
+    ring = make_ring(box, os.environ["ALLRANKS_PURE_PYTHON"] == "0")
+    reached("writing")
+    number = 0
+    while True:
+        number += 1
+        ring.begin(
+            number, number, (number, number, number), number, number, number, number, number, 0, -1, -1, 0
+        )
+
+
+def test_a_kill_in_the_middle_of_writing_is_never_misread(tmp_path: Path, engine: str) -> None:
+    """Killed at a random instruction, again and again: whole records only, at most one torn."""
+    for attempt in range(12):
+        path = tmp_path / f"{attempt}.box"
+        with Ranks(_write_for_ever, 1, (str(path),), backend=None) as ranks:
+            ranks.wait_for("writing")
+            time.sleep(0.002 * attempt)  # spreads the kills; nothing depends on it
+            ranks.kill(0)
+            assert ranks.join()[0].exit_code == -signal.SIGKILL  # the fault fired
+        trace = read_trace(path)
+        assert trace.torn <= 1
+        for field in ("group", "op", "shapes", "stack"):  # names that are not in the heap are cleared
+            assert not trace.calls[field].any()
+        for field in ("seq", "p2p_seq", "op_id", "in_numel", "out_numel", "timeout_ms"):
+            assert (trace.calls[field] == trace.calls["begin"]).all()
+
+
+SCRIPT = """
+import sys, allranks, torch, torch.distributed as dist
+allranks.record()
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+{ending}
+"""
+
+
+def _script(folder: Path, tmp_path: Path, ending: str, port: int) -> subprocess.CompletedProcess[str]:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.format(ending=ending))
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=100)
+
+
+def test_the_box_says_how_the_process_ended(folder: Path, tmp_path: Path) -> None:
+    """A normal end and an exception are told apart from a sudden death; an exception also leaves a dump."""
+    from allranks.testing.ranks import free_port
+
+    done = _script(folder, tmp_path, "dist.destroy_process_group()", free_port())
+    assert done.returncode == 0, done.stderr
+    (first,) = find_boxes(folder)
+    header = read_header(first)
+    assert header.closed == "exit"
+    assert not is_alive(header)
+    assert not (folder / "dumps").exists()
+
+    failed = _script(folder, tmp_path, "raise KeyError('no such layer')", free_port())
+    assert failed.returncode == 1
+    assert "no such layer" in failed.stderr  # the program's own traceback is still printed
+    (second,) = set(find_boxes(folder)) - {first}  # the earlier run's file is untouched
+    assert read_header(second).closed.startswith("exception: KeyError")
+    assert read_header(first).closed == "exit"
+    (dump,) = (folder / "dumps").rglob("rank_0")
+    assert dump.stat().st_mode & 0o777 == 0o600
