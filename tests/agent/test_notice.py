@@ -105,8 +105,9 @@ def test_each_excuse_adds_half_a_limit_until_progress_returns() -> None:
 
 
 def test_a_restarted_rank_starts_a_new_history() -> None:
-    """A new pid under the same rank is a new life with the warm-up limit."""
+    """A new pid under the same rank is a new life; the others' history still counts, alone it has none."""
     now, state = trained(step_s=0.1)
     samples = [sample(0, 29), sample(1, 29), sample(2, 0, pid=999)]
-    state = observe(now, state, samples, OPTIONS)
-    assert limit_s(state, OPTIONS) == 60
+    assert limit_s(observe(now, state, samples, OPTIONS), OPTIONS) == 10
+    reborn = [sample(r, 0, pid=900 + r) for r in range(3)]
+    assert limit_s(observe(now, state, reborn, OPTIONS), OPTIONS) == 60

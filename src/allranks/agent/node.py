@@ -110,10 +110,10 @@ class NodeAgent:
 
     def _happened(self, event: Event) -> None:
         """A replica's process came, went or was replaced; runs on the supervisor's thread: be quick."""
-        if event.kind == "rank_exited" and event.exit_code:
+        if event.kind == "rank_exited" and event.exit_code and not event.expected:
             at = time.time()
             self._ask(lambda client: client.accuse(replica_name(event.replica), event.detail))
-            if event.replica not in self._evicted and self.watch is not None:
+            if self.watch is not None:
                 ranks = (event.rank,) if event.rank is not None else ()
                 reason = f"rank {event.rank} {event.detail}"
                 watch = self.watch

@@ -85,7 +85,7 @@ def observe(
 def limit_s(state: NoticeState, options: NoticeOptions) -> float:
     """How long this job may be silent before we look closer."""
     histories = [h for h in state.ranks.values() if h.changes >= options.warm_up_marks]
-    if not histories or len(histories) < len(state.ranks):
+    if not histories:  # a replica that has just been restarted does not make the others slow
         base = max(options.floor_s, options.warm_up_s)
     else:
         longest = max((max(h.silences_s) for h in histories if h.silences_s), default=0.0)

@@ -53,6 +53,7 @@ class Event:
     rank: int | None = None  # global rank, for rank_exited
     exit_code: int | None = None
     pid: int | None = None
+    expected: bool = False  # we asked the rank to stop
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,16 @@ class Supervisor:
         replica.ranks.remove(rank)
         detail = _ending(code)
         self._tell(
-            Event("rank_exited", replica.number, now, detail, rank.number, code, rank.process.pid),
+            Event(
+                "rank_exited",
+                replica.number,
+                now,
+                detail,
+                rank.number,
+                code,
+                rank.process.pid,
+                expected=replica.state == "stopping",
+            ),  # fmt: skip
         )
         if code != 0 and replica.state == "running":
             replica.failed = True

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import allranks
 from allranks.manager.ddp import DistributedDataParallel
 from allranks.manager.manager import Manager
 from allranks.manager.optimizer import Optimizer
@@ -74,8 +73,10 @@ class Text:
         return x, y
 
 
-def train_step(manager: Manager, model: nn.Module, optimizer: Optimizer, text: Text) -> float | None:
-    """One step on this replica's share; the global loss when it was committed, else None."""
+def train_step(
+    manager: Manager, model: nn.Module, optimizer: Optimizer, text: Text
+) -> tuple[int, float] | None:
+    """One step on this replica's share; its number and global loss when it was committed, else None."""
     optimizer.zero_grad()
     step, count, index = manager.current_step(), manager.num_participants(), manager.participating_rank()
     mine = text.starts(step)[index::count] if index is not None else text.starts(step)[:1]
@@ -87,7 +88,7 @@ def train_step(manager: Manager, model: nn.Module, optimizer: Optimizer, text: T
     manager.allreduce(total).wait()
     if manager.num_participants() != count:  # somebody went in between: the same batch is divided anew
         manager.report_error(RuntimeError("the members changed during the step"))
-    return float(total) if optimizer.step() else None
+    return (step, float(total)) if optimizer.step() else None
 
 
 def digest(model: nn.Module) -> str:
@@ -109,8 +110,25 @@ def report(step: int, loss: float, model: nn.Module, out: Path) -> None:
         tell(at_step=step, digest=facts["digest"], loss=loss)
 
 
+def reference_losses(steps: int) -> list[float]:
+    """The undisturbed run: the same steps in one process, without a manager."""
+    torch.manual_seed(0)
+    text = Text()
+    model = CharModel(text.vocabulary)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(steps):
+        x, y = text.load_batch(text.starts(step))
+        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
 def main() -> None:
-    """Trains to --steps and, on the first replica, saves a checkpoint."""
+    """Trains to --steps; each replica leaves its losses and its final parameters in --out."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument(
@@ -118,10 +136,14 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--min-replicas", type=int, default=1)
+    parser.add_argument("--reference", action="store_true", help="the undisturbed run, in this process alone")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    torch.manual_seed(0)
     torch.set_num_threads(1)
+    if args.reference:
+        (args.out / "reference.json").write_text(json.dumps(reference_losses(args.steps)))
+        return
+    torch.manual_seed(0)
     text = Text()
     plain = CharModel(text.vocabulary)
     inner = torch.optim.AdamW(plain.parameters(), lr=3e-3)
@@ -137,9 +159,10 @@ def main() -> None:
     model, optimizer = DistributedDataParallel(manager, plain), Optimizer(manager, inner)
     rank = int(os.environ.get("ALLRANKS_RANK", "0"))
     while manager.current_step() < args.steps:
-        begin, step = time.monotonic(), manager.current_step()
-        loss = train_step(manager, model, optimizer, text)
-        if loss is not None:
+        begin = time.monotonic()
+        done = train_step(manager, model, optimizer, text)
+        if done is not None:
+            step, loss = done
             report(step, loss, plain, args.out / f"loss.{rank}.jsonl")
             if step % 10 == 0:
                 print(f"step {step}: loss {loss:.4f}, {manager.num_participants()} replicas", flush=True)
@@ -149,5 +172,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    allranks.record()
     main()
