@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "record": set(),
     "checkpoint": set(),
     "elastic": {"checkpoint"},
+    "compat": {"checkpoint", "elastic"},
     "doctor": {"stacks", "load", "lighthouse.client", "checkpoint"},
     "manager": {"record", "checkpoint", "lighthouse.client"},
     "agent": {"record", "load", "stacks", "diagnose", "report", "lighthouse.client"},

@@ -1,0 +1,52 @@
+"""elastic_harness.checkpoint"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from allranks.checkpoint.backends import NVMeBackend, S3Backend
+from allranks.checkpoint.config import AsyncSavePolicy, CheckpointConfig, CheckpointLoadConfig, CheckpointTier
+from allranks.checkpoint.manager import CheckpointManager
+from allranks.checkpoint.memory import MemorySnapshotBackend
+from allranks.checkpoint.state import CheckpointState, create_checkpoint_state, load_checkpoint_to_model
+from allranks.errors import (
+    CheckpointError,
+    CheckpointLoadError,
+    CheckpointSaveError,
+    CheckpointValidationError,
+    MemoryLimitExceeded,
+)
+
+
+@dataclass
+class S3Config:
+    """Only a shape: S3Backend takes what it needs as arguments."""
+
+    bucket: str
+    prefix: str = ""
+    region: str | None = None
+    connect_timeout: float = 10.0
+    read_timeout: float = 60.0
+    max_retries: int = 3
+    retry_mode: str = "adaptive"
+
+
+__all__ = [
+    "AsyncSavePolicy",
+    "CheckpointConfig",
+    "CheckpointError",
+    "CheckpointLoadConfig",
+    "CheckpointLoadError",
+    "CheckpointManager",
+    "CheckpointSaveError",
+    "CheckpointState",
+    "CheckpointTier",
+    "CheckpointValidationError",
+    "MemoryLimitExceeded",
+    "MemorySnapshotBackend",
+    "NVMeBackend",
+    "S3Backend",
+    "S3Config",
+    "create_checkpoint_state",
+    "load_checkpoint_to_model",
+]

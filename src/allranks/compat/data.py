@@ -1,0 +1,82 @@
+"""elastic_harness.data, whose code was never published: the names that its tests and guide use."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from allranks.elastic.data import DatasetState, ResumableDataset
+from allranks.elastic.index import IndexBuilder as _Builder
+from allranks.elastic.index import TokenIndexFile
+from allranks.elastic.index.layout import IndexHeader as _Header
+
+
+@dataclass(frozen=True)
+class IndexEntry:
+    """One entry of the old index file."""
+
+    file_index: int
+    byte_offset: int
+    cumulative_tokens: int
+
+    SIZE: ClassVar[int] = 24
+
+    def to_bytes(self) -> bytes:
+        return struct.pack("<QQQ", self.file_index, self.byte_offset, self.cumulative_tokens)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> IndexEntry:
+        return cls(*struct.unpack("<QQQ", data[: cls.SIZE]))
+
+
+@dataclass(frozen=True)
+class IndexHeader:
+    """The old index file's header."""
+
+    version: int = 1
+    num_entries: int = 0
+    total_tokens: int = 0
+    num_files: int = 0
+    entry_interval: int = 10_000
+
+    MAGIC: ClassVar[bytes] = b"TOKINDEX"
+
+    def to_bytes(self) -> bytes:
+        numbers = (self.version, self.num_entries, self.total_tokens, self.num_files, self.entry_interval)
+        return self.MAGIC + struct.pack("<QQQQQ", *numbers)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> IndexHeader:
+        if data[:8] != cls.MAGIC:
+            raise ValueError("not an index file: bad magic number")
+        return cls(*struct.unpack("<QQQQQ", data[8:48]))
+
+
+class IndexBuilder(_Builder):
+    """Ours, and beside the index the JSON file {files, total_tokens} that the old one wrote."""
+
+    def build(self, files: Sequence[str | Path], output: str | Path) -> _Header:
+        header = super().build(files, output)
+        beside = Path(output).with_suffix(".json")
+        if not beside.exists() or beside.read_bytes()[:11] == b'{"allranks"':  # never over a user's data
+            facts = {
+                "allranks": 1,
+                "files": [str(file) for file in files],
+                "total_tokens": header.total_tokens,
+            }
+            beside.write_text(json.dumps(facts))
+        return header
+
+
+__all__ = [
+    "DatasetState",
+    "IndexBuilder",
+    "IndexEntry",
+    "IndexHeader",
+    "ResumableDataset",
+    "TokenIndexFile",
+]
