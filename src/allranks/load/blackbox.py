@@ -7,12 +7,12 @@ meanwhile are skipped and counted as torn.
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from allranks.load.groups import MAX_MEMBERS
@@ -38,12 +38,15 @@ class HeapCache:
 
     def find(self, kind: int, payload: bytes) -> Any:
         """The decoded item: an index into the tables, a Group, or the meta dictionary; None when unreadable."""
+        if kind > max(Item):
+            return None
         key = payload + bytes((kind,))
         if key in self.items:
             return self.items[key]
         try:
-            value = _decode(self.tables, kind, json.loads(payload))
-        except (ValueError, TypeError, KeyError, IndexError, RecursionError, AttributeError, OverflowError):
+            value = _decode(self.tables, kind, msgspec.json.decode(payload))
+        except (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError, RecursionError, AttributeError,
+                OverflowError):  # fmt: skip
             value = None
         self.items[key] = value
         return value
@@ -144,18 +147,26 @@ def _read_rings(file: BytesFile | OpenFile, head: np.void, slots: int) -> tuple[
 
 
 def _look(file: BytesFile | OpenFile, used: int, live: bool) -> tuple[np.ndarray, int]:
-    """(whole rows in slot order, torn rows) of one copy of the ring."""
-    data = file.read(HEADER_BYTES, used * CALL.itemsize)
-    rows = np.frombuffer(bytearray(data[: len(data) - len(data) % CALL.itemsize]), CALL)
-    begins = rows["begin"]
-    if live:
-        again = file.read(HEADER_BYTES, used * CALL.itemsize)
-        begins = np.frombuffer(again[: len(again) - len(again) % CALL.itemsize], CALL)["begin"]
-        count = min(len(rows), len(begins))
-        rows, begins = rows[:count], begins[:count]
-    whole = whole_rows(rows, begins)
+    """(whole rows in slot order, torn rows) of one copy of the ring.
+
+    Of a living file three copies are made: `end` is taken from the first, the rows from the second, `begin` from the
+    third. Begin and end of one copy agree now and then in a row that was filled while the copy passed over it.
+    """
+    if not live:
+        rows = _ring_copy(file, used)
+        whole = whole_rows(rows, rows["begin"])
+    else:
+        copies = [_ring_copy(file, used) for _ in range(3)]
+        count = min(len(copy) for copy in copies)
+        before, rows, after = (copy[:count] for copy in copies)
+        whole = whole_rows(rows, after["begin"], before["end"])
     torn = int(np.count_nonzero((rows["begin"] != 0) & ~whole))
     return rows if whole.all() else rows[whole], torn
+
+
+def _ring_copy(file: BytesFile | OpenFile, used: int) -> np.ndarray:
+    data = file.read(HEADER_BYTES, used * CALL.itemsize)
+    return np.frombuffer(bytearray(data[: len(data) - len(data) % CALL.itemsize]), CALL)
 
 
 def _in_order(rows: np.ndarray) -> np.ndarray:
@@ -203,7 +214,7 @@ def _read_heap(file: BytesFile | OpenFile, head: np.void, cache: HeapCache, note
 def _keep(heap: _Heap, cache: HeapCache, kind: int, number: int, payload: bytes) -> bool:
     value = cache.find(kind, payload)
     if value is None:
-        return kind not in (Item.META, Item.GROUP, Item.NAME, Item.SHAPES, Item.STACK)
+        return kind > max(Item)  # of a later version: not ours to judge
     if kind == Item.META:
         heap.meta.update(value)
     elif kind == Item.GROUP:
