@@ -24,6 +24,7 @@ from allranks.lighthouse.codec import (
     RELEASE,
     REPORT,
     START,
+    WELCOME,
     BadFrame,
     decode,
     encode,
@@ -32,13 +33,14 @@ from allranks.lighthouse.codec import (
 )
 from allranks.lighthouse.held import Held
 from allranks.lighthouse.link import Link, LinkOptions
-from allranks.lighthouse.messages import Beat, Died, Hold, Release, Report, Start
+from allranks.lighthouse.messages import Beat, Died, Hold, Release, Report, Start, Welcome
 from allranks.lighthouse.progress import read_mark
 from allranks.lighthouse.reactor import Reactor
 from allranks.model.cluster import Evicted, MemberLeft, MemberLost
 
 _MAX_FRAME = 256 << 20
 _MAX_FDS = 250  # per message; the kernel's limit is 253
+_LOOK_S = 0.1  # how often the rank's process state is looked at
 
 
 class Beacon:
@@ -59,6 +61,9 @@ class Beacon:
         self._left = False
         self._count = -1
         self._moved_at = time.monotonic()
+        self._timeout_s = 0.0  # the lighthouse's heartbeat timeout, once it has said it
+        self._seen_running = time.monotonic()
+        self._asleep = False  # the rank is stopped, and the lighthouse was told
 
     def run(self) -> None:
         """Until the rank or its client is gone."""
@@ -118,9 +123,8 @@ class Beacon:
 
     def _start(self, start: Start) -> None:
         self._pid, self._box = start.pid, start.black_box
-        self._link = Link(
-            load(LinkOptions, start.link.encode()), self._reactor, self._from_lighthouse, self._beat
-        )
+        self._where = load(LinkOptions, start.link.encode())
+        self._link = Link(self._where, self._reactor, self._from_lighthouse, self._beat)
         try:
             self._pidfd = os.pidfd_open(self._pid)
         except ProcessLookupError:
@@ -131,6 +135,7 @@ class Beacon:
         if self._pidfd >= 0:
             self._reactor.watch(self._pidfd, lambda events: self._end(f"process {self._pid} died"))
         self._link.open()
+        self._look()
 
     def _send(self, kind: int, payload: bytes) -> None:
         self._out += HEAD.pack(len(payload), kind) + payload
@@ -151,6 +156,10 @@ class Beacon:
     # ---- the lighthouse's side --------------------------------------------------------------------------
 
     def _from_lighthouse(self, kind: int, payload: bytes) -> None:
+        if kind == WELCOME:
+            welcome, _ = decode(kind, payload)
+            if isinstance(welcome, Welcome):
+                self._timeout_s = welcome.timeout_s
         if kind in DEPARTURES:
             notice, _ = decode(kind, payload)
             if isinstance(notice, (MemberLost, MemberLeft, Evicted)) and notice.number:
@@ -169,6 +178,25 @@ class Beacon:
         idle = round(now - self._moved_at, 1)
         return Beat(step, count, idle if count >= 0 and idle >= 1.0 else 0.0, report.health)
 
+    # ---- a stopped rank ---------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """We beat although the rank is stopped: so we must tell. Thawed, the line is made anew."""
+        now = time.monotonic()
+        if not _stopped(self._pid):
+            self._seen_running = now
+            if self._asleep:
+                self._asleep = False
+                self._link = Link(self._where, self._reactor, self._from_lighthouse, self._beat)
+                self._link.open()
+        elif not self._asleep and 0 < self._timeout_s <= now - self._seen_running and self._link is not None:
+            self._asleep = True
+            self._held.drop_all(shut=True)
+            silent = now - self._seen_running
+            self._link.send(encode(Died(f"process {self._pid} is stopped (SIGSTOP) for {silent:.2f} s")))
+            self._link.close()
+        self._reactor.later(_LOOK_S, self._look)
+
     # ---- the end ----------------------------------------------------------------------------------------
 
     def _end(self, reason: str) -> None:
@@ -178,6 +206,15 @@ class Beacon:
             mark = read_mark(self._box) if self._box else None
             self._link.send(encode(Died(f"{reason} ({mark.closed})" if mark and mark.closed else reason)))
         self._reactor.stop()
+
+
+def _stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal; a debugger's stop ("t") does not count, it ends by itself."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from allranks.lighthouse.bulletin import Bulletin
 from allranks.lighthouse.codec import encode
@@ -39,6 +40,7 @@ from allranks.model.cluster import (
 
 log = logging.getLogger("allranks.lighthouse")
 
+T = TypeVar("T")
 _REMEMBERED = 10_000  # sessions of the past that are still known
 _PONG = encode(Pong())
 
@@ -61,7 +63,7 @@ class Service:
     sessions: Sessions = field(init=False)
     bulletin: Bulletin = field(init=False)
     former: Former = field(init=False)
-    _lost: dict[str, str] = field(default_factory=dict)  # sessions declared lost -> why
+    _lost: dict[str, MemberLost] = field(default_factory=dict)  # sessions declared lost
     _retired: dict[str, str] = field(default_factory=dict)  # sessions replaced by a restart
     _sweep_timer: asyncio.TimerHandle | None = None
     _next_sweep: float = 0.0
@@ -143,8 +145,8 @@ class Service:
         peer.deliver(welcome, encode(welcome))
         deliver(session, session.pending)
         if key in self._lost and not observer:
-            why = self._lost.pop(key)
-            self.sessions.push([MemberLost(name, f"declared lost: {why}", key, state.number)], [name])
+            lost = self._lost.pop(key)
+            self.sessions.push([replace(lost, reason=f"declared lost: {lost.reason}")], [name])
         self.former.soon()
         return session
 
@@ -363,10 +365,10 @@ class Service:
         sessions = self.sessions.drop(name)
         key = sessions[0].session if sessions else ""
         heard = min((each.heard for each in sessions), default=now)
-        _note(self._lost, key, reason)
         if name in self.state.replicas:
             self.state.lose(now, name, reason, certain)
         notice = MemberLost(name, reason, key, number, round((now - heard) * 1000, 3), certain)
+        _note(self._lost, key, notice)
         frame = encode(notice)
         for each in sessions:
             if each.peer is not None:
@@ -474,7 +476,7 @@ def _merged(ranks: list[Session]) -> Member:
     )
 
 
-def _note(book: dict[str, str], key: str, value: str) -> None:
+def _note(book: dict[str, T], key: str, value: T) -> None:
     book[key] = value
     if len(book) > _REMEMBERED:
         del book[next(iter(book))]
