@@ -25,6 +25,7 @@ _item_header = struct.Struct("<IHHI").unpack_from
 MAX_HEAP_BYTES = 256 << 20
 _FLAG_MASK = 0x7F
 LAG = 64
+_LAST_KIND = int(max(Item))
 #: How often a ring is copied at most.
 LOOKS = 5
 
@@ -38,7 +39,7 @@ class HeapCache:
 
     def find(self, kind: int, payload: bytes) -> Any:
         """The decoded item: an index into the tables, a Group, or the meta dictionary; None when unreadable."""
-        if kind > max(Item):
+        if kind > _LAST_KIND:
             return None
         key = payload + bytes((kind,))
         if key in self.items:
@@ -214,7 +215,7 @@ def _read_heap(file: BytesFile | OpenFile, head: np.void, cache: HeapCache, note
 def _keep(heap: _Heap, cache: HeapCache, kind: int, number: int, payload: bytes) -> bool:
     value = cache.find(kind, payload)
     if value is None:
-        return kind > max(Item)  # of a later version: not ours to judge
+        return kind > _LAST_KIND  # of a later version: not ours to judge
     if kind == Item.META:
         heap.meta.update(value)
     elif kind == Item.GROUP:

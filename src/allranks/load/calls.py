@@ -249,7 +249,7 @@ def _intern_shapes(interner: Interner, quads: list[tuple[Any, Any, Any, Any]]) -
             index = seen.get(key)
             if index is None:
                 index = seen[key] = interner.shape(quad)
-        except TypeError:
+        except (TypeError, KeyError):  # no lists, or lists of what cannot be compared
             index = interner.shape(quad)
         found.append(index)
     return found
