@@ -11,7 +11,7 @@ from allranks.diagnose.job import GroupView, Job, Now
 from allranks.diagnose.liveness import Patience, waited_s
 from allranks.diagnose.p2p import P2PMismatch, P2PWait
 from allranks.diagnose.waits import Blocked, Graph
-from allranks.diagnose.words import call_text, place
+from allranks.diagnose.words import call_text, is_internal, place, user_frame
 from allranks.model.diagnosis import RankNow
 from allranks.model.trace import Frame
 
@@ -79,7 +79,8 @@ class Context:
         label = self.job.groups[number].label if number >= 0 else "?"
         end = {Now.DONE: "finished", Now.LEFT: "over", Now.FAILED: "failed", Now.OPEN: "not finished"}
         state = end.get(Now(int(view.now[row])), "")
-        at = place(self.job.frames(rank, row))
+        frame = user_frame(self.job.frames(rank, row))
+        at = place((frame,)) if frame is not None and not is_internal(frame) else ""
         seq = int(view.trace.calls["seq"][row])
         text = f"{self.job.op(rank, row)} #{seq} of group {label}" + (f" at {at}" if at else "")
         return text + (f" ({state})" if state else "")
