@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import msgspec
 
@@ -12,8 +13,19 @@ from allranks.lighthouse.service import Service
 from allranks.model.cluster import Incident
 
 
-def answer(service: Service, command: Command) -> Result:
-    """Does what is asked. The connection has shown the job token before it gets here."""
+def carry_out(service: Service, command: Command, reply: Callable[[Result], None]) -> None:
+    """Does what is asked and replies; to what must survive this lighthouse only once it is safe.
+
+    The connection has shown the job token before it gets here.
+    """
+    result = _answer(service, command)
+    if command.action in ("evict", "let_in"):
+        service.former.after_kept(lambda: reply(result))
+    else:
+        reply(result)
+
+
+def _answer(service: Service, command: Command) -> Result:
     name, reason = command.replica, command.reason
     if command.action == "status":
         return Result(command.id, True, msgspec.json.encode(service.snapshot()).decode())

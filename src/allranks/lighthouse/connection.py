@@ -17,7 +17,7 @@ import msgspec
 
 from allranks.lighthouse import messages
 from allranks.lighthouse.codec import BEAT, HEAD, PREAMBLE, BadFrame, decode, encode
-from allranks.lighthouse.commands import answer
+from allranks.lighthouse.commands import carry_out
 from allranks.lighthouse.options import ServerOptions
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
@@ -231,8 +231,7 @@ class Connection(asyncio.Protocol):
         elif isinstance(message, Quorum):
             service.recalled(message)
         elif isinstance(message, messages.Command):
-            result = answer(service, message)
-            self.deliver(result, encode(result))
+            carry_out(service, message, lambda result: self.deliver(result, encode(result)))
         else:
             raise BadFrame(f"{type(message).__name__} is not for the lighthouse")
 

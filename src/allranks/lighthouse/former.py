@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from allranks.lighthouse.bulletin import Bulletin
@@ -57,6 +57,7 @@ class Former:
     _timer: asyncio.TimerHandle | None = None
     _saving: asyncio.Task[None] | None = None
     _kept_evictions: dict[str, str] | None = None
+    _after: list[Callable[[], None]] = field(default_factory=list)
 
     def reset(self, state: State, active: bool, keep: Keep | None) -> None:
         """Begins anew: this lighthouse was elected, or deposed."""
@@ -78,6 +79,14 @@ class Former:
             self._planned = True
             self.timers.call_soon(self._settle)
 
+    def after_kept(self, callback: Callable[[], None]) -> None:
+        """Calls back when the evictions as they are now are safe: at once without etcd."""
+        if self.keep is None:
+            callback()
+        else:
+            self._after.append(callback)
+            self.soon()
+
     def wait_reason(self) -> tuple[str, tuple[str, ...]]:
         """Why there is no quorum just now, and who is waited for."""
         decision, reason = decide(self.now(), self.state, self.options)
@@ -93,6 +102,9 @@ class Former:
         if self.keep is not None and self._kept_evictions != self.state.evicted:
             self._save(None)
             return
+        after, self._after = self._after, []
+        for callback in after:
+            callback()
         now = self.now()
         self.state.advance(now)
         decision, reason = decide(now, self.state, self.options)
