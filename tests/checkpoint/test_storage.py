@@ -166,7 +166,9 @@ def test_when_every_checkpoint_is_bad_the_error_names_them_all(tmp_path: Path) -
         path.write_bytes(path.read_bytes()[:-1])
     with (
         CheckpointManager(CheckpointConfig(nvme_path=tmp_path)) as manager,
-        pytest.raises(CheckpointLoadError, match=r"(?s)every checkpoint is bad: step 2 in NVME.*step 1 in NVME"),
+        pytest.raises(
+            CheckpointLoadError, match=r"(?s)every checkpoint is bad: step 2 in NVME.*step 1 in NVME"
+        ),
     ):
         manager.load_checkpoint()
     assert len(list((tmp_path / "quarantine").iterdir())) == 2

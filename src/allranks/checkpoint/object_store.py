@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import configparser
 import errno
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from allranks.checkpoint.keyed_store import KeyedStore
@@ -18,6 +20,13 @@ from allranks.errors import require
 PART_BYTES = 16 << 20
 MAX_PARTS = 9_000
 CONCURRENCY = 6
+#: Where clouds hand out credentials: an error from there means that there are none.
+_METADATA_HOSTS = ("169.254.169.254", "169.254.170.2", "/latest/api/token", "/latest/meta-data/iam")
+_KEY_VARIABLES = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+)
 
 
 def open_object_store(spec: StoreSpec) -> KeyedStore:
@@ -29,6 +38,7 @@ class ObjectBlobs:
     """The `keyed_store.Blobs` of an object store. Retries are obstore's, within the limits of the options."""
 
     def __init__(self, spec: StoreSpec) -> None:
+        _refuse_after_fork()
         self._obstore = require("obstore", feature="an object store", extra="s3")
         self._store = _connect(spec)
 
@@ -90,31 +100,33 @@ class ObjectBlobs:
         """Connections end with the object."""
 
 
+_used_by: set[int] = set()
+
+
+def _refuse_after_fork() -> None:
+    """obstore's threads do not survive a fork, and its first call in the child would wait for ever."""
+    if _used_by and os.getpid() not in _used_by:
+        raise OSError(
+            errno.EIO, "obstore was used before this process was forked: start it with spawn instead"
+        )
+    _used_by.add(os.getpid())
+
+
 def _connect(spec: StoreSpec) -> Any:
-    """The obstore object of a URL; `endpoint` and `region` options win over the AWS_* environment."""
+    """The obstore object of a URL. Options win over the AWS_* environment, that over ~/.aws/credentials."""
     from obstore.store import from_url
 
     options = dict(spec.options)
     seconds = float(options.pop("timeout_s", "60"))
     retries = int(options.pop("max_retries", "5"))
-    config: dict[str, Any] = {}
-    endpoint = options.pop("endpoint", "") or os.environ.get("AWS_ENDPOINT_URL_S3", "")
-    if spec.url.startswith(("s3://", "s3a://")):
-        if endpoint:
-            config["endpoint"] = endpoint
-        elif "AWS_ENDPOINT_URL" in os.environ:
-            endpoint = config["endpoint"] = os.environ["AWS_ENDPOINT_URL"]
-        config["region"] = options.pop("region", "") or os.environ.get(
-            "AWS_REGION", os.environ.get("AWS_DEFAULT_REGION", "us-east-1")
-        )
-        config.update(options)
+    config = _aws_config(options) if spec.url.startswith(("s3://", "s3a://")) else options
     return from_url(
         spec.url,
         config=config or None,
         client_options={
             "timeout": timedelta(seconds=seconds),
             "connect_timeout": timedelta(seconds=min(10.0, seconds)),
-            "allow_http": endpoint.startswith("http://") or spec.url.startswith("http://"),
+            "allow_http": str(config.get("endpoint", spec.url)).startswith("http://"),
         },
         retry_config={
             "max_retries": retries,
@@ -128,34 +140,59 @@ def _connect(spec: StoreSpec) -> Any:
     )
 
 
+def _aws_config(options: dict[str, str]) -> dict[str, str]:
+    """Endpoint, region and keys for S3 and what speaks like it."""
+    env = os.environ
+    config = {"region": env.get("AWS_REGION", env.get("AWS_DEFAULT_REGION", "us-east-1"))}
+    endpoint = env.get("AWS_ENDPOINT_URL_S3", env.get("AWS_ENDPOINT_URL", ""))
+    if endpoint:
+        config["endpoint"] = endpoint
+    if not any(name in env for name in _KEY_VARIABLES) and "access_key_id" not in options:
+        config.update(_shared_credentials())
+    return {**config, **options}
+
+
+def _shared_credentials() -> dict[str, str]:
+    """The keys `aws configure` wrote; {} without them. obstore does not read that file."""
+    path = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", Path.home() / ".aws" / "credentials"))
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        parser.read(path)
+        profile = parser[os.environ.get("AWS_PROFILE", "default")]
+    except (configparser.Error, KeyError, OSError):
+        return {}
+    wanted = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key", "aws_session_token": "session_token"}  # fmt: skip
+    return {name: profile[key] for key, name in wanted.items() if key in profile}
+
+
 @contextmanager
 def _as_os_errors() -> Iterator[None]:
     """Translates obstore's errors into OSErrors whose text is the short reason, the long one as its cause."""
     try:
         yield
-    except FileNotFoundError:
-        raise
     except Exception as error:
         raise _os_error(error) from error
 
 
 def _os_error(error: Exception) -> OSError:
     kind, text = type(error).__name__, str(error)
-    if kind in {"NotFoundError"}:
+    if isinstance(error, FileNotFoundError) or kind == "NotFoundError":
         return FileNotFoundError(errno.ENOENT, _short(text))
     if kind in {"AlreadyExistsError", "PreconditionError"}:
         return FileExistsError(errno.EEXIST, "another saver has written this checkpoint's manifest")
+    if any(host in text for host in _METADATA_HOSTS) or "credential" in text.lower():
+        return PermissionError(errno.EACCES, f"NoCredentialsError: no credentials found ({_short(text)})")
     if kind in {"PermissionDeniedError", "UnauthenticatedError"} or re.search(r"\b(403|401)\b", text):
         return PermissionError(errno.EACCES, f"403 Forbidden: {_short(text)}")
-    if "169.254.169.254" in text or "169.254.170.2" in text or "credential" in text.lower():
-        return PermissionError(errno.EACCES, f"NoCredentialsError: no credentials found ({_short(text)})")
     return OSError(errno.EIO, _short(text))
 
 
 def _short(text: str) -> str:
     """The sentence a person needs out of obstore's nested debug text."""
-    for pattern in (r"<Code>(\w+)</Code>", r"status(?:: | code )(\d{3}[^,:}]*)"):
-        found = re.search(pattern, text)
-        if found:
-            return f"{found.group(1).strip()} ({text.splitlines()[0][:160]})"
+    code, message = (re.search(rf"<{tag}>([^<]*)</{tag}>", text) for tag in ("Code", "Message"))
+    if code:
+        return f"{code.group(1)}: {message.group(1)}" if message else code.group(1)
+    status = re.search(r"status code: (\d{3}[^:\n]*)", text)
+    if status:
+        return status.group(1).strip()
     return text.splitlines()[0][:240] if text else "unknown error"

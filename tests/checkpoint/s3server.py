@@ -1,0 +1,180 @@
+"""A real S3 server (SeaweedFS) for the tests, and a proxy that makes it slow, failing or absent."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from allranks.testing.ranks import free_port
+
+KEY, SECRET = "tester", "tester-secret"
+
+
+def weed_binary() -> str | None:
+    """The server's program: beside this Python, or on the path."""
+    beside = Path(sys.executable).parent / "weed"
+    return str(beside) if beside.exists() else shutil.which("weed")
+
+
+@dataclass
+class S3Server:
+    """One `weed server -s3` in a folder of its own; restartable on the same ports."""
+
+    folder: Path
+    ports: dict[str, int] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.ports['s3']}"
+
+    def start(self, timeout_s: float = 60.0) -> None:
+        """Starts and waits until S3 answers."""
+        names = ("master", "volume", "filer", "s3", "master.grpc", "volume.grpc", "filer.grpc", "s3.grpc")
+        if not self.ports:
+            self.ports = {name: free_port() for name in names}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        actions = ["Admin", "Read", "Write", "List", "Tagging"]
+        identity = {"name": "t", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": actions}
+        config = self.folder / "s3.json"
+        config.write_text(json.dumps({"identities": [identity]}))
+        ports = [
+            f"-{name.replace('.grpc', '')}.port{'.grpc' if 'grpc' in name else ''}={port}"
+            for name, port in self.ports.items()
+        ]
+        binary = weed_binary()
+        assert binary is not None
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+            [binary, "-logtostderr", "server", f"-dir={self.folder}", "-s3", f"-s3.config={config}", "-ip=127.0.0.1",
+             "-ip.bind=127.0.0.1", "-volume.max=200", "-master.volumeSizeLimitMB=512", "-s3.port.iceberg=0", "-s3.port.lance=0",
+             "-master.telemetry=false", f"-filer.localSocket={self.folder}/filer.sock", *ports],
+            stdout=subprocess.DEVNULL, stderr=log, cwd=self.folder,
+            start_new_session=True,
+        )  # fmt: skip
+        deadline = time.monotonic() + timeout_s
+        while not self._answers():
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                raise TimeoutError(f"no S3 after {timeout_s} s:\n{(self.folder / 'log').read_text()[-2000:]}")
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """SIGKILL, as a power cut."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+            self.process.wait(20)
+            self.process = None
+
+    def _answers(self) -> bool:
+        """Whether a bucket can be written to: the volume server registers a little later than S3 answers."""
+        from allranks.checkpoint.object_store import ObjectBlobs
+        from allranks.checkpoint.store import StoreSpec
+
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", self.ports["s3"]), 1).close()
+            blobs = ObjectBlobs(
+                StoreSpec("s3://ready", {**self.options(), "timeout_s": "3", "max_retries": "0"})
+            )
+            blobs.put("probe", [memoryview(b"x")], 1)
+            return True
+        return False
+
+    def options(self, endpoint: str = "") -> dict[str, str]:
+        """What `s3_options` needs to reach the server, or a proxy before it."""
+        return {
+            "endpoint": endpoint or self.endpoint, "access_key_id": KEY, "secret_access_key": SECRET, "region": "us-east-1",
+        }  # fmt: skip
+
+
+class Proxy:
+    """A TCP proxy in threads. `judge(request_line)` is asked about every request: None lets it pass, an HTTP
+    status answers in the server's place, "cut" closes the connection. `delay_s` slows every block down."""
+
+    def __init__(self, target: int, judge: Callable[[str], int | str | None] = lambda line: None) -> None:
+        self.target = target
+        self.judge = judge
+        self.delay_s = 0.0
+        self.judged: list[str] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._spawn(self._accept)
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for sock in list(self._sockets):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(10)
+        for sock in list(self._sockets):
+            sock.close()
+
+    def _spawn(self, target: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=target, args=args, name="proxy", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            self._sockets.add(client)
+            self._spawn(self._serve, client)
+
+    def _serve(self, client: socket.socket) -> None:
+        """One client connection; each request is judged by its first line, then streamed."""
+        with contextlib.suppress(OSError):
+            server = socket.create_connection(("127.0.0.1", self.target))
+            self._sockets.add(server)
+            self._spawn(self._pump, server, client)
+            fresh = True
+            while data := client.recv(1 << 18):
+                line = data.split(b"\r\n", 1)[0].decode(errors="replace")
+                is_request = line.endswith(" HTTP/1.1") and line.split(" ")[0].isupper()
+                if fresh or is_request:
+                    verdict = self.judge(line) if is_request else None
+                    if verdict is not None:
+                        self.judged.append(f"{verdict} {line}")
+                        if isinstance(verdict, int):
+                            body = b"<Error><Code>Injected</Code></Error>"
+                            client.sendall(
+                                b"HTTP/1.1 %d Injected\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
+                                % (verdict, len(body))
+                                + body
+                            )
+                        break
+                fresh = False
+                if self.delay_s:
+                    time.sleep(self.delay_s)
+                server.sendall(data)
+        for sock in (client, *([server] if "server" in locals() else [])):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _pump(self, server: socket.socket, client: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := server.recv(1 << 18):
+                client.sendall(data)
+        with contextlib.suppress(OSError):
+            client.shutdown(socket.SHUT_RDWR)
