@@ -28,8 +28,8 @@ from allranks.lighthouse.codec import (
     BadFrame,
     decode,
     encode,
-    frames,
     load,
+    take_frames,
 )
 from allranks.lighthouse.held import Held
 from allranks.lighthouse.link import Link, LinkOptions
@@ -94,7 +94,7 @@ class Beacon:
             return
         self._in += data
         try:
-            for kind, payload in frames(self._in, _MAX_FRAME):
+            for kind, payload in take_frames(self._in, _MAX_FRAME):
                 self._from_rank(kind, payload)
         except BadFrame as error:
             self._end(f"the rank sent garbage to its beacon: {error}")

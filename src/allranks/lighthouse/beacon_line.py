@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import allranks
-from allranks.lighthouse.codec import HEAD, WELCOME, BadFrame, encode, frames
+from allranks.lighthouse.codec import HEAD, WELCOME, BadFrame, encode, take_frames
 from allranks.lighthouse.link import LinkOptions
 from allranks.lighthouse.messages import Hold, Release, Report, Start
 from allranks.lighthouse.reactor import Reactor
@@ -130,7 +130,7 @@ class BeaconLine:
             if len(data) < 1 << 18:
                 break
         try:
-            for kind, payload in frames(self._in, _MAX_FRAME):
+            for kind, payload in take_frames(self._in, _MAX_FRAME):
                 if kind == WELCOME:
                     self.up = True
                 elif kind == _CONNECTION_LOST:

@@ -13,7 +13,7 @@ import json
 import struct
 import typing
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -101,22 +101,20 @@ def decode(kind: int, payload: bytes | memoryview, limit: int = 64 << 20) -> tup
     return load(KINDS[code], payload or b"{}"), notice_id
 
 
-def frames(buffer: bytearray, limit: int) -> Iterator[tuple[int, bytes]]:
-    """Takes whole frames off the front of `buffer`. Raises BadFrame for one longer than `limit`."""
-    start, size = 0, len(buffer)
-    try:
-        while size - start >= HEAD.size:
-            length, kind = HEAD.unpack_from(buffer, start)
-            if length > limit:
-                raise BadFrame(f"a frame of {length} bytes, at most {limit} are allowed")
-            end = start + HEAD.size + length
-            if end > size:
-                return
-            payload = bytes(buffer[start + HEAD.size : end])
-            start = end
-            yield kind, payload
-    finally:
-        del buffer[:start]
+def take_frames(buffer: bytearray, limit: int) -> list[tuple[int, bytes]]:
+    """Takes the whole frames off the front of `buffer`. Raises BadFrame for one longer than `limit`."""
+    found, start, size = [], 0, len(buffer)
+    while size - start >= HEAD.size:
+        length, kind = HEAD.unpack_from(buffer, start)
+        if length > limit:
+            raise BadFrame(f"a frame of {length} bytes, at most {limit} are allowed")
+        end = start + HEAD.size + length
+        if end > size:
+            break
+        found.append((kind, bytes(buffer[start + HEAD.size : end])))
+        start = end
+    del buffer[:start]
+    return found
 
 
 def _inflate(payload: bytes | memoryview, limit: int) -> bytes:

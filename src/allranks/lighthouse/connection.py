@@ -28,7 +28,7 @@ from allranks.model.cluster import PROTOCOL_VERSION, Quorum
 log = logging.getLogger("allranks.lighthouse")
 
 _HTTP = (b"GET ", b"POST", b"HEAD", b"PUT ", b"DELE", b"OPTI", b"PATC", b"PRI ")
-_WRITE_LIMIT = 32 << 20  # a client that does not read is cut off beyond this
+_WRITE_LIMIT = 8 << 20  # a client that does not read is cut off beyond this
 
 
 class _FastBeat(msgspec.Struct):

@@ -25,7 +25,7 @@ from allranks.lighthouse.codec import (
     BadFrame,
     decode,
     encode,
-    frames,
+    take_frames,
 )
 from allranks.lighthouse.messages import Beat, Hello, Refused, Welcome
 from allranks.lighthouse.reactor import Reactor, Timer
@@ -211,7 +211,7 @@ class Link:
 
     def _parse(self) -> None:
         try:
-            for kind, payload in frames(self._in, _MAX_FRAME):
+            for kind, payload in take_frames(self._in, _MAX_FRAME):
                 self._handle(kind, payload)
         except BadFrame as error:
             self._broken(f"this is no lighthouse of our version: {error}")

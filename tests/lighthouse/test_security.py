@@ -1,0 +1,234 @@
+"""Strangers, garbage and floods: refused or bounded, said in the log, and the service is unharmed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import ssl
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from allranks.errors import LighthouseRefused, LighthouseUnreachable
+from allranks.lighthouse.client import Client, ClientOptions
+from allranks.lighthouse.codec import HEAD, PREAMBLE, encode
+from allranks.lighthouse.messages import Hello, Join
+from allranks.lighthouse.options import ServerOptions
+from allranks.lighthouse.server import Lighthouse
+from allranks.model.cluster import Member
+
+from .waiting import eventually
+
+Embedded = Callable[..., Lighthouse]
+Connect = Callable[..., Client]
+
+
+def raw(lighthouse: Lighthouse) -> socket.socket:
+    """A plain TCP connection to it."""
+    host, port = lighthouse.address.rsplit(":", 1)
+    sock = socket.create_connection((host, int(port)), 20)
+    sock.settimeout(20)
+    return sock
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """Everything until the other side closes."""
+    data = b""
+    try:
+        while chunk := sock.recv(65536):
+            data += chunk
+    except ConnectionResetError:
+        pass
+    return data
+
+
+def assert_serves(lighthouse: Lighthouse, connect: Connect, **options: object) -> None:
+    """A right client still gets its quorum."""
+    client = connect(lighthouse.address, "honest", **options)
+    assert client.join(Member("honest"), timeout_s=30).names == ("honest",)
+
+
+def test_a_wrong_token_is_refused_with_a_hint(embedded: Embedded, connect: Connect) -> None:
+    """The client says what to do; the lighthouse serves on."""
+    lighthouse = embedded(ServerOptions(token="right"))
+    for token, words in (("wrong", "token is wrong"), ("", "no job token")):
+        with pytest.raises(LighthouseRefused, match=words) as caught:
+            Client(ClientOptions(addresses=(lighthouse.address,), token=token, replica="a")).start(20)
+        assert caught.value.code == "token"
+        assert "ALLRANKS_TOKEN" in caught.value.hint
+    assert_serves(lighthouse, connect, token="right")
+
+
+def test_the_token_comes_from_a_file_when_the_environment_says_so(
+    embedded: Embedded, connect: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No token on a command line, where everybody could read it."""
+    (tmp_path / "token").write_text("right\n")
+    monkeypatch.setenv("ALLRANKS_TOKEN_FILE", str(tmp_path / "token"))
+    assert_serves(embedded(ServerOptions(token="right")), connect)
+
+
+def test_another_version_is_refused_by_name(embedded: Embedded) -> None:
+    """Both versions are in the answer."""
+    with raw(embedded()) as sock:
+        sock.sendall(PREAMBLE + encode(Hello(version=99, replica="a")))
+        assert b"speaks version 1, the client 99" in read_all(sock)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"\0" * 64,
+        PREAMBLE + b"\0\0\0\x05\x01nope!",
+        PREAMBLE + HEAD.pack(4, 200) + b"what",
+        PREAMBLE + encode(Join(Member("a"))),
+        PREAMBLE + HEAD.pack(6, 0x81) + b"zipped",
+        PREAMBLE + encode(Hello(replica="g")) + HEAD.pack(3, 2) + b"[[[",
+        PREAMBLE + encode(Hello(replica="g")) + HEAD.pack(2, 99) + b"{}",
+    ],
+    ids=["tls", "zeros", "no-json", "unknown-kind", "no-hello", "bad-deflate", "bad-beat", "bad-notice"],
+)
+def test_garbage_is_closed_and_said_in_the_log(
+    embedded: Embedded, connect: Connect, caplog: pytest.LogCaptureFixture, data: bytes
+) -> None:
+    """Whatever arrives, only that connection suffers."""
+    lighthouse = embedded()
+    with caplog.at_level(logging.WARNING), raw(lighthouse) as sock:
+        sock.sendall(data)
+        read_all(sock)
+        eventually(lambda: "refused (garbage)" in caplog.text)
+    assert_serves(lighthouse, connect)
+
+
+@pytest.mark.parametrize("hello", [False, True], ids=["stranger", "client"])
+def test_an_oversized_frame_is_refused_before_it_is_read(
+    embedded: Embedded, connect: Connect, hello: bool
+) -> None:
+    """The length alone is enough to say no."""
+    lighthouse = embedded(ServerOptions(max_frame_bytes=1 << 20))
+    with raw(lighthouse) as sock:
+        sock.sendall(PREAMBLE + (encode(Hello(replica="fat")) if hello else b"") + HEAD.pack(1 << 30, 1))
+        assert b"at most" in read_all(sock)
+    assert_serves(lighthouse, connect)
+
+
+def test_a_client_that_never_finishes_its_hello_is_dropped(
+    embedded: Embedded, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Slow loris: one byte and silence."""
+    lighthouse = embedded(ServerOptions(hello_timeout_s=0.2))
+    with caplog.at_level(logging.WARNING), raw(lighthouse) as sock:
+        sock.sendall(PREAMBLE[:1])
+        assert read_all(sock) == b""
+    assert "no hello in time" in caplog.text
+    assert_serves(lighthouse, connect)
+
+
+def test_a_flood_of_half_open_connections_is_bounded(
+    embedded: Embedded, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The oldest strangers go; real clients get in all the while; the log is not flooded."""
+    lighthouse = embedded(ServerOptions(max_strangers=64))
+    with ExitStack() as open_ones, caplog.at_level(logging.WARNING):
+        for _ in range(600):
+            open_ones.enter_context(raw(lighthouse))
+        assert_serves(lighthouse, connect)
+        lines = [
+            record for record in caplog.records if "too many connections without a hello" in record.message
+        ]
+        assert 1 <= len(lines) < 100
+
+
+@pytest.mark.soak
+def test_ten_thousand_half_open_connections_do_no_harm(embedded: Embedded, connect: Connect) -> None:
+    """The same with the number of the specification."""
+    lighthouse = embedded()
+    with ExitStack() as open_ones:
+        for _ in range(10_000):
+            open_ones.enter_context(raw(lighthouse))
+        assert_serves(lighthouse, connect)
+
+
+def test_a_client_that_reads_nothing_is_cut_off(embedded: Embedded, connect: Connect) -> None:
+    """Its unread notices must not eat the lighthouse's memory."""
+    lighthouse = embedded(heartbeat_timeout_s=600)
+    observer = connect(lighthouse.address, role="observer")
+    with raw(lighthouse) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.sendall(PREAMBLE + encode(Hello(role="observer", node="deaf", session="deaf")))
+        eventually(lambda: lighthouse.status().connections == 2)
+        reason = os.urandom(400_000).hex()  # nothing that deflate could shrink to a few bytes
+        for i in range(40):
+            observer.collect(f"{i}{reason}")
+        eventually(lambda: lighthouse.status().connections == 1)
+
+
+def test_http_is_told_apart_from_frames(embedded: Embedded, connect: Connect) -> None:
+    """One port: a browser gets an HTTP answer, a client its quorum."""
+    lighthouse = embedded()
+    with raw(lighthouse) as sock:
+        sock.sendall(b"GET /nothing-here HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert read_all(sock).startswith(b"HTTP/1.1 404")
+    assert_serves(lighthouse, connect)
+
+
+def test_it_listens_on_loopback_unless_told_otherwise(embedded: Embedded) -> None:
+    """The default of the options, and thus of everything built on them."""
+    assert embedded().address.startswith("127.0.0.1:")
+
+
+# ---- TLS --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """ca.pem, and server / client certificates signed by it, made by openssl."""
+    folder = tmp_path_factory.mktemp("certificates")
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=60)
+
+    openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+            "-subj", "/CN=test ca", "-keyout", "ca.key", "-out", "ca.pem")  # fmt: skip
+    for name in ("server", "client"):
+        (folder / f"{name}.ext").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+        openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={name}",
+                "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
+        openssl("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
+                "-days", "2", "-extfile", f"{name}.ext", "-out", f"{name}.pem")  # fmt: skip
+    yield folder
+
+
+def test_tls_clients_check_the_server(embedded: Embedded, connect: Connect, certificates: Path) -> None:
+    """With the right CA it works, also through a beacon; a client that trusts others does not connect."""
+    pem = {name: str(certificates / name) for name in ("ca.pem", "server.pem", "server.key", "client.pem")}
+    lighthouse = embedded(ServerOptions(certificate=pem["server.pem"], key=pem["server.key"]))
+    assert_serves(lighthouse, connect, ca=pem["ca.pem"])
+    beacon = connect(lighthouse.address, "with-beacon", ca=pem["ca.pem"], beacon=True)
+    assert beacon.status()["leading"] is True
+    with pytest.raises(LighthouseUnreachable, match="certificate verify failed"):
+        Client(ClientOptions(addresses=(lighthouse.address,), replica="a", ca=pem["client.pem"])).start(1.5)
+
+
+def test_mtls_refuses_clients_without_a_certificate(
+    embedded: Embedded, connect: Connect, certificates: Path
+) -> None:
+    """Only those signed by our CA come in."""
+    pem = {path.name: str(path) for path in certificates.iterdir()}
+    lighthouse = embedded(
+        ServerOptions(certificate=pem["server.pem"], key=pem["server.key"], client_ca=pem["ca.pem"])
+    )
+    assert_serves(lighthouse, connect, ca=pem["ca.pem"], certificate=pem["client.pem"], key=pem["client.key"])
+    with pytest.raises(LighthouseUnreachable):
+        Client(ClientOptions(addresses=(lighthouse.address,), replica="a", ca=pem["ca.pem"])).start(1.5)
+    with pytest.raises((ssl.SSLError, ConnectionError, OSError)), raw(lighthouse) as sock:
+        context = ssl.create_default_context(cafile=pem["ca.pem"])
+        with context.wrap_socket(sock, server_hostname="127.0.0.1") as secure:
+            secure.sendall(PREAMBLE + encode(Hello(replica="a")))
+            if not secure.recv(1):
+                raise ConnectionError("closed")
