@@ -10,6 +10,7 @@ import json
 import os
 import struct
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -50,23 +51,35 @@ class Job:
     def dp(self) -> int:
         return self.world // (self.tp * self.pp)
 
-    def group(self, kind: str, rank: int) -> tuple[str, str, tuple[int, ...]]:
-        """(name, description, members) of the rank's group of a kind. Ranks count tp first, then dp, then pp."""
+    def group_number(self, kind: str, rank: int) -> int:
+        """Which of the groups of a kind the rank belongs to. Ranks count tp first, then dp, then pp."""
         tp, dp, pp = rank % self.tp, rank // self.tp % self.dp, rank // (self.tp * self.dp)
-        if kind == "world":
-            return "0", "default_pg", tuple(range(self.world))
-        if kind == "tp":
-            first = rank - tp
-            return f"{1 + first // self.tp}", f"tp_{first // self.tp}", tuple(range(first, first + self.tp))
-        if kind == "dp":
-            number = pp * self.tp + tp
-            first = pp * self.tp * self.dp + tp
-            members = tuple(first + self.tp * i for i in range(self.dp))
-            return f"{1 + self.world // self.tp + number}", f"dp_{number}", members
-        number = dp * self.tp + tp
-        stride = self.tp * self.dp
-        base = 1 + self.world // self.tp + self.pp * self.tp
-        return f"{base + number}", f"pp_{number}", tuple(number + stride * i for i in range(self.pp))
+        return {"world": 0, "tp": rank // self.tp, "dp": pp * self.tp + tp, "pp": dp * self.tp + tp}[kind]
+
+    def group(self, kind: str, rank: int) -> tuple[str, str, tuple[int, ...]]:
+        """(name, description, members) of the rank's group of a kind."""
+        return _group(self, kind, self.group_number(kind, rank))
+
+    def groups(self, kind: str) -> list[tuple[int, ...]]:
+        """The members of all groups of a kind."""
+        sizes = {"world": self.world, "tp": self.tp, "dp": self.dp, "pp": self.pp}
+        return [_group(self, kind, number)[2] for number in range(self.world // sizes[kind])]
+
+
+@lru_cache(maxsize=None)
+def _group(job: Job, kind: str, number: int) -> tuple[str, str, tuple[int, ...]]:
+    tp_groups, dp_groups = job.world // job.tp, job.pp * job.tp
+    if kind == "world":
+        return "0", "default_pg", tuple(range(job.world))
+    if kind == "tp":
+        return f"{1 + number}", f"tp_{number}", tuple(range(number * job.tp, (number + 1) * job.tp))
+    if kind == "dp":
+        pp, tp = divmod(number, job.tp)
+        first = pp * job.tp * job.dp + tp
+        return f"{1 + tp_groups + number}", f"dp_{number}", tuple(first + job.tp * i for i in range(job.dp))
+    stride = job.tp * job.dp
+    members = tuple(number + stride * i for i in range(job.pp))
+    return f"{1 + tp_groups + dp_groups + number}", f"pp_{number}", members
 
 
 def make_job(world: int, entries: int = 2000) -> Job:
@@ -119,12 +132,12 @@ def how_far(job: Job) -> tuple[np.ndarray, np.ndarray]:
         entered[enters] = index + 1
         if index == 0:
             entered[~enters] = 0
-        for members in {job.group(site.kind, rank)[2] for rank in np.flatnonzero(enters).tolist()}:
-            inside = list(members)
+        for members in job.groups(site.kind):
+            inside = np.array(members)
             if enters[inside].all():
                 done[inside] = index + 1
             else:
-                stuck[[rank for rank in inside if enters[rank]]] = True
+                stuck[inside[enters[inside]]] = True
         stuck[job.guilty] |= index >= job.missed
     return entered, done
 
@@ -315,6 +328,11 @@ def _entry(
     return [bytes(out[cuts[i] : cuts[i + 1]]) for i in range(0, len(cuts), 2)]
 
 
+@lru_cache(maxsize=None)
+def _members_json(members: tuple[int, ...]) -> str:
+    return json.dumps(members)
+
+
 def black_box(job: Job, rank: int, entered: int, done: int, rows: np.ndarray | None = None) -> bytes:
     """A rank's black box, closed by nobody: the process was frozen or killed."""
     rows = box_rows(job, entered, done) if rows is None else rows
@@ -322,7 +340,7 @@ def black_box(job: Job, rank: int, entered: int, done: int, rows: np.ndarray | N
     counts: dict[int, int] = {}
 
     def item(kind: Item, value: object) -> None:
-        payload = json.dumps(value).encode()
+        payload = (value if isinstance(value, str) else json.dumps(value)).encode()
         counts[kind] = counts.get(kind, 0) + 1
         heap.extend(struct.pack("<IHHI", len(payload), kind, 0, counts[kind]) + payload)
         heap.extend(bytes(-len(heap) % 8))
@@ -330,8 +348,8 @@ def black_box(job: Job, rank: int, entered: int, done: int, rows: np.ndarray | N
     item(Item.META, {"host": f"node{rank // 8}", "job": "bench", "backend": "nccl", "versions": {"torch": "2.13.0"}})
     for kind in ("world", "tp", "dp", "pp"):
         name, desc, members = job.group(kind, rank)
-        item(Item.GROUP, [name, desc, list(members), "nccl"])
-    item(Item.NAME, "all_reduce")
+        item(Item.GROUP, f'["{name}", "{desc}", {_members_json(members)}, "nccl"]')
+    item(Item.NAME, '"all_reduce"')
     for site in job.sites:
         item(Item.SHAPES, [[site.inputs], [site.outputs], [site.dtype], [site.dtype], [], []])
         item(Item.STACK, [list(frame) for frame in site.frames])
