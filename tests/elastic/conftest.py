@@ -22,3 +22,10 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     tokenizer.save(str(path))
     return path
+
+
+@pytest.fixture(scope="session")
+def imported() -> None:
+    """What checkpoints, DDP and optimizers import on first use: once here, and forked ranks need not."""
+
+    import allranks.checkpoint.manager  # noqa: F401

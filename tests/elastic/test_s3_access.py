@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkpoint.s3server import KEY, SECRET, Proxy, S3Server, weed_binary
 
 from allranks.elastic.config import validate_config, validate_s3_access
+from checkpoint.s3server import KEY, SECRET, Proxy, S3Server, weed_binary
 
 
 @pytest.fixture(scope="module")

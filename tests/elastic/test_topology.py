@@ -144,6 +144,7 @@ def _alone(rank: int, world: int, index: Path) -> list[float]:
     return _train(job, 1, 14)[1]
 
 
+@pytest.mark.usefixtures("imported")
 def test_worlds_of_three_two_and_five_ranks_train_as_one_undisturbed_rank(
     index: Path, tmp_path: Path
 ) -> None:
