@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import signal
 import tempfile
@@ -26,7 +27,7 @@ from allranks.testing.faults import Fault, FaultPlan, inject
 from allranks.testing.ranks import Outcome, Ranks
 from allranks.testing.ranks import signal as mark
 
-LIMIT_S = 60.0  # only hanging reaches it
+LIMIT_S = 40.0  # only hanging reaches it
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Job:
     arm_at: int = 0  # faults are armed once that many take part; 0: at once
     timeout_s: float = 40.0
     pause_s: float = 0.0  # computing time of a step
+    until_told: bool = False  # stops when told, instead of by the script
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -64,6 +66,9 @@ class Course:
             self.at, self.count = self.at + 1, 0
         if participants == script[self.at]:
             self.count += 1
+
+    def done(self, job: Job) -> bool:
+        return self.at == len(job.script) - 1 and self.count >= job.stay
 
 
 class LighthouseProcess:
@@ -105,6 +110,8 @@ class LighthouseProcess:
 def _serve(options: Options, port: int, write_end: int) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    if os.environ.get("ALLRANKS_TEST_LOG"):
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s lighthouse %(message)s", force=True)
     try:
         lighthouse = Lighthouse(options, ServerOptions(port=port)).start()
         os.write(write_end, f"{lighthouse.address}\n".encode())
@@ -161,6 +168,16 @@ class Cluster:
             assert time.monotonic() < deadline, f"{name} stands at step {self.progress(name)}, wanted {step}"
             time.sleep(0.01)
 
+    def killed(self, *names: str) -> None:
+        """Waits until the planned faults of these replicas fired and they are dead of them."""
+        self.wait_for("fired kill", *names)
+        for name in names:
+            assert self.end(name).exit_code == -signal.SIGKILL
+
+    def tell_to_stop(self) -> None:
+        """Replicas with `until_told` stop at the step at which all have heard it."""
+        (Path(self.folder.name) / "stop").touch()
+
     def end(self, name: str) -> Outcome:
         """Waits for one replica, however it ends."""
         ranks = self.replicas.pop(name)
@@ -196,7 +213,11 @@ def fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str
         digest.update(name.encode() + p.contiguous().numpy().tobytes())
     for index, state in sorted(optimizer.state_dict()["state"].items()):
         for key, value in sorted(state.items()):
-            raw = value.contiguous().numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode()
+            raw = (
+                value.contiguous().numpy().tobytes()
+                if isinstance(value, torch.Tensor)
+                else repr(value).encode()
+            )
             digest.update(f"{index}{key}".encode() + raw)
     return digest.hexdigest()[:16]
 
@@ -216,6 +237,8 @@ def build(job: Job) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 def train(rank: int, world: int, address: str, name: str, job: Job, folder: str) -> Result:
     """One replica: joins, trains, survives, stops when the script is through."""
+    if os.environ.get("ALLRANKS_TEST_LOG"):
+        logging.basicConfig(level=logging.DEBUG, format=f"%(asctime)s {name} %(message)s", force=True)
     torch.set_num_threads(1)
     torch.manual_seed(zlib.crc32(name.encode()) if job.own_weights else 7)
     model, inner = build(job)
@@ -247,17 +270,22 @@ def train(rank: int, world: int, address: str, name: str, job: Job, folder: str)
     optimizer = Optimizer(manager, inner)
     progress = open(f"{folder}/{name}", "a")  # noqa: SIM115
     failed = 0
-    while course.at < len(job.script) - 1 or course.count < job.stay:
+    stop = False
+    while not stop:
         optimizer.zero_grad()
         step = manager.current_step()
         loss = ddp(batch(step, job.width)).square().mean()
         if job.pause_s:
             time.sleep(job.pause_s)
         loss.backward()
+        told = torch.tensor([float(Path(folder, "stop").exists())])
+        if job.until_told:
+            manager.allreduce(told, reduce_op=torch.distributed.ReduceOp.SUM).wait()
         participants = manager.num_participants()
         counted = manager.is_participating()
         if optimizer.step():
             course.note(participants, job.script)
+            stop = bool(told.item()) if job.until_told else course.done(job)
             if counted:
                 course.losses[step] = loss.item()
             if course.count:

@@ -122,7 +122,7 @@ def test_below_min_replicas_training_waits_and_goes_on_when_enough_are_back() ->
         job = Job(script=(2,), stay=12, faults=(fault,), arm_at=2, min_replicas=2)
         with Cluster(lighthouse, job) as cluster:
             cluster.start("a", "b")
-            assert cluster.end("b").exit_code == -9, "the fault did not fire"
+            cluster.killed("b")
             cluster.start("b", job=replace(job, faults=()))
             results = cluster.results()
     assert_equal_states(results)
@@ -174,6 +174,6 @@ def test_without_the_push_the_socket_error_still_ends_the_step(lighthouse: Light
     job = Job(script=(2, 1), faults=(fault,), arm_at=2, options={"proactive_recovery": False})
     with Cluster(lighthouse, job) as cluster:
         cluster.start("a", "b")
-        assert cluster.end("b").exit_code == -9, "the fault did not fire"
+        cluster.killed("b")
         results = cluster.results()
     assert_like_undisturbed(job, results["a"])

@@ -7,6 +7,7 @@ lighthouse is asked.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from allranks.errors import ManagerError
+from allranks.manager.work import wait_while
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,11 @@ class Tally:
         )
 
 
-def cast(backend: Any, voters: int, vote: Vote) -> Tally:
-    """Votes and waits for the sum; raises RuntimeError when the group broke, ManagerError on nonsense."""
+def cast(backend: Any, voters: int, vote: Vote, usable: Callable[[], bool]) -> Tally:
+    """Votes and waits for the sum; raises RuntimeError or GroupAborted when the group broke."""
     ballot = torch.tensor([1, int(vote.good), int(vote.news), vote.step, vote.step * vote.step])
     options = dist.AllreduceOptions()
-    backend.allreduce([ballot], options).wait()
+    wait_while(backend.allreduce([ballot], options), usable)
     count, good, news, steps, squares = ballot.tolist()
     if count != voters or steps != vote.step * voters or squares != vote.step * vote.step * voters:
         raise ManagerError(

@@ -57,6 +57,11 @@ class Bucket:
         """The buffer with nothing in it: what a replica gives that does not take part."""
         return self._allocate().zero_()
 
+    def forget(self) -> None:
+        """Takes a new buffer next time: an operation that was given up may still hold the old one."""
+        self.buffer = None
+        self.slices.clear()
+
     def spread(self) -> None:
         """Copies the reduced gradients back."""
         for p in self.parameters:
@@ -162,6 +167,7 @@ class DistributedDataParallel(nn.Module):
             if generation is None:
                 return
             for bucket in self._buckets:
+                bucket.forget()
                 bucket.work = self._start(bucket, generation)
         self._reduced = True
         for bucket in self._buckets:

@@ -8,6 +8,7 @@ for CPU tensors; `ProcessGroupNCCL` (group_nccl.py) for GPUs.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from allranks.errors import GroupAborted
 from allranks.manager.gloo import GlooMesh
 from allranks.manager.meeting import Meeting, Seconds, seconds
+
+_BURIAL_S = 0.05
 
 
 class ReconfigurableGroup(dist.ProcessGroup):
@@ -67,10 +70,13 @@ class ReconfigurableGroup(dist.ProcessGroup):
     def abort(self, reason: str = "aborted") -> None:
         """Ends pending operations with an error, here and at the peers; any thread, any number of times."""
         with self._guard:
-            backend, self._backend = self._backend, None
+            grave = [] if self._backend is None else [self._backend]  # the only reference that stays
+            self._backend = None
             if self._error is None:
                 self._error = GroupAborted(reason)
-        self._take_down(backend)
+        self._take_down(grave[0] if grave else None)
+        if grave:
+            threading.Thread(target=_bury, args=(grave,), name="allranks-bury", daemon=True).start()
 
     def shutdown(self) -> None:
         """Takes the group down for good."""
@@ -180,6 +186,15 @@ class ReconfigurableGroup(dist.ProcessGroup):
 
     def _take_down(self, backend: Any) -> None:
         raise NotImplementedError
+
+
+def _bury(grave: list[Any]) -> None:
+    """Destroys a backend, in a thread of its own: the destructor waits for operations that may be stuck.
+
+    After a moment, so that a call that is just entering the backend does not end up as its last owner.
+    """
+    time.sleep(_BURIAL_S)
+    grave.clear()
 
 
 class ProcessGroupGloo(ReconfigurableGroup):

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from allranks import record
-from allranks.errors import HealingFailed, ManagerError, RetriesExhausted
+from allranks.errors import GroupAborted, HealingFailed, ManagerError, RetriesExhausted
 from allranks.manager.ballot import Vote, cast
 from allranks.manager.generation import Attempt, Generation
 from allranks.manager.group import ProcessGroupGloo, ReconfigurableGroup
@@ -179,7 +179,12 @@ class Manager:
         except Exception as error:
             self._group_failed(attempt, generation, error)
             return ManagedWork(None, tensor, lambda error: None)
-        work = ManagedWork(raw, tensor, lambda error: self._group_failed(attempt, generation, error))
+        work = ManagedWork(
+            raw,
+            tensor,
+            lambda error: self._group_failed(attempt, generation, error),
+            lambda: generation.usable,
+        )
         attempt.works.append(work)
         return work
 
@@ -330,8 +335,8 @@ class Manager:
         news = bool(self.training.news)
         vote = Vote(good=attempt.error is None and enough, news=news, step=self.training.step)
         try:
-            tally = cast(generation.control, generation.voters, vote)
-        except RuntimeError as error:
+            tally = cast(generation.control, generation.voters, vote, lambda: generation.usable)
+        except (RuntimeError, GroupAborted) as error:
             reason = generation.broken or f"the vote failed: {str(error).splitlines()[0]}"
             return self.training.doubtful(generation, reason, self._patience_s)
         if tally.news:

@@ -8,14 +8,43 @@ from typing import Any
 
 import torch
 
+from allranks.errors import GroupAborted
+
+_SLICE = timedelta(seconds=0.2)
+
+
+def wait_while(work: Any, usable: Callable[[], bool]) -> None:
+    """Waits for a raw work as long as its group is usable; raises RuntimeError when it failed or is given up.
+
+    gloo can miss that its sockets were shut (seen: a send that had just been queued) and would then sit there
+    until the group's timeout. A work that is not done soon after its group broke is left alone.
+    """
+    while True:
+        doomed = not usable()
+        try:
+            work.wait(_SLICE)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            if doomed:
+                raise GroupAborted("the group broke and its pending operation was given up") from None
+
 
 class ManagedWork:
     """Waits like a torch `Work`. An error is told to the manager once and then swallowed."""
 
-    def __init__(self, work: Any, tensor: torch.Tensor, on_error: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        work: Any,
+        tensor: torch.Tensor,
+        on_error: Callable[[Exception], None],
+        usable: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._work = work  # None: nothing was started, the step has failed already
         self._tensor = tensor
         self._on_error = on_error
+        self._usable = usable
         self.failed = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -23,8 +52,8 @@ class ManagedWork:
         work, self._work = self._work, None
         if work is not None:
             try:
-                work.wait()
-            except RuntimeError as error:
+                wait_while(work, self._usable)
+            except (RuntimeError, GroupAborted) as error:
                 self.failed = True
                 self._on_error(error)
         return not self.failed
