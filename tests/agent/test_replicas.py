@@ -168,3 +168,17 @@ def test_back_off_grows_and_a_long_healthy_run_forgives() -> None:
     assert delays == [0.0, 0.5, 1.0, 2.0, 4, 4]
     forgiven = history.after_failure(now + 5000, 4000.0, options)
     assert decide_restart(forgiven, options)[0] == 0.0
+
+
+def test_a_replica_that_comes_back_after_the_end_is_stopped(tmp_path: Path) -> None:
+    """It would train alone from the start; the job ends well without it."""
+    command = script(
+        tmp_path,
+        "if R == 1 and once('died'): os.kill(os.getpid(), 9)\n"
+        f"if R == 0:\n    while not os.path.exists({str(tmp_path)!r} + '/back'): time.sleep(0.01)\n"
+        "if R == 1: once('back'); time.sleep(600)\n",
+    )
+    code, events = run(ReplicaOptions(command, replicas=2, finish_grace_s=0.1, quiet=True))
+    assert (tmp_path / "back").exists()
+    assert code == 0
+    assert kinds(events, 1)[-1] == "stopped"

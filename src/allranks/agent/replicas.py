@@ -38,6 +38,7 @@ class ReplicaOptions:
     environment: dict[str, str] = field(default_factory=dict)
     restarts: RestartOptions = field(default_factory=RestartOptions)
     stop_grace_s: float = 10.0  # between SIGTERM and SIGKILL
+    finish_grace_s: float = 10.0  # a restarted replica may outlive the first finished one for this long
     log_folder: Path | None = None
     quiet: bool = False  # no rank output on the terminal
 
@@ -84,7 +85,6 @@ class _Replica:
     kill_at_s: float = 0.0
     after_stop: Literal["restart", "stop", "set_aside"] = "restart"
     reason: str = ""
-    failed: bool = False
 
 
 @dataclass
@@ -98,6 +98,7 @@ class Supervisor:
     _wake: tuple[socket.socket, socket.socket] | None = None
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _signal: int = 0
+    _finished_s: float | None = None  # when the first replica finished by itself: the training is over
 
     def request(self, request: Request) -> None:
         """Asks for an action from any thread; it is carried out by the loop."""
@@ -135,6 +136,7 @@ class Supervisor:
                     key.data()
                 self._serve_requests()
                 self._kill_overdue()
+                self._stop_latecomers()
                 if self._signal:
                     return self._stop_all()
             return self._exit_code()
@@ -230,7 +232,6 @@ class Supervisor:
             ),  # fmt: skip
         )
         if code != 0 and replica.state == "running":
-            replica.failed = True
             self._begin_stop(replica, "restart", f"rank {rank.number} {detail}", grace_s=1.0)
         if not replica.ranks:
             self._ended(replica, now)
@@ -239,6 +240,7 @@ class Supervisor:
         """All ranks of the replica are gone: finished, restarted or set aside."""
         if replica.state == "running":
             replica.state = "finished"
+            self._finished_s = self._finished_s or now
             self._tell(Event("finished", replica.number, now))
             return
         if replica.after_stop == "stop":
@@ -249,6 +251,8 @@ class Supervisor:
         delay, why = decide_restart(replica.history, self.options.restarts)
         if replica.after_stop == "set_aside":
             delay, why = None, f"set aside: {replica.reason}"
+        elif self._finished_s is not None:
+            delay, why = None, "not started again: the training is over"
         if delay is None:
             replica.state = "aside"
             self._tell(Event("set_aside", replica.number, now, why))
@@ -279,6 +283,16 @@ class Supervisor:
             if replica.state == "stopping" and now >= replica.kill_at_s:
                 for rank in replica.ranks:
                     _send(rank, signal.SIGKILL)
+
+    def _stop_latecomers(self) -> None:
+        """A replica that came back too late would train alone from the start: it is stopped."""
+        if self._finished_s is None or time.monotonic() < self._finished_s + self.options.finish_grace_s:
+            return
+        for replica in self._replicas.values():
+            if replica.history.restarts and replica.state == "running":
+                self._begin_stop(replica, "stop", "the training is over")
+            elif replica.state == "waiting":
+                replica.state = "finished"
 
     def _serve_requests(self) -> None:
         while not self._requests.empty():
@@ -331,7 +345,9 @@ class Supervisor:
             r.start_at_s for r in self._replicas.values() if r.state == "waiting" and r.start_at_s is not None
         ]
         due += [r.kill_at_s for r in self._replicas.values() if r.state == "stopping"]
-        return max(0.01, min([t - now for t in due], default=1.0))
+        if self._finished_s is not None:
+            due.append(self._finished_s + self.options.finish_grace_s)
+        return max(0.01, min(1.0, min([t - now for t in due], default=1.0)))
 
     def _over(self) -> bool:
         return all(replica.state in {"finished", "aside"} for replica in self._replicas.values())

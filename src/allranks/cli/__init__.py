@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "watch": ("watch", "run or join a job as a sidecar and collect stacks when it stands still"),
     "status": ("status", "ranks, steps, who waits for whom, incidents of a running job"),
     "top": ("status", "the same, live"),
+    "demo": ("demo", "the whole story on CPU, in about a minute"),
     "drill": ("drill", "run a job under a fault plan and report what was noticed"),
     "frtrace": ("frtrace", "torchfrtrace's command line and output, without its crashes"),
     "dump-info": ("dump_info", "show what a dump or black box is and what it holds"),

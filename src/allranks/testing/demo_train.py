@@ -64,7 +64,8 @@ class Text:
     def starts(self, step: int) -> list[int]:
         """Where the samples of a step's global batch begin."""
         dice = torch.Generator().manual_seed(1000 + step)
-        return torch.randint(len(self.codes) - CONTEXT - 1, (BATCH,), generator=dice).tolist()
+        found: list[int] = torch.randint(len(self.codes) - CONTEXT - 1, (BATCH,), generator=dice).tolist()
+        return found
 
     def load_batch(self, starts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets."""
@@ -76,7 +77,7 @@ class Text:
 def train_step(
     manager: Manager, model: nn.Module, optimizer: Optimizer, text: Text
 ) -> tuple[int, float] | None:
-    """One step on this replica's share; its number and global loss when it was committed, else None."""
+    """One step on this replica's share; its number and the global loss when it took part and all committed."""
     optimizer.zero_grad()
     step, count, index = manager.current_step(), manager.num_participants(), manager.participating_rank()
     mine = text.starts(step)[index::count] if index is not None else text.starts(step)[:1]
@@ -88,7 +89,8 @@ def train_step(
     manager.allreduce(total).wait()
     if manager.num_participants() != count:  # somebody went in between: the same batch is divided anew
         manager.report_error(RuntimeError("the members changed during the step"))
-    return (step, float(total)) if optimizer.step() else None
+    committed = optimizer.step()
+    return (step, float(total)) if committed and index is not None else None
 
 
 def digest(model: nn.Module) -> str:
@@ -123,8 +125,16 @@ def reference_losses(steps: int) -> list[float]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
+
+
+def last_step(limit: int, out: Path) -> int:
+    """--steps, or what `stop_at` in --out says; it must be written well ahead, so that all replicas see it."""
+    try:
+        return min(limit, int((out / "stop_at").read_text()))
+    except (OSError, ValueError):
+        return limit
 
 
 def main() -> None:
@@ -158,7 +168,7 @@ def main() -> None:
     manager = Manager(load_state_dict=load, state_dict=save, min_replica_size=args.min_replicas)
     model, optimizer = DistributedDataParallel(manager, plain), Optimizer(manager, inner)
     rank = int(os.environ.get("ALLRANKS_RANK", "0"))
-    while manager.current_step() < args.steps:
+    while manager.current_step() < last_step(args.steps, args.out):
         begin = time.monotonic()
         done = train_step(manager, model, optimizer, text)
         if done is not None:
