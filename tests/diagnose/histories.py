@@ -11,7 +11,18 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from allranks.model.trace import CALL, REDUCE_OPS, Flag, Frame, Group, Progress, RankTrace, Shapes, State, TraceHeader
+from allranks.model.trace import (
+    CALL,
+    REDUCE_OPS,
+    Flag,
+    Frame,
+    Group,
+    Progress,
+    RankTrace,
+    Shapes,
+    State,
+    TraceHeader,
+)
 
 START_NS = 1_700_000_000_000_000_000
 STEP_NS = 10_000_000
@@ -63,7 +74,9 @@ class _Call:
 class World:
     """Runs programs. `members` are the groups; every rank of a group runs its own list."""
 
-    def __init__(self, members: dict[str, tuple[int, ...]], programs: dict[int, Program], flavour: Flavour) -> None:
+    def __init__(
+        self, members: dict[str, tuple[int, ...]], programs: dict[int, Program], flavour: Flavour
+    ) -> None:
         self.members = members
         self.programs = programs
         self.flavour = flavour
@@ -162,11 +175,21 @@ class World:
             p2p = do.op in ("send", "recv")
             p2p_seq[do.group] += p2p
             out = do.out if do.out is not None else do.size
-            shape = Shapes(((do.size,),), ((out,),), (do.dtype,), (do.dtype,)) if do.op != "barrier" else Shapes()
-            stack = (Frame(do.op, "/opt/lib/torch/distributed/c10d.py", 1), Frame("step", "/home/me/train.py", do.line))
+            shape = (
+                Shapes(((do.size,),), ((out,),), (do.dtype,), (do.dtype,)) if do.op != "barrier" else Shapes()
+            )
+            stack = (
+                Frame(do.op, "/opt/lib/torch/distributed/c10d.py", 1),
+                Frame("step", "/home/me/train.py", do.line),
+            )
             row["begin"] = row["end"] = i + 1
             row["created_ns"], row["completed_ns"] = call.created, call.completed
-            row["seq"], row["p2p_seq"], row["op_id"], row["step"] = call.seq, p2p_seq[do.group] if p2p else 0, i + 1, -1
+            row["seq"], row["p2p_seq"], row["op_id"], row["step"] = (
+                call.seq,
+                p2p_seq[do.group] if p2p else 0,
+                i + 1,
+                -1,
+            )
             row["in_numel"], row["out_numel"] = (do.size, out) if do.op != "barrier" else (0, 0)
             row["group"] = 1 + mine.index(do.group)
             row["op"], row["shapes"] = _intern(names, do.op), _intern(shapes, shape)
@@ -252,7 +275,9 @@ def run(groups: dict[str, tuple[int, ...]], programs: dict[int, Program], **flav
     return World(groups, programs, Flavour(**flavour)).run()  # type: ignore[arg-type]
 
 
-def with_change(programs: dict[int, Program], rank: int, at: int, *new: Do, drop: int = 1) -> dict[int, Program]:
+def with_change(
+    programs: dict[int, Program], rank: int, at: int, *new: Do, drop: int = 1
+) -> dict[int, Program]:
     """The programs with `drop` instructions of one rank replaced."""
     changed = list(programs[rank])
     changed[at : at + drop] = list(new)

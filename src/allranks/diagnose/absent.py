@@ -169,7 +169,8 @@ def _aborted_partner(context: Context, group: GroupView, blocked: Blocked) -> Fi
             )
             return replace(
                 base, cause="extra_collective", ranks=(lane.rank,), sequence=seq, where=at_line, sentence=sentence,
-                confidence=0.6, waiting=(),
+                confidence=0.6, waiting=(), stacks=context.stacks([(lane.rank, row)]),
+                evidence=(f"the calls before and behind #{seq} are alike, this one is the only one of its kind",),
                 missing_evidence=(f"the log of {ranks_text(other)}: 'gloo::EnforceNotMet' confirms it",),
                 advice=(f"make the call at {at_line or 'that line'} on all ranks of the group, or on none",),
             )  # fmt: skip
@@ -271,6 +272,7 @@ def _base(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding
         blocked.seq if blocked.seq >= 0 else None, 0.9, at, context.waiters_behind(ranks), context.waited(blocked),
         (*own, *context.stacks(blocked.rows.items())), tuple(evidence),
         tuple(_where_now(context, rank) for rank in ranks[:2] if rank in context.job.ranks),
+        (f"look at what {ranks_text(ranks)} does between its last call and {at or context.call(blocked)}",),
     )  # fmt: skip
 
 

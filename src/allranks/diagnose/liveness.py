@@ -62,8 +62,11 @@ def is_hung(job: Job, blocked: Blocked, patience: Patience) -> bool:
     """Whether the call has lasted too long; failed calls and calls of unknown age count as such."""
     if blocked.failed:
         return True
-    expected = [job.ranks[rank].trace.progress.expect_until_ns for rank in blocked.missing]
-    if job.now_ns and expected and min(expected) > job.now_ns:
-        return False
     wait = waited_s(job, blocked)
     return wait is None or wait >= patience.limit_s
+
+
+def is_paused(job: Job, rank: int) -> bool:
+    """Whether the rank has declared its silence normal until a time that has not come yet."""
+    view = job.ranks.get(rank)
+    return view is not None and job.now_ns > 0 and view.trace.progress.expect_until_ns > job.now_ns

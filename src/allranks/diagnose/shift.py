@@ -52,10 +52,7 @@ def find_shift(job: Job, group: GroupView, rank: int, reference: int, seq: int) 
         found = _shift_from(job, mine, theirs, _first_difference(job, mine, theirs, seq), True)
         if found is not None:
             return found
-        skipped = _next_in_history(job, mine, theirs, seq)
-        if skipped is not None:
-            return skipped
-    return _shift_from(job, mine, theirs, seq, False)
+    return _next_in_history(job, mine, theirs, seq) or _shift_from(job, mine, theirs, seq, False)
 
 
 def telling_stacks(job: Job, lane: Lane) -> bool:
@@ -165,7 +162,9 @@ def _shift_of(
     # A program that alternates between two lines fits in both directions: that alone is no evidence.
     if other is not None and other.extra == shift.extra:
         return _odd_by_habit(job, shift, lane, usual)
-    return shift if shift.agreeing >= 2 else None
+    if shift.agreeing < 2:
+        return None
+    return by_habit(job, shift, lane, usual) if pair else shift
 
 
 def _odd_by_habit(job: Job, shift: Shift, one: Lane, two: Lane) -> Shift | None:
@@ -181,13 +180,11 @@ def _odd_by_habit(job: Job, shift: Shift, one: Lane, two: Lane) -> Shift | None:
 
 
 def by_habit(job: Job, shift: Shift, lane: Lane, other: Lane) -> Shift:
-    """Between two ranks an extra call of one is a skipped call of the other, if the other has made it before."""
-    if not shift.extra:
-        return shift
-    made = keys(job, lane)[int(np.searchsorted(lane.seqs, shift.seq))]
-    if bool((keys(job, other) == made).any()):
-        return Shift(other.rank, shift.seq, shift.count, False, shift.agreeing)
-    return shift
+    """Between two ranks an extra call of one is a skipped call of the other: skipped, if the other has made it before."""
+    maker, avoider = (lane, other) if shift.extra else (other, lane)
+    made = keys(job, maker)[int(np.searchsorted(maker.seqs, shift.seq))]
+    skipped = bool((keys(job, avoider) == made).any())
+    return Shift(avoider.rank if skipped else maker.rank, shift.seq, shift.count, not skipped, shift.agreeing)
 
 
 def _from(job: Job, lane: Lane, seq: int, with_stacks: bool) -> np.ndarray:

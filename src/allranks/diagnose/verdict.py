@@ -10,15 +10,16 @@ from allranks.diagnose.align import align
 from allranks.diagnose.context import Context
 from allranks.diagnose.cycles import explain_cycle
 from allranks.diagnose.entered import explain_call
+from allranks.diagnose.guilt import judge
 from allranks.diagnose.job import GroupView, Now
-from allranks.diagnose.liveness import is_hung, usual_pause
+from allranks.diagnose.liveness import is_hung, is_paused, usual_pause
 from allranks.diagnose.match import Mismatch, find_mismatches
 from allranks.diagnose.misfit import explain_mismatch, explain_p2p
 from allranks.diagnose.p2p import match_p2p
 from allranks.diagnose.shift import find_stack_shift
 from allranks.diagnose.straggler import find_straggler, find_tight_timeout
 from allranks.diagnose.waits import Blocked, find_blocked, wait_graph
-from allranks.diagnose.words import ranks_text, seconds
+from allranks.diagnose.words import count, ranks_text, seconds
 from allranks.model.diagnosis import Diagnosis, FileNote, Finding, GroupSummary, RankNow, Status
 from allranks.model.trace import RankTrace
 
@@ -63,7 +64,7 @@ def diagnose(
         tuple(p2p_mismatches),
     )
     roots = _roots(context, mismatches)
-    if not roots:
+    if not roots and not (hung and any(is_paused(job, rank) for rank in job.ranks)):
         roots = _quiet_roots(context, options)
     warnings = _warnings(context, every, damaged, options, roots)
     return _compose(context, roots, warnings, files, options)
@@ -77,7 +78,9 @@ def _roots(context: Context, mismatches: list[Mismatch]) -> list[Finding]:
     lacking: dict[int, list[int]] = {}
     for sink in context.graph.sinks():
         calls = _calls_of(context, sink)
-        hit = [b for b in calls if b.group in explained and b.seq >= explained[b.group].seq]
+        hit = [b for b in calls if b.group in explained and _explains(context, explained[b.group], b)]
+        if all(_misfits(context, b) for b in calls) or all(is_paused(context.job, node) for node in sink):
+            continue
         if hit:
             weights[hit[0].group] = max(weights[hit[0].group], context.graph.weight(sink))
         elif len(sink) > 1:
@@ -93,10 +96,30 @@ def _roots(context: Context, mismatches: list[Mismatch]) -> list[Finding]:
     for mismatch in mismatches:
         weighed.append((weights[mismatch.group], 1, explain_mismatch(context, mismatch)))
     for p2p in context.p2p_mismatches:
-        stuck = any(b.p2p and b.p2p.row in (p2p.send_row, p2p.recv_row) for b in context.blocked)
+        stuck = any(_misfits(context, b) for b in context.blocked)
         weighed.append((1 if stuck else -1, 1, explain_p2p(context, p2p)))
-    weighed.sort(key=lambda item: (-item[0], -item[1], -item[2].confidence, item[2].group, item[2].ranks))
+    weighed.sort(
+        key=lambda i: (i[2].confidence < SURE_ENOUGH, -i[0], -i[1], -i[2].confidence, i[2].group, i[2].ranks)
+    )
     return [finding for _, _, finding in weighed]
+
+
+def _explains(context: Context, mismatch: Mismatch, blocked: Blocked) -> bool:
+    """Whether a call is blocked because of a mismatch: it is that call, or nothing has fitted since."""
+    if blocked.seq <= mismatch.seq or blocked.seq - mismatch.seq - 1 <= mismatch.also:
+        return blocked.seq >= mismatch.seq
+    return judge(context.job, mismatch).shift is not None
+
+
+def _misfits(context: Context, blocked: Blocked) -> bool:
+    """Whether the call is an end of a send and receive that do not fit, which is told as such."""
+    wait = blocked.p2p
+    if wait is None:
+        return False
+    ends = {(m.source, m.send_row) for m in context.p2p_mismatches} | {
+        (m.target, m.recv_row) for m in context.p2p_mismatches
+    }
+    return (wait.rank, wait.row) in ends
 
 
 def _lacking(context: Context, blocked: Blocked, ranks: list[int]) -> list[tuple[int, int, Finding]]:
@@ -183,8 +206,17 @@ def _warnings(
             Finding("skew", (), f"ranks are a few calls apart ({len(young)} unfinished, oldest {seconds(wait)}), within this job's "
                     f"usual pauses: {context.patience.reason}; run again in {seconds(context.patience.limit_s)} to be sure")
         )  # fmt: skip
-    if context.job.now_ns == 0 and not roots and not context.job.ranks:
-        found.append(Finding("no_calls", (), "no calls were recorded"))
+    paused = [rank for rank in context.job.ranks if is_paused(context.job, rank)]
+    if paused and context.blocked:
+        phase = context.job.ranks[paused[0]].trace.progress.phase
+        told = f" ({phase})" if phase else ""
+        found.append(
+            Finding(
+                "pause",
+                (),
+                f"{ranks_text(paused)} declared a pause{told} that is not over: waiting for it is no hang",
+            )
+        )
     return found
 
 
@@ -216,7 +248,7 @@ def _compose(
         )
     calls = sum(len(view.trace.calls) for view in job.ranks.values())
     summary = (
-        f"{len(job.ranks):,} of {job.world_size or len(job.ranks):,} ranks, {len(job.groups):,} groups, {calls:,} calls",
+        f"{len(job.ranks):,} of {job.world_size or len(job.ranks):,} ranks, {count(len(job.groups), 'group')}, {calls:,} calls",
     )
     return Diagnosis(
         status, verdict, (*roots, *listed, *warnings), tuple(files), job.world_size, tuple(job.ranks), summary,

@@ -67,9 +67,14 @@ def who(job: Job, ranks: Iterable[int]) -> str:
     return f"{text} ({hosts.pop()})" if len(hosts) == 1 and len(ordered) <= 8 else text
 
 
+def count(number: int, word: str) -> str:
+    """ "1 rank", "7 ranks"."""
+    return f"{number:,} {word}{'s' if number != 1 else ''}"
+
+
 def count_ranks(number: int) -> str:
     """ "1 rank", "7 ranks"."""
-    return f"{number:,} rank{'s' if number != 1 else ''}"
+    return count(number, "rank")
 
 
 def seconds(value: float) -> str:

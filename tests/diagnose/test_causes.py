@@ -1,0 +1,353 @@
+"""Every cause, planted in a small imaginary job: the verdict names it and the guilty rank, and nobody else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from allranks.diagnose import DiagnoseOptions, diagnose
+from allranks.model.diagnosis import Diagnosis, FileNote, Finding, RankNow
+from allranks.model.trace import Flag, Progress, RankTrace, State
+
+from .histories import DIE, START_NS, STUCK, Do, Layout, Program, edit, run, with_change
+
+FLAVOURS = {
+    "nccl": {"backend": "nccl"},
+    "nccl running ahead": {"backend": "nccl", "ahead": 5},
+    "gloo": {"backend": "gloo"},
+    "gloo without members": {"backend": "gloo", "members": False},
+    "nccl without stacks": {"backend": "nccl", "stacks": False},
+}
+LAYOUT = Layout(8, 2)
+AT = 6 * 4 + 2  # the reduce_scatter of the fifth round
+everywhere = pytest.mark.parametrize("flavour", sorted(FLAVOURS))
+
+
+def _traces(programs: dict[int, Program], flavour: str, layout: Layout = LAYOUT) -> list[RankTrace]:
+    return run(layout.members(), programs, **FLAVOURS[flavour]).traces()
+
+
+def _verdict(result: Diagnosis) -> Finding:
+    assert result.verdict is not None, result.findings
+    return result.verdict
+
+
+def _expect(result: Diagnosis, cause: str, *ranks: int) -> Finding:
+    verdict = _verdict(result)
+    assert (verdict.cause, verdict.ranks) == (cause, ranks), verdict.sentence
+    return verdict
+
+
+def _tail(calls: np.ndarray, **columns: int) -> np.ndarray:
+    """The calls with the last one's columns changed."""
+    calls = calls.copy()
+    for name, value in columns.items():
+        calls[name][-1] = value
+    return calls
+
+
+@everywhere
+def test_a_healthy_job_has_nothing_wrong(flavour: str) -> None:
+    """Uneven gathers, subgroups and broadcasts included."""
+    result = diagnose(_traces(LAYOUT.programs(6), flavour))
+    assert (result.status, result.verdict) == ("ok", None)
+
+
+@everywhere
+def test_a_rank_that_never_enters_is_the_root_of_the_cascade(flavour: str) -> None:
+    """All other ranks end up waiting, most of them for innocents."""
+    verdict = _expect(
+        diagnose(_traces(with_change(LAYOUT.programs(8), 5, AT, STUCK), flavour)), "missing_rank", 5
+    )
+    assert verdict.group == "dp_1"
+    assert set(verdict.waiting) == set(range(8)) - {5}
+
+
+@everywhere
+def test_a_rank_without_a_dump_is_held_to_be_dead(flavour: str) -> None:
+    """Its partners wait for it and its file is not there."""
+    _expect(diagnose(_traces(with_change(LAYOUT.programs(8), 3, AT, DIE), flavour)), "rank_died", 3)
+
+
+@everywhere
+def test_a_rank_that_never_called_anything_has_not_started(flavour: str) -> None:
+    """Its dump is there and empty."""
+    _expect(diagnose(_traces(with_change(LAYOUT.programs(8), 6, 0, STUCK), flavour)), "not_started", 6)
+
+
+@everywhere
+def test_another_operation_is_a_type_mismatch_of_the_minority(flavour: str) -> None:
+    """One broadcasts where three reduce_scatter."""
+    programs = LAYOUT.programs(8)
+    odd = edit(programs[5][AT], op="all_reduce", line=77)
+    verdict = _expect(diagnose(_traces(with_change(programs, 5, AT, odd), flavour)), "type_mismatch", 5)
+    assert (verdict.group, verdict.sequence) == ("dp_1", 13)
+
+
+@everywhere
+def test_another_size_is_a_size_mismatch(flavour: str) -> None:
+    """In the world all_reduce of the fifth round."""
+    programs = LAYOUT.programs(8)
+    at = 6 * 4 + 5
+    _expect(
+        diagnose(_traces(with_change(programs, 2, at, edit(programs[2][at], size=3)), flavour)),
+        "size_mismatch",
+        2,
+    )
+
+
+@everywhere
+def test_another_dtype_is_a_dtype_mismatch(flavour: str) -> None:
+    """Same elements, other type, of a scalar."""
+    programs = LAYOUT.programs(8)
+    at = 6 * 4 + 5
+    odd = edit(programs[2][at], dtype="Double")
+    _expect(diagnose(_traces(with_change(programs, 2, at, odd), flavour)), "dtype_mismatch", 2)
+
+
+def test_another_root_is_a_root_mismatch() -> None:
+    """The black box records the root."""
+    programs = LAYOUT.programs(8)
+    at = 6 * 4 + 4
+    odd = edit(programs[6][at], root=6)
+    _expect(diagnose(_traces(with_change(programs, 6, at, odd), "nccl")), "root_mismatch", 6)
+
+
+def test_another_reduce_op_is_found_though_nothing_hangs() -> None:
+    """The collective ends and the result is wrong."""
+    programs = LAYOUT.programs(8)
+    at = 6 * 4 + 5
+    result = diagnose(_traces(with_change(programs, 1, at, edit(programs[1][at], reduce_op="max")), "nccl"))
+    _expect(result, "reduce_op_mismatch", 1)
+
+
+@pytest.mark.parametrize("flavour", ["nccl", "nccl running ahead", "gloo", "gloo without members"])
+def test_an_extra_call_of_the_same_size_is_found_where_it_was_made(flavour: str) -> None:
+    """The others later lack in a call that they are not guilty of."""
+    programs = LAYOUT.programs(8)
+    do = programs[4][AT - 1]
+    verdict = _expect(
+        diagnose(_traces(with_change(programs, 4, AT - 1, edit(do, line=99), do), flavour)),
+        "extra_collective",
+        4,
+    )
+    assert (verdict.group, verdict.sequence, verdict.where) == ("tp_2", 10, "train.py:99 in step")
+
+
+@everywhere
+def test_an_extra_call_of_another_size_is_no_size_mismatch(flavour: str) -> None:
+    """The calls behind it fit when moved by one."""
+    members = {"world": (0, 1, 2, 3)}
+    usual = [Do("all_reduce", size=12, line=8)] * 2 + [Do("all_reduce", size=12, line=14)] * 2
+    programs = {rank: list(usual) for rank in range(4)}
+    programs[0].insert(2, Do("all_reduce", size=20, line=12))
+    traces = run(members, programs, **{**FLAVOURS[flavour], "ahead": 5}).traces()
+    assert _expect(diagnose(traces), "extra_collective", 0).sequence == 3
+
+
+def test_an_extra_call_between_two_ranks_is_told_by_the_line_that_only_one_knows() -> None:
+    """Without a majority."""
+    programs = {rank: [Do("all_reduce", line=8)] * 3 + [Do("all_reduce", line=14)] * 3 for rank in range(2)}
+    programs[0].insert(3, Do("all_reduce", line=12))
+    verdict = _expect(
+        diagnose(run({"world": (0, 1)}, programs, backend="gloo").traces()), "extra_collective", 0
+    )
+    assert verdict.sequence == 4
+
+
+@pytest.mark.parametrize("flavour", sorted(FLAVOURS))
+def test_a_rank_that_skips_a_call_is_named_at_that_call(flavour: str) -> None:
+    """It goes on and waits in a circle with those that it left behind."""
+    result = diagnose(_traces(with_change(LAYOUT.programs(8), 3, AT), flavour))
+    assert _expect(result, "missing_rank", 3).group == "dp_1"
+
+
+def test_two_groups_in_different_order_are_an_inversion() -> None:
+    """Both wait for the other; the circle is shown."""
+    members = {"world": (0, 1), "a": (0, 1), "b": (0, 1)}
+    a, b = Do("all_reduce", "a", line=5), Do("all_reduce", "b", line=6)
+    result = diagnose(run(members, {0: [a, b], 1: [b, a]}, backend="gloo").traces())
+    verdict = _expect(result, "order_inversion", 0, 1)
+    assert "group a" in verdict.sentence and "group b" in verdict.sentence
+
+
+def test_an_inversion_on_a_device_queue_is_found_though_all_calls_are_there() -> None:
+    """Everybody entered everything; the order of entering differs."""
+    members = {"world": (0, 1, 2, 3), "a": (0, 1), "b": (0, 1), "c": (2, 3)}
+    a, b, c = Do("all_reduce", "a", line=5), Do("all_reduce", "b", line=6), Do("all_reduce", "c", line=5)
+    programs = {0: [a, b], 1: [b, a], 2: [c], 3: [c]}
+    _expect(diagnose(run(members, programs, ahead=4).traces()), "order_inversion", 0, 1)
+
+
+def test_a_circle_of_four_ranks_is_an_inversion_of_all_four() -> None:
+    """0 waits for 1, 1 for 3, 3 for 2, 2 for 0."""
+    members = {"world": (0, 1, 2, 3), "p": (0, 1), "q": (1, 3), "r": (2, 3), "s": (0, 2)}
+    calls = {name: Do("all_reduce", name, line=ord(name)) for name in "pqrs"}
+    programs = {
+        0: [calls["p"], calls["s"]],
+        1: [calls["q"], calls["p"]],
+        3: [calls["r"], calls["q"]],
+        2: [calls["s"], calls["r"]],
+    }
+    _expect(diagnose(run(members, programs).traces()), "order_inversion", 0, 1, 2, 3)
+
+
+def test_everybody_inside_and_nobody_out_is_the_network_or_a_device() -> None:
+    """Nobody's program is to blame."""
+    traces = _traces(LAYOUT.programs(4), "nccl")
+    stuck = [
+        replace(t, calls=_tail(t.calls, state=int(State.STARTED), completed_ns=0, flags=0)) for t in traces
+    ]
+    verdict = _expect(diagnose(stuck), "none_finished")
+    assert "network or device" in verdict.sentence
+
+
+def test_a_kernel_that_never_started_points_at_its_rank() -> None:
+    """With timing on, the others are started and one is only scheduled."""
+    traces = _traces(LAYOUT.programs(4), "nccl")
+    states = [State.SCHEDULED if t.header.rank == 6 else State.STARTED for t in traces]
+    stuck = [
+        replace(t, calls=_tail(t.calls, state=int(s), completed_ns=0, flags=0))
+        for t, s in zip(traces, states, strict=True)
+    ]
+    _expect(diagnose(stuck), "none_finished", 6)
+
+
+def test_a_call_that_failed_on_one_rank_is_a_call_error() -> None:
+    """The others are still in it."""
+    traces = _traces(LAYOUT.programs(4), "nccl")
+    states = [State.FAILED if t.header.rank == 2 else State.STARTED for t in traces]
+    stuck = [
+        replace(t, calls=_tail(t.calls, state=int(s), completed_ns=0, flags=0))
+        for t, s in zip(traces, states, strict=True)
+    ]
+    _expect(diagnose(stuck), "call_error", 2)
+
+
+def test_a_rank_that_ended_with_an_exception_died() -> None:
+    """Its black box says so; the others still wait."""
+    traces = _traces(with_change(LAYOUT.programs(8), 5, AT, STUCK), "nccl")
+    traces[5] = replace(traces[5], progress=Progress(closed="exception: ValueError: bad batch"))
+    assert "ValueError: bad batch" in _expect(diagnose(traces), "rank_died", 5).sentence
+
+
+def test_a_rank_whose_process_is_gone_died_even_inside_the_call() -> None:
+    """It entered, was killed, and the others saw the connection break."""
+    traces = _traces(LAYOUT.programs(4), "nccl")
+    states = [State.SCHEDULED if t.header.rank == 4 else State.FAILED for t in traces]
+    broken = [
+        replace(t, calls=_tail(t.calls, state=int(s), flags=0)) for t, s in zip(traces, states, strict=True)
+    ]
+    _expect(diagnose(broken), "rank_died", 4)
+
+
+def test_a_failure_long_before_the_timeout_means_that_the_peer_is_gone() -> None:
+    """Black boxes of a gloo job after kill -9: the others' calls failed at once."""
+    traces = _traces(with_change(LAYOUT.programs(8), 5, 6 * 4 + 5, STUCK), "nccl")
+    broken = []
+    for trace in traces:
+        calls = trace.calls.copy()
+        last = calls[-1]
+        if trace.header.rank != 5:
+            calls["state"][-1], calls["completed_ns"][-1] = State.FAILED, int(last["created_ns"]) + 5_000_000
+        broken.append(replace(trace, calls=calls, kind="black box 1"))
+    _expect(diagnose(broken), "rank_died", 5)
+
+
+def test_a_timeout_of_the_others_means_that_the_rank_is_missing() -> None:
+    """gloo puts timed-out calls away like finished ones; the rank that never entered gives it away."""
+    traces = _traces(with_change(LAYOUT.programs(8), 5, 6 * 4 + 5, STUCK), "gloo")
+    left = []
+    for trace in traces:
+        calls = trace.calls.copy()
+        calls["flags"] |= int(Flag.RETIRED)
+        left.append(replace(trace, calls=calls))
+    _expect(diagnose(left), "missing_rank", 5)
+
+
+def test_stacks_turn_missing_into_stuck_with_the_line() -> None:
+    """The verdict says where the rank is instead."""
+    traces = _traces(with_change(LAYOUT.programs(8), 5, AT, STUCK), "gloo")
+    now = RankNow(5, "dataloader_wait", "data.py:88 in next_batch", "waits for worker 3")
+    verdict = _expect(diagnose(traces, stacks=[now]), "stuck_before_collective", 5)
+    assert verdict.where == "data.py:88 in next_batch"
+    assert "it is at data.py:88 in next_batch" in verdict.sentence
+
+
+def test_a_rank_that_is_always_late_is_a_straggler() -> None:
+    """Slow, not stuck: everything finishes."""
+    programs = {rank: [Do("all_reduce", line=9, take_s=0.4 if rank == 2 else 0.1)] * 40 for rank in range(4)}
+    verdict = _expect(diagnose(run({"world": (0, 1, 2, 3)}, programs).traces()), "straggler", 2)
+    assert verdict.waited_s == pytest.approx(0.3, abs=0.05)
+
+
+def test_a_little_jitter_makes_nobody_a_straggler() -> None:
+    """Somebody is always last."""
+    programs = {rank: [Do("all_reduce", line=9, take_s=0.1 + 0.001 * rank)] * 40 for rank in range(4)}
+    assert diagnose(run({"world": (0, 1, 2, 3)}, programs).traces()).status == "ok"
+
+
+def test_a_damaged_file_lowers_confidence_and_accuses_nobody() -> None:
+    """The rank whose file was cut is only perhaps the one."""
+    traces = _traces(LAYOUT.programs(4), "nccl")
+    stuck = [replace(t, calls=_tail(t.calls, state=0, flags=0, completed_ns=0)) for t in traces]
+    stuck[3] = replace(stuck[3], calls=stuck[3].calls[:-4])
+    result = diagnose(stuck, [FileNote("trace_3", 3, "torch pickle 2.10", "damaged", "cut short")])
+    assert result.status == "unclear"
+    assert _verdict(result).confidence < 0.5
+
+
+def test_a_live_job_between_two_calls_has_nothing_wrong() -> None:
+    """One rank is a call behind, but only for a moment."""
+    traces = _traces(with_change(LAYOUT.programs(8), 5, AT, STUCK), "nccl")
+    boxes = [replace(t, kind="black box 1") for t in traces]
+    newest = max(int(t.calls["created_ns"].max()) for t in boxes)
+    soon = diagnose(boxes, options=DiagnoseOptions(now_ns=newest + 50_000_000))
+    assert (soon.status, [f.cause for f in soon.findings]) == ("ok", ["skew"])
+    late = diagnose(boxes, options=DiagnoseOptions(now_ns=newest + 31_000_000_000))
+    assert "have waited 31 s" in _expect(late, "missing_rank", 5).sentence
+
+
+def test_a_declared_pause_is_no_hang() -> None:
+    """The rank said that it would be silent, and for how long."""
+    traces = _traces(with_change(LAYOUT.programs(8), 5, AT, STUCK), "nccl")
+    now = START_NS + 3600 * 10**9
+    boxes = [replace(t, kind="black box 1") for t in traces]
+    boxes[5] = replace(boxes[5], progress=Progress(phase="checkpoint", expect_until_ns=now + 10**9))
+    blamed = {
+        r
+        for f in diagnose(boxes, options=DiagnoseOptions(now_ns=now)).findings
+        if f.severity == "root"
+        for r in f.ranks
+    }
+    assert 5 not in blamed
+
+
+def test_gloo_kills_the_innocent_and_the_larger_size_is_blamed() -> None:
+    """Of three ranks one is gone, and the two left disagree."""
+    programs = {
+        rank: [Do("all_reduce", size=8, line=5)] * 3
+        + [Do("all_reduce", size=20 if rank == 1 else 10, line=7)]
+        for rank in range(3)
+    }
+    programs[0] = [*programs[0][:3], DIE]
+    _expect(diagnose(run({"world": (0, 1, 2)}, programs, backend="gloo").traces()), "size_mismatch", 1)
+
+
+def test_a_missing_file_of_a_finished_job_is_only_a_warning() -> None:
+    """Everything completed, on all ranks that are there."""
+    traces = [t for t in _traces(LAYOUT.programs(4), "nccl") if t.header.rank != 2]
+    result = diagnose(traces)
+    assert result.status == "ok"
+    assert [f.cause for f in result.findings] == ["missing_dump"]
+
+
+def test_a_timeout_that_calls_come_close_to_is_said() -> None:
+    """A finished call took most of it."""
+    traces = _traces(LAYOUT.programs(4), "nccl")
+    calls = traces[0].calls.copy()
+    calls["completed_ns"][3] = calls["created_ns"][3] + 500 * 10**9
+    result = diagnose([replace(traces[0], calls=calls), *traces[1:]])
+    assert [f.cause for f in result.findings] == ["timeout_too_short"]
