@@ -229,7 +229,7 @@ class Supervisor:
                 code,
                 rank.process.pid,
                 expected=replica.state == "stopping",
-            ),  # fmt: skip
+            ),
         )
         if code != 0 and replica.state == "running":
             self._begin_stop(replica, "restart", f"rank {rank.number} {detail}", grace_s=1.0)
@@ -251,7 +251,7 @@ class Supervisor:
         delay, why = decide_restart(replica.history, self.options.restarts)
         if replica.after_stop == "set_aside":
             delay, why = None, f"set aside: {replica.reason}"
-        elif self._finished_s is not None:
+        elif self._finished_s is not None and now > self._finished_s + self.options.finish_grace_s:
             delay, why = None, "not started again: the training is over"
         if delay is None:
             replica.state = "aside"
