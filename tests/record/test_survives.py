@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -33,6 +34,7 @@ def _loop_then(rank: int, world: int, ending: str) -> None:
 
 
 def _end(ending: str) -> None:
+    faulthandler.disable()  # pytest's would print the crash that is asked for
     if ending == "segfault":
         import ctypes
 
@@ -77,6 +79,7 @@ def test_the_box_survives_abort_and_hard_exit(folder: Path) -> None:
 
 
 def _mismatch(rank: int, world: int) -> None:
+    faulthandler.disable()
     allranks.record()
     dist.all_reduce(torch.ones(4))
     dist.broadcast(torch.ones(4 if rank == 0 else 3), src=0)

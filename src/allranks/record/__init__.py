@@ -15,7 +15,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,8 +45,20 @@ def record(**options: Any) -> Recorder:
     from allranks.record.options import from_environment
     from allranks.record.recorder import Recorder
 
+    if _imported_by_spawn():
+        options["enabled"] = False
     _current = Recorder(from_environment(**options))
     return _current.start()
+
+
+def _imported_by_spawn() -> bool:
+    """Whether we are at the top of a script that a spawned child (a DataLoader worker) imports a second time."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__mp_main__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def current() -> Recorder | None:

@@ -123,7 +123,7 @@ def _read_heap(data: bytes | memoryview, header: np.void) -> _Heap:
 def _add_item(heap: _Heap, kind: int, payload: bytes) -> None:
     """Adds one item; a damaged one keeps its place so that later ids stay right."""
     try:
-        value = json.loads(payload)
+        value = json.loads(payload.decode())  # bytes would let json guess other encodings
     except ValueError:
         value = None
         heap.damaged += 1

@@ -15,7 +15,7 @@ from pathlib import Path
 from allranks.errors import InputError
 from allranks.model.torch_dump import to_torch_json, to_torch_pickle
 from allranks.record.options import RecorderOptions
-from allranks.record.read import copy_box, read_header, read_trace
+from allranks.record.read import copy_box, read_header, read_trace, settled
 
 FORMATS = ("pickle", "json", "box")
 
@@ -28,7 +28,7 @@ def dump_json(box: Path, include_completed: bool = True) -> str:
 def dump_bytes(box: Path, format: str, include_completed: bool = True) -> bytes:
     """The content of a dump file of this format."""
     if format == "box":
-        return bytes(copy_box(box).data)
+        return settled(copy_box(box))
     if format == "json":
         return dump_json(box, include_completed).encode()
     if format == "pickle":

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from allranks.errors import InputError
-from allranks.model.blackbox import HEADER, HEADER_BYTES
+from allranks.model.blackbox import HEADER, HEADER_BYTES, whole_rows
 from allranks.model.trace import CALL, RankTrace
 from allranks.record.decode import BoxBytes, decode
 from allranks.record.decode import read_header as header_of
@@ -83,6 +83,17 @@ def copy_box(path: str | os.PathLike[str]) -> BoxBytes:
                 return _copy(view, size)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
+
+
+def settled(box: BoxBytes) -> bytes:
+    """The copy as a file of its own: rows that were being written are marked torn for good."""
+    data = bytearray(box.data)
+    if box.ends_before is not None and box.begins_after is not None:
+        count = len(box.begins_after)
+        rows = np.frombuffer(data, CALL, count=count, offset=HEADER_BYTES)
+        whole = whole_rows(rows, box.begins_after, box.ends_before)
+        rows["end"][~whole & (rows["begin"] != 0)] = 0
+    return bytes(data)
 
 
 def _copy(view: mmap.mmap, size: int) -> BoxBytes:

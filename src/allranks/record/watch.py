@@ -90,7 +90,8 @@ class Watch:
         woken = os.read(self._stop_read, 64)
         if b"\xff" in woken:
             return False
-        self._dump("signal")
+        if self._recorder.options.dump_signal in woken:  # Python writes the number of every signal that it handles
+            self._dump("signal")
         return True
 
     # -- exits --------------------------------------------------------------------------------------------------
@@ -141,7 +142,7 @@ class Watch:
     def _on_signal(self, number: int, frame: Any) -> None:
         if not self._wakes_by_fd:
             with contextlib.suppress(OSError):
-                os.write(self._stop_write, b"d")
+                os.write(self._stop_write, bytes([number]))
         if callable(self._previous_handler):
             self._previous_handler(number, frame)
 

@@ -1,0 +1,234 @@
+"""How a call ends: completed, failed, timed out, or not yet; noticed without blocking."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import allranks
+from allranks.model.trace import Flag, State
+from allranks.record.box import Box
+from allranks.record.groups import GroupState
+from allranks.record.options import RecorderOptions
+from allranks.record.read import read_header, read_trace
+from allranks.record.writer import CallWriter, is_timeout
+from allranks.testing.ranks import Ranks
+from allranks.testing.ranks import signal as reached
+
+from .boxes import ops, traces
+
+
+def _states(trace: Any) -> list[State]:
+    return [State(int(value)) for value in trace.calls["state"]]
+
+
+def _times_out(rank: int, world: int, gave_up: str) -> str:
+    allranks.record()
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        _wait_until(lambda: Path(gave_up).exists())
+        return ""
+    try:
+        dist.all_reduce(torch.ones(2))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        Path(gave_up).touch()
+    return ""
+
+
+def _wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_call_that_timed_out_is_not_completed_and_leaves_a_dump(
+    folder: Path, tmp_path: Path, engine: str
+) -> None:
+    """The rank that waited in vain says so in its box, and writes a dump at that moment."""
+    with Ranks(_times_out, 2, (str(tmp_path / "gave up"),), timeout_s=3) as ranks:
+        outcomes = ranks.join(timeout_s=60)
+    assert "imed out" in outcomes[0].value  # the fault fired
+    found = traces(folder)
+    assert _states(found[0]) == [State.COMPLETED, State.TIMED_OUT]
+    assert _states(found[1]) == [State.COMPLETED]
+    row = found[0].calls[-1]
+    assert int(row["flags"]) & Flag.RETIRED
+    assert int(row["timeout_ms"]) == 3000
+    assert found[0].progress.calls_completed == 1
+    (dump,) = (folder / "dumps").rglob("rank_0")
+    assert dump.parent.name.startswith("timeout.")
+
+
+def _peer_dies(rank: int, world: int) -> None:
+    allranks.record()
+    dist.all_reduce(torch.ones(1))
+    reached("ready")
+    if rank == 1:
+        time.sleep(60)
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    with pytest.raises(RuntimeError):
+        work.wait()
+
+
+def test_a_call_whose_peer_died_has_failed(folder: Path, engine: str) -> None:
+    """Failed, not completed, not timed out."""
+    with Ranks(_peer_dies, 2, timeout_s=30) as ranks:
+        ranks.wait_for("ready")
+        ranks.kill(1)
+        outcomes = ranks.join(timeout_s=60)
+    assert outcomes[1].exit_code == -signal.SIGKILL  # the fault fired
+    assert outcomes[0].exit_code == 0, outcomes[0].error
+    assert _states(traces(folder)[0]) == [State.COMPLETED, State.FAILED]
+
+
+def _never_waited(rank: int, world: int) -> None:
+    recorder = allranks.record()
+    assert recorder.path is not None
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    path = recorder.path
+    _wait_until(lambda: read_header(path).calls_completed == 1)  # only the side thread can notice
+    assert recorder.writer is not None
+    assert not recorder.writer.pending  # and the work, with its tensors, is let go
+    work.wait()
+
+
+def test_a_call_that_nobody_waits_for_is_noticed_by_the_side_thread(folder: Path, engine: str) -> None:
+    """Completion needs no help from the program."""
+    with Ranks(_never_waited, 2) as ranks:
+        ranks.values()
+    assert _states(traces(folder)[0]) == [State.COMPLETED]
+
+
+def _hangs(rank: int, world: int) -> None:
+    allranks.record()
+    dist.all_reduce(torch.ones(1))
+    if rank == 0:
+        reached("entering")
+        dist.all_reduce(torch.ones(2))
+    time.sleep(60)
+
+
+def test_a_hanging_call_is_started_and_not_over(folder: Path, engine: str) -> None:
+    """Read from outside while it hangs."""
+    with Ranks(_hangs, 2) as ranks:
+        ranks.wait_for("entering", [0])
+        _wait_until(lambda: _states(traces(folder)[0])[1:] == [State.STARTED])
+        trace = traces(folder)[0]
+        assert int(trace.calls[-1]["completed_ns"]) == 0
+        assert trace.progress.calls_started == 2
+        assert trace.progress.calls_completed == 1
+
+
+class _Work:
+    """Stands for a Work of a library that finishes later, as NCCL's."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self.error: Exception | None = None
+
+    def is_completed(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.over
+
+
+def _writer(tmp_path: Path, engine: str) -> CallWriter:
+    box = Box(tmp_path / "x.box", 32, 1 << 16)
+    box.open()
+    return CallWriter(box, RecorderOptions(stack_depth=0, accelerate=engine == "c"))
+
+
+def test_calls_that_end_in_any_order_are_all_noticed(tmp_path: Path, engine: str) -> None:
+    """A call that never ends does not hide the ends of later ones."""
+    writer = _writer(tmp_path, engine)
+    group = GroupState(1, "g", (0,), "nccl", 0, engine == "c")
+    works = [_Work() for _ in range(5)]
+    for work in works:
+        writer.track(work, writer.begin(group, 1, (0, 0, 0)), group)
+    works[3].over = True
+    works[1].error = RuntimeError("NCCL timeout")
+    works[2].error = ValueError("NCCL communicator was aborted")
+    writer.sweep(everything=True)
+    states = _states(read_trace(writer.box.path))
+    assert states == [State.SCHEDULED, State.TIMED_OUT, State.FAILED, State.COMPLETED, State.SCHEDULED]
+    assert len(writer.pending) == 2
+
+
+def test_nothing_is_asked_of_cuda_while_a_graph_is_captured(tmp_path: Path, engine: str) -> None:
+    """Querying an event would spoil the capture."""
+    writer = _writer(tmp_path, engine)
+    group = GroupState(1, "g", (0,), "nccl", 0, engine == "c")
+    work = _Work()
+    work.error = AssertionError("asked")
+    writer.track(work, writer.begin(group, 1, (0, 0, 0)), group)
+    writer.capturing = 1
+    writer.sweep(everything=True)
+    assert len(writer.pending) == 1
+
+
+def test_a_coalesced_group_ends_as_a_whole(tmp_path: Path, engine: str) -> None:
+    """Its parts share one number, are marked as parts, and end with it."""
+    writer = _writer(tmp_path, engine)
+    group = GroupState(1, "g", (0, 1), "nccl", 0, engine == "c")
+    group.counters.batch = (0, 0)
+    for peer in (0, 1):
+        number = writer.begin(group, 1, (0, 1, 1), peer=peer, p2p=True)
+        writer.returned(_Work(), number, group)
+    assert not writer.pending
+    end, parts = writer.begin_end(group, 2, None)
+    work = _Work()
+    writer.returned(work, end, group, parts)
+    before = read_trace(writer.box.path)
+    assert set(_states(before)) == {State.SCHEDULED}
+    work.over = True
+    writer.sweep(everything=True)
+    trace = read_trace(writer.box.path)
+    assert set(_states(trace)) == {State.COMPLETED}
+    assert [int(value) for value in trace.calls["p2p_seq"]] == [1, 1, 1]
+    assert int(trace.calls[0]["flags"]) & Flag.COALESCED_PART
+    assert int(trace.calls[2]["flags"]) & Flag.COALESCED_END
+    assert int(trace.calls[2]["flags"]) & Flag.P2P
+    assert trace.progress.calls_completed == 1
+    assert writer.begin(group, 1, (0, 1, 1), peer=0, p2p=True) == 4
+    assert int(read_trace(writer.box.path).calls[3]["p2p_seq"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "answer"),
+    [
+        (RuntimeError("Timed out waiting 5000ms for recv operation to complete"), True),
+        (RuntimeError("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(...)"), True),
+        (TimeoutError(), True),
+        (RuntimeError("Connection closed by peer [127.0.0.1]:1"), False),
+        (KeyError("timeout"), False),
+    ],
+)
+def test_timeouts_are_told_from_other_errors(error: Exception, answer: bool) -> None:
+    """By type, or by the words that torch's backends use."""
+    assert is_timeout(error) is answer
+
+
+def _own_timeout(rank: int, world: int) -> None:
+    allranks.record()
+    dist.monitored_barrier(timeout=timedelta(seconds=17))
+    dist.all_reduce(torch.ones(1))
+
+
+def test_the_timeout_of_the_call_or_of_its_group_is_recorded(folder: Path) -> None:
+    """A call's own timeout wins."""
+    with Ranks(_own_timeout, 2, timeout_s=21) as ranks:
+        ranks.values()
+    trace = traces(folder)[0]
+    assert ops(trace) == ["monitored_barrier", "all_reduce"]
+    assert [int(value) for value in trace.calls["timeout_ms"]] == [17_000, 21_000]
