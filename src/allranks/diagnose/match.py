@@ -291,7 +291,9 @@ def _splits(job: Job, rank: int, row: int, size: int) -> tuple[tuple[int, ...], 
 
 
 def _blame(wrong: np.ndarray) -> np.ndarray:
-    """1 for the ranks that take part in the most disagreements, 0 for the others."""
+    """1 for the ranks that take part in the most disagreements, 0 for the others; all different when that is all."""
     counts = wrong.sum(axis=0) + wrong.sum(axis=1)
+    if bool((counts == counts.max()).all()):
+        return np.arange(len(counts))
     blamed: np.ndarray = (counts == counts.max()).astype(np.int64)
     return blamed

@@ -58,7 +58,7 @@ def _late_in(job: Job, group: GroupView) -> Finding | None:
 
 
 def _waits(job: Job, lanes: list[Lane], low: int, high: int) -> np.ndarray | None:
-    """Lateness in seconds, ranks x collectives. Hosts with different clocks are compared by how long each waited."""
+    """Lateness in seconds, ranks x collectives; None when the times do not allow telling."""
     seqs = np.arange(low, high + 1)
     created, ended = np.zeros((len(lanes), len(seqs))), np.zeros((len(lanes), len(seqs)))
     for i, lane in enumerate(lanes):
@@ -69,13 +69,18 @@ def _waits(job: Job, lanes: list[Lane], low: int, high: int) -> np.ndarray | Non
         created[i], ended[i] = calls["created_ns"][lane.rows[at]], calls["completed_ns"][lane.rows[at]]
     family = job.ranks[lanes[0].rank].family[lanes[0].rows[np.searchsorted(lanes[0].seqs, seqs)]]
     keep = np.isin(family, [int(f) for f in SYNCHRONISING]) & (created > 0).all(axis=0)
-    hosts = {job.host(lane.rank) for lane in lanes}
-    if len(hosts) > 1 and bool((ended[:, keep] > 0).all()):
-        took = (ended - created)[:, keep]
+    created, ended = created[:, keep], ended[:, keep]
+    if not created.shape[1]:
+        return None
+    if bool((ended > 0).any()):
+        # How long each waited does not depend on clocks: who waits least came last.
+        took = ended - created
         late: np.ndarray = (took.max(axis=0) - took) / 1e9
-        return late
-    by_clock: np.ndarray = (created - np.median(created, axis=0))[:, keep] / 1e9
-    return by_clock
+        return late if bool((took >= 0).all()) else None
+    # Without ends only the order of entering is left: nobody can be in the next call before the last is in this one.
+    possible = created.max(axis=0)[:-1] <= created.min(axis=0)[1:]
+    by_clock: np.ndarray = (created - np.median(created, axis=0)) / 1e9
+    return by_clock if len(possible) and float(possible.mean()) > 0.8 else None
 
 
 def _period(job: Job, lane: Lane, low: int, high: int) -> float:
