@@ -23,7 +23,8 @@ __all__ = sorted([*_PUBLIC, "__version__"])
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'allranks' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    module = importlib.import_module(_PUBLIC[name])
+    return module if name == "record" else getattr(module, name)  # that package can be called
 
 
 def __dir__() -> list[str]:

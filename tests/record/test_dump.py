@@ -1,0 +1,284 @@
+"""Dumps: PyTorch's formats, their names, torchfrtrace's verdict, and `allranks dump` from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import pickletools
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import allranks
+from allranks.cli import main as command
+from allranks.model.torch_dump import profiling_name, to_torch_dump
+from allranks.model.trace import Group
+from allranks.record.options import from_environment
+from allranks.record.read import find_boxes, read_trace
+from allranks.testing.ranks import Ranks
+from allranks.testing.ranks import signal as reached
+
+ENTRY = {
+    "record_id", "pg_id", "process_group", "thread_name", "thread_id", "collective_seq_id", "p2p_seq_id", "op_id",
+    "profiling_name", "time_created_ns", "input_sizes", "input_dtypes", "output_sizes", "output_dtypes", "state",
+    "time_discovered_started_ns", "time_discovered_completed_ns", "retired", "timeout_ms", "is_p2p",
+}  # fmt: skip
+
+
+def _work(rank: int, world: int, out: str, hang: bool) -> dict[str, Any]:
+    recorder = allranks.record()
+    group = dist.new_group([0, 1, 2])
+    dist.all_reduce(torch.ones(3))
+    dist.barrier()
+    if rank < 3:
+        dist.all_gather([torch.zeros(2) for _ in range(3)], torch.ones(2), group=group)
+        dist.broadcast(torch.ones(3), 1, group=group)
+    dist.reduce_scatter(torch.ones(1), [torch.ones(1) for _ in range(world)])
+    dist.all_to_all_single(torch.ones(world), torch.ones(world))
+    dist.monitored_barrier()
+    work = None
+    if hang and rank < 2:
+        work = dist.all_reduce(torch.ones(5), group=group, async_op=True)  # rank 2 never comes
+    path = recorder.dump_file(Path(out) / f"trace_{rank}")
+    assert path.name == f"trace_{rank}"
+    everything, active = (
+        json.loads(recorder.dump_json()),
+        json.loads(recorder.dump_json(include_completed=False)),
+    )
+    reached("dumped")
+    del work
+    return {"everything": everything, "active": active}
+
+
+def _frtrace(folder: Path) -> str:
+    """What PyTorch's own analyzer says of a folder; "" is a clean bill of health."""
+    tool = Path(sys.executable).with_name("torchfrtrace")
+    done = subprocess.run([str(tool), str(folder)], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    return "\n".join(line for line in done.stderr.splitlines() if "tabulate" not in line)
+
+
+@pytest.mark.parametrize("hang", [False, True])
+def test_torchfrtrace_reads_our_pickles_with_the_right_verdict(
+    folder: Path, tmp_path: Path, hang: bool
+) -> None:
+    """Silence on a healthy job; on a hang the group, the sequence and the missing rank."""
+    out = tmp_path / "out"
+    with Ranks(_work, 4, (str(out), hang)) as ranks:
+        ranks.wait_for("dumped", timeout_s=60)
+        if hang:
+            for rank in range(4):
+                ranks.kill(rank)
+        outcomes = ranks.join()
+    verdict = _frtrace(out)
+    if not hang:
+        assert verdict == ""
+        assert outcomes[0].value["active"]["entries"] == []
+        return
+    assert verdict.count("Not all ranks joining collective") == 1
+    assert "Not all ranks joining collective, sequence number: 3" in verdict
+    assert "group info: 1" in verdict
+    assert "missing ranks: {2}" in verdict
+    assert "expected ranks: {0, 1, 2}" in verdict
+
+
+def _small(rank: int, world: int, out: str) -> str:
+    recorder = allranks.record()
+    dist.all_reduce(torch.ones(2, 3, dtype=torch.bfloat16))
+    if rank == 0:
+        dist.send(torch.ones(1), 1)
+    else:
+        dist.recv(torch.ones(1), 0)
+    recorder.dump_file(Path(out) / "pickle")
+    recorder.dump_file(Path(out) / "json", format="json")
+    recorder.dump_file(Path(out) / "box", format="box")
+    return recorder.dump_json()
+
+
+def test_the_formats_have_torchs_fields_and_nothing_that_executes(folder: Path, tmp_path: Path) -> None:
+    """The pickle holds plain values only; JSON and pickle agree; a copied box reads as the original."""
+    with Ranks(_small, 2, (str(tmp_path),)) as ranks:
+        text = ranks.values()[0]
+    data = (tmp_path / "pickle").read_bytes()
+    assert {op.name for op, _, _ in pickletools.genops(data)}.isdisjoint(
+        {"GLOBAL", "REDUCE", "STACK_GLOBAL", "INST", "OBJ"}
+    )
+    dump = pickle.loads(data)
+    assert dump["version"] == "2.10"
+    assert dump["pg_config"] == {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
+    first, second = dump["entries"]
+    assert set(first) >= ENTRY | {"frames", "duration_ms"}
+    assert first["input_sizes"] == [[2, 3]]
+    assert first["input_dtypes"] == ["BFloat16"]
+    assert first["process_group"] == ("0", "default_pg")
+    assert first["state"] == "completed"
+    assert first["retired"] is True
+    assert first["frames"][0]["name"] == "_small"
+    assert second["profiling_name"] in {"gloo:send 0->1", "gloo:recv 1<-0"}
+    assert second["is_p2p"] is True
+    assert dump["pg_status"]["1"]["last_completed_collective"] == 1
+    parsed = json.loads(text)
+    assert parsed["pg_status"]["1"]["last_completed_collective"] == "1"
+    assert "frames" not in parsed["entries"][0]
+    assert parsed["nccl_comm_state"] == {}
+    assert set(parsed["entries"][0]) >= ENTRY
+    assert len(json.loads((tmp_path / "json").read_text())["entries"]) == 2
+    copied = read_trace(tmp_path / "box")
+    assert copied.names[int(copied.calls[0]["op"])] == "all_reduce"
+    for name in ("pickle", "json", "box"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+
+
+def test_names_of_calls_are_those_that_torchfrtrace_knows() -> None:
+    """Ops and backends are mapped; partners are local to their group."""
+    group = Group("g", "", (4, 6), "cpu:gloo,cuda:nccl")
+    assert profiling_name(group, "send", 4, 6) == "nccl:send 0->1"
+    assert profiling_name(group, "recv", 6, 4) == "nccl:recv 1<-0"
+    assert profiling_name(group, "recv", 6, -1) == "nccl:recv 1<-?"
+    assert (
+        profiling_name(Group("g", backend="mpi"), "all_gather_into_tensor", 0, -1) == "gloo:_all_gather_base"
+    )
+
+
+def _by_environment(rank: int, world: int) -> list[str]:
+    recorder = allranks.record()
+    dist.all_reduce(torch.ones(1))
+    first = recorder.dump_file()
+    second = recorder.dump_file()
+    assert recorder.box is not None
+    return [str(first), str(second), str(recorder.box.capacity)]
+
+
+def test_the_environment_of_torchs_recorder_is_honoured(folder: Path, tmp_path: Path) -> None:
+    """File prefix and buffer size mean what they mean to torch."""
+    env = {
+        "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "nccl_trace_rank_"),
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "321",
+    }
+    with Ranks(_by_environment, 2, env=env) as ranks:
+        values = ranks.values()
+    for rank, (first, second, capacity) in enumerate(values):
+        assert first == second == str(tmp_path / f"nccl_trace_rank_{rank}")
+        assert capacity == "321"
+
+
+def test_dumps_under_names_of_our_own_never_replace_one_another(folder: Path) -> None:
+    """The N-th dump of a reason of all ranks stands in one folder."""
+    with Ranks(_by_environment, 2) as ranks:
+        values = ranks.values()
+    assert [Path(path).relative_to(folder) for path in values[1][:2]] == [
+        Path("dumps/asked.a0.1/rank_1"),
+        Path("dumps/asked.a0.2/rank_1"),
+    ]
+    assert _frtrace(folder / "dumps" / "asked.a0.1") == ""
+
+
+@pytest.mark.parametrize(
+    ("env", "field", "value"),
+    [
+        ({"TORCHCOMM_FR_BUFFER_SIZE": "99"}, "capacity", 99),
+        ({"TORCH_FR_BUFFER_SIZE": "0"}, "capacity", 2000),
+        ({"TORCH_FR_BUFFER_SIZE": "many"}, "capacity", 2000),
+        ({"TORCHELASTIC_RUN_ID": "run", "SLURM_JOB_ID": "7"}, "job", "run"),
+        ({"SLURM_JOB_ID": "7"}, "job", "7"),
+        ({"ALLRANKS_ATTEMPT": "2", "TORCHELASTIC_RESTART_COUNT": "1"}, "attempt", 2),
+        ({"ALLRANKS_RECORD": "0"}, "enabled", False),
+        ({"ALLRANKS_DUMP_SIGNAL": "USR2"}, "dump_signal", 12),
+        (
+            {"TORCHCOMM_FR_DUMP_TEMP_FILE": "/x", "TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME": "1"},
+            "dump_whole_name",
+            True,
+        ),
+    ],
+)
+def test_options_come_from_the_environment(env: dict[str, str], field: str, value: object) -> None:
+    """Names that people already use; a malformed one is passed over."""
+    assert getattr(from_environment(env), field) == value
+
+
+def test_arguments_win_over_the_environment() -> None:
+    """`record(capacity=…)` is heard."""
+    assert from_environment({"TORCH_FR_BUFFER_SIZE": "50"}, capacity=70, job=None).capacity == 70
+
+
+def _hang_for_ever(rank: int, world: int) -> None:
+    allranks.record()
+    dist.all_reduce(torch.ones(1))
+    reached("hanging")
+    if rank == 0:
+        dist.all_reduce(torch.ones(1))
+    time.sleep(100)
+
+
+def test_the_command_takes_boxes_from_a_job_that_hangs(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By folder, pid and format; refuses to overwrite; a job that is not there is an error that says so."""
+    with Ranks(_hang_for_ever, 2) as ranks:
+        ranks.wait_for("hanging")
+        assert command(["dump", "--list", "--json"]) == 0
+        boxes = json.loads(capsys.readouterr().out)["boxes"]
+        assert [(box["rank"], box["state"], box["pid"]) for box in boxes] == [
+            (0, "running", ranks.pids[0]),
+            (1, "running", ranks.pids[1]),
+        ]
+        out = tmp_path / "out"
+        assert command(["dump", str(folder), "--format", "pickle", "-o", str(out), "--json"]) == 0
+        files = json.loads(capsys.readouterr().out)["files"]
+        assert [Path(entry["path"]).name for entry in files] == ["rank_0", "rank_1"]
+        assert command(["dump", str(folder), "--format", "pickle", "-o", str(out)]) == 2
+        assert "exists" in capsys.readouterr().err
+        assert command(["dump", "--pid", str(ranks.pids[1]), "-o", str(tmp_path / "one")]) == 0
+        assert "rank 1, 1 calls, running" in capsys.readouterr().out
+    assert len(find_boxes(tmp_path / "one")) == 1
+    assert command(["dump", "--pid", "999999999"]) == 2
+    assert "no black box of pid 999999999" in capsys.readouterr().err
+    assert command(["dump", str(folder), "-o", str(tmp_path / "after")]) == 0  # after their death
+    assert "died without a goodbye" in capsys.readouterr().out
+
+
+def _native(rank: int, world: int) -> dict[str, int]:
+    from allranks.record.harvest import native_dumps
+
+    dist.all_reduce(torch.ones(1))
+    dumps = native_dumps()
+    assert "torch._inductor" not in sys.modules
+    return {name: len(pickle.loads(data)["entries"]) for name, data in dumps.items()}
+
+
+def test_torchs_own_recorder_is_harvested_without_importing_its_compiler(folder: Path) -> None:
+    """The ring of gloo is there in a CPU build; the first dump with stacks imports nothing."""
+    with Ranks(_native, 2) as ranks:
+        for found in ranks.values():
+            assert found["_dump_fr_trace"] >= 1
+
+
+def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path: Path) -> None:
+    """Asking for NCCL's dump from outside answers at once."""
+    from allranks.record.harvest import ask_through_pipe
+
+    assert not ask_through_pipe(str(tmp_path / "pipe_"), 0)
+    os.mkfifo(tmp_path / "pipe_0.pipe")
+    assert not ask_through_pipe(str(tmp_path / "pipe_"), 0)
+    reader = os.open(tmp_path / "pipe_0.pipe", os.O_RDONLY | os.O_NONBLOCK)
+    assert ask_through_pipe(str(tmp_path / "pipe_"), 0)
+    assert os.read(reader, 8) == b"1"
+    os.close(reader)
+
+
+def test_an_empty_trace_is_a_valid_dump(folder: Path) -> None:
+    """A rank that made no call has no entries, not no file."""
+    from allranks.record.box import Box
+
+    box = Box(folder / "x.box", 32, 4096)
+    box.open()
+    dump = to_torch_dump(read_trace(box.path))
+    assert dump["entries"] == []
+    assert dump["pg_config"] == {}
