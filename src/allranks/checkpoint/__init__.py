@@ -23,7 +23,6 @@ _PUBLIC = {
     "S3Backend": "backends",
     "SnapshotServer": "peer",
     "StorageReader": "dcp",
-    "StorageWriter": "dcp",
     "export_checkpoint": "convert",
     "import_checkpoint": "convert",
 }

@@ -109,6 +109,7 @@ class SnapshotServer:
 
     def _serve(self, connection: socket.socket, peer: Any) -> None:
         try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.settimeout(GREETING_S)
             if not wire.greet_as_server(connection, self.token):
                 log.warning("snapshot connection from %s refused: wrong token", peer)

@@ -107,6 +107,7 @@ class Keeper:
         host, _, port = self.address.rpartition(":")
         sock = socket.create_connection((host, int(port)), timeout=CONNECT_S)
         try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.settimeout(TRANSFER_S)
             wire.greet_as_client(sock, self.token)
         except BaseException:

@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "dump-info": ("dump_info", "show what a dump or black box is and what it holds"),
     "convert": ("convert", "turn dumps and black boxes into one another: box, pickle, json"),
     "doctor": ("doctor", "check a node before the job, or explain logs after it"),
+    "checkpoint": ("checkpoint", "list, show, verify, copy, prune, export checkpoints on disks and in object stores"),
     "slurm": ("slurm", "submit, wrap or look into a job under Slurm"),
     "etcd": ("etcd", "start, check or stop an etcd on this machine"),
     "config": ("config", "check, show or describe a job's configuration file"),

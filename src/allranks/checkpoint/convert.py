@@ -1,0 +1,116 @@
+"""One file out of a checkpoint, and a checkpoint out of one file (or out of a plain DCP folder)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from allranks.checkpoint.backends import Backend
+from allranks.checkpoint.config import CheckpointLoadConfig
+from allranks.checkpoint.foreign import is_dcp, read_dcp
+from allranks.checkpoint.legacy import read_legacy
+from allranks.checkpoint.opened import opened
+from allranks.checkpoint.restore import read_state
+from allranks.checkpoint.state import CheckpointState
+from allranks.checkpoint.store import StoreSpec, checkpoint_name, open_store, split_address
+from allranks.errors import InputError
+
+
+def export_checkpoint(
+    address: str, out: str | Path, options: Mapping[str, str] | None = None, force: bool = False
+) -> list[str]:
+    """Writes a single `.safetensors` (the model, by its own names) or `.pt` (the whole state; plain
+    containers and tensors). Returns the names of the tensors of the model. Never overwrites without `force`.
+    """
+    target = Path(out)
+    if target.suffix not in {".pt", ".safetensors"}:
+        raise InputError(
+            f"cannot export to '{target}'", hint="name it .safetensors (model) or .pt (everything)"
+        )
+    if target.exists() and not force:
+        raise InputError(f"'{target}' exists already", hint="--force overwrites it")
+    base, name = split_address(address)
+    store = open_store(StoreSpec(base, dict(options or {})))
+    try:
+        with opened(store, name) as checkpoint:
+            state = read_state(checkpoint, 0)
+    finally:
+        store.close()
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        _write(state, temporary, target.suffix)
+        temporary.replace(target)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+    return list(state.model_state_dict)
+
+
+def import_checkpoint(
+    source: str | Path, store: str, *, step: int | None = None, name: str | None = None,
+    config: CheckpointLoadConfig | None = None, options: Mapping[str, str] | None = None,
+) -> str:  # fmt: skip
+    """Turns a `.pt`, a `.safetensors` or a plain DCP folder into a checkpoint of ours; returns its path.
+
+    A bare state_dict becomes the model of a state without optimizer.
+    """
+    path = Path(source)
+    state = _as_state(_read(path, config or CheckpointLoadConfig()))
+    if step is not None:
+        state.step = step
+    backend = Backend(StoreSpec(store, dict(options or {})))
+    return backend.save(state, name or checkpoint_name(state.step))
+
+
+def _read(path: Path, config: CheckpointLoadConfig) -> Any:
+    readers: dict[str, Callable[[], Any]] = {".safetensors": lambda: _read_safetensors(path)}
+    if is_dcp(path):
+        return read_dcp(path)
+    if not path.is_file():
+        raise InputError(
+            f"'{path}' is neither a file nor a DCP folder",
+            hint="give a .pt, a .safetensors or a folder with .metadata",
+        )
+    return readers.get(path.suffix, lambda: read_legacy(path, config))()
+
+
+def _read_safetensors(path: Path) -> Any:
+    from safetensors.torch import load_file
+
+    return load_file(str(path))
+
+
+def _as_state(raw: Any) -> CheckpointState:
+    if not isinstance(raw, Mapping):
+        raise InputError(f"it holds a {type(raw).__name__}, not a dict of tensors")
+    if "model_state_dict" in raw:
+        return CheckpointState.from_dict(raw)
+    known = {
+        "model": "model_state_dict",
+        "optimizer": "optimizer_state_dict",
+        "lr_scheduler": "lr_scheduler_state_dict",
+    }
+    if isinstance(raw.get("model"), Mapping):
+        plain = {key: raw[key] for key in ("step", "epoch") if isinstance(raw.get(key), int)}
+        renamed = {new: dict(raw[old]) for old, new in known.items() if isinstance(raw.get(old), Mapping)}
+        return CheckpointState.from_dict({**plain, **renamed})
+    return CheckpointState(model_state_dict=dict(raw))
+
+
+def _write(state: CheckpointState, path: Path, kind: str) -> None:
+    if kind == ".pt":
+        torch.save(state.to_dict(), path)
+        return
+    from safetensors.torch import save_file
+
+    tensors = {
+        name: value.contiguous()
+        for name, value in state.model_state_dict.items()
+        if isinstance(value, torch.Tensor)
+    }
+    save_file(tensors, str(path), metadata={"format": "pt", "step": str(state.step)})

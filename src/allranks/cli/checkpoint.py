@@ -1,0 +1,345 @@
+"""`allranks checkpoint`: list, show, verify, copy, prune, export and import checkpoints, by path or URL."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from allranks.checkpoint.store import Store, StoreSpec, open_store, split_address
+from allranks.errors import InputError
+
+_ADDRESS = "a folder, or a URL: s3://BUCKET/PREFIX, gs://…, az://…, peer://HOST:PORT/JOB"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One sub-command per thing to do."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    one = "one checkpoint (STORE/NAME), or a store: then its newest"
+
+    ls = _action(actions, "ls", "list the checkpoints of a store")
+    ls.add_argument("store", help=_ADDRESS)
+    show = _action(actions, "show", "show what a checkpoint holds")
+    show.add_argument("checkpoint", help=one)
+    show.add_argument("--tensors", action="store_true", help="list every tensor with shape, type and shards")
+    verify = _action(actions, "verify", "read every byte and compare every checksum; exit 1 if damaged")
+    verify.add_argument("checkpoint", help="one checkpoint (STORE/NAME), or a store: then all of it")
+    verify.add_argument("--quarantine", action="store_true", help="move damaged ones out of the way")
+    copy = _action(actions, "copy", "copy a checkpoint to another store, verified on the way")
+    copy.add_argument("checkpoint", help=one)
+    copy.add_argument("target", help="STORE, or STORE/NAME to rename it")
+    copy.add_argument(
+        "--target-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="as --option, for the target",
+    )
+    prune = _action(actions, "prune", "remove old checkpoints; never the last good one, nor one being read")
+    prune.add_argument("store", help=_ADDRESS)
+    prune.add_argument(
+        "--keep", "--keep-last", type=_positive, required=True, metavar="N", help="how many to keep"
+    )
+    prune.add_argument("--dry-run", action="store_true", help="only say what would go")
+    export = _action(actions, "export", "write one file: .safetensors (the model) or .pt (everything)")
+    export.add_argument("checkpoint", help=one)
+    export.add_argument("file", help="where to; the suffix decides the kind")
+    export.add_argument("--force", action="store_true", help="overwrite the file")
+    take = _action(actions, "import", "make a checkpoint of a .pt, a .safetensors or a plain DCP folder")
+    take.add_argument("file", help="the file or folder")
+    take.add_argument("store", help=_ADDRESS)
+    take.add_argument("--step", type=int, help="the step to give it (default: the one in the file, or 0)")
+    take.add_argument(
+        "--trusted-source", action="store_true", help="unpickle freely: RUNS CODE the file may hold"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs one action; 1 when something is damaged."""
+    actions: dict[str, Callable[[argparse.Namespace], int]] = {
+        "ls": _ls, "show": _show, "verify": _verify, "copy": _copy, "prune": _prune, "export": _export,
+        "import": _import,
+    }  # fmt: skip
+    try:
+        return actions[args.action](args)
+    except OSError as error:
+        from allranks.checkpoint.failure import reason_of
+
+        raise InputError(
+            f"{args.action}: {reason_of(error)}", hint="is the address right, and reachable?"
+        ) from error
+
+
+def _ls(args: argparse.Namespace) -> int:
+    from allranks.checkpoint.survey import list_checkpoints
+
+    with _store(args.store, args.option) as store:
+        found = list_checkpoints(store)
+    if args.json:
+        print(json.dumps({"schema": 1, "store": args.store, "checkpoints": [asdict(one) for one in found]}))
+        return 0
+    if not found:
+        print(f"no checkpoints in {args.store}")
+        return 0
+    print(f"{'STEP':>10} {'SIZE':>9} {'RANKS':>5} {'SAVED':<19} NAME")
+    for one in found:
+        if one.problem:
+            print(f"{'-':>10} {'-':>9} {'-':>5} {'damaged':<19} {one.name}: {one.problem}")
+        else:
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.timestamp))
+            print(f"{one.step:>10} {_size(one.bytes):>9} {one.world_size:>5} {when:<19} {one.name}")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from allranks.checkpoint.opened import opened
+
+    with _checkpoint(args.checkpoint, args.option) as (store, name), opened(store, name) as checkpoint:
+        manifest = checkpoint.manifest
+        tensors = _tensors(checkpoint)
+        path = checkpoint.path
+    total = sum(int(entry["bytes"]) for entry in tensors.values())
+    algorithm = checkpoint.indexes[0].algorithm if checkpoint.indexes else ""
+    facts = {
+        "schema": 1, "path": path, "step": manifest.step, "epoch": manifest.epoch, "world_size": manifest.world_size,
+        "timestamp": manifest.timestamp, "metrics": dict(manifest.metrics), "ranks": list(manifest.ranks),
+        "bytes": total, "checksum": algorithm, "tensor_count": len(tensors),
+    }  # fmt: skip
+    if args.json:
+        print(json.dumps({**facts, "tensors": tensors}))
+        return 0
+    print(f"{path}\nstep {manifest.step}, epoch {manifest.epoch}, saved by {manifest.world_size} ranks")
+    print(f"{len(tensors)} tensors, {_size(total)}, checksums {algorithm}")
+    for key, value in manifest.metrics.items():
+        print(f"  {key} = {value}")
+    if args.tensors:
+        for name, entry in tensors.items():
+            shards = f", {entry['shards']} shards" if entry["shards"] != 1 else ""
+            print(f"  {name}  {entry['dtype']} {entry['shape']} {_size(int(entry['bytes']))}{shards}")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from allranks.checkpoint.survey import verify_checkpoint
+
+    results = []
+    with _store_and_names(args.checkpoint, args.option) as (store, names):
+        for name in names:
+            with _bar(f"verify {name}", _bytes_of(store, name), args.json) as progress:
+                result = verify_checkpoint(store, name, progress)
+            results.append(result)
+            if result.problems and args.quarantine:
+                print(f"moved to {store.quarantine(name, '; '.join(result.problems))}", file=sys.stderr)
+    bad = [result for result in results if result.problems]
+    if args.json:
+        print(json.dumps({"schema": 1, "ok": not bad, "checkpoints": [asdict(result) for result in results]}))
+        return 1 if bad else 0
+    for result in results:
+        if result.problems:
+            print(f"DAMAGED {result.path}")
+            for problem in result.problems:
+                print(f"  {problem}")
+        else:
+            print(f"ok      {result.path}: {result.tensors} tensors, {_size(result.bytes)}")
+    if not results:
+        print(f"no checkpoints in {args.checkpoint}")
+    return 1 if bad else 0
+
+
+def _copy(args: argparse.Namespace) -> int:
+    from allranks.checkpoint.survey import copy_checkpoint
+
+    with _checkpoint(args.checkpoint, args.option) as (source, name):
+        base, new_name = args.target, name
+        head, tail = split_address(args.target)
+        if tail.startswith("checkpoint_step_"):
+            base, new_name = head, tail
+        options = args.target_option or args.option
+        with _store(base, options, must_exist=False) as target:
+            with _bar(f"copy {name}", _bytes_of(source, name), args.json) as progress:
+                manifest = copy_checkpoint(source, name, target, new_name, progress)
+            path = target.path_of(new_name)
+    if args.json:
+        print(json.dumps({"schema": 1, "path": path, "step": manifest.step, "bytes": manifest.data_bytes}))
+    else:
+        print(f"Wrote {path} (step {manifest.step}, {_size(manifest.data_bytes)})")
+    return 0
+
+
+def _prune(args: argparse.Namespace) -> int:
+    from allranks.checkpoint.retention import decide, look, prune
+
+    with _store(args.store, args.option) as store:
+        decision = decide(look(store), args.keep)
+        removed, left = ([], []) if args.dry_run else prune(store, args.keep)
+    if args.json:
+        print(
+            json.dumps(
+                {"schema": 1, "reason": decision.reason, "would_remove": list(decision.remove), "removed": removed,
+                 "being_read": left}
+            )
+        )  # fmt: skip
+        return 0
+    print(decision.reason)
+    for name in decision.remove if args.dry_run else removed:
+        print(f"{'would remove' if args.dry_run else 'removed'} {name}")
+    for name in left:
+        print(f"left {name}: it is being read")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from allranks.checkpoint.convert import export_checkpoint
+
+    with _checkpoint(args.checkpoint, args.option) as (store, name):
+        names = export_checkpoint(store.path_of(name), args.file, _options(args.option), args.force)
+    size = Path(args.file).stat().st_size
+    if args.json:
+        print(json.dumps({"schema": 1, "file": args.file, "tensors": len(names), "bytes": size}))
+    else:
+        print(f"Wrote {args.file} ({len(names)} tensors of the model, {_size(size)})")
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    from allranks.checkpoint.config import CheckpointLoadConfig
+    from allranks.checkpoint.convert import import_checkpoint
+
+    trust = CheckpointLoadConfig(trusted_source=args.trusted_source)
+    path = import_checkpoint(
+        args.file, args.store, step=args.step, config=trust, options=_options(args.option)
+    )
+    print(json.dumps({"schema": 1, "path": path}) if args.json else f"Wrote {path}")
+    return 0
+
+
+def _action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE",
+        help="of the store: endpoint, region, access_key_id, secret_access_key, token (peer)",
+    )  # fmt: skip
+    return parser
+
+
+def _options(given: list[str]) -> dict[str, str]:
+    wrong = [word for word in given if "=" not in word]
+    if wrong:
+        raise InputError(f"--option takes KEY=VALUE, not '{wrong[0]}'")
+    return dict(word.split("=", 1) for word in given)
+
+
+@contextmanager
+def _store(address: str, options: list[str], must_exist: bool = True) -> Iterator[Store]:
+    if "://" not in address and must_exist and not Path(address).is_dir():
+        raise InputError(f"no such folder: '{address}'")
+    store = open_store(StoreSpec(address, _options(options)))
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@contextmanager
+def _checkpoint(address: str, options: list[str]) -> Iterator[tuple[Store, str]]:
+    """The store and name of one checkpoint; of a store, its newest."""
+    with _store_and_names(address, options) as (store, names):
+        if not names:
+            raise InputError(f"no checkpoints in '{address}'")
+        yield store, names[-1]
+
+
+@contextmanager
+def _store_and_names(address: str, options: list[str]) -> Iterator[tuple[Store, list[str]]]:
+    """Either one checkpoint of a store, or all of a store, oldest step first."""
+    from allranks.checkpoint.manifest import MANIFEST
+    from allranks.checkpoint.survey import list_checkpoints
+
+    head, tail = split_address(address if "://" in address else str(Path(address).absolute()))
+    if tail and ("://" in head or Path(head).is_dir()):
+        with _store(head, options) as store:
+            try:
+                store.read(tail, MANIFEST)
+                one = True
+            except (FileNotFoundError, NotADirectoryError):
+                one = False
+            if one:
+                yield store, [tail]
+                return
+    with _store(address, options) as store:
+        yield store, [listed.name for listed in list_checkpoints(store)]
+
+
+def _tensors(checkpoint: Any) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for _, stored in checkpoint.shards():
+        shard = stored.shard
+        entry = found.setdefault(
+            shard.name,
+            {"dtype": shard.view or shard.dtype, "shape": list(shard.shape), "bytes": 0, "shards": 0},
+        )
+        entry["bytes"] += shard.bytes
+        entry["shards"] += 1
+    return dict(sorted(found.items()))
+
+
+def _bytes_of(store: Store, name: str) -> int:
+    from allranks.checkpoint.opened import opened
+    from allranks.checkpoint.survey import shard_bytes
+    from allranks.errors import CheckpointError
+
+    try:
+        with opened(store, name) as checkpoint:
+            return shard_bytes(checkpoint)
+    except CheckpointError:
+        return 0
+
+
+@contextmanager
+def _bar(title: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar on a terminal's stderr; nothing elsewhere."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    done, began, width = 0, time.monotonic(), 30
+
+    def progress(more: int) -> None:
+        nonlocal done
+        done += more
+        share = min(1.0, done / total) if total else 1.0
+        speed = done / max(1e-6, time.monotonic() - began)
+        bar = "#" * int(share * width)
+        print(
+            f"\r{title} [{bar:<{width}}] {share:4.0%} {_size(int(speed))}/s ",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    try:
+        yield progress
+    finally:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _size(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1: the last good one is always kept")
+    return value

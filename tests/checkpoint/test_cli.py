@@ -1,0 +1,203 @@
+"""`allranks checkpoint` over folders and a real bucket, and single files in and out."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from allranks.checkpoint import CheckpointLoadConfig, NVMeBackend, S3Backend, StorageReader, import_checkpoint
+from allranks.checkpoint.file_store import FileStore
+from allranks.checkpoint.foreign import read_dcp
+from allranks.checkpoint.opened import opened
+from allranks.cli import main
+from allranks.errors import CheckpointValidationError
+
+from .jobs import make_state, same, same_state
+from .s3server import S3Server
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Three checkpoints."""
+    for step in (1, 2, 3):
+        NVMeBackend(tmp_path / "run").save(make_state(step, seed=step), f"checkpoint_step_{step:08d}")
+    return tmp_path / "run"
+
+
+def _json(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
+    assert main(["checkpoint", *words, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_ls_lists_steps_sizes_and_damage(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a table and as JSON; a broken manifest is listed as what it is."""
+    (store / "checkpoint_step_00000002" / "manifest.json").write_text("{}")
+    found = _json(capsys, "ls", str(store))["checkpoints"]
+    assert [one["step"] for one in found] == [-1, 1, 3] and found[0]["problem"]
+    assert main(["checkpoint", "ls", str(store)]) == 0
+    text = capsys.readouterr().out
+    assert "checkpoint_step_00000003" in text and "damaged" in text
+
+
+def test_show_tells_what_is_inside(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a store it shows the newest; of a checkpoint that one."""
+    assert _json(capsys, "show", str(store))["step"] == 3
+    shown = _json(capsys, "show", str(store / "checkpoint_step_00000001"))
+    assert shown["step"] == 1 and shown["tensors"]["model_state_dict.0.weight"]["shape"] == [16, 16]
+    assert main(["checkpoint", "show", str(store), "--tensors"]) == 0
+    assert "model_state_dict.0.weight  F32 [16, 16]" in capsys.readouterr().out
+
+
+def test_verify_finds_every_damaged_tensor_and_exits_1(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One bad checkpoint does not hide the good ones; --quarantine moves it away."""
+    assert _json(capsys, "verify", str(store))["ok"] is True
+    victim = store / "checkpoint_step_00000002" / "rank-00000.safetensors"
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    data[-8000] ^= 1
+    victim.write_bytes(data)
+    result = _json(capsys, "verify", str(store), code=1)
+    bad = {one["step"]: one["problems"] for one in result["checkpoints"]}
+    assert bad[1] == bad[3] == [] and len(bad[2]) == 2
+    assert main(["checkpoint", "verify", str(store), "--quarantine"]) == 1
+    assert "DAMAGED" in capsys.readouterr().out
+    assert _json(capsys, "verify", str(store))["ok"] is True
+
+
+def test_prune_keeps_the_newest(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--dry-run only says; keeping none is refused."""
+    dry = _json(capsys, "prune", str(store), "--keep", "1", "--dry-run")
+    assert (
+        dry["would_remove"] == ["checkpoint_step_00000001", "checkpoint_step_00000002"]
+        and dry["removed"] == []
+    )
+    assert _json(capsys, "prune", str(store), "--keep-last", "1")["removed"] == dry["would_remove"]
+    with pytest.raises(SystemExit):
+        main(["checkpoint", "prune", str(store), "--keep", "0"])
+    assert os.listdir(store) == ["checkpoint_step_00000003"]
+
+
+def test_copy_goes_between_a_folder_and_a_bucket_and_back(
+    s3: S3Server, bucket: str, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every byte is checked on the way, and the state is the same at the end."""
+    words = [word for key, value in s3.options().items() for word in ("--option", f"{key}={value}")]
+    target = [word.replace("--option", "--target-option") for word in words]
+    url = f"s3://{bucket}/run"
+    there = _json(capsys, "copy", str(store / "checkpoint_step_00000002"), url, *target)
+    assert there["path"] == f"{url}/checkpoint_step_00000002"
+    assert [one["step"] for one in _json(capsys, "ls", url, *words)["checkpoints"]] == [2]
+    assert _json(capsys, "verify", url, *words)["ok"] is True
+    back = tmp_path / "back" / "checkpoint_step_00000099"
+    assert _json(capsys, "copy", f"{url}/checkpoint_step_00000002", str(back), *words)["step"] == 2
+    assert same_state(NVMeBackend(tmp_path / "back").load("checkpoint_step_00000099"), make_state(2, seed=2))
+    assert S3Backend(bucket, "run", options=s3.options()).exists("checkpoint_step_00000002")
+
+
+def test_export_writes_one_file_that_plain_tools_read(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """.safetensors has the model's own names, .pt everything; nothing is overwritten without --force."""
+    from safetensors.torch import load_file
+
+    out = tmp_path / "model.safetensors"
+    assert _json(capsys, "export", str(store), str(out))["tensors"] == len(make_state().model_state_dict)
+    expected = make_state(3, seed=3)
+    assert same(load_file(str(out)), expected.model_state_dict)
+    assert main(["checkpoint", "export", str(store), str(out)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["checkpoint", "export", str(store), str(out), "--force"]) == 0
+    assert main(["checkpoint", "export", str(store), str(tmp_path / "all.pt")]) == 0
+    capsys.readouterr()
+    whole = NVMeBackend(tmp_path).load("all.pt", CheckpointLoadConfig(trusted_source=True))
+    assert same_state(whole, expected)
+
+
+def test_import_takes_single_files_and_plain_dcp_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A state, a bare state_dict and a DCP folder become checkpoints."""
+    from safetensors.torch import save_file
+
+    state = make_state(7)
+    state.rng_states = {}
+    torch.save(state.to_dict(), tmp_path / "state.pt")
+    save_file(state.model_state_dict, str(tmp_path / "model.safetensors"))
+    dcp.save({"model": state.model_state_dict, "step": 9}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    folder = str(tmp_path / "run")
+    _json(capsys, "import", str(tmp_path / "state.pt"), folder)
+    _json(capsys, "import", str(tmp_path / "model.safetensors"), folder, "--step", "8")
+    _json(capsys, "import", str(tmp_path / "dcp"), folder)
+    backend = NVMeBackend(folder)
+    assert same_state(backend.load("checkpoint_step_00000007"), state)
+    for step in (8, 9):
+        loaded = backend.load(f"checkpoint_step_{step:08d}")
+        assert loaded.step == step and same(loaded.model_state_dict, state.model_state_dict)
+
+
+class Evil:
+    """Unpickling it touches a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, tuple[Path, ...]]:
+        return Path.touch, (self.marker,)
+
+
+def test_a_dcp_folder_with_code_in_its_metadata_is_refused(tmp_path: Path) -> None:
+    """Plain DCP would run it."""
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    marker = tmp_path / "ran"
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
+    with pytest.raises(CheckpointValidationError, match="which no checkpoint needs: refused"):
+        read_dcp(tmp_path / "dcp")
+    assert not marker.exists()
+
+
+def test_plain_dcp_loads_ours_through_our_reader_and_notices_damage(store: Path) -> None:
+    """The same call as for any DCP checkpoint, with every byte checked."""
+    path = store / "checkpoint_step_00000003"
+    state = {"model_state_dict.0.weight": torch.zeros(16, 16)}
+    dcp.load(state, storage_reader=StorageReader(str(path)), no_dist=True)
+    assert same(state["model_state_dict.0.weight"], make_state(3, seed=3).model_state_dict["0.weight"])
+    with opened(FileStore(store), path.name) as checkpoint:
+        start = next(s.start for _, s in checkpoint.shards() if s.shard.name == "model_state_dict.0.weight")
+    victim = path / "rank-00000.safetensors"
+    data = bytearray(victim.read_bytes())
+    data[start] ^= 1
+    victim.write_bytes(data)
+    with pytest.raises(BaseException, match=r"model_state_dict\.0\.weight .* does not match its checksum"):
+        dcp.load(state, storage_reader=StorageReader(str(path)), no_dist=True)
+
+
+def test_addresses_that_lead_nowhere_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 2, one sentence, no traceback."""
+    for words in (
+        ["ls", str(tmp_path / "none")],
+        ["show", str(tmp_path)],
+        ["ls", "ftp://x/y"],
+        ["verify", "s3://b/x", "--option", "oops"],
+    ):
+        assert main(["checkpoint", *words]) == 2
+        assert "allranks checkpoint" in capsys.readouterr().err
+
+
+def test_an_imported_pickle_must_be_trusted(tmp_path: Path) -> None:
+    """As everywhere: weights only, unless the user vouches for it."""
+    torch.save(make_state(1).to_dict(), tmp_path / "full.pt")
+    with pytest.raises(Exception, match="holds more than tensors"):
+        import_checkpoint(tmp_path / "full.pt", str(tmp_path / "run"))
+    path = import_checkpoint(
+        tmp_path / "full.pt", str(tmp_path / "run"), config=CheckpointLoadConfig(trusted_source=True)
+    )
+    assert Path(path).is_dir()
