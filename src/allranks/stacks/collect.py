@@ -31,8 +31,8 @@ from allranks.stacks.boxes import read_marks
 from allranks.stacks.classify import classify
 from allranks.stacks.debuggers import ask_faulthandler, dump_gpu_core, look_with_gdb
 from allranks.stacks.facts import parse_facts
-from allranks.stacks.find import Target
-from allranks.stacks.procfs import read_entry, read_facts, read_state
+from allranks.stacks.find import MAX_CHILDREN, Target, make_target
+from allranks.stacks.procfs import descendants, read_entry, read_facts, read_state
 from allranks.stacks.sources import SourceLines
 from allranks.stacks.suspects import choose_suspects
 
@@ -53,6 +53,7 @@ class CollectOptions:
     raw_folder: Path | None = None  # raw files of every tool are kept here
     timeout_guard_s: float = 30.0  # no debugger this close to a collective's timeout
     pyspy: str = ""  # "": found
+    pyspy_limit_s: float = tools.PYSPY_LIMIT_S  # one look of py-spy at one process
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.interval_s < 0:
@@ -122,6 +123,8 @@ class _Collection:
 
     def look(self, number: int, pool: ThreadPoolExecutor) -> None:
         """One round that disturbs nobody."""
+        if number > 1:
+            self._find_new_children()
         for case in self.cases:
             self._read_marks(case)
         facts = list(pool.map(self._read_facts, self.cases, [number] * len(self.cases)))
@@ -164,6 +167,26 @@ class _Collection:
             notes=tuple(self.notes),
         )
 
+    def _find_new_children(self) -> None:
+        """DataLoader workers that were started after the processes were chosen."""
+        known = {case.target.pid for case in self.cases}
+        for case in [one for one in self.cases if one.target.child is None]:
+            rank = case.target.rank
+            number = 1 + max(
+                (
+                    c.target.child or 0
+                    for c in self.cases
+                    if c.target.rank == rank and c.target.child is not None
+                ),
+                default=-1,
+            )
+            for pid in descendants(case.target.pid):
+                entry = read_entry(pid) if pid not in known and pid != os.getpid() else None
+                if entry is not None and number < MAX_CHILDREN:
+                    known.add(pid)
+                    self.cases.append(Case(make_target(entry, rank, number)))
+                    number += 1
+
     # one process at a time
 
     def _read_marks(self, case: Case) -> None:
@@ -203,7 +226,7 @@ class _Collection:
         target = case.target
         if not self.pyspy or not target.python or read_state(target.pid) in ("", "Z", "X"):
             return ()
-        run = tools.run_pyspy(self.pyspy, target.pid)
+        run = tools.run_pyspy(self.pyspy, target.pid, limit_s=self.options.pyspy_limit_s)
         if run.problem:
             case.note(run.problem)
             return ()

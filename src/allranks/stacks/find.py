@@ -127,9 +127,9 @@ def choose(
     taken = {entry.pid for entry in roots}
     targets = []
     for entry in sorted(roots, key=lambda e: ranks[e.pid]):
-        targets.append(_target(entry, ranks[entry.pid], None, boxed.get(entry.pid)))
+        targets.append(make_target(entry, ranks[entry.pid], None, boxed.get(entry.pid)))
         for number, child in enumerate(_descendants(entry.pid, entries, taken, own_pid)[:MAX_CHILDREN]):
-            targets.append(_target(child, ranks[entry.pid], number, None))
+            targets.append(make_target(child, ranks[entry.pid], number))
     return targets
 
 
@@ -244,7 +244,8 @@ def _numbers(roots: Sequence[ProcessEntry], boxed: Mapping[int, Box]) -> dict[in
     return numbers
 
 
-def _target(entry: ProcessEntry, rank: int, child: int | None, box: Box | None) -> Target:
+def make_target(entry: ProcessEntry, rank: int, child: int | None, box: Box | None = None) -> Target:
+    """The target for a process that is known to be a rank, or the child of one."""
     world = entry.environ.get("WORLD_SIZE", "")
     reason = "black box" if box else "RANK" if _env_rank(entry) is not None else "title"
     return Target(

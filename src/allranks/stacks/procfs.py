@@ -90,6 +90,23 @@ def _is_python(pid: int, comm: str, title: str) -> bool:
         return "python" in comm or "python" in title.split(" ")[0] or comm.startswith("pt_data_worker")
 
 
+def descendants(pid: int) -> list[int]:
+    """Pids of the children of a process and theirs, as the kernel lists them."""
+    found: list[int] = []
+    todo = [pid]
+    while todo:
+        one = todo.pop(0)
+        try:
+            threads = os.listdir(PROC / str(one) / "task")
+        except OSError:
+            continue
+        for thread in threads:
+            children = [int(word) for word in _read(one, f"task/{thread}/children").split()]
+            found += children
+            todo += children
+    return found
+
+
 def read_facts(pid: int) -> dict[str, object]:
     """The facts of one process in the shape of the raw capture files; raises OSError when it is gone."""
     threads = [row for row in _threads(pid) if row]

@@ -124,7 +124,7 @@ def _view(
 ) -> ThreadView:
     tid = key[0]
     name = next((stack.name for stack in reversed(stacks) if stack.name), key[1])
-    paths = tuple(cut_fork([frame for frame in stack.frames if not frame.native]) for stack in stacks)
+    paths = tuple(_ends(cut_fork([frame for frame in stack.frames if not frame.native])) for stack in stacks)
     frames = cut_fork(native.frames) if native else ()
     python = paths[-1] if paths else tuple(frame for frame in frames if not frame.native)
     main = (tid == main_tid) if tid is not None and main_tid is not None else name == "MainThread"
@@ -140,6 +140,11 @@ def _view(
         gil=tuple(stack.owns_gil for stack in stacks if stack.owns_gil is not None),
         paths=paths,
     )
+
+
+def _ends(frames: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
+    """Of a runaway recursion the two ends: patterns need no more."""
+    return frames if len(frames) <= 400 else frames[:300] + frames[-100:]
 
 
 def _leaf(frames: tuple[StackFrame, ...], python: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
