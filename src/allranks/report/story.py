@@ -137,8 +137,8 @@ def _action(incident: Incident) -> Iterator[str]:
     action = incident.action
     if action is None:
         return
-    yield f"<h2>What was done</h2><p><b>{escape(action.kind.replace('_', ' '))}</b>: {escape(action.reason)}"
-    yield f". {escape(action.result)}</p>" if action.result else "</p>"
+    text = f"{action.reason}. {action.result}" if action.result else action.reason
+    yield f"<h2>What was done</h2><p><b>{escape(action.kind.replace('_', ' '))}</b>: {escape(text)}</p>"
 
 
 def _ranks(incident: Incident) -> Iterator[str]:

@@ -1,0 +1,143 @@
+"""`allranks run` with real ranks: exit codes, restarts, recording, no orphans."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from allranks.agent.sample import read_samples
+
+HEAD = """
+import os, sys, time
+import torch, torch.distributed as dist, allranks
+OUT = sys.argv[1]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+def once(name):
+    try: os.close(os.open(f"{OUT}/{name}", os.O_CREAT | os.O_EXCL)); return True
+    except FileExistsError: return False
+"""
+
+
+def start(tmp_path: Path, body: str, *flags: str) -> subprocess.Popen[str]:
+    """`allranks run` of a small script with two ranks; its boxes go to tmp_path/boxes."""
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + body)
+    command = [
+        sys.executable, "-m", "allranks", "run", "--standalone", "--nproc-per-node", "2", "--no-lighthouse",
+        "--incidents", str(tmp_path / "incidents"), *flags, str(script), str(tmp_path),
+    ]  # fmt: skip
+    env = {**os.environ, "ALLRANKS_DIR": str(tmp_path / "boxes")}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit code and output."""
+    output, _ = process.communicate(timeout=110)
+    return process.returncode, output
+
+
+def test_a_good_job_ends_with_zero_and_leaves_boxes(tmp_path: Path) -> None:
+    """Two ranks, recorded without a line in the script, their output prefixed."""
+    code, output = finish(
+        start(tmp_path, "dist.all_reduce(torch.ones(1)); print('hello'); dist.destroy_process_group()")
+    )
+    assert code == 0, output
+    assert "[rank 0] hello" in output and "[rank 1] hello" in output
+    samples = read_samples(tmp_path / "boxes")
+    assert [s.rank for s in samples] == [0, 1]
+    assert all(s.calls_completed >= 1 and s.closed == "exit" for s in samples)
+
+
+def test_a_failing_rank_fails_the_job_and_is_restarted_as_asked(tmp_path: Path) -> None:
+    """Rank 1 fails in its first life; with one restart the job ends well."""
+    body = "if rank == 1 and once('failed'): sys.exit(3)\ndist.barrier(); dist.destroy_process_group()"
+    code, output = finish(start(tmp_path, body, "--max-restarts", "1"))
+    assert (tmp_path / "failed").exists()
+    assert code == 0, output
+
+
+def test_without_restarts_the_exit_code_tells(tmp_path: Path) -> None:
+    """A rank that dies of SIGKILL gives 128 + 9."""
+    code, output = finish(start(tmp_path, "if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(600)"))
+    assert code == 128 + 9, output
+
+
+def test_no_rank_outlives_a_killed_agent(tmp_path: Path) -> None:
+    """kill -9 of `allranks run` itself: the kernel ends its ranks."""
+    process = start(tmp_path, "open(f'{OUT}/pid{rank}', 'w').write(str(os.getpid())); time.sleep(600)")
+    pids = []
+    deadline = time.monotonic() + 90
+    while len(pids) < 2:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        pids = [int(p.read_text()) for p in tmp_path.glob("pid*") if p.read_text()]
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 60
+    while any(_runs(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a rank outlived its agent"
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run"], "no script was given"),
+        (["run", "--replicas", "0", "x.py"], "must be at least 1"),
+        (["run", "--replicas", "2", "--no-lighthouse", "x.py"], "replicas need a lighthouse"),
+        (["run", "--config", "/nowhere.yaml", "x.py"], "nowhere.yaml"),
+    ],
+)
+def test_mistakes_get_one_clear_sentence(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 2 and the cure."""
+    from allranks.cli import main
+
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_status_shows_ranks_and_who_waits(tmp_path: Path) -> None:
+    """A job in which rank 1 sleeps: rank 0 waits for it, seen from outside while it runs."""
+    process = start(
+        tmp_path,
+        "dist.all_reduce(torch.ones(1)); allranks.step(7); once(f'up{rank}')\n"
+        "if rank == 1:\n    while not os.path.exists(f'{OUT}/go'): time.sleep(0.05)\n"
+        "dist.all_reduce(torch.ones(1)); dist.destroy_process_group()",
+    )
+    try:
+        deadline = time.monotonic() + 90
+        while True:
+            assert time.monotonic() < deadline
+            done = subprocess.run(
+                [sys.executable, "-m", "allranks", "status", str(tmp_path / "boxes"), "--json"],
+                capture_output=True, text=True, timeout=60, check=False,
+            )  # fmt: skip
+            view = json.loads(done.stdout) if done.returncode == 0 else {"rows": []}
+            waiting = [row for row in view["rows"] if row["waits_for"] == [1]]
+            if waiting:
+                break
+        assert waiting[0]["rank"] == 0
+        assert waiting[0]["doing"].startswith("all_reduce #2")
+        assert {row["step"] for row in view["rows"]} == {7}
+    finally:
+        (tmp_path / "go").touch()
+        code, output = finish(process)
+    assert code == 0, output
