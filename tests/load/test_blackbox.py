@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from allranks.load import LoadOptions, load_paths
-from allranks.load.blackbox import BytesFile, HeapCache, read_box
+from allranks.load.blackbox import HeapCache, read_box
 from allranks.load.result import Unreadable
+from allranks.load.ring import BytesFile
 from allranks.load.tables import Tables
 from allranks.model.blackbox import HEADER, HEADER_BYTES
 from allranks.model.box_bytes import box_bytes
@@ -151,12 +152,14 @@ def _overwrite(rank: int, world_size: int, path: str) -> None:
     """Writes record after record until it is killed, a pause between two as in a fast job."""
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as box:
         rows = np.frombuffer(box, CALL, 500, HEADER_BYTES)
+        head = np.frombuffer(box, HEADER, 1)
         record = 500
         while True:
             row = rows[record % 500 : record % 500 + 1]
             row["begin"] = record + 1
             row["seq"] = record + 1
             row["end"] = record + 1
+            head["next_id"] = record + 1
             record += 1
             time.sleep(50e-6)
             if record == 600:

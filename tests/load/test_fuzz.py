@@ -21,9 +21,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from allranks.load.blackbox import BytesFile, HeapCache, read_box
+from allranks.load.blackbox import HeapCache, read_box
 from allranks.load.reading import Reader
 from allranks.load.result import LoadOptions, Raw, Unreadable
+from allranks.load.ring import BytesFile
 from allranks.load.tables import Tables
 from allranks.load.unpickle import read_pickle
 from allranks.model.blackbox import HEADER

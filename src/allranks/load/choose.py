@@ -48,7 +48,9 @@ def choose(candidates: list[Candidate], wanted: int | None) -> Choice:
             dropped.append((candidate, f"of attempt {number}; attempt {picked} is newer"))
     chosen = []
     for rank in sorted(by_rank):
-        best, *rest = sorted(by_rank[rank], key=_goodness, reverse=True)
+        best, *rest = by_rank[rank]
+        if rest:
+            best, *rest = sorted(by_rank[rank], key=_goodness, reverse=True)
         chosen.append(best)
         dropped += [(other, f"rank {rank} is read from {best.path}") for other in rest]
     return Choice(tuple(chosen), tuple(dropped), attempts, picked)
@@ -92,6 +94,8 @@ def _overlap(folders: list[list[Candidate]]) -> bool:
 def _newest(candidates: list[Candidate], numbered: dict[str, int]) -> int | None:
     """The attempt with the latest event; the higher number where times do not tell."""
     best: dict[int, int] = defaultdict(int)
+    if len(set(numbered.values())) == 1:
+        return next(iter(numbered.values()))
     for candidate in candidates:
         number = numbered[candidate.path]
         best[number] = max(best[number], candidate.raw.last_event_ns())

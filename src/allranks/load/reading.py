@@ -9,10 +9,11 @@ from typing import Any
 
 import msgspec
 
-from allranks.load.blackbox import BytesFile, HeapCache, OpenFile, read_box
+from allranks.load.blackbox import HeapCache, read_box
 from allranks.load.layout import Irregular
 from allranks.load.regular import MIN_BYTES, LayoutCache, shrink
 from allranks.load.result import LoadOptions, Raw, Unreadable
+from allranks.load.ring import BytesFile, OpenFile
 from allranks.load.sources import GZIP, ZSTD, Source, read_all, read_head, unwrap
 from allranks.load.tables import Tables
 from allranks.load.torch_dump import read_dump

@@ -1,0 +1,130 @@
+"""The ring of a black box, copied once, in the order of its records, while its rank may be writing to it.
+
+Only rows near the place where the rank writes can change under the reader. Where that is, the header tells before
+and after the copy; those few rows are read again, three times: `end` from the first reading, the row from the
+second, `begin` from the third. A row is whole when all agree (see model/blackbox.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+
+from allranks.model.blackbox import HEADER_BYTES, whole_rows
+from allranks.model.trace import CALL
+
+#: How far the header may lag behind the rows: one record per recording thread.
+LAG = 64
+#: How often a ring that changes too fast is copied at most.
+LOOKS = 5
+ROW = CALL.itemsize
+
+
+class BytesFile:
+    """A black box that is already in memory (a member of an archive), with the calls that a file needs."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.size = len(data)
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to `count` bytes from `offset`."""
+        return self._data[offset : offset + count]
+
+    def rows(self, first: int, count: int, turn: int = 0) -> np.ndarray:
+        """The rows of slots first … first+count-1 that are there, beginning with slot first+turn."""
+        data = self.read(HEADER_BYTES + first * ROW, count * ROW)
+        words = np.frombuffer(data, np.uint64, len(data) // ROW * ROW // 8).reshape(-1, ROW // 8)
+        return np.roll(words, -turn, axis=0).view(CALL)[:, 0] if turn else words.copy().view(CALL)[:, 0]
+
+
+class OpenFile:
+    """A black box on disk; its rank may be writing to it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self.size = os.fstat(fd).st_size
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to `count` bytes from `offset`."""
+        return os.pread(self._fd, min(count, max(0, self.size - offset)), offset)
+
+    def rows(self, first: int, count: int, turn: int = 0) -> np.ndarray:
+        """As BytesFile.rows; the kernel puts the two halves of the ring where they belong."""
+        offset = HEADER_BYTES + first * ROW
+        count = max(0, min(count, (self.size - offset) // ROW))
+        rows = np.empty(count, CALL)
+        turn = turn if turn < count else 0
+        content = rows.view(np.uint8).data
+        split = (count - turn) * ROW
+        got = os.preadv(self._fd, [content[split:], content[:split]], offset) if count else 0
+        if got < count * ROW:  # the file shrank: what is missing reads as empty slots
+            rows = np.zeros(count, CALL)
+            data = os.pread(self._fd, count * ROW, offset)
+            rows.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
+        return rows
+
+
+File = BytesFile | OpenFile
+
+
+def read_ring(
+    file: File, capacity: int, slots: int, next_id: int, now: Callable[[], int] | None
+) -> tuple[np.ndarray, int]:
+    """(whole rows in record order, torn rows). `slots` of the ring are in the file. `now` reads the header's next_id
+    again; None for a file that nobody writes to."""
+    used = min(slots, next_id + LAG)
+    turn = next_id % capacity if next_id > capacity == used else 0
+    rows = file.rows(0, used, turn)
+    whole = whole_rows(rows, rows["begin"])
+    if now is not None:
+        after = now()
+        width = after - next_id + 2 * LAG
+        if after < next_id or width >= used:
+            rows, whole = _three_looks(file, used)
+        else:
+            for first, count in _spans(max(0, next_id - LAG), width, capacity, used):
+                again, fine = _look(file, first, count)
+                at = (np.arange(first, first + len(again)) - turn) % max(1, len(rows))
+                rows[at], whole[at] = again, fine
+    torn = int(np.count_nonzero((rows["begin"] != 0) & ~whole))
+    return _in_order(rows if whole.all() else rows[whole]), torn
+
+
+def _spans(first_id: int, width: int, capacity: int, used: int) -> list[tuple[int, int]]:
+    """The slots of `width` records, as (first, count); two when they go round the end of the ring."""
+    first = first_id % capacity
+    spans = [(first, min(first + width, used) - first)]
+    if first + width > capacity:
+        spans.append((0, min(first + width - capacity, used)))
+    return [(start, count) for start, count in spans if count > 0]
+
+
+def _three_looks(file: File, used: int) -> tuple[np.ndarray, np.ndarray]:
+    """A ring of which any row may be changing: the best of a few attempts."""
+    best = _look(file, 0, used)
+    for _ in range(LOOKS - 1):
+        if np.count_nonzero(~best[1]) <= max(8, used // 20):
+            break
+        again = _look(file, 0, used)
+        if np.count_nonzero(again[1]) > np.count_nonzero(best[1]):
+            best = again
+    return best
+
+
+def _look(file: File, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, which of them are whole) of some slots, by three readings."""
+    copies = [file.rows(first, count) for _ in range(3)]
+    length = min(len(copy) for copy in copies)
+    before, rows, after = (copy[:length] for copy in copies)
+    return rows, whole_rows(rows, after["begin"], before["end"])
+
+
+def _in_order(rows: np.ndarray) -> np.ndarray:
+    """Rows by record id, a repeated id kept once."""
+    ids = rows["begin"]
+    if len(rows) > 1 and (ids[1:] <= ids[:-1]).any():
+        rows = rows[np.unique(ids, return_index=True)[1]]
+    return rows
