@@ -277,7 +277,10 @@ def _lighthouse(args: argparse.Namespace, token: str, replica_mode: bool, stack:
 
     host, _, port = args.bind.rpartition(":")
     server = ServerOptions(host=host.strip("[]"), port=int(port), token=token)
-    lighthouse = stack.enter_context(Lighthouse(Options(min_replicas=args.min_replicas or 1), server))
+    options = Options(
+        min_replicas=args.min_replicas or 1, expect_replicas=args.total_replicas or args.replicas or 0
+    )
+    lighthouse = stack.enter_context(Lighthouse(options, server))
     _say(f"lighthouse at {lighthouse.address}, page http://{lighthouse.address}/")
     return str(lighthouse.address)
 

@@ -5,6 +5,7 @@ The rules, in order; the first that speaks decides:
   stragglers  members of the last quorum live but do not ask yet (at the very first quorum: anybody connected);
               they are waited for until the join timeout, counted from the first member that asked (a
               newcomer or spare that waits for long must not cost a member its place)
+  expected    the very first quorum, and fewer than expect_replicas ask: waited for until the join timeout
   minority    fewer than half of the last quorum's members that may still be training ask: a minority never
               trains on. Members known to be dead do not count; silent ones do until presumed dead
   too_few     fewer than min_replicas ask
@@ -60,6 +61,13 @@ def decide(now: float, state: State, options: Options) -> tuple[Decision, str]:
         if now < deadline:
             until = deadline if later is None else min(deadline, later)
             return Wait("stragglers", _some(idle), until), _waiting(state, idle, by_last)
+    if state.last is None and len(state.asking) < options.expect_replicas:
+        deadline = next(iter(state.asking.values())).asked_at + options.join_timeout_s
+        if now < deadline:
+            until = deadline if later is None else min(deadline, later)
+            return Wait("expected", until=until), (
+                f"{_count(len(state.asking), 'asks', 'ask')}, the first quorum waits for {options.expect_replicas}"
+            )
     if by_last:
         present = len(state.veterans) - len(state.idle_veterans)
         absent = state.idle_veterans | state.silent

@@ -15,6 +15,7 @@ class Options:
     max_replicas: int = 0  # 0: no limit; replicas beyond it are spares
     multiple_of: int = 1  # the number of members is a multiple of this
     divides: int = 0  # the number of members divides this (a global batch size); 0: no such rule
+    expect_replicas: int = 0  # the first quorum waits for this many, until the join timeout; 0: for nobody
     join_timeout_s: float = 60.0  # how long those who ask wait for those who are alive but do not
     heartbeat_timeout_s: float = 5.0  # silence after which a replica counts as lost
     heartbeat_s: float = 0.0  # how often replicas beat; 0: a fifth of the timeout, at most 1 s
