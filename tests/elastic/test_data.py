@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -396,3 +398,65 @@ def test_real_ranks_share_the_order_without_being_told_their_number(index: Path)
         values = ranks.values(timeout_s=60)
     together = [n for step in range(4) for rank in range(3) for n in values[rank][step]]
     assert together == Order(203, 6).ids(0, 36).tolist()
+
+
+def _killed_worker(rank: int, world_size: int, index: Path) -> dict[str, Any]:
+    """A loader's worker is killed: one clear error, then the loader goes on from where it was."""
+    torch.set_num_threads(1)
+    loader = ElasticDataLoader(
+        ResumableDataset(index, LENGTH, seed=3), 4, rank=0, world_size=1, num_workers=2
+    )
+    seen: list[int] = []
+    said = hint = ""
+    try:
+        for _ in loader:
+            seen += loader.last_samples.tolist()
+            if len(seen) == 12:
+                os.kill(loader._loader._iterator._workers[0].pid, signal.SIGKILL)
+            if len(seen) > 4000:
+                break
+    except DataLoadingError as error:
+        said, hint = str(error), error.hint
+    for _ in loader:
+        seen += loader.last_samples.tolist()
+        if len(seen) >= 4100:
+            break
+    loader.close()
+    return {"seen": seen, "said": said, "hint": hint, "waited": loader.waited_s}
+
+
+def test_a_killed_worker_process_costs_no_sample(index: Path) -> None:
+    """The error names the worker and the cure; iterating again loses and repeats nothing."""
+    with Ranks(_killed_worker, world_size=1, args=(index,), backend=None) as ranks:
+        result = ranks.values(timeout_s=60)[0]
+    assert "DataLoader worker" in result["said"] and "position is kept" in result["said"]
+    assert "num_workers" in result["hint"] and result["waited"] > 0
+    assert result["seen"] == Order(203, 3).ids(0, len(result["seen"])).tolist()
+
+
+def test_any_dataset_with_a_length_can_be_shared(index: Path) -> None:
+    """Items of the user's own, collated as torch does, with the same exactness; mixtures too."""
+
+    class Squares:
+        def __len__(self) -> int:
+            return 50
+
+        def __getitem__(self, number: int) -> dict[str, Any]:
+            return {"x": torch.tensor([number, number * number]), "y": number}
+
+    dataset = ResumableDataset(Squares(), seed=2, rank=0, world_size=1)
+    loader = ElasticDataLoader(dataset, 6, rank=1, world_size=2)
+    batches = iter(loader)
+    batch = next(batches)
+    wanted = Order(50, 2).ids(6, 6).tolist()
+    assert batch["y"].tolist() == wanted and batch["x"][:, 1].tolist() == [n * n for n in wanted]
+    state = json.loads(json.dumps(loader.state_dict()))
+    again = ElasticDataLoader(
+        ResumableDataset(Squares(), seed=2, rank=0, world_size=1), 6, rank=0, world_size=1
+    )
+    again.load_state_dict(state)
+    assert next(iter(again))["y"].tolist() == Order(50, 2).ids(12, 6).tolist()
+    both = ResumableDataset([Squares(), Squares()], weights=[1, 1], rank=0, world_size=1)
+    assert both[50 + 7]["y"] == 7
+    with pytest.raises(DataLoadingError, match="the dataset is empty"):
+        ResumableDataset(torch.utils.data.TensorDataset(torch.zeros(0)))

@@ -277,7 +277,7 @@ def test_a_killed_build_goes_on_where_it_was(
     tmp_path: Path, tokenizer_file: Path, packing: str, number: int
 ) -> None:
     """Killed after some blocks: no orphan, no index, and the next run ends with the same tokens."""
-    source = write_jsonl(tmp_path / "big.jsonl", texts(30_000))
+    source = write_jsonl(tmp_path / "big.jsonl", texts(16_000))
     if packing:
         packed = tmp_path / "big.jsonl.gz"
         packed.write_bytes(gzip.compress(source.read_bytes(), 1))
@@ -351,7 +351,7 @@ def test_a_changed_input_is_not_resumed(tmp_path: Path) -> None:
 
 def test_a_killed_worker_is_reported_and_the_build_can_go_on(tmp_path: Path, tokenizer_file: Path) -> None:
     """The OOM killer takes a worker: one sentence, exit 2, nothing left running."""
-    source = write_jsonl(tmp_path / "big.jsonl", texts(30_000))
+    source = write_jsonl(tmp_path / "big.jsonl", texts(16_000))
     output = tmp_path / "big.index"
     build = subprocess.Popen(
         _command(source, output, tokenizer_file, "--workers", "2"), stderr=subprocess.PIPE, text=True
@@ -472,3 +472,92 @@ def test_building_needs_little_memory_and_no_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 30_000  # kB, of 80 MB of tokens
     assert TokenIndexFile(tmp_path / "i").total_tokens > 39_000_000
+
+
+def test_a_full_disk_is_said_and_the_build_goes_on_when_there_is_room(
+    tmp_path: Path, tokenizer_file: Path
+) -> None:
+    """A limit on file size stands for the disk: exit 2 with the reason, then the same command resumes."""
+    import resource
+
+    source = write_jsonl(tmp_path / "a.jsonl", texts(6000))
+    output = tmp_path / "a.index"
+    command = _command(source, output, tokenizer_file, "--workers", "0")
+    limit = 120_000
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )  # fmt: skip
+    assert done.returncode == 2 and f"cannot write {output}: File too large" in done.stderr
+    assert "Traceback" not in done.stderr and not output.exists()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and json.loads(done.stdout)["resumed"] is True
+    assert _tokens(output) == _plain_loop(tokenizer_file, texts(6000))
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    """A file where a folder should be."""
+    source = write_jsonl(tmp_path / "a.jsonl", ["a"])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot write"):
+        build_index(BuildRequest((str(source),), str(tmp_path / "file" / "i")))
+
+
+def test_an_input_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    """An index must be of one version of its files."""
+    source = write_jsonl(tmp_path / "a.jsonl", texts(3000))
+
+    def grow(now: Any) -> None:
+        with source.open("a") as file:
+            file.write("{}\n")
+
+    with pytest.raises(DataLoadingError, match="changed while it was read"):
+        build_index(BuildRequest((str(source),), str(tmp_path / "i")), grow)
+    assert not (tmp_path / "i").exists()
+
+
+def test_byte_order_marks_and_windows_line_ends_are_no_trouble(tmp_path: Path) -> None:
+    """Files from elsewhere read the same, plain and compressed."""
+    body = b'\xef\xbb\xbf{"text": "ab"}\r\n\r\n{"text": "c"}'
+    (tmp_path / "a.jsonl").write_bytes(body)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(body))
+    (tmp_path / "c.txt").write_bytes(b"\xef\xbb\xbfab\r\nc")
+    for name in ("a.jsonl", "b.jsonl.gz", "c.txt"):
+        build_index(BuildRequest((str(tmp_path / name),), str(tmp_path / f"{name}.index")))
+        assert _tokens(tmp_path / f"{name}.index") == [[97, 98], [99]]
+
+
+def test_a_terminal_gets_a_progress_bar_and_a_pipe_does_not(tmp_path: Path, tokenizer_file: Path) -> None:
+    """On a real pseudo-terminal: share, speed, time left."""
+    import pty
+
+    source = write_jsonl(tmp_path / "a.jsonl", texts(2000))
+    master, slave = pty.openpty()
+    done = subprocess.run(
+        _command(source, tmp_path / "a.index", tokenizer_file, "--workers", "0"), stdout=subprocess.PIPE, stderr=slave, timeout=60
+    )  # fmt: skip
+    os.close(slave)
+    said = b""
+    while True:
+        try:
+            chunk = os.read(master, 65536)
+        except OSError:
+            break
+        if not chunk:
+            break
+        said += chunk
+    os.close(master)
+    assert done.returncode == 0
+    assert b"100%" in said and b"MB/s" in said and b"s left" in said
+
+
+def test_a_parallel_build_of_bytes_equals_one_process(tmp_path: Path) -> None:
+    """More workers than blocks, and as many as there are."""
+    source = write_jsonl(tmp_path / "a.jsonl", texts(5000))
+    results = []
+    for workers in (0, 1, 3, 70):
+        output = tmp_path / f"{workers}.index"
+        build_index(BuildRequest((str(source),), str(output), workers=workers if workers < 70 else 6))
+        with TokenIndexFile(output) as index:
+            results.append(index.fingerprint)
+    assert len(set(results)) == 1

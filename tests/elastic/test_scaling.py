@@ -228,7 +228,7 @@ def test_the_initial_number_of_steps_rounds_like_a_later_change() -> None:
     assert manager.accumulation_steps == manager.on_topology_change(3) == 11
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 97), st.integers(1, 64))
 def test_an_exact_plan_deals_every_sample_once_with_weights_that_sum_to_one(
     total: int, world: int, local: int

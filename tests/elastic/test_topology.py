@@ -16,7 +16,7 @@ from allranks.elastic.metrics import TrainingMetrics
 from allranks.elastic.scaling import ElasticScalingManager, GradAccumulationConfig, ScalingConfig
 from allranks.elastic.topology import PHASES, ElasticJob, Limits, decide, on_topology_change
 from allranks.errors import DataLoadingError, TopologyChangeError
-from allranks.testing.ranks import Ranks
+from allranks.testing.ranks import Ranks, signal
 
 LENGTH = 8
 
@@ -248,3 +248,89 @@ def test_parts_are_made_from_a_configuration(index: Path, tmp_path: Path) -> Non
     assert make_checkpoint_config(config).nvme_path == str(tmp_path)
     with pytest.raises(ConfigurationError, match=r"data\.index"):
         make_loader(load_config({}), None, 1, 0)
+
+
+def _life(rank: int, world: int, index: Path, folder: Path, log: Path, until: int) -> None:
+    """Trains and writes what it does, a line per step; dies when it is told to, or with its peers."""
+    torch.set_num_threads(1)
+    job = _job(index, folder, rank, world)
+    event = job.start()
+    for step in range(event.step, until + 1):
+        samples, losses = _train(job, step, step)
+        with log.open("a") as file:
+            file.write(json.dumps([step, rank, samples[0], losses[0]]) + "\n")
+        if step == event.step + 4:
+            signal("deep")
+    job.checkpoint.close()
+
+
+@pytest.mark.usefixtures("imported")
+def test_ranks_killed_in_the_middle_cost_no_sample_and_bend_no_loss(index: Path, tmp_path: Path) -> None:
+    """3 -> 2 -> 3 ranks with kill -9, rank 0 among the killed: union exactly once, losses of an undisturbed run."""
+    lives = [(3, 0), (2, 1), (3, None)]
+    steps: dict[int, dict[int, tuple[list[int], float]]] = {}
+    for number, (world, victim) in enumerate(lives):
+        log = tmp_path / f"life{number}.jsonl"
+        until = 10_000 if victim is not None else max(steps) + 3
+        with Ranks(
+            _life, world_size=world, args=(index, tmp_path / "ckpt", log, until), timeout_s=30
+        ) as ranks:
+            if victim is not None:
+                ranks.wait_for("deep", timeout_s=90)
+                ranks.kill(victim)
+                outcomes = ranks.join(timeout_s=90)
+                assert outcomes[victim].exit_code == -9
+                assert all(outcome.exit_code != 0 for outcome in outcomes.values())
+            else:
+                ranks.values(timeout_s=90)
+        done: dict[int, dict[int, tuple[list[int], float]]] = {}
+        for line in log.read_text().splitlines():
+            step, rank, samples, loss = json.loads(line)
+            done.setdefault(step, {})[rank] = (samples, loss)
+        whole = {step: ranks_of for step, ranks_of in done.items() if len(ranks_of) == world}
+        assert min(whole) <= 1 + max(steps, default=0)
+        steps = {**{step: value for step, value in steps.items() if step < min(whole)}, **whole}
+    last = max(steps)
+    assert sorted(steps) == list(range(1, last + 1)) and last >= 10
+    taken = [n for step in range(1, last + 1) for rank in sorted(steps[step]) for n in steps[step][rank][0]]
+    assert taken == Order(400, 5).ids(0, last * 12).tolist()
+    with Ranks(_undisturbed, world_size=1, args=(index, last), backend=None) as ranks:
+        wanted = ranks.values(timeout_s=90)[0]
+    assert [steps[step][0][1] for step in range(1, last + 1)] == pytest.approx(wanted, rel=1e-9)
+
+
+def _undisturbed(rank: int, world: int, index: Path, last: int) -> list[float]:
+    torch.set_num_threads(1)
+    job = _job(index, None, 0, 1)
+    job.start(1, 0)
+    return _train(job, 1, last)[1]
+
+
+def test_saves_and_rate_changes_are_counted(index: Path, tmp_path: Path) -> None:
+    """The flow feeds the metrics: stalls of saves are stolen time, rate changes are remembered."""
+
+    class Manager:
+        def step(self, *_: Any, **__: Any) -> tuple[str, ...]:
+            return ("memory", "nvme")
+
+    job = _job(index, None, 0, 3)
+    job.checkpoint = Manager()
+    assert job.save(5) == ("memory", "nvme")
+    assert job.metrics.checkpoint.total_saves == 2 and "checkpoint" in job.metrics.goodput.stolen_s
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    metrics = TrainingMetrics()
+    scaling = ElasticScalingManager(
+        ScalingConfig(0.1, 4, 4, max_lr=1.0), None, optimizer, strategy="variable_batch"
+    )
+    ElasticJob(optimizer=optimizer, scaling=scaling, metrics=metrics).on_topology_change(
+        4, 2, rank=0, live_step=1
+    )
+    assert [(old, new) for _, old, new, _ in metrics.lr.adjustments] == [(0.1, 0.05)]
+
+
+def test_every_public_name_of_elastic_exists() -> None:
+    """The lazy table tells the truth."""
+    import allranks.elastic
+
+    for name in allranks.elastic.__all__:
+        assert getattr(allranks.elastic, name) is not None

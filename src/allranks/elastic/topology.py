@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from allranks.elastic.world import world_of
 from allranks.errors import AllranksError, TopologyChangeError
 
 log = logging.getLogger("allranks.elastic")
@@ -107,16 +108,21 @@ class ElasticJob:
     on_event: Callable[[TopologyEvent], None] | None = None
     events: list[TopologyEvent] = field(default_factory=list)
 
-    def start(self, world_size: int, rank: int) -> TopologyEvent:
-        """A new process: goes on from the newest checkpoint in this world, or starts at step 1 if there is none."""
-        return _Change(self, None, world_size, rank, None).run()
+    def start(self, world_size: int | None = None, rank: int | None = None) -> TopologyEvent:
+        """A new process: goes on from the newest checkpoint in this world, or starts at step 1 if there is none.
+
+        World size and rank are those of the process group, else of the environment, unless given.
+        """
+        here, world = world_of(rank, world_size)
+        return _Change(self, None, world, here, None).run()
 
     def on_topology_change(
-        self, old: int, new: int, *, rank: int, live_step: int | None = None
+        self, old: int, new: int, *, rank: int | None = None, live_step: int | None = None
     ) -> TopologyEvent:
         """The world has changed. With `live_step`, the last step that all survivors hold in memory, nothing is
         restored (a newcomer heals from its peers first); without, the newest checkpoint is."""
-        return _Change(self, old, new, rank, live_step).run()
+        here, _ = world_of(rank, new)
+        return _Change(self, old, new, here, live_step).run()
 
     def state(self) -> dict[str, Any]:
         """What belongs into a checkpoint's `dataset_state`: data and scaling, the same on every rank."""
@@ -129,9 +135,17 @@ class ElasticJob:
         """To be called after each optimizer step: saves where it is due."""
         if self.checkpoint is None:
             return ()
-        return self.checkpoint.step(
+        start = time.monotonic()
+        saved = self.checkpoint.step(
             step, self.model, self.optimizer, self.lr_scheduler, dataset_state=self.state, epoch=self._epoch
         )
+        if saved and self.metrics is not None:
+            stall = time.monotonic() - start
+            for i, tier in enumerate(saved):
+                name = str(getattr(tier, "name", tier)).lower()
+                self.metrics.checkpoint.record_save(name, stall, 0.0 if i else stall)
+            self.metrics.stole("checkpoint", stall)
+        return saved
 
     @property
     def _epoch(self) -> int:
@@ -139,7 +153,7 @@ class ElasticJob:
 
 
 def on_topology_change(
-    old: int, new: int, job: ElasticJob, *, rank: int, live_step: int | None = None
+    old: int, new: int, job: ElasticJob, *, rank: int | None = None, live_step: int | None = None
 ) -> TopologyEvent:
     """As the method of ElasticJob."""
     return job.on_topology_change(old, new, rank=rank, live_step=live_step)
@@ -188,8 +202,13 @@ class _Change:
             job.scaling.accum_manager.reset()
 
     def _rescale(self) -> None:
-        if self.job.scaling is not None:
-            self.job.scaling.on_topology_change(self.new, self.rank)
+        job = self.job
+        if job.scaling is None:
+            return
+        before = job.scaling.current_lr
+        target = job.scaling.on_topology_change(self.new, self.rank)["lr"]
+        if job.metrics is not None and target != before:
+            job.metrics.lr.record_adjustment(before, target)
 
     def _restore(self) -> tuple[str, int, Mapping[str, Any]]:
         """(where from, last finished step, our part of the state)."""

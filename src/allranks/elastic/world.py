@@ -205,6 +205,18 @@ def _refuse_objects(value: Any, where: str) -> None:
         )
 
 
+def world_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """(rank, world size): as given, else of torch.distributed, else of the environment, else 0 of 1."""
+    if rank is not None and world_size is not None:
+        return rank, world_size
+    dist = _dist()
+    if dist is not None:
+        here = dist.get_rank(), dist.get_world_size()
+    else:
+        here = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    return here[0] if rank is None else rank, here[1] if world_size is None else world_size
+
+
 def _dist() -> Any:
     """torch.distributed if it has a default process group, else None."""
     import sys

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 
 from allranks.elastic.config.problem import Problem, ValidationResult, result_of
 from allranks.elastic.config.relations import find_breaches
+from allranks.elastic.config.sentences import near, not_a_mapping, sentence, written
 from allranks.elastic.config.tree import Tree, read_tree
-from allranks.elastic.config.words import missing_space
 from allranks.errors import ConfigurationError, InputError, require
 
 
@@ -116,14 +115,14 @@ class _Check:
 
     def _top(self, values: Any) -> None:
         if not isinstance(values, Mapping):
-            self._error((), _not_a_mapping("the configuration", values))
+            self._error((), not_a_mapping("the configuration", values))
             return
         fields = self.schema.JobConfig.model_fields
         for name, value in values.items():
             if name in self.schema.FOREIGN:
                 self._warn((name,), f"section '{name}' is not read: {self.schema.FOREIGN[name]}")
             elif name not in fields:
-                self._error((name,), f"Unknown section '{name}'.{_near(name, fields)}")
+                self._error((name,), f"Unknown section '{name}'.{near(name, fields)}")
             else:
                 self._section(name, value)
         self._relations()
@@ -133,7 +132,7 @@ class _Check:
             return  # "training:" with nothing below it: the defaults
         if not isinstance(value, Mapping):
             self.bad.add(name)
-            self._error((name,), _not_a_mapping(f"section '{name}'", value))
+            self._error((name,), not_a_mapping(f"section '{name}'", value))
             return
         value = self._renamed(name, dict(value))
         if name == "model":
@@ -171,19 +170,19 @@ class _Check:
         for key in value:
             if key in model.model_fields:
                 continue
-            near = _near(key, model.model_fields)
-            if near:
-                self._error((name, key), f"Unknown key '{key}' in section '{name}'.{near}")
+            close = near(key, model.model_fields)
+            if close:
+                self._error((name, key), f"Unknown key '{key}' in section '{name}'.{close}")
             else:
                 self._warn((name, key), f"'{key}' is kept for your script; allranks does not read it")
 
     def _entry(self, name: str, model: Any, entry: Mapping[str, Any]) -> None:
-        path = (name, *_written(model, entry["loc"]))
+        path = (name, *written(model, entry["loc"]))
         dotted = ".".join(map(str, path))
         if dotted in self.bad:
             return  # the second branch of a union says the same thing again
         self.bad.add(dotted)
-        self._error(path, _sentence(model, path, entry))
+        self._error(path, sentence(model, path, entry))
 
     def _relations(self) -> None:
         for breach in find_breaches(self._get):
@@ -230,115 +229,3 @@ class _Check:
 
 def _sorted(problems: Iterable[Problem]) -> list[Problem]:
     return sorted(problems, key=lambda problem: (problem.line or 0, problem.column or 0))
-
-
-def _sentence(model: Any, path: tuple[Any, ...], entry: Mapping[str, Any]) -> str:
-    """pydantic's finding in our words; the documented messages are made here."""
-    kind, value, context = entry["type"], entry["input"], entry.get("ctx", {})
-    owner, info = _field(model, path[1:])
-    name = _label(info, path)
-    if kind == "extra_forbidden":
-        return f"Unknown key '{path[-1]}' in section '{'.'.join(map(str, path[:-1]))}'.{_near(path[-1], owner.model_fields)}"
-    if kind == "literal_error":
-        options = _options(info)
-        return f"Unknown {name} {value!r}. Valid options: {options}{_near(value, options)}"
-    if kind == "greater_than" and context.get("gt") == 0:
-        return f"{name} ({value}) must be positive"
-    if kind == "greater_than":
-        return f"{name} ({value}) must be greater than {context['gt']:g}"
-    if kind == "greater_than_equal":
-        return f"{name} must be >= {context['ge']:g} (got {value})"
-    if kind == "less_than_equal":
-        return f"{name} must be <= {context['le']:g} (got {value})"
-    if kind == "missing":
-        return f"{name} is required"
-    if kind in {"model_type", "model_attributes_type", "dict_type"}:
-        return _not_a_mapping(f"'{name}'", value)
-    if kind.startswith(("int_", "float_", "bool_", "string_", "list_")):
-        wanted = _WANTED[kind.split("_")[0]]
-        if kind == "string_pattern_mismatch":
-            return f"{name} must start with http:// or https:// or slack:https:// (got {value!r})"
-        if value is None:
-            return f"{name} is empty: give it a value, or leave the line out ('#' starts a comment)"
-        return f"{name} must be {wanted}, not {_shown(value)}"
-    return f"{name}: {entry['msg']} (got {_shown(value)})"
-
-
-def _label(info: Any, path: tuple[Any, ...]) -> str:
-    """The word for a field: its title, else its key (of a list's item, the list's)."""
-    key = next((str(part) for part in reversed(path) if not isinstance(part, int)), "value")
-    return (info.title if info is not None else None) or key
-
-
-_WANTED = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "string": "text (put it in quotes)",
-    "list": "a list",
-}
-
-
-def _written(model: Any, loc: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A location without the branches of unions that pydantic adds to it."""
-    path: list[Any] = []
-    for part in loc:
-        if isinstance(part, int):
-            path.append(part)
-        elif model is not None:
-            path.append(part)
-            info = model.model_fields.get(part)
-            model = _model_in(info.annotation) if info is not None else None
-    return tuple(path)
-
-
-def _field(model: Any, path: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The model that owns the last part of a path, and that field (None for an unknown key)."""
-    info = None
-    for i, part in enumerate(path):
-        if isinstance(part, int):
-            continue
-        info = model.model_fields.get(part)
-        inner = _model_in(info.annotation) if info is not None else None
-        if inner is not None and i + 1 < len(path):
-            model = inner
-    return model, info
-
-
-def _model_in(annotation: Any) -> Any:
-    """The section class inside an annotation such as list[Webhook], or None."""
-    for kind in (annotation, *getattr(annotation, "__args__", ())):
-        if hasattr(kind, "model_fields"):
-            return kind
-    return None
-
-
-def _options(info: Any) -> list[str]:
-    found: list[str] = []
-    stack = [info.annotation]
-    while stack:
-        kind = stack.pop(0)
-        for argument in getattr(kind, "__args__", ()):
-            if isinstance(argument, str):
-                found.append(argument)
-            else:
-                stack.append(argument)
-    return found
-
-
-def _near(word: Any, options: Iterable[str]) -> str:
-    """ " Did you mean 'x'?", or nothing when no option is near."""
-    close = difflib.get_close_matches(str(word), [str(option) for option in options], n=1, cutoff=0.7)
-    return f" Did you mean '{close[0]}'?" if close else ""
-
-
-def _not_a_mapping(what: str, value: Any) -> str:
-    cure = missing_space(value) if isinstance(value, str) else None
-    if cure:
-        return f"{what} holds no keys; {cure}"
-    return f"{what} must hold 'key: value' lines, not {_shown(value)}"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

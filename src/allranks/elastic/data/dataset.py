@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from allranks.elastic.data.history import History
 from allranks.elastic.data.order import Ids, Mixture, Order
-from allranks.elastic.index.file import TokenIndexFile
+from allranks.elastic.data.samples import ItemSamples, TokenSamples, as_samples
+from allranks.elastic.world import world_of
 from allranks.errors import DataLoadingError
 
 STATE_VERSION = 1
@@ -37,26 +36,11 @@ class DatasetState:
         return DatasetState(**known)
 
 
-@dataclass(frozen=True)
-class TokenSamples:
-    """An index cut into sequences; a sample has one token more than `seq_length`, for the targets."""
-
-    index: TokenIndexFile
-    seq_length: int
-
-    def __len__(self) -> int:
-        return max(0, (self.index.total_tokens - 1) // self.seq_length)
-
-    def read(self, ids: Ids, out: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        """Copies samples into the rows of `out`."""
-        tokens, length = self.index.tokens, self.seq_length
-        for row, start in enumerate((ids * length).tolist()):
-            out[row] = tokens[start : start + length + 1]
-
-
 @dataclass
 class ResumableDataset:
     """Samples of one or several indexes (then with weights), and the place of this job in them.
+
+    Instead of an index, any dataset with `len` and `[]` will do; its items are collated as torch does.
 
     `epochs` None: endless. `data_files` and `tokenizer` are accepted because people pass them; the index holds
     the tokens. `step` counts optimizer steps; `history` says which world took which.
@@ -77,14 +61,8 @@ class ResumableDataset:
     history: History = field(default_factory=History)
 
     def __post_init__(self) -> None:
-        opened = [_opened(one) for one in _several(self.index_file)]
-        self.sources = [TokenSamples(index, self.seq_length) for index in opened]
-        for source in self.sources:
-            if not len(source):
-                raise DataLoadingError(
-                    f"the index has {source.index.total_tokens} tokens, a sample needs {self.seq_length + 1}",
-                    str(source.index.path),
-                )
+        self.sources = [as_samples(one, self.seq_length) for one in _several(self.index_file)]
+        self._tokens = all(isinstance(source, TokenSamples) for source in self.sources)
         self._bases = np.cumsum([0, *map(len, self.sources)])
         self.order = self._make_order()
         rank, world = world_of(self.rank, self.world_size)
@@ -102,16 +80,25 @@ class ResumableDataset:
         """Samples per epoch."""
         return self.order.size
 
-    def __getitem__(self, number: int) -> dict[str, Any]:
+    def __getitem__(self, number: int) -> Any:
         """One sample by its id: input_ids and labels, each of seq_length."""
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
+        if not self._tokens:
+            return self._item(number)
         batch = self.fetch(np.array([number], dtype=np.int64))
         return {key: value[0] for key, value in batch.items()}
 
+    def _item(self, number: int) -> Any:
+        """One item of a dataset of the user's."""
+        owner = int(np.searchsorted(self._bases, number, side="right")) - 1
+        source = self.sources[owner]
+        assert isinstance(source, ItemSamples)
+        return source.items[number - int(self._bases[owner])]
+
     @property
     def total_tokens(self) -> int:
-        return sum(source.index.total_tokens for source in self.sources)
+        return sum(source.index.total_tokens for source in self.sources if isinstance(source, TokenSamples))
 
     @property
     def total_positions(self) -> int | None:
@@ -158,16 +145,21 @@ class ResumableDataset:
         """A batch of samples as tensors."""
         import torch
 
+        if not self._tokens:
+            from torch.utils.data import default_collate
+
+            return default_collate([self._item(number) for number in ids.tolist()]) if len(ids) else {}
         rows = np.empty((len(ids), self.seq_length + 1), dtype=np.int64)
-        if len(self.sources) == 1:
-            self.sources[0].read(ids, rows)
-        else:
-            owner = np.searchsorted(self._bases, ids, side="right") - 1
-            for i in np.unique(owner).tolist():
-                here = np.nonzero(owner == i)[0]
-                part = np.empty((len(here), self.seq_length + 1), dtype=np.int64)
-                self.sources[i].read(ids[here] - self._bases[i], part)
-                rows[here] = part
+        owners = np.searchsorted(self._bases, ids, side="right") - 1 if len(self.sources) > 1 else None
+        for i, source in enumerate(self.sources):
+            assert isinstance(source, TokenSamples)
+            if owners is None:
+                source.read(ids, rows)
+                break
+            here = np.nonzero(owners == i)[0]
+            part = np.empty((len(here), self.seq_length + 1), dtype=np.int64)
+            source.read(ids[here] - self._bases[i], part)
+            rows[here] = part
         tensor = torch.from_numpy(rows)
         return {"input_ids": tensor[:, :-1], "labels": tensor[:, 1:]}
 
@@ -215,7 +207,7 @@ class ResumableDataset:
             "epoch": self.order.epoch(position),
             "seq_length": self.seq_length,
             "num_samples": len(self),
-            "fingerprint": "+".join(source.index.fingerprint for source in self.sources),
+            "fingerprint": "+".join(source.fingerprint for source in self.sources),
             "total_tokens_processed": position * self.seq_length,
             "world_size": len(self.history.at(self.step).shares),
             "history": self.history.to_list(),
@@ -250,7 +242,7 @@ class ResumableDataset:
             if state[key] != ours[key]:
                 raise DataLoadingError(
                     f"the state is of {what} ({state[key]}, here {ours[key]}): samples would be lost or repeated",
-                    str(self.sources[0].index.path),
+                    self.sources[0].name,
                     hint="give the same index and seq_length as before, or start the data anew without this state",
                 )
 
@@ -261,23 +253,5 @@ class ResumableDataset:
         self.history = History().change(0, shares)
 
 
-def world_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """(rank, world size): as given, else of torch.distributed, else of the environment, else 0 of 1."""
-    if rank is not None and world_size is not None:
-        return rank, world_size
-    import sys
-
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        here = dist.get_rank(), dist.get_world_size()
-    else:
-        here = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    return here[0] if rank is None else rank, here[1] if world_size is None else world_size
-
-
 def _several(index_file: Any) -> list[Any]:
     return list(index_file) if isinstance(index_file, (list, tuple)) else [index_file]
-
-
-def _opened(one: Any) -> TokenIndexFile:
-    return TokenIndexFile(one) if isinstance(one, (str, Path)) else one

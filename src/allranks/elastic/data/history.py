@@ -34,8 +34,8 @@ class History:
 
     def at(self, step: int) -> Segment:
         """The segment that a step belongs to."""
-        starts = [segment.first_step for segment in self.segments]
-        return self.segments[max(0, bisect_right(starts, step) - 1)]
+        found = bisect_right(self.segments, step, key=lambda segment: segment.first_step)
+        return self.segments[max(0, found - 1)]
 
     def position(self, step: int) -> int:
         """The cursor before a step: how many samples all steps before it have taken."""

@@ -6,14 +6,17 @@ what was given out, never what was prefetched, and a change of the world just fo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from allranks.elastic.data.dataset import ResumableDataset, world_of
+from allranks.elastic.data.dataset import ResumableDataset
 from allranks.elastic.data.order import Ids
 from allranks.elastic.scaling.plan import BatchPlan, rounded_plan
+from allranks.elastic.world import world_of
+from allranks.errors import DataLoadingError
 
 
 class ElasticDataLoader:
@@ -42,6 +45,7 @@ class ElasticDataLoader:
         self.pin_memory = pin_memory
         self.last_samples: Ids = np.empty(0, dtype=np.int64)
         self.weight = 0.0
+        self.waited_s = 0.0  # in which training waited for data, since the start
         self._loader: Any = None
         self._generation = 0  # a running iteration starts over when it changes
         self._micro = 0  # micro-batches of the current step given out
@@ -86,11 +90,28 @@ class ElasticDataLoader:
         generation = -1
         while generation != self._generation:
             generation = self._generation
-            for ids, batch in self._fetched():
-                self._given(ids)
-                yield batch
+            fetched = self._fetched()
+            while (item := self._awaited(fetched)) is not None:
+                self._given(item[0])
+                yield item[1]
                 if self._generation != generation:
                     break
+
+    def _awaited(self, fetched: Iterator[tuple[Ids, dict[str, Any]]]) -> tuple[Ids, dict[str, Any]] | None:
+        start = time.perf_counter()
+        try:
+            return next(fetched, None)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            self.close()
+            raise DataLoadingError(
+                f"{str(error).splitlines()[0]} The position is kept: iterating again starts new workers.",
+                hint="a worker killed by signal 9 was often too big: see `dmesg`, use fewer num_workers; "
+                "killed by a bus error: give the container more shared memory",
+            ) from error
+        finally:
+            self.waited_s += time.perf_counter() - start
 
     def close(self) -> None:
         """Ends the worker processes."""

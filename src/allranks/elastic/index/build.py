@@ -19,7 +19,7 @@ from allranks.elastic.index.sources import Block, Source, cut, read_source
 from allranks.elastic.index.tokenize import Encode, TokenizerSpec, find_tokenizer, make_encoder, wrap_object
 from allranks.elastic.index.worker import Setup
 from allranks.elastic.index.writer import IndexWriter, Position
-from allranks.errors import AllranksError, InputError
+from allranks.errors import AllranksError, DataLoadingError, InputError
 
 _LARGEST_BLOCK = 4 << 20
 _SMALLEST_BLOCK = 64 << 10
@@ -107,11 +107,22 @@ class _Build:
                 self._tell(writer.position, done, before, started)
             if done < self._total:  # trailing empty files
                 self._tell(writer.position, self._total, before, started)
+            self._check_unchanged()
             header = writer.finish(self._meta(), len(self.sources))
+        except OSError as error:
+            raise InputError(
+                f"cannot write {output}: {error.strerror or error}",
+                hint="make room or choose another place; what is done is kept, the same command goes on there",
+            ) from error
         finally:
             writer.close()
         last = _progress(writer.position, self._total, self._total, before, started)
         return BuildResult(str(output), header, last, resumed=writer.resumed)
+
+    def _check_unchanged(self) -> None:
+        for source in self.sources:
+            if read_source(source.path) != source:
+                raise DataLoadingError("the file changed while it was read: build again", source.path)
 
     @property
     def _total(self) -> int:

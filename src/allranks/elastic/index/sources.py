@@ -6,6 +6,7 @@ and handed out in pieces; Parquet is cut by row group. A block knows where it en
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 from collections.abc import Iterator
@@ -128,7 +129,7 @@ def _unpacked(raw: BinaryIO, source: Source) -> Any:
     if source.packing == "gz":
         return gzip.GzipFile(fileobj=raw)
     zstandard = require("zstandard", feature="Reading .zst files", extra="data")
-    reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+    reader = zstandard.ZstdDecompressor(max_window_size=1 << 31).stream_reader(raw, read_across_frames=True)
     return io.BufferedReader(reader, 1 << 20)
 
 
@@ -178,11 +179,15 @@ def read_documents(block: Block, text_key: str, skip_bad: bool) -> Documents:
 
 
 def _lines(block: Block) -> tuple[list[bytes], int]:
-    """The lines that begin in the block, and where the first begins."""
-    if block.data is not None:
-        return block.data.splitlines(keepends=True) if b"\r" not in block.data else _split(
-            block.data
-        ), block.start
+    """The lines that begin in the block, and where the first begins; a byte order mark is left out."""
+    data, start = (block.data, block.start) if block.data is not None else _range(block)
+    if start == 0 and data.startswith(codecs.BOM_UTF8):
+        data, start = data[len(codecs.BOM_UTF8) :], len(codecs.BOM_UTF8)
+    return _split(data), start
+
+
+def _range(block: Block) -> tuple[bytes, int]:
+    """The bytes of the lines that begin in [start, end) of a plain file."""
     try:
         with open(block.path, "rb") as file:
             start = block.start
@@ -190,11 +195,9 @@ def _lines(block: Block) -> tuple[list[bytes], int]:
                 file.seek(start - 1)
                 start += len(file.readline()) - 1
             if start >= block.end:
-                return [], start
+                return b"", start
             data = file.read(block.end - start)
-            if not data.endswith(b"\n"):
-                data += file.readline()
-            return _split(data), start
+            return data if data.endswith(b"\n") else data + file.readline(), start
     except OSError as error:
         raise DataLoadingError(error.strerror or str(error), block.path) from error
 
@@ -238,7 +241,7 @@ def _rows(block: Block, text_key: str) -> Documents:
 
 def _bad_record(block: Block, line: bytes, text_key: str, place: int, error: Exception) -> DataLoadingError:
     """Why a record cannot be used, in words."""
-    hint = "mend the record, or leave such records out with --skip-bad"
+    hint = "one JSON object per line is expected: mend the record, or leave such records out with --skip-bad"
     if isinstance(error, msgspec.ValidationError):
         try:
             record = msgspec.json.decode(line)

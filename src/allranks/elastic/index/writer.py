@@ -55,8 +55,11 @@ class IndexWriter:
 
     def open(self) -> None:
         """Takes the lock, and finds out how far an earlier build of the same request came."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._journal = self._part(".journal").open("a+b")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._journal = self._part(".journal").open("a+b")
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror or error}") from error
         try:
             fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
