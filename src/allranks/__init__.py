@@ -15,6 +15,9 @@ _PUBLIC = {
     "step": "allranks.record",
     "expect": "allranks.record",
     "AllranksError": "allranks.errors",
+    "Manager": "allranks.manager.manager",
+    "Optimizer": "allranks.manager.optimizer",
+    "DistributedDataParallel": "allranks.manager.ddp",
 }
 
 __all__ = sorted([*_PUBLIC, "__version__"])

@@ -9,6 +9,7 @@ import pytest
 
 from allranks.lighthouse.options import Options
 from allranks.testing.faults import Fault
+
 from .cluster import Cluster, Job, LighthouseProcess, Result, undisturbed
 
 

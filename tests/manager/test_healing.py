@@ -40,7 +40,7 @@ def test_a_source_or_receiver_killed_while_healing_leaves_equal_replicas(
     """Sender a or receiver c dies with the state on its way: the rest goes on, equal in every bit."""
     place = "sending state" if victim == "a" else "receiving state"
     fault = Fault("kill", victim, at=place)
-    job = Job(own_weights=True, width=4096, adam=False, until_told=True)
+    job = Job(own_weights=True, width=200_000, adam=False, until_told=True)
     armed = replace(job, faults=(fault,), arm_at=2 if victim == "a" else 0)
     with Cluster(lighthouse, job) as cluster:
         cluster.start("a", job=armed)

@@ -37,7 +37,11 @@ SaveFunction = Callable[[], Any]
 
 
 class Manager:
-    """Names and meanings follow torchft's Manager. The constructor only stores; `start_quorum` connects."""
+    """Names and meanings follow torchft's Manager. The constructor only stores; `start_quorum` connects.
+
+    `port`, `heartbeat_interval`, `checkpoint_transport` and `quorum_retries` are taken so that torchft's calls
+    work, and change nothing: there is no server per manager, the lighthouse sets the beat, healing is built in.
+    """
 
     def __init__(
         self,
@@ -56,9 +60,13 @@ class Manager:
         store_port: int | None = None,
         lighthouse_addr: str | None = None,
         replica_id: str | None = None,
+        port: int | None = None,
         hostname: str | None = None,
+        heartbeat_interval: Seconds | None = None,
+        checkpoint_transport: object | None = None,
         init_sync: bool = True,
         max_retries: int | None = None,
+        quorum_retries: int = 0,
         proactive_recovery: bool | None = None,
         token: str | None = None,
     ) -> None:
@@ -92,6 +100,8 @@ class Manager:
         self._volatile = False  # the state changes between commits: offers must be copies
         self._life = threading.Lock()
         self._secret = secrets.token_hex(16)
+        if checkpoint_transport is not None:
+            log.warning("checkpoint_transport is not used: healing is built in")
         if load_state_dict is not None and state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
 

@@ -19,12 +19,12 @@ class Phase(Enum):
     APPLYING = "applying the step"
 
 
-def may_ask(phase: Phase, broken: bool) -> bool:
+def may_ask(phase: Phase, broken: bool, eager: bool = True) -> bool:
     """Whether the rank may ask for a quorum now: its state stands still and its claim will stay true.
 
     While it reduces or votes in a healthy group it must not: the others count on it. While it applies a step
-    the state is neither the old nor the new one.
+    the state is neither the old nor the new one. Not `eager`: nor between steps, where local steps are made.
     """
-    if phase is Phase.APPLYING:
+    if phase is Phase.APPLYING or (phase is Phase.BETWEEN and not eager):
         return False
     return broken or phase in (Phase.BETWEEN, Phase.COMPUTING)

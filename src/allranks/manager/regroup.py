@@ -69,7 +69,7 @@ class Regrouper:
                 self.training.finish_regrouping(error)
                 continue
             self.training.finish_regrouping()
-            self._share_state(generation)
+            self._take_state(generation)
 
     def interrupt(self, number: int, reason: str) -> None:
         """A member of the quorum that is being made, or heals us, is gone: do not wait for it."""
@@ -196,11 +196,18 @@ class Regrouper:
         if generation.heals:
             self._prepare_fetch(plan)
         rolls = (index, self.options.rank) in plan.rolls_forward
-        if index in plan.sources and plan.healing and rolls:
-            with self._guard:
-                self._offer_due = generation
+        if index in plan.sources and plan.healing:
+            self._offer(generation, later=rolls)
         self.training.publish(generation, rolls)
         return generation
+
+    def _offer(self, generation: Generation, later: bool) -> None:
+        """Makes our state fetchable: now, before training goes on, or once a roll forward has been applied."""
+        if later:
+            with self._guard:
+                self._offer_due = generation
+        else:
+            self.server.offer(make_offer(generation.plan.top, self.read_state(), self.copy_offers()))
 
     def _let_go(self, old: Generation | None, reason: str) -> None:
         """Takes the previous group down, so that nobody waits in it for us."""
@@ -245,14 +252,12 @@ class Regrouper:
         if self.fetch is None or self.fetch.position != plan.top:
             self.fetch = Fetch(plan.top, self.read_state, timeout_s=self.options.timeout_s)
 
-    def _share_state(self, generation: Generation) -> None:
-        """Source: makes the state fetchable. Healing: fetches it; the training thread will load it."""
+    def _take_state(self, generation: Generation) -> None:
+        """Fetches the state if we must heal; the training thread will load it."""
         if not generation.usable or not generation.plan.healing or generation.commits:
             return
         if generation.heals:
             self._heal(generation)
-        elif generation.index in generation.plan.sources and self._offer_due is None:
-            self.server.offer(make_offer(generation.plan.top, self.read_state(), self.copy_offers()))
 
     def _heal(self, generation: Generation) -> None:
         fetch = self.fetch

@@ -46,6 +46,7 @@ class TrainingState:
     losses: dict[int, str] = field(default_factory=dict)  # quorum number -> what was lost
     heard: set[Position] = field(default_factory=set)  # last words of members that left
     failure: Exception | None = None  # why no quorum could be had
+    eager: bool = True  # may regroup between steps; False: parameters change there (LocalSGD, DiLoCo)
     closing: bool = False
 
     # ---- training thread ----
@@ -215,7 +216,7 @@ class TrainingState:
         with self.changed:
             while not self.closing:
                 broken = self.generation is None or not self.generation.usable
-                if self.wanted and may_ask(self.phase, broken):
+                if self.wanted and may_ask(self.phase, broken, self.eager):
                     self.regrouping = True
                     return True
                 self.changed.wait()

@@ -1,0 +1,178 @@
+"""DiLoCo: local steps with an inner optimizer, then an outer optimizer on the mean distance travelled.
+
+Runs in a rank. The model is cut into fragments that are synchronised in turn (streaming): a fragment's
+reduction starts, `fragment_sync_delay` local steps go on beside it, then the outer step is committed by vote.
+Each fragment keeps its global parameters: they are the state that heals, and what a failed commit falls back to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer as TorchOptimizer
+
+from allranks.errors import ConfigurationError
+from allranks.manager.local_sgd import require_synchronous
+from allranks.manager.manager import Manager
+from allranks.manager.work import ManagedWork
+
+
+@dataclass(eq=False)
+class Fragment:
+    """Some parameters, their global values, and the outer optimizer that moves them."""
+
+    module: nn.Module
+    outer: TorchOptimizer
+    alpha: float
+    device: torch.device | None
+    globals: dict[str, torch.Tensor] = field(default_factory=dict)
+    distances: dict[str, torch.Tensor] = field(default_factory=dict)
+    works: list[ManagedWork] = field(default_factory=list)
+
+    def keep(self) -> None:
+        """The parameters as they are now become the global ones."""
+        self.globals = {
+            name: p.detach().to(self.device or p.device, copy=True)
+            for name, p in self.module.named_parameters()
+        }
+
+    def start(self, manager: Manager) -> None:
+        """Starts the mean of (global - local) over the members."""
+        self.distances = {
+            name: self.globals[name].to(p.device) - p.detach() for name, p in self.module.named_parameters()
+        }
+        self.works = [
+            manager.allreduce(distance, reduce_op=dist.ReduceOp.AVG) for distance in self.distances.values()
+        ]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works = []
+
+    def apply(self) -> None:
+        """The outer step from the global parameters, then a mix of the new global and the local ones."""
+        local = {name: p.detach().clone() for name, p in self.module.named_parameters()}
+        self.restore()
+        before = {name: p.grad for name, p in self.module.named_parameters()}
+        for name, p in self.module.named_parameters():
+            p.grad = self.distances[name]
+        self.outer.step()
+        self.keep()
+        with torch.no_grad():
+            for name, p in self.module.named_parameters():
+                p.grad = before[name]
+                if self.alpha:
+                    p.lerp_(local[name], self.alpha)
+        self.distances = {}
+
+    def restore(self) -> None:
+        """Local parameters become the global ones."""
+        with torch.no_grad():
+            for name, p in self.module.named_parameters():
+                p.copy_(self.globals[name])
+
+    def save(self) -> dict[str, Any]:
+        return {"globals": dict(self.globals), "outer": self.outer.state_dict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        for name, value in self.globals.items():
+            value.copy_(state["globals"][name])
+        self.outer.load_state_dict(state["outer"])
+        self.restore()
+
+
+class DiLoCo:
+    """A context manager around the training loop; hooks itself to `inner_optimizer.step`.
+
+    `pin_memory`, `use_bucketization` and `bucket_cap_mb` are accepted for torchft's sake and change nothing.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        model_fragments: Sequence[nn.Module],
+        inner_optimizer: TorchOptimizer,
+        outer_optimizer: TorchOptimizer | Sequence[TorchOptimizer],
+        sync_every: int,
+        backup_device: torch.device | None = None,
+        pin_memory: bool = True,
+        use_bucketization: bool = False,
+        bucket_cap_mb: int | None = None,
+        should_quantize: bool = False,
+        fragment_sync_delay: int = 0,
+        fragment_update_alpha: float = 0.0,
+    ) -> None:
+        fragments = list(model_fragments)
+        outers = list(outer_optimizer) if isinstance(outer_optimizer, Sequence) else [outer_optimizer]
+        if len(outers) == 1:
+            outers *= len(fragments)
+        if len(outers) != len(fragments):
+            raise ConfigurationError(f"{len(fragments)} fragments need as many outer optimizers or one")
+        if len(fragments) > 1 and len(set(map(id, outers))) != len(fragments):
+            raise ConfigurationError("every fragment needs an outer optimizer over its own parameters")
+        if sync_every % len(fragments):
+            raise ConfigurationError(
+                f"sync_every={sync_every} must be a multiple of {len(fragments)} fragments"
+            )
+        if not 0 <= fragment_sync_delay < sync_every // len(fragments):
+            raise ConfigurationError("fragment_sync_delay must be less than the steps between two fragments")
+        if not 0.0 <= fragment_update_alpha <= 1.0:
+            raise ConfigurationError("fragment_update_alpha must lie between 0 and 1")
+        if should_quantize:
+            raise ConfigurationError("quantized reductions are not offered")
+        require_synchronous(manager, "DiLoCo")
+        self.manager = manager
+        self.inner_optimizer = inner_optimizer
+        self.every = sync_every // len(fragments)
+        self.delay = fragment_sync_delay
+        self.local_step = 0
+        self.fragments = [
+            Fragment(module, outer, fragment_update_alpha, backup_device)
+            for module, outer in zip(fragments, outers, strict=True)
+        ]
+        self._moving: Fragment | None = None
+        self._handle: Any = None
+        for number, fragment in enumerate(self.fragments):
+            fragment.keep()
+            manager.register_state_dict_fn(f"diloco_{number}", fragment.load, fragment.save)
+
+    def __enter__(self) -> DiLoCo:
+        self._handle = self.inner_optimizer.register_step_post_hook(lambda *_: self._stepped())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._handle.remove()
+
+    def _stepped(self) -> None:
+        self.local_step += 1
+        if self.local_step == self.every - self.delay:
+            self._begin()
+        if self.local_step >= self.every:
+            self.local_step = 0
+            self._end()
+
+    def _begin(self) -> None:
+        """Whose turn it is follows from the committed steps: every member agrees, also one that just healed."""
+        self.manager.start_quorum()
+        self._moving = self.fragments[self.manager.current_step() % len(self.fragments)]
+        self._moving.start(self.manager)
+
+    def _end(self) -> None:
+        fragment, self._moving = self._moving, None
+        if fragment is None:
+            return
+        fragment.wait()
+        if self.manager.should_commit():
+            fragment.apply()
+            self.manager.step_applied()
+        else:
+            fragment.restore()

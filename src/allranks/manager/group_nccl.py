@@ -1,0 +1,60 @@
+"""NCCL for GPU tensors: the communicator is aborted and made again in place, the process lives on.
+
+Runs in a rank with a GPU. `abort` ends the kernels that wait for a dead peer, so that the stream goes on; the
+step is then tried again with a new communicator over the members that are left.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from allranks.manager.group import ReconfigurableGroup
+from allranks.manager.meeting import Meeting, Seconds
+
+log = logging.getLogger("allranks.manager")
+
+
+class ProcessGroupNCCL(ReconfigurableGroup):
+    """One NCCL communicator on one device (default: the current one at the first step)."""
+
+    backend_name = "nccl"
+
+    def __init__(self, timeout: Seconds = 60.0, device: torch.device | None = None) -> None:
+        super().__init__(timeout)
+        self.device = device
+
+    def settle(self) -> None:
+        """Waits for the stream: only then it is known that the gradients are reduced."""
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def _make(self, meeting: Meeting) -> Any:
+        device = self.device or torch.device("cuda", torch.cuda.current_device())
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=self.timeout_s)
+        options.global_ranks_in_group = list(range(meeting.world_size))
+        options.group_name = f"allranks_{meeting.number}"
+        if hasattr(options, "config"):
+            options.config.blocking = False  # a blocking communicator cannot be aborted while it connects
+        with torch.cuda.device(device):
+            backend = dist.ProcessGroupNCCL(meeting.store, meeting.rank, meeting.world_size, options)
+            backend._set_sequence_number_for_group()
+            backend.eager_connect_single_device(device)
+        return backend
+
+    def _take_down(self, backend: Any) -> None:
+        if backend is not None:
+            threading.Thread(target=_abort, args=(backend,), name="allranks-nccl-abort", daemon=True).start()
+
+
+def _abort(backend: Any) -> None:
+    """NCCL's abort may take hundreds of milliseconds: never on the thread that listens to the lighthouse."""
+    try:
+        backend.abort()
+    except RuntimeError as error:
+        log.debug("NCCL abort: %s", str(error).splitlines()[0])

@@ -1,0 +1,207 @@
+"""The other ways to train: LocalSGD, DiLoCo, sharded replicas, managed groups and meshes, spares."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import allranks.torchft as torchft
+from allranks.errors import ConfigurationError
+from allranks.lighthouse.options import Options
+from allranks.testing.ranks import Ranks, free_port
+
+from .cluster import LIMIT_S, LighthouseProcess, batch, fingerprint
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseProcess]:
+    with LighthouseProcess(Options(min_replicas=2, heartbeat_timeout_s=2.0)) as running:
+        yield running
+
+
+@dataclass
+class Setup:
+    """A tiny model and a manager for one rank."""
+
+    address: str
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def make(self) -> tuple[torch.nn.Module, torch.optim.Optimizer, torchft.Manager]:
+        torch.set_num_threads(1)
+        torch.manual_seed(len(self.name) + ord(self.name[-1]))
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"rank": 0, "world_size": 1, "timeout": 30, "quorum_timeout": 30, **self.options}
+        manager = torchft.Manager(
+            min_replica_size=2, lighthouse_addr=self.address, replica_id=self.name, **options
+        )
+        return model, optimizer, manager
+
+
+def run(function: Any, world: int, *args: Any) -> list[Any]:
+    with Ranks(function, world, args=args, backend=None) as ranks:
+        return ranks.values(LIMIT_S)
+
+
+def _local_sgd(rank: int, world: int, address: str) -> tuple[str, int]:
+    model, optimizer, manager = Setup(address, f"r{rank}", {"use_async_quorum": False}).make()
+    with torchft.LocalSGD(manager, model, optimizer, sync_every=3):
+        for step in range(12):
+            optimizer.zero_grad()
+            model(batch(100 * rank + step, 8)).square().mean().backward()
+            optimizer.step()
+    result = fingerprint(model, optimizer), manager.current_step()
+    manager.shutdown()
+    return result
+
+
+def test_local_sgd_leaves_equal_parameters_after_each_synchronisation(lighthouse: LighthouseProcess) -> None:
+    """Other data, other initial weights: after the last mean all hold the same bits."""
+    results = run(_local_sgd, 2, lighthouse.address)
+    assert results[0] == results[1]
+    assert results[0][1] == 4
+
+
+def _diloco(rank: int, world: int, address: str, delay: int, alpha: float) -> tuple[list[Any], int]:
+    model, optimizer, manager = Setup(address, f"r{rank}", {"use_async_quorum": False}).make()
+    fragments = [model[0], model[2]]
+    outers = [torch.optim.SGD(f.parameters(), lr=0.7, momentum=0.9, nesterov=True) for f in fragments]
+    with torchft.DiLoCo(
+        manager,
+        fragments,
+        optimizer,
+        outers,
+        sync_every=4,
+        fragment_sync_delay=delay,
+        fragment_update_alpha=alpha,
+    ) as diloco:
+        for step in range(16):
+            optimizer.zero_grad()
+            model(batch(100 * rank + step, 8)).square().mean().backward()
+            optimizer.step()
+        found = [{name: value.tolist() for name, value in f.globals.items()} for f in diloco.fragments]
+    count = manager.current_step()
+    manager.shutdown()
+    return found, count
+
+
+@pytest.mark.parametrize(("delay", "alpha"), [(0, 0.0), (1, 0.5)])
+def test_diloco_fragments_hold_equal_global_parameters(
+    lighthouse: LighthouseProcess, delay: int, alpha: float
+) -> None:
+    """Two fragments in turn, with and without overlap: the global parameters agree in every bit."""
+    results = run(_diloco, 2, lighthouse.address, delay, alpha)
+    assert results[0] == results[1]
+    assert results[0][1] == 8
+
+
+def test_local_steps_and_a_quorum_beside_them_do_not_mix() -> None:
+    """LocalSGD and DiLoCo refuse a manager that would regroup while parameters change."""
+    manager = torchft.Manager(lighthouse_addr="127.0.0.1:1", rank=0, world_size=1)
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigurationError, match="use_async_quorum=False"):
+        torchft.LocalSGD(manager, model, torch.optim.SGD(model.parameters()), 2)
+
+
+def _hsdp(rank: int, world: int, address: str, steps: int, ports: list[int]) -> tuple[str, int, int]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    replica, inner = divmod(rank, 2)
+    os.environ.update(RANK=str(inner), WORLD_SIZE="2", MASTER_PORT=str(ports[replica]))
+    dist.init_process_group("gloo")
+    torch.manual_seed(5 + replica)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    manager = torchft.Manager(
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        min_replica_size=2, lighthouse_addr=address, replica_id=f"r{replica}", timeout=30, quorum_timeout=30,
+    )  # fmt: skip
+    torchft.replicate(manager, model)
+    managed = torchft.Optimizer(manager, optimizer)
+    while manager.current_step() < steps:
+        managed.zero_grad()
+        model(batch(rank * 1000 + manager.current_step(), 8)).square().mean().backward()
+        managed.step()
+    shards = torch.cat([p.to_local().reshape(-1) for p in model.parameters()])
+    result = str(shards.double().sum().item()), inner, manager.current_step()
+    manager.shutdown()
+    dist.destroy_process_group()
+    return result
+
+
+def test_sharded_replicas_average_their_shards(lighthouse: LighthouseProcess) -> None:
+    """Two replicas of two ranks (FSDP2 inside): equal shards in both, other shards inside one."""
+    results = run(_hsdp, 4, lighthouse.address, 4, [free_port(), free_port()])
+    by_rank = {inner: {value for value, place, _ in results if place == inner} for inner in (0, 1)}
+    assert len(by_rank[0]) == len(by_rank[1]) == 1
+    assert by_rank[0] != by_rank[1]
+
+
+def _managed(rank: int, world: int, address: str) -> list[float]:
+    _, _, manager = Setup(address, f"r{rank}").make()
+    group = torchft.ManagedProcessGroup(manager)
+    manager.start_quorum()
+    total, mean = torch.tensor([1.0 + 2 * rank]), torch.tensor([1.0 + 2 * rank])
+    dist.all_reduce(total, group=group)
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=group)
+    found = [total.item(), mean.item(), float(group.size()), float(manager.should_commit())]
+    manager.shutdown()
+    return found
+
+
+def test_a_managed_group_works_with_torch_distributed(lighthouse: LighthouseProcess) -> None:
+    """`dist.all_reduce(group=...)` sums and averages over the replicas."""
+    assert run(_managed, 2, lighthouse.address) == [[4.0, 2.0, 2.0, 1.0]] * 2
+
+
+def _spare(rank: int, world: int, address: str) -> tuple[float, int, bool]:
+    options = {"world_size_mode": torchft.WorldSizeMode.FIXED_WITH_SPARES}
+    _, _, manager = Setup(address, f"r{rank}", options).make()
+    manager.start_quorum()
+    value = torch.tensor([float(10**rank)])
+    manager.allreduce(value).wait()
+    result = value.item(), manager.num_participants(), manager.is_participating()
+    assert manager.should_commit()
+    manager.shutdown()
+    return result
+
+
+def test_spares_stand_by_with_zeros() -> None:
+    """Three members, two count: the mean is over those two and everybody gets it."""
+    with LighthouseProcess(Options(min_replicas=3)) as lighthouse:
+        assert run(_spare, 3, lighthouse.address) == [(5.5, 2, True), (5.5, 2, True), (5.5, 2, False)]
+
+
+def test_the_sampler_gives_every_rank_of_every_replica_its_own_part() -> None:
+    """Two replicas of two ranks share 8 samples without overlap."""
+    parts = [
+        list(torchft.DistributedSampler(list(range(8)), replica, 2, rank, 2, shuffle=False))
+        for replica in (0, 1)
+        for rank in (0, 1)
+    ]
+    assert sorted(sum(parts, [])) == list(range(8))
+
+
+def test_a_manager_without_a_lighthouse_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what to start and which variable to set."""
+    monkeypatch.delenv("ALLRANKS_LIGHTHOUSE", raising=False)
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    with pytest.raises(ConfigurationError) as caught:
+        torchft.Manager(rank=0, world_size=1)
+    assert "ALLRANKS_LIGHTHOUSE" in caught.value.hint
