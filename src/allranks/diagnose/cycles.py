@@ -105,19 +105,14 @@ def _came_directly(context: Context, call: Blocked, rank: int, went_on: int) -> 
     view = job.ranks[rank]
     waiter, row = min(call.rows.items())
     sig = job.ranks[waiter].sig[row]
-    used = bool((view.group[:went_on] == call.group).any())
+    used = bool((view.group[:went_on] == call.group).any()) and view.trace.header.dropped == 0
     for blocked in context.blocked if used else ():
         if blocked.rows.get(rank) != went_on or blocked.seq < 0:
             continue
-        for peer, at in blocked.rows.items():
-            other = job.ranks[peer]
-            if (
-                peer != rank
-                and at > 0
-                and other.sig[at - 1] == sig
-                and int(other.group[at - 1]) != blocked.group
-            ):
-                return True
+        others = [(job.ranks[peer], at) for peer, at in blocked.rows.items() if peer != rank and at > 0]
+        alike = [o for o, at in others if o.sig[at - 1] == sig and int(o.group[at - 1]) != blocked.group]
+        if len(alike) * 2 > len(others):
+            return True
     return False
 
 

@@ -29,3 +29,12 @@ def breaks_habit(view: RankView, row: int) -> bool:
     keys = step_keys(view)
     usual = successors(keys, row)
     return len(usual) > 0 and not bool((keys[usual] == keys[row]).any())
+
+
+def is_inserted(view: RankView, row: int) -> bool:
+    """Whether the call was never made before, and right behind it comes what has always come here."""
+    keys = step_keys(view)
+    usual = successors(keys, row)
+    if not len(usual) or row + 1 >= len(keys) or bool((keys[:row] == keys[row]).any()):
+        return False
+    return bool((keys[usual] == keys[row + 1]).any())

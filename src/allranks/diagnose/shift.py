@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from allranks.diagnose.habit import breaks_habit
+from allranks.diagnose.habit import breaks_habit, is_inserted
 from allranks.diagnose.job import GroupView, Job, Lane
 
 #: At most this many extra or skipped calls in a row are looked for.
@@ -155,6 +155,8 @@ def _shift_of(
     at = low + int(np.flatnonzero(windows[lane.rank] != windows[usual.rank])[0])
     if _stack_at(job, lane, at) == _stack_at(job, usual, at):
         return None
+    if is_inserted(job.ranks[rank], group.lanes[rank].row(at)):
+        return Shift(rank, at, 1, True, 1)
     shift = _shift_from(job, lane, usual, at, True)
     if shift is None or lane.last != usual.last:
         return by_habit(job, shift, lane, usual) if shift is not None and pair else shift
