@@ -1,0 +1,135 @@
+"""`allranks watch`: exit codes and signals pass through, triggers collect, the end of the job ends the watch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from allranks.stacks import read_bundle
+from allranks.stacks.tools import find_pyspy
+
+from . import victims as v
+
+pytestmark = pytest.mark.skipif(find_pyspy() is None, reason="py-spy is not installed")
+
+# A rank with a black box that stops moving after its third step.
+BOXED = """
+import numpy as np
+from allranks.model.blackbox import HEADER, MAGIC, VERSION, file_name
+from allranks.model.trace import CALL
+folder = os.environ["ALLRANKS_DIR"]
+head = np.zeros(1, HEADER)
+head["magic"], head["version"], head["record_bytes"], head["capacity"] = MAGIC, VERSION, CALL.itemsize, 0
+head["rank"], head["world_size"], head["pid"] = 0, 1, os.getpid()
+head["start_ticks"] = int(open("/proc/self/stat").read().rsplit(")", 1)[1].split()[19])
+head["start_ns"] = head["step_ns"] = time.time_ns()
+box = os.path.join(folder, file_name("job", 0, 0, os.getpid()))
+for step in range(3):
+    head["step"], head["step_ns"] = step, time.time_ns()
+    open(box, "wb").write(head.tobytes().ljust(4096, b"\\0"))
+def stuck():
+    time.sleep(1000)
+ready()
+stuck()
+"""
+
+
+def watch(*words: str) -> list[str]:
+    return [sys.executable, "-m", "allranks", "watch", *words]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_exit_code_of_the_command_passes_through(code: int, tmp_path: Path) -> None:
+    """The sidecar is invisible to whoever waits for the job."""
+    command = watch(
+        "-o", str(tmp_path), "--", sys.executable, "-c", f"print('hello'); raise SystemExit({code})"
+    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert done.stdout == "hello\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_reaches_the_command_and_shows_in_the_exit_code(tmp_path: Path) -> None:
+    """SIGTERM is passed on; a command that dies of it gives 128 + 15."""
+    script, mark = tmp_path / "job.py", tmp_path / "ready"
+    script.write_text(v.PREAMBLE + v.SLEEP)
+    process = subprocess.Popen(watch("-o", str(tmp_path / "o"), "--", sys.executable, str(script), str(mark)))
+    try:
+        v.wait_until(mark.exists, process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_standstill_of_the_black_box_is_collected_and_judged(tmp_path: Path) -> None:
+    """No change to the job but its black box: the collection says hung, where, and why."""
+    boxes, out = tmp_path / "boxes", tmp_path / "out"
+    boxes.mkdir()
+    script, mark = tmp_path / "job.py", tmp_path / "ready"
+    script.write_text(v.PREAMBLE + BOXED)
+    words = watch(
+        "--wait", "0", "--no-progress", "2", "--interval", "0.2", "--json", "-o", str(out), "--",
+        sys.executable, str(script), str(mark),
+    )  # fmt: skip
+    process = subprocess.Popen(
+        words, stderr=subprocess.PIPE, text=True, env={**os.environ, "ALLRANKS_DIR": str(boxes)}
+    )
+    try:
+        v.wait_until(mark.exists, process)
+        assert process.stderr is not None
+        lines = (line for line in process.stderr if line.startswith("{"))
+        told = json.loads(next(lines))
+        assert told["reason"].startswith("no progress for")
+        assert told["hung"] is True
+        assert told["culprits"] == [0]
+        folder = Path(told["folder"])
+        assert {"bundle.json", "report.txt", "report.json", "report.html"} <= {
+            p.name for p in folder.iterdir()
+        }
+        assert read_bundle(folder).ranks[0].where.endswith("in stuck")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+
+
+def test_running_processes_are_watched_by_pid_and_asked_on_demand(tmp_path: Path) -> None:
+    """--pid takes a running job; SIGQUIT collects at once; the watch ends with the job, with code 0."""
+    out = tmp_path / "out"
+    with v.victim(v.SLEEP, tmp_path) as victim:
+        words = watch("--pid", str(victim.pid), "--wait", "0", "--interval", "0.1", "-o", str(out))
+        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+        try:
+            v.wait_until(lambda: _catches_quit(process.pid), process)
+            process.send_signal(signal.SIGQUIT)
+            v.wait_until(lambda: out.exists() and list(out.glob("*/report.html")), process)
+        finally:
+            os.killpg(victim.pid, signal.SIGKILL)
+            victim.process.wait()
+            _, told = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "asked for" in told
+
+
+def _catches_quit(pid: int) -> bool:
+    from allranks.stacks.procfs import catches
+
+    return catches(pid, signal.SIGQUIT)
+
+
+def test_a_command_and_a_pid_together_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    """One of them, and the message shows how; an unknown command is an error, not a traceback."""
+    from allranks.cli import main
+
+    assert main(["watch"]) == 2
+    assert "allranks watch -- torchrun" in capfd.readouterr().err
+    assert main(["watch", "--", "/no/such/command"]) == 2
+    assert "cannot start" in capfd.readouterr().err
