@@ -1,0 +1,50 @@
+"""The whole loop in real processes: a hang is noticed, explained, cured and told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from allranks.testing import demo_train
+
+PLAN = {"faults": [{"kind": "hang", "rank": 1, "at_step": 30}, {"kind": "kill", "rank": 0, "at_step": 60}]}
+
+
+@pytest.mark.timeout(360)
+def test_a_hung_and_a_killed_replica_are_named_replaced_and_healed(tmp_path: Path) -> None:
+    """Three replicas train; one hangs in its data code, later another is killed; the drill judges the rest."""
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    out = tmp_path / "out"
+    out.mkdir()
+    command = [
+        sys.executable, "-m", "allranks", "drill", "--plan", str(tmp_path / "plan.json"), "--folder", str(tmp_path / "drill"),
+        "--timeout", "300", "--json", "--", "allranks", "run", "--replicas", "3", "--notice-s", "3",
+        demo_train.__file__, "--steps", "90", "--pace-s", "0.05", "--out", str(out),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=350, check=False)
+    log = (
+        (tmp_path / "drill" / "output.log").read_text()
+        if (tmp_path / "drill" / "output.log").exists()
+        else ""
+    )
+    assert done.returncode == 0, done.stdout + done.stderr + log[-6000:]
+    result = json.loads(done.stdout)
+    hang, kill = result["faults"]
+    assert hang["fired"] and kill["fired"]
+    assert hang["verdict_right"] and hang["verdict"]["ranks"] == [1]
+    assert "load_batch_from_slow_storage" in hang["verdict"]["where"]
+    assert kill["verdict_right"]
+    assert hang["recovered_s"] is not None and kill["recovered_s"] is not None
+    assert result["identical_replicas"] is not False
+    assert (result["lost_steps"], result["false_alarms"], result["false_evictions"]) == (0, 0, 0)
+    folder = tmp_path / "drill" / "incidents" / hang["incident"]
+    for name in ("boxes", "stacks", "diagnosis.json", "story.html", "incident.json"):
+        assert (folder / name).exists()
+    story = json.loads((folder / "incident.json").read_text())
+    assert story["action"]["kind"] == "evict" and story["action"]["done"]
+    names = [moment["name"] for moment in story["timeline"]]
+    assert names.index("evidence") < names.index("verdict") < names.index("action") < names.index("recovered")
