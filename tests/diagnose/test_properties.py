@@ -52,8 +52,7 @@ def random_job(rng: random.Random) -> list[RankTrace]:
         ring={rank: rng.randint(1, 6) for rank in range(world) if rng.random() < 0.3},
     )  # fmt: skip
     lost = frozenset(rank for rank in range(world) if rng.random() < 0.06)
-    traces = World(members, programs, flavour).run().traces(lost=lost)
-    return traces
+    return World(members, programs, flavour).run().traces(lost=lost)
 
 
 def _spoil(
