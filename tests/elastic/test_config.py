@@ -94,6 +94,10 @@ def test_every_mistake_is_reported_at_once_with_line_and_column(tmp_path: Path) 
         ({"lighthouse": {"tls_cert": "a"}}, "tls_cert needs tls_key"),
         ({"debug": {"hang_floor_s": 400}}, "hang_floor_s (400) exceeds hang_cap_s (300)"),
         ([1, 2], "must hold 'key: value' lines"),
+        ({"elastic": {"min_nodes": True}}, "min_nodes must be a whole number, not True"),
+        ({"training": {"lr": True}}, "Learning rate must be a number, not True"),
+        ({"training": {"lr": float("inf")}}, "Learning rate (inf) must be a finite number"),
+        ({"training": {"batch_size": 1.5}}, "Batch size must be a whole number, not 1.5"),
     ],
 )
 def test_documented_messages_are_given_for(config: Any, message: str) -> None:
@@ -129,6 +133,7 @@ def test_one_mistake_in_a_relation_is_not_reported_twice() -> None:
         ("training:\n  lr: 1\n  lr: 2\n", 3, "written twice"),
         ("training:\n  lr: \x01\n", 2, "not allowed in YAML"),
         ("elastic:\n  rdzv_id: #5\n", 2, "starts a comment"),
+        ("elastic: {}\n---\ntraining: {}\n", 2, "more than one document"),
     ],
 )
 def test_yaml_mistakes_are_explained_in_words(tmp_path: Path, text: str, line: int, words: str) -> None:
@@ -191,6 +196,8 @@ def test_omegaconf_containers_are_accepted() -> None:
         {"training": {"batch_size": 4}, "scaling": {"target_global_batch_size": "${training.batch_size}"}}
     )
     assert load_config(container).scaling.target_global_batch_size == 4
+    broken = omegaconf.OmegaConf.create({"training": {"batch_size": "${nowhere}"}})
+    assert "cannot resolve the container" in validate_config(broken).errors[0]
 
 
 def test_suboptimal_intervals_warn_and_do_not_fail() -> None:

@@ -300,6 +300,10 @@ def test_an_index_that_is_too_short_or_missing_is_refused(tmp_path: Path) -> Non
         ResumableDataset(_index(tmp_path, 3), 1024)
     with pytest.raises(DataLoadingError, match="Token index file not found"):
         ResumableDataset(tmp_path / "none")
+    with pytest.raises(DataLoadingError) as caught:
+        ResumableDataset(data_files=["data/train.jsonl"], index_file="data/train.index")
+    assert str(caught.value) == "Failed to load data from 'data/train.jsonl': Token index file not found"
+    assert "allranks index build data/train.jsonl -o data/train.index" in caught.value.hint
 
 
 def test_the_known_harness_signature_and_states_are_accepted(index: Path) -> None:

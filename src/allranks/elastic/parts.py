@@ -56,7 +56,13 @@ def make_loader(config: Any, scaling: Any, world_size: int, rank: int) -> Any:
             ["build one: allranks index build FILES -o INDEX", "then name it: data.index: INDEX"],
         )
     dataset = ResumableDataset(
-        data.index, data.seq_length, seed=data.seed, shuffle=data.shuffle, rank=rank, world_size=world_size
+        data.index,
+        data.seq_length,
+        seed=data.seed,
+        shuffle=data.shuffle,
+        rank=rank,
+        world_size=world_size,
+        data_files=data.files,
     )
     plan = scaling.accum_manager.plan if scaling is not None and scaling.accum_manager is not None else None
     return ElasticDataLoader(

@@ -89,7 +89,10 @@ def _tree(source: Any) -> Tree:
     if type(source).__module__.split(".")[0] == "omegaconf":
         from omegaconf import OmegaConf
 
-        return Tree(OmegaConf.to_container(source, resolve=True))
+        try:
+            return Tree(OmegaConf.to_container(source, resolve=True))
+        except Exception as error:  # its many interpolation errors
+            return Tree(problems=[Problem(f"cannot resolve the container: {str(error).splitlines()[0]}")])
     return Tree(source)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -28,7 +29,19 @@ def _listed(value: Any) -> Any:
 class Section(BaseModel):
     """A section: unknown keys are refused, values may be converted ("4" → 4) but not guessed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")  # type: ignore[untyped-decorator]
+    @classmethod
+    def _no_flags_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """`true` is not 1."""
+        annotation = (
+            cls.model_fields[info.field_name].annotation if info.field_name in cls.model_fields else None
+        )
+        if isinstance(value, bool) and annotation in {int, float}:
+            kind = "int_type" if annotation is int else "float_type"
+            raise PydanticCustomError(kind, "a number is wanted")
+        return value
 
 
 class GradientClipping(Section):
@@ -41,7 +54,7 @@ class GradientClipping(Section):
 class Training(Section):
     """Read by your script; keys that allranks does not know are kept, with a warning."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     script: str | None = Field(
         None, description="what `allranks run --config` starts when no script is named"

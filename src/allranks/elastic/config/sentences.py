@@ -27,6 +27,8 @@ def sentence(model: Any, path: tuple[Any, ...], entry: Mapping[str, Any]) -> str
         return f"{name} must be >= {context['ge']:g} (got {value})"
     if kind == "less_than_equal":
         return f"{name} must be <= {context['le']:g} (got {value})"
+    if kind == "finite_number":
+        return f"{name} ({value}) must be a finite number"
     if kind == "missing":
         return f"{name} is required"
     if kind in {"model_type", "model_attributes_type", "dict_type"}:

@@ -85,6 +85,8 @@ def _at(lines: list[str], mark: Any, error: Any) -> Problem:
             f"put the value in quotes{_quoted(value)}",
             mark=place,
         )
+    if "another document" in said:
+        return Problem("the file holds more than one document: a line '---' starts a second one", mark=place)
     if "mapping values are not allowed" in said:
         return _extra_colon(lines, place)
     if "quoted scalar" in context:

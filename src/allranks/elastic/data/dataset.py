@@ -42,8 +42,8 @@ class ResumableDataset:
 
     Instead of an index, any dataset with `len` and `[]` will do; its items are collated as torch does.
 
-    `epochs` None: endless. `data_files` and `tokenizer` are accepted because people pass them; the index holds
-    the tokens. `step` counts optimizer steps; `history` says which world took which.
+    `epochs` None: endless. `data_files` are what the index was built from (for messages); `tokenizer` is accepted
+    because people pass it: the index holds the tokens. `step` counts optimizer steps; `history` says which world took which.
     """
 
     index_file: Any
@@ -61,7 +61,9 @@ class ResumableDataset:
     history: History = field(default_factory=History)
 
     def __post_init__(self) -> None:
-        self.sources = [as_samples(one, self.seq_length) for one in _several(self.index_file)]
+        self.sources = [
+            as_samples(one, self.seq_length, self.data_files) for one in _several(self.index_file)
+        ]
         self._tokens = all(isinstance(source, TokenSamples) for source in self.sources)
         self._bases = np.cumsum([0, *map(len, self.sources)])
         self.order = self._make_order()

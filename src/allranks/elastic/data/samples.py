@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,11 @@ class ItemSamples:
         return type(self.items).__qualname__
 
 
-def as_samples(one: Any, seq_length: int) -> TokenSamples | ItemSamples:
+def as_samples(
+    one: Any, seq_length: int, data_files: Sequence[str] | None = None
+) -> TokenSamples | ItemSamples:
     """From an index (or its path), or from anything with `len` and `[]`."""
-    opened = TokenIndexFile(one) if isinstance(one, (str, Path)) else one
+    opened = _opened(one, data_files) if isinstance(one, (str, Path)) else one
     if not isinstance(opened, TokenIndexFile):
         if not len(opened):
             raise DataLoadingError("the dataset is empty", type(opened).__qualname__)
@@ -69,3 +72,15 @@ def as_samples(one: Any, seq_length: int) -> TokenSamples | ItemSamples:
             f"the index has {opened.total_tokens} tokens, a sample needs {seq_length + 1}", str(opened.path)
         )
     return source
+
+
+def _opened(path: str | Path, data_files: Sequence[str] | None) -> TokenIndexFile:
+    """Opens an index; a missing one is told in terms of the data that it would be of."""
+    if data_files and not Path(path).exists():
+        files = " ".join(map(str, data_files))
+        raise DataLoadingError(
+            "Token index file not found",
+            str(data_files[0]),
+            hint=f"build it first: allranks index build {files} -o {path} --tokenizer tokenizer.json",
+        )
+    return TokenIndexFile(path)
