@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import allranks.torchft as torchft
 from allranks.errors import ConfigurationError
 from allranks.lighthouse.options import Options
-from allranks.testing.ranks import Ranks, free_port
+from allranks.testing.ranks import Ranks
 
 from .cluster import LIMIT_S, LighthouseProcess, batch, fingerprint
 
@@ -110,14 +111,14 @@ def test_local_steps_and_a_quorum_beside_them_do_not_mix() -> None:
         torchft.LocalSGD(manager, model, torch.optim.SGD(model.parameters()), 2)
 
 
-def _hsdp(rank: int, world: int, address: str, steps: int, ports: list[int]) -> tuple[str, int, int]:
+def _hsdp(rank: int, world: int, address: str, steps: int, folder: Path) -> tuple[str, int, int]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     torch.set_num_threads(1)
     replica, inner = divmod(rank, 2)
-    os.environ.update(RANK=str(inner), WORLD_SIZE="2", MASTER_PORT=str(ports[replica]))
-    dist.init_process_group("gloo")
+    os.environ.update(RANK=str(inner), WORLD_SIZE="2")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{replica}", rank=inner, world_size=2)
     torch.manual_seed(5 + replica)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -145,9 +146,9 @@ def _hsdp(rank: int, world: int, address: str, steps: int, ports: list[int]) -> 
     return result
 
 
-def test_sharded_replicas_average_their_shards(lighthouse: LighthouseProcess) -> None:
+def test_sharded_replicas_average_their_shards(lighthouse: LighthouseProcess, tmp_path: Path) -> None:
     """Two replicas of two ranks (FSDP2 inside): equal shards in both, other shards inside one."""
-    results = run(_hsdp, 4, lighthouse.address, 4, [free_port(), free_port()])
+    results = run(_hsdp, 4, lighthouse.address, 4, tmp_path)
     by_rank = {inner: {value for value, place, _ in results if place == inner} for inner in (0, 1)}
     assert len(by_rank[0]) == len(by_rank[1]) == 1
     assert by_rank[0] != by_rank[1]
@@ -195,7 +196,7 @@ def test_the_sampler_gives_every_rank_of_every_replica_its_own_part() -> None:
         for replica in (0, 1)
         for rank in (0, 1)
     ]
-    assert sorted(sum(parts, [])) == list(range(8))
+    assert sorted(sample for part in parts for sample in part) == list(range(8))
 
 
 def test_a_manager_without_a_lighthouse_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:

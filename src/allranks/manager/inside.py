@@ -1,7 +1,7 @@
 """The ranks inside one replica: they ask for a quorum as one, through the store they share.
 
-Rank 0 collects the claims of all and speaks for the replica; the others wait for what it publishes. A replica
-of one rank needs none of this.
+Rank 0 collects the claims of all and says what the replica says; every rank asks the lighthouse with the same
+words and gets the same answer. A replica of one rank needs none of this.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
-from allranks.errors import ManagerError
 from allranks.manager.plan import Claim
-from allranks.model.cluster import Member, Quorum
+from allranks.model.cluster import Member
 
 
 @dataclass(eq=False)
@@ -29,7 +27,7 @@ class InsideReplica:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank talks to the lighthouse."""
+        """Whether this rank speaks for the replica."""
         return self.rank == 0
 
     def agree(self, key: str, value: str, timeout_s: float) -> str:
@@ -53,36 +51,14 @@ class InsideReplica:
         self.store.wait(keys, timedelta(seconds=timeout_s))
         return [Claim(**json.loads(self.store.get(key))) for key in keys]
 
-    def publish(self, quorum: Quorum | None, error: str = "") -> None:
-        """Rank 0 tells the others the answer, or why there is none."""
-        if self.store is not None:
-            answer = {"error": error} if quorum is None else _to_json(quorum)
-            self.store.set(f"quorum/{self._round}", json.dumps(answer))
-
-    def receive(self, timeout_s: float) -> Quorum:
-        """The other ranks wait for the answer."""
-        assert self.store is not None
-        key = f"quorum/{self._round}"
+    def share(self, member: Member | None, timeout_s: float) -> Member:
+        """What rank 0 says for the replica, known to all ranks: every rank then asks with the same words."""
+        if self.store is None:
+            assert member is not None
+            return member
+        key = f"member/{self._round}"
+        if member is not None:
+            self.store.set(key, json.dumps(asdict(member)))
+            return member
         self.store.wait([key], timedelta(seconds=timeout_s))
-        answer = json.loads(self.store.get(key))
-        if answer.get("error"):
-            raise ManagerError(f"rank 0 of this replica got no quorum: {answer['error']}")
-        return _from_json(answer)
-
-
-def _to_json(quorum: Quorum) -> dict[str, Any]:
-    return {
-        "number": quorum.number,
-        "epoch": quorum.epoch,
-        "reason": quorum.reason,
-        "members": [asdict(member) for member in quorum.members],
-    }
-
-
-def _from_json(raw: dict[str, Any]) -> Quorum:
-    return Quorum(
-        number=raw["number"],
-        epoch=raw["epoch"],
-        reason=raw["reason"],
-        members=tuple(Member(**member) for member in raw["members"]),
-    )
+        return Member(**json.loads(self.store.get(key)))

@@ -90,8 +90,7 @@ class Opened:
             generation.over = True
         self.regrouper.control.shutdown()
         self.group.shutdown()
-        if self.regrouper.fetch is not None:
-            self.regrouper.fetch.cancel()
+        self.regrouper.cancel()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=10.0)
         self.client.close()

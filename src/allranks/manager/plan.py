@@ -33,6 +33,7 @@ class Claim:
     address: str = ""  # host:port of its healing server
     port: int = 0  # of its gloo listener for gradients
     control_port: int = 0  # of its gloo listener for votes
+    broken: bool = False  # its group does not work: a new one is needed even if nobody came or went
 
     @property
     def position(self) -> Position:

@@ -54,6 +54,7 @@ class Regrouper:
     fetch: Fetch | None = None
     shrink_only: bool = False
     _offer_due: Generation | None = None
+    _ticket: Any = None  # of the quorum that we are waiting for
     _heal_failures: int = 0
     _meeting_port: int = 0  # of the store where the group is being made
     _guard: threading.Lock = field(default_factory=threading.Lock)
@@ -81,6 +82,15 @@ class Regrouper:
         if self.fetch is not None and generation is not None and generation.number == number:
             self.fetch.cancel()
 
+    def cancel(self) -> None:
+        """The manager closes: nothing here may wait any longer."""
+        with self._guard:
+            ticket = self._ticket
+        if ticket is not None:
+            ticket.cancel()
+        if self.fetch is not None:
+            self.fetch.cancel()
+
     def _stop_forming(self, number: int, reason: str) -> None:
         """Ends the making of a group. Again and again: its sockets may not exist at the first try."""
         deadline = time.monotonic() + self.options.connect_timeout_s
@@ -105,7 +115,7 @@ class Regrouper:
         while True:
             old = self.training.generation
             broken = old is not None and not old.usable
-            quorum = self._ask(deadline, commit_failures=int(broken))
+            quorum = self._ask(deadline, broken)
             if old is not None and old.usable and old.quorum.order == quorum.order:
                 return old
             try:
@@ -122,21 +132,15 @@ class Regrouper:
             )  # fmt: skip
             return generation
 
-    def _ask(self, deadline: float, commit_failures: int) -> Quorum:
+    def _ask(self, deadline: float, broken: bool) -> Quorum:
         left = max(0.1, deadline - time.monotonic())
-        claim = self.training.claim(self.server.address, _port(self.group), _port(self.control))
+        ports = _port(self.group), _port(self.control)
+        claim = self.training.claim(self.server.address, *ports, broken)
         claims = self.inside.gather(claim, left)
-        if not self.inside.speaks:
-            return self.inside.receive(left)
-        try:
-            quorum = self._join(self._member(claims, commit_failures), left)
-        except Exception as error:
-            self.inside.publish(None, str(error))
-            raise
-        self.inside.publish(quorum)
-        return quorum
+        member = self._member(claims) if self.inside.speaks else None
+        return self._join(self.inside.share(member, left), left)
 
-    def _member(self, claims: Sequence[Claim], commit_failures: int) -> Member:
+    def _member(self, claims: Sequence[Claim]) -> Member:
         options = self.options
         said = ReplicaClaim(
             ranks=tuple(claims),
@@ -154,27 +158,19 @@ class Regrouper:
             step=claims[0].step,
             world_size=options.world_size,
             shrink_only=self.shrink_only,
-            commit_failures=commit_failures,
+            commit_failures=int(any(claim.broken for claim in claims)),
             init_sync=options.init_sync,
             data=said.encode(),
         )
 
     def _join(self, member: Member, timeout_s: float) -> Quorum:
-        """As client.join, but ended at once when the manager closes."""
-        ticket = self.client.request_quorum(member)
-        done = threading.Event()
-        ticket.add_done_callback(lambda *_: self._wake(done))
-        with self.training.changed:
-            self.training.changed.wait_for(lambda: done.is_set() or self.training.closing, timeout_s)
+        """As client.join, but ended at once by `cancel`."""
+        with self._guard:
+            self._ticket = self.client.request_quorum(member)
+            ticket = self._ticket
         if self.training.closing:
             ticket.cancel()
-            raise ManagerError("the manager was shut down while it waited for a quorum")
-        return ticket.result(timeout_s=0.05)
-
-    def _wake(self, done: threading.Event) -> None:
-        done.set()
-        with self.training.changed:
-            self.training.changed.notify_all()
+        return ticket.result(timeout_s)
 
     # ---- its groups ----
 

@@ -222,7 +222,7 @@ class TrainingState:
                 self.changed.wait()
             return False
 
-    def claim(self, address: str, port: int, control_port: int) -> Claim:
+    def claim(self, address: str, port: int, control_port: int, broken: bool) -> Claim:
         """What we say of our state; from here on a vote in doubt is decided by the quorum."""
         with self.changed:
             generation = self.attempt.generation
@@ -230,10 +230,17 @@ class TrainingState:
             if in_doubt:
                 self.claimed_pending = True
             self.wanted, self.news = "", ""
-            pending = generation.plan.term if in_doubt and generation is not None else 0
             return Claim(
-                self.term, self.step, self.seen, pending, self.torn, address, port, control_port
-            )  # fmt: skip
+                term=self.term,
+                step=self.step,
+                seen=self.seen,
+                pending=generation.plan.term if in_doubt and generation is not None else 0,
+                torn=self.torn,
+                address=address,
+                port=port,
+                control_port=control_port,
+                broken=broken,
+            )
 
     def form(self, number: int) -> str:
         """From here on a loss in quorum `number` interrupts its making; returns a loss that came before."""
