@@ -88,7 +88,7 @@ def _read_header(file: File) -> SimpleNamespace:
 
 def _capacity(head: SimpleNamespace, size: int, max_bytes: int, notes: list[str]) -> int:
     """The slots that are really there."""
-    capacity = head.capacity
+    capacity: int = head.capacity
     if capacity < 1:
         raise Unreadable("a ring of no records", kind="black box")
     there = max(0, size - HEADER_BYTES) // CALL.itemsize
