@@ -18,7 +18,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -117,6 +117,7 @@ class Client:
     def __init__(self, options: ClientOptions) -> None:
         self.options = options
         self.session = options.session or uuid.uuid4().hex
+        self._node = options.node
         self.quorum: Quorum | None = None  # the last one that we were a member of
         self.connected = False
         self.lighthouse = ""  # address of the one that we talk to
@@ -143,6 +144,7 @@ class Client:
     def start(self, timeout_s: float = 60.0) -> Client:
         """Connects. Raises LighthouseUnreachable or LighthouseRefused, and leaves nothing behind then."""
         link = self.options.link(self.session)
+        self._node = link.node
         self._reactor.open()
         if self.options.beacon:
             self._line = BeaconLine(link, self._reactor, self._receive, self.options.black_box)
@@ -191,7 +193,7 @@ class Client:
             self._check_open()
             if self._asking is not None and not self._asking[0].done():
                 raise LighthouseError("this replica is asking for a quorum already")
-            self._asking = (ticket, member)
+            self._asking = (ticket, replace(member, session=self.session, node=member.node or self._node))
         self._reactor.call(self._send_join)
         return ticket
 

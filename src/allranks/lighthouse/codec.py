@@ -56,6 +56,7 @@ KINDS.update(
 )  # fmt: skip
 _KIND_OF = {kind_type: kind for kind, kind_type in KINDS.items()}
 BEAT = _KIND_OF[messages.Beat]
+ACK = _KIND_OF[messages.Ack]
 WELCOME = _KIND_OF[messages.Welcome]
 REFUSED = _KIND_OF[messages.Refused]
 START, HOLD, RELEASE, REPORT = (

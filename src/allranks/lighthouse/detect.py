@@ -24,7 +24,7 @@ H = TypeVar("H", bound=Heard)
 class AwakeClock:
     """Seconds during which this process was running. Never jumps: one step adds at most `max_step_s`.
 
-    `tick(monotonic)` is called at least every `max_step_s / 2` by the owner's timer.
+    The awake time of a moment just passed is its monotonic time minus `slept_s`. `tick(monotonic)` is called at least every `max_step_s / 2` by the owner's timer.
     """
 
     max_step_s: float = 0.5
@@ -35,11 +35,11 @@ class AwakeClock:
     def tick(self, monotonic: float) -> float:
         """Moves on and returns the new time."""
         if self._last is not None:
-            step = max(0.0, monotonic - self._last)
-            counted = min(step, self.max_step_s)
-            self.now += counted
-            self.slept_s += step - counted
+            over = monotonic - self._last - self.max_step_s
+            if over > 0:
+                self.slept_s += over
         self._last = monotonic
+        self.now = monotonic - self.slept_s
         return self.now
 
 

@@ -143,7 +143,7 @@ class Former:
 
     def _announce(self, quorum: Quorum) -> None:
         """Tells the members, encoded once for all."""
-        last = self.state.last
+        last, before = self.state.last, self.state.members
         new = last is None or quorum.number != last.number
         self.state.form(quorum)
         self.reason = quorum.reason
@@ -155,7 +155,6 @@ class Former:
                     session.peer.deliver(quorum, frame)
         if new:
             self.bulletin.event("quorum", f"quorum {quorum.number}: {quorum.reason}", number=quorum.number)
-            before = set(last.names) if last else set()
             others = (self.sessions.observers | before | set(quorum.spares)) - set(quorum.names)
             self.bulletin.tell(QuorumFormed(quorum.number, quorum.epoch, quorum.names, quorum.reason), others)
         self.bulletin.flush()

@@ -67,6 +67,7 @@ class Service:
     _retired: dict[str, str] = field(default_factory=dict)  # sessions replaced by a restart
     _sweep_timer: asyncio.TimerHandle | None = None
     _next_sweep: float = 0.0
+    _audience: tuple[frozenset[str], frozenset[str], frozenset[str]] = (frozenset(), frozenset(), frozenset())
     _stalled: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -254,13 +255,11 @@ class Service:
         ):
             session.peer.deliver(last, encode(last))
             return None
-        session.asking = replace(
-            member, replica=name, session=session.session, node=member.node or session.node
-        )
+        session.asking = _signed(member, session)
         session.step = max(session.step, member.step)
         ranks = self.sessions.of(name)
         if name in self.state.replicas and sum(1 for each in ranks if each.asking) >= session.connections:
-            self.state.ask(self.now(), name, _merged(ranks))
+            self.state.ask(self.now(), name, _merged(ranks) if len(ranks) > 1 else session.asking)
             self.former.soon()
         return None
 
@@ -391,11 +390,17 @@ class Service:
         """The quorum that this living session is a member of, or 0."""
         return self.state.number if name in self.state.veterans else 0
 
-    def _concerned(self, name: str) -> set[str]:
-        """Who must know that `name` goes: observers, and its fellow members."""
-        last = self.state.last
-        fellows = set(last.names) if last and self._number_of(name) else set()
-        return (fellows | self.sessions.observers) - {name}
+    def _concerned(self, name: str) -> frozenset[str]:
+        """Who must know that `name` goes: observers, and its fellow members (and itself, if it is still there).
+
+        The same set for all that go together: what is told to the same receivers goes out in one piece.
+        """
+        members, observers = self.state.members, self.sessions.observers
+        if not self._number_of(name):
+            return observers
+        if self._audience[0] is not members or self._audience[1] is not observers:
+            self._audience = (members, observers, members | observers)
+        return self._audience[2]
 
     # ---- actions ----------------------------------------------------------------------------------------
 
@@ -416,7 +421,7 @@ class Service:
         """Takes an eviction or a back-off back; False when there was none."""
         if not self.state.let_in(name):
             return False
-        members = set(self.state.last.names) if self.state.last else set()
+        members = self.state.members
         self.bulletin.event("let_in", f"{name} may come in again", name)
         self.bulletin.tell(LetIn(name), members | self.sessions.observers | {name})
         self.former.soon()
@@ -463,6 +468,13 @@ class Service:
             slept_s=round(self.awake.slept_s, 3),
             connections=sum(1 for each in self.sessions if each.peer is not None),
         )
+
+
+def _signed(member: Member, session: Session) -> Member:
+    """A member speaks for itself only: name and session are the connection's."""
+    if member.replica == session.replica and member.session == session.session and member.node:
+        return member
+    return replace(member, replica=session.replica, session=session.session, node=member.node or session.node)
 
 
 def _merged(ranks: list[Session]) -> Member:

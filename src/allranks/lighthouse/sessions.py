@@ -49,6 +49,7 @@ class Session:
     progress: int = -1
     idle_s: float = 0.0
     health: str = ""
+    deaf: bool = False  # acknowledges nothing; said once
     cut: bool = False  # the last connection ended by an error, not by an orderly close
     pending: dict[int, tuple[Notice, bytes]] = field(default_factory=dict)
 
@@ -58,7 +59,7 @@ class Sessions:
     """All sessions, by replica and rank."""
 
     by_replica: dict[str, dict[int, Session]] = field(default_factory=dict)
-    observers: set[str] = field(default_factory=set)
+    observers: frozenset[str] = frozenset()
     _next_id: int = field(default_factory=lambda: secrets.randbits(40) << 20)  # no two lighthouses share ids
 
     def __iter__(self) -> Iterator[Session]:
@@ -77,17 +78,18 @@ class Sessions:
         """Takes a session in."""
         self.by_replica.setdefault(session.replica, {})[session.rank] = session
         if session.observer:
-            self.observers.add(session.replica)
+            self.observers |= {session.replica}
 
     def drop(self, replica: str) -> list[Session]:
         """Forgets a replica; returns the sessions it had."""
-        self.observers.discard(replica)
+        if replica in self.observers:
+            self.observers -= {replica}
         return list(self.by_replica.pop(replica, {}).values())
 
     def clear(self) -> None:
         """Forgets everybody."""
         self.by_replica.clear()
-        self.observers.clear()
+        self.observers = frozenset()
 
     def push(self, notices: Iterable[Notice], replicas: Iterable[str]) -> int:
         """Sends notices to all sessions of these replicas; they stay pending until acknowledged."""
@@ -107,10 +109,11 @@ class Sessions:
 
     def _trim(self, session: Session) -> None:
         """A session that acknowledges nothing must not eat the memory: its oldest notices go."""
-        lost = sorted(session.pending)[:-_MAX_PENDING]
-        for notice_id in lost:
-            del session.pending[notice_id]
-        log.warning("%s does not acknowledge: %d old notices dropped", session.replica, len(lost))
+        while len(session.pending) > _MAX_PENDING:
+            del session.pending[next(iter(session.pending))]
+        if not session.deaf:
+            session.deaf = True
+            log.warning("%s acknowledges nothing: its oldest notices are dropped", session.replica)
 
 
 def deliver(session: Session, batch: dict[int, tuple[Notice, bytes]]) -> None:

@@ -52,6 +52,7 @@ class State:
     number: int = 0
     round: int = 0
     last: Quorum | None = None
+    members: frozenset[str] = frozenset()  # names of the last quorum
     replicas: dict[str, Replica] = field(default_factory=dict)
     gone: dict[str, Gone] = field(default_factory=dict)
     evicted: dict[str, str] = field(default_factory=dict)  # name -> reason
@@ -173,6 +174,7 @@ class State:
             max(self.round, quorum.round),
         )
         self._sessions = {member.replica: member.session for member in quorum.members}
+        self.members = frozenset(self._sessions)
         self.gone.clear()
         self.silent.clear()
         for member in quorum.members:

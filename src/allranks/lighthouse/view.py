@@ -9,7 +9,7 @@ from allranks.lighthouse.status import ReplicaStatus
 
 def replica_rows(state: State, sessions: Sessions, now: float) -> tuple[ReplicaStatus, ...]:
     """One row per living replica and per lost member of the last quorum, sorted by name."""
-    members = frozenset(state.last.names) if state.last else frozenset()
+    members = state.members
     spares = frozenset(state.last.spares) if state.last else frozenset()
     rows = []
     for name, replica in state.replicas.items():
