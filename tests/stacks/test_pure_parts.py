@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,13 +22,12 @@ from allranks.model.stacks import (
     StackFrame,
     ThreadStack,
 )
-from allranks.stacks import Stillness, classify, read_capture
+from allranks.stacks import Stillness, classify, ras, read_capture
 from allranks.stacks.debug_config import DebugOptions, parse_debug, read_debug_options
 from allranks.stacks.other_output import parse_kernels
 from allranks.stacks.patterns import load_patterns, parse_patterns
 from allranks.stacks.progress import decide_progress
 from allranks.stacks.rank_sets import compress
-from allranks.stacks.ras import find_laggards
 from allranks.stacks.syscalls import parse_syscall
 from allranks.stacks.text import render_text
 from allranks.stacks.titles import coordinates, is_rank_title, number_ranks
@@ -180,16 +181,70 @@ def test_the_clock_decides_where_it_is_known() -> None:
     assert decide().hung is None
 
 
-def test_only_what_ras_says_twice_is_told() -> None:
-    """Different operation counts for a moment are normal."""
-    first = RasReply("a", 1.0, "Rank 0 launched up to operation 5\nRank 1 launched up to operation 4\nok\n")
-    moved = RasReply("a", 2.0, "Rank 0 launched up to operation 6\nRank 1 launched up to operation 6\n")
-    assert find_laggards([first, moved]) == ()
-    assert find_laggards([first, first]) == (
-        "Rank 0 launched up to operation 5",
-        "Rank 1 launched up to operation 4",
+RAS = """Job summary
+===========
+Group     Comms     Nodes     Ranks     Ranks     Ranks    Status  Errors
+    0         1         1         2         2         2   RUNNING  MISMATCH
+
+Warnings
+========
+
+#0-0 (27a079b828ff1a75) MISMATCH
+  Communicator ranks have different AllReduce operation counts
+  7 ranks have launched up to operation 64
+  Rank 7 has launched up to operation {behind} -- GPU 3 managed by process 4711 on node node1
+"""
+
+
+def _replies(first: int, last: int, apart_s: float = 30.0) -> tuple[RasReply, RasReply]:
+    return (
+        RasReply("a", 100.0, RAS.replace("{behind}", str(first))),
+        RasReply("a", 100.0 + apart_s, RAS.replace("{behind}", str(last))),
     )
-    assert find_laggards([first]) == ()
+
+
+def test_only_what_ras_says_twice_is_told() -> None:
+    """Different operation counts for a moment are normal; the same ones twice name the rank that is behind."""
+    assert ras.find_laggards(_replies(60, 63)) == ()
+    assert ras.find_laggards(_replies(60, 60)[:1]) == ()
+    behind = ras.find_laggards(_replies(60, 60))
+    assert [(one.rank, one.pid, one.operation) for one in behind] == [(7, 4711, 60)]
+    assert (
+        "rank 7 (process 4711) has launched up to operation 60, others up to 64"
+        in ras.tell(_replies(60, 60))[0]
+    )
+
+
+def test_operation_counts_stand_in_for_marks() -> None:
+    """Without marks, counts that stand still long enough mean hung; moving ones mean not; the process is named."""
+    waiting = read_capture(CASES / "victims" / "hang_all.json").processes
+    processes = (replace(waiting[0], pid=1), replace(waiting[1], pid=4711))
+    hung = classify(Capture(processes, ras=_replies(60, 60)))
+    assert (hung.hung, hung.culprits) == (True, (1,))
+    assert classify(Capture(processes, ras=_replies(60, 63))).hung is False
+    early = classify(Capture(processes, ras=_replies(60, 60, apart_s=1.0)))
+    assert early.hung is None and early.culprits == (1,)
+
+
+def test_ras_is_asked_over_tcp_and_silence_is_no_error() -> None:
+    """The service answers and closes; where nobody listens there is simply no answer."""
+    asked: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                asked.append(connection.recv(100))
+                connection.sendall(RAS.encode())
+
+        thread = threading.Thread(target=serve, name="ras")
+        thread.start()
+        reply = ras.ask(f"127.0.0.1:{port}")
+        thread.join()
+    assert reply is not None and reply.text == RAS
+    assert asked == [b"VERBOSE STATUS\n"]
+    assert ras.ask(f"127.0.0.1:{port}") is None
 
 
 def test_device_kernels_are_read_from_cuda_gdb() -> None:

@@ -67,6 +67,8 @@ def _decide(view: ProcessView, main: ThreadView, patterns: Sequence[Pattern]) ->
         return _deadlock(view, main, patterns)
     if first.pattern.cause == "thread_wait":
         return _follow(view, main, first, patterns)
+    if first.pattern.cause in ("request_wait", "event_loop_idle"):
+        return _behind_loop(view, main, first, patterns)
     if first.pattern.cause == "background":
         return _cause(first, main, view, "queue_wait")
     return _cause(first, main, view)
@@ -92,6 +94,18 @@ def _follow(view: ProcessView, main: ThreadView, first: Match, patterns: Sequenc
         line = cause.where if user_frame(thread.python) else where(main.python)
         return replace(cause, where=line, evidence=says, thread=thread.name)
     return _cause(first, main, view, "queue_wait")
+
+
+def _behind_loop(view: ProcessView, main: ThreadView, first: Match, patterns: Sequence[Pattern]) -> Cause:
+    """A main thread that serves requests may leave the training to another thread (Ray Train, asyncio executors)."""
+    for thread in view.threads:
+        match = None if thread.main else match_thread(patterns, thread, view)
+        if match is not None and match.pattern.cause in _STRONG and user_frame(thread.python):
+            cause = _cause(match, thread, view)
+            return replace(
+                cause, evidence=f"thread {thread.name} {cause.evidence}; the main thread only serves"
+            )
+    return _cause(first, main, view)
 
 
 def _has_own_code(thread: ThreadView) -> bool:

@@ -13,11 +13,11 @@ from allranks.model.stacks import (
     Snapshot,
     StacksReport,
 )
+from allranks.stacks import ras
 from allranks.stacks.blame import find_culprits, find_straggler, tell
 from allranks.stacks.causes import Cause, find_cause
 from allranks.stacks.patterns import Pattern, load_patterns
-from allranks.stacks.progress import WAITS, Progress, Stillness, decide_progress
-from allranks.stacks.ras import find_laggards
+from allranks.stacks.progress import WAITS, Progress, Stillness, decide_by_counts, decide_progress
 from allranks.stacks.views import Children, ProcessView
 
 _ALWAYS = frozenset({"stopped", "d_state"})
@@ -40,21 +40,30 @@ def classify(
             cause, view = find_cause(process, table, _family(families.get(process.rank, [])))
             causes[process.rank], views[process.rank] = cause, view
             states[process.rank] = _state(process, cause, _children(families.get(process.rank, []), table))
-    progress = decide_progress(
-        {one.rank: one for one in capture.marks}, views, causes, stillness or Stillness()
-    )
+    limits = stillness or Stillness()
+    progress = decide_progress({one.rank: one for one in capture.marks}, views, causes, limits)
+    if progress.hung is None:
+        progress = decide_by_counts(progress, ras.stood_still_s(capture.ras), limits)
     if progress.hung and {state.cause for state in states.values()} == {"request_wait"}:
         progress = replace(progress, hung=False, reason="an idle server: every rank waits for requests")
     states, culprits = _judge(capture, progress, states, table)
+    if not culprits and progress.hung is not False:
+        culprits = _behind(capture)
     return StacksReport(
         hung=progress.hung,
         culprits=culprits,
         sentence=tell(capture, progress, culprits, states),
         ranks=states,
         reason=progress.reason,
-        ras=find_laggards(capture.ras),
+        ras=ras.tell(capture.ras),
         notes=(*capture.notes, *(f"rank {p.rank}: {note}" for p in capture.processes for note in p.notes)),
     )
+
+
+def _behind(capture: Capture) -> tuple[int, ...]:
+    """The ranks that NCCL RAS knows to be behind, where stacks show no difference."""
+    pids = {one.pid for one in ras.find_laggards(capture.ras)}
+    return tuple(sorted(p.rank for p in capture.processes if p.child is None and p.pid in pids))
 
 
 def _family(children: Sequence[ProcessCapture]) -> Children:

@@ -54,6 +54,19 @@ def decide_progress(
     return _by_snapshots(told, views, causes)
 
 
+def decide_by_counts(told: Progress, still_s: float | None, stillness: Stillness) -> Progress:
+    """Where marks cannot tell: NCCL's operation counts, which stood still for `still_s` (0: they moved)."""
+    if still_s is None:
+        return told
+    if still_s == 0.0:
+        return Progress(False, "NCCL's operation counts move")
+    if still_s >= stillness.still_s:
+        return Progress(True, f"NCCL's operation counts have differed and stood still for {still_s:.0f} s")
+    return Progress(
+        None, f"{told.reason}; NCCL's operation counts stood still for {still_s:.0f} s between the looks"
+    )
+
+
 def _by_clock(one: RankMarks, stillness: Stillness) -> bool | None:
     """True moving, False still, None too early to tell."""
     seen = one.seen_s or 0.0
@@ -115,9 +128,11 @@ def _by_snapshots(
         main = view.main
         if main is None or max(len(main.paths), len(main.facts)) < 2:
             continue
-        if causes[rank].cause in WAITS:
+        if causes[rank].cause in ("collective_wait", "p2p_wait"):
             waiting[rank] = _wait_moved(main)
             ticks += 0 if main.busy else main.ticks_moved or 0
+        elif causes[rank].cause in WAITS:
+            waiting[rank] = False  # these waits poll: other frames and CPU time are no progress
         else:
             others[rank] = _movement(main)
     if not waiting and not others:
