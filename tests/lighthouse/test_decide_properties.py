@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis import given, settings
 
 from allranks.lighthouse.decide import Form, decide
 from allranks.lighthouse.options import Options
@@ -17,17 +18,10 @@ NAMES = [f"r{i}" for i in range(6)]
 names = st.sampled_from(NAMES)
 
 
-class JobLife(RuleBasedStateMachine):
+class JobLife:
     """Replicas come, ask, die, fall silent, leave, restart, are evicted; time passes; quorums are formed."""
 
-    @initialize(
-        crowd=st.integers(0, 6),
-        min_replicas=st.integers(1, 3),
-        multiple_of=st.sampled_from([1, 1, 2]),
-        max_replicas=st.sampled_from([0, 0, 4]),
-        flap_limit=st.integers(0, 2),
-    )
-    def begin(
+    def __init__(
         self, crowd: int, min_replicas: int, multiple_of: int, max_replicas: int, flap_limit: int
     ) -> None:
         self.options = Options(
@@ -44,73 +38,56 @@ class JobLife(RuleBasedStateMachine):
     def _session(self, name: str) -> str:
         return f"{name}.{self.lives[name]}"
 
-    @rule(name=names, observer=st.sampled_from([False] * 5 + [True]))
     def connect(self, name: str, observer: bool) -> None:
         if name not in self.state.replicas:
             self.state.connect(self.now, name, self._session(name), observer=observer)
 
-    @rule(name=names)
     def restart(self, name: str) -> None:
         if name in self.state.replicas:
             self.state.lose(self.now, name, "restarted", True)
         self.lives[name] += 1
         self.state.connect(self.now, name, self._session(name))
 
-    @rule(
-        name=names,
-        step=st.integers(0, 3),
-        shrink=st.sampled_from([False] * 6 + [True]),
-        failed=st.integers(0, 1),
-    )
     def ask(self, name: str, step: int, shrink: bool, failed: int) -> None:
         if name in self.state.replicas and name not in self.state.evicted:
             member = Member(name, self._session(name), step=step, shrink_only=shrink, commit_failures=failed)
             self.state.ask(self.now, name, member)
 
-    @rule()
     def everybody_asks(self) -> None:
         for name, replica in self.state.replicas.items():
             if name not in self.state.evicted and not replica.observer:
                 self.state.ask(self.now, name, Member(name, replica.session))
 
-    @rule(name=names, certain=st.booleans())
     def lose(self, name: str, certain: bool) -> None:
         if name in self.state.replicas:
             self.state.lose(self.now, name, "gone", certain)
 
-    @rule(name=names)
     def leave(self, name: str) -> None:
         if name in self.state.replicas:
             self.state.leave(self.now, name, "bye")
 
-    @rule(name=names)
     def withdraw(self, name: str) -> None:
         self.state.withdraw(name)
 
-    @rule(name=names)
     def evict(self, name: str) -> None:
         self.state.evict(name, "bad")
 
-    @rule(name=names)
     def let_in(self, name: str) -> None:
         self.state.let_in(name)
 
-    @rule(seconds=st.sampled_from([0.1, 1.0, 4.0, 11.0, 31.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.state.advance(self.now)
 
-    @precondition(lambda self: self.state.last is not None)
-    @rule()
     def lighthouse_restarts(self) -> None:
         """The new one starts with nothing but the quorum that a member reports."""
         last, evicted = self.state.last, dict(self.state.evicted)
-        assert last is not None
+        if last is None:
+            return
         self.state = State(self.options)
         self.state.evicted = evicted
         self.state.adopt(self.now, last)
 
-    @rule()
     def form(self) -> None:
         decision, reason = decide(self.now, self.state, self.options)
         if not isinstance(decision, Form):
@@ -120,20 +97,17 @@ class JobLife(RuleBasedStateMachine):
         self._check_new(quorum, before)
         self.state.form(quorum)
 
-    @rule()
     def one_step(self) -> None:
         """What a healthy job does all day."""
         self.everybody_asks()
         self.form()
 
-    @rule(name=names, certain=st.booleans())
     def die_in_a_step(self, name: str, certain: bool) -> None:
         """A member is lost while the others train, and the survivors ask."""
         self.one_step()
         self.lose(name, certain)
         self.one_step()
 
-    @rule(chosen=st.sets(names, min_size=1))
     def some_ask(self, chosen: set[str]) -> None:
         for name in sorted(chosen):
             self.ask(name, 0, False, 0)
@@ -186,10 +160,7 @@ class JobLife(RuleBasedStateMachine):
         stayed = {m.replica for m in before.members if m.replica in self.state.veterans} - could
         assert len(could) <= len(stayed), f"{could} of quorum {before.number} may train on without {stayed}"
 
-    @invariant()
     def decides_like_the_dumb_one(self) -> None:
-        if not hasattr(self, "state"):
-            return
         self.state.advance(self.now)
         decision, reason = decide(self.now, self.state, self.options)
         expected = dumb_decision(self.now, self.state, self.options)
@@ -199,25 +170,65 @@ class JobLife(RuleBasedStateMachine):
         else:
             assert decision.rule == expected[0]
 
-    @invariant()
     def a_living_member_is_never_dropped_without_a_reason(self) -> None:
         """Whoever is no longer there has left, was lost, or the lighthouse is new."""
-        if not hasattr(self, "state") or self.state.last is None:
+        if self.state.last is None:
             return
         for member in self.state.last.members:
             here = member.replica in self.state.replicas
             assert here or member.replica in self.state.gone or member.replica in self.state.evicted
 
-    @invariant()
     def the_dead_are_forgotten(self) -> None:
         """Only members of the last quorum are remembered once they are gone, and silence has its limit."""
-        if not hasattr(self, "state"):
-            return
         members = set(self.state.last.names) if self.state.last else set()
         assert set(self.state.gone) <= members
         for name in self.state.silent:
             assert self.now - self.state.gone[name].at < self.options.presume_dead_s
 
 
-JobLife.TestCase.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
-TestJobLife = JobLife.TestCase
+def _event(kind: str, /, **values: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
+    return st.tuples(st.just(kind), st.fixed_dictionaries(values))
+
+
+EVENTS = st.one_of(
+    _event("connect", name=names, observer=st.sampled_from([False] * 5 + [True])),
+    _event("restart", name=names),
+    _event(
+        "ask",
+        name=names,
+        step=st.integers(0, 3),
+        shrink=st.sampled_from([False] * 6 + [True]),
+        failed=st.integers(0, 1),
+    ),
+    _event("everybody_asks"),
+    _event("some_ask", chosen=st.sets(names, min_size=1)),
+    _event("lose", name=names, certain=st.booleans()),
+    _event("leave", name=names),
+    _event("withdraw", name=names),
+    _event("evict", name=names),
+    _event("let_in", name=names),
+    _event("time_passes", seconds=st.sampled_from([0.1, 1.0, 4.0, 11.0, 31.0])),
+    _event("lighthouse_restarts"),
+    _event("form"),
+    _event("one_step"),
+    _event("die_in_a_step", name=names, certain=st.booleans()),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    crowd=st.integers(0, 6),
+    min_replicas=st.integers(1, 3),
+    multiple_of=st.sampled_from([1, 1, 2]),
+    max_replicas=st.sampled_from([0, 0, 4]),
+    flap_limit=st.integers(0, 2),
+    events=st.lists(EVENTS, max_size=40),
+)
+def test_whatever_happens_the_rules_hold(events: list[tuple[str, dict[str, Any]]], **options: int) -> None:
+    """Decides like the dumb one, never splits, drops nobody without a reason, forgets the dead."""
+    life = JobLife(**options)
+    for name, values in events:
+        getattr(life, name)(**values)
+        life.decides_like_the_dumb_one()
+        life.a_living_member_is_never_dropped_without_a_reason()
+        life.the_dead_are_forgotten()
