@@ -175,6 +175,36 @@ def test_nothing_is_asked_of_cuda_while_a_graph_is_captured(tmp_path: Path, engi
     writer.capturing = 1
     writer.sweep(everything=True)
     assert len(writer.pending) == 1
+    number = writer.begin(group, 1, (0, 0, 0))
+    writer.returned(_Work(), number, group)
+    writer.returned(None, writer.begin(group, 1, (0, 0, 0)), group)
+    assert len(writer.pending) == 1  # captured calls are not followed
+    trace = read_trace(writer.box.path)
+    assert [bool(int(row["flags"]) & Flag.CAPTURED) for row in trace.calls] == [False, True, True]
+    assert set(_states(trace)) == {State.SCHEDULED}
+
+
+def test_a_call_without_a_work_is_followed_by_a_marker_on_the_device(tmp_path: Path, engine: str) -> None:
+    """NCCL gives no Work for a call that the program does not want to wait for by itself."""
+    writer = _writer(tmp_path, engine)
+    group = GroupState(1, "g", (0,), "nccl", 0, engine == "c")
+    marker = _Work()
+    writer.mark_device = lambda: marker
+    writer.returned(None, writer.begin(group, 1, (0, 0, 0)), group)
+    assert _states(read_trace(writer.box.path)) == [State.SCHEDULED]
+    marker.over = True
+    writer.sweep(everything=True)
+    assert _states(read_trace(writer.box.path)) == [State.COMPLETED]
+
+
+def test_in_a_group_with_two_backends_the_tensor_decides_what_wait_means(tmp_path: Path, engine: str) -> None:
+    """Calls on CPU tensors of "cpu:gloo,cuda:nccl" end with wait(); the others when the device says so."""
+    writer = _writer(tmp_path, engine)
+    group = GroupState(1, "g", (0,), "cpu:gloo,cuda:nccl", 0, engine == "c")
+    for on_cpu in (True, False):
+        writer.returned(_Work(), writer.begin(group, 1, (0, 0, 0)), group, on_cpu=on_cpu)
+    assert [entry[2].blocking for entry in writer.pending.values()] == [True, False]
+    assert _states(read_trace(writer.box.path)) == [State.STARTED, State.SCHEDULED]
 
 
 def test_a_coalesced_group_ends_as_a_whole(tmp_path: Path, engine: str) -> None:

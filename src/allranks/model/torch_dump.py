@@ -33,6 +33,7 @@ Dump = dict[str, object]
 def to_torch_dump(trace: RankTrace, *, include_completed: bool = True, stacks: bool = True) -> Dump:
     """The trace as the dictionary that torch pickles."""
     rows = trace.calls if include_completed else trace.calls[_active(trace.calls)]
+    frames = _frames(trace) if stacks else None
     dump: Dump = {
         "version": VERSION,
         "pg_config": {
@@ -41,7 +42,7 @@ def to_torch_dump(trace: RankTrace, *, include_completed: bool = True, stacks: b
         },
         "comm_lib_version": dict(trace.header.versions).get("nccl", ""),
         "pg_status": _status(trace),
-        "entries": [_entry(trace, row, stacks) for row in rows],
+        "entries": [_entry(trace, row, frames) for row in rows],
     }
     return dump
 
@@ -90,18 +91,23 @@ def _group_status(trace: RankTrace, index: int) -> dict[str, int]:
     }
 
 
-def _entry(trace: RankTrace, row: np.void, stacks: bool) -> dict[str, object]:
+def _frames(trace: RankTrace) -> list[list[dict[str, object]]]:
+    """Every stack once: equal stacks share their frames, so that the pickle stays small, as torch's does."""
+    return [
+        [{"name": frame.name, "filename": frame.file, "line": frame.line} for frame in stack]
+        for stack in trace.stacks
+    ]
+
+
+def _entry(trace: RankTrace, row: np.void, frames: list[list[dict[str, object]]] | None) -> dict[str, object]:
     group = trace.groups[int(row["group"])]
     op = trace.names[int(row["op"])]
     shapes = _as_torch_writes(trace.shapes[int(row["shapes"])], op)
     flags, state = int(row["flags"]), State(int(row["state"]))
     started, completed = int(row["started_ns"]), int(row["completed_ns"])
     entry: dict[str, object] = {}
-    if stacks:
-        entry["frames"] = [
-            {"name": frame.name, "filename": frame.file, "line": frame.line}
-            for frame in trace.stacks[int(row["stack"])]
-        ]
+    if frames is not None:
+        entry["frames"] = list(frames[int(row["stack"])])
     entry |= {
         "record_id": int(row["begin"]) - 1,
         "pg_id": int(row["group"]),

@@ -512,11 +512,11 @@ static PyObject *str_shape, *str_dtype, *str_reduce_op, *no_parts;
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
-    PyObject *original, *slow, *failed, *pending, *groups, *shapes, *options_type, *sweep;
+    PyObject *original, *slow, *failed, *pending, *groups, *shapes, *options_type, *sweep, *no_work;
     Ring *ring;
     Stacks *stacks; /* NULL: no stacks */
     long long op;
-    char enabled;
+    char enabled, direct;
 } Method;
 
 static void Method_dealloc(Method *self) {
@@ -528,6 +528,7 @@ static void Method_dealloc(Method *self) {
     Py_XDECREF(self->shapes);
     Py_XDECREF(self->options_type);
     Py_XDECREF(self->sweep);
+    Py_XDECREF(self->no_work);
     Py_XDECREF(self->ring);
     Py_XDECREF(self->stacks);
     PyTypeObject *type = Py_TYPE(self);
@@ -600,7 +601,7 @@ static PyObject *AllReduce_call(PyObject *callable, PyObject *const *args, size_
     Method *self = (Method *)callable;
     if (!self->enabled)
         return PyObject_Vectorcall(self->original, args, flags, names);
-    if (names || PyVectorcall_NARGS(flags) != 3 || (PyObject *)Py_TYPE(args[2]) != self->options_type ||
+    if (!self->direct || names || PyVectorcall_NARGS(flags) != 3 || (PyObject *)Py_TYPE(args[2]) != self->options_type ||
         !PyList_CheckExact(args[1]) || PyList_GET_SIZE(args[1]) != 1 || !self->ring->view.obj)
         return PyObject_Vectorcall(self->slow, args, flags, names);
     PyObject *key = PyLong_FromVoidPtr(args[0]);
@@ -629,8 +630,12 @@ static PyObject *AllReduce_call(PyObject *callable, PyObject *const *args, size_
     PyObject *work = PyObject_Vectorcall(self->original, args, flags, names);
     if (!work)
         tell_failure(self, number);
-    else if (work == Py_None)
-        mark_finished(self->ring, begin, COMPLETED, 1);
+    else if (work == Py_None) { /* over, or queued on the device: Python knows how to follow it */
+        PyObject *answer = PyObject_CallFunctionObjArgs(self->no_work, number, (PyObject *)group, NULL);
+        if (!answer)
+            PyErr_Clear();
+        Py_XDECREF(answer);
+    }
     else {
         if (group->blocking)
             mark_started(self->ring, begin);
@@ -690,16 +695,18 @@ static void hold_parts(Method *self) {
     Py_XINCREF(self->shapes);
     Py_XINCREF(self->options_type);
     Py_XINCREF(self->sweep);
+    Py_XINCREF(self->no_work);
     Py_XINCREF(self->stacks);
-    self->enabled = 1;
+    self->enabled = self->direct = 1;
 }
 
-/* AllReduce(original, slow, failed, pending, ring, groups, shapes, options_type, sweep, stacks or None, op) */
+/* AllReduce(original, slow, failed, pending, ring, groups, shapes, options_type, sweep, no_work, stacks or None, op) */
 static int AllReduce_init(Method *self, PyObject *args, PyObject *kwargs) {
     Method given = {.op = 0};
-    if (self->original || !PyArg_ParseTuple(args, "OOOOOOOOOOL", &given.original, &given.slow, &given.failed,
+    if (self->original || !PyArg_ParseTuple(args, "OOOOOOOOOOOL", &given.original, &given.slow, &given.failed,
                                             &given.pending, &given.ring, &given.groups, &given.shapes,
-                                            &given.options_type, &given.sweep, &given.stacks, &given.op))
+                                            &given.options_type, &given.sweep, &given.no_work, &given.stacks,
+                                            &given.op))
         return -1;
     if ((PyObject *)given.stacks == Py_None)
         given.stacks = NULL;
@@ -731,6 +738,7 @@ static int Wait_init(Method *self, PyObject *args, PyObject *kwargs) {
 
 static PyMemberDef Method_members[] = {
     {"enabled", T_BOOL, offsetof(Method, enabled), 0, "False: calls go straight to torch."},
+    {"direct", T_BOOL, offsetof(Method, direct), 0, "False: every call takes the wrapper in Python."},
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(Method, vectorcall), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };

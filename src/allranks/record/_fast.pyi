@@ -59,6 +59,7 @@ class Counters:
 
 class AllReduce:
     enabled: bool
+    direct: bool
     def __init__(self, *parts: Any) -> None: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 

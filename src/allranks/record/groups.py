@@ -46,7 +46,7 @@ class PyCounters:
 class GroupState:
     """One process group as this rank sees it."""
 
-    __slots__ = ("backend", "counters", "name", "parts", "ranks", "ref")
+    __slots__ = ("backend", "counters", "mixed", "name", "parts", "ranks", "ref")
 
     def __init__(
         self,
@@ -60,6 +60,7 @@ class GroupState:
         self.name = name
         self.ranks = ranks  # global ranks in group order; () = unknown
         self.backend = backend
+        self.mixed = "," in backend  # "cpu:gloo,cuda:nccl": what wait() means depends on the tensor
         self.counters = make_counters(number, timeout_ms, backend in WAITS_BLOCK, accelerate)
         self.parts: list[int] = []  # numbers of the calls in the open coalesced group
         self.ref: weakref.ref[Any] | None = None
@@ -113,16 +114,20 @@ def _ranks(group: Any, world_size: int) -> tuple[int, ...]:
 
 
 def _backend(group: Any) -> str:
-    """ "nccl", "gloo", ...; for a group with several, the one of the accelerator."""
+    """ "nccl", "gloo", …; "cpu:gloo,cuda:nccl" for a group that has several."""
     try:
         from torch.distributed import distributed_c10d
 
         config = distributed_c10d._world.pg_map.get(group)
         if config and config[0] != "undefined":
             return str(config[0])
-        for device in reversed(getattr(group, "_device_types", [])):
-            return str(group._get_backend(device).name())
-        return str(group.name())
+        names = {
+            str(device.type): str(group._get_backend(device).name())
+            for device in getattr(group, "_device_types", [])
+        }
+        if len(set(names.values())) > 1:
+            return ",".join(f"{device}:{name}" for device, name in sorted(names.items()))
+        return next(iter(names.values()), "") or str(group.name())
     except Exception:  # as above
         return ""
 

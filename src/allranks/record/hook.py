@@ -72,7 +72,7 @@ class Hook:
             self._replace(owner, "_end_coalescing", self._wrap_end(owner._end_coalescing))
         wait = c10d.Work.wait
         self._replace(c10d.Work, "wait", self._fast_wait(wait, self._wrap_wait(wait)))
-        self._watch_graph_capture()
+        self._watch_cuda()
         try:
             from allranks.record.twin import Twins
 
@@ -137,7 +137,8 @@ class Hook:
 
         state.ref = weakref.ref(group, forget)
         groups[key] = state
-        counters[key] = state.counters
+        if not state.mixed:
+            counters[key] = state.counters
 
     def shapes(self, call: Call) -> Shapes:
         """Sizes and dtypes of a call, interned."""
@@ -206,7 +207,7 @@ class Hook:
             except BaseException as error:
                 writer.failed(number, error)
                 raise
-            writer.returned(work, number, group)
+            writer.returned(work, number, group, on_cpu=group.mixed and _on_cpu(call, op))
             return work
 
         return wrapper
@@ -225,7 +226,7 @@ class Hook:
         op = writer.box.intern(Item.NAME, "all_reduce")
         return AllReduce(
             original, slow, writer.failed, writer.pending, writer.ring, self._counters, self._one_shape,
-            c10d.AllreduceOptions, writer.sweep, stacks, op,
+            c10d.AllreduceOptions, writer.sweep, writer.no_work, stacks, op,
         )  # fmt: skip
 
     def _fast_wait(self, original: Callable[..., Any], slow: Callable[..., Any]) -> Any:
@@ -299,12 +300,20 @@ class Hook:
 
         return _end_coalescing
 
-    def _watch_graph_capture(self) -> None:
-        """No event may be queried while any thread captures a CUDA graph."""
-        graph = getattr(torch._C, "_CUDAGraph", None) or getattr(
-            getattr(torch, "cuda", None), "CUDAGraph", None
-        )
-        if graph is None or "capture_begin" not in dir(graph):
+    def capturing(self, change: int) -> None:
+        """One more or one less CUDA graph is being captured."""
+        writer = self.writer
+        if writer is None:
+            return
+        writer.capturing = max(0, writer.capturing + change)
+        for _, _, wrapper, _ in self._replaced:
+            if hasattr(wrapper, "direct"):
+                wrapper.direct = not writer.capturing
+
+    def _watch_cuda(self) -> None:
+        """Follows calls that leave no Work by events, and asks no event while any thread captures a CUDA graph."""
+        graph = getattr(torch._C, "_CUDAGraph", None)
+        if graph is None or "capture_begin" not in vars(graph):
             return
         writer = self.writer
         assert writer is not None
@@ -312,14 +321,42 @@ class Hook:
         def counted(original: Callable[..., Any], change: int) -> Callable[..., Any]:
             def method(self: Any, *args: Any, **kwargs: Any) -> Any:
                 if change > 0:
-                    writer.capturing += 1
+                    hook.capturing(+1)
                 try:
                     return original(self, *args, **kwargs)
                 finally:
                     if change < 0:
-                        writer.capturing = max(0, writer.capturing - 1)
+                        hook.capturing(-1)
 
             return method
 
+        hook = self
+        writer.mark_device = EventMarker.make
         self._replace(graph, "capture_begin", counted(graph.capture_begin, +1))
         self._replace(graph, "capture_end", counted(graph.capture_end, -1))
+
+
+def _on_cpu(call: Call, op: str) -> bool:
+    """Whether a call of a group with several backends goes to the one for CPU tensors."""
+    tensor = next(iter(call.inputs or call.outputs), None)
+    return op == "monitored_barrier" if tensor is None else bool(tensor.is_cpu)
+
+
+class EventMarker:
+    """A CUDA event behind a call that NCCL put on the current stream without giving out a Work."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    @classmethod
+    def make(cls) -> EventMarker | None:
+        """A marker on the current stream; None when there is no device, or while a graph is captured."""
+        if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return cls(event)
+
+    def is_completed(self) -> bool:
+        """Whether the device has come past it."""
+        return bool(self._event.query())

@@ -90,7 +90,8 @@ class Watch:
         woken = os.read(self._stop_read, 64)
         if b"\xff" in woken:
             return False
-        if self._recorder.options.dump_signal in woken:  # Python writes the number of every signal that it handles
+        number = self._recorder.options.dump_signal
+        if number is not None and number in woken:  # Python writes the number of every signal that it handles
             self._dump("signal")
         return True
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from allranks.model.trace import Flag, State
 from allranks.record.box import Box
-from allranks.record.groups import GroupState
+from allranks.record.groups import GroupState, PyCounters
 from allranks.record.options import RecorderOptions
 from allranks.record.ring import Shapes, make_ring
 from allranks.record.stack import Stacks
@@ -23,8 +23,15 @@ from allranks.record.stack import Stacks
 #: (work, number of the call, counters of its group, numbers of the calls that end with it)
 Entry = tuple[Any, int, Any, tuple[int, ...]]
 
-P2P, PART, END = int(Flag.P2P), int(Flag.COALESCED_PART), int(Flag.COALESCED_END)
+P2P, PART, END, CAPTURED = (
+    int(flag) for flag in (Flag.P2P, Flag.COALESCED_PART, Flag.COALESCED_END, Flag.CAPTURED)
+)
 COMPLETED, FAILED, TIMED_OUT = int(State.COMPLETED), int(State.FAILED), int(State.TIMED_OUT)
+
+
+CPU_SIDE = PyCounters(
+    0, 0, True
+)  # calls of a group with several backends that went to the one for CPU tensors
 
 
 class CallWriter:
@@ -40,6 +47,7 @@ class CallWriter:
         self.capturing = 0  # CUDA graph captures in progress: no event may be queried
         self.on_timeout: Callable[[], None] | None = None
         self.original_wait: Callable[[Any], Any] | None = None  # Work.wait as it was before it was wrapped
+        self.mark_device: Callable[[], Any] | None = None  # a marker behind all that is queued on the device
 
     def begin(
         self, group: GroupState, op: int, shapes: Shapes,
@@ -56,6 +64,8 @@ class CallWriter:
             seq, p2p_seq, flags = counters.last_seq, counters.next_p2p(), P2P
         else:
             seq = counters.next_seq()
+        if self.capturing and not counters.blocking:
+            flags |= CAPTURED
         stack = self.stacks.at(frame) if self.stacks is not None else 0
         number: int = self.ring.begin(
             counters.number, op, shapes, stack, seq, p2p_seq, counters.next_op(), timeout_ms or counters.timeout_ms,
@@ -77,14 +87,27 @@ class CallWriter:
         )  # fmt: skip
         return number, parts
 
-    def track(self, work: Any, number: int, group: GroupState, parts: tuple[int, ...] = ()) -> None:
+    def track(
+        self, work: Any, number: int, group: GroupState, parts: tuple[int, ...] = (), on_cpu: bool = False
+    ) -> None:
         """The library took the call and will finish it later; follows `work` until then."""
         counters = group.counters
-        if counters.batch is not None:
-            return  # the end of the coalesced group tells for all of it
-        if counters.blocking:
+        if counters.batch is not None or (self.capturing and not counters.blocking):
+            return  # the end of the coalesced group tells for all of it; a captured call has no end of its own
+        owner = CPU_SIDE if on_cpu and group.mixed else counters
+        if owner.blocking:
             self.ring.started(number)
-        self.pending[id(work)] = (work, number, counters, parts)
+        self.pending[id(work)] = (work, number, owner, parts)
+
+    def no_work(self, number: int, counters: Any, parts: tuple[int, ...] = ()) -> None:
+        """The library returned no Work: the call is over, or it is queued on the device and a marker follows it."""
+        if counters.batch is not None or (self.capturing and not counters.blocking):
+            return
+        marker = None if counters.blocking or self.mark_device is None else self.mark_device()
+        if marker is None:
+            self.finish(number, parts)
+        else:
+            self.pending[id(marker)] = (marker, number, counters, parts)
 
     def finish(self, number: int, parts: tuple[int, ...] = (), state: int = COMPLETED) -> None:
         """Notes the end of a call and of those that end with it."""
@@ -92,12 +115,14 @@ class CallWriter:
         for part in parts:
             self.ring.finish_part(part, state)
 
-    def returned(self, work: Any, number: int, group: GroupState, parts: tuple[int, ...] = ()) -> None:
-        """What the library returned: a Work to follow, or None for a call that is over."""
+    def returned(
+        self, work: Any, number: int, group: GroupState, parts: tuple[int, ...] = (), on_cpu: bool = False
+    ) -> None:
+        """What the library returned: a Work to follow, or None."""
         if work is not None:
-            self.track(work, number, group, parts)
-        elif group.counters.batch is None:
-            self.finish(number, parts)
+            self.track(work, number, group, parts, on_cpu)
+        else:
+            self.no_work(number, CPU_SIDE if on_cpu and group.mixed else group.counters, parts)
 
     def wait_failed(self, key: int, error: BaseException) -> None:
         """The program's wait() for this Work raised."""
