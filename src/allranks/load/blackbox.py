@@ -27,6 +27,13 @@ _item_header = struct.Struct("<IHHI").unpack_from
 MAX_HEAP_BYTES = 256 << 20
 _FLAG_MASK = 0x7F
 _LAST_KIND = int(max(Item))
+_HUGE = 1 << 62
+_NEXT_ID = int(HEADER.fields["next_id"][1])  # type: ignore[index]
+#: The columns of ids stand side by side; as words of four bytes they are these.
+_ID_COLUMNS = ("group", "op", "shapes", "stack", "label")
+_FIRST_ID = int(CALL.fields["group"][1]) // 4  # type: ignore[index]
+#: Items longer than this are compared, not hashed: a member list of 16,384 ranks is in every file.
+LONG_ITEM = 2048
 
 
 @dataclass
@@ -35,6 +42,19 @@ class HeapCache:
 
     tables: Tables
     items: dict[bytes, Any] = field(default_factory=dict)
+    long_items: dict[tuple[int, bytes], list[bytes]] = field(default_factory=dict)
+
+    def known(self, data: bytes, position: int, behind: int) -> bytes:
+        """The item at a place of a heap; a long one that was seen before is not copied."""
+        if behind - position <= LONG_ITEM:
+            return data[position:behind]
+        key = (behind - position, data[behind - 64 : behind])
+        candidates = self.long_items.setdefault(key, [])
+        for candidate in candidates:
+            if data.startswith(candidate, position):
+                return candidate  # its hash is known already
+        candidates.append(data[position:behind])
+        return candidates[-1]
 
     def add(self, item: bytes, kind: int) -> Any:
         """Decodes an item: an index into the tables, a Group, or the meta dictionary; None when unreadable."""
@@ -52,9 +72,9 @@ def read_box(file: File, cache: HeapCache, max_bytes: int) -> Raw:
     head = _read_header(file)
     notes: list[str] = []
     capacity = _capacity(head, file.size, max_bytes, notes)
-    closed, next_id = head.closed_ns != 0, min(head.next_id, 1 << 62)
-    now = None if closed else lambda: min(_read_header(file).next_id, 1 << 62)
-    rows, torn = read_ring(file, min(head.capacity, 1 << 62), capacity, next_id, now)
+    closed = head.closed_ns != 0
+    now = None if closed else lambda: _read_next_id(file)
+    rows, torn = read_ring(file, min(head.capacity, _HUGE), capacity, min(head.next_id, _HUGE), now)
     # The heap is read after the ring, so that every id that a row mentions has been published.
     head = head if closed else _read_header(file)
     heap = _read_heap(file, head, cache, notes)
@@ -73,7 +93,7 @@ def read_box(file: File, cache: HeapCache, max_bytes: int) -> Raw:
 
 
 def _read_header(file: File) -> SimpleNamespace:
-    data = file.read(0, HEADER_BYTES)
+    data = file.read(0, HEADER.itemsize)
     if len(data) < HEADER.itemsize or data[:8] != MAGIC:
         raise Unreadable("cut short inside its header", kind="black box")
     head = SimpleNamespace(
@@ -84,6 +104,11 @@ def _read_header(file: File) -> SimpleNamespace:
     if head.record_bytes != CALL.itemsize:
         raise Unreadable(f"records of {head.record_bytes} bytes, not {CALL.itemsize}", kind="black box")
     return head
+
+
+def _read_next_id(file: File) -> int:
+    """How many records were begun by now."""
+    return min(int.from_bytes(file.read(_NEXT_ID, 8), "little"), _HUGE)
 
 
 def _capacity(head: SimpleNamespace, size: int, max_bytes: int, notes: list[str]) -> int:
@@ -124,7 +149,7 @@ def _read_heap(file: File, head: SimpleNamespace, cache: HeapCache, notes: list[
         behind = position + ITEM_HEADER_BYTES + length
         if behind > end:
             break
-        item = data[position:behind]
+        item = cache.known(data, position, behind)
         value = known.get(item)
         if value is None:
             value = cache.add(item, kind)
@@ -167,12 +192,15 @@ def _lists(value: Any) -> tuple[tuple[int, ...], ...]:
 
 def _to_tables(rows: np.ndarray, heap: _Heap, notes: list[str]) -> np.ndarray:
     """Replaces the file's own ids by indices into the shared tables. An id that is not in the heap becomes 0."""
-    _map(rows, "op", heap.ids[Item.NAME])
-    _map(rows, "label", heap.ids[Item.NAME])
-    _map(rows, "shapes", heap.ids[Item.SHAPES])
-    _map(rows, "stack", heap.ids[Item.STACK])
-    order = {number: index for index, number in enumerate(sorted(heap.groups), start=1)}
-    _map(rows, "group", order)
+    if len(rows):
+        names = heap.ids[Item.NAME]
+        order = {number: index for index, number in enumerate(sorted(heap.groups), start=1)}
+        maps = (order, names, heap.ids[Item.SHAPES], heap.ids[Item.STACK], names)
+        words = rows.view(np.uint32).reshape(len(rows), -1)
+        highest = words[:, _FIRST_ID : _FIRST_ID + len(maps)].max(axis=0).tolist()
+        for column, ids, top in zip(_ID_COLUMNS, maps, highest, strict=True):
+            if top and not (top <= len(ids) and _is_identity(ids)):
+                _map(rows, column, ids)
     if len(rows) and (rows["reduce_op"] >= len(REDUCE_OPS)).any():
         rows["reduce_op"][rows["reduce_op"] >= len(REDUCE_OPS)] = len(REDUCE_OPS) - 1
     if len(rows) and (rows["state"] > max(State)).any():
@@ -182,23 +210,19 @@ def _to_tables(rows: np.ndarray, heap: _Heap, notes: list[str]) -> np.ndarray:
     return rows
 
 
+def _is_identity(ids: dict[int, int]) -> bool:
+    """Whether 1 → 1, 2 → 2, …: ranks that write alike number alike, so that mostly nothing must be changed."""
+    return all(map(eq, ids, ids.values())) and next(iter(ids)) == 1 and next(reversed(ids)) == len(ids)
+
+
 def _map(rows: np.ndarray, name: str, ids: dict[int, int]) -> None:
-    """Replaces one column's ids. Ranks that write alike number alike, so that mostly nothing changes."""
-    column = rows[name]
-    top = len(ids)
-    if not len(rows) or (int(column.max()) <= top and all(map(eq, ids, ids.values())) and _counts_up(ids)):
-        return
-    highest = min(max(ids, default=0), 4 * top + 1024)  # hostile numbering must not make a large table
+    """Replaces one column's ids."""
+    highest = min(max(ids, default=0), 4 * len(ids) + 1024)  # hostile numbering must not make a large table
     table = np.zeros(highest + 2, np.uint32)
     for number, index in ids.items():
         if number <= highest:
             table[number] = index
-    rows[name] = table[np.minimum(column, highest + 1)]
-
-
-def _counts_up(ids: dict[int, int]) -> bool:
-    """Whether the ids are 1, 2, 3, …"""
-    return not ids or (next(iter(ids)) == 1 and next(reversed(ids)) == len(ids))
+    rows[name] = table[np.minimum(rows[name], highest + 1)]
 
 
 def _groups(heap: _Heap) -> tuple[Group, ...]:

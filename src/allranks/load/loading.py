@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 from allranks.errors import InputError
 from allranks.load.choose import Candidate, choose
+from allranks.load.parallel import read_all_shares
 from allranks.load.ranks import attempt_of_name, rank_by_prefix, ranks_of_names
 from allranks.load.reading import Reader
-from allranks.load.result import LoadOptions, LoadResult, Raw, Unreadable
-from allranks.load.sources import Source, find_sources, is_tar, read_all, tar_members, unwrap
+from allranks.load.result import LoadOptions, LoadResult, Raw
+from allranks.load.share import Share
+from allranks.load.sources import Source, find_sources
 from allranks.load.tables import Frozen
 from allranks.model.diagnosis import FileNote
 from allranks.model.trace import RankTrace
@@ -19,68 +23,29 @@ from allranks.model.trace import RankTrace
 MAX_DUMP_DELAY_NS = 3600 * 10**9
 
 
-@dataclass
-class _Load:
-    """What piles up while files are read."""
-
-    options: LoadOptions
-    reader: Reader
-    raws: list[tuple[Source, Raw]] = field(default_factory=list)
-    failed: list[tuple[Source, Unreadable]] = field(default_factory=list)
-
-    def read(self, source: Source) -> None:
-        """Reads one source, looking into archives."""
-        try:
-            members = self._members(source)
-            if members is not None:
-                for member in members:
-                    self.read_member(member)
-                return
-        except Unreadable as error:
-            self.failed.append((source, error))
-            return
-        self.read_member(source)
-
-    def read_member(self, source: Source) -> None:
-        """Reads one source that is not an archive."""
-        try:
-            self.raws.append((source, self.reader.read(source)))
-        except Unreadable as error:
-            self.failed.append((source, error))
-
-    def _members(self, source: Source) -> list[Source] | None:
-        """The members of a tar file, compressed or not; None when the source is none."""
-        name = source.path.lower()
-        if source.problem or not (".tar" in name or name.endswith((".tgz", ".tzst"))):
-            return None
-        try:
-            limit = self.options.max_box_bytes
-            data, problem = unwrap(read_all(source, limit), limit)
-        except OSError as error:
-            raise Unreadable(f"cannot be read: {error.strerror or error}") from error
-        if not is_tar(data):
-            return None
-        members = list(tar_members(source, data, self.options.max_file_bytes))
-        if problem:
-            self.failed.append((source, Unreadable(problem, kind="tar archive")))
-        return members
-
-
 def load_paths(paths: Sequence[str], options: LoadOptions | None = None) -> LoadResult:
     """Reads everything behind the paths. Raises InputError when a path does not exist or nothing was readable."""
     options = options or LoadOptions()
-    load = _Load(options, Reader(options))
     sources = list(find_sources([str(path) for path in paths], options))
-    for done, source in enumerate(sources):
-        if options.progress and done % 16 == 0:
-            options.progress(done, len(sources))
-        load.read(source)
-    if options.progress:
-        options.progress(len(sources), len(sources))
-    return _settle(load, paths)
+    load = Share(options, Reader(options))
+    with _no_collector():
+        read_all_shares(load, sources)
+        return _settle(load, paths)
 
 
-def _settle(load: _Load, paths: Sequence[str]) -> LoadResult:
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Switches the garbage collector off: it would walk all that was read so far, again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _settle(load: Share, paths: Sequence[str]) -> LoadResult:
     """Ranks, attempts and duplicates, then the final traces and notes."""
     names = _file_ranks([source.path for source, _ in load.raws], load.options)
     notes: list[FileNote] = []
@@ -152,7 +117,7 @@ def _note(candidate: Candidate) -> FileNote:
     return FileNote(candidate.path, candidate.rank, raw.kind, "damaged" if raw.damaged else "ok", note)
 
 
-def _failures(load: _Load) -> list[FileNote]:
+def _failures(load: Share) -> list[FileNote]:
     """Notes of files that gave nothing; a damaged one still tells its rank by its name."""
     damaged = [source.path for source, error in load.failed if not error.skip]
     ranks = _file_ranks(damaged, load.options)

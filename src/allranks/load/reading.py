@@ -14,7 +14,7 @@ from allranks.load.layout import Irregular
 from allranks.load.regular import MIN_BYTES, LayoutCache, shrink
 from allranks.load.result import LoadOptions, Raw, Unreadable
 from allranks.load.ring import BytesFile, OpenFile
-from allranks.load.sources import GZIP, ZSTD, Source, read_all, read_head, unwrap
+from allranks.load.sources import GZIP, ZSTD, Source, read_all, unwrap
 from allranks.load.tables import Tables
 from allranks.load.torch_dump import read_dump
 from allranks.load.unpickle import read_pickle
@@ -46,23 +46,26 @@ class Reader:
             raise Unreadable(f"cannot be read: {error.strerror or error}") from error
 
     def _read(self, source: Source) -> Raw:
-        head = read_head(source, HEAD_BYTES)
+        if source.data is not None:
+            return self._read_known(source, source.data[:HEAD_BYTES])
+        fd = os.open(source.location, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            head = os.pread(fd, HEAD_BYTES, 0)
+            if head.startswith(MAGIC):
+                return read_box(OpenFile(fd), self.heap, self.options.max_box_bytes)
+        finally:
+            os.close(fd)
+        return self._read_known(source, head)
+
+    def _read_known(self, source: Source, head: bytes) -> Raw:
+        """Reads a source whose first bytes are known."""
         if not head:
             raise Unreadable("empty file")
-        if head.startswith(MAGIC):
-            return self._read_box(source)
+        if head.startswith(MAGIC) and source.data is not None:
+            return read_box(BytesFile(source.data), self.heap, self.options.max_box_bytes)
         if not _promising(head):
             raise _foreign(source.path, head)
         return self.read_bytes(source.path, read_all(source, self.options.max_file_bytes))
-
-    def _read_box(self, source: Source) -> Raw:
-        if source.data is not None:
-            return read_box(BytesFile(source.data), self.heap, self.options.max_box_bytes)
-        fd = os.open(source.location, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return read_box(OpenFile(fd), self.heap, self.options.max_box_bytes)
-        finally:
-            os.close(fd)
 
     def read_bytes(self, path: str, data: bytes) -> Raw:
         """The content of a file that is in memory; compressed bytes are unwrapped first."""

@@ -107,14 +107,6 @@ def _shown(root: str, path: str, alone: bool) -> str:
     return os.path.relpath(path, root) if alone else path
 
 
-def read_head(source: Source, count: int) -> bytes:
-    """The first bytes of a source."""
-    if source.data is not None:
-        return source.data[:count]
-    with open(source.location, "rb") as file:
-        return file.read(count)
-
-
 def read_all(source: Source, limit: int) -> bytes:
     """All bytes of a source; refuses what is beyond the limit before reading it."""
     if source.data is not None:
