@@ -23,7 +23,7 @@ def explain_ranks(context: Context, blocked: Blocked, ranks: tuple[int, ...]) ->
         return _no_dump(context, blocked, ranks)
     ranks = tuple(rank for rank in ranks if rank in context.job.ranks)
     if blocked.p2p is not None:
-        crossed = _wrong_peer(context, blocked)
+        crossed = wrong_peer(context, blocked)
         if crossed is not None:
             return crossed
     else:
@@ -127,7 +127,7 @@ def _failed_quickly(context: Context, rank: int, row: int) -> bool:
 def _died(context: Context, blocked: Blocked, dead: dict[int, str]) -> Finding:
     ranks = tuple(sorted(dead))
     base = _base(context, blocked, ranks)
-    sentence = f"{who(context.job, ranks)} died: {dead[ranks[0]]}; {_waiting(context, blocked, ranks)} in {context.call(blocked)}"
+    sentence = f"{who(context.job, ranks)} died before {context.call(blocked)}: {dead[ranks[0]]}; {_waiting(context, blocked, ranks)}"
     return replace(base, cause="rank_died", sentence=sentence, confidence=0.93, missing_evidence=(),
                    advice=(f"read the end of the log of {ranks_text(ranks)}, and `dmesg -T | grep -i kill` on its node",))  # fmt: skip
 
@@ -226,7 +226,7 @@ def _lone_waiter(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> 
     )  # fmt: skip
 
 
-def _wrong_peer(context: Context, blocked: Blocked) -> Finding | None:
+def wrong_peer(context: Context, blocked: Blocked) -> Finding | None:
     """The waiter itself has the wrong partner: somebody else is waiting for exactly it."""
     wait = blocked.p2p
     assert wait is not None
@@ -288,6 +288,8 @@ def _waiting(context: Context, blocked: Blocked, guilty: tuple[int, ...]) -> str
     behind = (set(context.waiters_behind((-1 - blocked.index,))) | set(blocked.waiters)) - set(guilty)
     number = len(behind)
     verb = "has" if number == 1 else "have"
+    if blocked.rows and len(blocked.failed) == len(blocked.rows) and blocked.p2p is None:
+        return f"the call failed on {ranks_text(blocked.failed)}"
     wait = context.waited(blocked)
     text = f"{count_ranks(number)} {verb} waited {seconds(wait)}" if wait is not None else ""
     return text or f"{count_ranks(number)} wait{'s' if number == 1 else ''} for it"

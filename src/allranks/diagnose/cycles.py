@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from allranks.diagnose.absent import left_out, shifted
+from allranks.diagnose.absent import left_out, shifted, wrong_peer
 from allranks.diagnose.context import Context, p2p_text
 from allranks.diagnose.habit import step_keys, successors
 from allranks.diagnose.shift import find_stack_shift
@@ -151,7 +151,11 @@ def _opposed(calls: list[Blocked], call: Blocked) -> list[int]:
 
 
 def _p2p_cycle(context: Context, ranks: tuple[int, ...], p2p: list[Blocked], calls: list[Blocked]) -> Finding:
-    """A circle with a send or receive in it: crossed, or without partner."""
+    """A circle with a send or receive in it: crossed, to the wrong rank, or without partner."""
+    for call in p2p:
+        crossed = wrong_peer(context, call)
+        if crossed is not None:
+            return crossed
     ends = sorted({rank for call in p2p if call.p2p for rank in (call.p2p.rank, call.p2p.peer)} & set(ranks))
     guilty = tuple(ends) or ranks
     parts = []

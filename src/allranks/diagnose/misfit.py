@@ -29,6 +29,11 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
     at = place(context.job.frames(*guilty[0])) if guilty else ""
     cause, sentence = _say(context, group, mismatch, guilt, rows, at)
     evidence = [f"{ranks_text(ranks)}: {text}" for text, ranks in mismatch.classes[:6]] + [guilt.reason]
+    lines = {place(context.job.frames(rank, row)) for rank, row in others} - {""}
+    if guilt.shift is None and at and lines and at not in lines:
+        evidence.append(
+            f"it called from {at}, the others from {sorted(lines)[0]}: it may be a call that only it makes"
+        )
     if mismatch.also:
         evidence.append(
             f"{mismatch.also} later collectives of the group do not fit either: they follow from this one"
