@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from allranks.cli import main
 from allranks.errors import InputError
 from allranks.model.stacks import RankState
 from allranks.stacks import (
@@ -308,3 +310,65 @@ def test_a_gdb_backtrace_stands_in_where_py_spy_fails(tmp_path: Path) -> None:
         assert any("sleep" in frame.name for stack in process.native for frame in stack.frames)
         assert any("broken interpreter" in note for note in process.notes)
         assert victim.process.poll() is None
+
+
+def test_every_node_of_a_slurm_job_is_asked_and_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """srun runs the look beside the job's steps; what the nodes wrote is read as one job."""
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    srun = bin_folder / "srun"
+    srun.write_text(
+        '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexport SLURM_NNODES=1\nexec "$@"\n'
+    )
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_folder}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    job = f"job-{os.getpid()}"
+    monkeypatch.chdir(tmp_path)
+    with v.victim(v.SLEEP, tmp_path, RANK="0", SLURM_JOB_ID=job) as victim:
+        v.settled(victim.pid)
+        monkeypatch.setenv("SLURM_JOB_ID", "another")
+        code = main(
+            [
+                "stacks",
+                "--all-nodes",
+                "--job",
+                job,
+                "-o",
+                str(tmp_path / "all"),
+                "--interval",
+                "0.1",
+                "--json",
+            ]
+        )
+        answer = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert (tmp_path / "all" / os.uname().nodename / "bundle.json").exists()
+    assert victim.pid in [state["pid"] for state in answer["ranks"].values()]
+
+
+@pytest.mark.needs_root
+def test_a_rank_in_another_pid_namespace_is_found_from_the_host(tmp_path: Path) -> None:
+    """As in a container: the process has another number inside; environment, facts and stacks still work."""
+    if shutil.which("unshare") is None:
+        pytest.skip("unshare is not installed")
+    script, mark = tmp_path / "inside.py", tmp_path / "ready"
+    script.write_text(v.PREAMBLE + v.SLEEP)
+    job = f"box-{os.getpid()}"
+    outer = subprocess.Popen(
+        ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, str(script), str(mark)],
+        env={**os.environ, "RANK": "2", "TORCHELASTIC_RUN_ID": job}, start_new_session=True,
+    )  # fmt: skip
+    try:
+        v.wait_until(mark.exists, outer)
+        targets = [target for target in find_targets(Selection(job=job)) if target.child is None]
+        assert [target.rank for target in targets] == [2]
+        assert targets[0].pid != outer.pid
+        v.settled(targets[0].pid)
+        report = classify(collect(targets, QUICK))
+        assert report.ranks[2].cause == "sleep"
+        assert report.ranks[2].where.endswith("in load_batch")
+    finally:
+        os.killpg(outer.pid, signal.SIGKILL)
+        outer.wait()

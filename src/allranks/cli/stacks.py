@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
+import socket
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from allranks.errors import InputError
@@ -25,13 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     who.add_argument(
         "--from", dest="folder", metavar="FOLDER", help="read captures made earlier instead of looking"
     )
+    who.add_argument(
+        "--all-nodes",
+        action="store_true",
+        help="every node of a running Slurm job (--job, else SLURM_JOB_ID), joined",
+    )
     how = parser.add_argument_group("how to look")
     how.add_argument(
-        "--rounds", type=int, default=2, help="number of looks (default 2): one cannot tell stuck from slow"
+        "--rounds", type=int, help="number of looks (default 2): one cannot tell stuck from slow"
     )
-    how.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (default 1)"
-    )
+    how.add_argument("--interval", type=float, metavar="S", help="seconds between two looks (default 1)")
     how.add_argument(
         "--native",
         action="store_true",
@@ -65,7 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="silence that counts as standing still (default 10)",
     )
     out = parser.add_argument_group("output")
-    out.add_argument("-o", "--output", metavar="DIR", help="keep the bundle and the raw files in this folder")
+    out.add_argument(
+        "-o",
+        "--output",
+        metavar="DIR",
+        help="keep the bundle and the raw files in this folder; {host} is this node",
+    )
     out.add_argument("--json", action="store_true", help="one JSON object on stdout")
     out.add_argument(
         "--html", metavar="FILE", help="write a self-contained page with the tree and a flame graph"
@@ -73,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--all-threads", action="store_true", help="put every thread into the tree, not only the main ones"
     )
-    out.add_argument("--force", action="store_true", help="overwrite FILE")
+    out.add_argument("--force", action="store_true", help="overwrite FILE or the bundle in DIR")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -83,7 +96,10 @@ def main(args: argparse.Namespace) -> int:
 
     if args.html and Path(args.html).exists() and not args.force:
         raise InputError(f"{args.html} exists", hint="give another name, or --force to overwrite it")
-    capture = read_capture(args.folder) if args.folder else _look(args)
+    if args.folder:
+        capture = read_capture(args.folder)
+    else:
+        capture = _look_everywhere(args) if args.all_nodes else _look(args)
     stillness = Stillness() if args.still is None else Stillness(still_s=args.still)
     report = classify(capture, stillness=stillness)
     _show(args, capture, report)
@@ -93,26 +109,79 @@ def main(args: argparse.Namespace) -> int:
 def _look(args: argparse.Namespace) -> Capture:
     """A live look at this node; the bundle and the raw files are kept where -o or the configuration says."""
     from allranks.stacks import CollectOptions, Selection, collect, find_targets, write_bundle
+    from allranks.stacks.debug_config import DebugOptions, read_debug_options
+    from allranks.stacks.titles import RANK_TITLES
 
-    folder = Path(args.output) if args.output else None
-    native = "never" if args.no_native else "all" if args.native else "suspects"
+    debug = read_debug_options(args.config) if args.config else DebugOptions(interval_s=1.0)
+    folder = _folder(args.output or (str(debug.folder()) if args.config else ""), args.force)
+    native = "never" if args.no_native else "all" if args.native else debug.native
     options = CollectOptions(
-        rounds=args.rounds,
-        interval_s=args.interval,
+        rounds=debug.rounds if args.rounds is None else args.rounds,
+        interval_s=debug.interval_s if args.interval is None else args.interval,
         native=native,
         gdb=args.gdb,
-        cuda_gdb=args.cuda_gdb,
+        cuda_gdb=args.cuda_gdb or debug.cuda_gdb,
         faulthandler_signal=_signal_number(args.faulthandler) if args.faulthandler else None,
         gpu_core_dump=args.gpu_core_dump,
         raw_folder=folder,
     )
-    targets = find_targets(Selection(tuple(args.pid), args.name or "", args.job or ""))
-    ranks = sum(target.child is None for target in targets)
-    _say(f"{ranks} ranks and {len(targets) - ranks} child processes")
+    titles = (*RANK_TITLES, *debug.patterns)
+    targets = find_targets(Selection(tuple(args.pid), args.name or "", args.job or "", titles))
+    ranks = [target for target in targets if target.child is None]
+    _say(f"{len(ranks)} ranks and {len(targets) - len(ranks)} child processes")
+    jobs = sorted({target.job for target in ranks if target.job})
+    if len(jobs) > 1:
+        _say(f"they belong to {len(jobs)} jobs ({', '.join(jobs[:5])}): choose one with --job")
     capture = collect(targets, options, _say)
     if folder is not None:
         _say(f"Wrote {write_bundle(capture, folder)}")
     return capture
+
+
+def _look_everywhere(args: argparse.Namespace) -> Capture:
+    """One look on every node of a Slurm job, beside its steps, joined into one capture."""
+    from allranks.agent.slurm import collect_words
+    from allranks.stacks import read_capture
+
+    job = args.job or os.environ.get("SLURM_JOB_ID", "")
+    if not job or shutil.which("srun") is None:
+        raise InputError(
+            "--all-nodes needs a Slurm job and srun",
+            hint="elsewhere run `allranks stacks -o SHARED/{host}` on each node, then `allranks stacks --from SHARED`",
+        )
+    folder = Path(args.output) if args.output else Path(tempfile.mkdtemp(prefix=f"stacks-{job}-", dir="."))
+    given = (("--rounds", args.rounds), ("--interval", args.interval), ("--config", args.config))
+    flags = (
+        ("--native", args.native),
+        ("--no-native", args.no_native),
+        ("--gdb", args.gdb),
+        ("--cuda-gdb", args.cuda_gdb),
+    )
+    words = ["-o", f"{folder.absolute()}/{{host}}", "--force", "--json"]
+    words += [text for name, value in given if value is not None for text in (name, str(value))]
+    words += [name for name, wanted in flags if wanted]
+    command = shutil.which("allranks") or str(Path(sys.executable).parent / "allranks")
+    done = subprocess.run(collect_words(job, None, words, command), stdout=subprocess.DEVNULL, check=False)
+    if done.returncode > 1:
+        _say(f"srun ended with {done.returncode}: some nodes may be missing")
+    _say(f"Wrote {folder}")
+    return read_capture(folder)
+
+
+def _folder(name: str, force: bool) -> Path | None:
+    """The output folder. Several nodes of a Slurm step share a file system: each gets a folder of its own."""
+    if not name:
+        return None
+    host = socket.gethostname()
+    nodes = os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_NNODES") or "1"
+    folder = Path(name.replace("{host}", host))
+    if nodes != "1" and "{host}" not in name:
+        folder = folder / host
+    if (folder / "bundle.json").exists() and not force:
+        raise InputError(
+            f"{folder} holds a bundle already", hint="give another folder, or --force to overwrite it"
+        )
+    return folder
 
 
 def _say(text: str) -> None:

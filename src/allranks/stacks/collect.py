@@ -30,7 +30,7 @@ from allranks.stacks import pyspy_output, ras, tools
 from allranks.stacks.boxes import read_marks
 from allranks.stacks.classify import classify
 from allranks.stacks.debuggers import ask_faulthandler, dump_gpu_core, look_with_gdb
-from allranks.stacks.facts import parse_facts
+from allranks.stacks.facts import parse_facts, renumber
 from allranks.stacks.find import MAX_CHILDREN, Target, make_target
 from allranks.stacks.procfs import descendants, read_entry, read_facts, read_state
 from allranks.stacks.sources import SourceLines
@@ -71,6 +71,7 @@ class Case:
     native: tuple[ThreadStack, ...] = ()
     kernels: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
+    inner: dict[int, int] = field(default_factory=dict)  # thread ids in a PID namespace -> ids here
 
     def note(self, text: str) -> None:
         """Keeps a finding once."""
@@ -212,6 +213,7 @@ class _Collection:
         text = json.dumps(row)
         self._keep(case, f"proc.s{number}.json", text)
         facts = parse_facts(text)
+        case.inner.update(facts.inner)
         if (
             facts.threads
             and not any(thread.syscall for thread in facts.threads)
@@ -236,7 +238,7 @@ class _Collection:
         except (ValueError, RecursionError) as error:
             case.note(f"py-spy printed something unreadable: {str(error)[:100]}")
             return ()
-        return self.sources.attach(stacks, target.pid)
+        return renumber(self.sources.attach(stacks, target.pid), case.inner)
 
     def _suspects(self) -> list[Case]:
         able = [c for c in self.cases if c.target.python and any(s.stacks for s in c.snapshots.values())]
@@ -256,7 +258,7 @@ class _Collection:
             return
         self._keep(case, "pyspy_native.json", run.output)
         try:
-            case.native = pyspy_output.parse_json(run.output)
+            case.native = renumber(pyspy_output.parse_json(run.output), case.inner)
         except (ValueError, RecursionError) as error:
             case.note(f"py-spy printed something unreadable: {str(error)[:100]}")
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from allranks.model.stacks import ThreadFacts
+from allranks.model.stacks import ThreadFacts, ThreadStack
 from allranks.stacks.syscalls import parse_syscall
 
 _KERNEL_FRAME = re.compile(r"(?:\[<[^>]*>\] )?([A-Za-z_][\w.]*)(?:\+0x|$)")
@@ -20,6 +21,7 @@ class ProcessFacts:
     title: str
     threads: tuple[ThreadFacts, ...]
     at_s: float | None = None
+    inner: Mapping[int, int] = field(default_factory=dict)  # thread id in its PID namespace -> id outside
 
 
 def parse_facts(text: str) -> ProcessFacts:
@@ -39,6 +41,24 @@ def parse_facts(text: str) -> ProcessFacts:
             if _is_thread(item)
         ),
         at_s=float(at) if isinstance(at, int | float) else None,
+        inner={
+            item["inner_tid"]: item["tid"]
+            for item in (threads if isinstance(threads, list) else [])
+            if _is_thread(item) and isinstance(item.get("inner_tid"), int)
+        },
+    )
+
+
+def renumber(stacks: tuple[ThreadStack, ...], inner: Mapping[int, int]) -> tuple[ThreadStack, ...]:
+    """Stacks of a process in another PID namespace, with thread ids as seen from here.
+
+    py-spy names threads by their inner ids, and cannot look up whether they run.
+    """
+    if not inner:
+        return stacks
+    return tuple(
+        replace(one, tid=inner[one.tid], active=None) if one.tid is not None and one.tid in inner else one
+        for one in stacks
     )
 
 

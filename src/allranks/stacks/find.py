@@ -144,7 +144,7 @@ def _chosen(
         if e.pid not in excluded and e.title and _job_fits(e, boxed.get(e.pid), selection.job)
     ]
     if selection.name:
-        pattern = re.compile(selection.name)
+        pattern = _compile(selection.name)
         return [e for e in allowed if pattern.search(e.title) or pattern.search(e.comm)]
     found = [
         e
@@ -154,6 +154,13 @@ def _chosen(
         or (e.python and _env_rank(e) is not None and not is_frontend(e.title))
     ]
     return found or [e for e in allowed if re.search(FALLBACK, e.title) and not is_frontend(e.title)]
+
+
+def _compile(expression: str) -> re.Pattern[str]:
+    try:
+        return re.compile(expression)
+    except re.error as error:
+        raise InputError(f"{expression!r} is no regular expression: {error}") from error
 
 
 def _job_fits(entry: ProcessEntry, box: Box | None, job: str) -> bool:

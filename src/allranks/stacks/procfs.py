@@ -131,8 +131,10 @@ def _threads(pid: int) -> Iterator[dict[str, object]]:
         fields = stat.rsplit(")", 1)[-1].split()
         if len(fields) < 13:
             continue
+        inner = _inner_number(_read(pid, f"task/{tid}/status"))
         yield {
             "tid": tid,
+            **({"inner_tid": inner} if inner not in (0, tid) else {}),
             "comm": stat[stat.find("(") + 1 : stat.rfind(")")],
             "state": fields[0],
             "utime": int(fields[11]),
@@ -141,6 +143,14 @@ def _threads(pid: int) -> Iterator[dict[str, object]]:
             "syscall": _read(pid, f"task/{tid}/syscall").strip(),
             "kstack": _read(pid, f"task/{tid}/stack").strip(),
         }
+
+
+def _inner_number(status: str) -> int:
+    """The number of a thread in its own PID namespace; 0 when unknown."""
+    for line in status.splitlines():
+        if line.startswith("NSpid:"):
+            return int(line.split()[-1])
+    return 0
 
 
 def read_state(pid: int) -> str:

@@ -1,7 +1,7 @@
 """Reads a folder of raw captures, made by hand or by another tool, into a `Capture`.
 
 Names: `rank{R}[.child{N}].pyspy[.s{K}].json`, `….pyspy*.txt`, `….proc[.s{K}].json`, `rank{R}.progress.jsonl`;
-pystack, faulthandler, gdb and cuda-gdb texts are used where they help. A damaged file is a note, not an error.
+pystack, faulthandler (also as `stack_{R}.txt`), gdb and cuda-gdb texts are used where they help. A damaged file is a note, not an error.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from allranks.model.stacks import (
     ThreadStack,
 )
 from allranks.stacks import other_output, pyspy_output
-from allranks.stacks.facts import parse_facts
+from allranks.stacks.facts import parse_facts, renumber
 
 MAX_FILE_BYTES = 256 << 20
 _NAME = re.compile(r"^rank(\d{1,7})(?:\.child(\d{1,6}))?\.([a-z].*)$")
+_PLAIN = re.compile(r"^(?:stack|traceback|faulthandler)s?[_.-]?(?:rank[_-]?)?(\d{1,7})\.txt$")
 _SNAPSHOT = re.compile(r"\.s(\d{1,4})\.json$")
 
 
@@ -45,6 +46,7 @@ class _Process:
     native: tuple[ThreadStack, ...] = ()
     kernels: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
+    inner: dict[int, int] = field(default_factory=dict)
 
 
 def read_raw(folder: Path) -> Capture:
@@ -53,10 +55,12 @@ def read_raw(folder: Path) -> Capture:
     marks: dict[int, RankMarks] = {}
     notes: list[str] = []
     for path in sorted(folder.iterdir()):
-        match = _NAME.match(path.name)
+        match = _NAME.match(path.name) or _PLAIN.match(path.name)
         if match is None or not path.is_file():
             continue
-        rank, child, kind = int(match.group(1)), match.group(2), match.group(3)
+        plain = match.re is _PLAIN  # what faulthandler wrote by itself: stack_3.txt
+        rank, child = int(match.group(1)), None if plain else match.group(2)
+        kind = "faulthandler.txt" if plain else match.group(3)
         if kind == "progress.jsonl":
             marks[rank] = _read_marks(path, rank, notes)
             continue
@@ -117,6 +121,7 @@ def _take_facts(process: _Process, text: str, kind: str) -> None:
     process.facts[_number(kind)] = facts.threads
     process.pid = process.pid or facts.pid
     process.title = process.title or facts.title
+    process.inner.update(facts.inner)
     if facts.at_s is not None:
         process.times[_number(kind)] = facts.at_s
 
@@ -169,7 +174,7 @@ def _finish(process: _Process) -> ProcessCapture:
         Snapshot(
             number,
             process.times.get(number),
-            _with_sources(process.stacks.get(number, ()), sources),
+            renumber(_with_sources(process.stacks.get(number, ()), sources), process.inner),
             process.facts.get(number, ()),
         )
         for number in numbers
@@ -180,7 +185,7 @@ def _finish(process: _Process) -> ProcessCapture:
         pid=process.pid,
         title=process.title,
         snapshots=snapshots,
-        native=_with_sources(native or texts.get("gdb", ()), sources),
+        native=renumber(_with_sources(native or texts.get("gdb", ()), sources), process.inner),
         kernels=process.kernels,
         notes=tuple(process.notes),
     )
