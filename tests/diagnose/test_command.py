@@ -172,3 +172,20 @@ def test_diagnosing_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stderr.strip().splitlines()[-1] == "False"
+
+
+STACK = """Thread 0x00007f31b0aa8b80 (most recent call first):
+  File "/home/me/data.py", line 88 in next_batch
+  File "/home/me/train.py", line 9 in <module>
+"""
+
+
+def test_a_stack_beside_the_dumps_says_where_the_rank_is(tmp_path: Path) -> None:
+    """faulthandler's text is enough to turn missing into stuck."""
+    ranks = {rank: number([entry(seq=1), entry(seq=2, state="started")]) for rank in range(3)}
+    ranks[1] = ranks[1][:1]
+    write(tmp_path / "dumps", ranks)
+    (tmp_path / "stack_1.txt").write_text(STACK)
+    body = json.loads(run(str(tmp_path), "--json").stdout)
+    assert (body["verdict"]["cause"], body["verdict"]["ranks"]) == ("stuck_before_collective", [1])
+    assert "data.py:88" in body["verdict"]["where"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from allranks.errors import InputError
 
 if TYPE_CHECKING:  # heavy: numpy comes with them
     from allranks.load import LoadResult
-    from allranks.model.diagnosis import Diagnosis, FileNote, RankNow
+    from allranks.model.diagnosis import Diagnosis, FileNote
     from allranks.model.trace import RankTrace
 
 
@@ -78,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """0 nothing wrong, 1 fault found (or unclear), 2 could not run."""
+    from allranks.cli.seen import find_seen, is_post_mortem
     from allranks.diagnose import DiagnoseOptions, diagnose
 
     _check(args)
@@ -85,17 +85,15 @@ def main(args: argparse.Namespace) -> int:
     traces = _transformed(args, loaded.traces)
     if args.just_print_entries:
         return _print_entries(args, traces)
-    seen = _seen(loaded, traces)
-    live = any(trace.kind.startswith("black box") for trace in traces) and not all(
-        now.cause == "gone" for now in seen
-    )
+    boxes = any(trace.kind.startswith("black box") for trace in traces)
+    live = boxes and not is_post_mortem(traces)
     options = DiagnoseOptions(
-        now_ns=time.time_ns() if live or not seen else 0,
+        now_ns=time.time_ns() if live else 0,
         pg_filters=frozenset(args.pg_filters or ()),
         allow_incomplete_ranks=args.allow_incomplete_ranks or bool(args.selected_ranks),
         consequences=max(0, args.mismatch_cap),
     )
-    result = diagnose(traces, loaded.files, stacks=seen, options=options)
+    result = diagnose(traces, loaded.files, stacks=find_seen(loaded, traces, args.paths), options=options)
     _print(args, result)
     _write_files(args, result, traces)
     if not result.ranks:
@@ -141,42 +139,6 @@ def _transformed(args: argparse.Namespace, traces: list[RankTrace]) -> list[Rank
     from allranks.diagnose.ft import transform_ft
 
     return [transform_ft(trace, args.group_world_size) for trace in traces]
-
-
-def _seen(loaded: LoadResult, traces: list[RankTrace]) -> list[RankNow]:
-    """What is known from outside the dumps: stack captures among the files, and processes that are gone."""
-    from allranks.model.diagnosis import RankNow
-
-    found = {}
-    here = socket.gethostname()
-    boxes = [trace for trace in traces if trace.kind.startswith("black box") and trace.header.host == here]
-    gone = [trace for trace in boxes if trace.header.pid and not os.path.exists(f"/proc/{trace.header.pid}")]
-    for trace in gone if len(gone) < len(traces) else []:
-        rank = trace.header.rank
-        if rank is not None:
-            found[rank] = RankNow(rank, "gone", "", f"its process {trace.header.pid} is gone")
-    for now in _from_captures(loaded.other):
-        found.setdefault(now.rank, now)
-    return list(found.values())
-
-
-def _from_captures(paths: list[str]) -> list[RankNow]:
-    """What each rank was doing, from stack captures that lie beside the dumps."""
-    if not paths:
-        return []
-    from allranks.model.diagnosis import RankNow
-    from allranks.stacks import read_bundle
-
-    found = {}
-    for folder in sorted({Path(path).parent for path in paths}):
-        try:
-            report = read_bundle(folder)
-        except InputError as error:
-            print(f"stack captures in {folder} left out: {error}", file=sys.stderr)
-            continue
-        for rank, state in report.ranks.items():
-            found[rank] = RankNow(rank, state.cause, state.where, state.evidence)
-    return list(found.values())
 
 
 def _print_entries(args: argparse.Namespace, traces: list[RankTrace]) -> int:

@@ -1,0 +1,111 @@
+"""What `diagnose` is told besides the dumps: stack captures among the files, and processes that are gone.
+
+Reads files and /proc; makes `RankNow`. Used by the diagnose command.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from allranks.errors import InputError
+from allranks.load import LoadResult
+from allranks.model.diagnosis import RankNow
+from allranks.model.stacks import Capture, ProcessCapture, Snapshot, StackFrame, StacksReport, ThreadStack
+from allranks.model.trace import Frame, RankTrace
+
+#: Python's own stack dumps, as people write them beside their dumps: stack_2.txt, rank2.stack.txt
+_PLAIN = re.compile(r"stacks?[_.-]?(?:rank)?[_.-]?(\d{1,7})\.txt$|rank[_.-]?(\d{1,7})\.stacks?\.txt$")
+MAX_TEXT_BYTES = 4 << 20
+
+
+def find_seen(loaded: LoadResult, traces: list[RankTrace], roots: list[str]) -> list[RankNow]:
+    """One entry per rank of which something is known. Notes name files as seen from one of the `roots`."""
+    found = {now.rank: now for now in _gone(traces)}
+    for report in [*_bundles(loaded.other), *_plain_texts((note.path for note in loaded.files), roots)]:
+        for rank, state in report.ranks.items():
+            if rank not in found:
+                found[rank] = RankNow(rank, state.cause, state.where, state.evidence, _frames(state.stack))
+    return [found[rank] for rank in sorted(found)]
+
+
+def is_post_mortem(traces: list[RankTrace]) -> bool:
+    """Whether all black boxes are of this machine and their processes are gone: then nothing runs any more."""
+    boxes = _local_boxes(traces)
+    return bool(boxes) and len(boxes) == len(traces) and not any(_is_running(trace) for trace in boxes)
+
+
+def _gone(traces: list[RankTrace]) -> list[RankNow]:
+    """Ranks of this machine whose process is gone while others still run. When all are gone it tells nothing."""
+    if is_post_mortem(traces):
+        return []
+    return [
+        RankNow(trace.header.rank, "gone", "", f"its process {trace.header.pid} is gone")
+        for trace in _local_boxes(traces)
+        if trace.header.rank is not None and not _is_running(trace)
+    ]
+
+
+def _local_boxes(traces: list[RankTrace]) -> list[RankTrace]:
+    here = socket.gethostname()
+    return [
+        t for t in traces if t.kind.startswith("black box") and t.header.host == here and t.header.pid > 0
+    ]
+
+
+def _is_running(trace: RankTrace) -> bool:
+    return os.path.exists(f"/proc/{trace.header.pid}")
+
+
+def _bundles(paths: list[str]) -> list[StacksReport]:
+    """Reports of the folders that hold captures."""
+    if not paths:
+        return []
+    from allranks.stacks import read_bundle
+
+    reports = []
+    for folder in sorted({Path(path).parent for path in paths}):
+        try:
+            reports.append(read_bundle(folder))
+        except InputError as error:
+            print(f"stack captures in {folder} left out: {error}", file=sys.stderr)
+    return reports
+
+
+def _plain_texts(paths: Iterable[str], roots: list[str]) -> list[StacksReport]:
+    """Reports of texts that faulthandler wrote, one file per rank."""
+    captures = []
+    for path in paths:
+        match = _PLAIN.search(Path(path).name.lower())
+        if match is None:
+            continue
+        places = [Path(path), *(Path(root) / path for root in roots)]
+        stacks = next((read for place in places if (read := _read_plain(place))), ())
+        if stacks:
+            captures.append(
+                ProcessCapture(int(match[1] or match[2]), snapshots=(Snapshot(0, stacks=stacks),))
+            )
+    if not captures:
+        return []
+    from allranks.stacks import classify
+
+    return [classify(Capture(tuple(captures)))]
+
+
+def _read_plain(path: Path) -> tuple[ThreadStack, ...]:
+    from allranks.stacks.other_output import parse_faulthandler
+
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_TEXT_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ()
+    return parse_faulthandler(text) if "most recent call first" in text else ()
+
+
+def _frames(stack: tuple[StackFrame, ...]) -> tuple[Frame, ...]:
+    return tuple(Frame(frame.name, frame.file, frame.line) for frame in stack)
