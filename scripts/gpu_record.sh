@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# The recorder on real NCCL: 4 ranks share one GPU. Prints PASS or FAIL per claim and numbers; boxes go to $OUT.
+# Needs torch with CUDA and numpy; nothing else has to be installed. `BACKEND=gloo` rehearses it without a GPU.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONPATH="$PWD/src:$PWD/carry/site${PYTHONPATH:+:$PYTHONPATH}"
+export OUT="${OUT:-$(mktemp -d)}"
+PYTHON="${PYTHON:-python3}"
+
+# The part in C, when there is a compiler; without it the same is done in Python.
+SUFFIX=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+INCLUDE=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
+if [ ! -e "src/allranks/record/_fast$SUFFIX" ]; then
+    cc -O2 -fPIC -shared -I"$INCLUDE" src/allranks/record/_fast.c -o "src/allranks/record/_fast$SUFFIX" 2>"$OUT/cc.txt" \
+        && echo "built the part in C" || echo "no compiler: recording in pure Python"
+fi
+exec timeout 170 "$PYTHON" scripts/gpu_record.py
