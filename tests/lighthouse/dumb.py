@@ -18,7 +18,9 @@ def dumb_decision(now: float, state: State, options: Options) -> tuple[str, tupl
     asking = {name: r.asking for name, r in eligible.items() if r.asking is not None}
     if not asking:
         return "nobody", (), ()
-    veterans = {name for name, r in eligible.items() if last.get(name) == r.session}
+    veterans = {
+        name for name, r in eligible.items() if last.get(name) == r.session and name not in state.departed
+    }
     silent = {
         name
         for name, gone in state.gone.items()

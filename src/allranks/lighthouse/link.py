@@ -12,7 +12,6 @@ import logging
 import os
 import random
 import socket
-import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,6 +34,7 @@ from allranks.model.cluster import ConnectionLost
 log = logging.getLogger("allranks.lighthouse")
 
 FATAL = frozenset({"token", "version", "superseded", "garbage"})
+_AGAIN = (BlockingIOError, InterruptedError)
 _MAX_FRAME = 256 << 20
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 1.0
 
@@ -90,6 +90,8 @@ class Link:
         self._heard = self._pinged = 0.0
         self._sent_beat: Beat | None = None
         self._last_error = ""
+        self._secure = False
+        self._again: tuple[type[OSError], ...] = _AGAIN  # not ready, try later
 
     def open(self) -> None:
         """Begins to connect."""
@@ -169,8 +171,11 @@ class Link:
 
     def _start_tls(self) -> None:
         """Wraps the socket; the handshake goes on by itself with the first reads and writes."""
+        import ssl
+
         assert self._socket is not None
         options = self.options
+        self._secure, self._again = True, (*_AGAIN, ssl.SSLWantReadError, ssl.SSLWantWriteError)
         context = ssl.create_default_context(cafile=options.ca or None)
         if options.certificate:
             context.load_cert_chain(options.certificate, options.key or None)
@@ -192,10 +197,7 @@ class Link:
         while self._socket is not None:
             try:
                 data = self._socket.recv(1 << 18)
-            except (BlockingIOError, InterruptedError, ssl.SSLWantReadError):
-                break
-            except ssl.SSLWantWriteError:
-                self._reactor.watch(self._socket.fileno(), self._ready, write=True)
+            except self._again:
                 break
             except OSError as error:
                 self._broken(_words(error))
@@ -205,7 +207,7 @@ class Link:
                 return
             self._heard, self._pinged = self._reactor.clock.now, 0.0
             self._in += data
-            if len(data) < 1 << 18 and not isinstance(self._socket, ssl.SSLSocket):
+            if len(data) < 1 << 18 and not self._secure:
                 break
         self._parse()
 
@@ -233,12 +235,14 @@ class Link:
             while self._out:
                 sent = self._socket.send(self._out)
                 del self._out[:sent]
-        except (BlockingIOError, InterruptedError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
-            pass
+        except self._again as error:
+            handshake = type(error).__name__ == "SSLWantReadError"  # the other side is to speak first
+            self._reactor.watch(self._socket.fileno(), self._ready, write=not handshake)
+            return
         except OSError as error:
             self._broken(_words(error))
             return
-        self._reactor.watch(self._socket.fileno(), self._ready, write=bool(self._out))
+        self._reactor.watch(self._socket.fileno(), self._ready)
 
     # ---- life -------------------------------------------------------------------------------------------
 

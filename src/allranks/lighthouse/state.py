@@ -4,7 +4,7 @@ Every change is a method that takes `now` (awake seconds, see detect.AwakeClock)
 living, so dead names never pile up; a member of the last quorum that died stays in `gone` until the next one.
 
 Besides the facts the state keeps small indexes, so that a decision costs nothing while most are missing:
-`asking`, `asking_veterans`, `veterans` (living members of the last quorum, same session), `idle` and `idle_veterans` (those of
+`asking`, `asking_veterans`, `veterans` (members of the last quorum that never left it), `idle` and `idle_veterans` (those of
 them that do not ask). `_index` keeps them true for one name; tests compare with a decision made without them.
 """
 
@@ -55,6 +55,9 @@ class State:
     members: frozenset[str] = frozenset()  # names of the last quorum
     replicas: dict[str, Replica] = field(default_factory=dict)
     gone: dict[str, Gone] = field(default_factory=dict)
+    departed: set[str] = field(
+        default_factory=set
+    )  # members told to the others as gone, also if they came back
     evicted: dict[str, str] = field(default_factory=dict)  # name -> reason
     losses: dict[str, tuple[float, ...]] = field(default_factory=dict)
     # indexes
@@ -113,6 +116,7 @@ class State:
         self.evicted[name] = reason
         if replica := self.replicas.get(name):
             replica.asking = None
+            self._note_departure(replica)
         if name in self.gone:
             self.gone[name] = replace(self.gone[name], certain=True)
         self._index(name)
@@ -151,7 +155,8 @@ class State:
         chosen = tuple(sorted(members, key=lambda member: member.replica))
         sessions = [(member.replica, member.session) for member in chosen]
         before = [(member.replica, member.session) for member in self.last.members] if self.last else None
-        changed = sessions != before or any(member.commit_failures > 0 for member in chosen)
+        # Whoever heard of a departure has taken its groups down, even if the same members are back by now.
+        changed = sessions != before or bool(self.departed) or any(m.commit_failures > 0 for m in chosen)
         top, heal = assign_healing(chosen)
         return Quorum(
             number=self.number + 1 if changed else self.number,
@@ -176,6 +181,7 @@ class State:
         self._sessions = {member.replica: member.session for member in quorum.members}
         self.members = frozenset(self._sessions)
         self.gone.clear()
+        self.departed.clear()
         self.silent.clear()
         for member in quorum.members:
             if replica := self.replicas.get(member.replica):
@@ -206,9 +212,16 @@ class State:
     # ---- inside -----------------------------------------------------------------------------------------
 
     def _depart(self, now: float, replica: Replica, reason: str, certain: bool) -> None:
-        if self._sessions.get(replica.name) == replica.session:
+        if self._note_departure(replica):
             self.gone[replica.name] = Gone(replica.session, now, reason, certain)
         self._index(replica.name)
+
+    def _note_departure(self, replica: Replica) -> bool:
+        """Whether it was a member; nobody waits for it from now on, also if the same session comes back."""
+        member = self._sessions.get(replica.name) == replica.session
+        if member:
+            self.departed.add(replica.name)
+        return member
 
     def _settle_gone(self, name: str, session: str) -> None:
         """A name came back: the same session is alive after all; another one proves that the old is dead."""
@@ -241,7 +254,12 @@ class State:
                 self.cooling[name] = replica.cooling_until
         asker = replica if eligible and replica is not None and replica.asking is not None else None
         idle = eligible and asker is None
-        veteran = eligible and replica is not None and self._sessions.get(name) == replica.session
+        veteran = (
+            eligible
+            and replica is not None
+            and name not in self.departed
+            and self._sessions.get(name) == replica.session
+        )
         _keep(self.asking, name, asker)
         _keep(self.asking_veterans, name, asker if veteran else None)
         _put(self.idle, name, idle)

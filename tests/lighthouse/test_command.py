@@ -1,0 +1,138 @@
+"""`allranks lighthouse`: the line it prints, torchft's spellings, and what can be asked of a running one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from allranks.cli import main
+from allranks.lighthouse.client import Client
+from allranks.model.cluster import Member
+
+from .processes import LighthouseProcess
+from .waiting import eventually
+
+
+@contextmanager
+def serving(*words: str, **environment: str) -> Iterator[tuple[dict[str, str], subprocess.Popen[str]]]:
+    """(the printed line, the process) of `allranks lighthouse WORDS`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "allranks", "lighthouse", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, **environment},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline()), process
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+def test_torchfts_command_line_works(tmp_path: Path) -> None:
+    """Swap the name of the program and go on; the line has the shape of the contract."""
+    with serving(
+        "--min_replicas", "1", "--join_timeout_ms", "1000", "--quorum_tick_ms", "100", "--heartbeat_timeout_ms",
+        "2000", "--bind", "127.0.0.1:0", "--json", XDG_RUNTIME_DIR=str(tmp_path),
+    ) as (line, process):  # fmt: skip
+        assert line["http"] == f"http://{line['address']}"
+        assert not line["address"].endswith(":0")
+        token_file = Path(line["token_file"])
+        assert stat.S_IMODE(token_file.stat().st_mode) == 0o600
+        assert len(token_file.read_text().strip()) >= 24
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    assert not token_file.exists()
+
+
+def test_a_given_token_file_is_used_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Everybody of the job reads the same file; commands without it are refused."""
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    with serving("--json", "--bind", "127.0.0.1:0", "--token-file", str(token)) as (line, _):
+        assert line["token_file"] == str(token)
+        assert main(["lighthouse", "status", line["address"], "--json", "--token-file", str(token)]) == 0
+        assert json.loads(capsys.readouterr().out)["schema"] == 1
+        assert main(["lighthouse", "status", line["address"]]) == 2
+        assert "no job token" in capsys.readouterr().err
+    assert token.exists()
+
+
+def test_status_evict_let_in_and_collect(
+    run_lighthouse: Callable[..., LighthouseProcess],
+    connect: Callable[..., Client],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The actions of the page, from a shell."""
+    lighthouse = run_lighthouse()
+    client = connect(lighthouse.address, "r0", node="host-a")
+    client.report(step=4)
+    client.join(Member("r0", step=4), 30)
+    assert main(["lighthouse", "status", lighthouse.address, "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert status["number"] == 1 and status["quorum"]["members"][0]["replica"] == "r0"
+    assert main(["lighthouse", "status", lighthouse.address]) == 0
+    out = capsys.readouterr().out
+    assert "quorum 1 (epoch 1), 1 member" in out and "r0" in out and "step 4" in out
+    assert main(["lighthouse", "evict", lighthouse.address, "r0", "--reason", "bad GPU"]) == 0
+    assert main(["lighthouse", "status", lighthouse.address, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["evicted"] == {"r0": "bad GPU"}
+    assert main(["lighthouse", "let-in", lighthouse.address, "r0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"replica": "r0", "done": "let-in"}
+    assert main(["lighthouse", "let-in", lighthouse.address, "r0"]) == 2
+    assert "neither evicted nor pausing" in capsys.readouterr().err
+    assert main(["lighthouse", "collect", lighthouse.address, "r0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["incident"]
+
+
+def test_status_says_with_its_exit_code_that_a_member_is_lost(
+    run_lighthouse: Callable[..., LighthouseProcess],
+    connect: Callable[..., Client],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """1 as in grep: something is wrong."""
+    lighthouse = run_lighthouse()
+    a, b = connect(lighthouse.address, "a"), connect(lighthouse.address, "b")
+    tickets = [client.request_quorum(Member(client.options.replica)) for client in (a, b)]
+    for ticket in tickets:
+        ticket.result(30)
+    b.leave("enough")
+    eventually(lambda: a.status()["lost"])
+    assert main(["lighthouse", "status", lighthouse.address, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["lost"] == {"b": "enough"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["lighthouse", "dance"], "unknown action"),
+        (["lighthouse", "status"], "needs the address"),
+        (["lighthouse", "--bind", "nowhere:x:y:99999"], "--bind"),
+        (["lighthouse", "--min-replicas", "0", "--bind", "127.0.0.1:0"], "min_replicas is 0"),
+        (["lighthouse", "--bind", "203.0.113.7:1"], "cannot listen on 203.0.113.7:1"),
+        (["lighthouse", "--token-file", "/nonexistent"], "cannot read the job token"),
+    ],
+)
+def test_mistakes_are_said_in_one_line_with_exit_2(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What happened, no traceback."""
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_taken_port_is_said(
+    run_lighthouse: Callable[..., LighthouseProcess], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The most common mistake of all."""
+    lighthouse = run_lighthouse()
+    assert main(["lighthouse", "--no-token", "--bind", lighthouse.address]) == 2
+    assert "already in use" in capsys.readouterr().err
