@@ -37,10 +37,21 @@ _VERBS = {
 }  # fmt: skip
 
 
-def find_culprits(ranks: Mapping[int, RankState]) -> tuple[int, ...]:
-    """The ranks everybody else waits for; () when all wait alike."""
+#: Causes that do not end by themselves, whatever the marks say.
+_FOR_GOOD = frozenset(
+    {"lock_deadlock", "stopped", "gil_held_native", "d_state", "stdin_wait", "pipe_write_blocked", "unknown"}
+)
+
+
+def find_culprits(ranks: Mapping[int, RankState], hung: bool | None = True) -> tuple[int, ...]:
+    """The ranks everybody else waits for; () when all wait alike.
+
+    While nobody knows whether the job hangs, a rank is accused only if others wait or its cause cannot end.
+    """
     if not ranks:
         return ()
+    if hung is None and not any(_TIERS.get(state.cause, 0) >= 2 for state in ranks.values()):
+        return tuple(sorted(rank for rank, state in ranks.items() if state.cause in _FOR_GOOD))
     tiers = {rank: _TIERS.get(state.cause, 0) for rank, state in ranks.items() if state.cause != "healthy"}
     if not tiers:
         return ()
@@ -134,6 +145,9 @@ def _tell_nobody(capture: Capture, ranks: Mapping[int, RankState]) -> str:
         return f"all {len(ranks)} ranks are idle and wait for requests"
     if set(causes) == {"rendezvous_wait"}:
         return f"all {len(ranks)} ranks wait for ranks that have not come: was a process not started, or is WORLD_SIZE too large?"
+    if not any(_TIERS.get(state.cause, 0) >= 2 for state in ranks.values()):
+        told = "; ".join(_tell_one(ranks[rank]) for rank in sorted(ranks)[:3])
+        return f"no rank waits for another one; {told}"
     sites = Counter((state.operation or state.cause, state.where) for state in ranks.values())
     if len(sites) == 1:
         (operation, where), _ = sites.most_common(1)[0]

@@ -75,7 +75,7 @@ def _judge(
 ) -> tuple[dict[int, RankState], tuple[int, ...]]:
     """Causes and culprits in the light of progress: in a job that moves a wait is no fault."""
     if progress.hung is not False:
-        return states, find_culprits(states)
+        return states, find_culprits(states, progress.hung)
     held = tuple(sorted(rank for rank, state in states.items() if state.cause in _ALWAYS))
     if held:
         return states, held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from allranks.model.stacks import StackFrame, ThreadStack
 
@@ -37,7 +38,8 @@ def parse_pystack(text: str) -> tuple[ThreadStack, ...]:
             frames[-1] = StackFrame(last.name, last.file, last.line, False, line.strip()[:400])
     if started:
         threads.append(ThreadStack(tid, name, tuple(reversed(frames)), None, gil))
-    return tuple(threads)
+    first = min((thread.tid or 0 for thread in threads), default=0)  # the main thread is the oldest
+    return tuple(replace(one, name="MainThread") if one.tid == first else one for one in threads)
 
 
 def parse_faulthandler(text: str) -> tuple[ThreadStack, ...]:

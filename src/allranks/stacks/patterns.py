@@ -52,6 +52,8 @@ class Condition:
     main: bool | None = None  # it is the main thread
     gil_known: bool | None = None  # a look could tell who owns the GIL
     foreign_leaf: bool | None = None  # the native frames lead out of the interpreter and the C library
+    facts_known: bool | None = None  # /proc was read for this thread
+    python_known: bool | None = None  # some look saw its Python frames
     torch_threads: bool | None = None  # the process has threads of gloo or NCCL
     starves: bool | None = None  # another Python thread waits for the GIL in every snapshot
 
@@ -201,6 +203,8 @@ _FLAGS: dict[str, Callable[[ThreadView, ProcessView], bool | None]] = {
     "main": lambda view, process: view.main,
     "user_top": lambda view, process: _top_is_user(view),
     "leaf_known": lambda view, process: bool(view.leaf),
+    "facts_known": lambda view, process: bool(view.facts),
+    "python_known": lambda view, process: bool(view.python),
     "gil_known": lambda view, process: bool(view.gil),
     "children": lambda view, process: process.children.any,
     "python_children": lambda view, process: process.children.python,

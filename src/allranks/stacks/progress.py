@@ -126,8 +126,8 @@ def _by_snapshots(
     ticks = 0
     for rank, view in views.items():
         main = view.main
-        if main is None or max(len(main.paths), len(main.facts)) < 2:
-            continue
+        if main is None or len(main.facts) < 2:
+            continue  # equal stacks alone prove nothing: a straggler shows them, too
         if causes[rank].cause in ("collective_wait", "p2p_wait"):
             waiting[rank] = _wait_moved(main)
             ticks += 0 if main.busy else main.ticks_moved or 0
@@ -136,7 +136,7 @@ def _by_snapshots(
         else:
             others[rank] = _movement(main)
     if not waiting and not others:
-        return Progress(None, "one snapshot, and no time of it is known")
+        return Progress(None, "no time of the looks is known, and /proc was not read twice")
     if moved := tuple(sorted(rank for rank, did in waiting.items() if did)):
         return Progress(False, f"rank {moved[0]} finished a collective between two snapshots", moving=moved)
     if ticks > 1:  # one may be the price of being looked at
