@@ -115,6 +115,22 @@ def test_torchcomms_sequences_are_counted_per_group(tmp_path: Path) -> None:
     assert trace.calls["seq"].tolist() == [1, 1, 2, 2]
 
 
+def test_one_counter_over_all_groups_is_recognised_by_its_numbers(tmp_path: Path) -> None:
+    """Even where names and descriptions are torch's."""
+    config = {name: {"name": name, "desc": "x", "ranks": "[0, 1]"} for name in "ab"}
+    entries = [entry(i, i + 1, process_group=(group, "x")) for i, group in enumerate("aabab")]
+    trace = load_one(tmp_path, dump(entries, pg_config=config))
+    assert trace.calls["seq"].tolist() == [1, 2, 1, 3, 2]
+
+
+def test_sends_without_a_partner_do_not_count_as_collectives(tmp_path: Path) -> None:
+    """torchcomms counts them together; a rank that does not send would be one behind."""
+    entries = [entry(0, 1, "ncclx:all_reduce"), entry(1, 2, "ncclx:send"), entry(2, 3, "ncclx:all_reduce")]
+    trace = load_one(tmp_path, dump(entries))
+    assert trace.calls["seq"][[0, 2]].tolist() == [1, 2]
+    assert flags(trace, Flag.P2P) == [False, True, False] and trace.calls["p2p_seq"].tolist() == [0, 1, 0]
+
+
 def test_a_wrapped_torchcomms_ring_of_several_groups_has_no_numbers(tmp_path: Path) -> None:
     """Counting from the middle would accuse the innocent."""
     config = {name: {"name": name, "desc": "ncclx", "ranks": "[0,1]"} for name in ("a", "b")}

@@ -71,8 +71,13 @@ def number_attempts(candidates: list[Candidate]) -> dict[str, int]:
         order = sorted(
             folders.values(), key=lambda files: (max(c.raw.last_event_ns() for c in files), files[0].path)
         )
-        first = max(numbered.values(), default=-1) + 1
-        for number, files in enumerate(order, start=first):
+        number = max(numbered.values(), default=-1)
+        latest = -1
+        for files in order:
+            newest = max(c.raw.last_event_ns() for c in files)
+            if newest != latest or newest == 0:  # the same moment: the same dumps in another format
+                number += 1
+            latest = newest
             numbered.update({candidate.path: number for candidate in files})
     else:
         number = max(numbered.values(), default=0)
@@ -102,13 +107,15 @@ def _newest(candidates: list[Candidate], numbered: dict[str, int]) -> int | None
     return max(best, key=lambda number: (best[number], number)) if best else None
 
 
-def _goodness(candidate: Candidate) -> tuple[bool, bool, bool, int, str]:
-    """A whole file beats a damaged one, a black box a dump, a later one an earlier one."""
+def _goodness(candidate: Candidate) -> tuple[bool, bool, bool, int, bool, bool, str]:
+    """A whole file beats a damaged one, a black box a dump, a later one an earlier one, one that tells more."""
     raw = candidate.raw
     return (
         not raw.damaged,
         raw.kind.startswith("black box") and len(raw.calls) > 0,
         len(raw.calls) > 0,
         raw.last_event_ns(),
+        bool(len(raw.calls) and raw.calls["stack"].any()),
+        any(group.ranks for group in raw.groups),
         candidate.path,
     )

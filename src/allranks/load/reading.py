@@ -177,10 +177,17 @@ def _promising(head: bytes) -> bool:
     return head[:1] == b"\x80" or head.startswith((GZIP, ZSTD)) or head.lstrip()[:1] == b"{"
 
 
+def _is_traceback(head: bytes) -> bool:
+    """Whether this is what faulthandler writes."""
+    return b"(most recent call first)" in head and head.lstrip().startswith(
+        (b"Thread 0x", b"Current thread 0x")
+    )
+
+
 def _foreign(path: str, head: bytes) -> Unreadable:
     """What a file is that we do not read."""
     name = os.path.basename(path)
-    if ".pyspy" in name or ".proc." in name or name.endswith(".progress.jsonl"):
+    if ".pyspy" in name or ".proc." in name or name.endswith(".progress.jsonl") or _is_traceback(head):
         return Unreadable("a stack capture: `allranks stacks` reads it", kind="stacks", skip=True)
     kinds = ((b"\x7fELF", "ELF core or program"), (b"PK\x03\x04", "zip archive"), (b"#!", "script"))
     for magic, kind in kinds:

@@ -64,7 +64,7 @@ def finish(
     """What every torch dump goes through once its rows are there: order, library quirks, header."""
     calls = in_record_order(calls)
     backends = sorted({group.backend for group in groups.groups if group.backend})
-    comms = is_torchcomms(dump, groups)
+    comms = is_torchcomms(dump, groups) or counts_over_all_groups(calls)
     groups.add_configured(backends[0] if len(backends) == 1 else "")
     names = groups.tables.names
     mark_coalesced(calls, names)
@@ -153,6 +153,23 @@ def is_torchcomms(dump: dict[str, Any], groups: GroupTable) -> bool:
     texts = [entry.get("ranks") for entry in groups.config.values() if isinstance(entry, dict)]
     several = [text for text in texts if isinstance(text, str) and "," in text]
     return bool(several) and not any(", " in text for text in several) and not dump.get("pg_status")
+
+
+def counts_over_all_groups(calls: np.ndarray) -> bool:
+    """Whether the sequence numbers show torchcomms' way of counting, whatever the names say.
+
+    torch numbers every group from 1 and gives every send and receive its partner and a number of its own.
+    """
+    if not len(calls):
+        return False
+    p2p = (calls["flags"] & Flag.P2P) != 0
+    if (p2p & (calls["p2p_seq"] == 0) & (calls["peer"] < 0)).any():
+        return True
+    seqs = calls["seq"]
+    one_counter = int(calls["begin"][0]) == 1 and np.array_equal(
+        seqs, np.arange(seqs[0], seqs[0] + len(seqs))
+    )
+    return one_counter and int(seqs[0]) in (0, 1) and len(np.unique(calls["group"])) > 1
 
 
 def mark_states(calls: np.ndarray, groups: GroupTable, comms: bool) -> None:

@@ -1,0 +1,76 @@
+"""The built wheel in an environment without torch: a laptop can read what a cluster has written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CASES = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def laptop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh environment with the wheel and its base dependencies; returns its bin folder."""
+    folder = tmp_path_factory.mktemp("laptop")
+    wheel = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(folder),
+        str(ROOT),
+    ]
+    subprocess.run(wheel, check=True, timeout=300)
+    venv.create(folder / "venv", with_pip=True)
+    bin_folder = folder / "venv" / "bin"
+    (found,) = folder.glob("allranks-*.whl")
+    subprocess.run([bin_folder / "pip", "install", "--quiet", str(found)], check=True, timeout=300)
+    return bin_folder
+
+
+def run(laptop: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """One command on the laptop."""
+    return subprocess.run(
+        [laptop / "allranks", *words], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.timeout(600)
+def test_reading_commands_work_without_torch(laptop: Path) -> None:
+    """diagnose, frtrace, dump-info, stacks --from and doctor explain; torch is really not there."""
+    assert (
+        subprocess.run([laptop / "python", "-c", "import torch"], capture_output=True, check=False).returncode
+        != 0
+    )
+    dumps = CASES / "load" / "cases" / "flight_recorder" / "missing_rank"
+    found = run(laptop, "diagnose", str(dumps), "--json")
+    assert found.returncode == 1, found.stderr
+    assert json.loads(found.stdout)["verdict"]["ranks"] == [1]
+    told = run(laptop, "frtrace", str(dumps))
+    assert "Not all ranks joining collective" in told.stdout + told.stderr
+    info = run(laptop, "dump-info", str(dumps / "trace_0"), "--json")
+    assert info.returncode == 0, info.stderr
+    stacks = run(
+        laptop, "stacks", "--from", str(CASES / "stacks" / "cases" / "hangs" / "dataloader_worker_sleep"), "--json"
+    )
+    assert "dataloader_wait" in stacks.stdout, stacks.stderr
+    assert run(laptop, "--help").returncode == 0
+
+
+@pytest.mark.timeout(600)
+def test_a_missing_extra_is_one_sentence_with_the_command(laptop: Path) -> None:
+    """What needs torch says how to get it."""
+    done = run(laptop, "demo")
+    assert done.returncode == 2
+    assert "pip install 'allranks[torch]'" in done.stderr
+    assert "Traceback" not in done.stderr
