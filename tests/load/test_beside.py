@@ -10,7 +10,7 @@ import pytest
 from allranks.cli import main
 from allranks.load import LoadOptions, load_paths
 
-CASE = Path(__file__).parent / "cases" / "stacks_beside"
+CASE = Path(__file__).parent / "stacks_beside"
 
 
 def test_the_same_dumps_in_two_formats_are_one_attempt_and_the_telling_one_wins() -> None:
