@@ -85,6 +85,33 @@ def test_the_cause_and_the_line_of_a_stuck_program_are_told(
         assert victim.process.poll() is None
 
 
+MUTEXES = """
+libc = ctypes.CDLL(None)
+first, second, met = (ctypes.c_char * 64)(), (ctypes.c_char * 64)(), threading.Barrier(2)
+def pay(mine, other):
+    libc.pthread_mutex_lock(mine)
+    met.wait()
+    libc.pthread_mutex_lock(other)
+worker = threading.Thread(target=pay, args=(second, first), name="worker", daemon=True)
+worker.start()
+ready()
+pay(first, second)
+"""
+
+
+def test_a_circle_of_native_mutexes_is_proven_by_their_owners(tmp_path: Path) -> None:
+    """The kernel names the mutex, the mutex names its owner: both threads of the circle are told."""
+    with v.victim(MUTEXES, tmp_path) as victim:
+        v.settled(victim.pid)
+        for _ in range(20):
+            state = look(victim.pid, FIRST_PASS)
+            if state.cause == "lock_deadlock":
+                break
+        assert state.cause == "lock_deadlock"
+        assert "native mutexes in a circle" in state.evidence
+        assert "MainThread at" in state.evidence and "worker at" in state.evidence
+
+
 def test_a_stopped_process_is_told_and_stays_stopped(tmp_path: Path) -> None:
     """SIGSTOP: seen in the kernel's state; nobody continues it, and the look does not hang."""
     with v.victim(v.SLEEP, tmp_path) as victim:

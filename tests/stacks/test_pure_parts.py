@@ -283,6 +283,22 @@ def test_device_waits_are_told_from_frames() -> None:
     assert {state.cause for state in report.ranks.values()} == {"cuda_wait"}
 
 
+def test_a_server_without_a_line_of_the_users_own_is_told_by_its_engine() -> None:
+    """An idle vLLM worker waits for requests, its engine core for the worker; the place is the engine's line."""
+    lib = "/usr/lib/python3.12/site-packages/"
+    poll = StackFrame("poll", lib + "zmq/sugar/poll.py", 106)
+    read = StackFrame("acquire_read", lib + "vllm/distributed/device_communicators/shm_broadcast.py", 698)
+    loop = StackFrame("worker_busy_loop", lib + "vllm/v1/executor/multiproc_executor.py", 973)
+    answer = StackFrame("get_response", lib + "vllm/v1/executor/multiproc_executor.py", 387)
+    shot = lambda *frames: (Snapshot(1, None, (ThreadStack(1, "MainThread", frames, False, False),)),)  # noqa: E731
+    worker = ProcessCapture(0, None, 1, title="VLLM::Worker_TP0", snapshots=shot(poll, read, loop))
+    engine = ProcessCapture(1, None, 1, title="VLLM::EngineCore", snapshots=shot(poll, answer))
+    report = classify(Capture((worker, engine)))
+    assert report.ranks[0].cause == "request_wait"
+    assert report.ranks[0].where == "shm_broadcast.py:698 in acquire_read"
+    assert report.ranks[1].cause == "p2p_wait"
+
+
 def test_misleading_messages_of_py_spy_are_explained() -> None:
     """A process that ended, and one that is no Python, are told apart from a refusal."""
     import os

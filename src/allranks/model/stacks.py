@@ -53,6 +53,7 @@ class ThreadFacts:
     args: tuple[int, ...] = ()
     ticks: int = 0  # user + system clock ticks since the thread began
     kernel_stack: tuple[str, ...] = ()  # function names, innermost first
+    mutex_owner: int | None = None  # the thread that holds the native mutex this one waits for
 
 
 @dataclass(frozen=True)

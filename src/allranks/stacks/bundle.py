@@ -154,7 +154,17 @@ def _encode_snapshot(one: Snapshot, tables: _Tables) -> Json:
         "at_s": one.at_s,
         "threads": [_encode_stack(stack, tables) for stack in one.stacks],
         "facts": [
-            [f.tid, f.comm, f.state, f.wchan, f.syscall, list(f.args), f.ticks, list(f.kernel_stack)]
+            [
+                f.tid,
+                f.comm,
+                f.state,
+                f.wchan,
+                f.syscall,
+                list(f.args),
+                f.ticks,
+                list(f.kernel_stack),
+                f.mutex_owner,
+            ]
             for f in one.facts
         ],
     }
@@ -240,11 +250,11 @@ def _decode_stack(item: list[object], stacks: list[tuple[StackFrame, ...]]) -> T
 
 
 def _decode_facts(item: list[object]) -> ThreadFacts:
-    tid, comm, state, wchan, syscall, args, ticks, kernel = item
+    tid, comm, state, wchan, syscall, args, ticks, kernel, *more = item
     return ThreadFacts(
         int(str(tid)), str(comm), str(state), str(wchan), str(syscall),
         tuple(int(one) for one in args) if isinstance(args, list) else (), int(str(ticks)),
-        tuple(str(one) for one in kernel) if isinstance(kernel, list) else (),
+        tuple(str(one) for one in kernel) if isinstance(kernel, list) else (), _int(more[0]) if more else None,
     )  # fmt: skip
 
 

@@ -56,6 +56,9 @@ def _decide(view: ProcessView, main: ThreadView, patterns: Sequence[Pattern]) ->
     first = match_thread(patterns, main, view)
     if first is not None and first.pattern.cause in ("stopped", "d_state"):
         return _cause(first, main, view)
+    cycle = _mutex_cycle(view)
+    if cycle is not None:
+        return cycle
     everywhere = [pattern for pattern in patterns if pattern.threads == "any"]
     for thread in view.threads:
         match = match_thread(everywhere, thread, view)
@@ -148,6 +151,38 @@ def _lock_cause(view: ProcessView, locked: list[ThreadView], joiner: ThreadView 
         "lock_deadlock", where(subject.python), says, "lock", subject.name if not subject.main else "",
         subject.python, 0.95 if len(locked) > 1 else 0.85, view.count,
     )  # fmt: skip
+
+
+def _mutex_cycle(view: ProcessView) -> Cause | None:
+    """Native mutexes know their owners: threads that wait for each other in a circle are a proven deadlock."""
+    facts = view.capture.snapshots[-1].facts if view.capture.snapshots else ()
+    owners = {fact.tid: fact.mutex_owner for fact in facts if fact.mutex_owner is not None}
+    for start in owners:
+        path = [start]
+        while (owner := owners.get(path[-1])) is not None and owner not in path:
+            path.append(owner)
+        if owner is None or owner != start:
+            continue
+        names = [_thread_name(view, tid) for tid in path]
+        if len(path) == 1:
+            says = f"waits for a native mutex that it holds itself (self-deadlock): {names[0]}"
+        else:
+            says = "native mutexes in a circle: " + ", ".join(
+                f"{name} waits for {other}" for name, other in zip(names, [*names[1:], names[0]], strict=True)
+            )
+        subject = next((thread for thread in view.threads if thread.tid in path), view.main)
+        python = subject.python if subject is not None else ()
+        return Cause("lock_deadlock", where(python), says, "lock", names[0], python, 0.98, view.count)
+    return None
+
+
+def _thread_name(view: ProcessView, tid: int) -> str:
+    thread = next((one for one in view.threads if one.tid == tid), None)
+    return (
+        f"{thread.name} at {where(thread.python)}"
+        if thread is not None and thread.python
+        else f"thread {tid}"
+    )
 
 
 def _forked(thread: ThreadView) -> bool:

@@ -68,7 +68,7 @@ def _is_thread(item: object) -> bool:
 
 def _thread(row: dict[str, object], machine: str) -> ThreadFacts:
     name, args = parse_syscall(str(row.get("syscall") or ""), machine)
-    tid = row["tid"]
+    tid, owner = row["tid"], row.get("mutex_owner")
     return ThreadFacts(
         tid=tid if isinstance(tid, int) else 0,
         comm=str(row.get("comm") or ""),
@@ -78,6 +78,7 @@ def _thread(row: dict[str, object], machine: str) -> ThreadFacts:
         args=args,
         ticks=_count(row.get("utime")) + _count(row.get("stime")),
         kernel_stack=kernel_functions(str(row.get("kstack") or "")),
+        mutex_owner=owner if isinstance(owner, int) else None,
     )
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from allranks.stacks.syscalls import parse_syscall
+
 PROC = Path("/proc")
 MAX_THREADS = 4096
 _WANTED = (
@@ -109,7 +111,7 @@ def descendants(pid: int) -> list[int]:
 
 def read_facts(pid: int) -> dict[str, object]:
     """The facts of one process in the shape of the raw capture files; raises OSError when it is gone."""
-    threads = [row for row in _threads(pid) if row]
+    threads = _with_mutex_owners(pid, [row for row in _threads(pid) if row])
     if not threads:
         raise ProcessLookupError(f"process {pid} is gone")
     return {
@@ -143,6 +145,31 @@ def _threads(pid: int) -> Iterator[dict[str, object]]:
             "syscall": _read(pid, f"task/{tid}/syscall").strip(),
             "kstack": _read(pid, f"task/{tid}/stack").strip(),
         }
+
+
+def _with_mutex_owners(pid: int, threads: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Adds who holds the native mutex that a thread waits for: glibc keeps the owner 8 bytes behind the futex."""
+    waiting = [row for row in threads if (address := _mutex_address(str(row["syscall"]))) and address]
+    if not waiting:
+        return threads
+    known = {row["tid"] for row in threads}
+    try:
+        with open(PROC / str(pid) / "mem", "rb", buffering=0) as memory:
+            for row in waiting:
+                memory.seek(_mutex_address(str(row["syscall"])) + 8)
+                owner = int.from_bytes(memory.read(4), "little")
+                if owner in known:
+                    row["mutex_owner"] = owner
+    except (OSError, ValueError, OverflowError):
+        pass
+    return threads
+
+
+def _mutex_address(syscall: str) -> int:
+    """The address of a mutex whose holder others wait for (futex WAIT of the value 2), else 0."""
+    name, args = parse_syscall(syscall, platform.machine())
+    is_mutex = name == "futex" and len(args) > 2 and args[1] & 0x7F == 0 and args[2] & 0xFFFFFFFF == 2
+    return args[0] if is_mutex else 0
 
 
 def _inner_number(status: str) -> int:

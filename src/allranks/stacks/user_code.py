@@ -57,9 +57,25 @@ def user_frame(frames: Sequence[StackFrame]) -> StackFrame | None:
     return next((frame for frame in frames if not frame.native and is_user_file(frame.file)), None)
 
 
+#: Packages whose lines say how, not what: in a server without a line of the user's own the engine's line is told.
+_PLUMBING = frozenset({"torch", "zmq", "uvloop", "numpy", "grpc", "urllib3", "requests", "httpx", "httpcore"})
+
+
+def _tells(frame: StackFrame) -> bool:
+    """Whether a library frame belongs to a framework rather than to its plumbing."""
+    for part in _LIBRARY_PARTS[:2]:
+        if part in frame.file:
+            return frame.file.split(part, 1)[1].split("/")[0] not in _PLUMBING
+    first = frame.file.split("/")[0]
+    return "/" in frame.file and not frame.file.startswith("/") and first in _PACKAGES - _PLUMBING
+
+
 def where(frames: Sequence[StackFrame]) -> str:
-    """The user's line that a stack stands on, or the innermost Python line, or ""."""
-    frame = user_frame(frames) or next((one for one in frames if not one.native), None)
+    """The user's line that a stack stands on, else a framework's, else the innermost Python line, or ""."""
+    python = [one for one in frames if not one.native]
+    frame = (
+        user_frame(python) or next((one for one in python if _tells(one)), None) or next(iter(python), None)
+    )
     return place(frame) if frame is not None else ""
 
 
