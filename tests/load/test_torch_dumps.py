@@ -18,6 +18,7 @@ from allranks.model.trace import Flag, RankTrace, State
 from .dumps import dump, entry
 
 CASES = Path(__file__).parent / "cases"
+KINDS = ("broken_dumps", "flight_recorder", "nccl")
 
 
 def load_one(folder: Path, content: dict[str, Any], name: str = "trace_0") -> RankTrace:
@@ -29,7 +30,7 @@ def flags(trace: RankTrace, flag: Flag) -> list[bool]:
     return ((trace.calls["flags"] & int(flag)) != 0).tolist()
 
 
-@pytest.mark.parametrize("case", sorted(p.relative_to(CASES).as_posix() for p in CASES.glob("*/*")))
+@pytest.mark.parametrize("case", sorted(p.relative_to(CASES).as_posix() for kind in KINDS for p in CASES.glob(f"{kind}/*")))
 def test_every_shared_case_is_read(case: str) -> None:
     """No case is beyond us, and every trace says what it came from."""
     result = load_paths([str(CASES / case)])

@@ -19,8 +19,8 @@ from allranks.load.tables import Frozen
 from allranks.model.diagnosis import FileNote
 from allranks.model.trace import RankTrace
 
-#: A dump's modification time is when it was taken only if it lies this close behind its last event.
-MAX_DUMP_DELAY_NS = 3600 * 10**9
+#: A dump's modification time is when it was taken only if it lies so close behind the last timeout; else it was copied.
+MAX_DUMP_DELAY_NS = 300 * 10**9
 
 
 def load_paths(paths: Sequence[str], options: LoadOptions | None = None) -> LoadResult:
