@@ -250,25 +250,53 @@ def test_batches_hold_the_tokens_of_their_samples_and_the_next_as_labels(index: 
         loader.dataset[203]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_a_finite_run_sees_every_sample_once_per_epoch_and_then_ends(index: Path, world: int) -> None:
-    """The last step is smaller; all ranks have the same number of steps; weights say what each batch counts."""
+@pytest.mark.parametrize(("world", "steps"), [(1, 26), (2, 26), (3, 26), (5, 26), (7, 25), (16, 25)])
+def test_a_finite_run_sees_every_sample_once_per_epoch_and_then_ends(
+    index: Path, world: int, steps: int
+) -> None:
+    """406 samples by 16: the last step has 6, or the one before has 22; no rank is ever left without."""
     opened = TokenIndexFile(index)
     seen: list[int] = []
-    steps = set()
     weights: dict[int, float] = {}
     for rank in range(world):
         dataset = ResumableDataset(opened, LENGTH, epochs=2)
         loader = ElasticDataLoader(dataset, plan=exact_plan(16, world, 4), rank=rank)
-        at = loader.step
+        at = 0
         for _ in loader:
             seen += loader.last_samples.tolist()
+            assert len(loader.last_samples)
             weights[at] = weights.get(at, 0.0) + loader.weight / world
-            at = loader.step
-        steps.add(loader.step)
+            at += loader.step_done
+        assert at == loader.step == steps and dataset.finished and dataset.position == 406
+        assert list(loader) == []
     assert Counter(seen) == Counter(list(range(203)) * 2)
-    assert steps == {-(-406 // 16)}
     assert all(weight == pytest.approx(1.0) for weight in weights.values())
+
+
+@settings(max_examples=100, deadline=None)
+@given(worlds, st.integers(1, 2))
+def test_a_finite_run_through_any_worlds_sees_every_sample_once(
+    index: Path, plan: list[tuple[int, int, int, bool, int]], epochs: int
+) -> None:
+    """Worlds change until the data ends: the last one reads to the end, nothing is left or doubled."""
+    opened = TokenIndexFile(index)
+    kept: dict[int, list[int]] = {}
+    state: Any = None
+    for number, (world, batch, steps, exact, _) in enumerate(plan):
+        ranks = _ranks(opened, world, batch, exact, seed=1, epochs=epochs)
+        end = None if number == len(plan) - 1 else (state["step"] if state else 0) + steps
+        for loader in ranks:
+            if state is not None:
+                loader.load_state_dict(state)
+            at = loader.step
+            for _ in loader:
+                kept.setdefault(at, []).extend(loader.last_samples.tolist())
+                at += loader.step_done
+                if at == end:
+                    break
+        assert len({loader.step for loader in ranks}) == 1
+        state = ranks[0].state_dict()
+    assert Counter(n for part in kept.values() for n in part) == Counter(list(range(203)) * epochs)
 
 
 def test_a_state_inside_a_step_resumes_at_its_beginning(index: Path) -> None:
@@ -426,7 +454,27 @@ def _killed_worker(rank: int, world_size: int, index: Path) -> dict[str, Any]:
         if len(seen) >= 4100:
             break
     loader.close()
-    return {"seen": seen, "said": said, "hint": hint, "waited": loader.waited_s}
+    return {"seen": seen, "said": said, "hint": hint, "waited": loader.waited_s, "own": _error_of_a_worker()}
+
+
+class _Refusing:
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, number: int) -> int:
+        raise ValueError("no such thing")
+
+
+def _error_of_a_worker() -> str:
+    """What an error of the user's own dataset, raised in a worker, comes out as."""
+    loader = ElasticDataLoader(ResumableDataset(_Refusing()), 1, rank=0, world_size=1, num_workers=1)
+    try:
+        next(iter(loader))
+    except Exception as error:
+        return type(error).__name__
+    finally:
+        loader.close()
+    return "nothing"
 
 
 def test_a_killed_worker_process_costs_no_sample(index: Path) -> None:
@@ -435,6 +483,7 @@ def test_a_killed_worker_process_costs_no_sample(index: Path) -> None:
         result = ranks.values(timeout_s=60)[0]
     assert "DataLoader worker" in result["said"] and "position is kept" in result["said"]
     assert "num_workers" in result["hint"] and result["waited"] > 0
+    assert result["own"] == "ValueError"
     assert result["seen"] == Order(203, 3).ids(0, len(result["seen"])).tolist()
 
 
@@ -464,3 +513,25 @@ def test_any_dataset_with_a_length_can_be_shared(index: Path) -> None:
     assert both[50 + 7]["y"] == 7
     with pytest.raises(DataLoadingError, match="the dataset is empty"):
         ResumableDataset(torch.utils.data.TensorDataset(torch.zeros(0)))
+
+
+@pytest.mark.soak
+@settings(max_examples=5000, deadline=None)
+@given(worlds, st.integers(0, 10**6), st.booleans())
+def test_thousands_of_histories_lose_and_repeat_nothing(
+    index: Path, plan: list[tuple[int, int, int, bool, int]], seed: int, shuffle: bool
+) -> None:
+    """The property of above, long enough to find what a short run does not."""
+    opened = TokenIndexFile(index)
+    kept: dict[int, list[int]] = {}
+    state: Any = None
+    for world, batch, steps, exact, lost in plan:
+        ranks = _ranks(opened, world, batch, exact, seed=seed, shuffle=shuffle)
+        for loader in ranks:
+            if state is not None:
+                loader.load_state_dict(state)
+        kept.update(_run(ranks, steps))
+        state = ranks[0].state_dict()
+        _run(ranks, lost)
+    taken = [number for step in sorted(kept) for number in kept[step]]
+    assert taken == Order(203, seed, shuffle).ids(0, len(taken)).tolist()

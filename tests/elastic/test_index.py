@@ -561,3 +561,35 @@ def test_a_parallel_build_of_bytes_equals_one_process(tmp_path: Path) -> None:
         with TokenIndexFile(output) as index:
             results.append(index.fingerprint)
     assert len(set(results)) == 1
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_build_killed_again_and_again_ends_with_the_same_index(
+    tmp_path: Path, tokenizer_file: Path
+) -> None:
+    """Thirty kills at random moments; each run goes a little further."""
+    import random
+
+    source = write_jsonl(tmp_path / "big.jsonl", texts(40_000))
+    output = tmp_path / "big.index"
+    killed = 0
+    for _ in range(30):
+        build = subprocess.Popen(
+            _command(source, output, tokenizer_file, "--workers", "2"), stdout=subprocess.DEVNULL
+        )
+        try:
+            build.wait(timeout=random.uniform(0.3, 1.5))
+            break
+        except subprocess.TimeoutExpired:
+            build.kill()
+            build.wait(timeout=30)
+            killed += 1
+    done = subprocess.run(
+        _command(source, output, tokenizer_file), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0 and killed > 0
+    whole = tmp_path / "whole.index"
+    build_index(BuildRequest((str(source),), str(whole), str(tokenizer_file)))
+    with TokenIndexFile(output) as a, TokenIndexFile(whole) as b:
+        assert a.fingerprint == b.fingerprint

@@ -110,7 +110,10 @@ class ResumableDataset:
     @property
     def position(self) -> int:
         """Samples taken by all ranks before the current step."""
-        return self.limited(self.history.position(self.step))
+        total = self.total_positions
+        return (
+            total if total is not None and self.ends_before(self.step) else self.history.position(self.step)
+        )
 
     @property
     def epoch(self) -> int:
@@ -118,22 +121,33 @@ class ResumableDataset:
 
     @property
     def finished(self) -> bool:
-        return self.total_positions is not None and self.position >= self.total_positions
+        return self.ends_before(self.step)
 
-    def limited(self, position: int) -> int:
-        """A position, not beyond the end."""
-        return position if self.total_positions is None else min(position, self.total_positions)
+    def ends_before(self, step: int) -> bool:
+        """Whether a finite order has nothing left for a step."""
+        if self.total_positions is None:
+            return False
+        left = self.total_positions - self.history.position(step)
+        if left <= 0 or step == 0:
+            return left <= 0
+        return left < len(self.history.at(step - 1).shares)  # so few were taken along by the step before
 
     def shares(self, step: int) -> tuple[int, ...]:
-        """Samples of each rank in a step; fewer in the last step of a finite order, dealt evenly."""
+        """Samples of each rank in a step.
+
+        The last step of a finite order takes what is left, dealt evenly; a rest that could not feed every rank
+        goes to the step before. (A rank gets none only if the world has just grown beyond the rest.)
+        """
         segment = self.history.at(step)
-        left = segment.per_step
-        if self.total_positions is not None:
-            left = min(left, max(0, self.total_positions - self.history.position(step)))
-        if left == segment.per_step:
+        if self.total_positions is None:
             return segment.shares
-        whole, rest = divmod(left, len(segment.shares))
-        return tuple(whole + (rank < rest) for rank in range(len(segment.shares)))
+        world, left = len(segment.shares), self.total_positions - self.history.position(step)
+        if self.ends_before(step):
+            return (0,) * world
+        if left >= segment.per_step + world or left == segment.per_step:
+            return segment.shares
+        whole, rest = divmod(left if left < segment.per_step + world else segment.per_step, world)
+        return tuple(whole + (rank < rest) for rank in range(world))
 
     def samples(self, step: int, rank: int | None = None) -> Ids:
         """The ids of one rank (None: of all ranks, in their order) in a step: pure in seed, step, history."""

@@ -6,8 +6,11 @@ what was given out, never what was prefetched, and a change of the world just fo
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -58,8 +61,13 @@ class ElasticDataLoader:
 
     @property
     def step(self) -> int:
-        """The optimizer step that the next batch belongs to."""
+        """The optimizer step that the next batch belongs to, counted from 0."""
         return self.dataset.step
+
+    @property
+    def step_done(self) -> bool:
+        """Whether the batch given out last was the last of its step: the optimizer is due."""
+        return self._micro == 0
 
     def on_topology_change(
         self, world_size: int, rank: int, plan: BatchPlan | None = None, *, step: int | None = None
@@ -101,17 +109,27 @@ class ElasticDataLoader:
         start = time.perf_counter()
         try:
             return next(fetched, None)
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+        except (RuntimeError, OSError, EOFError) as error:
+            gone = self._gone(error)
+            if not gone:
                 raise
             self.close()
             raise DataLoadingError(
-                f"{str(error).splitlines()[0]} The position is kept: iterating again starts new workers.",
+                f"DataLoader worker (pid {gone}) died. The position is kept: iterating again starts new workers.",
                 hint="a worker killed by signal 9 was often too big: see `dmesg`, use fewer num_workers; "
                 "killed by a bus error: give the container more shared memory",
             ) from error
         finally:
             self.waited_s += time.perf_counter() - start
+
+    def _gone(self, error: Exception) -> str:
+        """The pids of dead workers, "" when the error has another cause (one raised inside a worker, say)."""
+        iterator = getattr(self._loader, "_iterator", None)
+        if iterator is None or str(error).startswith("Caught "):
+            return ""
+        for worker in iterator._workers:
+            worker.join(timeout=0.5)  # a pipe can break a moment before its process is reaped
+        return ", ".join(str(worker.pid) for worker in iterator._workers if not worker.is_alive())
 
     def close(self) -> None:
         """Ends the worker processes."""
@@ -139,7 +157,7 @@ class ElasticDataLoader:
             dataset.step += 1
 
     def _sizes(self, step: int) -> tuple[int, ...]:
-        """This rank's micro-batch sizes in a step; one, maybe empty, where the last step has too few samples."""
+        """This rank's micro-batch sizes in a step; others than planned where a finite order ends."""
         share = self.dataset.shares(step)[self.rank]
         sizes = self.plan.micro[self.rank]
         if share == sum(sizes):
@@ -152,8 +170,7 @@ class ElasticDataLoader:
     def _upcoming(self) -> Iterator[Ids]:
         """The ids of one micro-batch after the other, from the current step on."""
         dataset, step = self.dataset, self.dataset.step
-        end = dataset.total_positions
-        while end is None or dataset.history.position(step) < end:
+        while not dataset.ends_before(step):
             ids = dataset.samples(step, self.rank)
             start = 0
             for size in self._sizes(step):
@@ -168,7 +185,9 @@ class ElasticDataLoader:
             return
         if self._loader is None:
             self._loader = self._start()
-        yield from self._loader
+        with _own_child_signal():
+            fetched = iter(self._loader)
+        yield from fetched
 
     def _start(self) -> Any:
         """torch's loader; its workers live on through changes of the world and drop stale batches."""
@@ -184,6 +203,22 @@ class ElasticDataLoader:
             collate_fn=_as_it_is,
             pin_memory=self.pin_memory,
         )
+
+
+@contextmanager
+def _own_child_signal() -> Iterator[None]:
+    """Keeps torch from raising a worker's death out of a signal handler, in the middle of whatever runs then.
+
+    Without its handler the same error comes out of the next batch, within seconds.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before if before is not None else signal.SIG_DFL)
 
 
 def _as_it_is(item: Any) -> Any:

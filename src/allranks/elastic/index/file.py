@@ -101,6 +101,13 @@ class TokenIndexFile:
         crc = zlib.crc32(self._checks.tobytes()) if len(self._checks) else 0
         return f"{self.total_tokens:x}-{self.num_documents:x}-{crc:08x}"
 
+    def __len__(self) -> int:
+        return self.header.total_tokens
+
+    def __getitem__(self, where: int | slice) -> Any:
+        """Tokens by place: a number or an array that is a view of the file."""
+        return self.tokens[where]
+
     def document(self, number: int) -> np.ndarray[Any, Any]:
         """The tokens of one document."""
         if not 0 <= number < self.num_documents:
