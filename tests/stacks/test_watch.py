@@ -133,3 +133,16 @@ def test_a_command_and_a_pid_together_are_refused(capfd: pytest.CaptureFixture[s
     assert "allranks watch -- torchrun" in capfd.readouterr().err
     assert main(["watch", "--", "/no/such/command"]) == 2
     assert "cannot start" in capfd.readouterr().err
+
+
+def test_a_look_that_fails_does_not_touch_the_job(tmp_path: Path) -> None:
+    """The output folder cannot be made: that is said, and the command runs to its own end."""
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    command = watch(
+        "--wait", "0.5", "--interval", "0", "-o", str(blocker / "sub"), "--",
+        sys.executable, "-c", "import time; time.sleep(4); raise SystemExit(7)",
+    )  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7
+    assert "failed" in done.stderr or "could not be written" in done.stderr

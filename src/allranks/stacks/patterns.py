@@ -17,7 +17,7 @@ from importlib import resources
 from typing import Any
 
 from allranks.errors import ConfigurationError
-from allranks.model.stacks import StackFrame
+from allranks.model.stacks import StackFrame, ThreadFacts
 from allranks.stacks.user_code import is_user_file
 from allranks.stacks.views import ProcessView, ThreadView
 
@@ -277,14 +277,21 @@ def _has_torch_threads(process: ProcessView) -> bool:
 
 
 def _starves(holder: ThreadView, process: ProcessView) -> bool:
-    """Whether some other Python thread was found in the GIL's timed wait at every look."""
-    for view in process.threads:
-        if view.tid == holder.tid or not view.facts or not view.python:
-            continue
-        waits = [f.syscall == "futex" and f.args[1:2] == (0x89,) and f.args[3:4] != (0,) for f in view.facts]
-        if len(waits) > 1 and all(waits) and not view.python[0].file.endswith("threading.py"):
-            return True
-    return False
+    """Whether every other thread of the user's own code was found in the GIL's timed wait at every look."""
+    others = [
+        view
+        for view in process.threads
+        if view.tid != holder.tid
+        and len(view.facts) > 1
+        and view.python
+        and is_user_file(view.python[0].file)
+    ]
+    return bool(others) and all(_waits_for_gil(fact) for view in others for fact in view.facts)
+
+
+def _waits_for_gil(fact: ThreadFacts) -> bool:
+    """A futex wait with a time limit: how a thread stands in line for the GIL."""
+    return fact.syscall == "futex" and fact.args[1:2] == (0x89,) and fact.args[3:4] != (0,)
 
 
 def _last_word(name: str) -> str:

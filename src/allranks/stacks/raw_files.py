@@ -154,6 +154,8 @@ _TEXTS = (
     ("faulthandler", _take_faulthandler),
     ("gdb", _take_gdb),
     ("cudagdb", _take_cuda_gdb),
+    ("cuda_gdb", _take_cuda_gdb),
+    ("cuda-gdb", _take_cuda_gdb),
 )
 
 

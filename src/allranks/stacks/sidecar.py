@@ -7,6 +7,7 @@ signals that arrive are passed on to the command at once.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -33,6 +34,8 @@ from allranks.stacks.text import render_text
 from allranks.stacks.titles import RANK_TITLES
 from allranks.stacks.tree import grow_tree
 from allranks.stacks.triggers import Observation, TriggerState, decide_trigger
+
+log = logging.getLogger("allranks.stacks")
 
 POLL_S = 0.5
 RESCAN_S = 5.0
@@ -96,15 +99,23 @@ class Sidecar:
                 code = self._ended()
                 if code is not None:
                     return code
-                now = time.monotonic() - begin
-                reason, state = decide_trigger(self._observe(now), state, self.options)
-                if self._asked:
-                    self._asked, reason = False, "asked for"
-                if reason and self.options.enabled:
-                    self._collect(reason)
+                try:
+                    state = self._glance(time.monotonic() - begin, state)
+                except Exception as error:  # the job must not suffer from its observer
+                    self._say(f"this look failed: {type(error).__name__}: {error}")
+                    log.debug("a look failed", exc_info=True)
                 self._pause()
         finally:
             self._release()
+
+    def _glance(self, now: float, state: TriggerState) -> TriggerState:
+        """One turn of the loop: observe, decide, collect."""
+        reason, state = decide_trigger(self._observe(now), state, self.options)
+        if self._asked:
+            self._asked, reason = False, "asked for"
+        if reason and (self.options.enabled or reason == "asked for"):
+            self._collect(reason)
+        return state
 
     # the job
 
@@ -203,13 +214,6 @@ class Sidecar:
     def _release(self) -> None:
         for number, old in self._old.items():
             signal.signal(number, old if old is not None else signal.SIG_DFL)  # type: ignore[arg-type]
-        if self._child is not None and self._child.poll() is None:
-            self._child.terminate()
-            try:
-                self._child.wait(timeout=30.0)
-            except subprocess.TimeoutExpired:
-                self._child.kill()
-                self._child.wait()
 
 
 def write_report(folder: Path, report: StacksReport, capture: Capture) -> None:
