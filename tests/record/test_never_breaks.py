@@ -206,7 +206,7 @@ def _hang_and_catch(rank: int, world: int) -> None:
     else:
         deadline = time.monotonic() + 60
         assert recorder.path is not None
-        while not list(recorder.path.parent.glob("dumps/signal.*/rank_0")):
+        while not list(recorder.path.parent.glob("dumps/signal.a0.1/rank_0")):
             assert time.monotonic() < deadline
             time.sleep(0.02)
         dist.all_reduce(torch.ones(2))
@@ -220,8 +220,7 @@ def test_a_signal_writes_a_dump_even_while_the_rank_hangs_in_cpp(folder: Path) -
         ranks.wait_for("first")
         ranks.kill(0, signal.SIGUSR1)
         ranks.values(timeout_s=80)
-    (dump,) = (folder / "dumps").rglob("rank_0")
-    assert dump.parent.name == "signal.a0.1"
+    assert (folder / "dumps" / "signal.a0.1" / "rank_0").exists()
 
 
 def test_a_process_without_a_group_records_and_exits_cleanly(folder: Path) -> None:
@@ -232,3 +231,30 @@ def test_a_process_without_a_group_records_and_exits_cleanly(folder: Path) -> No
     (box,) = find_boxes(folder)
     assert read_header(box).step == 3
     assert read_header(box).closed == "exit"
+
+
+def test_old_boxes_of_dead_processes_are_removed_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared memory does not fill up with the boxes of jobs long gone."""
+    from allranks.record import place
+
+    monkeypatch.setattr(place, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    old, own, fresh = (place.job_folder(name) for name in ("old", "own", "fresh"))
+    for folder in (old / "dumps", own, fresh):
+        folder.mkdir(parents=True)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    boxes = [
+        old / f"old.a0.r0.p{gone.pid}.box",
+        own / f"own.a0.r0.p{os.getpid()}.box",
+        fresh / f"x.a0.r0.p{gone.pid}.box",
+    ]
+    for box in boxes:
+        box.touch()
+    for box in boxes[:2]:
+        os.utime(box, (1, 1))
+    place.remove_old()
+    assert [box.exists() for box in boxes] == [False, True, True]
+    assert not old.exists()

@@ -55,6 +55,7 @@ class _Store:
     path: Path
     groups: set[int] = field(default_factory=set)
     written: int = 0  # calls ever recorded by hooks
+    pid: int = field(default_factory=os.getpid)  # a forked child never writes into its parent's ring
 
 
 class FlightRecorderHook:
@@ -142,7 +143,7 @@ class FlightRecorderHook:
         """Pre-hook: the call is about to be made. Never raises into it."""
         try:
             op = op_name(args)
-            if op in NOT_RECORDED:
+            if op in NOT_RECORDED or os.getpid() != store.pid:
                 return
             peer = _peer(args)
             number = store.writer.begin(
@@ -165,7 +166,7 @@ class FlightRecorderHook:
         """Post-hook: the call was made; it is over unless its work says otherwise."""
         try:
             number = self._open.pop((comm, int(getattr(args, "op_id", 0))), None)
-            if number is not None:
+            if number is not None and os.getpid() == store.pid:
                 work = _living(getattr(args, "work", None))
                 if work is None or _is_completed(work):
                     store.writer.finish(number)

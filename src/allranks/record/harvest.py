@@ -62,8 +62,10 @@ def _no_inductor() -> Iterator[None]:
     if "torch._inductor" in sys.modules or "_inductor" in vars(torch):
         yield
         return
-    vars(torch)["_inductor"] = SimpleNamespace()
+    stand_in = SimpleNamespace()
+    vars(torch)["_inductor"] = stand_in
     try:
         yield
     finally:
-        vars(torch).pop("_inductor", None)
+        if vars(torch).get("_inductor") is stand_in:  # the real one may have come meanwhile
+            del vars(torch)["_inductor"]

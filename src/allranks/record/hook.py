@@ -101,6 +101,13 @@ class Hook:
             if vars(owner).get(name) is wrapper:
                 setattr(owner, name, original)
 
+    def silence(self) -> None:
+        """In a forked child: records nothing from now on. Touches nothing of C++, whose locks may be held for ever."""
+        self.writer = None
+        for _, _, wrapper, _ in self._replaced:
+            if hasattr(wrapper, "enabled"):
+                wrapper.enabled = False
+
     def _replace(self, owner: Any, name: str, wrapper: Any) -> None:
         original = vars(owner)[name]  # the descriptor itself: getattr would strip pybind's binding of self
         if hasattr(wrapper, "__name__"):

@@ -6,13 +6,16 @@ file is reserved with posix_fallocate before it is mapped: a full disk is an OSE
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+KEEP_S = 3 * 86_400.0  # boxes of ended processes in our own folders live this long
 
 
 def base_folder(uid: int | None = None) -> Path:
@@ -66,3 +69,23 @@ def job_folders() -> list[Path]:
     """Every folder of this machine that may hold boxes of this user's jobs."""
     bases = {base_folder(), fallback_folder("job").parent}
     return sorted(path for base in bases if base.is_dir() for path in base.iterdir() if path.is_dir())
+
+
+def remove_old(now: float | None = None) -> None:
+    """Removes boxes of processes that are gone from this user's default folders, so that they do not eat memory."""
+    limit = (time.time() if now is None else now) - KEEP_S
+    for folder in job_folders():
+        for path in folder.rglob("*"):
+            pid = re.search(r"\.p(\d+)\.", path.name)
+            with contextlib.suppress(OSError):
+                if (
+                    path.is_file()
+                    and path.stat().st_mtime < limit
+                    and not (pid and Path(f"/proc/{pid[1]}").exists())
+                ):
+                    path.unlink()
+        for path in sorted((p for p in folder.rglob("*") if p.is_dir()), reverse=True):
+            with contextlib.suppress(OSError):
+                path.rmdir()  # only when empty
+        with contextlib.suppress(OSError):
+            folder.rmdir()

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import allranks
+from allranks.errors import require
 from allranks.model.blackbox import Item, file_name
 from allranks.record.box import Box
 from allranks.record.groups import GroupState
 from allranks.record.options import RecorderOptions
-from allranks.record.place import fallback_folder, job_folder
+from allranks.record.place import fallback_folder, job_folder, remove_old
 from allranks.record.watch import Watch
 from allranks.record.writer import CallWriter, process_start_ticks, warn_once
 
@@ -46,6 +47,7 @@ class Recorder:
         """Starts recording. Returns itself, off (see `active`) when the box cannot be made."""
         if self.box is not None or not self.options.enabled:
             return self
+        require("torch", feature="recording", extra="torch")
         self.box = self._open_box()
         if self.box is None:
             return self
@@ -54,9 +56,13 @@ class Recorder:
         from allranks.record.hook import Hook
 
         self._hook = Hook(self.writer, self._fault, self._met_group)
-        self._hook.install()
-        self._watch = Watch(self)
-        self._watch.start()
+        try:
+            self._hook.install()
+            self._watch = Watch(self)
+            self._watch.start()
+        except Exception as error:  # a torch that we do not know: better no record than no training
+            self.close("could not start")
+            warn_once(f"recording is off, training goes on: {error!r}")
         return self
 
     def close(self, how: str = "closed") -> None:
@@ -81,7 +87,7 @@ class Recorder:
     def abandon_in_child(self) -> None:
         """Called in a forked child: forget everything without touching the parent's file."""
         if self._hook is not None:
-            self._hook.uninstall()
+            self._hook.silence()
         self._hook = self._watch = self.writer = None
 
     @property
@@ -175,6 +181,8 @@ class Recorder:
         """A new box in the wanted folder, or in the temp dir when the default one has no room."""
         options = self.options
         name = file_name(options.job, options.attempt, options.rank, self.pid)
+        if options.folder is None:
+            remove_old()
         folders = (
             [options.folder] if options.folder else [job_folder(options.job), fallback_folder(options.job)]
         )

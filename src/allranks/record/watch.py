@@ -16,8 +16,12 @@ import threading
 import time
 import traceback
 import weakref
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+from allranks.record.dump import write_file
+from allranks.record.harvest import native_dumps
 
 if TYPE_CHECKING:
     from allranks.record.recorder import Recorder
@@ -123,7 +127,9 @@ class Watch:
     def _dump(self, reason: str) -> None:
         """A dump that must never do harm: its own errors are only told."""
         try:
-            self._recorder.dump_file(reason=reason)
+            path = self._recorder.dump_file(reason=reason)
+            if self._recorder.options.harvest:
+                write_native(path, self._recorder.rank)
         except Exception as error:  # full disk, half-finished interpreter
             print(f"allranks: no dump on {reason}: {error}", file=sys.stderr)
 
@@ -157,6 +163,13 @@ class Watch:
             signal.signal(number, self._previous_handler)
         if self._wakes_by_fd:
             signal.set_wakeup_fd(-1)
+
+
+def write_native(dump: Path, rank: int) -> None:
+    """Puts torch's own rings beside a dump of ours, each in a folder of its own: NAME.nccl/rank_R, NAME.fr/rank_R."""
+    for source, data in native_dumps().items():
+        kind = "nccl" if "nccl" in source else "fr"
+        write_file(dump.parent.with_name(f"{dump.parent.name}.{kind}") / f"rank_{max(rank, 0)}", data)
 
 
 _fork_handler = False
