@@ -155,6 +155,7 @@ def make_lighthouse(args: argparse.Namespace, token: str) -> Lighthouse:
     from allranks.lighthouse.election import EtcdOptions
     from allranks.lighthouse.options import Options, ServerOptions
     from allranks.lighthouse.server import Lighthouse
+    from allranks.lighthouse.web import http_protocol
 
     host, port = _bind(args.bind)
     options = Options(
@@ -176,7 +177,7 @@ def make_lighthouse(args: argparse.Namespace, token: str) -> Lighthouse:
     )  # fmt: skip
     endpoints = tuple(part.strip() for part in args.etcd.split(",") if part.strip())
     etcd = EtcdOptions(endpoints, args.job, args.lease_s) if endpoints else None
-    return Lighthouse(options, server, etcd=etcd)
+    return Lighthouse(options, server, etcd=etcd, http=http_protocol())
 
 
 def _bind(text: str) -> tuple[str, int]:

@@ -274,13 +274,14 @@ def _lighthouse(args: argparse.Namespace, token: str, replica_mode: bool, stack:
         return ""
     from allranks.lighthouse.options import Options, ServerOptions
     from allranks.lighthouse.server import Lighthouse
+    from allranks.lighthouse.web import http_protocol
 
     host, _, port = args.bind.rpartition(":")
     server = ServerOptions(host=host.strip("[]"), port=int(port), token=token)
     options = Options(
         min_replicas=args.min_replicas or 1, expect_replicas=args.total_replicas or args.replicas or 0
     )
-    lighthouse = stack.enter_context(Lighthouse(options, server))
+    lighthouse = stack.enter_context(Lighthouse(options, server, http=http_protocol()))
     _say(f"lighthouse at {lighthouse.address}, page http://{lighthouse.address}/")
     return str(lighthouse.address)
 

@@ -1,0 +1,211 @@
+"""The lighthouse's page, JSON API, events and metrics: one function from request to answer. On the loop's thread.
+
+Reading is open to whoever reaches the port; every action needs the job token (Authorization: Bearer …).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from html import escape
+from importlib import resources
+
+import msgspec
+
+from allranks.lighthouse.http import Answer, EventStream, HttpConnection, Request
+from allranks.lighthouse.metrics import KIND as METRICS_KIND
+from allranks.lighthouse.metrics import render_metrics
+from allranks.lighthouse.service import Service
+from allranks.lighthouse.status import Event
+
+MAX_CONNECTIONS = 1000  # of HTTP, beside those of replicas
+PUSH_S = 0.5  # least time between two pushes of the whole status
+REFRESH_S = 2.0  # pushed this often even when nothing happens, for ages and steps
+
+_ICON = (
+    b"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'><circle cx='8' cy='8' r='7' fill='#1a7f37'/>"
+    b"<path d='M8 1v7l5 4' stroke='#fff' stroke-width='2' fill='none'/></svg>"
+)
+
+
+class _Reason(msgspec.Struct):
+    reason: str = ""
+    replicas: list[str] = []
+
+
+@dataclass
+class Web:
+    """One per lighthouse. `handle` answers requests; listeners share one encoded status."""
+
+    service: Service
+    token: str
+    _streams: set[EventStream] = field(default_factory=set)
+    _timer: asyncio.TimerHandle | None = None
+    _unsubscribe: Callable[[], None] | None = None
+    _last_s: float = 0.0
+
+    def handle(self, request: Request) -> Answer:
+        """Routes one request."""
+        if request.method in ("GET", "HEAD"):
+            return self._read(request)
+        if request.method == "POST":
+            return self._act(request)
+        return _error(405, f"{request.method} is not known here")
+
+    # ---- reading ----------------------------------------------------------------------------------------
+
+    def _read(self, request: Request) -> Answer:
+        path = request.path
+        if path == "/":
+            return Answer(body=_page(), kind="text/html; charset=utf-8")
+        if path == "/api/status":
+            return Answer(body=self._status())
+        if path == "/api/events":
+            return Answer(kind="text/event-stream", stream=self._listen)
+        if path == "/metrics":
+            text = "\n".join(render_metrics(self.service.snapshot())) + "\n"
+            return Answer(body=text.encode(), kind=METRICS_KIND)
+        if path == "/healthz":
+            leading = self.service.leading
+            return Answer(body=msgspec.json.encode({"ok": True, "leading": leading}))
+        if path == "/openapi.json":
+            return Answer(body=_openapi())
+        if path == "/favicon.ico":
+            return Answer(body=_ICON, kind="image/svg+xml")
+        if path == "/status":
+            return Answer(body=self._fragment().encode(), kind="text/html; charset=utf-8")
+        return _error(404, f"there is no {path}")
+
+    def _status(self) -> bytes:
+        return msgspec.json.encode(self.service.snapshot())
+
+    def _fragment(self) -> str:
+        """What torchft's own lighthouse answers at /status: a piece of HTML with quorum and heartbeats."""
+        status = self.service.snapshot()
+        rows = "".join(
+            f"<li>{escape(row.replica)}: step {row.step}, {escape(row.state)}, heard {row.heard_s:.1f} s ago</li>"
+            for row in status.replicas
+        )
+        return (
+            f"<h2>Quorum {status.number}</h2><p>{escape(status.waiting or status.reason)}</p><ul>{rows}</ul>"
+        )
+
+    # ---- events -----------------------------------------------------------------------------------------
+
+    def _listen(self, stream: EventStream) -> Callable[[], None]:
+        self._streams.add(stream)
+        stream.send(self._status())
+        if self._unsubscribe is None:
+            self._unsubscribe = self.service.subscribe(self._happened)
+            self._plan(REFRESH_S)
+        return lambda: self._leave(stream)
+
+    def _leave(self, stream: EventStream) -> None:
+        self._streams.discard(stream)
+        if not self._streams and self._unsubscribe is not None:
+            self._unsubscribe()
+            self._unsubscribe = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _happened(self, event: Event) -> None:
+        now = asyncio.get_running_loop().time()
+        self._plan(max(0.0, self._last_s + PUSH_S - now))
+
+    def _plan(self, delay_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        if self._timer is not None and self._timer.when() <= loop.time() + delay_s:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = loop.call_later(delay_s, self._push)
+
+    def _push(self) -> None:
+        self._timer = None
+        if not self._streams:
+            return
+        self._last_s = asyncio.get_running_loop().time()
+        body = self._status()
+        for stream in list(self._streams):
+            stream.send(body)
+        self._plan(REFRESH_S)
+
+    # ---- actions ----------------------------------------------------------------------------------------
+
+    def _act(self, request: Request) -> Answer:
+        if not self._allowed(request):
+            return _error(401, "this needs the job token: Authorization: Bearer TOKEN")
+        try:
+            asked = msgspec.json.decode(request.body or b"{}", type=_Reason)
+        except msgspec.DecodeError as error:
+            return _error(400, f"the body must be JSON with a reason: {error}")
+        reason = asked.reason or "asked for on the page"
+        found = re.fullmatch(r"/api/replicas/(.+)/(evict|let_in)", request.path)
+        if found and found.group(2) == "evict":
+            return self._evict(found.group(1), reason)
+        if found:
+            done = self.service.let_in(found.group(1))
+            return _done({"let_in": done}) if done else _error(404, f"{found.group(1)} is not evicted")
+        if request.path == "/api/collect":
+            return _done({"incident": self.service.collect(reason, asked.replicas)})
+        return _error(404, f"there is no action {request.path}")
+
+    def _evict(self, name: str, reason: str) -> Answer:
+        if not any(row.replica == name for row in self.service.snapshot().replicas):
+            return _error(404, f"no replica {name!r}")
+        self.service.evict(name, reason)
+        return _done({"evicted": name})
+
+    def _allowed(self, request: Request) -> bool:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        return not self.token or hmac.compare_digest(given.encode(), self.token.encode())
+
+
+def web_door(service: Service, token: str) -> Callable[[], asyncio.Protocol]:
+    """For one lighthouse: makes the protocol of each HTTP connection; all share one Web."""
+    web = Web(service, token)
+    living: weakref.WeakSet[HttpConnection] = weakref.WeakSet()
+
+    def make() -> asyncio.Protocol:
+        connection = HttpConnection(web.handle, full=len(living) >= MAX_CONNECTIONS)
+        living.add(connection)
+        return connection
+
+    return make
+
+
+def http_protocol() -> Callable[[Service, str], asyncio.Protocol]:
+    """What `Lighthouse(http=…)` takes; remembers the Web of each service."""
+    doors: dict[int, Callable[[], asyncio.Protocol]] = {}
+
+    def make(service: Service, token: str) -> asyncio.Protocol:
+        if id(service) not in doors:
+            doors.clear()
+            doors[id(service)] = web_door(service, token)
+        return doors[id(service)]()
+
+    return make
+
+
+def _done(facts: dict[str, object]) -> Answer:
+    return Answer(body=msgspec.json.encode(facts))
+
+
+def _error(status: int, text: str) -> Answer:
+    return Answer(status, msgspec.json.encode({"error": text}))
+
+
+@cache
+def _page() -> bytes:
+    return resources.files("allranks.lighthouse").joinpath("page.html").read_bytes()
+
+
+@cache
+def _openapi() -> bytes:
+    return resources.files("allranks.lighthouse").joinpath("openapi.json").read_bytes()

@@ -1,0 +1,180 @@
+"""The page, the API, metrics and events, over real sockets and in a real browser."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.lighthouse.client import Client, ClientOptions
+from allranks.lighthouse.options import Options, ServerOptions
+from allranks.lighthouse.server import Lighthouse
+from allranks.lighthouse.web import http_protocol
+from allranks.model.cluster import Incident, Member
+
+TOKEN = "right-token"
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[Lighthouse]:
+    """A lighthouse with its page, on a free port."""
+    with Lighthouse(Options(), ServerOptions(token=TOKEN), http=http_protocol()) as running:
+        yield running
+
+
+@pytest.fixture
+def replica(lighthouse: Lighthouse) -> Iterator[Client]:
+    """One member with a name that must be escaped."""
+    client = Client(
+        ClientOptions(addresses=(lighthouse.address,), token=TOKEN, replica="r<b>&1", node="n1", beacon=False)
+    ).start(30)
+    client.join(Member(replica="r<b>&1", step=12), timeout_s=30)
+    yield client
+    client.close()
+
+
+def get(lighthouse: Lighthouse, path: str) -> tuple[int, str, bytes]:
+    """Status, content type, body."""
+    connection = http.client.HTTPConnection(lighthouse.address, timeout=20)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    found = answer.status, answer.headers["Content-Type"], answer.read()
+    connection.close()
+    return found
+
+
+def post(
+    lighthouse: Lighthouse, path: str, body: Any = None, token: str = TOKEN
+) -> tuple[int, dict[str, Any]]:
+    """Status and JSON of an action."""
+    connection = http.client.HTTPConnection(lighthouse.address, timeout=20)
+    connection.request("POST", path, json.dumps(body or {}), {"Authorization": f"Bearer {token}"})
+    answer = connection.getresponse()
+    found = answer.status, json.loads(answer.read())
+    connection.close()
+    return found
+
+
+def test_status_metrics_health_and_description_are_served(lighthouse: Lighthouse, replica: Client) -> None:
+    """On the same port as the frames of replicas."""
+    code, kind, body = get(lighthouse, "/api/status")
+    status = json.loads(body)
+    assert (code, kind) == (200, "application/json")
+    assert status["number"] == 1 and status["replicas"][0]["replica"] == "r<b>&1"
+    code, kind, body = get(lighthouse, "/metrics")
+    assert code == 200 and kind.startswith("text/plain")
+    assert "allranks_quorum_members 1" in body.decode()
+    assert 'allranks_replica_step{replica="r<b>&1"}' in body.decode()
+    assert json.loads(get(lighthouse, "/healthz")[2]) == {"ok": True, "leading": True}
+    description = json.loads(get(lighthouse, "/openapi.json")[2])
+    for path, methods in description["paths"].items():
+        for method in methods:
+            if method == "get" and path != "/api/events":
+                assert get(lighthouse, path)[0] == 200, path
+    assert get(lighthouse, "/nowhere")[0] == 404
+    assert b"r&lt;b&gt;&amp;1" in get(lighthouse, "/status")[2]
+
+
+def test_actions_need_the_token(lighthouse: Lighthouse, replica: Client) -> None:
+    """Wrong or no token: nothing happens. Right token: evicted, then let in."""
+    path = "/api/replicas/r%3Cb%3E%261/evict"
+    assert post(lighthouse, path, token="wrong")[0] == 401
+    assert post(lighthouse, path, token="")[0] == 401
+    assert lighthouse.status().evicted == {}
+    assert post(lighthouse, path, {"reason": "too slow"}) == (200, {"evicted": "r<b>&1"})
+    assert lighthouse.status().evicted == {"r<b>&1": "too slow"}
+    assert post(lighthouse, "/api/replicas/r%3Cb%3E%261/let_in") == (200, {"let_in": True})
+    assert post(lighthouse, "/api/replicas/nobody/evict")[0] == 404
+    code, answer = post(lighthouse, "/api/collect", {"reason": "look"})
+    assert code == 200 and answer["incident"]
+
+
+def test_events_push_every_change_to_listeners(lighthouse: Lighthouse, replica: Client) -> None:
+    """The first event is the whole status; an eviction arrives without asking again."""
+    with urllib.request.urlopen(f"http://{lighthouse.address}/api/events", timeout=30) as stream:
+        first = json.loads(stream.readline().removeprefix(b"data: "))
+        assert first["evicted"] == {}
+        post(lighthouse, "/api/replicas/r%3Cb%3E%261/evict", {"reason": "x"})
+        for line in stream:
+            if line.startswith(b"data: ") and json.loads(line[6:])["evicted"]:
+                break
+        else:
+            pytest.fail("the eviction was never pushed")
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b"GET / HTTP/9\r\n\r\n", b" 400 "),
+        (b"GET  /\r\n\r\n", b" 400 "),
+        (b"GET / HTTP/1.1\r\nno colon\r\n\r\n", b" 400 "),
+        (b"POST /x HTTP/1.1\r\nContent-Length: 999999999\r\n\r\n", b" 413 "),
+        (b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b" 400 "),
+        (b"GET /" + b"a" * 20000 + b" HTTP/1.1\r\n\r\n", b" 431 "),
+        (b"PUT / HTTP/1.1\r\n\r\n", b" 405 "),
+    ],
+)
+def test_bad_requests_are_refused_and_the_service_lives(
+    lighthouse: Lighthouse, raw: bytes, expected: bytes
+) -> None:
+    """Each gets its answer; the next request is served."""
+    host, port = lighthouse.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(raw)
+        assert expected in connection.recv(200)
+    assert get(lighthouse, "/healthz")[0] == 200
+
+
+def test_a_request_in_pieces_and_several_in_one_piece_are_served(lighthouse: Lighthouse) -> None:
+    """Keep-alive and slow senders."""
+    host, port = lighthouse.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        for piece in (b"GET /hea", b"lthz HTTP/1.1\r\nHost", b": x\r\n", b"\r\n"):
+            connection.sendall(piece)
+        assert b'"ok":true' in connection.recv(2000)
+        connection.sendall(b"GET /healthz HTTP/1.1\r\n\r\nGET /healthz HTTP/1.1\r\nConnection: close\r\n\r\n")
+        received = b""
+        while chunk := connection.recv(4000):
+            received += chunk
+        assert received.count(b'"ok":true') == 2
+
+
+def test_the_page_is_live_and_escapes_in_a_real_browser(
+    lighthouse: Lighthouse, replica: Client, tmp_path: Path
+) -> None:
+    """Quorum with its reason, the replica, an incident and an eviction appear; nothing is injected, no error logged."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    if not Path("/usr/bin/chromium").exists():
+        pytest.skip("chromium is not installed (Debian: chromium)")
+    errors: list[str] = []
+    with playwright.sync_playwright() as p:
+        browser = p.chromium.launch(
+            executable_path="/usr/bin/chromium",
+            args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
+        )
+        page = browser.new_page()
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("dialog", lambda dialog: dialog.accept())
+        page.goto(f"http://{lighthouse.address}/")
+        page.wait_for_selector("#live.on")
+        page.locator("#rows td", has_text="r<b>&1").first.wait_for()
+        assert "Quorum 1" in page.inner_text("#reason")
+        lighthouse.call(
+            lambda service: service.tell_incident(Incident("i1", "rank 5 <script>alert(1)</script> is stuck"))
+        )
+        page.wait_for_selector(".incident")
+        assert "<script>alert(1)</script> is stuck" in page.inner_text("#incidents")
+        page.fill("#token", TOKEN)
+        page.click("button[data-replica]")
+        page.locator("button[data-replica]", has_text="let in").wait_for()
+        page.screenshot(path=str(tmp_path / "page.png"))
+        browser.close()
+    assert lighthouse.status().evicted
+    assert errors == []
