@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from allranks.diagnose.context import Context, Stacks, latest_stack
-from allranks.diagnose.job import GroupView, Now
+from allranks.diagnose.job import GroupView, Lane, Now
 from allranks.diagnose.shift import Shift, find_stack_shift
 from allranks.diagnose.waits import Blocked
 from allranks.diagnose.words import count_ranks, place, ranks_text, seconds, who
@@ -149,32 +149,59 @@ def _no_dump(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Find
 
 
 def _aborted_partner(context: Context, group: GroupView, blocked: Blocked) -> Finding | None:
-    """One survivor of a gloo group with one call unlike all its neighbours: that call killed the partner."""
+    """One survivor of a gloo pair with one call unlike all others: gloo aborts the rank that gets more than it expects."""
     if group.backend != "gloo" or len(group.lanes) != 1 or len(group.members) != 2:
         return None
     lane = next(iter(group.lanes.values()))
-    sig = context.job.ranks[lane.rank].sig[lane.rows]
-    now = context.job.ranks[lane.rank].now[lane.rows]
-    for at in range(len(sig) - 2, 0, -1):
-        lonely = int((sig == sig[at]).sum()) == 1
-        if lonely and sig[at - 1] == sig[at + 1] and now[at] != Now.DONE:
-            row, seq = int(lane.rows[at]), int(lane.seqs[at])
-            at_line = place(context.job.frames(lane.rank, row))
-            base = _base(context, blocked, (lane.rank,))
-            other = [rank for rank in group.members if rank != lane.rank]
-            sentence = (
-                f"rank {lane.rank} made an extra {context.job.op(lane.rank, row)} #{seq} of group {group.label}"
-                f"{f' at {at_line}' if at_line else ''}, unlike the calls before and behind it; {ranks_text(other)} is "
-                f"gone, as gloo aborts a rank that gets more than it expects"
+    view = context.job.ranks[lane.rank]
+    sig, now = view.sig[lane.rows], view.now[lane.rows]
+    for at in range(len(sig) - 1, 0, -1):
+        if int((sig == sig[at]).sum()) > 1 or now[at] == Now.DONE:
+            continue
+        behind = at + 1 < len(sig)
+        if behind and sig[at - 1] == sig[at + 1]:
+            return _killer(context, blocked, lane, at, "extra_collective")
+        if not behind and _outgrew(context, lane, at):
+            same_line = view.stack[lane.rows[at]] == view.stack[lane.rows[at - 1]]
+            return _killer(
+                context, blocked, lane, at, _changed(context, lane, at) if same_line else "extra_collective"
             )
-            return replace(
-                base, cause="extra_collective", ranks=(lane.rank,), sequence=seq, where=at_line, sentence=sentence,
-                confidence=0.6, waiting=(), stacks=context.stacks([(lane.rank, row)]),
-                evidence=(f"the calls before and behind #{seq} are alike, this one is the only one of its kind",),
-                missing_evidence=(f"the log of {ranks_text(other)}: 'gloo::EnforceNotMet' confirms it",),
-                advice=(f"make the call at {at_line or 'that line'} on all ranks of the group, or on none",),
-            )  # fmt: skip
     return None
+
+
+def _outgrew(context: Context, lane: Lane, at: int) -> bool:
+    """Whether the call gives more than the calls of its kind before it, of which the last two were alike."""
+    view = context.job.ranks[lane.rank]
+    before = [row for row in lane.rows[:at].tolist() if view.family[row] == view.family[lane.rows[at]]]
+    if len(before) < 2 or view.sig[before[-1]] != view.sig[before[-2]]:
+        return False
+    return context.job.input_bytes(lane.rank, int(lane.rows[at])) > context.job.input_bytes(
+        lane.rank, before[-1]
+    )
+
+
+def _changed(context: Context, lane: Lane, at: int) -> str:
+    rows = [int(lane.rows[at - 1]), int(lane.rows[at])]
+    elements = {int(context.job.ranks[lane.rank].trace.calls["in_numel"][row]) for row in rows}
+    return "size_mismatch" if len(elements) > 1 else "dtype_mismatch"
+
+
+def _killer(context: Context, blocked: Blocked, lane: Lane, at: int, cause: str) -> Finding:
+    row, seq, group = int(lane.rows[at]), int(lane.seqs[at]), context.group(blocked)
+    line = place(context.job.frames(lane.rank, row))
+    other = [rank for rank in group.members if rank != lane.rank]
+    what = "made an extra" if cause == "extra_collective" else "called"
+    sentence = (
+        f"rank {lane.rank} {what} {context.job.op(lane.rank, row)} #{seq} of group {group.label}{f' at {line}' if line else ''}, "
+        f"unlike all its other calls; {ranks_text(other)} is gone, as gloo aborts a rank that gets more than it expects"
+    )
+    return replace(
+        _base(context, blocked, (lane.rank,)), cause=cause, ranks=(lane.rank,), sequence=seq, where=line,
+        sentence=sentence, confidence=0.6, waiting=(), stacks=context.stacks([(lane.rank, row)]),
+        evidence=(f"#{seq} is the only call of its kind, and the other rank is gone since",),
+        missing_evidence=(f"the log of {ranks_text(other)}: 'gloo::EnforceNotMet' confirms it, 'Killed' refutes it",),
+        advice=(f"make the call at {line or 'that line'} on all ranks of the group, and with the same sizes",),
+    )  # fmt: skip
 
 
 def shifted(context: Context, blocked: Blocked | None, group: GroupView, shift: Shift) -> Finding:

@@ -70,22 +70,27 @@ def _skipped(context: Context, call: Blocked, rank: int) -> bool:
     before = lane.rows[lane.rows < end]
     start = int(before[-1]) + 1 if len(before) else 1
     key = step_keys(view)
+    waiter, at = min(call.rows.items())
+    stack = context.job.ranks[waiter].stack[at]
     for row in range(max(start, end - FOLLOWED), end):
         habit = successors(key, row)
-        if len(habit) and not bool((view.group[habit] != call.group).any()):
-            return len(habit) >= ROUNDS or _witnessed(context, call, rank, row)
+        if len(habit) and bool((view.group[habit] == call.group).all()):
+            if bool((view.stack[habit] == stack).all()):
+                return len(habit) >= ROUNDS or _witnessed(context, call, rank, row, ())
+            # At another line than ever before the round itself may have changed: ask those outside the call.
+            return _witnessed(context, call, rank, row, call.waiters)
     went_on = _first_open(context, rank)
     return went_on >= 1 and not len(successors(key, went_on)) and _came_directly(context, call, rank, went_on)
 
 
-def _witnessed(context: Context, call: Blocked, rank: int, went_on: int) -> bool:
-    """Whether somebody else, after what this rank did last, made the call that it left out."""
+def _witnessed(context: Context, call: Blocked, rank: int, went_on: int, deaf: tuple[int, ...]) -> bool:
+    """Whether somebody else (but the `deaf`), after what this rank did last, made the call that it left out."""
     job = context.job
     before = job.ranks[rank]
     waiter, row = min(call.rows.items())
     stack, sig = job.ranks[waiter].stack[row], job.ranks[waiter].sig[row]
     for peer, view in job.ranks.items():
-        if peer == rank or not len(view.sig):
+        if peer == rank or peer in deaf or not len(view.sig):
             continue
         alike = (view.stack == stack) if stack else (view.sig == sig)
         at = np.flatnonzero(alike)[-1:]

@@ -120,14 +120,14 @@ def _root_guess(context: Context, blocked: Blocked) -> Finding:
     if len(stacks) > 1 and len(stacks[0][0]) > len(stacks[1][0]):
         elsewhere = {rank for ranks, _ in stacks[1:] for rank in ranks}
         odd = (odd & elsewhere) or odd
-    ranks = tuple(sorted(odd))
+    # A tree is sent down from low to high ranks when rank 0 is the root, as it mostly is: the sender is innocent.
+    certain = len(odd) == 1
+    ranks = tuple(sorted(odd)) if certain else (max(odd),)
     sentence = (
         f"{context.call(blocked)} ended on {ranks_text(blocked.passed)} and hangs on {ranks_text(blocked.waiters)}: "
         f"{who(context.job, ranks)} probably named another root"
     )
-    return _finding(
-        context, blocked, "root_mismatch", ranks, sentence, 0.6 if len(ranks) < len(blocked.rows) else 0.45
-    )
+    return _finding(context, blocked, "root_mismatch", ranks, sentence, 0.6 if certain else 0.5)
 
 
 def _none_finished(context: Context, blocked: Blocked) -> Finding:

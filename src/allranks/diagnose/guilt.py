@@ -137,7 +137,7 @@ def _aborted(job: Job, group: GroupView, mismatch: Mismatch) -> Guilt | None:
     sizes = []
     for _, ranks in mismatch.classes:
         row = group.lanes[ranks[0]].row(mismatch.seq)
-        sizes.append(int(job.ranks[ranks[0]].trace.calls["in_numel"][row]))
+        sizes.append(job.input_bytes(ranks[0], row))
     if sizes.count(max(sizes)) > 1:
         return None
     guilty = mismatch.classes[sizes.index(max(sizes))][1]

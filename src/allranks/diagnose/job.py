@@ -8,7 +8,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from allranks.diagnose.ops import families
+from allranks.diagnose.ops import families, input_bytes
 from allranks.model.trace import Frame, RankTrace, Shapes
 
 
@@ -142,6 +142,11 @@ class Job:
     def shapes(self, rank: int, row: int) -> Shapes:
         trace = self.ranks[rank].trace
         return trace.shapes[int(trace.calls["shapes"][row])]
+
+    def input_bytes(self, rank: int, row: int) -> int:
+        """How much a rank gives in a call."""
+        elements = int(self.ranks[rank].trace.calls["in_numel"][row])
+        return input_bytes(max(0, elements), self.shapes(rank, row).input_dtypes)
 
     def host(self, rank: int) -> str:
         view = self.ranks.get(rank)

@@ -72,3 +72,14 @@ def families(names: tuple[str, ...]) -> np.ndarray:
         elif name:
             codes[index] = others.setdefault(name, int(Family.OTHER) + len(others))
     return codes
+
+
+_DTYPE_BYTES = {
+    "Double": 8, "Long": 8, "ComplexFloat": 8, "ComplexDouble": 16, "Float": 4, "Int": 4, "UInt32": 4, "UInt64": 8,
+    "Half": 2, "BFloat16": 2, "Short": 2, "UInt16": 2, "Byte": 1, "Char": 1, "Bool": 1, "Float8_e4m3fn": 1, "Float8_e5m2": 1,
+}  # fmt: skip
+
+
+def input_bytes(elements: int, dtypes: tuple[str, ...]) -> int:
+    """Bytes of the input of a call; unknown dtypes count as four bytes an element."""
+    return elements * max((_DTYPE_BYTES.get(dtype, 4) for dtype in dtypes), default=4)
