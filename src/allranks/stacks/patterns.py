@@ -286,7 +286,15 @@ def _starves(holder: ThreadView, process: ProcessView) -> bool:
         and view.python
         and is_user_file(view.python[0].file)
     ]
-    return bool(others) and all(_waits_for_gil(fact) for view in others for fact in view.facts)
+    return bool(others) and all(_stands_in_line(view) for view in others)
+
+
+def _stands_in_line(view: ThreadView) -> bool:
+    """Seen in the GIL's wait, and otherwise only ready to run (on a busy machine even the wait waits for a CPU)."""
+    waits = [_waits_for_gil(fact) for fact in view.facts]
+    return any(waits) and all(
+        wait or fact.syscall == "running" for wait, fact in zip(waits, view.facts, strict=True)
+    )
 
 
 def _waits_for_gil(fact: ThreadFacts) -> bool:
