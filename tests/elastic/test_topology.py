@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,13 @@ def _job(index: Path, folder: Path | None, rank: int, world: int, target: int = 
     )  # fmt: skip
 
 
-def _train(job: ElasticJob, first: int, last: int) -> tuple[list[list[int]], list[float]]:
-    """Trains steps first..last as data-parallel ranks do; returns this rank's samples and the global losses."""
+def _train(
+    job: ElasticJob, first: int, last: int, tell: Callable[[int, list[int], float], None] = lambda *_: None
+) -> tuple[list[list[int]], list[float]]:
+    """Trains steps first..last as data-parallel ranks do; returns this rank's samples and the global losses.
+
+    `tell` hears of a step before it can be saved.
+    """
     import torch.distributed as dist
 
     samples: list[list[int]] = []
@@ -116,9 +122,10 @@ def _train(job: ElasticJob, first: int, last: int) -> tuple[list[list[int]], lis
             dist.all_reduce(total)
         job.optimizer.step()
         job.optimizer.zero_grad()
-        job.save(step)
         samples.append(mine)
         losses.append(float(total) / world)
+        tell(step, mine, losses[-1])
+        job.save(step)
     return samples, losses
 
 
@@ -255,12 +262,14 @@ def _life(rank: int, world: int, index: Path, folder: Path, log: Path, until: in
     torch.set_num_threads(1)
     job = _job(index, folder, rank, world)
     event = job.start()
-    for step in range(event.step, until + 1):
-        samples, losses = _train(job, step, step)
+
+    def tell(step: int, samples: list[int], loss: float) -> None:
         with log.open("a") as file:
-            file.write(json.dumps([step, rank, samples[0], losses[0]]) + "\n")
+            file.write(json.dumps([step, rank, samples, loss]) + "\n")
         if step == event.step + 4:
             signal("deep")
+
+    _train(job, event.step, until, tell)
     job.checkpoint.close()
 
 
@@ -334,3 +343,48 @@ def test_every_public_name_of_elastic_exists() -> None:
 
     for name in allranks.elastic.__all__:
         assert getattr(allranks.elastic, name) is not None
+
+
+def _scheduled(rank: int, world: int, folder: Path) -> tuple[list[float], list[float]]:
+    """A cosine schedule under variable batches: four ranks' worth, saved, and two go on."""
+    from allranks.checkpoint import CheckpointConfig, CheckpointManager
+
+    def job(world_size: int) -> ElasticJob:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaling = ElasticScalingManager(
+            ScalingConfig(0.1, 4, 4, warmup_steps=3, max_lr=1.0), None, optimizer, strategy="variable_batch"
+        )
+        schedule = scaling.lr_manager.wrap(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20))
+        config = CheckpointConfig(
+            checkpoint_interval=5, memory_snapshot_interval=0, nvme_path=folder, async_save=False
+        )
+        made = ElasticJob(model, optimizer, schedule, scaling, checkpoint=CheckpointManager(config))
+        made.start(world_size, 0)
+        return made
+
+    def train(one: ElasticJob, first: int, last: int) -> list[float]:
+        rates = []
+        for step in range(first, last + 1):
+            one.optimizer.step()
+            one.lr_scheduler.step()
+            one.scaling.step_lr()
+            rates.append(one.optimizer.param_groups[0]["lr"])
+            one.save(step)
+        one.checkpoint.close()
+        return rates
+
+    before = train(job(4), 1, 5)
+    return before, train(job(2), 6, 12)
+
+
+@pytest.mark.usefixtures("imported")
+def test_a_schedule_and_a_ramp_go_on_through_a_restart_in_another_world(tmp_path: Path) -> None:
+    """rate = cosine(step) * factor, where the factor ramps from 1 to a half within three steps."""
+    import math
+
+    with Ranks(_scheduled, world_size=1, args=(tmp_path / "ckpt",), backend=None) as ranks:
+        before, after = ranks.values(timeout_s=90)[0]
+    cosine = [0.05 * (1 + math.cos(math.pi * step / 20)) for step in range(1, 13)]
+    factors = [1.0] * 5 + [5 / 6, 4 / 6, 0.5, 0.5, 0.5, 0.5, 0.5]
+    assert before + after == pytest.approx([a * b for a, b in zip(cosine, factors, strict=True)])

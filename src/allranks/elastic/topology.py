@@ -66,7 +66,7 @@ def decide(old: int, new: int, limits: Limits) -> Decision:
 
 @dataclass(frozen=True)
 class TopologyEvent:
-    """What a change came to. `step` is the next one to train; `tier` where the state came from, None if live."""
+    """What a change came to. `step` is the next one to train, `restored` where its state came from."""
 
     old_world_size: int
     new_world_size: int
