@@ -8,8 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from .s3server import S3Server, weed_binary
+
+# Tests train small models here and fork ranks afterwards: OpenMP's threads would not survive the fork, and the
+# first parallel operation of a child would wait for them for ever.
+torch.set_num_threads(1)
 
 
 @pytest.fixture

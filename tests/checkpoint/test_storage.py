@@ -250,3 +250,21 @@ def test_buffers_are_reused_from_save_to_save(tmp_path: Path) -> None:
             manager.wait_for_pending_saves()
             arenas |= {arena.id for arena in manager.pool._free}
         assert len(arenas) == 1
+
+
+def test_a_file_has_its_name_only_once_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank commits as soon as it sees every part: it must not see one that is still being written."""
+    store, attempt = FileStore(tmp_path), Attempt("x", "t")
+    seen = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        seen.append(store.staged(attempt, "rank-00001.json"))
+        real(fd)
+
+    monkeypatch.setattr("allranks.checkpoint.file_store.os.fsync", fsync)
+    store.write(attempt, "rank-00001.json", [memoryview(b"index")], 5)
+    assert seen == [None] and store.staged(attempt, "rank-00001.json") == b"index"
+    store.abandon(attempt)

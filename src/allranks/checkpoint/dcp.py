@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader as DcpStorageRead
 from torch.futures import Future
 
 from allranks.checkpoint.opened import opened
-from allranks.checkpoint.reader import stored_dtype, stored_table
+from allranks.checkpoint.reader import stored_dtype
 from allranks.checkpoint.store import StoreSpec, open_store, split_address
 from allranks.checkpoint.tensors import memory_of
 
@@ -50,7 +50,7 @@ class StorageReader(DcpStorageReader):
         entries: dict[str, Any] = {}
         with ExitStack() as stack:
             checkpoint = self._open(stack)
-            for name, stored in stored_table(checkpoint).items():
+            for name, stored in checkpoint.table().items():
                 shard = stored[0][1].shard
                 chunks = [
                     ChunkStorageMetadata(torch.Size(s.shard.offsets), torch.Size(s.shard.sizes))

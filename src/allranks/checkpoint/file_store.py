@@ -13,7 +13,6 @@ import errno
 import fcntl
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,8 +50,10 @@ class FileStore:
         space = os.statvfs(folder)
         if length > space.f_bavail * space.f_frsize:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / file))
-        _write_file(folder / file, pieces)
-        _sync_folder(folder)
+        unfinished = folder / f"{file}.part"
+        _write_file(unfinished, pieces)
+        # Under its name only once it is on the disk: from then on the first rank may commit and rename the folder.
+        unfinished.rename(folder / file)
 
     def staged(self, attempt: Attempt, file: str) -> bytes | None:
         try:
@@ -63,7 +64,7 @@ class FileStore:
     def commit(self, attempt: Attempt, manifest: bytes) -> None:
         folder, final = self._folder(attempt), self.root / attempt.name
         _write_file(folder / MANIFEST, [memoryview(manifest)])
-        for leftover in folder.glob("*.failed"):
+        for leftover in (*folder.glob("*.failed"), *folder.glob("*.part")):
             leftover.unlink()
         _sync_folder(folder)
         self.leave(attempt)
@@ -72,7 +73,7 @@ class FileStore:
 
     def abandon(self, attempt: Attempt) -> None:
         self.leave(attempt)
-        shutil.rmtree(self._folder(attempt), ignore_errors=True)
+        _remove_tree(self._folder(attempt))
 
     def leave(self, attempt: Attempt) -> None:
         fd = self._locks.pop(attempt.token, None)
@@ -83,7 +84,7 @@ class FileStore:
         removed = []
         for folder in self._hidden_folders():
             if self._is_left_behind(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove_tree(folder)
                 removed.append(folder.name)
         return removed
 
@@ -110,7 +111,7 @@ class FileStore:
             hidden = self.root / f".removing-{name}-{os.getpid()}-{time.monotonic_ns()}"
             (self.root / name).rename(hidden)
         _sync_folder(self.root)
-        shutil.rmtree(hidden, ignore_errors=True)
+        _remove_tree(hidden)
         return True
 
     def quarantine(self, name: str, reason: str) -> str:
@@ -244,6 +245,15 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def _remove_tree(folder: Path) -> None:
+    """Removes a checkpoint's folder as far as it goes; what stays is tidied another time."""
+    with contextlib.suppress(OSError):
+        for path in list(folder.iterdir()):
+            with contextlib.suppress(OSError):
+                path.unlink()
+        folder.rmdir()
+
+
 def _try_lock(fd: int) -> bool:
     """Takes the exclusive lock unless somebody else holds one."""
     try:
@@ -275,7 +285,7 @@ def _rename_over(folder: Path, final: Path, aside: Path) -> None:
         folder.rename(final)
         folder = aside
     if _unlocked(folder / MANIFEST):  # else somebody reads the old one still; tidied later
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove_tree(folder)
 
 
 def _exchange(one: Path, other: Path) -> bool:

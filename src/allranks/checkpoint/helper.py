@@ -13,7 +13,6 @@ import os
 import select
 import socket
 import sys
-import traceback
 from dataclasses import asdict
 from typing import Any
 
@@ -74,6 +73,8 @@ class Helper:
                 self.last[job.store.url] = (name, job.attempt.token, as_older(index, name))
             return {"kind": "saved", "save": message["save"], "result": asdict(saved)}
         except Exception as error:
+            import traceback  # only when something fails: the helper is to be small
+
             path = _path(job)
             return {
                 "kind": "failed", "save": message["save"], "reason": reason_of(error), "path": path,

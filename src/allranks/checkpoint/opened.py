@@ -39,6 +39,7 @@ class Opened:
     indexes: tuple[Index, ...]
     _sources: dict[str, Source] = field(default_factory=dict)
     _requests: ThreadPoolExecutor | None = None
+    _table: dict[str, list[tuple[Index, StoredShard]]] | None = None
 
     @property
     def path(self) -> str:
@@ -48,6 +49,18 @@ class Opened:
     def shards(self) -> Iterator[tuple[Index, StoredShard]]:
         """Every stored shard with the index that names it."""
         return ((index, stored) for index in self.indexes for stored in index.shards)
+
+    def table(self) -> dict[str, list[tuple[Index, StoredShard]]]:
+        """Tensor name → its stored shards; a chunk that two ranks wrote is listed once."""
+        if self._table is None:
+            self._table = {}
+            seen = set()
+            for index, stored in self.shards():
+                shard = stored.shard
+                if (shard.name, shard.offsets, shard.sizes) not in seen:
+                    seen.add((shard.name, shard.offsets, shard.sizes))
+                    self._table.setdefault(shard.name, []).append((index, stored))
+        return self._table
 
     def source(self, file: str) -> Source:
         """An open data file whose size and header are what the index says."""

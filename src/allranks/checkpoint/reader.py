@@ -7,8 +7,8 @@ layout loads into any other. Bytes go straight from the disk into the destinatio
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,18 +55,6 @@ def threads() -> int:
     return max(2, min(8, len(os.sched_getaffinity(0))))
 
 
-def stored_table(checkpoint: Opened) -> dict[str, list[tuple[Index, StoredShard]]]:
-    """name → its stored shards; a chunk that two ranks wrote is listed once."""
-    table: dict[str, list[tuple[Index, StoredShard]]] = {}
-    seen = set()
-    for index, stored in checkpoint.shards():
-        key = (stored.shard.name, stored.shard.offsets, stored.shard.sizes)
-        if key not in seen:
-            seen.add(key)
-            table.setdefault(stored.shard.name, []).append((index, stored))
-    return table
-
-
 def targets_of(tensors: Mapping[str, torch.Tensor]) -> list[Target]:
     """The local chunks of live tensors (DTensor, ShardedTensor, plain), as DCP places them."""
     found = []
@@ -79,7 +67,7 @@ def targets_of(tensors: Mapping[str, torch.Tensor]) -> list[Target]:
 
 def read_whole(checkpoint: Opened, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """New CPU tensors with the whole content of the named ones, in the order asked for."""
-    table = stored_table(checkpoint)
+    table = checkpoint.table()
     wanted = list(names)
     _require(checkpoint, table, wanted)
     tensors = {name: _empty(table[name][0][1].shard) for name in wanted}
@@ -92,7 +80,7 @@ def fill(checkpoint: Opened, targets: Sequence[Target]) -> None:
 
     Targets may hold part of the new content when it raises: load something else into them, or stop.
     """
-    table = stored_table(checkpoint)
+    table = checkpoint.table()
     _require(checkpoint, table, [target.name for target in targets])
     work: dict[StoredShard, tuple[Index, StoredShard, list[_Fill]]] = {}
     for target in targets:
@@ -104,27 +92,41 @@ def fill(checkpoint: Opened, targets: Sequence[Target]) -> None:
     wide = [job for job in jobs if checkpoint.source(job[1].file).wide_reads]
     narrow = [job for job in jobs if not checkpoint.source(job[1].file).wide_reads]
     if narrow:
-        narrow.sort(key=lambda job: -job[1].shard.bytes)
-        _in_threads(threads(), lambda job: _read_one(checkpoint, *job), narrow)
+        _in_threads(
+            threads(), lambda job: _read_one(checkpoint, *job), narrow, lambda job: job[1].shard.bytes
+        )
     if wide:
         fills = {stored: regions for _, stored, regions in wide}
         runs = batches([(index, stored) for index, stored, _ in wide], BATCH_BYTES)
-        _in_threads(4, lambda run: _read_run(checkpoint, run, fills), runs)
+        _in_threads(4, lambda run: _read_run(checkpoint, run, fills), runs, lambda run: len(run))
 
 
-def _in_threads(count: int, act: Any, items: Sequence[Any]) -> None:
-    if len(items) == 1:
-        act(items[0])
-        return
-    with ThreadPoolExecutor(count, "allranks-read") as pool:
-        futures = [pool.submit(act, item) for item in items]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
+def _in_threads(
+    count: int, act: Callable[[Any], None], items: Sequence[Any], weight: Callable[[Any], int]
+) -> None:
+    """Acts on every item in a few threads that take the heaviest next; raises the first error."""
+    left = sorted(items, key=weight)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while not errors:
+            try:
+                item = left.pop()
+            except IndexError:
+                return
+            try:
+                act(item)
+            except BaseException as error:
+                errors.append(error)
+
+    others = [threading.Thread(target=work, name="allranks-read") for _ in range(min(count, len(items)) - 1)]
+    for thread in others:
+        thread.start()
+    work()
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _read_one(checkpoint: Opened, index: Index, stored: StoredShard, fills: list[_Fill]) -> None:

@@ -10,7 +10,7 @@ import torch
 from allranks.checkpoint.manifest import Index
 from allranks.checkpoint.opened import Opened
 from allranks.checkpoint.plan import local_parts
-from allranks.checkpoint.reader import Target, fill, read_whole, stored_dtype, stored_table, targets_of
+from allranks.checkpoint.reader import Target, fill, read_whole, stored_dtype, targets_of
 from allranks.checkpoint.snapshot import Snapshot, unflatten_state
 from allranks.checkpoint.state import PER_RANK, CheckpointState, restore_rng_states, unwrap
 from allranks.checkpoint.tensors import flatten, tensor_names, unflatten
@@ -101,7 +101,7 @@ def _optimizer_targets(checkpoint: Opened, live: Live, common: Any) -> dict[str,
         return {}
     refs = unflatten(common.get("optimizer_state_dict", {}), _Names())
     parameters = [p for group in live.optimizer.param_groups for p in group["params"]]
-    table = stored_table(checkpoint)
+    table = checkpoint.table()
     targets = {}
     for number, key, name in _optimizer_entries(refs):
         if not 0 <= number < len(parameters) or name not in table:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -115,10 +115,13 @@ def _write_part(
         reusable = _reusable(layout, sums, older, job)
         stored, file = _write_changed(job, layout, image, store, sums, reusable, data_name)
     else:
-        with ThreadPoolExecutor(1, "allranks-hash") as pool:  # hashing and writing at the same time
-            hashing = pool.submit(_checksums, layout, image, job.algorithm)
+        sums = {}
+        hashing = threading.Thread(target=lambda: sums.update(_checksums(layout, image, job.algorithm)))
+        hashing.start()  # hashing and writing at the same time
+        try:
             store.write(job.attempt, data_name, [image[: layout.bytes]], layout.bytes)
-            sums = hashing.result()
+        finally:
+            hashing.join()
         reusable = {}
         stored = [StoredShard(p.shard, data_name, p.start, sums[p.key]) for p in layout.placed]
         file = _data_file(data_name, layout, job.algorithm)
