@@ -294,6 +294,23 @@ def test_closing_gives_torch_back_as_it_was(folder: Path) -> None:
     assert found[0].progress.closed == "closed"
 
 
+def _compiled(rank: int, world: int) -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def double_and_sum(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        dist.all_reduce(y)
+        return y + 1
+
+    assert double_and_sum(torch.ones(3))[0].item() == 2 * world + 1
+
+
+def test_compiled_code_is_recorded_and_the_recorder_is_not_compiled(folder: Path) -> None:
+    """dynamo looks at every frame that starts under compiled code, also at those that C++ starts for us."""
+    found = _run(_compiled, folder)
+    assert ops(found[0]) == ["all_reduce"]
+    assert any("double_and_sum" in name for name in where(found[0], found[0].calls[0]))
+
+
 @pytest.mark.parametrize("depth", [0, 4])
 def test_the_depth_of_stacks_is_settable(folder: Path, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     """0 records none."""

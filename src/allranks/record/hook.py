@@ -22,11 +22,17 @@ from torch._C import _distributed_c10d as c10d
 
 from allranks.model.blackbox import Item
 from allranks.record.calls import CALLS, Call, Reader
+from allranks.record.compiler import hide_from_compiler
 from allranks.record.dtypes import dtype_name
 from allranks.record.groups import GroupState, describe_group, timeout_ms
 from allranks.record.ring import Shapes
 from allranks.record.writer import CallWriter, warn_once
 
+#: Modules whose code runs under a collective.
+OURS = tuple(
+    f"allranks.record.{name}"
+    for name in ("hook", "twin", "writer", "ring", "stack", "calls", "groups", "box", "dtypes")
+)
 MAX_SHAPES = 100_000  # distinct sizes remembered; further ones are worked out on every call
 
 
@@ -79,6 +85,7 @@ class Hook:
             twins = Twins(self)
             twins.install()
             self._twins = twins
+            hide_from_compiler(*(sys.modules[name] for name in OURS if name in sys.modules))
         except Exception as error:  # another version of torch
             self.lost("calls made by C++ (DDP, functional collectives)", error)
 
@@ -113,6 +120,9 @@ class Hook:
         if hasattr(wrapper, "__name__"):
             wrapper.__name__ = name
             wrapper.__doc__ = getattr(owner, name).__doc__
+            wrapper._torchdynamo_disable = (
+                True  # code that is compiled leaves the graph here, as it did before
+            )
         self._replaced.append((owner, name, wrapper, original))
         setattr(owner, name, wrapper)
 
@@ -350,7 +360,9 @@ def _on_cpu(call: Call, op: str) -> bool:
 
 
 class EventMarker:
-    """A CUDA event behind a call that NCCL put on the current stream without giving out a Work."""
+    """A CUDA event behind a call that NCCL put on the current stream without giving out a Work. Events are reused."""
+
+    _free: list[Any] = []
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -360,10 +372,17 @@ class EventMarker:
         """A marker on the current stream; None when there is no device, or while a graph is captured."""
         if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
             return None
-        event = torch.cuda.Event()
+        try:
+            event = cls._free.pop()
+        except IndexError:
+            event = torch.cuda.Event()
         event.record()
         return cls(event)
 
     def is_completed(self) -> bool:
-        """Whether the device has come past it."""
-        return bool(self._event.query())
+        """Whether the device has come past it; asked no more after the first yes."""
+        if not self._event.query():
+            return False
+        if len(self._free) < 64:
+            self._free.append(self._event)
+        return True

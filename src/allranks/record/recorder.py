@@ -182,7 +182,8 @@ class Recorder:
         options = self.options
         name = file_name(options.job, options.attempt, options.rank, self.pid)
         if options.folder is None:
-            remove_old()
+            with contextlib.suppress(OSError):  # tidying up must not cost us the record
+                remove_old()
         folders = (
             [options.folder] if options.folder else [job_folder(options.job), fallback_folder(options.job)]
         )

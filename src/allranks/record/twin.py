@@ -71,7 +71,7 @@ def _forward(method: str) -> Callable[..., Any]:
 
 for _method in METHODS:
     if hasattr(c10d.ProcessGroup, _method):
-        setattr(Twin, _method, _forward(_method))
+        setattr(Twin, _method, _forward(_method))  # their code is that of `call`, nested in `_forward`
 
 
 class Twins:
@@ -113,7 +113,9 @@ class Twins:
         if type(group) is not c10d.ProcessGroup or self._hook.writer is None:
             return group
         try:
-            return self._make(group)
+            return (
+                self._make(group) if group._device_types else group
+            )  # unfinished: a twin would have no backend
         except Exception as error:  # another version of torch: C++'s own calls go unrecorded
             self._hook.lost("calls made by C++ (DDP, functional collectives)", error)
             return group
@@ -203,6 +205,7 @@ class Twins:
             return around(original, *args, **kwargs)
 
         wrapper.__name__ = name
+        wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
         for module in [c10d, *_torch_modules()]:
             if vars(module).get(name) is original:
                 setattr(module, name, wrapper)
