@@ -132,9 +132,9 @@ class Crowd:
             self.drop(light)
             return False
         if not light.buffer and len(data) < 4096 and int.from_bytes(data[:4], "big") == len(data) - HEAD.size:
-            if data[4] >= FIRST_NOTICE:  # one whole small frame, not packed
+            if data[4] & 0x7F >= FIRST_NOTICE:  # one whole small frame
                 self._acks.append((light, int.from_bytes(data[5:13], "big")))
-            return data[4] == wanted
+            return data[4] & 0x7F == wanted
         light.buffer += data
         found, start, size = False, 0, len(light.buffer)
         while size - start >= HEAD.size:

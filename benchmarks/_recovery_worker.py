@@ -53,8 +53,10 @@ def repaired_hook(state, bucket):  # type: ignore[no-untyped-def]
 def make_manager(job: dict, load, save):  # type: ignore[no-untyped-def, type-arg]
     options = {"min_replica_size": 1, "rank": 0, "world_size": 1, "replica_id": job["name"],
                "lighthouse_addr": job["lighthouse"], "load_state_dict": load, "state_dict": save}  # fmt: skip
+    if job.get("asynchronous") is not None:
+        options["use_async_quorum"] = job["asynchronous"]
     if LIBRARY == "allranks":
-        return torchft.Manager(proactive_recovery=job.get("proactive", True), **options)
+        return torchft.Manager(proactive_recovery=job.get("proactive", True), **options).start()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     options |= {"pg": torchft.ProcessGroupGloo(timeout=timedelta(seconds=60)), "store_addr": "127.0.0.1",
                 "store_port": store.port, "hostname": "127.0.0.1"}  # fmt: skip
@@ -78,9 +80,7 @@ def train(job: dict) -> None:  # type: ignore[type-arg]
         inner.load_state_dict(state["optimizer"])
         log("healed")
 
-    manager = make_manager(
-        job, load, lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()}
-    )
+    manager = make_manager(job, load, lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()})
     if LIBRARY == "torchft":
         torchft.DistributedDataParallel._comm_hook = staticmethod(repaired_hook)
     wrapped = torchft.DistributedDataParallel(manager, model)

@@ -160,7 +160,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="allranks-bench-") as name:
         folder = Path(name)
         found = {
-            world: bench_world(world, world <= peer_limit, folder, 3 if world <= 64 else 2 if world <= 256 else 1, say)
+            world: bench_world(world, world <= peer_limit, folder, 1 if world > 256 else 2, say)
             for world in worlds
         }
         many = bench_boxes(args.boxes or (1024 if args.quick else 16384), folder, say)

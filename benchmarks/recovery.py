@@ -146,7 +146,10 @@ class Lighthouse:
         else:
             command = [sys.executable, "-m", "allranks", "lighthouse", "--bind", bind, "--min-replicas", "1"]
         self.process = subprocess.Popen(
-            command, env={**os.environ, "RUST_LOG": "off"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            command,
+            env={**os.environ, "RUST_LOG": "off"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
@@ -236,7 +239,7 @@ def hang(library: Library) -> float:
             return survivor.wait("commit", after=at, participants=1).at - at
 
 
-def lighthouse_away(library: Library, for_s: float = 3.0) -> tuple[float, int]:
+def lighthouse_away(library: Library, for_s: float) -> tuple[float, int]:
     """The lighthouse is killed and back after some seconds: longest pause between commits, steps retried."""
     with pair(library, TINY) as (survivor, _other, lighthouse):
         at = time.monotonic()
@@ -305,7 +308,9 @@ def step_cost(libraries: list[Library], steps: int, rounds: int) -> dict[str, fl
 def bandwidth() -> dict[str, float]:
     """Healing between two threads' sockets against plain socket copies and a memory copy, GB/s."""
     code = (HERE / "_recovery_bandwidth.py").read_text()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     found: dict[str, float] = json.loads(done.stdout)
     return found
 
@@ -316,7 +321,7 @@ def bandwidth() -> dict[str, float]:
 def measure(library: Library, quick: bool, numbers: dict[str, float]) -> None:
     """All numbers of one library, under `NAME_...`."""
     name, ours = library.name, library.name == "allranks"
-    rounds = (5 if ours else 1) if quick else (50 if ours else 5)
+    rounds = (3 if ours else 1) if quick else (50 if ours else 5)
 
     def note(what: str, value: float) -> None:
         numbers[f"{name}_{what}"] = round(value, 4)
@@ -328,16 +333,17 @@ def measure(library: Library, quick: bool, numbers: dict[str, float]) -> None:
         note("kill_worst_s", max(times))
     note("kill_survivor_crashes", crashes)
     note("kill_rounds", rounds)
-    times, retries = leave(library, (2 if ours else 1) if quick else 5)
-    note("leave_s", statistics.median(times))
-    note("leave_retried_steps", retries)
+    if ours or not quick:
+        times, retries = leave(library, 1 if quick else 5)
+        note("leave_s", statistics.median(times))
+        note("leave_retried_steps", retries)
     for what, value in heal(library, 1 if quick else 5).items():
         note(f"heal_{what}", value)
     if ours or not quick:
         note("freeze_s", freeze(library))
     if ours:
         note("hang_evicted_s", hang(library))
-        gap, retries = lighthouse_away(library)
+        gap, retries = lighthouse_away(library, 1.0 if quick else 3.0)
         note("lighthouse_away_gap_s", gap)
         note("lighthouse_away_retried_steps", retries)
 
@@ -357,7 +363,9 @@ def ratios(numbers: dict[str, float]) -> dict[str, float]:
             numbers["step_overhead_allranks_ms"] / numbers["step_overhead_torchft_ms"], 3
         )
     if "heal_gb_per_s" in numbers:
-        found["heal_bandwidth_vs_loopback"] = round(numbers["heal_gb_per_s"] / numbers["loopback_gb_per_s"], 3)
+        found["heal_bandwidth_vs_loopback"] = round(
+            numbers["heal_gb_per_s"] / numbers["loopback_gb_per_s"], 3
+        )
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,6 +137,8 @@ class Reader:
 
 def read_cut_json(data: bytes) -> dict[str, Any] | None:
     """What a truncated torch JSON dump still holds; None when it is no such thing."""
+    import json  # only here: msgspec reads whole files
+
     text = data.decode("utf-8", "replace")
     decoder = json.JSONDecoder()
     found: dict[str, Any] = {}

@@ -252,9 +252,15 @@ def _multipliers(words: int) -> np.ndarray:
     return found
 
 
-_MULTIPLIERS = np.random.default_rng(1042).integers(1 << 60, 1 << 63, 512, np.uint64) * np.uint64(
-    2
-) + np.uint64(1)
+def _odd_numbers(count: int) -> np.ndarray:
+    """Large odd numbers that look random (splitmix64); numpy.random would take long to import."""
+    state = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (state ^ (state >> np.uint64(31))) | np.uint64(1)
+
+
+_MULTIPLIERS = _odd_numbers(512)
 
 
 def _first_entry(data: bytes) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import os
 import stat
-import tarfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -202,6 +201,8 @@ def is_tar(data: bytes) -> bool:
 
 def tar_members(source: Source, data: bytes, limit: int) -> Iterator[Source]:
     """The regular files of an archive, each at most `limit` bytes; names are only shown, never written to."""
+    import tarfile  # slow to import, rarely needed
+
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
             for member in archive:
