@@ -16,6 +16,8 @@ from allranks.cli import main
 from allranks.elastic.config import JobConfig, load_config, validate_config, validate_elastic_config
 from allranks.errors import ConfigurationError, InputError
 
+pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
+
 BROKEN = """\
 training:
   lr: 1e-4

@@ -22,6 +22,8 @@ from allranks.elastic.scaling import exact_plan
 from allranks.errors import ConfigurationError, DataLoadingError
 from allranks.testing.ranks import Ranks
 
+pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
+
 LENGTH = 8
 
 

@@ -26,6 +26,8 @@ from allranks.errors import DataLoadingError, InputError
 
 from .corpus import texts, write_jsonl
 
+pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
+
 
 def _tokens(index: Path) -> list[list[int]]:
     with TokenIndexFile(index) as opened:

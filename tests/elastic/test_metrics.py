@@ -21,6 +21,8 @@ from allranks.elastic.metrics import (
 )
 from allranks.elastic.metrics.goodput import Goodput
 
+pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
+
 
 class _Clock:
     def __init__(self) -> None:

@@ -10,6 +10,8 @@ import pytest
 from allranks.elastic.config import validate_config, validate_s3_access
 from checkpoint.s3server import KEY, SECRET, Proxy, S3Server, weed_binary
 
+pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, keep_child: set[int]) -> Iterator[S3Server]:

@@ -19,6 +19,8 @@ from allranks.elastic.topology import PHASES, ElasticJob, Limits, decide, on_top
 from allranks.errors import DataLoadingError, TopologyChangeError
 from allranks.testing.ranks import Ranks, signal
 
+pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
+
 LENGTH = 8
 
 
