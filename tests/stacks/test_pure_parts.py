@@ -23,9 +23,12 @@ from allranks.model.stacks import (
     ThreadStack,
 )
 from allranks.stacks import Stillness, classify, ras, read_capture
+from allranks.stacks.boxes import Box
 from allranks.stacks.debug_config import DebugOptions, parse_debug, read_debug_options
+from allranks.stacks.find import Selection, choose
 from allranks.stacks.other_output import parse_kernels
 from allranks.stacks.patterns import load_patterns, parse_patterns
+from allranks.stacks.procfs import ProcessEntry
 from allranks.stacks.progress import decide_progress
 from allranks.stacks.rank_sets import compress
 from allranks.stacks.syscalls import parse_syscall
@@ -126,6 +129,42 @@ def test_titles_of_serving_engines_give_parallel_coordinates() -> None:
     ):
         assert not is_rank_title(title)
     assert coordinates("python train_TP0.py") == ()
+
+
+def _entry(pid: int, ppid: int, title: str = "python train.py", **environ: str) -> ProcessEntry:
+    return ProcessEntry(pid, ppid, "S", pid * 10, "python", title, environ, 0, pid, True)
+
+
+def test_a_launcher_is_no_rank_and_workers_are_not_its_children() -> None:
+    """In a Kubernetes pod torchrun itself has RANK (the node's): its workers are the ranks all the same."""
+    entries = [
+        _entry(1, 0, "sh"),
+        _entry(10, 1, "python torchrun train.py", RANK="0", WORLD_SIZE="1"),
+        _entry(11, 10, RANK="0", LOCAL_RANK="0", WORLD_SIZE="2"),
+        _entry(12, 10, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2"),
+        _entry(13, 12, "pt_data_worker", RANK="1", LOCAL_RANK="1", WORLD_SIZE="2"),
+        _entry(20, 1, "python -m notebook"),
+    ]
+    chosen = choose(entries, [], Selection())
+    assert [(t.pid, t.rank, t.child) for t in chosen] == [(11, 0, None), (12, 1, None), (13, 1, 0)]
+
+
+def test_a_black_box_belongs_to_the_process_that_started_when_it_says() -> None:
+    """A pid used again by another process does not inherit the box; a pid inside a container is matched."""
+    box = Box(Path("a.box"), 5, 8, 7, 70, 1.0, "job")
+    inside = replace(_entry(70, 1), inner_pid=7, start_ticks=70)
+    reused = replace(_entry(7, 1), start_ticks=71)
+    assert [(t.pid, t.rank) for t in choose([inside, reused], [box], Selection())] == [(70, 5)]
+
+
+def test_the_fallback_takes_sglang_by_its_command_line_but_no_router() -> None:
+    """Without titles, environment and boxes the known script's pattern is used."""
+    entries = [
+        _entry(5, 1, "python -m sglang.launch_server --tp 2"),
+        _entry(6, 1, "python -m sglang_router.launch_router"),
+    ]
+    assert [t.pid for t in choose(entries, [], Selection())] == [5]
+    assert choose([_entry(7, 1, "python other.py")], [], Selection()) == []
 
 
 def test_coordinates_give_rank_numbers() -> None:

@@ -116,13 +116,14 @@ def choose(
     excluded = _ancestors(own_pid, by_pid) | {own_pid}
     boxed = _match_boxes(entries, boxes)
     candidates = [e for e in entries if e.state not in "ZX" or e.pid in selection.pids]
+    if not selection.pids:
+        excluded |= _launchers(entries, boxed)
     chosen = _chosen(candidates, boxed, selection, excluded)
     roots = [
         e
         for e in chosen
         if e.pid in selection.pids or not (_ancestors(e.pid, by_pid) & {c.pid for c in chosen})
     ]
-    roots = [e for e in roots if e.pid in boxed or not _is_launcher(e, entries, boxed)]
     ranks = _numbers(roots, boxed)
     taken = {entry.pid for entry in roots}
     targets = []
@@ -193,11 +194,15 @@ def _env_rank(entry: ProcessEntry) -> int | None:
     return None
 
 
-def _is_launcher(entry: ProcessEntry, entries: Sequence[ProcessEntry], boxed: Mapping[int, Box]) -> bool:
-    """A torchrun or an agent under srun has SLURM_PROCID, too: its children carry a RANK of their own."""
-    if "RANK" in entry.environ or not any(name in entry.environ for name in ("SLURM_PROCID", "PMI_RANK")):
-        return False
-    return any(e.ppid == entry.pid and ("RANK" in e.environ or e.pid in boxed) for e in entries)
+def _launchers(entries: Sequence[ProcessEntry], boxed: Mapping[int, Box]) -> set[int]:
+    """Processes above ranks: torchrun in a Kubernetes pod has a RANK of its own (the node's), under srun a PROCID.
+
+    Ranks have LOCAL_RANK or a black box; a process above one that has neither only starts them.
+    """
+    by_pid = {entry.pid: entry for entry in entries}
+    ranks = [entry for entry in entries if "LOCAL_RANK" in entry.environ or entry.pid in boxed]
+    above = {pid for entry in ranks for pid in _ancestors(entry.pid, by_pid)}
+    return above - {entry.pid for entry in ranks}
 
 
 def _ancestors(pid: int, by_pid: Mapping[int, ProcessEntry]) -> set[int]:
