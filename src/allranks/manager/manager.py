@@ -144,6 +144,11 @@ class Manager:
 
     # ---- a step ----
 
+    def start(self) -> Manager:
+        """Connects to the lighthouse now; otherwise the first start_quorum does."""
+        self._open()
+        return self
+
     def start_quorum(
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: Seconds | None = None
     ) -> None:

@@ -164,5 +164,8 @@ class Opened:
         with self.training.changed:
             self.training.news = notice.reason
             generation = self.training.generation
+            if generation is not None and generation.voters == 1:  # nobody to agree with: ask at once
+                self.training.wanted = self.training.wanted or notice.reason
+                self.training.changed.notify_all()
         if generation is not None and generation.usable and self.regrouper.control.peer_gone():
             self.training.break_group(generation, notice.reason)

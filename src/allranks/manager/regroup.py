@@ -170,7 +170,8 @@ class Regrouper:
             ticket = self._ticket
         if self.training.closing:
             ticket.cancel()
-        return ticket.result(timeout_s)
+        quorum: Quorum = ticket.result(timeout_s)
+        return quorum
 
     # ---- its groups ----
 
