@@ -30,7 +30,9 @@ def flags(trace: RankTrace, flag: Flag) -> list[bool]:
     return ((trace.calls["flags"] & int(flag)) != 0).tolist()
 
 
-@pytest.mark.parametrize("case", sorted(p.relative_to(CASES).as_posix() for kind in KINDS for p in CASES.glob(f"{kind}/*")))
+@pytest.mark.parametrize(
+    "case", sorted(p.relative_to(CASES).as_posix() for kind in KINDS for p in CASES.glob(f"{kind}/*"))
+)
 def test_every_shared_case_is_read(case: str) -> None:
     """No case is beyond us, and every trace says what it came from."""
     result = load_paths([str(CASES / case)])

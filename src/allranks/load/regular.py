@@ -158,7 +158,9 @@ class _Work:
 
     def _take(self, layout: Layout, rows: np.ndarray, content: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Uses the layout for the rows that have it; returns the others."""
-        odd = (((content ^ layout.template) & layout.fixed) != 0).any(axis=1)
+        different = content ^ layout.template
+        different &= layout.fixed
+        odd = different.any(axis=1)
         if odd.all():
             return rows, content
         mine, inside = (rows, content) if not odd.any() else (rows[~odd], content[~odd])
@@ -173,9 +175,9 @@ class _Work:
     def _match_patterns(self, layout: Layout, rows: np.ndarray, content: np.ndarray) -> None:
         """Finds the first entry of every pattern and makes it the representative of its equals."""
         kept = content & layout.keep
-        mixed = kept ^ (kept >> np.uint64(29))
+        mixed = kept >> np.uint64(29)
+        mixed ^= kept
         mixed *= _multipliers(kept.shape[1])
-        mixed ^= mixed >> np.uint64(31)
         _, first, inverse = np.unique(
             mixed.sum(axis=1, dtype=np.uint64), return_index=True, return_inverse=True
         )
