@@ -111,6 +111,7 @@ class Fetch:
         sock: socket.socket | None = None
         try:
             sock = self._connect(source)
+            greet_as_client(sock, source.secret)
             self._agree_on_layout(sock)
             while not self._cancelled.is_set():
                 while len(asked) < _AHEAD and (stripe := self._take()) is not None:
@@ -142,7 +143,6 @@ class Fetch:
         tune(sock, self.timeout_s)
         with self._lock:
             self._sockets.add(sock)
-        greet_as_client(sock, source.secret)
         return sock
 
     def _agree_on_layout(self, sock: socket.socket) -> None:

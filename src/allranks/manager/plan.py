@@ -124,7 +124,7 @@ def _rolls_forward(members: Sequence[ReplicaClaim]) -> set[tuple[int, int]]:
     ]
     found = set()
     for replica, rank, claim in everyone:
-        if not claim.pending or claim.torn:
+        if claim.torn or not claim.pending or claim.pending < claim.term:
             continue
         after = (claim.pending, claim.step + 1)
         seen = any(other.position == after for _, _, other in everyone)

@@ -1,0 +1,198 @@
+"""The healing channel by itself: what arrives is what was offered, whatever happens on the way."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from allranks.errors import HealingFailed
+from allranks.manager.heal_fetch import Fetch, Source
+from allranks.manager.heal_serve import HealServer
+from allranks.manager.heal_state import Offer, make_offer, stripes
+from allranks.manager.heal_wire import Segment
+
+SECRET = b"known to members only"
+
+
+def state(fill: float = 1.0) -> dict[str, Any]:
+    """Small and large tensors, other types, an empty one, and things that are no tensors."""
+    return {
+        "weights": {f"w{n}": torch.full((600_000 + n,), fill + n) for n in range(8)},
+        "half": torch.full((3, 5), fill, dtype=torch.bfloat16),
+        "mask": torch.tensor([True, False]),
+        "empty": torch.empty(0),
+        "scalar": torch.tensor(fill),
+        "strided": torch.arange(12.0).reshape(3, 4).t(),
+        "lists": [1, 2.5, None, "text", (3, 4)],
+        3: "integer keys",
+    }
+
+
+@pytest.fixture
+def server() -> Iterator[HealServer]:
+    running = HealServer(secret=SECRET, timeout_s=10.0).start()
+    yield running
+    running.close()
+
+
+def fetch(position: tuple[int, int] = (1, 5), own: Any = None) -> Fetch:
+    return Fetch(position, lambda: own if own is not None else {}, timeout_s=5.0)
+
+
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    return bool(first == second)
+
+
+def test_every_kind_of_value_arrives_unchanged(server: HealServer) -> None:
+    """Types, shapes, odd keys and values that are no tensors."""
+    server.offer(make_offer((1, 5), state()))
+    healing = fetch()
+    healing.run([Source(server.address, SECRET)])
+    assert same(healing.state(), state())
+
+
+def test_bytes_land_in_the_tensors_that_train(server: HealServer) -> None:
+    """No second copy of the model at the receiver."""
+    own = state(fill=7.0)
+    server.offer(make_offer((1, 5), state()))
+    healing = fetch(own=own)
+    healing.run([Source(server.address, SECRET)])
+    assert torch.equal(own["weights"]["w3"], state()["weights"]["w3"])
+    assert healing.state()["weights"]["w3"].data_ptr() == own["weights"]["w3"].data_ptr()
+
+
+def test_large_tensors_are_offered_without_a_copy() -> None:
+    """Nor at the sender; small ones are copied, for a forward pass may change them."""
+    live = state()
+    offer = make_offer((1, 5), live)
+    places = {
+        note.name: tensor.data_ptr() for note, tensor in zip(offer.layout.notes, offer.tensors, strict=True)
+    }
+    assert places["weights.w0"] == live["weights"]["w0"].data_ptr()
+    assert places["half"] != live["half"].data_ptr()
+
+
+def test_the_work_is_shared_by_all_sources() -> None:
+    """Two sources both send a part."""
+    both = [HealServer(secret=SECRET).start() for _ in range(2)]
+    try:
+        for one in both:
+            one.offer(make_offer((1, 5), state()))
+        healing = fetch()
+        healing.run([Source(one.address, SECRET, str(n)) for n, one in enumerate(both)])
+        assert all(one.sent_bytes > 0 for one in both)
+        assert sum(one.sent_bytes for one in both) == healing.total_bytes
+    finally:
+        for one in both:
+            one.close()
+
+
+class Dying(HealServer):
+    """A source that goes away after some stripes."""
+
+    left = 2
+
+    def _send_stripe(self, connection: socket.socket, offer: Offer, segments: list[Segment]) -> None:
+        if self.left == 0:
+            raise OSError("gone")
+        self.left -= 1
+        super()._send_stripe(connection, offer, segments)
+
+
+def test_a_source_that_dies_is_replaced_without_starting_over(server: HealServer) -> None:
+    """What had arrived is kept; the next source sends only the rest."""
+    dying = Dying(secret=SECRET).start()
+    try:
+        dying.offer(make_offer((1, 5), state()))
+        server.offer(make_offer((1, 5), state()))
+        healing = fetch()
+        with pytest.raises(HealingFailed) as caught:
+            healing.run([Source(dying.address, SECRET, "dying")])
+        assert 0 < caught.value.received_bytes < caught.value.total_bytes
+        before = healing.received_bytes
+        healing.run([Source(server.address, SECRET)])
+        assert server.sent_bytes == healing.total_bytes - before
+        assert same(healing.state(), state())
+    finally:
+        dying.close()
+
+
+class Lying(HealServer):
+    """A source whose memory changes between checksum and sending."""
+
+    def _send_stripe(self, connection: socket.socket, offer: Offer, segments: list[Segment]) -> None:
+        super()._send_stripe(_Flipping(connection), offer, segments)  # type: ignore[arg-type]
+
+
+class _Flipping:
+    def __init__(self, real: socket.socket) -> None:
+        self.real = real
+
+    def sendall(self, data: Any) -> None:
+        flipped = bytearray(data)
+        if len(flipped) > 1000:
+            flipped[500] ^= 1
+        self.real.sendall(flipped)
+
+
+def test_a_flipped_bit_is_noticed_and_the_stripe_taken_elsewhere(server: HealServer) -> None:
+    """The checksum of every stripe is checked."""
+    lying = Lying(secret=SECRET).start()
+    try:
+        lying.offer(make_offer((1, 5), state()))
+        server.offer(make_offer((1, 5), state()))
+        healing = fetch()
+        healing.run([Source(lying.address, SECRET, "liar"), Source(server.address, SECRET)])
+        assert any("damaged" in failure for failure in healing.failures)
+        assert same(healing.state(), state())
+    finally:
+        lying.close()
+
+
+def test_a_stranger_gets_nothing(server: HealServer) -> None:
+    """Without the secret of the quorum the connection is closed."""
+    server.offer(make_offer((1, 5), state()))
+    with pytest.raises(HealingFailed):
+        fetch().run([Source(server.address, b"guessed")])
+    assert server.sent_bytes == 0
+
+
+def test_garbage_does_not_hurt_the_server(server: HealServer) -> None:
+    """Noise, a huge frame and a silent connection: the next member is served."""
+    server.offer(make_offer((1, 5), state()))
+    host, _, port = server.address.rpartition(":")
+    silent = socket.create_connection((host, int(port)))
+    with socket.create_connection((host, int(port))) as noisy:
+        noisy.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+    healing = fetch()
+    healing.run([Source(server.address, SECRET)])
+    silent.close()
+    assert healing.complete
+
+
+def test_a_withdrawn_or_other_state_is_not_sent(server: HealServer) -> None:
+    """Only the very state that was asked for; the receiver is told why not."""
+    server.offer(make_offer((1, 6), state()))
+    waiting = Fetch((1, 5), dict, timeout_s=0.2)
+    with pytest.raises(HealingFailed, match="is not offered"):
+        waiting.run([Source(server.address, SECRET)])
+
+
+def test_stripes_cover_every_byte_once() -> None:
+    """Cut at any size, the pieces are the whole."""
+    layout = make_offer((1, 1), state()).layout
+    for size in (1000, 1 << 20, 1 << 30):
+        seen = dict.fromkeys(range(len(layout.notes)), 0)
+        for stripe in stripes(layout, size):
+            for part in stripe:
+                assert part.offset == seen[part.tensor]
+                seen[part.tensor] += part.length
+        assert list(seen.values()) == [note.nbytes for note in layout.notes]

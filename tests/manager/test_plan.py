@@ -1,0 +1,156 @@
+"""The plan of a quorum and the rules of a step, as pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from allranks.manager.phase import Phase, may_ask
+from allranks.manager.plan import FRESH, NOWHERE, Claim, ReplicaClaim, decide
+
+
+def replica(*claims: Claim, **options: object) -> ReplicaClaim:
+    return ReplicaClaim(ranks=claims, **options)  # type: ignore[arg-type]
+
+
+def test_fresh_replicas_take_the_weights_of_the_first() -> None:
+    """Nobody has trained: all but one heal, and all take part in the first step."""
+    plan = decide([replica(Claim()), replica(Claim()), replica(Claim())], number=1)
+    assert (plan.top, plan.sources, plan.healing) == (FRESH, (0,), (1, 2))
+    assert plan.participants == (0, 1, 2)
+
+
+def test_without_init_sync_fresh_replicas_stay_as_they_are() -> None:
+    """init_sync=False: everybody promises to have started equal."""
+    plan = decide([replica(Claim(), init_sync=False)] * 2)
+    assert plan.healing == ()
+
+
+def test_replicas_restored_from_the_same_checkpoint_need_no_healing() -> None:
+    """Everybody restarts at step 100 of the same run: nothing is sent."""
+    plan = decide([replica(Claim(term=7, step=100, seen=7))] * 3)
+    assert (plan.healing, plan.participants) == ((), (0, 1, 2))
+
+
+def test_one_that_comes_late_heals_and_does_not_count_in_the_first_step() -> None:
+    """The two at step 40 serve it; their gradients alone are averaged."""
+    old = replica(Claim(term=3, step=40, seen=3))
+    plan = decide([old, replica(Claim()), old], number=4)
+    assert (plan.sources, plan.healing, plan.participants, plan.settled) == ((0, 2), (1,), (0, 2), (0, 1, 2))
+
+
+def test_a_late_one_takes_part_at_once_when_too_few_are_left() -> None:
+    """min_replicas=2 and one survivor: the healing one counts, after it has healed."""
+    options = {"min_replicas": 2}
+    plan = decide([replica(Claim(term=3, step=40, seen=3), **options), replica(Claim(), **options)])
+    assert plan.participants == (0, 1)
+
+
+def test_a_later_term_beats_more_steps() -> None:
+    """Cut off, one committed three steps more in the old group; what the later group committed counts."""
+    plan = decide([replica(Claim(term=5, step=12, seen=5)), replica(Claim(term=6, step=10, seen=6))])
+    assert (plan.top, plan.sources, plan.healing) == ((6, 10), (1,), (0,))
+
+
+def test_a_vote_that_one_saw_pass_is_carried_out_by_those_who_did_not() -> None:
+    """One is at step 11 already; the other voted and never heard: it rolls forward, nobody heals."""
+    plan = decide(
+        [replica(Claim(term=5, step=11, seen=5)), replica(Claim(term=4, step=10, seen=5, pending=5))]
+    )
+    assert (plan.top, plan.healing, plan.rolls_forward) == ((5, 11), (), frozenset({(1, 0)}))
+
+
+def test_a_vote_that_all_gave_and_nobody_saw_stands() -> None:
+    """All survivors hold the reduced gradients: the step is committed by all of them."""
+    pending = replica(Claim(term=5, step=10, seen=5, pending=5))
+    plan = decide([pending, pending])
+    assert plan.top == (5, 11)
+    assert plan.rolls_forward == {(0, 0), (1, 0)}
+
+
+def test_a_vote_is_dropped_when_one_that_goes_on_never_voted() -> None:
+    """It does not hold the reduced gradients: nobody commits the step."""
+    pending = replica(Claim(term=5, step=10, seen=5, pending=5))
+    plan = decide([pending, replica(Claim(term=5, step=10, seen=5))])
+    assert (plan.top, plan.rolls_forward, plan.healing) == ((5, 10), frozenset(), ())
+
+
+def test_a_torn_state_is_never_a_source() -> None:
+    """Healing was cut short in the middle: it must heal again, however high its step."""
+    plan = decide(
+        [replica(Claim(term=9, step=99, seen=9, torn=True)), replica(Claim(term=8, step=5, seen=8))]
+    )
+    assert (plan.sources, plan.healing) == ((1,), (0,))
+    assert decide([replica(Claim(torn=True))]).top == NOWHERE
+
+
+def test_a_replica_whose_ranks_disagree_heals_as_a_whole() -> None:
+    """One rank of two is a step behind without a vote: both take their shards from another replica."""
+    whole = replica(Claim(term=3, step=8, seen=3), Claim(term=3, step=8, seen=3))
+    split = replica(Claim(term=3, step=8, seen=3), Claim(term=3, step=7, seen=3))
+    assert decide([whole, split]).healing == (1,)
+
+
+def test_claims_survive_their_way_through_the_lighthouse() -> None:
+    """Encoded and decoded they are the same; fields of a newer version are dropped."""
+    said = replica(Claim(1, 2, 3, 4, True, "h:1", 5, 6, True), secret="ab", min_replicas=2, fixed=True)
+    assert ReplicaClaim.decode(said.encode()) == said
+    assert ReplicaClaim.decode(said.encode().replace('"secret"', '"novelty":1,"secret"')) == said
+
+
+claims = some.builds(
+    Claim,
+    term=some.integers(0, 4),
+    step=some.integers(0, 4),
+    seen=some.integers(4, 6),
+    pending=some.integers(0, 4),
+    torn=some.booleans(),
+)
+
+
+@given(
+    some.lists(some.builds(lambda claim: replica(claim), claims), min_size=1, max_size=5), some.integers(0, 9)
+)
+def test_every_plan_leaves_all_members_at_one_state(members: list[ReplicaClaim], number: int) -> None:
+    """Each member holds the top already, rolls forward to it, or heals from one that does; terms grow."""
+    plan = decide(members, number)
+    assert plan.term > max(claim.seen for member in members for claim in member.ranks)
+    if plan.top == NOWHERE:
+        return
+    for index, member in enumerate(members):
+        claim = member.ranks[0]
+        if index in plan.healing:
+            assert plan.sources
+            assert index not in plan.sources
+            continue
+        rolled = (claim.pending, claim.step + 1) if (index, 0) in plan.rolls_forward else claim.position
+        assert rolled == plan.top
+    assert set(plan.sources).isdisjoint(plan.healing)
+    assert plan.participants
+
+
+@given(some.lists(claims.map(lambda claim: replace(claim, torn=False)), min_size=2, max_size=4))
+def test_whoever_saw_a_step_committed_is_never_thrown_back_by_one_that_is_behind(found: list[Claim]) -> None:
+    """The plan's state is at least as new as every whole state among the members."""
+    plan = decide([replica(claim) for claim in found])
+    assert all(plan.top >= claim.position for claim in found)
+
+
+@pytest.mark.parametrize(
+    ("phase", "broken", "eager", "may"),
+    [
+        (Phase.APPLYING, True, True, False),  # the state is neither old nor new
+        (Phase.REDUCING, False, True, False),  # the others count on us
+        (Phase.REDUCING, True, True, True),
+        (Phase.VOTING, True, True, True),
+        (Phase.COMPUTING, False, True, True),
+        (Phase.BETWEEN, False, True, True),
+        (Phase.BETWEEN, True, False, False),  # local steps are made there
+    ],
+)
+def test_when_a_rank_may_ask_for_a_quorum(phase: Phase, broken: bool, eager: bool, may: bool) -> None:
+    """Only while its state stands still and its claim will stay true."""
+    assert may_ask(phase, broken, eager) is may
