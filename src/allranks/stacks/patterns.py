@@ -131,10 +131,14 @@ def _condition(row: object, index: int) -> Condition:
 def match_thread(patterns: Sequence[Pattern], view: ThreadView, process: ProcessView) -> Match | None:
     """The first pattern that holds for a thread."""
     for pattern in patterns:
-        for condition in pattern.any_of or (Condition(),):
-            first = _holds(pattern.when, view, process)
-            second = _holds(condition, view, process) if first is not None else None
-            if first is not None and second is not None:
+        first = _holds(pattern.when, view, process)
+        if first is None:
+            continue
+        if not pattern.any_of:
+            return Match(pattern, first)
+        for condition in pattern.any_of:
+            second = _holds(condition, view, process)
+            if second is not None:
                 return Match(pattern, first or second)
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from allranks.model.stacks import ProcessCapture, StackFrame, ThreadFacts, ThreadStack
 from allranks.stacks.user_code import cut_fork
@@ -10,18 +11,51 @@ from allranks.stacks.user_code import cut_fork
 
 @dataclass(frozen=True)
 class ThreadView:
-    """One thread over all snapshots; the last snapshot is the present."""
+    """One thread over all snapshots; the last snapshot is the present. Stacks are cut when first asked for:
+    most of the threads of a thousand ranks never are."""
 
     tid: int | None
     name: str
     main: bool
-    python: tuple[StackFrame, ...]  # innermost first, cut at the fork
-    leaf: tuple[StackFrame, ...]  # native frames above the innermost Python frame
-    natives: tuple[StackFrame, ...]  # every native frame of the thread
+    stacks: tuple[ThreadStack, ...]  # one for each snapshot that has them
+    native: ThreadStack | None  # from the slower look
     facts: tuple[ThreadFacts, ...]  # one for each snapshot that has them
-    active: tuple[bool, ...]
-    gil: tuple[bool, ...]
-    paths: tuple[tuple[StackFrame, ...], ...]  # the Python stack of every snapshot
+
+    @cached_property
+    def paths(self) -> tuple[tuple[StackFrame, ...], ...]:
+        """The Python stack of every snapshot, innermost first, cut at the fork."""
+        return tuple(
+            _ends(cut_fork([frame for frame in one.frames if not frame.native])) for one in self.stacks
+        )
+
+    @cached_property
+    def python(self) -> tuple[StackFrame, ...]:
+        """The Python stack of the present."""
+        return self.paths[-1] if self.paths else tuple(frame for frame in self._mixed if not frame.native)
+
+    @cached_property
+    def _mixed(self) -> tuple[StackFrame, ...]:
+        return cut_fork(self.native.frames) if self.native else ()
+
+    @cached_property
+    def leaf(self) -> tuple[StackFrame, ...]:
+        """The native frames above the innermost Python frame."""
+        return _leaf(self._mixed, self.python)
+
+    @cached_property
+    def natives(self) -> tuple[StackFrame, ...]:
+        """Every native frame of the thread."""
+        return tuple(frame for frame in self._mixed if frame.native)
+
+    @cached_property
+    def active(self) -> tuple[bool, ...]:
+        """Whether it ran, at each look that could tell."""
+        return tuple(one.active for one in self.stacks if one.active is not None)
+
+    @cached_property
+    def gil(self) -> tuple[bool, ...]:
+        """Whether it owned the GIL, at each look that could tell."""
+        return tuple(one.owns_gil for one in self.stacks if one.owns_gil is not None)
 
     @property
     def now(self) -> ThreadFacts | None:
@@ -124,22 +158,8 @@ def _view(
 ) -> ThreadView:
     tid = key[0]
     name = next((stack.name for stack in reversed(stacks) if stack.name), key[1])
-    paths = tuple(_ends(cut_fork([frame for frame in stack.frames if not frame.native])) for stack in stacks)
-    frames = cut_fork(native.frames) if native else ()
-    python = paths[-1] if paths else tuple(frame for frame in frames if not frame.native)
     main = (tid == main_tid) if tid is not None and main_tid is not None else name == "MainThread"
-    return ThreadView(
-        tid=tid,
-        name=name or ("MainThread" if main else ""),
-        main=main,
-        python=python,
-        leaf=_leaf(frames, python),
-        natives=tuple(frame for frame in frames if frame.native),
-        facts=tuple(facts),
-        active=tuple(stack.active for stack in stacks if stack.active is not None),
-        gil=tuple(stack.owns_gil for stack in stacks if stack.owns_gil is not None),
-        paths=paths,
-    )
+    return ThreadView(tid, name or ("MainThread" if main else ""), main, tuple(stacks), native, tuple(facts))
 
 
 def _ends(frames: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
