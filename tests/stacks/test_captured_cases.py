@@ -148,3 +148,15 @@ def test_an_idle_server_is_not_hung() -> None:
     assert report.hung is False
     assert report.culprits == ()
     assert report.ranks[0].cause == "request_wait"
+
+
+NCCL = CASES / "nccl_hang_h200"
+
+
+@pytest.mark.skipif(not NCCL.exists(), reason="recorded on a GPU machine by scripts/gpu_stacks.sh")
+def test_a_real_nccl_hang_names_the_rank_that_is_behind() -> None:
+    """Two NCCL ranks on one H200, one collective too many on rank 0: rank 1 is the one the other waits for."""
+    report = read_bundle(NCCL)
+    assert report.culprits == (1,)
+    assert report.ranks[0].cause in ("cuda_wait", "collective_wait")
+    assert report.ras
