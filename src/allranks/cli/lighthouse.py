@@ -64,6 +64,12 @@ def _server_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--bind", default=DEFAULT_BIND, metavar="HOST:PORT", help=f"port 0: any ({DEFAULT_BIND})"
     )
+    group.add_argument(
+        "--grpc-bind",
+        default="",
+        metavar="HOST:PORT",
+        help="also speak torchft's gRPC protocol there (no token)",
+    )
     group.add_argument("--advertise", default="", metavar="HOST:PORT", help="address that others are told")
     group.add_argument("--no-token", action="store_true", help="let everybody in (only sensible on loopback)")
     group.add_argument("--certificate", default="", metavar="PEM", help="switches TLS on")
@@ -177,7 +183,15 @@ def make_lighthouse(args: argparse.Namespace, token: str) -> Lighthouse:
     )  # fmt: skip
     endpoints = tuple(part.strip() for part in args.etcd.split(",") if part.strip())
     etcd = EtcdOptions(endpoints, args.job, args.lease_s) if endpoints else None
-    return Lighthouse(options, server, etcd=etcd, http=http_protocol())
+    doors = []
+    if args.grpc_bind:
+        from allranks.lighthouse.grpc_door import grpc_door
+
+        args.grpc_address = ""
+        doors.append(
+            grpc_door(*_bind(args.grpc_bind), lambda address: setattr(args, "grpc_address", address))
+        )
+    return Lighthouse(options, server, etcd=etcd, http=http_protocol(), doors=doors)
 
 
 def _bind(text: str) -> tuple[str, int]:
@@ -225,6 +239,8 @@ def _announce(args: argparse.Namespace, lighthouse: Lighthouse, token: str, toke
         _write_token(token_file, token)
     scheme = "https" if args.certificate else "http"
     line = {"address": lighthouse.address, "http": f"{scheme}://{lighthouse.address}"}
+    if args.grpc_bind:
+        line["grpc"] = args.grpc_address
     if token_file is not None:
         line["token_file"] = str(token_file)
     if args.json:

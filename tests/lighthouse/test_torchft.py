@@ -1,0 +1,201 @@
+"""Unmodified torchft clients on our lighthouse: the real package from the registry, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from allranks.lighthouse.grpc_wire import (
+    BadMessage,
+    decode_heartbeat_request,
+    decode_member,
+    decode_quorum_request,
+    encode_member,
+    encode_quorum_response,
+)
+from allranks.model.cluster import Member, Quorum
+
+members = st.builds(
+    Member,
+    replica=st.text(max_size=20), address=st.text(max_size=20), store=st.text(max_size=20), data=st.text(max_size=20),
+    step=st.integers(-(2**63), 2**63 - 1), world_size=st.integers(0, 2**63), shrink_only=st.booleans(),
+    commit_failures=st.integers(0, 2**31),
+)  # fmt: skip
+
+
+@given(members)
+@settings(max_examples=200, deadline=None)
+def test_members_survive_the_wire(member: Member) -> None:
+    """Written and read back, torchft's fields are the same."""
+    back = decode_member(encode_member(member))
+    for name in (
+        "replica",
+        "address",
+        "store",
+        "data",
+        "step",
+        "world_size",
+        "shrink_only",
+        "commit_failures",
+    ):
+        assert getattr(back, name) == getattr(member, name)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=500, deadline=None)
+def test_garbage_is_refused_and_never_crashes(data: bytes) -> None:
+    """Every answer is a value or BadMessage."""
+    for decode in (decode_quorum_request, decode_heartbeat_request, decode_member):
+        try:
+            decode(data)
+        except BadMessage:
+            pass
+
+
+def test_a_quorum_has_the_bytes_that_torchft_expects() -> None:
+    """Known bytes: quorum 3 of one member, with a timestamp."""
+    quorum = Quorum(3, 1, (Member(replica="a", step=5),))
+    assert (
+        encode_quorum_response(quorum, 2.5).hex()
+        == "0a1508031207" + "0a0161" + "2005" + "2801" + "1a08" + "0802" + "1080cab5ee01"
+    )
+
+
+@pytest.fixture(scope="module")
+def torchft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """torchft 0.2.0 in a folder of its own, beside the torch that is here."""
+    folder = tmp_path_factory.mktemp("torchft")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(folder),
+        "torchft==0.2.0",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        pytest.skip(f"torchft 0.2.0 cannot be installed here: {done.stderr.strip()[-200:]}")
+    return folder
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[dict[str, str]]:
+    """`allranks lighthouse` with torchft's door, as a process; its announcement."""
+    command = [
+        sys.executable, "-m", "allranks", "lighthouse", "--bind", "127.0.0.1:0", "--grpc-bind", "127.0.0.1:0",
+        "--min-replicas", "2", "--join-timeout-ms", "30000", "--json",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    try:
+        yield json.loads(process.stdout.readline())
+    finally:
+        process.terminate()
+        assert process.wait(timeout=30) == 0
+        process.stdout.close()
+
+
+CLIENT = """
+import os, sys, time, types
+from datetime import timedelta
+# torchft's own compiled client; the package around it would import torch and opentelemetry for nothing here
+package = sys.modules["torchft"] = types.ModuleType("torchft")
+package.__path__ = [os.environ["PYTHONPATH"] + "/torchft"]
+from torchft._torchft import LighthouseClient
+address, name, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3])
+client = LighthouseClient(address, connect_timeout=timedelta(seconds=20))
+for step in range(rounds):
+    client.heartbeat(name)
+    begin = time.monotonic()
+    quorum = client.quorum(name, timeout=timedelta(seconds=60), address="http://m", store_address="s:1", step=step, world_size=1)
+    print(quorum.quorum_id, ",".join(p.replica_id for p in quorum.participants), f"{time.monotonic() - begin:.3f}", flush=True)
+    if step + 1 < rounds: sys.stdin.readline()
+sys.stdin.readline()
+"""
+
+
+def client(torchft: Path, address: str, name: str, rounds: int) -> subprocess.Popen[str]:
+    """A torchft client that asks for a quorum each time it gets a line."""
+    env = {**os.environ, "PYTHONPATH": str(torchft)}
+    return subprocess.Popen(
+        [sys.executable, "-c", CLIENT, address, name, str(rounds)], env=env, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def answer(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """The next quorum that a client got."""
+    assert process.stdout is not None and process.stderr is not None
+    line = process.stdout.readline()
+    assert line, process.stderr.read()
+    number, names, _ = line.split()
+    return int(number), names
+
+
+def go(process: subprocess.Popen[str]) -> None:
+    """Lets a client ask again."""
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+@pytest.mark.timeout(300)
+def test_torchft_clients_form_a_quorum_lose_a_member_and_regain_it(
+    torchft: Path, lighthouse: dict[str, str]
+) -> None:
+    """kill -9 of one: the others' next quorum is formed without it long before a heartbeat timeout would tell."""
+    names = ["a:1", "b:1", "c:1"]
+    clients = [client(torchft, lighthouse["grpc"], name, 4) for name in names]
+    late = None
+    try:
+        assert {answer(c) for c in clients} == {(1, "a:1,b:1,c:1")}
+        for each in clients:
+            go(each)
+        assert {answer(c) for c in clients} == {(1, "a:1,b:1,c:1")}, "the same members keep the number"
+        clients[2].kill()
+        clients[2].wait()
+        begin = time.monotonic()
+        for each in clients[:2]:
+            go(each)
+        assert {answer(c) for c in clients[:2]} == {(2, "a:1,b:1")}
+        assert time.monotonic() - begin < 30, (
+            "the join timeout was waited for: the closed connection was not noticed"
+        )
+        late = client(torchft, lighthouse["grpc"], "c:2", 1)
+        waiting = True
+        deadline = time.monotonic() + 120
+        while waiting:
+            assert time.monotonic() < deadline
+            status = _status(lighthouse["http"])
+            waiting = not any(
+                row["replica"] == "c:2" and row["state"] == "asking" for row in status["replicas"]
+            )
+            time.sleep(0.05)
+        for each in clients[:2]:
+            go(each)
+        assert {answer(c) for c in (*clients[:2], late)} == {(3, "a:1,b:1,c:2")}
+    finally:
+        for each in [*clients, *([late] if late else [])]:
+            each.kill()
+            each.communicate()
+
+
+def _status(address: str) -> dict[str, list[dict[str, str]]]:
+    import urllib.request
+
+    with urllib.request.urlopen(f"{address}/api/status", timeout=20) as stream:
+        found: dict[str, list[dict[str, str]]] = json.loads(stream.read())
+        return found
