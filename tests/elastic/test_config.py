@@ -93,7 +93,7 @@ def test_every_mistake_is_reported_at_once_with_line_and_column(tmp_path: Path) 
         ({"elastic": {"min_nodes": "many"}}, "min_nodes must be a whole number, not 'many'"),
         ({"training": "lr:1e-4"}, "missing space after the colon: write 'lr: 1e-4'"),
         ({"recovery": {"on_hang": "command"}}, "command is required because on_hang is 'command'"),
-        ({"lighthouse": {"tls_cert": "a"}}, "tls_cert needs tls_key"),
+        ({"lighthouse": {"quorum_tick_s": 60}}, "quorum_tick_s (60) must be below join_timeout_s (60)"),
         ({"debug": {"hang_floor_s": 400}}, "hang_floor_s (400) exceeds hang_cap_s (300)"),
         ([1, 2], "must hold 'key: value' lines"),
         ({"elastic": {"min_nodes": True}}, "min_nodes must be a whole number, not True"),

@@ -16,6 +16,7 @@ from typing import Any
 
 from allranks.agent.command_line import arrange, flag_value, has_flag
 from allranks.agent.environment import JobEnvironment, new_token, write_token
+from allranks.cli.job_file import notice_options, policy_options, quorum_times, take_defaults
 from allranks.errors import InputError
 
 EPILOG = """\
@@ -124,6 +125,7 @@ def main(args: argparse.Namespace) -> int:
         format="[allranks %(asctime)s] %(message)s", datefmt="%H:%M:%S",
     )  # fmt: skip
     settings = _settings(args)
+    script = take_defaults(args, settings, script)
     if not script:
         raise InputError(
             "no script was given", hint="allranks run --standalone --nproc-per-node 2 train.py (see --help)"
@@ -153,7 +155,7 @@ def _run(
     folder = Path(os.environ["ALLRANKS_DIR"]) if os.environ.get("ALLRANKS_DIR") else job_folder(job)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_token(folder / "token", token)
-    lighthouse = _lighthouse(args, token, replica_mode, stack)
+    lighthouse = _lighthouse(args, settings, token, replica_mode, stack)
     snapshots = _snapshot_keeper(token, stack) if args.snapshots else ""
     environment = JobEnvironment(job, token, lighthouse, folder, snapshots, not args.no_record)
     incidents = args.incidents or Path("allranks-incidents")
@@ -238,29 +240,23 @@ def _watch(
     incidents: Path,
     mode: Any,
 ) -> Any:
-    from allranks.agent.notice import NoticeOptions
-    from allranks.agent.policy import PolicyOptions
     from allranks.agent.watch import Watch, WatchOptions
 
     recovery = settings.get("recovery") or {}
-    how = args.recovery or recovery.get("mode")
-    policy = PolicyOptions(
-        enabled={"on": True, "dry-run": False, "dry_run": False, "off": False, None: None}.get(how),
-        on_hang="collect" if how in ("collect", "off") else None,
-    )
-    floor = args.notice_s or recovery.get("notice_s") or NoticeOptions.floor_s
     assert environment.folder is not None
     return Watch(
         WatchOptions(
             folder=environment.folder, incidents=incidents, job=environment.job, node=socket.gethostname(), mode=mode,
             ranks_per_replica=args.nproc_per_replica, replicas=args.total_replicas or args.replicas or 1,
-            notice=NoticeOptions(floor_s=float(floor), cap_s=max(NoticeOptions.cap_s, float(floor))), policy=policy,
+            notice=notice_options(args.notice_s, settings), policy=policy_options(args.recovery, settings),
             webhooks=tuple(args.webhook or recovery.get("webhooks") or ()),
         )
     )  # fmt: skip
 
 
-def _lighthouse(args: argparse.Namespace, token: str, replica_mode: bool, stack: ExitStack) -> str:
+def _lighthouse(
+    args: argparse.Namespace, settings: dict[str, Any], token: str, replica_mode: bool, stack: ExitStack
+) -> str:
     """The address of the lighthouse to use; starts one in this process unless told otherwise."""
     given = args.lighthouse or os.environ.get("ALLRANKS_LIGHTHOUSE", "")
     if given:
@@ -279,7 +275,9 @@ def _lighthouse(args: argparse.Namespace, token: str, replica_mode: bool, stack:
     host, _, port = args.bind.rpartition(":")
     server = ServerOptions(host=host.strip("[]"), port=int(port), token=token)
     options = Options(
-        min_replicas=args.min_replicas or 1, expect_replicas=args.total_replicas or args.replicas or 0
+        min_replicas=args.min_replicas or 1,
+        expect_replicas=args.total_replicas or args.replicas or 0,
+        **quorum_times(settings),
     )
     lighthouse = stack.enter_context(Lighthouse(options, server, http=http_protocol()))
     _say(f"lighthouse at {lighthouse.address}, page http://{lighthouse.address}/")

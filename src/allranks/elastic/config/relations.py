@@ -141,9 +141,6 @@ def _timeouts(get: Get) -> Iterator[Breach]:
 def _recovery(get: Get) -> Iterator[Breach]:
     if get("recovery.on_hang") == "command" and not get("recovery.command"):
         yield Breach("recovery.command", "command is required because on_hang is 'command'")
-    for a, b in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
-        if get(f"lighthouse.{a}") and not get(f"lighthouse.{b}"):
-            yield Breach(f"lighthouse.{a}", f"{a} needs {b}")
 
 
 def _data(get: Get) -> Iterator[Breach]:

@@ -128,19 +128,15 @@ class Data(Section):
 
 
 class Debug(Section):
-    """Black box, watch and evidence."""
+    """Black box and watch of `allranks run`."""
 
     record: bool = Field(True, description="keep the black box of every rank")
-    folder: str | None = Field(None, description="where black boxes go; None: a folder of this run")
-    ring_entries: Positive = Field(8192, description="collectives remembered per rank")
     watch: bool = Field(True, description="notice hangs")
-    hang_floor_s: Seconds = Field(10.0, description="never call a job hung before this")
-    hang_cap_s: Seconds = Field(300.0, description="always look closer after this")
-    startup_s: Seconds = Field(600.0, description="allowed for the first steps")
-    collect_timeout_s: Seconds = 60.0
-    native_stacks: bool = False
-    incidents: str = Field("incidents", description="folder (or object store URL) for incidents")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", title="log level")
+    hang_floor_s: Seconds = Field(10.0, description="never look at a silence shorter than this")
+    hang_cap_s: Seconds = Field(300.0, description="always look at one longer than this")
+    startup_s: Seconds = Field(60.0, description="allowed before the job has a history")
+    incidents: str | None = Field(None, description="folder for incidents; None: ./allranks-incidents")
+    log_level: Literal["debug", "info"] = Field("info", title="log level")
 
 
 Address = Annotated[str, Field(pattern=r"^(slack:)?https?://", title="webhook")]
@@ -169,7 +165,9 @@ class Recovery(Section):
 
 
 class Lighthouse(Section):
-    embedded: bool = Field(True, description="run one inside the first agent")
+    """The lighthouse that `allranks run` starts or joins."""
+
+    embedded: bool = Field(True, description="start one in this process")
     address: str | None = Field(None, description="host:port of one that runs already")
     bind: str = "127.0.0.1:0"
     min_replicas: Positive = 1
@@ -177,11 +175,6 @@ class Lighthouse(Section):
     quorum_tick_s: Seconds = 0.1
     heartbeat_interval_s: Seconds = 1.0
     heartbeat_timeout_s: Seconds = 5.0
-    etcd: Annotated[list[str], BeforeValidator(_listed)] = Field(default_factory=list)
-    token_file: str | None = None
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    tls_ca: str | None = None
 
 
 class JobConfig(Section):

@@ -1,0 +1,68 @@
+"""What `allranks run --config FILE` takes from the job file. Flags that were given win over the file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from allranks.agent.notice import NoticeOptions
+    from allranks.agent.policy import PolicyOptions
+
+Settings = Mapping[str, Any]
+
+
+def take_defaults(args: argparse.Namespace, settings: Settings, script: list[str]) -> list[str]:
+    """Fills in the flags that were not given, and returns the script with its arguments."""
+    if not settings:
+        return script
+    debug, lighthouse, training = settings["debug"], settings["lighthouse"], settings["training"]
+    args.no_record = args.no_record or not debug["record"]
+    args.no_watch = args.no_watch or not debug["watch"]
+    args.verbose = args.verbose or debug["log_level"] == "debug"
+    if args.incidents is None and debug["incidents"]:
+        args.incidents = Path(debug["incidents"])
+    args.lighthouse = args.lighthouse or lighthouse["address"]
+    args.no_lighthouse = args.no_lighthouse or not (lighthouse["embedded"] or lighthouse["address"])
+    args.min_replicas = args.min_replicas or lighthouse["min_replicas"]
+    if args.bind == "127.0.0.1:0":
+        args.bind = lighthouse["bind"]
+    if not script and training["script"]:
+        return [training["script"], *training["args"]]
+    return script
+
+
+def quorum_times(settings: Settings) -> dict[str, Any]:
+    """The times of the embedded lighthouse, as its Options name them."""
+    section = settings.get("lighthouse") or {}
+    names = {"heartbeat_interval_s": "heartbeat_s"}
+    keys = ("join_timeout_s", "quorum_tick_s", "heartbeat_interval_s", "heartbeat_timeout_s")
+    return {names.get(key, key): section[key] for key in keys if section.get(key) is not None}
+
+
+def policy_options(how: str | None, settings: Settings) -> PolicyOptions:
+    """The policy of the closed loop; `how` is --recovery or None."""
+    from allranks.agent.policy import PolicyOptions
+
+    recovery = settings.get("recovery") or {}
+    mode = how or recovery.get("mode")
+    taken = ("min_confidence", "max_actions", "window_s", "back_off_s")
+    return PolicyOptions(
+        enabled={"on": True, "dry-run": False, "dry_run": False, "off": False}.get(mode or ""),
+        on_hang="collect" if mode in ("collect", "off") else recovery.get("on_hang"),
+        command=recovery.get("command") or "",
+        **{key: recovery[key] for key in taken if recovery.get(key) is not None},
+    )
+
+
+def notice_options(floor_s: float | None, settings: Settings) -> NoticeOptions:
+    """When silence is looked at; `floor_s` is --notice-s or None."""
+    from allranks.agent.notice import NoticeOptions
+
+    debug, recovery = settings.get("debug") or {}, settings.get("recovery") or {}
+    floor = floor_s or recovery.get("notice_s") or debug.get("hang_floor_s") or NoticeOptions.floor_s
+    cap = max(float(debug.get("hang_cap_s") or NoticeOptions.cap_s), float(floor))
+    warm_up = float(debug.get("startup_s") or NoticeOptions.warm_up_s)
+    return NoticeOptions(floor_s=float(floor), cap_s=cap, warm_up_s=warm_up)

@@ -1,0 +1,90 @@
+"""`allranks run --config` takes what the file says, unless a flag says otherwise."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.cli.job_file import notice_options, policy_options, quorum_times, take_defaults
+from allranks.elastic.config import load_config
+from allranks.lighthouse.options import Options
+
+
+def _args(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    importlib.import_module("allranks.cli.run").add_arguments(parser)
+    return parser.parse_args([*words])
+
+
+def _settings(**sections: Any) -> dict[str, Any]:
+    found: dict[str, Any] = load_config(sections).model_dump()
+    return found
+
+
+def test_every_key_of_debug_recovery_and_lighthouse_has_a_reader() -> None:
+    """A key that nobody reads would be a promise that nobody keeps."""
+    settings = _settings(
+        debug={"record": False, "watch": False, "hang_floor_s": 20, "hang_cap_s": 200, "startup_s": 90,
+               "incidents": "here", "log_level": "debug"},
+        recovery={"mode": "on", "on_hang": "command", "command": "page {ranks}", "min_confidence": 0.9,
+                  "max_actions": 3, "window_s": 100, "back_off_s": 7},
+        lighthouse={"embedded": False, "bind": "0.0.0.0:5", "min_replicas": 2, "join_timeout_s": 9,
+                    "quorum_tick_s": 0.5, "heartbeat_interval_s": 0.5, "heartbeat_timeout_s": 4},
+        training={"script": "train.py", "args": ["--fast"]},
+    )  # fmt: skip
+    args = _args()
+    assert take_defaults(args, settings, []) == ["train.py", "--fast"]
+    assert (args.no_record, args.no_watch, args.verbose, args.incidents) == (True, True, True, Path("here"))
+    assert (args.no_lighthouse, args.bind, args.min_replicas) == (True, "0.0.0.0:5", 2)
+    policy = policy_options(None, settings)
+    assert (policy.enabled, policy.on_hang, policy.command) == (True, "command", "page {ranks}")
+    assert (policy.min_confidence, policy.max_actions, policy.window_s, policy.back_off_s) == (0.9, 3, 100, 7)
+    notice = notice_options(None, settings)
+    assert (notice.floor_s, notice.cap_s, notice.warm_up_s) == (20, 200, 90)
+    options = Options(**quorum_times(settings))
+    assert (options.join_timeout_s, options.quorum_tick_s, options.heartbeat_s) == (9, 0.5, 0.5)
+    assert options.heartbeat_timeout_s == 4
+    assert (
+        _settings(recovery={"notice_s": 33})["recovery"]["notice_s"]
+        == notice_options(None, _settings(recovery={"notice_s": 33})).floor_s
+    )
+
+
+def test_flags_win_over_the_file() -> None:
+    """What was typed stands."""
+    settings = _settings(
+        lighthouse={"address": "other:1", "bind": "0.0.0.0:5"}, training={"script": "train.py"}, recovery={"mode": "on"}
+    )  # fmt: skip
+    args = _args(
+        "--lighthouse", "mine:2", "--bind", "127.0.0.1:7", "--min-replicas", "3", "--incidents", "mine"
+    )
+    assert take_defaults(args, settings, ["own.py"]) == ["own.py"]
+    assert (args.lighthouse, args.bind, args.min_replicas, args.incidents) == (
+        "mine:2",
+        "127.0.0.1:7",
+        3,
+        Path("mine"),
+    )
+    assert policy_options("dry-run", settings).enabled is False
+    assert notice_options(5.0, settings).floor_s == 5.0
+
+
+def test_without_a_file_nothing_changes() -> None:
+    """No settings: the defaults of the parts themselves."""
+    args = _args()
+    before = vars(args).copy()
+    assert take_defaults(args, {}, ["a.py"]) == ["a.py"]
+    assert vars(args) == before
+    assert policy_options(None, {}).enabled is None and notice_options(None, {}).floor_s == 10.0
+
+
+@pytest.mark.parametrize(
+    ("mode", "enabled"), [("auto", None), ("on", True), ("off", False), ("dry-run", False)]
+)
+def test_the_modes_of_recovery_become_a_policy(mode: str, enabled: bool | None) -> None:
+    """auto leaves the choice to the kind of job."""
+    assert policy_options(None, _settings(recovery={"mode": mode})).enabled is enabled
