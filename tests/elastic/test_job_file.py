@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from allranks.cli.job_file import notice_options, policy_options, quorum_times, take_defaults
+from allranks.cli.job_file import heartbeats, notice_options, policy_options, quorum_times, take_defaults
 from allranks.elastic.config import load_config
 from allranks.lighthouse.options import Options
 
@@ -37,7 +38,12 @@ def test_every_key_of_debug_recovery_and_lighthouse_has_a_reader() -> None:
         training={"script": "train.py", "args": ["--fast"]},
     )  # fmt: skip
     args = _args()
-    assert take_defaults(args, settings, []) == ["train.py", "--fast"]
+    level = logging.getLogger().level
+    try:
+        assert take_defaults(args, settings, []) == ["train.py", "--fast"]
+        assert logging.getLogger().level == logging.DEBUG
+    finally:
+        logging.getLogger().setLevel(level)
     assert (args.no_record, args.no_watch, args.verbose, args.incidents) == (True, True, True, Path("here"))
     assert (args.no_lighthouse, args.bind, args.min_replicas) == (True, "0.0.0.0:5", 2)
     policy = policy_options(None, settings)
@@ -52,6 +58,16 @@ def test_every_key_of_debug_recovery_and_lighthouse_has_a_reader() -> None:
         _settings(recovery={"notice_s": 33})["recovery"]["notice_s"]
         == notice_options(None, _settings(recovery={"notice_s": 33})).floor_s
     )
+
+
+def test_heartbeats_reach_torchrun() -> None:
+    """Keep-alive in whole seconds, unless --rdzv-conf was given."""
+    take = importlib.import_module("allranks.cli.run")._torchrun_from
+    settings = _settings(elastic={"heartbeat_interval": 2.5, "heartbeat_timeout": 9})
+    assert heartbeats(settings) == "keep_alive_interval=2,keep_alive_max_attempt=5"
+    words = take(settings, [])
+    assert words[words.index("--rdzv-conf") + 1] == heartbeats(settings)
+    assert "--rdzv-conf" not in take(settings, ["--rdzv-conf", "timeout=5"])
 
 
 def test_flags_win_over_the_file() -> None:

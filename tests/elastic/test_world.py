@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from allranks.elastic.config import load_config
 from allranks.elastic.torchrun import ElasticTrainingConfig
 from allranks.elastic.world import (
     barrier,
@@ -114,6 +115,17 @@ def test_torchrun_flags_come_from_the_elastic_section() -> None:
         "--max-restarts=5",
         "--rdzv-conf=keep_alive_interval=2,keep_alive_max_attempt=4",
     ]
+    section = load_config({}).elastic
+    for name in (
+        "min_nodes",
+        "max_nodes",
+        "rdzv_backend",
+        "rdzv_id",
+        "heartbeat_interval",
+        "heartbeat_timeout",
+        "max_restarts",
+    ):
+        assert getattr(section, name) == getattr(ElasticTrainingConfig(), name)
     with pytest.raises(ConfigurationError, match="min_nodes cannot exceed max_nodes"):
         ElasticTrainingConfig(min_nodes=5)
     with pytest.raises(ConfigurationError, match="at least twice"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,9 @@ def take_defaults(args: argparse.Namespace, settings: Settings, script: list[str
     debug, lighthouse, training = settings["debug"], settings["lighthouse"], settings["training"]
     args.no_record = args.no_record or not debug["record"]
     args.no_watch = args.no_watch or not debug["watch"]
-    args.verbose = args.verbose or debug["log_level"] == "debug"
+    if debug["log_level"] == "debug":
+        args.verbose = True
+        logging.getLogger().setLevel(logging.DEBUG)
     if args.incidents is None and debug["incidents"]:
         args.incidents = Path(debug["incidents"])
     args.lighthouse = args.lighthouse or lighthouse["address"]
@@ -32,6 +35,13 @@ def take_defaults(args: argparse.Namespace, settings: Settings, script: list[str
     if not script and training["script"]:
         return [training["script"], *training["args"]]
     return script
+
+
+def heartbeats(settings: Settings) -> str:
+    """The heartbeats of the `elastic` section as torchrun's --rdzv-conf."""
+    from allranks.elastic.torchrun import keep_alive
+
+    return keep_alive(settings["elastic"]["heartbeat_interval"], settings["elastic"]["heartbeat_timeout"])
 
 
 def quorum_times(settings: Settings) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from allranks.agent.command_line import arrange, flag_value, has_flag
 from allranks.agent.environment import JobEnvironment, new_token, write_token
-from allranks.cli.job_file import notice_options, policy_options, quorum_times, take_defaults
+from allranks.cli.job_file import heartbeats, notice_options, policy_options, quorum_times, take_defaults
 from allranks.errors import InputError
 
 EPILOG = """\
@@ -339,6 +339,8 @@ def _torchrun_from(settings: dict[str, Any], given: list[str]) -> list[str]:
         ):  # fmt: skip
             if elastic.get(key) not in (None, "") and not has_flag(given, flag):
                 words += [flag, str(elastic[key])]
+        if not has_flag(given, "--rdzv-conf"):
+            words += ["--rdzv-conf", heartbeats(settings)]
     return words
 
 

@@ -17,8 +17,8 @@ class ElasticTrainingConfig:
     rdzv_backend: str = "c10d"
     rdzv_endpoint: str = "localhost:29400"
     rdzv_id: str = "elastic-training"
-    heartbeat_interval: float = 5.0  # seconds
-    heartbeat_timeout: float = 15.0  # seconds
+    heartbeat_interval: float = 1.0  # seconds
+    heartbeat_timeout: float = 3.0  # seconds
     nproc_per_node: int | str | None = None
     max_restarts: int = 100
 
@@ -39,7 +39,6 @@ class ElasticTrainingConfig:
 
     def to_torchrun_args(self) -> list[str]:
         """Seven flags for torchrun or `allranks run`."""
-        attempts = math.ceil(self.heartbeat_timeout / self.heartbeat_interval)
         return [
             f"--nnodes={self.min_nodes}:{self.max_nodes}",
             f"--nproc-per-node={self.nproc_per_node if self.nproc_per_node is not None else _devices()}",
@@ -47,8 +46,14 @@ class ElasticTrainingConfig:
             f"--rdzv-endpoint={self.rdzv_endpoint}",
             f"--rdzv-id={self.rdzv_id}",
             f"--max-restarts={self.max_restarts}",
-            f"--rdzv-conf=keep_alive_interval={max(1, math.floor(self.heartbeat_interval))},keep_alive_max_attempt={attempts}",
+            f"--rdzv-conf={keep_alive(self.heartbeat_interval, self.heartbeat_timeout)}",
         ]
+
+
+def keep_alive(interval_s: float, timeout_s: float) -> str:
+    """torchrun's words for heartbeats; it knows whole seconds only."""
+    whole = max(1, math.floor(interval_s))
+    return f"keep_alive_interval={whole},keep_alive_max_attempt={max(2, math.ceil(timeout_s / whole))}"
 
 
 def _devices() -> int:

@@ -96,8 +96,8 @@ class Elastic(Section):
     )
     rdzv_endpoint: str = Field("", description="host:port; empty: this machine, for one node")
     rdzv_id: str = "elastic-training"
-    heartbeat_interval: Seconds = Field(5.0, description="seconds between two signs of life of a node")
-    heartbeat_timeout: Seconds = Field(15.0, description="seconds of silence after which a node is dead")
+    heartbeat_interval: Seconds = Field(1.0, description="seconds between two signs of life of a node")
+    heartbeat_timeout: Seconds = Field(3.0, description="seconds of silence after which a node is dead")
     nproc_per_node: Positive | Literal["auto", "gpu", "cpu"] | None = Field(
         None, description="None: torchrun's choice"
     )
