@@ -134,14 +134,12 @@ def blocked_calls(
         for seq in set(stuck.values()):
             waiting = tuple(sorted(rank for rank, at in stuck.items() if at == seq))
             done_by = [call for call in by_seq[seq].values() if call.state == "done"]
-            certain = bool(done_by) and by_seq[seq][waiting[0]].op in TOGETHER
-            missing, absent = (), ()
-            if not certain:
+            absent = tuple(sorted(r for r in members if r not in present))
+            missing: tuple[int, ...] = ()
+            if not (done_by and not absent and by_seq[seq][waiting[0]].op in TOGETHER):
                 missing = tuple(
                     sorted(r for r, at in last.items() if at < seq and not (at < 0 and (key, r) in wrapped))
                 )
-            if not done_by:
-                absent = tuple(sorted(r for r in members if r not in present))
             found.add((key, seq, waiting, missing, absent))
     return found
 

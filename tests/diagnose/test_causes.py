@@ -336,12 +336,43 @@ def test_gloo_kills_the_innocent_and_the_larger_size_is_blamed() -> None:
     _expect(diagnose(run({"world": (0, 1, 2)}, programs, backend="gloo").traces()), "size_mismatch", 1)
 
 
-def test_a_missing_file_of_a_finished_job_is_only_a_warning() -> None:
+def test_a_missing_file_of_a_finished_job_is_unclear_and_only_a_warning_when_allowed() -> None:
     """Everything completed, on all ranks that are there."""
     traces = [t for t in _traces(LAYOUT.programs(4), "nccl") if t.header.rank != 2]
     result = diagnose(traces)
-    assert result.status == "ok"
-    assert [f.cause for f in result.findings] == ["missing_dump"]
+    assert (result.status, _verdict(result).cause, _verdict(result).ranks) == ("unclear", "rank_died", (2,))
+    assert diagnose(traces, options=DiagnoseOptions(allow_incomplete_ranks=True)).status == "ok"
+
+
+def test_black_boxes_of_other_nodes_are_merely_elsewhere() -> None:
+    """Each node keeps its own."""
+    boxes = [
+        replace(t, kind="black box 1") for t in _traces(LAYOUT.programs(4), "nccl") if t.header.rank != 2
+    ]
+    assert diagnose(boxes).status == "ok"
+
+
+def test_completed_is_not_believed_once_a_rank_is_gone() -> None:
+    """NCCL turns the others' pending calls to completed when a peer exits."""
+    traces = _traces(with_change(LAYOUT.programs(8), 3, AT + 3, DIE), "nccl")
+    flipped = []
+    for trace in traces:
+        calls = trace.calls.copy()
+        if trace.header.rank in (0, 1):
+            calls["state"] = State.COMPLETED
+        flipped.append(replace(trace, calls=calls))
+    _expect(diagnose(flipped), "rank_died", 3)
+
+
+def test_a_large_job_is_settled_by_its_newest_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verdict is the same, and the report says what was examined."""
+    traces = _traces(with_change(LAYOUT.programs(60), 5, AT + 6 * 50, STUCK), "nccl")
+    whole = _expect(diagnose(traces), "missing_rank", 5)
+    monkeypatch.setattr("allranks.diagnose.verdict.LARGE_JOB", 8 * 130)
+    result = diagnose(traces)
+    verdict = _expect(result, "missing_rank", 5)
+    assert (verdict.group, verdict.sequence) == (whole.group, whole.sequence)
+    assert result.summary[-1] == "the newest 130 calls of every rank were examined"
 
 
 def test_a_timeout_that_calls_come_close_to_is_said() -> None:

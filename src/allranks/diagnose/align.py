@@ -99,12 +99,14 @@ def _add_lanes(view: RankView, groups: list[GroupView]) -> None:
     number = view.group[mine]
     order = np.argsort(number, kind="stable")
     mine, number = mine[order], number[order]
-    cuts = np.flatnonzero(np.diff(number)) + 1
+    seqs = calls["seq"][mine]
     wrapped = _wrapped(view.trace)
-    for rows in np.split(mine, cuts):
-        if len(rows):
-            rows, seqs = current_life(rows, calls["seq"][rows])
-            groups[int(view.group[rows[0]])].lanes[view.rank] = Lane(view.rank, rows, seqs, wrapped, view.cut)
+    ends = [*(np.flatnonzero(number[1:] != number[:-1]) + 1).tolist(), len(mine)] if len(mine) else []
+    start = 0
+    for end in ends:
+        rows, own = current_life(mine[start:end], seqs[start:end])
+        groups[int(number[start])].lanes[view.rank] = Lane.of(view.rank, rows, own, wrapped, view.cut)
+        start = end
 
 
 def _complete(group: GroupView, ranks: dict[int, RankView], expected: frozenset[int]) -> GroupView:
@@ -117,7 +119,7 @@ def _complete(group: GroupView, ranks: dict[int, RankView], expected: frozenset[
     for rank in members:
         view = ranks.get(rank)
         if view is not None and rank not in group.lanes:
-            group.lanes[rank] = Lane(rank, empty, empty, _wrapped(view.trace), view.cut)
+            group.lanes[rank] = Lane.of(rank, empty, empty, _wrapped(view.trace), view.cut)
     return group
 
 
@@ -127,8 +129,8 @@ def _wrapped(trace: RankTrace) -> bool:
 
 def current_life(rows: np.ndarray, seqs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Only the calls since the group last began anew; ascending, the last record of each number kept."""
-    steps = np.diff(seqs)
-    if len(steps) and (steps <= 0).any():
+    if bool((seqs[1:] <= seqs[:-1]).any()):
+        steps = np.diff(seqs)
         resets = np.flatnonzero((steps < -RESET_DROP) | ((steps < 0) & (seqs[1:] <= 1)))
         if len(resets):
             rows, seqs = rows[resets[-1] + 1 :], seqs[resets[-1] + 1 :]

@@ -32,14 +32,15 @@ class Lane:
     wrapped: bool  # earlier calls may have been overwritten
     cut: bool  # later calls may be missing: the file is damaged
 
-    @property
-    def first(self) -> int:
-        return int(self.seqs[0]) if len(self.seqs) else 0
+    first: int = 0
+    last: int = -1  # the last sequence number entered; -1 when none is known
 
-    @property
-    def last(self) -> int:
-        """The last sequence number entered; -1 when none is known."""
-        return int(self.seqs[-1]) if len(self.seqs) else -1
+    @staticmethod
+    def of(rank: int, rows: np.ndarray, seqs: np.ndarray, wrapped: bool, cut: bool) -> Lane:
+        """The lane with its ends worked out once: they are asked for millions of times."""
+        if not len(seqs):
+            return Lane(rank, rows, seqs, wrapped, cut)
+        return Lane(rank, rows, seqs, wrapped, cut, int(seqs[0]), int(seqs[-1]))
 
     def row(self, seq: int) -> int:
         """The row of a sequence number, -1 when it is not in the ring."""

@@ -52,20 +52,32 @@ def suspect_seqs(job: Job, group: GroupView) -> np.ndarray:
     low = max(min(lane.first for lane in lanes), top - 2 * max(len(lane.seqs) for lane in lanes))
     reference = np.full(top - low + 1, -1, np.int64)
     odd = np.zeros(top - low + 1, bool)
+    known_from = known_to = -1  # reference is filled in between, without a hole
     for lane in lanes:
         start = int(np.searchsorted(lane.seqs, low))
-        seqs, sigs = lane.seqs[start:] - low, job.ranks[lane.rank].sig[lane.rows[start:]]
-        if not len(seqs):
+        sigs = job.ranks[lane.rank].sig[lane.rows[start:] if start else lane.rows]
+        if not len(sigs):
             continue
-        here: slice | np.ndarray = seqs
-        if int(seqs[-1]) - int(seqs[0]) + 1 == len(seqs):
-            here = slice(int(seqs[0]), int(seqs[-1]) + 1)
-        known = reference[here]
-        different = (known != sigs) & (known >= 0)
-        if different.any():
-            odd[here] |= different
-        reference[here] = np.where(known >= 0, known, sigs)
+        first, end = int(lane.seqs[start]) - low, lane.last - low + 1
+        if end - first != len(sigs):
+            _compare(reference, odd, lane.seqs[start:] - low, sigs)
+        elif known_from <= first and end <= known_to:
+            different = reference[first:end] != sigs
+            if different.any():
+                odd[first:end] |= different
+        else:
+            _compare(reference, odd, slice(first, end), sigs)
+            touches = known_from >= 0 and first <= known_to and end >= known_from
+            known_from = min(first, known_from) if touches else first
+            known_to = max(end, known_to) if touches else end
     return np.flatnonzero(odd) + low
+
+
+def _compare(reference: np.ndarray, odd: np.ndarray, here: slice | np.ndarray, sigs: np.ndarray) -> None:
+    """Marks where a lane differs from what is known, and adds what is not known yet."""
+    known = reference[here]
+    odd[here] |= (known != sigs) & (known >= 0)
+    reference[here] = np.where(known >= 0, known, sigs)
 
 
 def _first(job: Job, group: GroupView, suspects: np.ndarray) -> Mismatch | None:

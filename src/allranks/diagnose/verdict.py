@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from allranks.diagnose.absent import explain_ranks, shifted
-from allranks.diagnose.align import align
+from allranks.diagnose.align import align, is_box
 from allranks.diagnose.context import Context
 from allranks.diagnose.cycles import explain_cycle
 from allranks.diagnose.entered import explain_call
@@ -25,6 +25,9 @@ from allranks.model.trace import RankTrace
 
 #: Below this confidence the status is "unclear", not "fault".
 SURE_ENOUGH = 0.4
+#: Jobs with more calls than this are examined by their newest calls first, at least so many of each rank; a verdict
+#: of so much confidence settles it.
+LARGE_JOB, MIN_WINDOW, SETTLED = 6_000_000, 128, 0.7
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,28 @@ def diagnose(
     stacks: Iterable[RankNow] = (),
     options: DiagnoseOptions | None = None,
 ) -> Diagnosis:
-    """The verdict on a job. Same input in any order gives the same answer."""
+    """The verdict on a job. Same input in any order gives the same answer.
+
+    Of very large jobs the newest calls are examined first: they hold the hang. All calls are examined when these do
+    not settle it.
+    """
     options = options or DiagnoseOptions()
+    seen = {now.rank: now for now in stacks}
+    every = list(traces)
+    newest = LARGE_JOB // max(1, len(every))
+    if sum(len(trace.calls) for trace in every) > LARGE_JOB and newest >= MIN_WINDOW:
+        window = [replace(trace, calls=trace.calls[-newest:]) for trace in every]
+        result = _diagnose(window, files, seen, options)
+        if result.verdict is not None and result.verdict.confidence >= SETTLED:
+            return replace(
+                result, summary=(*result.summary, f"the newest {newest} calls of every rank were examined")
+            )
+    return _diagnose(every, files, seen, options)
+
+
+def _diagnose(
+    traces: list[RankTrace], files: Sequence[FileNote], seen: dict[int, RankNow], options: DiagnoseOptions
+) -> Diagnosis:
     damaged = frozenset(note.rank for note in files if note.status == "damaged" and note.rank is not None)
     job = align(traces, cut=damaged, now_ns=options.now_ns, pg_filters=options.pg_filters)
     mismatches = find_mismatches(job)
@@ -55,14 +78,7 @@ def diagnose(
     if options.allow_incomplete_ranks:
         every = [replace(b, absent=(), unsure=tuple(sorted(b.unsure + b.absent))) for b in every]
     hung = [replace(b, index=i) for i, b in enumerate(b for b in every if is_hung(job, b, patience))]
-    context = Context(
-        job,
-        patience,
-        tuple(hung),
-        wait_graph(job, hung),
-        {now.rank: now for now in stacks},
-        tuple(p2p_mismatches),
-    )
+    context = Context(job, patience, tuple(hung), wait_graph(job, hung), seen, tuple(p2p_mismatches))
     roots = _roots(context, mismatches)
     if not roots and not (hung and any(is_paused(job, rank) for rank in job.ranks)):
         roots = _quiet_roots(context, options)
@@ -165,13 +181,19 @@ def _gone_unnoticed(context: Context) -> Finding | None:
             continue
         last = max(lane.last for lane in lanes)
         rows = {lane.rank: lane.row(last) for lane in lanes if lane.last == last}
-        if any(context.job.ranks[rank].now[row] == Now.LEFT for rank, row in rows.items()):
+        if any(is_box(context.job.ranks[rank].trace) for rank in rows):
+            continue  # each node keeps its own black boxes: those of other nodes are merely elsewhere
+        told = any(context.job.ranks[rank].now[row] == Now.LEFT for rank, row in rows.items())
+        if told or len(gone) <= max(1, len(group.members) // 4):
             blocked = Blocked(0, group.index, last, rows, absent=gone)
             alone = Context(
                 context.job, context.patience, (blocked,), wait_graph(context.job, [blocked]), context.seen
             )
             finding = explain_ranks(alone, blocked, gone)
-            return replace(finding, confidence=round(finding.confidence * 0.9, 2))
+            if told:
+                return replace(finding, confidence=round(finding.confidence * 0.9, 2))
+            sentence = f"{ranks_text(gone)} left no dump, and the calls of all other ranks are over: it may have died"
+            return replace(finding, confidence=0.35, sentence=sentence, waiting=(), waited_s=None)
     return None
 
 

@@ -21,6 +21,8 @@ from allranks.diagnose.p2p import P2PWait
 #: Snapshots this much older than a call cannot tell whether the rank entered it.
 STALE_NS = 50_000_000
 _DONE, _OPEN, _FAILED = int(Now.DONE), int(Now.OPEN), int(Now.FAILED)
+#: Calls at the end of a lane that are looked at first; hardly ever is more needed.
+TAIL = 64
 _SYNCHRONISING = [int(family) for family in SYNCHRONISING]
 
 
@@ -120,17 +122,25 @@ def stuck_at(job: Job, lane: Lane, floor: int) -> int | None:
     if not len(lane.seqs):
         return None
     view = job.ranks[lane.rank]
-    now = view.now[lane.rows]
-    done = np.flatnonzero(now == _DONE)
-    start = int(done[-1]) + 1 if len(done) else 0
+    now, start = _after_done(view.now[lane.rows[-TAIL:]])
+    first = max(0, len(lane.rows) - TAIL)
+    if start == 0 and first:
+        (now, start), first = _after_done(view.now[lane.rows]), 0
     if start == len(now):
         return None
-    bad = (now[start:] == _OPEN) | (now[start:] == _FAILED)
+    start, now = first + start, now[start:]
+    bad = (now == _OPEN) | (now == _FAILED)
     if lane.last > floor:
         alone = np.isin(view.family[lane.rows[start:]], _SYNCHRONISING)
-        bad |= (now[start:] == Now.LEFT) & (lane.seqs[start:] > floor) & alone
-    first = np.flatnonzero(bad)
-    return int(lane.seqs[start + int(first[0])]) if len(first) else None
+        bad |= (now == Now.LEFT) & (lane.seqs[start:] > floor) & alone
+    hits = np.flatnonzero(bad)
+    return int(lane.seqs[start + int(hits[0])]) if len(hits) else None
+
+
+def _after_done(now: np.ndarray) -> tuple[np.ndarray, int]:
+    """The states, and the index behind the last call that is done."""
+    done = np.flatnonzero(now == _DONE)
+    return now, int(done[-1]) + 1 if len(done) else 0
 
 
 def _blocked(job: Job, group: GroupView, seq: int, lanes: list[Lane], index: int) -> Blocked:
@@ -153,13 +163,14 @@ def _blocked(job: Job, group: GroupView, seq: int, lanes: list[Lane], index: int
         else:
             missing.append(rank)
     family = job.ranks[lanes[0].rank].family[rows[lanes[0].rank]]
-    certain = any(
+    absent = tuple(r for r in group.members if r not in group.lanes)
+    done = any(
         job.ranks[r].now[group.lanes[r].row(seq)] == Now.DONE for r in passed if group.lanes[r].row(seq) >= 0
     )
-    if certain and int(family) in _SYNCHRONISING:
-        # Somebody finished it, so everybody entered it: the others' dumps are merely older.
+    if done and not absent and int(family) in _SYNCHRONISING:
+        # Somebody finished it, so everybody entered it: the others' dumps are merely older. With a rank gone this
+        # does not hold: NCCL then turns pending calls of the others to "completed".
         unsure, missing = unsure + missing, []
-    absent = tuple(r for r in group.members if r not in group.lanes) if not certain else ()
     return Blocked(index, group.index, seq, rows, tuple(missing), absent, tuple(sorted(unsure)), tuple(sorted(passed)),
                    failed)  # fmt: skip
 
