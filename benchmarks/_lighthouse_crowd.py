@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from allranks.lighthouse import codec
-from allranks.lighthouse.codec import FIRST_NOTICE, HEAD, PREAMBLE, encode
+from allranks.lighthouse.codec import EMPTY_BEAT, FIRST_NOTICE, HEAD, PREAMBLE, encode
 from allranks.lighthouse.messages import Ack, Beat, Hello, Join
 from allranks.model.cluster import Member, Quorum
 
@@ -31,7 +31,8 @@ class Light:
 class Crowd:
     """Connects `size` replicas and waits for frames on all of them. Frames are counted, not decoded."""
 
-    def __init__(self, address: str, size: int, prefix: str = "replica") -> None:
+    def __init__(self, address: str, size: int, prefix: str = "replica", beat_s: float = 0.0) -> None:
+        self._beat_s, self._beaten = beat_s, 0.0
         host, port = address.rsplit(":", 1)
         self._target = (host, int(port))
         self._poll = select.epoll()
@@ -65,6 +66,14 @@ class Crowd:
         """One heartbeat that says something new."""
         self._send(light, encode(Beat(step, step, 0.0, "ok")))
 
+    def beat_if_due(self) -> None:
+        """Everybody beats, when that was asked for and it is time."""
+        now = time.perf_counter()
+        if self._beat_s and now - self._beaten >= self._beat_s:
+            self._beaten = now
+            for light in self.lights.values():
+                self._send(light, EMPTY_BEAT)
+
     def join_all(self, step: int, timeout_s: float = 120.0) -> float:
         """Everybody asks; seconds until the last has its answer."""
         frames = {
@@ -95,7 +104,8 @@ class Crowd:
                 raise TimeoutError(
                     f"{len(waiting)} of {len(self.lights)} did not get kind {kind} in {timeout_s} s"
                 )
-            for fd in self.pump(min(left, 1.0), kind):
+            self.beat_if_due()
+            for fd in self.pump(min(left, 0.1), kind):
                 if fd in waiting:
                     waiting.discard(fd)
                     if each is not None:

@@ -109,10 +109,20 @@ class GrpcCrowd:
         return time.perf_counter() - began
 
     async def one_quorum(self, index: int, step: int) -> float:
-        """One asks; seconds until it has its answer."""
-        began = time.perf_counter()
-        await self._quorum[index](quorum_request(self.names[index], step), timeout=300)
-        return time.perf_counter() - began
+        """One asks, beating all the while as torchft's manager does; seconds until it has its answer."""
+
+        async def keep_beating() -> None:
+            while True:
+                await self.beat(index)
+                await asyncio.sleep(0.1)
+
+        beating, began = asyncio.create_task(keep_beating()), time.perf_counter()
+        try:
+            await self._quorum[index](quorum_request(self.names[index], step), timeout=60)
+            return time.perf_counter() - began
+        finally:
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
 
     async def close(self) -> None:
         """Closes all."""

@@ -216,7 +216,7 @@ def killed(number: int, timeout_s: float, kind: str, survivors: int = 20) -> flo
         try:
             assert victim.stdout is not None
             assert victim.stdout.readline() == "asked\n"
-            crowd = Crowd(address, survivors)
+            crowd = Crowd(address, survivors, beat_s=0.1)
             crowd.join_all(0)
             assert victim.stdout.readline() == "member\n"
             pids = [victim.pid]
@@ -243,7 +243,7 @@ def gone_silent(timeout_s: float) -> float:
     """Seconds until every survivor has the notice after one line carries nothing any more, not even a close."""
     words = ("--min-replicas", "20", "--heartbeat-timeout-ms", str(int(timeout_s * 1000)))
     with lighthouse(*words) as (address, _):
-        crowd = Crowd(address, 20)
+        crowd = Crowd(address, 20, beat_s=0.1)
         try:
             crowd.join_all(0)
             keep_beating(crowd, 0.3)
@@ -257,25 +257,16 @@ def gone_silent(timeout_s: float) -> float:
 
 
 def keep_beating(crowd: Crowd, seconds: float) -> None:
-    """All beat, five times per heartbeat timeout of a second."""
+    """A job in peace."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        for light in list(crowd.lights.values()):
-            crowd.beat(light, 0)
-        crowd.pump(0.1)
+        crowd.beat_if_due()
+        crowd.pump(0.02)
 
 
 def wait_lost(crowd: Crowd, began: float, timeout_s: float) -> float:
-    """Beats for all until each has a notice of loss."""
-    waiting, limit, next_beat = set(crowd.lights), began + timeout_s * 3 + 20, 0.0
-    while waiting and time.perf_counter() < limit:
-        if time.perf_counter() >= next_beat:
-            next_beat = time.perf_counter() + 0.2
-            for light in list(crowd.lights.values()):
-                crowd.beat(light, 0)
-        waiting -= set(crowd.pump(0.02, LOST))
-    if waiting:
-        raise TimeoutError(f"{len(waiting)} survivors heard nothing")
+    """Seconds until each has a notice of loss."""
+    crowd.wait(LOST, set(crowd.lights), timeout_s * 3 + 20)
     return time.perf_counter() - began
 
 
