@@ -54,8 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def arrange_words(words: Sequence[str]) -> list[str]:
-    """Our flags first; everything from the first word that is not ours belongs to `run` or `stacks`."""
-    head, rest = list(words[:2]), list(words[2:])
+    """Our flags first; everything from the first word that is not ours belongs to `run` or `stacks`.
+
+    The flags go before the action: argparse would take what follows it as the rest.
+    """
+    head, action, rest = list(words[:1]), list(words[1:2]), list(words[2:])
     while rest and rest[0].startswith("-"):
         name = rest[0].partition("=")[0]
         if name not in _FLAGS | _ALONE:
@@ -63,7 +66,7 @@ def arrange_words(words: Sequence[str]) -> list[str]:
         head.append(rest.pop(0))
         if name in _FLAGS and "=" not in head[-1] and rest:
             head.append(rest.pop(0))
-    return [*head, "--", *rest] if rest else head
+    return [*head, *action, "--", *rest] if rest else [*head, *action]
 
 
 def main(args: argparse.Namespace) -> int:
