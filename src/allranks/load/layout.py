@@ -6,6 +6,7 @@ put the first time. Only opcodes that torch's and Python's picklers write for pl
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,9 +16,11 @@ _OPERANDS = {
     0x7D: 0, 0x5D: 0, 0x28: 0, 0x29: 0, 0x75: 0, 0x65: 0, 0x61: 0, 0x73: 0, 0x74: 0,  # } ] ( ) u e a s t
     0x85: 0, 0x86: 0, 0x87: 0, 0x88: 0, 0x89: 0, 0x4E: 0,  # tuples, True, False, None
     0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8, 0x68: 1, 0x6A: 4, 0x71: 1, 0x72: 4,  # K M J G h j q r
+    0x80: 1, 0x94: 0, 0x95: 8,  # PROTO, MEMOIZE, FRAME
 }  # fmt: skip
 PUTS, GETS = (0x71, 0x72), (0x68, 0x6A)
-TEXT, LONG1, MARK, DICT, SET_ITEMS = 0x58, 0x8A, 0x28, 0x7D, 0x75
+TEXT, SHORT_TEXT, LONG1, MARK, DICT, SET_ITEMS = 0x58, 0x8C, 0x8A, 0x28, 0x7D, 0x75
+MEMOIZE, FRAME = 0x94, 0x95
 _CLOSING = (0x75, 0x65, 0x74)
 _FORMATS = {0x4B: "u1", 0x4D: "<u2", 0x4A: "<i4", 0x8A: "<i8", 0x47: ">f8"}
 
@@ -43,40 +46,62 @@ class Layout:
     keep: np.ndarray  # mask: everything but the varying numbers and the memo numbers of puts
     numbers: np.dtype  # fields named as in VARYING, at their offsets
     puts: tuple[tuple[int, int], ...]  # (offset, bytes) of the memo numbers that an entry defines
+    memoizes: int  # how many memo numbers an entry takes without naming them (protocol 4 and later)
     gets: tuple[tuple[int, int], ...]  # (offset, bytes) of the memo numbers that it uses
 
 
-def tokens_of(data: bytes, start: int) -> tuple[list[Token], int]:
-    """(the opcodes of the entry that starts at `start`, the position behind it); offsets are relative to `start`."""
-    tokens: list[Token] = []
-    depth, position, end = 0, start, len(data)
-    if data[start : start + 1] != b"}":
-        raise Irregular("no dictionary")
+def scan(data: bytes, start: int, stop: int | None = None) -> Iterator[Token]:
+    """The opcodes from `start` on, with offsets relative to it, until `stop` or the end of the bytes."""
+    position, end = start, len(data) if stop is None else stop
     while position < end:
         opcode = data[position]
         size, operand = _OPERANDS.get(opcode, -1), position + 1
         if size < 0:
             if opcode == TEXT:
                 size, operand = int.from_bytes(data[position + 1 : position + 5], "little"), position + 5
+            elif opcode == SHORT_TEXT:
+                size, operand = data[position + 1] if position + 1 < end else end, position + 2
             elif opcode == LONG1 and data[position + 1 : position + 2] == b"\x08":
                 size, operand = 8, position + 2
             else:
                 raise Irregular(f"opcode {opcode}")
-        tokens.append((opcode, operand - start, size))
         position = operand + size
+        if position > end:
+            return
+        yield opcode, operand - start, size
+
+
+def tokens_of(data: bytes, start: int) -> tuple[list[Token], int]:
+    """(the opcodes of the entry that starts at `start`, the position behind it); offsets are relative to `start`."""
+    if data[start : start + 1] != b"}":
+        raise Irregular("no dictionary")
+    tokens: list[Token] = []
+    depth = 0
+    for token in scan(data, start):
+        tokens.append(token)
+        opcode = token[0]
         depth += (opcode == MARK) - (opcode in _CLOSING)
         if opcode == SET_ITEMS and depth == 0:
-            if position > end:
-                break
-            return tokens, position
+            return tokens, start + token[1] + token[2]
     raise Irregular("the entry does not end")
+
+
+def between(data: bytes, start: int, stop: int) -> list[Token]:
+    """The opcodes behind an entry, before the next: Python closes and reopens its list every thousand items, and
+    begins a new frame now and then."""
+    tokens = list(scan(data, start, stop))
+    if bytes(token[0] for token in tokens if token[0] != FRAME) not in (b"", b"e("):
+        raise Irregular("something stands between two entries")
+    return tokens
 
 
 def learn(data: bytes, start: int, stop: int, keys: dict[int, str]) -> Layout:
     """The layout of the entry at `start`, whose piece of the file ends at `stop`. `keys`: memo number → VARYING key."""
     tokens, end = tokens_of(data, start)
-    if data[end:stop] not in (b"", b"e("):  # Python closes and reopens its list every thousand items
-        raise Irregular("something stands between two entries")
+    if end > stop:
+        raise Irregular("an entry goes on behind its end")
+    gap = between(data, end, stop)
+    tokens += [(opcode, operand + end - start, size) for opcode, operand, size in gap]
     length = stop - start
     words = (length + 7) // 8
     template = np.zeros(words * 8, np.uint8)
@@ -88,8 +113,8 @@ def learn(data: bytes, start: int, stop: int, keys: dict[int, str]) -> Layout:
     puts, gets = [], []
     for token, following in zip(tokens, [*tokens[1:], (0, 0, 0)], strict=True):
         opcode, operand, size = token
-        if opcode in PUTS:
-            puts.append((operand, size))
+        if opcode in PUTS or opcode == FRAME:
+            puts += [(operand, size)] if opcode in PUTS else []
             fixed[operand : operand + size] = keep[operand : operand + size] = 0
             continue
         number = int.from_bytes(data[start + operand : start + operand + size], "little")
@@ -112,5 +137,6 @@ def learn(data: bytes, start: int, stop: int, keys: dict[int, str]) -> Layout:
         keep.view(np.uint64),
         fields,
         tuple(puts),
+        sum(token[0] == MEMOIZE for token in tokens),
         tuple(gets),
     )

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from allranks.load.calls import NUMBERS
-from allranks.load.layout import DICT, GETS, MARK, PUTS, VARYING, Irregular, Layout, learn, tokens_of
+from allranks.load.entries import Entries, find_entries, without_frames
+from allranks.load.layout import GETS, MEMOIZE, VARYING, Irregular, Layout, learn, scan
 from allranks.model.trace import CALL
 
 #: Below this many bytes the plain way is as fast.
@@ -27,7 +28,6 @@ FEW = 6
 #: column of CALL ← key of VARYING
 COLUMNS = tuple((column, key) for column, key in NUMBERS if key in VARYING)
 MAX_ENTRY_BYTES = 4096
-_ENTRIES = b"X\x07\x00\x00\x00entries"
 
 
 @dataclass
@@ -81,42 +81,36 @@ class Regular:
 
 def shrink(data: bytes, cache: LayoutCache) -> Regular:
     """Finds the patterns of a dump's entries. Raises Irregular when it is not such a file."""
-    first = _first_entry(data)
-    keys = _varying_keys(data)
-    starts, last_end = _entry_starts(data, first)
-    count = len(starts)
-    bounds = np.append(starts, last_end)
+    plan = find_entries(data)
+    bounds = plan.bounds
     lengths = np.diff(bounds)
-    if count < 64 or lengths.max() > MAX_ENTRY_BYTES:
+    if len(lengths) < 64 or lengths.max() > MAX_ENTRY_BYTES:
         raise Irregular("few entries, or very long ones")
-    work = _Work(data, bounds, keys, tuple(sorted(keys.items())), cache)
+    work = _Work(data, plan, cache)
     for length, number in enumerate(np.bincount(lengths).tolist()):
         if number > FEW:
             work.sort_out(np.flatnonzero(lengths == length), length)
         elif number:
             work.keep(np.flatnonzero(lengths == length))
     chosen = work.close_over_definitions()
-    small = b"".join(
-        [data[:first], *(data[bounds[i] : bounds[i + 1]] for i in chosen.tolist()), data[last_end:]]
-    )
-    place = np.zeros(count, np.int64)
+    place = np.zeros(len(lengths), np.int64)
     place[chosen] = np.arange(len(chosen))
+    small = work.small_pickle(chosen.tolist())
     return Regular(small, len(chosen), place[work.representative], work.numbers, work.has)
 
 
 class _Work:
     """What piles up while the entries of one file are sorted by pattern."""
 
-    def __init__(
-        self, data: bytes, bounds: np.ndarray, keys: dict[int, str],
-        signature: tuple[tuple[int, str], ...], cache: LayoutCache,
-    ) -> None:  # fmt: skip
-        count = len(bounds) - 1
+    def __init__(self, data: bytes, plan: Entries, cache: LayoutCache) -> None:
+        count = len(plan.bounds) - 1
         self.data = data
-        self.bounds = bounds
-        self.keys = keys
-        self.signature = signature
+        self.plan = plan
+        self.bounds = plan.bounds
+        self.keys = plan.keys
+        self.signature = tuple(sorted(plan.keys.items()))
         self.cache = cache
+        self.memoizes = np.zeros(count, np.int64)  # unnamed memo numbers that each entry takes
         padded = np.zeros((len(data) + MAX_ENTRY_BYTES + 15) // 8 * 8, np.uint8)
         padded[: len(data)] = np.frombuffer(data, np.uint8)
         self.bytes = padded
@@ -134,6 +128,13 @@ class _Work:
         self.representative[rows] = rows
         self.kept += rows.tolist()
         self.patterns += len(rows)
+        if self.plan.memoizing:
+            self.memoizes[rows] = [self._count(row) for row in rows.tolist()]
+
+    def _count(self, row: int) -> int:
+        """The unnamed memo numbers of one entry."""
+        start, stop = int(self.bounds[row]), int(self.bounds[row + 1])
+        return sum(token[0] == MEMOIZE for token in scan(self.data, start, stop))
 
     def sort_out(self, rows: np.ndarray, length: int) -> None:
         """Assigns a layout and a representative to all entries of one length."""
@@ -170,6 +171,7 @@ class _Work:
             self.numbers[name][mine] = fields[name]
             self.has[name][mine] = True
         self.layout_of.append((layout, mine))
+        self.memoizes[mine] = layout.memoizes
         return rows[odd], content[odd]
 
     def _match_patterns(self, layout: Layout, rows: np.ndarray, content: np.ndarray) -> None:
@@ -192,7 +194,7 @@ class _Work:
         """The representatives, and every entry that defines a memo number which one of them uses; in file order."""
         wanted = np.zeros(len(self.representative), np.bool_)
         wanted[self.representative] = True
-        owner, number = self._memo_numbers([(layout.puts, rows) for layout, rows in self.layout_of])
+        owner, number = self._defined()
         if not len(owner):
             return np.flatnonzero(wanted)  # torch memoizes text and frames alone, where they first occur
         fresh = wanted.copy()
@@ -208,6 +210,31 @@ class _Work:
                 return np.flatnonzero(wanted)
             wanted |= fresh
         raise Irregular("definitions lean on one another")
+
+    def _defined(self) -> tuple[np.ndarray, np.ndarray]:
+        """(entry, memo number) of everything that entries define."""
+        if not self.plan.memoizing:
+            return self._memo_numbers([(layout.puts, rows) for layout, rows in self.layout_of])
+        total = int(self.memoizes.sum())
+        owner = np.repeat(np.arange(len(self.memoizes)), self.memoizes)
+        return owner, np.arange(self.plan.memoized_before, self.plan.memoized_before + total)
+
+    def small_pickle(self, chosen: list[int]) -> bytes:
+        """The file with the chosen entries alone. Memo numbers without a name are taken by None for those left out."""
+        head, tail = self.data[: int(self.bounds[0])], self.data[int(self.bounds[-1]) :]
+        if not self.plan.memoizing:
+            return b"".join([head, *(self._piece(row) for row in chosen), tail])
+        pieces, behind = [without_frames(head)], 0
+        counted = np.concatenate((np.zeros(1, np.int64), np.cumsum(self.memoizes)))
+        for row in [*chosen, len(self.memoizes)]:
+            skipped = int(counted[row] - counted[behind])
+            pieces += [b"N" + bytes((MEMOIZE,)) * skipped + b"0"] if skipped else []
+            pieces += [without_frames(self._piece(row))] if row < len(self.memoizes) else []
+            behind = row + 1
+        return b"".join([*pieces, without_frames(tail)])
+
+    def _piece(self, row: int) -> bytes:
+        return self.data[int(self.bounds[row]) : int(self.bounds[row + 1])]
 
     def _maybe_used(self) -> np.ndarray:
         """Memo numbers that the kept entries may use: whatever follows a byte that looks like a get."""
@@ -263,78 +290,3 @@ def _odd_numbers(count: int) -> np.ndarray:
 
 
 _MULTIPLIERS = _odd_numbers(512)
-
-
-def _first_entry(data: bytes) -> int:
-    """Where the first entry starts."""
-    at = data.find(_ENTRIES)
-    if at < 0:
-        raise Irregular("no entries")
-    position = _behind_put(data, at + len(_ENTRIES))
-    if data[position : position + 1] != b"]":
-        raise Irregular("entries are no list")
-    position = _behind_put(data, position + 1)
-    if data[position : position + 2] != b"(}":
-        raise Irregular("no entry")
-    return position + 1
-
-
-def _behind_put(data: bytes, position: int) -> int:
-    if data[position : position + 1] == b"q":
-        return position + 2
-    if data[position : position + 1] == b"r":
-        return position + 5
-    return position
-
-
-def _varying_keys(data: bytes) -> dict[int, str]:
-    """Memo number → key, for the keys of VARYING that the file has."""
-    keys = {}
-    for name in VARYING:
-        at = data.find(b"X" + len(name).to_bytes(4, "little") + name.encode())
-        if at >= 0:
-            put = at + 5 + len(name)
-            size = {0x71: 1, 0x72: 4}.get(data[put]) if put < len(data) else None
-            if size is None:
-                raise Irregular("a key without a memo number")
-            keys[int.from_bytes(data[put + 1 : put + 1 + size], "little")] = name
-    return keys
-
-
-def _entry_starts(data: bytes, first: int) -> tuple[np.ndarray, int]:
-    """(start of every entry, position behind the last one)."""
-    key, memoized = _first_key(data, first)
-    content = np.frombuffer(data, np.uint8)
-    opening = np.flatnonzero(content[first + 1 : len(data) - 16] == DICT) + (first + 1)
-    if not memoized:
-        starts = _followed_by(content, opening, 1, bytes((MARK,)) + key)
-    else:
-        short = opening[content[opening + 1] == PUTS[0]]
-        long = opening[content[opening + 1] == PUTS[1]]
-        wanted = bytes((MARK,)) + key
-        starts = np.union1d(_followed_by(content, short, 3, wanted), _followed_by(content, long, 6, wanted))
-    starts = np.concatenate([np.array([first], np.int64), starts])
-    _, last_end = tokens_of(data, int(starts[-1]))
-    return starts, last_end
-
-
-def _followed_by(content: np.ndarray, places: np.ndarray, gap: int, wanted: bytes) -> np.ndarray:
-    """The places that have the wanted bytes `gap` bytes behind them."""
-    for byte, expected in enumerate(wanted, start=gap):
-        places = places[content[places + byte] == expected]
-    return places
-
-
-def _first_key(data: bytes, start: int) -> tuple[bytes, bool]:
-    """(opcode and operand with which later entries get their first key, whether entries are memoized)."""
-    mark = _behind_put(data, start + 1)
-    text = mark + 1
-    if data[mark : mark + 2] != b"(X":
-        raise Irregular("no key")
-    put = text + 5 + int.from_bytes(data[text + 1 : text + 5], "little")
-    size = _behind_put(data, put) - put - 1
-    if size < 1:
-        raise Irregular("a key without a memo number")
-    number = int.from_bytes(data[put + 1 : put + 1 + size], "little")
-    getting = bytes((GETS[0], number)) if number < 256 else bytes((GETS[1],)) + number.to_bytes(4, "little")
-    return getting, mark != start + 1

@@ -88,7 +88,7 @@ def _skipper(size: int) -> re.Pattern[bytes]:
     if third not in _patterns:
         high = re.escape(struct.pack("B", third))
         _patterns[third] = re.compile(
-            rb"(?:h.|q.|[\}\]\(\)ueast\x85\x86\x87\x88\x89N\x94]|K.|M..|J....|j....|r..[\x00-"
+            rb"(?:h.|q.|[\}\]\(\)ueast0\x85\x86\x87\x88\x89N\x94]|K.|M..|J....|j....|r..[\x00-"
             + high
             + rb"]\x00"
             rb"|\x8a\x08........|\x8a\x00|\x8a\x01.|\x8a\x02..|\x8a\x03...|\x8a\x04....|\x8a\x05.{5}|\x8a\x06.{6}"
