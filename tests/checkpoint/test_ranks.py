@@ -150,7 +150,7 @@ def _save_apart(rank: int, world_size: int, base: str) -> Any:
     with CheckpointManager(config) as manager:
         manager.save_checkpoint(create_checkpoint_state(5, model, optimizer))
         assert manager.wait_for_pending_saves(60)
-        assert manager._sharers == ((0, 1) if rank < 2 else (2, 3))
+        assert manager.places.sharers(CheckpointTier.NVME) == ((0, 1) if rank < 2 else (2, 3))
         if rank == 3:  # this node loses a newer one that the other still has
             FileStore(Path(f"{base}/node1")).remove("checkpoint_step_00000005")
     with CheckpointManager(config) as manager:

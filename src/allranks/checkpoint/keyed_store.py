@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from allranks.checkpoint.manifest import MANIFEST, Manifest, decode_manifest
 from allranks.checkpoint.store import Attempt, Pieces, StoreSpec
 from allranks.errors import CheckpointValidationError
 
+#: What a saver writes before the manifest. Nothing else under the prefix is ever tidied away.
+_OURS = re.compile(r"[^/]+/rank-\d{5}-[0-9a-f]{12}\.(safetensors|json|failed)")
 QUARANTINED = "manifest.quarantined.json"
 READING = ".reading"
 #: A reader that died without saying so protects its checkpoint no longer than this.
@@ -101,8 +104,7 @@ class KeyedStore:
         stale = [
             key
             for key, changed in listed
-            if "/" in key and not key.startswith(READING) and key.split("/")[0] not in complete
-            and changed < limit and key not in referenced
+            if _OURS.fullmatch(key) and key.split("/")[0] not in complete and changed < limit and key not in referenced
         ]  # fmt: skip
         self.blobs.delete(stale)
         return stale

@@ -33,6 +33,7 @@ class Loader:
         self.group = group
         self.specs = stores
         self.memory = memory
+        self.taken: Candidate | None = None  # what `load_newest` has loaded
         self._stores: dict[str, Store] = {}
 
     def load_newest(self, into: tuple[Live, bool] | None) -> CheckpointState | None:
@@ -53,6 +54,7 @@ class Loader:
         for candidate in choice.candidates:
             state, problem = self._attempt(candidate, into)
             if state is not None:
+                self.taken = candidate
                 return state
             tried.append(f"step {candidate.step} in {candidate.tier}: {problem}")
             log.warning("%s; trying the next older or slower one", tried[-1])

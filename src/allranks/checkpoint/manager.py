@@ -13,13 +13,13 @@ into shared memory only; where the optimizer is known, not even for that.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-import os
 import secrets
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -34,32 +34,24 @@ from allranks.checkpoint.config import (
     CheckpointLoadConfig,
     CheckpointTier,
 )
-from allranks.checkpoint.domain import find_sharers
 from allranks.checkpoint.group import Group
 from allranks.checkpoint.loading import Loader
 from allranks.checkpoint.memory import MemorySnapshotBackend
-from allranks.checkpoint.plan import (
-    Plan,
-    deduplicate,
-    describe,
-    find_pieces,
-    fingerprint,
-    local_tensors,
-    make_plan,
-)
+from allranks.checkpoint.places import Places
+from allranks.checkpoint.plan import Plan, Planner, fingerprint, local_tensors
 from allranks.checkpoint.restore import Live, install_rng
 from allranks.checkpoint.saving import Saves
 from allranks.checkpoint.snapshot import ArenaPool, FlatState, Snapshot, flatten_state, wraps_of
 from allranks.checkpoint.staging import Copy
 from allranks.checkpoint.state import CheckpointState, create_checkpoint_state
-from allranks.checkpoint.store import Attempt, StoreSpec, checkpoint_name
+from allranks.checkpoint.store import Attempt, checkpoint_name
 from allranks.checkpoint.writer import SaveJob
 from allranks.errors import CheckpointSaveError, MemoryLimitExceeded
 
 log = logging.getLogger("allranks.checkpoint")
 Tier = CheckpointTier
-#: The environment an `allranks run` agent gives its ranks: this node's snapshot keeper, and the job's secret.
-SNAPSHOTS_VARIABLE, TOKEN_VARIABLE = "ALLRANKS_SNAPSHOTS", "ALLRANKS_TOKEN"
+#: Steps being saved at once under busy_policy "queue": one more waits for the oldest.
+MOST_BUFFERS = 2
 
 
 class CheckpointManager:
@@ -76,9 +68,13 @@ class CheckpointManager:
         self.nvme_backend = None if self.config.nvme_path is None else _nvme(self.config, self.saves)
         self.s3_backend = _s3(self.config) if self.config.s3_bucket else None
         self.skipped = 0
-        self._specs: dict[Tier, StoreSpec] | None = None
-        self._sharers: tuple[int, ...] | None = None
-        self._plans: dict[Any, Plan] = {}
+        self.restored_from: CheckpointTier | None = (
+            None  # the tier of the last restore; None: there was nothing
+        )
+        known = {Tier.NVME: self.nvme_backend, Tier.S3: self.s3_backend}
+        specs = {tier: backend.spec for tier, backend in known.items() if backend is not None}
+        self.places = Places(self.config, self.group, specs)
+        self.planner = Planner(self.group)
         self._copy: Copy | None = None
         self._optimizers: list[weakref.ref[Any]] = []
         self._hooks: list[Any] = []
@@ -145,7 +141,8 @@ class CheckpointManager:
 
     def due(self, step: int) -> tuple[CheckpointTier, ...]:
         """The tiers that are configured and due at a step."""
-        return tuple(tier for tier in self._configured() if self.should_checkpoint(step, tier))
+        tiers = (Tier.MEMORY, *self.places.specs())
+        return tuple(tier for tier in tiers if self.should_checkpoint(step, tier))
 
     def should_checkpoint(self, step: int, tier: CheckpointTier) -> bool:
         """Whether a step is a multiple of the tier's interval; never for step 0 or an interval of 0."""
@@ -205,7 +202,9 @@ class CheckpointManager:
         is bad it raises CheckpointLoadError, and the model may be partly overwritten.
         """
         self._settle()
-        state = self._loader(tier).load_newest((Live(model, optimizer, lr_scheduler), strict))
+        loader = self._loader(tier)
+        state = loader.load_newest((Live(model, optimizer, lr_scheduler), strict))
+        self.restored_from = CheckpointTier[loader.taken.tier] if loader.taken is not None else None
         if state is not None and restore_rng:
             install_rng(state)
         return state
@@ -221,15 +220,15 @@ class CheckpointManager:
         durable = tuple(tier for tier in tiers if tier is not Tier.MEMORY)
         flat, problem = _flattened(state, self.group.rank)
         saved: dict[Tier, str | None] = {}
-        with_memory = Tier.MEMORY in tiers
-        for together in self._by_sharers(durable):
-            paths = self._save_durable(state, flat, problem, together, with_memory, may_skip)
-            if paths and with_memory:
-                saved[Tier.MEMORY], with_memory = None, False
+        in_memory = Tier.MEMORY in tiers
+        for together in self.places.together(durable):
+            paths, kept = self._save_durable(state, flat, problem, together, in_memory, may_skip)
+            if kept:
+                saved[Tier.MEMORY], in_memory = None, False
             saved.update(paths)
         if problem is not None:
             raise problem
-        if with_memory and flat is not None and self._save_memory(state, flat, may_skip):
+        if in_memory and not saved and flat is not None and self._save_memory(state, flat, may_skip):
             saved[Tier.MEMORY] = None
         if durable and not self.config.async_save and not self.wait_for_pending_saves():
             return {tier: None for tier in saved if tier is Tier.MEMORY}
@@ -237,83 +236,79 @@ class CheckpointManager:
 
     def _save_durable(
         self, state: CheckpointState, flat: FlatState | None, problem: BaseException | None,
-        tiers: tuple[Tier, ...], with_memory: bool, may_skip: bool,
-    ) -> dict[Tier, str | None]:  # fmt: skip
-        """Agrees with the other ranks, copies, and hands the snapshot on. {} when it was left out."""
+        tiers: tuple[Tier, ...], in_memory: bool, may_skip: bool,
+    ) -> tuple[dict[Tier, str | None], bool]:  # fmt: skip
+        """Agrees with the other ranks, copies, and hands the snapshot on. (tier → path, kept in memory too)."""
         names = {tier.name for tier in tiers}
         running = self.saves.busy(names)
         skip = may_skip and bool(running) and self.config.busy_policy is BusyPolicy.SKIP
-        mark = fingerprint(flat.tensors) if flat is not None else ""
-        word = {
-            "step": state.step, "mark": mark, "skip": skip, "token": secrets.token_hex(6),
-            "error": "" if problem is None else str(problem),
-        }  # fmt: skip
-        words = self.group.gather(word)
-        self._check_words(words, state.step, tiers)
-        if any(other["skip"] for other in words):
+        words = self.group.gather(_word(state, flat, problem, skip, self.group))
+        check_words(words, state.step, tiers[0].name, self.places.spec(tiers[0]).url)
+        if any(word["skip"] for word in words):
             self.skipped += 1
             log.warning(
                 "step %d is not saved to %s: the save of step %s still runs (busy_policy=skip)",
                 state.step, ", ".join(sorted(names)), running[0].step if running else "another rank",
             )  # fmt: skip
-            return {}
-        if running and not may_skip:
-            self.saves.wait(self.config.commit_timeout_s)
+            return {}, False
+        self.saves.wait_for_room(names, MOST_BUFFERS if may_skip else 1, self.config.commit_timeout_s)
         assert flat is not None
-        plan = self._plan(tuple(other["mark"] for other in words), flat, tiers, with_memory)
-        return self._start(state, flat, plan, tiers, with_memory, words[0]["token"])
-
-    def _start(
-        self, state: CheckpointState, flat: FlatState, plan: Plan, tiers: tuple[Tier, ...], with_memory: bool,
-        token: str,
-    ) -> dict[Tier, str | None]:  # fmt: skip
-        snapshot = self._snapshot(state, flat, plan, with_memory)
-        orders = []
-        paths: dict[Tier, str | None] = {}
-        for tier in tiers:
-            job = self._job(state, flat, tier, token)
-            path = f"{job.store.url.rstrip('/')}/{job.attempt.name}"
-            orders.append((tier.name, job, self.saves.announce(tier.name, state.step, path)))
-            paths[tier] = path
-        saves, memory = self.saves, self.memory_backend
-
-        def after(error: BaseException | None) -> None:
-            snapshot.ready = error is None
-            for tier_name, job, announced in orders:
-                if error is None:
-                    saves.submit(snapshot, tier_name, job, announced)
-                else:
-                    saves.fail(tier_name, job.store.url, error, announced)
-            if error is not None:
-                memory.discard(snapshot)
-            snapshot.release()
-
-        self._copy_into(snapshot, flat, after)
-        return paths
+        sharers = self.places.sharers(tiers[0])
+        plan = self.planner.shared([word["mark"] for word in words], sharers, flat.tensors, in_memory)
+        first = words[sharers[0]]["common"]
+        alike = self.group.rank != sharers[0] and words[self.group.rank]["common"] == first
+        jobs = [(tier, self._job(state, flat, tier, words[0]["token"], alike)) for tier in tiers]
+        kept = in_memory and self._has_room(state.step, plan)
+        self._start(state, flat, plan, jobs, kept)
+        return {tier: _path(job) for tier, job in jobs}, kept
 
     def _save_memory(self, state: CheckpointState, flat: FlatState, may_skip: bool) -> bool:
         """A snapshot for the memory tier alone: no word with the other ranks."""
-        key = ("memory", fingerprint(flat.tensors))
-        if key not in self._plans:
-            self._plans[key] = make_plan(key[1], find_pieces(flat.tensors), None, True)
-        try:
-            snapshot = self._snapshot(state, flat, self._plans[key], True)
-        except MemoryLimitExceeded as error:
-            if not may_skip:
-                raise
-            log.warning("[MEMORY] step %d is not kept: %s\n%s", state.step, error, error.hint)
+        plan = self.planner.alone(fingerprint(flat.tensors), flat.tensors)
+        if may_skip and not self._has_room(state.step, plan):
             return False
-        memory = self.memory_backend
+        self._start(state, flat, plan, [], True)
+        return True
+
+    def _has_room(self, step: int, plan: Plan) -> bool:
+        """Whether the memory tier can take a snapshot; says so when it cannot."""
+        try:
+            self.memory_backend.make_room(plan.arena_bytes)
+        except MemoryLimitExceeded as error:
+            log.warning("[MEMORY] step %d is not kept: %s\n%s", step, error, error.hint)
+            return False
+        return True
+
+    def _start(
+        self,
+        state: CheckpointState,
+        flat: FlatState,
+        plan: Plan,
+        jobs: list[tuple[Tier, SaveJob]],
+        keep: bool,
+    ) -> None:
+        """Begins the copy; what follows it runs when the bytes are complete."""
+        snapshot = self._snapshot(state, flat, plan, keep)
+        saves, memory = self.saves, self.memory_backend
+        orders = [(tier.name, job, saves.announce(tier.name, state.step, _path(job))) for tier, job in jobs]
 
         def after(error: BaseException | None) -> None:
             snapshot.ready = error is None
+            for tier, job, announced in orders:
+                if error is None:
+                    saves.submit(snapshot, tier, job, announced)
+                else:
+                    saves.fail(tier, _path(job), error, announced)
             if error is not None:
-                log.warning("[MEMORY] step %d is not kept: %s", state.step, error)
+                log.warning("[MEMORY] the snapshot of step %d is dropped: %s", state.step, error)
                 memory.discard(snapshot)
             snapshot.release()
 
-        self._copy_into(snapshot, flat, after)
-        return True
+        sources = [source for source, _ in local_tensors(flat.tensors, plan)]
+        may_wait = _storages(ref() for ref in self._optimizers) if self.config.overlap_copy else frozenset()
+        self._copy = self.pool.stager(snapshot.arena, plan).start(
+            sources, lambda tensor: tensor.untyped_storage().data_ptr() in may_wait, after, bool(may_wait)
+        )
 
     def _snapshot(self, state: CheckpointState, flat: FlatState, plan: Plan, keep: bool) -> Snapshot:
         """An empty snapshot, held once for the copy, and by the memory tier if it is to keep it."""
@@ -328,106 +323,20 @@ class CheckpointManager:
             self.memory_backend.add(snapshot)
         return snapshot
 
-    def _copy_into(
-        self, snapshot: Snapshot, flat: FlatState, after: Callable[[BaseException | None], None]
-    ) -> None:
-        sources = [source for source, _ in local_tensors(flat.tensors, snapshot.plan)]
-        may_wait = _storages(ref() for ref in self._optimizers) if self.config.overlap_copy else frozenset()
-        stager = self.pool.stager(snapshot.arena, snapshot.plan)
-        self._copy = stager.start(
-            sources, lambda tensor: tensor.untyped_storage().data_ptr() in may_wait, after, bool(may_wait)
-        )
-
-    def _plan(self, marks: tuple[str, ...], flat: FlatState, tiers: tuple[Tier, ...], keep_all: bool) -> Plan:
-        """The plan for these tensors on these ranks; made together when it is new to all of them."""
-        sharers = self._sharers_of(tiers[0])
-        key = (marks, sharers, keep_all)
-        if key not in self._plans:
-            pieces = find_pieces(flat.tensors)
-            every = self.group.gather(describe(pieces))
-            owned = None
-            if len(sharers) > 1:
-                mine = deduplicate([every[rank] for rank in sharers])
-                owned = mine[sharers.index(self.group.rank)]
-            self._plans = {
-                k: plan for k, plan in self._plans.items() if plan.fingerprint == marks[self.group.rank]
-            }
-            self._plans[key] = make_plan(marks[self.group.rank], pieces, owned, keep_all)
-        return self._plans[key]
-
-    def _job(self, state: CheckpointState, flat: FlatState, tier: Tier, token: str) -> SaveJob:
+    def _job(self, state: CheckpointState, flat: FlatState, tier: Tier, token: str, alike: bool) -> SaveJob:
         config = self.config
         retries = config.async_save_retries if config.async_save_policy is AsyncSavePolicy.RETRY else 0
         return SaveJob(
-            store=self._stores()[tier], attempt=Attempt(checkpoint_name(state.step), token), rank=self.group.rank,
-            ranks=self._sharers_of(tier), world_size=self.group.world_size, step=state.step, epoch=state.epoch,
-            timestamp=state.timestamp, algorithm=best_algorithm(), common=flat.common, own=flat.own,
-            metrics=_plain_metrics(state.metrics), keep_last=1 if tier is Tier.PEER else config.keep_last_n,
-            commit_timeout_s=config.commit_timeout_s, retries=retries, retry_delay_s=config.async_save_retry_delay,
+            store=self.places.spec(tier), attempt=Attempt(checkpoint_name(state.step), token), rank=self.group.rank,
+            ranks=self.places.sharers(tier), world_size=self.group.world_size, step=state.step, epoch=state.epoch,
+            timestamp=state.timestamp, algorithm=best_algorithm(), common=None if alike else flat.common,
+            own=flat.own, metrics=_plain_metrics(state.metrics),
+            keep_last=1 if tier is Tier.PEER else config.keep_last_n, commit_timeout_s=config.commit_timeout_s,
+            retries=retries, retry_delay_s=config.async_save_retry_delay,
         )  # fmt: skip
 
-    def _check_words(self, words: list[dict[str, Any]], step: int, tiers: tuple[Tier, ...]) -> None:
-        tier = tiers[0]
-        path = f"{self._stores()[tier].url}/{checkpoint_name(step)}"
-        steps = sorted({word["step"] for word in words})
-        if len(steps) > 1:
-            raise CheckpointSaveError(
-                f"ranks disagree on the step: {steps}", tier=tier.name, path=path,
-                hint="every rank must save the same step",
-            )  # fmt: skip
-        errors = [f"rank {rank}: {word['error']}" for rank, word in enumerate(words) if word["error"]]
-        if errors:
-            raise CheckpointSaveError("; ".join(errors), tier=tier.name, path=path)
-
-    def _by_sharers(self, tiers: tuple[Tier, ...]) -> list[tuple[Tier, ...]]:
-        """Tiers grouped by the ranks that write to them together."""
-        groups: dict[tuple[int, ...], list[Tier]] = {}
-        for tier in tiers:
-            groups.setdefault(self._sharers_of(tier), []).append(tier)
-        return [tuple(group) for group in groups.values()]
-
-    def _sharers_of(self, tier: Tier) -> tuple[int, ...]:
-        if tier is not Tier.NVME:
-            return tuple(range(self.group.world_size))
-        if self._sharers is None or self.group.rank not in self._sharers:
-            self._sharers = find_sharers(Path(self._stores()[tier].url), self.group)
-        return self._sharers
-
-    def _configured(self) -> tuple[Tier, ...]:
-        return (Tier.MEMORY, *self._stores())
-
-    def _stores(self) -> dict[Tier, StoreSpec]:
-        """The address of every configured durable tier. Collective at the first call, for the peers."""
-        if self._specs is None:
-            specs = {}
-            peers = self._peers()
-            if peers is not None:
-                specs[Tier.PEER] = peers
-            if self.nvme_backend is not None:
-                specs[Tier.NVME] = self.nvme_backend.store.spec
-            if self.s3_backend is not None:
-                specs[Tier.S3] = self.s3_backend.spec
-            self._specs = specs
-        return self._specs
-
-    def _peers(self) -> StoreSpec | None:
-        """Every node's snapshot keeper: as configured, or as each rank's agent has told it."""
-        addresses = list(self.config.peers)
-        token = self.config.peer_token or os.environ.get(TOKEN_VARIABLE, "")
-        own = os.environ.get(SNAPSHOTS_VARIABLE, "")
-        if not addresses:
-            addresses = list(dict.fromkeys(filter(None, self.group.gather(own))))
-            node = addresses.index(own) if own in addresses else 0
-        else:
-            given = self.config.node_rank
-            node = int(os.environ.get("GROUP_RANK", "0")) if given is None else given
-        if not addresses or not token:
-            return None
-        job = os.environ.get("ALLRANKS_JOB_ID", "job")
-        return StoreSpec(f"peer://{','.join(addresses)}/{job}", {"token": token, "node": str(node)})
-
     def _loader(self, tier: CheckpointTier | None) -> Loader:
-        specs = self._stores()
+        specs = self.places.specs()
         wanted = {one.name: spec for one, spec in specs.items() if tier is None or one is tier}
         memory = self.memory_backend if tier is None or tier is Tier.MEMORY else None
         return Loader(self.group, wanted, memory)
@@ -437,6 +346,39 @@ class CheckpointManager:
         if self._copy is not None:
             self._copy.join()
         self.saves.wait(self.config.commit_timeout_s)
+
+
+def check_words(words: list[dict[str, Any]], step: int, tier: str, url: str) -> None:
+    """Raises on every rank alike when they disagree on the step, or one of them cannot save."""
+    path = f"{url.rstrip('/')}/{checkpoint_name(step)}"
+    steps = sorted({word["step"] for word in words})
+    if len(steps) > 1:
+        raise CheckpointSaveError(
+            f"ranks disagree on the step: {steps}",
+            tier=tier,
+            path=path,
+            hint="every rank must save the same step",
+        )
+    errors = [f"rank {rank}: {word['error']}" for rank, word in enumerate(words) if word["error"]]
+    if errors:
+        raise CheckpointSaveError("; ".join(errors), tier=tier, path=path)
+
+
+def _word(
+    state: CheckpointState, flat: FlatState | None, problem: BaseException | None, skip: bool, group: Group
+) -> dict[str, Any]:
+    """What the other ranks must know before a save. `common` tells whether they may share one skeleton."""
+    common = ""
+    if flat is not None and not group.alone:
+        common = hashlib.sha256(json.dumps(flat.common, sort_keys=True).encode()).hexdigest()
+    return {
+        "step": state.step, "mark": fingerprint(flat.tensors) if flat is not None else "", "skip": skip,
+        "token": secrets.token_hex(6), "error": "" if problem is None else str(problem), "common": common,
+    }  # fmt: skip
+
+
+def _path(job: SaveJob) -> str:
+    return f"{job.store.url.rstrip('/')}/{job.attempt.name}"
 
 
 def _flattened(state: CheckpointState, rank: int) -> tuple[FlatState | None, BaseException | None]:

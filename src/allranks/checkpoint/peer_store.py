@@ -28,7 +28,8 @@ T = TypeVar("T")
 
 
 def open_peers(spec: StoreSpec) -> KeyedStore:
-    """Opens peer://HOST:PORT,HOST:PORT/JOB. Options: `token`, and `node`, the number of this node's keeper."""
+    """Opens peer://HOST:PORT,HOST:PORT/JOB. Options: `token` (one, or one line per keeper), and `node`, the
+    number of this node's keeper."""
     addresses, _, job = spec.url.removeprefix("peer://").partition("/")
     node = int(spec.options.get("node", "0"))
     blobs = PeerBlobs(addresses.split(","), job or "job", spec.options.get("token", ""), node)
@@ -120,7 +121,9 @@ class PeerBlobs:
     """The `keyed_store.Blobs` of all keepers together."""
 
     def __init__(self, addresses: list[str], job: str, token: str, node: int) -> None:
-        self.keepers = [Keeper(address, token) for address in addresses]
+        tokens = token.split("\n")
+        each = tokens if len(tokens) == len(addresses) else [token] * len(addresses)
+        self.keepers = [Keeper(address, secret) for address, secret in zip(addresses, each, strict=True)]
         self.prefix = f"{job}/"
         self.node = node % len(addresses)
 

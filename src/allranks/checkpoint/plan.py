@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from allranks.checkpoint.group import Group
 from allranks.checkpoint.layout import FileLayout, Shard, lay_out, padded
 from allranks.checkpoint.state import is_dtensor
 
@@ -132,6 +133,45 @@ def make_plan(
         extra.append(Placement(piece, start))
         start += -(-piece.shard.bytes // _ALIGNMENT) * _ALIGNMENT
     return Plan(next(_plan_ids), mark, layout, placements, tuple(extra), start)
+
+
+class Planner:
+    """Keeps the plans of one manager's tensors until they change."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._plans: dict[Any, Plan] = {}
+
+    def alone(self, mark: str, tensors: Mapping[str, torch.Tensor]) -> Plan:
+        """Every local piece, for a snapshot that stays in this process."""
+        if mark not in self._plans:
+            self._keep(mark, mark, make_plan(mark, find_pieces(tensors), None, True))
+        return self._plans[mark]
+
+    def shared(
+        self,
+        marks: Sequence[str],
+        sharers: tuple[int, ...],
+        tensors: Mapping[str, torch.Tensor],
+        keep_all: bool,
+    ) -> Plan:
+        """This rank's part of a checkpoint. `marks` are all ranks' fingerprints: new ones are planned together."""
+        key = (tuple(marks), sharers, keep_all)
+        if key not in self._plans:
+            pieces = find_pieces(tensors)
+            every = self.group.gather(describe(pieces))
+            owned = None
+            if len(sharers) > 1:
+                mine = deduplicate([every[rank] for rank in sharers])
+                owned = mine[sharers.index(self.group.rank)]
+            mark = marks[self.group.rank]
+            self._keep(key, mark, make_plan(mark, pieces, owned, keep_all))
+        return self._plans[key]
+
+    def _keep(self, key: Any, mark: str, plan: Plan) -> None:
+        """Plans of tensors that are no more are dropped."""
+        self._plans = {k: old for k, old in self._plans.items() if old.fingerprint == mark}
+        self._plans[key] = plan
 
 
 def local_tensors(tensors: Mapping[str, torch.Tensor], plan: Plan) -> list[tuple[torch.Tensor, Placement]]:

@@ -11,8 +11,8 @@ from allranks.checkpoint.manifest import Index
 from allranks.checkpoint.opened import Opened
 from allranks.checkpoint.plan import local_parts
 from allranks.checkpoint.reader import Target, fill, read_whole, stored_dtype, targets_of
-from allranks.checkpoint.snapshot import Snapshot, unflatten_state
-from allranks.checkpoint.state import PER_RANK, CheckpointState, restore_rng_states, unwrap
+from allranks.checkpoint.snapshot import Snapshot
+from allranks.checkpoint.state import FROM_THE_FIRST, PER_RANK, CheckpointState, restore_rng_states, unwrap
 from allranks.checkpoint.tensors import flatten, tensor_names, unflatten
 from allranks.errors import CheckpointValidationError
 
@@ -77,8 +77,13 @@ def skeletons(checkpoint: Opened, rank: int) -> tuple[Any, dict[int, Any]]:
 def _assemble(
     common: Any, own: Mapping[int, Any], rank: int, tensors: Mapping[str, torch.Tensor]
 ) -> CheckpointState:
-    state = unflatten_state(common, own.get(rank), tensors)
-    state.rank_states = {number: unflatten(part, tensors) for number, part in own.items()}
+    rank_states = {number: unflatten(part, tensors) for number, part in own.items()}
+    mine = rank_states.get(rank)
+    if mine is None and rank_states:
+        first = rank_states[min(rank_states)]
+        mine = {name: first[name] for name in FROM_THE_FIRST if name in first}
+    state = CheckpointState.from_dict({**unflatten(common, tensors), **(mine or {})})
+    state.rank_states = rank_states
     return state
 
 

@@ -88,6 +88,15 @@ class Saves:
                 ok = False
         return ok
 
+    def wait_for_room(self, tiers: set[str], most: int, timeout_s: float) -> None:
+        """Waits until fewer than `most` steps are being saved to these tiers: each holds a buffer."""
+        running = self.busy(tiers)
+        steps = sorted({pending.step for pending in running})
+        oldest = set(steps[: max(0, len(steps) - most + 1)])
+        for pending in running:
+            if pending.step in oldest:
+                pending.future.exception(timeout_s)
+
     def wait_for(self, path: str, timeout_s: float) -> None:
         """Waits for saves to one path; their failure is told elsewhere."""
         with self._lock:

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from allranks.errors import CheckpointValidationError
 
 #: Fields whose value belongs to one rank: saved by every rank, given back to the rank of the same number.
-PER_RANK = ("dataset_state", "rng_states")
+PER_RANK = ("dataset_state", "rng_states", "metrics", "timestamp")
+#: Of these, what a rank that was not there at the save gets from the first one.
+FROM_THE_FIRST = ("metrics", "timestamp")
 
 
 @dataclass
