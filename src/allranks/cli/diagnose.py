@@ -118,6 +118,7 @@ def _load(args: argparse.Namespace) -> LoadResult:
         prefix=args.prefix,
         ranks=frozenset(args.selected_ranks) if args.selected_ranks else None,
         progress=bar.show,
+        allow_nothing=True,
     )
     try:
         loaded = load_paths(args.paths, options)

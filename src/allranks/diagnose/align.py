@@ -120,7 +120,7 @@ def _complete(group: GroupView, ranks: dict[int, RankView], expected: frozenset[
         view = ranks.get(rank)
         if view is not None and rank not in group.lanes:
             group.lanes[rank] = Lane.of(rank, empty, empty, _wrapped(view.trace), view.cut)
-    return group
+    return replace(group, lanes=dict(sorted(group.lanes.items())))
 
 
 def _wrapped(trace: RankTrace) -> bool:

@@ -171,7 +171,7 @@ def _blocked(job: Job, group: GroupView, seq: int, lanes: list[Lane], index: int
         # Somebody finished it, so everybody entered it: the others' dumps are merely older. With a rank gone this
         # does not hold: NCCL then turns pending calls of the others to "completed".
         unsure, missing = unsure + missing, []
-    return Blocked(index, group.index, seq, rows, tuple(missing), absent, tuple(sorted(unsure)), tuple(sorted(passed)),
+    return Blocked(index, group.index, seq, rows, tuple(sorted(missing)), absent, tuple(sorted(unsure)), tuple(sorted(passed)),
                    failed)  # fmt: skip
 
 
