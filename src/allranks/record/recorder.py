@@ -80,9 +80,17 @@ class Recorder:
             self._watch = None
         if self.writer is not None:
             if self.active_process:
-                self.writer.sweep(everything=True)
+                self._last_sweep(self.writer)
             self.writer.pending.clear()
             self.writer = None
+
+    def _last_sweep(self, writer: CallWriter) -> None:
+        """gloo wakes the waiting program a moment before it calls its work completed."""
+        for _ in range(10):
+            writer.sweep(everything=True)
+            if not writer.pending:
+                return
+            time.sleep(0.002)
 
     def abandon_in_child(self) -> None:
         """Called in a forked child: forget everything without touching the parent's file."""

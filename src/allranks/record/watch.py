@@ -38,6 +38,7 @@ class Watch:
         self._stop_read, self._stop_write = -1, -1
         self._thread: threading.Thread | None = None
         self._timeouts = 0
+        self._dumped = threading.Event()  # the first dump of a timeout is on disk
         self._previous_hook: Any = None
         self._previous_handler: Any = None
         self._wakes_by_fd = False
@@ -119,10 +120,15 @@ class Watch:
                 self._dump("exception")
         self._previous_hook(kind, error, trace)
 
-    def _timed_out(self) -> None:
+    def _timed_out(self, news: bool) -> None:
+        """Writes a dump of the first timeouts; a second thread that meets the same one waits for it to be there."""
+        if not news:
+            self._dumped.wait(timeout=5.0)
+            return
         self._timeouts += 1
         if self._timeouts <= MAX_TIMEOUT_DUMPS:
             self._dump("timeout")
+            self._dumped.set()
 
     def _dump(self, reason: str) -> None:
         """A dump that must never do harm: its own errors are only told."""

@@ -45,7 +45,7 @@ class CallWriter:
         self.accelerate = options.accelerate
         self.label = 0
         self.capturing = 0  # CUDA graph captures in progress: no event may be queried
-        self.on_timeout: Callable[[], None] | None = None
+        self.on_timeout: Callable[[bool], None] | None = None  # told whether the timeout is news
         self.original_wait: Callable[[Any], Any] | None = None  # Work.wait as it was before it was wrapped
         self.mark_device: Callable[[], Any] | None = None  # a marker behind all that is queued on the device
 
@@ -129,13 +129,16 @@ class CallWriter:
         entry = self.pending.pop(key, None)
         if entry is not None:
             self.failed(entry[1], error, entry[3])
+        elif self.on_timeout is not None and is_timeout(error):
+            # The side thread was quicker; the program must not end before its dump is there.
+            self.on_timeout(False)
 
     def failed(self, number: int, error: BaseException, parts: tuple[int, ...] = ()) -> None:
         """Marks a call failed or timed out; neither counts as completed."""
         timed_out = is_timeout(error)
         self.finish(number, parts, TIMED_OUT if timed_out else FAILED)
         if timed_out and self.on_timeout is not None:
-            self.on_timeout()
+            self.on_timeout(True)
 
     def sweep(self, everything: bool = False) -> None:
         """Notes the calls that have ended: of the two oldest on every call, of all in the side thread."""
