@@ -289,7 +289,7 @@ def soak(seconds: float, size: int) -> dict[str, Any]:
     ]
     try:
         with lighthouse("--min-replicas", str(size), "--heartbeat-timeout-ms", "5000") as (address, pid):
-            crowd = Crowd(address, size)
+            crowd = Crowd(address, size, beat_s=1.0)
             lights, began, start_cpu, sent = list(crowd.lights.values()), time.perf_counter(), cpu_s(pid), 0
             lost = 0
             while (now := time.perf_counter() - began) < seconds:

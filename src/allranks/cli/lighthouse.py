@@ -174,7 +174,7 @@ def make_lighthouse(args: argparse.Namespace, token: str) -> Lighthouse:
         heartbeat_s=args.heartbeat_ms / 1000,
         quorum_tick_s=args.quorum_tick_ms / 1000,
         reset_grace_s=min(0.1, args.heartbeat_timeout_ms / 1000),
-        grace_s=min(0.005, args.heartbeat_timeout_ms / 1000),
+        grace_s=min(0.002, args.heartbeat_timeout_ms / 1000),
         stall_s=args.stall_ms / 1000,
     )
     server = ServerOptions(

@@ -72,7 +72,7 @@ class Door:
 class Connection(asyncio.Protocol):
     """See the module. Implements sessions.Peer."""
 
-    __slots__ = ("_broken", "_door", "_need", "_rest", "_session", "_transport", "address")
+    __slots__ = ("_door", "_need", "_rest", "_session", "_transport", "address")
 
     def __init__(self, door: Door) -> None:
         self._door = door
@@ -80,7 +80,6 @@ class Connection(asyncio.Protocol):
         self._session: Session | None = None
         self._rest = b""
         self._need = len(PREAMBLE)
-        self._broken = False
         self.address = ""
 
     # ---- asyncio ----------------------------------------------------------------------------------------
@@ -123,7 +122,6 @@ class Connection(asyncio.Protocol):
             self._refuse(messages.Refused("garbage", str(error)))
 
     def eof_received(self) -> bool:
-        self._broken = False
         return False
 
     def connection_lost(self, error: Exception | None) -> None:

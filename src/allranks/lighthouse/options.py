@@ -20,7 +20,7 @@ class Options:
     heartbeat_timeout_s: float = 5.0  # silence after which a replica counts as lost
     heartbeat_s: float = 0.0  # how often replicas beat; 0: a fifth of the timeout, at most 1 s
     quorum_tick_s: float = 0.1  # how often time alone may change a decision
-    grace_s: float = 0.005  # after an orderly close without a good-bye: a process died
+    grace_s: float = 0.002  # after an orderly close without a good-bye: a process died
     reset_grace_s: float = 0.1  # after a reset or a network error: perhaps a blip, the session may come back
     presume_dead_s: float = 30.0  # a silent member counts as possibly training on for this long
     flap_limit: int = 5  # losses within the window that are forgiven

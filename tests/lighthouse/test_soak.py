@@ -1,0 +1,29 @@
+"""Ten thousand replicas held under load: the specification's number, only under `make soak`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "lighthouse.py"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_ten_thousand_replicas_are_held_without_a_false_death() -> None:
+    """Two busy processes take the CPU; everybody beats; nobody is given up."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--soak", "180", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=True,
+    )
+    numbers = json.loads(done.stdout.splitlines()[-1])["numbers"]
+    assert numbers["soak_replicas"] == 10_000
+    assert numbers["soak_heartbeats"] > 500_000
+    assert numbers["soak_false_deaths"] == 0
