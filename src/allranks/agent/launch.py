@@ -13,6 +13,7 @@ import traceback
 from argparse import Namespace
 from dataclasses import dataclass
 
+from allranks.agent.spares import RANK_MODULE, Spares, serving
 from allranks.errors import AllranksError, InputError, require
 
 log = logging.getLogger("allranks.agent")
@@ -23,8 +24,6 @@ _CURE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 # torchrun waits 30 s for late nodes and 15 s for dead ones; both are measured in idle GPUs.
 _RENDEZVOUS_DEFAULTS = {"last_call_timeout": "2", "keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
-
-RANK_MODULE = "allranks.agent.rank"
 
 
 class LaunchError(AllranksError):
@@ -39,6 +38,7 @@ class Launch:
     environment: dict[str, str]
     record: bool = True
     log_dir: str | None = None
+    spares: bool = True  # keep warm processes where a restart is possible
 
 
 def launch(job: Launch) -> int:
@@ -53,7 +53,8 @@ def launch(job: Launch) -> int:
 
     args = prepare(torchrun.parse_args(list(job.argv)), record=job.record, log_dir=job.log_dir)
     try:
-        torchrun.run(args)
+        with serving(Spares() if job.spares and job.record and may_restart(args) else None):
+            torchrun.run(args)
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         return _child_code(error)
@@ -65,6 +66,12 @@ def launch(job: Launch) -> int:
         log.debug("launch failed:\n%s", traceback.format_exc())
         raise explain(error, endpoint=str(args.rdzv_endpoint), run_id=str(args.rdzv_id)) from error
     return 0
+
+
+def may_restart(args: Namespace) -> bool:
+    """Whether torchrun's agent may ever start ranks twice: after a failure, or when nodes come and go."""
+    low, _, high = str(args.nnodes).partition(":")
+    return int(args.max_restarts) > 0 or (high not in ("", low))
 
 
 def prepare(args: Namespace, *, record: bool, log_dir: str | None) -> Namespace:

@@ -36,6 +36,7 @@ FLAGS = {
     "--first-replica": True, "--total-replicas": True, "--lighthouse": True, "--no-lighthouse": False,
     "--bind": True, "--no-record": False, "--no-watch": False, "--incidents": True, "--recovery": True,
     "--notice-s": True, "--webhook": True, "--quiet": False, "--verbose": False, "--snapshots": False,
+    "--no-snapshots": False, "--no-spares": False,
     "-h": False, "--help": False,
 }  # fmt: skip
 
@@ -100,7 +101,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--snapshots",
         action="store_true",
-        help="keep memory snapshots in this agent, for restarts without disk",
+        default=None,
+        help="keep memory snapshots in this agent, for restarts without disk (whole-job mode: the default)",
+    )
+    parser.add_argument("--no-snapshots", dest="snapshots", action="store_false", help="keep none")
+    parser.add_argument(
+        "--no-spares",
+        action="store_true",
+        help="no warm processes for restarts (they have imported torch, and use memory)",
     )
     parser.add_argument("--quiet", action="store_true", help="ranks' output only to their log files")
     parser.add_argument("--verbose", action="store_true", help="log every decision")
@@ -156,7 +164,8 @@ def _run(
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_token(folder / "token", token)
     lighthouse = _lighthouse(args, settings, token, replica_mode, stack)
-    snapshots = _snapshot_keeper(token, stack) if args.snapshots else ""
+    keep = args.snapshots if args.snapshots is not None else not replica_mode
+    snapshots = _snapshot_keeper(token, torchrun, stack) if keep else ""
     environment = JobEnvironment(job, token, lighthouse, folder, snapshots, not args.no_record)
     incidents = args.incidents or Path("allranks-incidents")
     log_dir = flag_value(torchrun, "--log-dir") or str(folder / "logs")
@@ -185,7 +194,8 @@ def _run_whole(
     agent = NodeAgent(watch, _client(environment, stack))
     agent.start()
     stack.callback(agent.close)
-    return launch(Launch(tuple(words), environment.variables(), not args.no_record, log_dir))
+    variables = environment.variables()
+    return launch(Launch(tuple(words), variables, not args.no_record, log_dir, not args.no_spares))
 
 
 def _run_replicas(
@@ -305,11 +315,13 @@ def _client(environment: JobEnvironment, stack: ExitStack) -> Any:
     return client
 
 
-def _snapshot_keeper(token: str, stack: ExitStack) -> str:
-    """Starts this node's keeper of memory snapshots and returns its address."""
+def _snapshot_keeper(token: str, torchrun: list[str], stack: ExitStack) -> str:
+    """Starts this node's keeper of memory snapshots and returns its address. Ranks of other nodes use it too."""
     from allranks.checkpoint.peer import SnapshotServer
 
-    server = SnapshotServer(token=token)
+    alone = has_flag(torchrun, "--standalone") or flag_value(torchrun, "--nnodes") in (None, "1", "1:1")
+    host = flag_value(torchrun, "--local-addr") or ("127.0.0.1" if alone else "0.0.0.0")
+    server = SnapshotServer(token=token, bind=f"{host}:0")
     server.start()
     stack.callback(server.close)
     return str(server.address)

@@ -74,6 +74,7 @@ class TopologyEvent:
     step: int
     reason: str
     restored: str  # "checkpoint" | "live" | "fresh"
+    tier: str = ""  # of the checkpoint: "MEMORY" | "PEER" | "NVME" | "S3"
     lr: float | None = None
     accumulation_steps: int | None = None
     global_batch_size: int | None = None
@@ -257,6 +258,7 @@ class _Change:
             step=step,
             reason=decide(old, self.new, job.limits).reason if self.old is not None else decision.reason,
             restored=restored,
+            tier=_tier_of(job.checkpoint) if restored == "checkpoint" else "",
             lr=scaling.current_lr if scaling is not None else None,
             accumulation_steps=scaling.accumulation_steps if scaling is not None else None,
             global_batch_size=scaling.effective_batch_size if scaling is not None else None,
@@ -268,7 +270,8 @@ class _Change:
     def _tell(self, event: TopologyEvent) -> None:
         job = self.job
         parts = ", ".join(f"{name} {event.durations_s[name]:.3f} s" for name in PHASES)
-        log.info("%s; state %s, next step %d (%s)", event.reason, event.restored, event.step, parts)
+        source = f"{event.restored} ({event.tier})" if event.tier else event.restored
+        log.info("%s; state %s, next step %d (%s)", event.reason, source, event.step, parts)
         if job.metrics is not None and event.restored != "fresh":
             job.metrics.recovery.record_recovery(
                 event.old_world_size, event.new_world_size, event.total_s, event.restored, event.step
@@ -293,6 +296,10 @@ class _Change:
         if detail:
             error.hint = f"{detail}\n{error.hint}"
         return error
+
+
+def _tier_of(checkpoint: Any) -> str:
+    return str(getattr(getattr(checkpoint, "restored_from", None), "name", ""))
 
 
 def _ours(state: Any) -> Mapping[str, Any]:
