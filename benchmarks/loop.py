@@ -1,0 +1,184 @@
+"""The drill matrix of the closed loop: each fault in a random rank and step of a real job in replicas.
+
+Prints how often the right rank and the right cause were named, how long notice and recovery took, what was a
+false alarm, and what a healthy job under CPU stress was accused of.
+
+    benchmarks/loop.py [--quick] [--json] [--rounds N] [--kinds hang,kill,…] [--healthy-s S]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from allranks.testing import demo_train
+from allranks.testing.drill import DrillResult, run_drill
+from allranks.testing.plan import KINDS, make_plan
+
+REPLICAS = 3
+QUICK = ("kill",)
+FULL = (
+    "kill",
+    "exit",
+    "segfault",
+    "raise",
+    "hang",
+    "stop",
+    "busy",
+    "lock",
+    "gil",
+    "loader",
+    "subprocess",
+    "queue",
+    "fifo",
+)
+HARMLESS = ("slow", "pause")
+
+
+def drill(kinds: list[str], seed: int, folder: Path, *, notice_s: float, pace_s: float) -> DrillResult:
+    """One job with one fault after the other, far enough apart for each replica to come back."""
+    dice = random.Random(seed)
+    faults: list[dict[str, Any]] = []
+    step = 0
+    for kind in kinds:
+        step += dice.randint(25, 40)
+        for_s = {"slow": 0.5, "pause": 5.0}.get(kind, 0.0)
+        faults.append({"kind": kind, "rank": dice.randrange(REPLICAS), "at_step": step, "for_s": for_s})
+        step += int(15 / pace_s)  # a replica needs seconds to start again
+    plan = make_plan({"seed": seed, "faults": faults}, ranks=REPLICAS)
+    out = folder / "out"
+    out.mkdir(parents=True)
+    command = [
+        "allranks", "run", "--replicas", str(REPLICAS), "--notice-s", str(notice_s), "--job", f"loop-{os.getpid()}-{seed}",
+        demo_train.__file__, "--steps", str(step + 20), "--pace-s", str(pace_s), "--out", str(out),
+    ]  # fmt: skip
+    return run_drill(plan, command, folder / "drill", timeout_s=600, quiet=True)
+
+
+def healthy(seconds: float, folder: Path, notice_s: float) -> DrillResult:
+    """A job without faults while every core is kept busy."""
+    pace = 0.1
+    stress = [
+        subprocess.Popen([sys.executable, "-c", "while True: sum(range(10000))"])
+        for _ in range(2 * (os.cpu_count() or 1))
+    ]
+    out = folder / "out"
+    out.mkdir(parents=True)
+    command = [
+        "allranks", "run", "--replicas", str(REPLICAS), "--notice-s", str(notice_s), "--job", f"healthy-{os.getpid()}",
+        demo_train.__file__, "--steps", str(int(seconds / pace)), "--pace-s", str(pace), "--out", str(out),
+    ]  # fmt: skip
+    try:
+        return run_drill(
+            make_plan({"faults": []}), command, folder / "drill", timeout_s=seconds * 10 + 300, quiet=True
+        )
+    finally:
+        for process in stress:
+            process.kill()
+            process.wait()
+
+
+def summary(results: list[DrillResult], calm: DrillResult | None) -> dict[str, Any]:
+    """Ratios and numbers over all drills."""
+    faults = [fault for result in results for fault in result.faults]
+    fired = [fault for fault in faults if fault.fired]
+    judged = [fault for fault in fired if KINDS[fault.kind][1]]
+    ranks = [fault for fault in judged if fault.verdict and fault.verdict.get("ranks") == [fault.rank]]
+    causes = [fault for fault in judged if fault.verdict_right]
+    deaths = [
+        f.noticed_s
+        for f in judged
+        if f.kind in ("kill", "exit", "segfault", "raise") and f.noticed_s is not None
+    ]
+    hangs = [
+        f.noticed_s
+        for f in judged
+        if f.kind not in ("kill", "exit", "segfault", "raise") and f.noticed_s is not None
+    ]
+    recovered = [f.recovered_s for f in judged if f.recovered_s is not None]
+    numbers: dict[str, Any] = {
+        "faults": len(faults),
+        "fired": len(fired),
+        "death_noticed_s_median": statistics.median(deaths) if deaths else None,
+        "death_noticed_s_max": max(deaths, default=None),
+        "hang_noticed_s_median": statistics.median(hangs) if hangs else None,
+        "hang_noticed_s_max": max(hangs, default=None),
+        "recovered_share": len(recovered) / len(judged) if judged else None,
+        "false_alarms": sum(r.false_alarms for r in results) + (calm.false_alarms if calm else 0),
+        "false_evictions": sum(r.false_evictions for r in results) + (calm.false_evictions if calm else 0),
+        "identical_replicas": all(r.identical_replicas is not False for r in results),
+        "jobs_finished": sum(r.exit_code == 0 for r in results),
+        "jobs": len(results),
+    }
+    ratios = {}
+    if judged:
+        ratios = {"right_rank": len(ranks) / len(judged), "right_cause": len(causes) / len(judged)}
+    return {
+        "name": "loop", "ratios": ratios, "numbers": numbers,
+        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]},
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Runs the matrix."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="one job with one kill and one hang")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=1, help="times through the matrix")
+    parser.add_argument("--kinds", default="", help="only these, separated by commas")
+    parser.add_argument(
+        "--healthy-s", type=float, default=120.0, help="length of the healthy run under stress; 0: none"
+    )
+    parser.add_argument("--notice-s", type=float, default=5.0, help="least silence that is looked at")
+    args = parser.parse_args()
+    kinds = args.kinds.split(",") if args.kinds else list(QUICK if args.quick else (*FULL, *HARMLESS))
+    folder = Path(tempfile.mkdtemp(prefix="allranks-loop-"))
+    results = []
+    for round_ in range(args.rounds):
+        batches = [kinds] if args.quick else [[kind] for kind in kinds]
+        for number, batch in enumerate(batches):
+            result = drill(
+                batch,
+                100 * round_ + number,
+                folder / f"{round_}-{number}",
+                notice_s=args.notice_s,
+                pace_s=0.1,
+            )
+            results.append(result)
+            for fault in result.faults:
+                print(
+                    f"{fault.kind:>10} rank {fault.rank} step {fault.step}: fired {fault.fired}, noticed {_s(fault.noticed_s)}, "
+                    f"right {fault.verdict_right}, training went on after {_s(fault.recovered_s)}",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+    calm = (
+        healthy(args.healthy_s, folder / "healthy", args.notice_s)
+        if args.healthy_s and not args.quick
+        else None
+    )
+    found = summary(results, calm)
+    if args.json:
+        print(json.dumps(found))
+    else:
+        for name, value in {**found["ratios"], **found["numbers"]}.items():
+            print(f"{name:>26}  {value}")
+    return 0
+
+
+def _s(value: float | None) -> str:
+    return "never" if value is None else f"{value:.3f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
