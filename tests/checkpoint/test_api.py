@@ -317,3 +317,75 @@ def test_a_save_that_still_runs_makes_the_next_one_be_skipped_or_queued(
             assert manager.wait_for_pending_saves(30)
         assert [int(path.name[-8:]) for path in sorted(folder.iterdir())] == kept
     assert "step 2 is not saved to NVME: the save of step 1 still runs (busy_policy=skip)" in caplog.text
+
+
+def test_a_snapshot_that_does_not_fit_never_stops_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk tier of the same step is saved all the same; asked for by name, the limit is an error."""
+    model, optimizer = make_job()
+    config = CheckpointConfig(
+        nvme_path=tmp_path, checkpoint_interval=1, memory_snapshot_interval=1, max_memory_mb=0.001
+    )
+    with CheckpointManager(config) as manager:
+        assert manager.step(1, model, optimizer) == (CheckpointTier.NVME,)
+        assert manager.wait_for_pending_saves(60)
+        with pytest.raises(MemoryLimitExceeded):
+            manager.save_checkpoint(make_state(2), CheckpointTier.MEMORY)
+    assert "[MEMORY] step 1 is not kept: Cannot save snapshot" in caplog.text
+
+
+def test_a_tier_that_is_not_configured_says_what_to_set(tmp_path: Path) -> None:
+    """Not a KeyError in the middle of a run."""
+    with (
+        CheckpointManager(CheckpointConfig(nvme_path=tmp_path)) as manager,
+        pytest.raises(ConfigurationError, match="tier S3 is not configured") as caught,
+    ):
+        manager.save_checkpoint(make_state(1), CheckpointTier.S3)
+    assert "s3_bucket" in caught.value.hint
+
+
+def test_a_synchronous_save_is_durable_when_it_returns(tmp_path: Path) -> None:
+    """async_save=False: no waiting afterwards."""
+    with CheckpointManager(CheckpointConfig(nvme_path=tmp_path, async_save=False)) as manager:
+        path = manager.save_checkpoint(make_state(1))
+        assert path is not None and (Path(path) / "manifest.json").is_file()
+
+
+def test_a_queue_of_saves_holds_two_buffers_at_most(tmp_path: Path) -> None:
+    """A disk that cannot keep up slows training down before it eats the memory."""
+    import os
+    import signal
+    import threading
+
+    model, optimizer = make_job()
+    config = CheckpointConfig(
+        nvme_path=tmp_path,
+        checkpoint_interval=1,
+        memory_snapshot_interval=0,
+        busy_policy="queue",
+        keep_last_n=0,
+    )
+    with CheckpointManager(config) as manager:
+        manager.saves.helper.start()
+        pid = manager.saves.helper.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, (pid, signal.SIGCONT)).start()
+        for step in range(1, 7):
+            manager.step(step, model, optimizer)
+            assert len({one.step for one in manager.saves.busy({"NVME"})}) <= 2
+        assert manager.wait_for_pending_saves(60)
+        assert len(list(tmp_path.iterdir())) == 6
+        assert len(manager.pool._free) <= 2
+
+
+def test_a_manager_that_nobody_closes_leaves_no_process(tmp_path: Path) -> None:
+    """The helper ends with the object; what was handed to it is finished first."""
+    manager = CheckpointManager(CheckpointConfig(nvme_path=tmp_path))
+    manager.save_checkpoint(make_state(1))
+    assert manager.wait_for_pending_saves(60)
+    pid = manager.saves.helper.pid
+    assert pid is not None and Path(f"/proc/{pid}").exists()
+    del manager
+    # the leak check of every test fails if the process stays

@@ -236,3 +236,23 @@ def test_the_newest_step_that_everybody_has_is_chosen() -> None:
         "step 7 in NVME is the newest complete one on all 2 ranks; step 9 is complete on 1 of 2 ranks only"
     )
     assert choose([{}, {}]).candidates == ()
+
+
+def _save_with_metrics(rank: int, world_size: int, folder: str) -> None:
+    model, optimizer = make_job()
+    with CheckpointManager(CheckpointConfig(nvme_path=folder, memory_snapshot_interval=0)) as manager:
+        state = create_checkpoint_state(1, model, optimizer, metrics={"loss": float(rank)})
+        manager.save_checkpoint(state)
+        assert manager.wait_for_pending_saves(60)
+
+
+def test_ranks_that_are_alike_share_one_skeleton_and_a_single_process_reads_it(tmp_path: Path) -> None:
+    """Only the first rank writes what is the same for all; every rank's own part is there."""
+    with Ranks(_save_with_metrics, 2, (str(tmp_path),)) as ranks:
+        ranks.values(timeout_s=90)
+    with opened(FileStore(tmp_path), "checkpoint_step_00000001") as checkpoint:
+        assert [index.common is not None for index in checkpoint.indexes] == [True, False]
+    with CheckpointManager(CheckpointConfig(nvme_path=tmp_path)) as manager:
+        state = manager.load_checkpoint()
+    assert state is not None and state.metrics == {"loss": 0.0} and state.world_size == 2
+    assert [state.rank_states[rank]["metrics"] for rank in (0, 1)] == [{"loss": 0.0}, {"loss": 1.0}]

@@ -18,6 +18,7 @@ import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import allranks
 from allranks.checkpoint import wire
@@ -166,9 +167,7 @@ def _listen(running: _Running) -> None:
     inbox = wire.Inbox(running.sock)
     try:
         while (message := inbox.receive()) is not None:
-            with running.lock:
-                order, future, _ = running.owed.pop(message["save"])
-            _finish(order, future, message)
+            _deliver(running, message)  # a function: this frame must not keep the save, and its manager, alive
     except OSError:
         pass
     with running.lock:
@@ -178,9 +177,15 @@ def _listen(running: _Running) -> None:
     _settle_dead(running)
 
 
-def _finish(order: Order, future: Future[Saved], message: dict[str, object]) -> None:
+def _deliver(running: _Running, message: dict[str, Any]) -> None:
+    with running.lock:
+        order, future, _ = running.owed.pop(message["save"])
+    _finish(order, future, message)
+
+
+def _finish(order: Order, future: Future[Saved], message: dict[str, Any]) -> None:
     if message["kind"] == "saved":
-        future.set_result(wire.saved_from_json(message["result"]))  # type: ignore[arg-type]
+        future.set_result(wire.saved_from_json(message["result"]))
         return
     error = CheckpointSaveError(
         str(message["reason"]), tier=order.tier, path=str(message["path"]), hint=str(message["hint"])
