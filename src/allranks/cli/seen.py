@@ -11,12 +11,15 @@ import socket
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from allranks.errors import InputError
 from allranks.load import LoadResult
 from allranks.model.diagnosis import RankNow
-from allranks.model.stacks import Capture, ProcessCapture, Snapshot, StackFrame, StacksReport, ThreadStack
 from allranks.model.trace import Frame, RankTrace
+
+if TYPE_CHECKING:  # only when there are captures: start-up counts
+    from allranks.model.stacks import StackFrame, StacksReport, ThreadStack
 
 #: Python's own stack dumps, as people write them beside their dumps: stack_2.txt, rank2.stack.txt
 _PLAIN = re.compile(r"stacks?[_.-]?(?:rank)?[_.-]?(\d{1,7})\.txt$|rank[_.-]?(\d{1,7})\.stacks?\.txt$")
@@ -78,22 +81,21 @@ def _bundles(paths: list[str]) -> list[StacksReport]:
 
 def _plain_texts(paths: Iterable[str], roots: list[str]) -> list[StacksReport]:
     """Reports of texts that faulthandler wrote, one file per rank."""
+    named = [(path, match) for path in paths if (match := _PLAIN.search(Path(path).name.lower()))]
+    if not named:
+        return []
+    from allranks.model.stacks import Capture, ProcessCapture, Snapshot
+    from allranks.stacks import classify
+
     captures = []
-    for path in paths:
-        match = _PLAIN.search(Path(path).name.lower())
-        if match is None:
-            continue
+    for path, match in named:
         places = [Path(path), *(Path(root) / path for root in roots)]
         stacks = next((read for place in places if (read := _read_plain(place))), ())
         if stacks:
             captures.append(
                 ProcessCapture(int(match[1] or match[2]), snapshots=(Snapshot(0, stacks=stacks),))
             )
-    if not captures:
-        return []
-    from allranks.stacks import classify
-
-    return [classify(Capture(tuple(captures)))]
+    return [classify(Capture(tuple(captures)))] if captures else []
 
 
 def _read_plain(path: Path) -> tuple[ThreadStack, ...]:

@@ -46,22 +46,15 @@ def call_states(calls: np.ndarray) -> np.ndarray:
 
 def _state_table() -> np.ndarray:
     """Now by state | flags << 3."""
-    table = np.zeros(1 << 16, np.int8)
-    for code in range(1 << 11):
-        table[code] = _judge_state(code & 7, code >> 3)
-    return table
-
-
-def _judge_state(state: int, flags: int) -> Now:
-    if flags & (Flag.COALESCED_PART | Flag.CAPTURED):
-        return Now.UNKNOWN
-    if state == State.COMPLETED:
-        return Now.LEFT if flags & Flag.COMPLETION_UNRELIABLE else Now.DONE
-    if state in (State.FAILED, State.TIMED_OUT):
-        return Now.FAILED
-    if not flags & Flag.RETIRED:
-        return Now.OPEN
-    return Now.LEFT if flags & Flag.STATE_UNKNOWN else Now.FAILED
+    code = np.arange(1 << 16)
+    state, flags = code & 7, code >> 3
+    retired, unknown = (flags & int(Flag.RETIRED)) != 0, (flags & int(Flag.STATE_UNKNOWN)) != 0
+    now = np.where(retired, np.where(unknown, int(Now.LEFT), int(Now.FAILED)), int(Now.OPEN))
+    doubtful = (flags & int(Flag.COMPLETION_UNRELIABLE)) != 0
+    now = np.where(state == int(State.COMPLETED), np.where(doubtful, int(Now.LEFT), int(Now.DONE)), now)
+    now[(state == int(State.FAILED)) | (state == int(State.TIMED_OUT))] = int(Now.FAILED)
+    now[(flags & int(Flag.COALESCED_PART | Flag.CAPTURED)) != 0] = int(Now.UNKNOWN)
+    return now.astype(np.int8)
 
 
 _STATES = _state_table()
