@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
+
 DOCUMENTED = {
     "agent": "ElasticTrainingConfig WorldInfo get_world_info setup_distributed_environment cleanup_distributed "
     "is_main_process get_rank get_world_size barrier broadcast_object",
@@ -64,8 +66,6 @@ import allranks.compat, os, torch
 allranks.compat.install()
 from elastic_harness.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier, create_checkpoint_state, load_checkpoint_to_model
 from elastic_harness.scaling import ElasticScalingManager, ScalingConfig, GradAccumulationConfig
-
-pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 manager = CheckpointManager(CheckpointConfig(checkpoint_interval=2, memory_snapshot_interval=1, nvme_path={str(tmp_path)!r}))
