@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from allranks.model.trace import RankTrace, State
-from allranks.report.text import clean, frame_text
+from allranks.model.trace import RankTrace
+from allranks.report.text import clean, frame_text, state_name
 
 
 def render(
@@ -44,7 +44,7 @@ def _column(
             source, target = (own, peer) if name.endswith("send") else (peer, own)
             ends = f"s={source} d={target}, "
         sizes = [list(size) for size in shapes.inputs]
-        text = f"{name}({ends}input_sizes={sizes}, state={State(int(call['state'])).name.lower()}) {group.name}#{int(call['seq'])}"
+        text = f"{name}({ends}input_sizes={sizes}, state={state_name(int(call['state']))}) {group.name}#{int(call['seq'])}"
         if with_stacks:
             key = (id(trace.stacks), int(call["stack"]))
             text += f" stack={numbers.setdefault(key, len(numbers))}"

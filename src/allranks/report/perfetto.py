@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from allranks.model.diagnosis import Diagnosis
 from allranks.model.trace import RankTrace, State
-from allranks.report.text import clean
+from allranks.report.text import clean, state_name
 
 
 def render(diagnosis: Diagnosis, traces: Sequence[RankTrace]) -> Iterator[str]:
@@ -58,25 +58,23 @@ def _events(
             "args": {"name": clean(group.desc or group.name)},
         }
     for call in trace.calls:
-        state = (
-            State(int(call["state"])) if int(call["state"]) in State._value2member_map_ else State.SCHEDULED
-        )
+        state = int(call["state"])
         created, completed = int(call["created_ns"]), int(call["completed_ns"])
         retired = bool(int(call["flags"]) & 8)
         end = (
             completed
             if completed > created
             else created + 1000
-            if state == State.COMPLETED or retired
+            if state == int(State.COMPLETED) or retired
             else end_ns
         )
         shapes = trace.shapes[int(call["shapes"])]
         stack = trace.stacks[int(call["stack"])]
         yield {
-            "ph": "X", "name": clean(trace.names[int(call["op"])]), "cat": state.name.lower(), "pid": rank, "tid": int(call["group"]),
+            "ph": "X", "name": clean(trace.names[int(call["op"])]), "cat": state_name(state), "pid": rank, "tid": int(call["group"]),
             "ts": (created - first_ns) / 1000, "dur": max(1, end - created) / 1000,
             "args": {
-                "sequence": int(call["seq"]), "state": state.name.lower(), "inputs": str([list(s) for s in shapes.inputs]),
+                "sequence": int(call["seq"]), "state": state_name(state), "inputs": str([list(s) for s in shapes.inputs]),
                 "outputs": str([list(s) for s in shapes.outputs]),
                 "stack": clean(" < ".join(f"{f.file}:{f.line} in {f.name}" for f in stack[:8])),
             },

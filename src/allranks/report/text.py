@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from allranks.model.diagnosis import Diagnosis, Finding
-from allranks.model.trace import Frame
+from allranks.model.trace import Frame, State
 
 MAX_FRAMES, MAX_STACKS, MAX_FILES = 4, 4, 8
 
@@ -58,6 +58,11 @@ def headline(diagnosis: Diagnosis, options: TextOptions) -> str:
 def clean(text: str) -> str:
     """Text of a dump without control characters: a hostile name must not steer the terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def state_name(code: int) -> str:
+    """ "completed", ...; a damaged record may hold any number."""
+    return State(code).name.lower() if code in State._value2member_map_ else f"state {code}"
 
 
 def frame_text(frame: Frame) -> str:
