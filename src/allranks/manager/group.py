@@ -8,7 +8,7 @@ for CPU tensors; `ProcessGroupNCCL` (group_nccl.py) for GPUs.
 from __future__ import annotations
 
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from allranks.errors import GroupAborted
+from allranks.manager.burial import bury, finish
 from allranks.manager.gloo import GlooMesh
 from allranks.manager.meeting import Meeting, Seconds, seconds
-
-_BURIAL_S = 0.05
 
 
 class ReconfigurableGroup(dist.ProcessGroup):
@@ -34,6 +33,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
         self._backend: Any = None
         self._meeting: Meeting | None = None
         self._error: Exception | None = None
+        self._works: deque[Any] = deque()  # operations that may still be running
         self._guard = threading.Lock()
 
     # ---- life ----
@@ -70,17 +70,18 @@ class ReconfigurableGroup(dist.ProcessGroup):
     def abort(self, reason: str = "aborted") -> None:
         """Ends pending operations with an error, here and at the peers; any thread, any number of times."""
         with self._guard:
-            grave = [] if self._backend is None else [self._backend]  # the only reference that stays
-            self._backend = None
+            backend, self._backend = self._backend, None
+            works, self._works = self._works, deque()
             if self._error is None:
                 self._error = GroupAborted(reason)
-        self._take_down(grave[0] if grave else None)
-        if grave:
-            threading.Thread(target=_bury, args=(grave,), name="allranks-bury", daemon=True).start()
+        self._take_down(backend)
+        if backend is not None:
+            bury(backend, works)
 
     def shutdown(self) -> None:
         """Takes the group down for good."""
         self.abort("shut down")
+        finish()
 
     def errored(self) -> Exception | None:
         """Why the group cannot be used, or None."""
@@ -120,23 +121,27 @@ class ReconfigurableGroup(dist.ProcessGroup):
             if opts is not None:
                 options.reduceOp = opts
             opts = options
-        return self._live.allreduce(tensors, opts)
+        return self._track(self._live.allreduce(tensors, opts))
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        return self._live.allreduce_coalesced(tensors, opts)
+        return self._track(self._live.allreduce_coalesced(tensors, opts))
 
     def allgather(
         self, output_tensors: list[list[torch.Tensor]], input_tensor: list[torch.Tensor], opts: Any = None
     ) -> Any:
-        return self._live.allgather(output_tensors, input_tensor, opts or dist.AllgatherOptions())
+        return self._track(
+            self._live.allgather(output_tensors, input_tensor, opts or dist.AllgatherOptions())
+        )
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
-        return self._live.allgather_into_tensor_coalesced(outputs, inputs, opts or dist.AllgatherOptions())
+        return self._track(
+            self._live.allgather_into_tensor_coalesced(outputs, inputs, opts or dist.AllgatherOptions())
+        )
 
     def broadcast(self, tensor_list: list[torch.Tensor], opts: Any = None) -> Any:
-        return self._live.broadcast(tensor_list, opts or dist.BroadcastOptions())
+        return self._track(self._live.broadcast(tensor_list, opts or dist.BroadcastOptions()))
 
     def broadcast_one(self, tensor: torch.Tensor, root: int) -> Any:
         options = dist.BroadcastOptions()
@@ -146,33 +151,41 @@ class ReconfigurableGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any = None
     ) -> Any:
-        return self._live.reduce_scatter(output_tensors, input_tensors, opts or dist.ReduceScatterOptions())
+        return self._track(
+            self._live.reduce_scatter(output_tensors, input_tensors, opts or dist.ReduceScatterOptions())
+        )
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
-        return self._live.reduce_scatter_tensor_coalesced(
-            outputs, inputs, opts or dist.ReduceScatterOptions()
-        )
+        options = opts or dist.ReduceScatterOptions()
+        return self._track(self._live.reduce_scatter_tensor_coalesced(outputs, inputs, options))
 
     def alltoall_base(
         self, output: torch.Tensor, input: torch.Tensor, output_split: list[int], input_split: list[int],
         opts: Any = None,
     ) -> Any:  # fmt: skip
-        return self._live.alltoall_base(
-            output, input, output_split, input_split, opts or dist.AllToAllOptions()
-        )
+        options = opts or dist.AllToAllOptions()
+        return self._track(self._live.alltoall_base(output, input, output_split, input_split, options))
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._live.barrier(opts or dist.BarrierOptions())
+        return self._track(self._live.barrier(opts or dist.BarrierOptions()))
 
     def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int) -> Any:
-        return self._live.send(tensors, dst_rank, tag)
+        return self._track(self._live.send(tensors, dst_rank, tag))
 
     def recv(self, tensors: list[torch.Tensor], src_rank: int, tag: int) -> Any:
-        return self._live.recv(tensors, src_rank, tag)
+        return self._track(self._live.recv(tensors, src_rank, tag))
 
     # ---- for the backends ----
+
+    def _track(self, work: Any) -> Any:
+        """Remembers an operation until it has ended."""
+        works = self._works
+        while works and _ended(works[0]):
+            works.popleft()
+        works.append(work)
+        return work
 
     @property
     def _live(self) -> Any:
@@ -188,13 +201,8 @@ class ReconfigurableGroup(dist.ProcessGroup):
         raise NotImplementedError
 
 
-def _bury(grave: list[Any]) -> None:
-    """Destroys a backend, in a thread of its own: the destructor waits for operations that may be stuck.
-
-    After a moment, so that a call that is just entering the backend does not end up as its last owner.
-    """
-    time.sleep(_BURIAL_S)
-    grave.clear()
+def _ended(work: Any) -> bool:
+    return bool(work.is_completed())
 
 
 class ProcessGroupGloo(ReconfigurableGroup):
