@@ -775,7 +775,7 @@ PyMODINIT_FUNC PyInit__fast(void) {
     str_reduce_op = PyUnicode_InternFromString("reduceOp");
     no_parts = PyTuple_New(0);
     if (!ring_type || !stacks_type || !counters_type || !str_shape || !str_dtype || !str_reduce_op || !no_parts ||
-        !add_type(made, "AllReduce", &AllReduce_spec) || !add_type(made, "Wait", &Wait_spec))
+        PyModule_AddIntConstant(made, "VERSION", 1) < 0 || !add_type(made, "AllReduce", &AllReduce_spec) || !add_type(made, "Wait", &Wait_spec))
         return NULL;
     return made;
 }

@@ -5,6 +5,8 @@ from mmap import mmap
 from types import CodeType, FrameType
 from typing import Any
 
+VERSION: int
+
 class Ring:
     def __init__(
         self,

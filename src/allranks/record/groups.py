@@ -11,6 +11,8 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
+from allranks.record.engine import fast
+
 WAITS_BLOCK = frozenset({"gloo", "mpi", "fake"})  # backends whose wait() returns when the call is over
 
 
@@ -72,13 +74,9 @@ class GroupState:
 
 def make_counters(number: int, timeout_ms: int, blocking: bool, accelerate: bool) -> Any:
     """Counters in C when that was built and is wanted, else in Python."""
-    if accelerate:
-        try:
-            from allranks.record._fast import Counters
-
-            return Counters(number, timeout_ms, blocking)
-        except ImportError:
-            pass
+    module = fast(accelerate)
+    if module is not None:
+        return module.Counters(number, timeout_ms, blocking)
     return PyCounters(number, timeout_ms, blocking)
 
 

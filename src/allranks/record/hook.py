@@ -24,6 +24,7 @@ from allranks.model.blackbox import Item
 from allranks.record.calls import CALLS, Call, Reader
 from allranks.record.compiler import hide_from_compiler
 from allranks.record.dtypes import dtype_name
+from allranks.record.engine import fast
 from allranks.record.groups import GroupState, describe_group, timeout_ms
 from allranks.record.ring import Shapes
 from allranks.record.writer import CallWriter, warn_once
@@ -233,15 +234,12 @@ class Hook:
         """The most frequent call by far, in C: one tensor with an options object. The rest takes `slow`."""
         writer = self.writer
         assert writer is not None
-        try:
-            from allranks.record._fast import AllReduce, Ring
-        except ImportError:
-            return slow
-        if not isinstance(writer.ring, Ring):
+        module = fast(writer.accelerate)
+        if module is None:
             return slow
         stacks = writer.stacks.engine if writer.stacks is not None else None
         op = writer.box.intern(Item.NAME, "all_reduce")
-        return AllReduce(
+        return module.AllReduce(
             original, slow, writer.failed, writer.pending, writer.ring, self._counters, self._one_shape,
             c10d.AllreduceOptions, writer.sweep, writer.no_work, stacks, op,
         )  # fmt: skip
@@ -250,13 +248,10 @@ class Hook:
         """Waiting for a backend whose wait() means the end, in C."""
         writer = self.writer
         assert writer is not None
-        try:
-            from allranks.record._fast import Ring, Wait
-        except ImportError:
+        module = fast(writer.accelerate)
+        if module is None:
             return slow
-        if not isinstance(writer.ring, Ring):
-            return slow
-        return Wait(original, slow, writer.wait_failed, writer.pending, writer.ring)
+        return module.Wait(original, slow, writer.wait_failed, writer.pending, writer.ring)
 
     def _wrap_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         writer = self.writer

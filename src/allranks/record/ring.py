@@ -17,6 +17,7 @@ from typing import Any
 from allranks.model.blackbox import HEADER_BYTES
 from allranks.model.trace import CALL, Flag, State
 from allranks.record.box import FIELD, Box
+from allranks.record.engine import fast
 
 ROW_BYTES = CALL.itemsize
 ROW = struct.Struct("<Q10q6I2iHBxHxxQ")
@@ -103,11 +104,7 @@ class PyRing:
 def make_ring(box: Box, accelerate: bool) -> Any:
     """The ring of an open box: in C when that was built and is wanted, else in Python."""
     fields = [FIELD[name] for name in ("next_id", "calls_started", "last_call_ns", "calls_completed")]
-    if accelerate:
-        try:
-            from allranks.record._fast import Ring
-
-            return Ring(box.memory, box.capacity, *fields)
-        except ImportError:
-            pass
+    module = fast(accelerate)
+    if module is not None:
+        return module.Ring(box.memory, box.capacity, *fields)
     return PyRing(box.memory, box.capacity, *fields)

@@ -17,6 +17,7 @@ from typing import Any
 
 from allranks.model.blackbox import Item
 from allranks.record.box import Box
+from allranks.record.engine import fast
 
 PLUMBING, LIBRARY, USER = 0, 1, 2
 LIBRARY_FRAMES = 3  # innermost library frames kept: they say which feature made the call (as in _fast.c)
@@ -132,13 +133,9 @@ class PyEngine:
 
 
 def _make_engine(depth: int, accelerate: bool) -> Any:
-    if accelerate:
-        try:
-            from allranks.record._fast import Stacks as FastEngine
-
-            return FastEngine(kind_of, depth)
-        except ImportError:
-            pass
+    module = fast(accelerate)
+    if module is not None:
+        return module.Stacks(kind_of, depth)
     return PyEngine(depth)
 
 
