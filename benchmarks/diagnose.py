@@ -48,7 +48,11 @@ class Run:
     code: int
 
     def numbers(self) -> dict[str, float]:
-        return {"cpu_s": round(self.cpu_s, 3), "wall_s": round(self.wall_s, 3), "peak_mb": round(self.peak_mb, 1)}
+        return {
+            "cpu_s": round(self.cpu_s, 3),
+            "wall_s": round(self.wall_s, 3),
+            "peak_mb": round(self.peak_mb, 1),
+        }
 
 
 def measure(command: list[str]) -> Run:
@@ -63,7 +67,9 @@ def measure(command: list[str]) -> Run:
         for file in (out, err):
             file.seek(0)
             texts.append(file.read().decode("utf-8", "replace"))
-    return Run(usage.ru_utime + usage.ru_stime, wall, usage.ru_maxrss / 1024, texts[0], texts[1], process.returncode)
+    return Run(
+        usage.ru_utime + usage.ru_stime, wall, usage.ru_maxrss / 1024, texts[0], texts[1], process.returncode
+    )
 
 
 def best(command: list[str], times: int) -> Run:
@@ -77,7 +83,10 @@ def diagnose(folder: Path, job: Job, times: int = 1) -> Run:
     if run.code != 1:
         raise SystemExit(f"diagnose exited {run.code} on {folder}: {run.err[-500:]}")
     verdict = json.loads(run.out)["verdict"]
-    if verdict["ranks"] != [job.guilty] or verdict["cause"] not in ("missing_rank", "stuck_before_collective"):
+    if verdict["ranks"] != [job.guilty] or verdict["cause"] not in (
+        "missing_rank",
+        "stuck_before_collective",
+    ):
         raise SystemExit(f"wrong verdict on {folder}: {verdict['sentence']}; rank {job.guilty} is guilty")
     return run
 
@@ -143,8 +152,12 @@ def bench_boxes(count: int, folder: Path, say: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="within a minute: up to 256 ranks, the peer up to 64")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="within a minute: up to 256 ranks, the peer up to 64"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks (default 8 64 256 1024)")
     parser.add_argument("--boxes", type=int, help="black boxes in the large run (default 16384; quick 1024)")
@@ -170,7 +183,11 @@ def main() -> None:
         "name": "diagnose",
         "ratios": ratios_of(found),
         "numbers": {"ranks": found, "many_boxes": many, "startup": startup.numbers()},
-        "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()},
+        "machine": {
+            "cpus": os.cpu_count(),
+            "python": platform.python_version(),
+            "system": platform.platform(),
+        },
     }
     print(json.dumps(report) if args.json else json.dumps(report["ratios"], indent=1))
 

@@ -10,7 +10,7 @@ import json
 import os
 import struct
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +66,7 @@ class Job:
         return [_group(self, kind, number)[2] for number in range(self.world // sizes[kind])]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _group(job: Job, kind: str, number: int) -> tuple[str, str, tuple[int, ...]]:
     tp_groups, dp_groups = job.world // job.tp, job.pp * job.tp
     if kind == "world":
@@ -106,14 +106,23 @@ def _sites() -> tuple[Site, ...]:
     for layer in range(4):
         for part, line in (("attention", 88), ("mlp", 131)):
             for way, shift in (("forward", 0), ("backward", 40)):
-                own = ((way, f"/workspace/job/{part}.py", line + shift), (f"layer_{layer}", "/workspace/job/model.py", 40 + layer))
+                own = (
+                    (way, f"/workspace/job/{part}.py", line + shift),
+                    (f"layer_{layer}", "/workspace/job/model.py", 40 + layer),
+                )
                 size = (4, 2048, 4096 if part == "mlp" else 1024)
                 sites.append(Site("tp", "all_reduce", size, size, "BFloat16", head + own + tail))
     for bucket in range(6):
-        own = (("reduce_bucket", "/workspace/job/zero.py", 210 + bucket), ("finish", "/workspace/job/zero.py", 300))
+        own = (
+            ("reduce_bucket", "/workspace/job/zero.py", 210 + bucket),
+            ("finish", "/workspace/job/zero.py", 300),
+        )
         size = (1 << 20 + bucket % 3,)
         sites.append(Site("dp", "all_reduce", size, size, "Float", head + own + tail))
-    own = (("tie_embeddings", "/workspace/job/pipeline.py", 77), ("finish", "/workspace/job/pipeline.py", 120))
+    own = (
+        ("tie_embeddings", "/workspace/job/pipeline.py", 77),
+        ("finish", "/workspace/job/pipeline.py", 120),
+    )
     sites.append(Site("pp", "all_reduce", (32000, 1024), (32000, 1024), "Float", head + own + tail))
     own = (("grad_norm", "/workspace/job/optim.py", 51), ("step", "/workspace/job/optim.py", 66))
     sites.append(Site("world", "all_reduce", (1,), (1,), "Float", head + own + tail))
@@ -209,7 +218,10 @@ def rows_of(job: Job, rank: int, entered: int, done: int) -> list[Row]:
     per_step = len(job.sites)
     last_step = FIRST_STEP + job.entries // per_step + 1
     total = last_step * per_step + entered
-    order = {kind: [i for i, site in enumerate(job.sites) if site.kind == kind] for kind in ("tp", "dp", "pp", "world")}
+    order = {
+        kind: [i for i, site in enumerate(job.sites) if site.kind == kind]
+        for kind in ("tp", "dp", "pp", "world")
+    }
     place = {i: (len(members), members.index(i)) for members in order.values() for i in members}
     rows = []
     jitter = rank * 1_700_003 % 3_000_000
@@ -218,7 +230,9 @@ def rows_of(job: Job, rank: int, entered: int, done: int) -> list[Row]:
         count, index = place[site]
         created = START_NS + step * STEP_NS + site * CALL_NS + jitter
         finished = step < last_step or site < done
-        rows.append(Row(site, record, step * count + index + 1, created, created + 9_000_000 if finished else None))
+        rows.append(
+            Row(site, record, step * count + index + 1, created, created + 9_000_000 if finished else None)
+        )
     return rows
 
 
@@ -278,7 +292,12 @@ def _entries(pickler: TorchPickler, job: Job, rank: int, rows: list[Row], kinds:
 
 
 def _entry(
-    pickler: TorchPickler, job: Job, rank: int, row: Row, kinds: tuple[str, ...], numbers: tuple[int | None, ...]
+    pickler: TorchPickler,
+    job: Job,
+    rank: int,
+    row: Row,
+    kinds: tuple[str, ...],
+    numbers: tuple[int | None, ...],
 ) -> list[bytes]:
     """Writes one entry and returns its bytes between the varying numbers."""
     site, out = job.sites[row.site], pickler.out
@@ -312,9 +331,18 @@ def _entry(
     pickler.text(name), pickler.text(desc)
     out += b"\x86"
     pickler.text("thread_name"), pickler.text("python3"), pickler.text("thread_id")
-    pickler.text(str(139_911_602_364_736 + rank * 4096)), pickler.text("collective_seq_id"), varying(numbers[1])
+    (
+        pickler.text(str(139_911_602_364_736 + rank * 4096)),
+        pickler.text("collective_seq_id"),
+        varying(numbers[1]),
+    )
     pickler.text("p2p_seq_id"), pickler.number(0), pickler.text("op_id"), varying(numbers[2])
-    pickler.text("profiling_name"), pickler.text(f"nccl:{site.op}"), pickler.text("time_created_ns"), varying(numbers[3])
+    (
+        pickler.text("profiling_name"),
+        pickler.text(f"nccl:{site.op}"),
+        pickler.text("time_created_ns"),
+        varying(numbers[3]),
+    )
     pickler.text("input_sizes"), sizes(site.inputs), pickler.text("input_dtypes"), words(site.dtype)
     pickler.text("output_sizes"), sizes(site.outputs), pickler.text("output_dtypes"), words(site.dtype)
     pickler.text("state"), pickler.text("scheduled" if row.completed_ns is None else "completed")
@@ -328,7 +356,7 @@ def _entry(
     return [bytes(out[cuts[i] : cuts[i + 1]]) for i in range(0, len(cuts), 2)]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _members_json(members: tuple[int, ...]) -> str:
     return json.dumps(members)
 
@@ -345,7 +373,10 @@ def black_box(job: Job, rank: int, entered: int, done: int, rows: np.ndarray | N
         heap.extend(struct.pack("<IHHI", len(payload), kind, 0, counts[kind]) + payload)
         heap.extend(bytes(-len(heap) % 8))
 
-    item(Item.META, {"host": f"node{rank // 8}", "job": "bench", "backend": "nccl", "versions": {"torch": "2.13.0"}})
+    item(
+        Item.META,
+        {"host": f"node{rank // 8}", "job": "bench", "backend": "nccl", "versions": {"torch": "2.13.0"}},
+    )
     for kind in ("world", "tp", "dp", "pp"):
         name, desc, members = job.group(kind, rank)
         item(Item.GROUP, f'["{name}", "{desc}", {_members_json(members)}, "nccl"]')
@@ -355,13 +386,21 @@ def black_box(job: Job, rank: int, entered: int, done: int, rows: np.ndarray | N
         item(Item.STACK, [list(frame) for frame in site.frames])
     head = np.zeros(1, HEADER)
     last = int(rows["begin"].max())
-    head["magic"], head["version"], head["record_bytes"], head["capacity"] = MAGIC, VERSION, CALL.itemsize, len(rows)
+    head["magic"], head["version"], head["record_bytes"], head["capacity"] = (
+        MAGIC,
+        VERSION,
+        CALL.itemsize,
+        len(rows),
+    )
     head["heap_offset"] = HEADER_BYTES + rows.nbytes
     head["heap_bytes"], head["heap_used"], head["next_id"] = len(heap), len(heap), last
     head["rank"], head["world_size"], head["pid"], head["local_rank"] = rank, job.world, 1000 + rank, rank % 8
     head["start_ns"], head["step"] = START_NS, last // len(job.sites)
     head["last_call_ns"] = head["step_ns"] = int(rows["created_ns"].max())
-    head["calls_started"], head["calls_completed"] = last, last - int((rows["state"] != State.COMPLETED).sum())
+    head["calls_started"], head["calls_completed"] = (
+        last,
+        last - int((rows["state"] != State.COMPLETED).sum()),
+    )
     return head.tobytes() + bytes(HEADER_BYTES - HEADER.itemsize) + rows.tobytes() + bytes(heap)
 
 
