@@ -133,7 +133,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="one job with one kill and one hang")
+    parser.add_argument("--quick", action="store_true", help="one job with one kill")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=1, help="times through the matrix")
     parser.add_argument("--kinds", default="", help="only these, separated by commas")

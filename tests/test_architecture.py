@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,3 +96,14 @@ def test_starting_the_command_imports_neither_torch_nor_numpy() -> None:
     code = "import sys; from allranks.cli import main; main([]); print(sorted({'torch','numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr
+
+
+def test_every_documented_command_exists() -> None:
+    """`allranks WORD` in README and docs is a command of the program."""
+    root = Path(__file__).parent.parent
+    wrong = set()
+    for path in [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").glob("*.md"))]:
+        for word in re.findall(r"(?:^|[`$>(] ?|-- )allranks ([a-z][a-z-]+)\b", path.read_text(), re.M):
+            if word not in COMMANDS:
+                wrong.add(f"{path.name}: allranks {word}")
+    assert wrong == set()
