@@ -49,6 +49,8 @@ class GlooMesh:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [self._device]
         options._timeout = timedelta(seconds=timeout_s)
+        options.group_name = meeting.name
+        options.global_ranks_in_group = list(meeting.global_ranks)
         with self._lock:
             self._connecting = meeting.remote_ports
         try:

@@ -6,8 +6,11 @@ step is then tried again with a new communicator over the members that are left.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +21,10 @@ from allranks.manager.group import ReconfigurableGroup
 from allranks.manager.meeting import Meeting, Seconds
 
 log = logging.getLogger("allranks.manager")
+
+
+#: Read by torch when a group is made: its watchdog must not end the process when we abort the group.
+_SURVIVE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
 class ProcessGroupNCCL(ReconfigurableGroup):
@@ -37,11 +44,11 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         device = self.device or torch.device("cuda", torch.cuda.current_device())
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=self.timeout_s)
-        options.global_ranks_in_group = list(range(meeting.world_size))
-        options.group_name = f"allranks_{meeting.number}"
+        options.global_ranks_in_group = list(meeting.global_ranks or range(meeting.world_size))
+        options.group_name = meeting.name or f"allranks_{meeting.number}"
         if hasattr(options, "config"):
             options.config.blocking = False  # a blocking communicator cannot be aborted while it connects
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), _environment(_SURVIVE):
             backend = dist.ProcessGroupNCCL(meeting.store, meeting.rank, meeting.world_size, options)
             backend._set_sequence_number_for_group()
             backend.eager_connect_single_device(device)
@@ -50,6 +57,18 @@ class ProcessGroupNCCL(ReconfigurableGroup):
     def _take_down(self, backend: Any) -> None:
         if backend is not None:
             threading.Thread(target=_abort, args=(backend,), name="allranks-nccl-abort", daemon=True).start()
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables for a moment; what the user has set is left alone."""
+    ours = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
 
 
 def _abort(backend: Any) -> None:

@@ -25,3 +25,5 @@ class Meeting:
     world_size: int
     number: int = 0  # of the quorum; for logs and for the beacon
     remote_ports: tuple[int, ...] = ()  # gloo listeners of the other members
+    name: str = ""  # of the group, as black boxes and verdicts say it
+    global_ranks: tuple[int, ...] = ()  # of the members in group order; () = not known

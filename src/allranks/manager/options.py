@@ -44,6 +44,7 @@ class ManagerOptions:
     store_host: str = ""  # of the store that the ranks of this replica share; only for world_size > 1
     store_port: int = 0
     token: str | None = None  # of the job; None: from the environment
+    global_rank: int = -1  # in the whole job; names the rank in verdicts; -1: not known
 
     def __post_init__(self) -> None:
         if self.min_replica_size < 1:
@@ -96,4 +97,5 @@ _VARIABLES: dict[str, tuple[tuple[str, ...], Any]] = {
     "proactive": (("ALLRANKS_PROACTIVE", "TORCHFT_PROACTIVE_RECOVERY"), _switch),
     "store_host": (("MASTER_ADDR",), str),
     "store_port": (("MASTER_PORT",), int),
+    "global_rank": (("ALLRANKS_RANK",), int),
 }

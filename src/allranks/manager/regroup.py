@@ -10,8 +10,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -136,6 +136,7 @@ class Regrouper:
         left = max(0.1, deadline - time.monotonic())
         ports = _port(self.group), _port(self.control)
         claim = self.training.claim(self.server.address, *ports, broken)
+        claim = replace(claim, global_rank=self.options.global_rank)
         claims = self.inside.gather(claim, left)
         member = self._member(claims) if self.inside.speaks else None
         return self._join(self.inside.share(member, left), left)
@@ -223,13 +224,20 @@ class Regrouper:
         others = [replica for place, replica in enumerate(said) if place != index]
         places = tuple(replica.ranks[rank].port for replica in others)
         own_store = dist.PrefixStore(f"{prefix}/{rank}", store)
-        self.group.meet(Meeting(own_store, index, len(said), quorum.number, places))
+        beside = _known(replica.ranks[rank].global_rank for replica in said)
+        name = f"replicas/{quorum.number}" + (f"/{rank}" if self.options.world_size > 1 else "")
+        self.group.meet(Meeting(own_store, index, len(said), quorum.number, places, name, beside))
         if self.control is not self.group:
             first = sum(len(replica.ranks) for replica in said[:index]) + rank
             ports = [claim.control_port for replica in said for claim in replica.ranks]
             ports.pop(first)
             control_store = dist.PrefixStore(f"{prefix}/control", store)
-            self.control.meet(Meeting(control_store, first, len(ports) + 1, quorum.number, tuple(ports)))
+            everybody = _known(claim.global_rank for replica in said for claim in replica.ranks)
+            self.control.meet(
+                Meeting(
+                    control_store, first, len(ports) + 1, quorum.number, tuple(ports), f"votes/{quorum.number}", everybody
+                )
+            )  # fmt: skip
 
     def _reach_store(self, address: str) -> dist.Store:
         """A new client of the primary's store (also when that is us: aborting cuts clients, not the server).
@@ -285,6 +293,12 @@ class Regrouper:
             found.append(Source(address, bytes.fromhex(said.secret), members[place].replica))
         turn = generation.plan.healing.index(generation.index) % len(found)
         return found[turn:] + found[:turn]
+
+
+def _known(ranks: Iterable[int]) -> tuple[int, ...]:
+    """Global ranks in group order; () unless every member knows its own and no two say the same."""
+    found = tuple(ranks)
+    return found if min(found, default=-1) >= 0 and len(set(found)) == len(found) else ()
 
 
 def _port(group: ReconfigurableGroup) -> int:

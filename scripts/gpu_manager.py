@@ -1,0 +1,189 @@
+"""See gpu_manager.sh. `--cpu` runs the same over gloo, to try the script without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+CPU = "--cpu" in sys.argv
+OUT = Path(next((word for word in sys.argv[1:] if not word.startswith("--")), "."))
+REPLICAS = 3
+WIDTH, LAYERS = (256, 4) if CPU else (2048, 12)  # 201 MB of parameters on the GPU
+SHARED_GPU = {
+    "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_DEBUG": "WARN",
+}  # fmt: skip
+
+LIGHTHOUSE = """
+import sys
+from allranks.lighthouse.options import Options
+from allranks.lighthouse.server import Lighthouse
+lighthouse = Lighthouse(Options(min_replicas=1, heartbeat_timeout_s=2.0)).start()
+print(lighthouse.address, flush=True)
+sys.stdin.read()
+lighthouse.close()
+"""
+
+
+def worker(name: str) -> None:
+    """Trains until `stop` appears; one line per event: time kind step participants extra."""
+    import hashlib
+    import logging
+
+    import torch
+    from torch import nn
+
+    from allranks.torchft import (
+        DistributedDataParallel,
+        Manager,
+        Optimizer,
+        ProcessGroupGloo,
+        ProcessGroupNCCL,
+    )
+
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(message)s")
+    device = torch.device("cpu" if CPU else "cuda:0")
+    group = ProcessGroupGloo(30) if CPU else ProcessGroupNCCL(30, device=device)
+    torch.manual_seed(len(name) + ord(name[-1]))
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]).to(device)
+    inner = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+    def say(kind: str, step: int = 0, participants: int = 0, extra: str = "-") -> None:
+        print(f"{time.monotonic():.6f} {kind} {step} {participants} {extra}", flush=True)
+
+    def load(state: dict) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+        say("healed")
+
+    manager = Manager(
+        group, load, lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+        min_replica_size=1, rank=0, world_size=1, replica_id=name, timeout=60, quorum_timeout=60,
+    )  # fmt: skip
+    ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
+    manager.start()
+    say("ready")
+    flag = torch.zeros(1, device=device)
+    while flag.item() == 0:
+        x = torch.randn(16, WIDTH, device=device)
+        before = manager.current_step()
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        flag.fill_(float((OUT / "stop").exists()))
+        manager.allreduce(flag).wait()
+        if optimizer.step():
+            say("commit", manager.current_step(), manager.num_participants())
+        else:
+            flag.zero_()
+            say("retry", before)
+    digest = hashlib.sha256()
+    for p in [*model.parameters(), *[s["momentum_buffer"] for s in inner.state.values()]]:
+        digest.update(p.detach().cpu().contiguous().numpy().tobytes())
+    say("done", manager.current_step(), 0, digest.hexdigest()[:16])
+    manager.shutdown()
+
+
+class Replica:
+    """A worker process and its events."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name, self.path = name, OUT / f"{name}-{time.monotonic_ns()}.log"
+        env = {**os.environ, **SHARED_GPU, "NCCL_HOSTID": f"{name}", "ALLRANKS_LIGHTHOUSE": address}
+        with open(self.path, "w") as out, open(f"{self.path}.err", "w") as err:
+            words = [sys.executable, __file__, "worker", name, str(OUT), *(["--cpu"] if CPU else [])]
+            self.process = subprocess.Popen(words, stdout=out, stderr=err, env=env)
+
+    def events(self) -> list[list[str]]:
+        return [line.split() for line in self.path.read_text().splitlines() if line.count(" ") == 4]
+
+    def wait(self, kind: str, after: float = 0.0, participants: int = 0, limit_s: float = 60.0) -> float:
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            for at, what, _, count, _ in self.events():
+                if what == kind and float(at) > after and (not participants or int(count) == participants):
+                    return float(at)
+            if self.process.poll() is not None:
+                raise RuntimeError(f"{self.name} exited {self.process.returncode}: {self.errors()}")
+            time.sleep(0.005)
+        raise TimeoutError(f"{self.name}: no {kind} with {participants} in {limit_s} s: {self.errors()}")
+
+    def errors(self) -> str:
+        return Path(f"{self.path}.err").read_text()[-1500:]
+
+
+def main() -> int:
+    results: dict[str, object] = {}
+    verdicts: dict[str, bool] = {}
+    (OUT / "stop").unlink(missing_ok=True)
+    lighthouse = subprocess.Popen(
+        [sys.executable, "-c", LIGHTHOUSE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        stderr=open(OUT / "lighthouse.err", "w"),  # noqa: SIM115
+    )  # fmt: skip
+    assert lighthouse.stdout is not None
+    address = lighthouse.stdout.readline().strip()
+    replicas = {name: Replica(name, address) for name in [f"r{n}" for n in range(REPLICAS)]}
+    try:
+        for replica in replicas.values():
+            replica.wait("commit", participants=REPLICAS, limit_s=90)
+        verdicts[f"{REPLICAS} replicas train together"] = True
+        for number in range(2):
+            victim = replicas.pop("r1")
+            at = time.monotonic()
+            victim.process.send_signal(signal.SIGKILL)
+            times = [one.wait("commit", at, REPLICAS - 1) - at for one in replicas.values()]
+            results[f"kill_{number}_s"] = [round(value, 3) for value in times]
+            verdicts[f"survivors of kill {number} go on in place"] = all(
+                one.process.poll() is None for one in replicas.values()
+            )
+            replicas["r1"] = Replica("r1", address)
+            ready = replicas["r1"].wait("ready")
+            results[f"ready_to_healed_{number}_s"] = round(replicas["r1"].wait("healed") - ready, 3)
+            back = replicas["r1"].wait("commit", ready, REPLICAS)
+            results[f"ready_to_common_step_{number}_s"] = round(back - ready, 3)
+        frozen = replicas.pop("r2")
+        at = time.monotonic()
+        frozen.process.send_signal(signal.SIGSTOP)
+        gone = [one.wait("commit", at, REPLICAS - 1) - at for one in replicas.values()]
+        results["freeze_s (heartbeat timeout 2 s)"] = [round(value, 3) for value in gone]
+        verdicts["a frozen replica does not stop the others"] = True
+        frozen.process.kill()
+        (OUT / "stop").touch()
+        for one in replicas.values():
+            one.process.wait(60)
+        ends = {
+            tuple(event[2::2]) for one in replicas.values() for event in one.events() if event[1] == "done"
+        }
+        verdicts["equal bits at the end"] = len(ends) == 1
+        codes = {name: one.process.returncode for name, one in replicas.items()}
+        verdicts["clean exits"] = set(codes.values()) == {0}
+        results["exit_codes"] = codes
+        steps = [float(event[0]) for event in replicas["r0"].events() if event[1] == "commit"]
+        results["step_s"] = round(sorted(b - a for a, b in zip(steps, steps[1:]))[len(steps) // 2], 4)
+        results["retried_steps"] = sum(event[1] == "retry" for event in replicas["r0"].events())
+    except (RuntimeError, TimeoutError) as error:
+        verdicts[f"no error: {error}"] = False
+    finally:
+        for one in replicas.values():
+            if one.process.poll() is None:
+                one.process.kill()
+        assert lighthouse.stdin is not None
+        lighthouse.stdin.close()
+        lighthouse.wait(10)
+    for claim, holds in verdicts.items():
+        print(f"{'PASS' if holds else 'FAIL'}  {claim}")
+    print(json.dumps(results, indent=1))
+    (OUT / "gpu_manager.json").write_text(json.dumps({"verdicts": verdicts, "numbers": results}, indent=1))
+    return 0 if all(verdicts.values()) else 1
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["worker"]:
+        OUT = Path(sys.argv[3])
+        worker(sys.argv[2])
+    else:
+        sys.exit(main())
