@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +203,23 @@ def test_an_imported_pickle_must_be_trusted(tmp_path: Path) -> None:
         tmp_path / "full.pt", str(tmp_path / "run"), config=CheckpointLoadConfig(trusted_source=True)
     )
     assert Path(path).is_dir()
+
+
+def test_looking_and_copying_need_no_torch(store: Path, tmp_path: Path) -> None:
+    """The base install, without torch or numpy's help, lists, shows, verifies, copies and prunes."""
+    code = """
+import sys
+sys.modules["torch"] = None
+from allranks.cli import main
+store, other = sys.argv[1:]
+for words in (["ls", store], ["show", store], ["verify", store], ["copy", store, other], ["prune", store, "--keep", "1"]):
+    assert main(["checkpoint", *words]) == 0, words
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(store), str(tmp_path / "other")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert same_state(NVMeBackend(tmp_path / "other").load("checkpoint_step_00000003"), make_state(3, seed=3))

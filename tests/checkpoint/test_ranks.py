@@ -256,3 +256,22 @@ def test_ranks_that_are_alike_share_one_skeleton_and_a_single_process_reads_it(t
         state = manager.load_checkpoint()
     assert state is not None and state.metrics == {"loss": 0.0} and state.world_size == 2
     assert [state.rank_states[rank]["metrics"] for rank in (0, 1)] == [{"loss": 0.0}, {"loss": 1.0}]
+
+
+def _save_too_much(rank: int, world_size: int, folder: str) -> tuple[bool, str]:
+    state = make_state(1)
+    state.dataset_state = {"history": torch.zeros(1 << 20 if rank == 1 else 1)}  # only rank 1 needs 4 MB
+    with CheckpointManager(CheckpointConfig(nvme_path=folder, memory_snapshot_interval=0)) as manager:
+        manager.save_checkpoint(state)
+        return manager.wait_for_pending_saves(60), str(manager.saves.failures[0])
+
+
+@pytest.mark.needs_root
+def test_a_disk_that_one_rank_finds_full_fails_the_save_for_all_at_once(small_disk: Path) -> None:
+    """The first rank does not wait for a part that cannot come, and says whose it is."""
+    with Ranks(_save_too_much, 2, (str(small_disk),)) as ranks:
+        (first, first_text), (second, second_text) = ranks.values(timeout_s=90)
+    assert first is False and second is False
+    assert "rank 1 could not write its part" in first_text and "No space left on device" in first_text
+    assert "No space left on device" in second_text
+    assert FileStore(small_disk).names() == []

@@ -36,7 +36,8 @@ class Backend:
 
     def __init__(self, spec: StoreSpec) -> None:
         self.spec = spec
-        self.settle: Callable[[str], None] = lambda path: None  # the manager waits for its own saves here
+        #: Waits for saves under way to a path ("": to any). The manager puts its own in.
+        self.settle: Callable[[str], None] = lambda path: None
         self._opened: Store | None = None
 
     @property
@@ -96,6 +97,7 @@ class Backend:
 
     def delete(self, path: str) -> None:
         """Deletes one; FileNotFoundError when it is not there, BlockingIOError while somebody reads it."""
+        self.settle(self.store.path_of(self._name(path)))
         if not self.store.remove(self._name(path)):
             raise BlockingIOError(f"{self.store.path_of(self._name(path))} is being read")
 
@@ -106,6 +108,7 @@ class Backend:
 
     def cleanup_old_checkpoints(self, keep_last: int = 3) -> list[str]:
         """Removes all but the newest; never the last good one, nor one being read. Returns what it removed."""
+        self.settle("")
         return prune(self.store, max(1, keep_last))[0]
 
     def _name(self, path: str) -> str:

@@ -167,7 +167,9 @@ def _listen(running: _Running) -> None:
     inbox = wire.Inbox(running.sock)
     try:
         while (message := inbox.receive()) is not None:
-            _deliver(running, message)  # a function: this frame must not keep the save, and its manager, alive
+            _deliver(
+                running, message
+            )  # a function: this frame must not keep the save, and its manager, alive
     except OSError:
         pass
     with running.lock:

@@ -66,7 +66,7 @@ class CheckpointManager:
             self.config.max_snapshots, self.config.max_memory_mb, pool=self.pool
         )
         self.nvme_backend = None if self.config.nvme_path is None else _nvme(self.config, self.saves)
-        self.s3_backend = _s3(self.config) if self.config.s3_bucket else None
+        self.s3_backend = _s3(self.config, self.saves) if self.config.s3_bucket else None
         self.skipped = 0
         self.restored_from: CheckpointTier | None = (
             None  # the tier of the last restore; None: there was nothing
@@ -414,12 +414,14 @@ def _plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def _nvme(config: CheckpointConfig, saves: Saves) -> NVMeBackend:
     backend = NVMeBackend(str(config.nvme_path))
-    backend.settle = lambda path: saves.wait_for(path, config.commit_timeout_s)
+    backend.settle = lambda path: saves.wait_for("NVME", path, config.commit_timeout_s)
     return backend
 
 
-def _s3(config: CheckpointConfig) -> S3Backend:
-    return S3Backend(
+def _s3(config: CheckpointConfig, saves: Saves) -> S3Backend:
+    backend = S3Backend(
         config.s3_bucket or "", config.s3_prefix, config.s3_region, endpoint_url=config.s3_endpoint_url,
         options=config.s3_options,
     )  # fmt: skip
+    backend.settle = lambda path: saves.wait_for("S3", path, config.commit_timeout_s)
+    return backend

@@ -97,10 +97,10 @@ class Saves:
             if pending.step in oldest:
                 pending.future.exception(timeout_s)
 
-    def wait_for(self, path: str, timeout_s: float) -> None:
-        """Waits for saves to one path; their failure is told elsewhere."""
+    def wait_for(self, tier: str, path: str, timeout_s: float) -> None:
+        """Waits for saves to one path ("": all of the tier); their failure is told elsewhere."""
         with self._lock:
-            mine = [p for p in self._pending if p.path == path]
+            mine = [p for p in self._pending if p.tier == tier and path in ("", p.path)]
         for pending in mine:
             pending.future.exception(timeout_s)
 
