@@ -5,8 +5,8 @@
 Two gloo ranks reduce 4 bytes; short blocks with and without a recorder alternate in the same process, and the
 cheapest block of each kind counts: the one that nothing else disturbed. Cost is CPU time of the calling thread, which other load on the machine disturbs least;
 process CPU time stands beside it. torch's own recorder cannot be switched in a running process: it is measured in
-ranks of its own, against the same ranks' baseline without it. DDP steps of one model that records and one that does
-not alternate step by step, and the cheapest tenth of each is compared. Reading compares one load of N black boxes with unpickling the same records.
+ranks of its own, against the same ranks' baseline without it. What recording adds to a call
+that DDP's C++ reducer makes is measured on a tiny model and set against the step of a real one. Reading compares one load of N black boxes with unpickling the same records.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def measure(quick: bool, folder: Path) -> dict[str, float]:
     off = _in_ranks(all_reduces, (rounds, calls, ("none",)), engine="c", native=False)
     numbers["added by torch's own recorder"] = native["none"]["thread"] - off["none"]["thread"]
     numbers["added by torch's own recorder (process)"] = native["none"]["process"] - off["none"]["process"]
-    numbers |= _in_ranks(ddp_steps, (50 if quick else 400,), engine="c", native=False)
+    numbers |= _in_ranks(ddp_steps, (25 if quick else 200,), engine="c", native=False)
     numbers |= reading(150 if quick else 1000, folder)
     return numbers
 
@@ -163,30 +163,58 @@ class Block(nn.Module):
 
 
 def ddp_steps(rank: int, world: int, steps: int) -> dict[str, float]:
-    """Steps of a model that records and of one that does not, in turn; buckets of 1 MB make several calls a step."""
+    """What recording adds to a call that DDP's C++ reducer makes, and what share of a real model's step that is.
+
+    A step of a real model is a thousand times longer than what recording adds, so the difference of two such steps
+    is mostly noise. The cost of a call is therefore measured on a model so small that it shows, in many short blocks;
+    the share follows from the calls that a step of the real model makes. The direct difference stands beside it.
+    """
     torch.set_num_threads(1)
-    plain = _model()
+    plain, plain_tiny = _model(), _tiny()
     recorder = allranks.record()
-    recorded = _model()
+    recorded, recorded_tiny = _model(), _tiny()
     assert recorder.writer is not None
+    counted = recorder.writer.box.get
+    row = torch.ones(1, 8)
+    tiny = _compare(plain_tiny, recorded_tiny, row, blocks=4 * steps, steps=10, pick=min)
+    before = counted("next_id")
+    recorded_tiny(row).sum().backward()
+    added = (tiny["recorded"] - tiny["plain"]) / (counted("next_id") - before)
     data = torch.randn(8, 64, 128)
+    before = counted("next_id")
+    real = _compare(plain, recorded, data, blocks=steps, steps=1, pick=statistics.median)
+    calls = (counted("next_id") - before) / steps
+    return {
+        "DDP step": real["plain"],
+        "calls per DDP step": calls,
+        "added by ours with stacks to a call of DDP": added,
+        "share of a DDP step (%)": 100 * added * calls / real["plain"],
+        "difference of two DDP steps (%), noisy": 100 * (real["recorded"] / real["plain"] - 1),
+    }
+
+
+def _compare(
+    plain: nn.Module,
+    recorded: nn.Module,
+    data: torch.Tensor,
+    *,
+    blocks: int,
+    steps: int,
+    pick: Callable[..., float],
+) -> dict[str, float]:
+    """CPU microseconds of a step of each, in turn."""
     took: dict[str, list[float]] = {"plain": [], "recorded": []}
-    calls = recorder.writer.box.get("next_id")
-    for number in range(steps):
+    for number in range(blocks):
         for name, model in (("plain", plain), ("recorded", recorded))[:: 1 if number % 2 else -1]:
             begin = time.process_time_ns()
-            if name == "recorded":
-                allranks.step(number)
-            model(data).square().mean().backward()
-            took[name].append((time.process_time_ns() - begin) / 1000)
-    calls = recorder.writer.box.get("next_id") - calls
-    plain_us, recorded_us = (statistics.quantiles(took[name], n=10)[0] for name in ("plain", "recorded"))
-    return {
-        "DDP step": plain_us,
-        "DDP step recorded": recorded_us,
-        "calls per DDP step": calls / steps,
-        "share of a DDP step (%)": 100 * (recorded_us - plain_us) / plain_us,
-    }
+            for _ in range(steps):
+                model(data).square().mean().backward()
+            took[name].append((time.process_time_ns() - begin) / steps / 1000)
+    return {name: pick(values) for name, values in took.items()}
+
+
+def _tiny() -> nn.Module:
+    return nn.parallel.DistributedDataParallel(nn.Linear(8, 1, bias=False))
 
 
 def _model() -> nn.Module:
