@@ -6,12 +6,17 @@ torchrun's way); what we add is recording, restarts that work, prefixed logs and
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
+import socket
 import sys
+import threading
 import traceback
 from argparse import Namespace
 from dataclasses import dataclass
+from datetime import timedelta
 
 from allranks.agent.spares import RANK_MODULE, Spares, serving
 from allranks.errors import AllranksError, InputError, require
@@ -52,6 +57,8 @@ def launch(job: Launch) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     args = prepare(torchrun.parse_args(list(job.argv)), record=job.record, log_dir=job.log_dir)
+    if args.rdzv_backend == "c10d" and not args.standalone:
+        refuse_stranger(str(args.rdzv_endpoint))
     try:
         with serving(Spares() if job.spares and job.record and may_restart(args) else None):
             torchrun.run(args)
@@ -92,16 +99,55 @@ def prepare(args: Namespace, *, record: bool, log_dir: str | None) -> Namespace:
     return args
 
 
+def refuse_stranger(endpoint: str, wait_s: float = 10.0) -> None:
+    """LaunchError if this node's rendezvous port is held by something that is no rendezvous store.
+
+    torch would connect to it and wait without limit for an answer. Another agent's store answers at once.
+    """
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdigit() or _can_listen(host.strip("[]"), int(port)):
+        return
+    import torch.distributed as dist
+
+    answered = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # refused or closed: not a store either
+            dist.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=timedelta(seconds=wait_s))
+            answered.set()
+
+    asking = threading.Thread(target=ask, name="allranks-ask-endpoint", daemon=True)
+    asking.start()
+    asking.join(wait_s)
+    if not answered.is_set():
+        raise _port_in_use(endpoint, "what listens there is not a rendezvous store")
+
+
+def _can_listen(host: str, port: int) -> bool:
+    """Whether the port is free, or not ours to judge (another machine's address)."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+    return True
+
+
+def _port_in_use(endpoint: str, text: str) -> LaunchError:
+    return LaunchError(
+        f"the rendezvous port of {endpoint or 'this node'} is in use: {text}",
+        hint="Find who holds it (ss -ltnp), or choose another with --rdzv-endpoint HOST:PORT "
+        "(port 0 with --standalone takes a free one).",
+    )
+
+
 def explain(error: Exception, *, endpoint: str, run_id: str) -> LaunchError:
     """A launch failure in words, with the cure."""
     name, text = type(error).__name__, str(error)
     cause = f"{text} {error.__cause__ or ''}".lower()
     if "address already in use" in cause or "eaddrinuse" in cause:
-        return LaunchError(
-            f"the rendezvous port of {endpoint or 'this node'} is in use: {text}",
-            hint="Find who holds it (ss -ltnp), or choose another with --rdzv-endpoint HOST:PORT "
-            "(port 0 with --standalone takes a free one).",
-        )
+        return _port_in_use(endpoint, text)
     if name == "RendezvousConnectionError" or "connection refused" in cause:
         return LaunchError(
             f"no rendezvous server answers at {endpoint}: {text}",

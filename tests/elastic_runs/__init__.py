@@ -1,0 +1,1 @@
+"""Whole jobs under `allranks run`: killed, resized and come back."""
