@@ -82,7 +82,7 @@ def make_counters(number: int, timeout_ms: int, blocking: bool, accelerate: bool
 
 def describe_group(group: Any, world_size: int) -> tuple[str, str, tuple[int, ...], str]:
     """(name, description, global ranks, backend) of a ProcessGroup or a bare Backend, as far as it tells."""
-    name = _text(group, "group_name")
+    name = _text(group, "group_name") or _text(getattr(group, "options", None), "group_name")
     desc = _text(group, "group_desc")
     return name, desc, _ranks(group, world_size), _backend(group)
 
