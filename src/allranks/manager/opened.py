@@ -100,7 +100,7 @@ class Opened:
     def _connect(self, session: str) -> Client:
         options = self.options
         recorder = record.current()
-        box = str(recorder.box.path) if recorder is not None and recorder.box is not None else ""
+        box = str(recorder.path) if recorder is not None and recorder.path is not None else ""
         return Client(
             ClientOptions(
                 addresses=tuple(options.lighthouse.split(",")),
