@@ -105,14 +105,11 @@ def death_of(context: Context, blocked: Blocked, rank: int) -> str:
         return f"it ended with {progress.closed}"
     if now is not None and now.cause == "gone" and progress.closed != "exit":
         return now.evidence or "its process is gone"
-    if progress.closed == "exit" or not blocked.failed or len(blocked.failed) < len(blocked.rows):
+    if progress.closed == "exit" or not any(
+        _failed_quickly(context, r, blocked.rows[r]) for r in blocked.failed
+    ):
         return ""
-    quick = [_failed_quickly(context, other, row) for other, row in blocked.rows.items()]
-    return (
-        "the others' calls failed long before their timeout, as they do when a peer is gone"
-        if all(quick)
-        else ""
-    )
+    return "the others' calls failed long before their timeout, as they do when a peer is gone"
 
 
 def _failed_quickly(context: Context, rank: int, row: int) -> bool:
