@@ -32,6 +32,9 @@ def dumb_decision(now: float, state: State, options: Options) -> tuple[str, tupl
     oldest = min((eligible[name].asked_at for name in askers), default=None)
     if idle and oldest is not None and now < oldest + options.join_timeout_s:
         return "stragglers", (), ()
+    first = min(eligible[name].asked_at for name in asking)
+    if not last and len(asking) < options.expect_replicas and now < first + options.join_timeout_s:
+        return "expected", (), ()
     absent = idle | silent if veterans or silent else idle
     if len(group & set(asking)) < len(absent):
         return "minority", (), ()

@@ -22,11 +22,11 @@ class JobLife:
     """Replicas come, ask, die, fall silent, leave, restart, are evicted; time passes; quorums are formed."""
 
     def __init__(
-        self, crowd: int, min_replicas: int, multiple_of: int, max_replicas: int, flap_limit: int
+        self, crowd: int, min_replicas: int, multiple_of: int, max_replicas: int, flap_limit: int, expect: int
     ) -> None:
         self.options = Options(
             min_replicas=min_replicas, multiple_of=multiple_of, max_replicas=max_replicas, join_timeout_s=10.0,
-            presume_dead_s=30.0, flap_limit=flap_limit, flap_backoff_s=3.0,
+            presume_dead_s=30.0, flap_limit=flap_limit, expect_replicas=expect, flap_backoff_s=3.0,
         )  # fmt: skip
         self.state = State(self.options)
         self.now = 0.0
@@ -222,6 +222,7 @@ EVENTS = st.one_of(
     multiple_of=st.sampled_from([1, 1, 2]),
     max_replicas=st.sampled_from([0, 0, 4]),
     flap_limit=st.integers(0, 2),
+    expect=st.sampled_from([0, 0, 3]),
     events=st.lists(EVENTS, max_size=40),
 )
 def test_whatever_happens_the_rules_hold(events: list[tuple[str, dict[str, Any]]], **options: int) -> None:

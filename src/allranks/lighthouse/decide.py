@@ -139,8 +139,7 @@ def find_wanted(state: State, options: Options) -> str:
     """Why members that are training should ask again at their next step; "" when they need not."""
     if not state.idle_veterans or state.last is None:
         return ""
-    inside = {member.replica: member.session for member in state.last.members}
-    waiting = [name for name, replica in state.asking.items() if inside.get(name) != replica.session]
+    waiting = [name for name in state.asking if name not in state.veterans]
     if not waiting:
         return ""
     now_possible = options.largest_size(len(state.veterans))

@@ -17,13 +17,19 @@ class Held:
     """Descriptors that we own, by quorum number."""
 
     by_number: dict[int, list[int]] = field(default_factory=dict)
+    doomed: int = (
+        0  # a member of this quorum is gone: no group of it, or of an earlier one, can work any more
+    )
 
     def add(self, number: int, fds: Iterable[int]) -> None:
-        """Takes ownership."""
+        """Takes ownership. What comes too late, for a quorum that lost a member already, is shut at once."""
         self.by_number.setdefault(number, []).extend(fds)
+        if number <= self.doomed:
+            self.shut(number)
 
     def shut(self, number: int) -> int:
         """Ends the connections of one quorum; returns how many. The descriptors stay held until released."""
+        self.doomed = max(self.doomed, number)
         fds = self.by_number.get(number, [])
         for fd in fds:
             _shutdown(fd)
@@ -36,7 +42,7 @@ class Held:
 
     def drop_all(self, shut: bool) -> None:
         """Closes everything; `shut` ends the connections too (the rank is dead, its peers must know)."""
-        for number in list(self.by_number):
+        for number in sorted(self.by_number):
             if shut:
                 self.shut(number)
             self.release(number)

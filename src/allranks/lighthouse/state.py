@@ -198,7 +198,12 @@ class State:
         self.form(quorum)
         expected = []
         for member in quorum.members:
-            if member.replica not in self.replicas and member.replica not in self.evicted:
+            if member.replica in self.evicted:
+                self.departed.add(member.replica)
+                self.gone[member.replica] = Gone(
+                    member.session, now, self.evicted[member.replica], certain=True
+                )
+            elif member.replica not in self.replicas:
                 self.replicas[member.replica] = Replica(
                     member.replica, member.session, member.node, connected=False, since=now
                 )
