@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from allranks.agent.notice import NoticeOptions, NoticeState, excuse, limit_s, notice, observe
+from allranks.agent.notice import (
+    NoticeOptions,
+    NoticeState,
+    excuse,
+    left_behind,
+    limit_s,
+    notice,
+    observe,
+)
 from allranks.agent.sample import RankSample
 
 OPTIONS = NoticeOptions(floor_s=10, cap_s=300, factor=4, warm_up_s=60, warm_up_marks=5)
@@ -111,3 +119,40 @@ def test_a_restarted_rank_starts_a_new_history() -> None:
     assert limit_s(observe(now, state, samples, OPTIONS), OPTIONS) == 10
     reborn = [sample(r, 0, pid=900 + r) for r in range(3)]
     assert limit_s(observe(now, state, reborn, OPTIONS), OPTIONS) == 60
+
+
+def behind(now: float, state: NoticeState, samples: list[RankSample]) -> tuple[tuple[int, ...], str]:
+    """Who is left behind, and the reason."""
+    suspicion, reason = left_behind(now, 10**18, observe(now, state, samples, OPTIONS), samples, OPTIONS)
+    return (suspicion.quiet if suspicion is not None else ()), reason
+
+
+def test_a_frozen_rank_that_the_others_go_on_without_is_left_behind() -> None:
+    """The lighthouse gave it up after a missed heartbeat; nobody waits for it, so there is no standstill."""
+    now, state = trained(step_s=0.1)
+    for extra in range(1, 12):  # ranks 0 and 2 go on
+        samples = [sample(0, 29 + extra), sample(1, 29), sample(2, 29 + extra)]
+        state = observe(now + extra, state, samples, OPTIONS)
+    assert behind(now + 9, state, samples)[0] == ()
+    assert look(now + 12, state, samples)[0] is False
+    found, reason = behind(now + 12, state, samples)
+    assert found == (1,)
+    assert "stands at step 29" in reason and "at step 40" in reason
+
+
+def test_a_replica_on_its_way_in_is_not_left_behind() -> None:
+    """It starts, imports and heals: without a history of its own only the cap ends its time."""
+    now, state = trained(step_s=0.1)
+    samples = [sample(0, 500), sample(1, 0, pid=999), sample(2, 500)]
+    state = observe(now, state, samples, OPTIONS)
+    later = [sample(0, 900), sample(1, 0, pid=999), sample(2, 900)]
+    assert behind(now + 200, state, later)[0] == ()
+    assert behind(now + 301, state, later)[0] == (1,)
+
+
+def test_a_rank_that_has_done_its_last_step_is_not_left_behind() -> None:
+    """It saves its model for minutes while the other ends the same step; one that announced it may also wait."""
+    now, state = trained(step_s=0.1)
+    assert behind(now + 100, state, [sample(0, 29), sample(1, 30), sample(2, 30)])[0] == ()
+    announced = sample(0, 29, expect_until_ns=2 * 10**18)
+    assert behind(now + 100, state, [announced, sample(1, 90), sample(2, 90)])[0] == ()

@@ -21,6 +21,7 @@ from allranks.model.stacks import StacksReport
 from allranks.report import as_json, text
 from allranks.stacks import CollectOptions, Selection, classify, collect, find_targets, write_bundle
 from allranks.stacks.as_json import report_json
+from allranks.stacks.progress import WAITS
 
 log = logging.getLogger("allranks.agent")
 
@@ -62,30 +63,52 @@ def _collect(folder: Path, pids: dict[int, int], job_folder: Path, missing: list
         capture = collect(targets, CollectOptions(raw_folder=folder))
         folder.mkdir(parents=True, exist_ok=True)
         write_bundle(capture, folder)
+        seen = {process.rank for process in capture.processes if process.snapshots}
+        missing += [f"stacks of rank {rank}: nothing could be read" for rank in sorted(set(pids) - seen)]
+        return classify(capture)
     except (AllranksError, OSError) as error:
         missing.append(f"stacks: {error}")
-        return None
-    seen = {process.rank for process in capture.processes if process.snapshots}
-    missing += [f"stacks of rank {rank}: nothing could be read" for rank in sorted(set(pids) - seen)]
-    return classify(capture)
+    except Exception as error:  # our own mistake: the rest of the evidence still counts
+        log.exception("stacks could not be read")
+        missing.append(f"stacks: {error!r}")
+    return None
 
 
 def _diagnose(
     boxes: Path, report: StacksReport | None, gone: tuple[int, ...], missing: list[str]
 ) -> Diagnosis | None:
-    try:
-        loaded = load_paths([str(boxes)], LoadOptions())
-    except (AllranksError, OSError) as error:
-        missing.append(f"diagnosis: {error}")
-        return None
     now = {
         rank: RankNow(rank, s.cause, s.where, s.evidence)
         for rank, s in (report.ranks if report else {}).items()
     }
     now.update({rank: RankNow(rank, "gone", "", "its process is gone") for rank in gone})
-    return diagnose(
-        loaded.traces, loaded.files, stacks=now.values(), options=DiagnoseOptions(now_ns=time.time_ns())
-    )
+    try:
+        loaded = load_paths([str(boxes)], LoadOptions())
+        options = DiagnoseOptions(now_ns=time.time_ns())
+        return diagnose(loaded.traces, loaded.files, stacks=now.values(), options=options)
+    except (AllranksError, OSError) as error:
+        missing.append(f"diagnosis: {error}")
+    except Exception as error:  # as above
+        log.exception("the black boxes could not be diagnosed")
+        missing.append(f"diagnosis: {error!r}")
+    return None
+
+
+def verdict_on(ranks: list[int], report: StacksReport | None, reason: str) -> dict[str, Any] | None:
+    """The verdict on ranks of one replica that the others have left behind; None when no stack could be read.
+
+    Those that wait for another rank are not the cause; when all do, nobody is accused with confidence.
+    """
+    states = [report.ranks[rank] for rank in ranks if rank in report.ranks] if report is not None else []
+    if not states:
+        return None
+    guilty = [s for s in states if s.cause not in WAITS and s.cause not in ("healthy", "unknown")]
+    state = (guilty or states)[0]
+    what = f"{state.cause} at {state.where}" if state.where else state.cause
+    return {
+        "cause": state.cause, "ranks": [state.rank], "group": "", "sequence": None, "confidence": 0.9 if guilty else 0.5,
+        "where": state.where, "sentence": f"{reason} ({what}: {state.evidence})",
+    }  # fmt: skip
 
 
 def _from_stacks(report: StacksReport) -> dict[str, Any]:

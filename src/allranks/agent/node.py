@@ -116,17 +116,19 @@ class NodeAgent:
             if self.watch is not None:
                 ranks = (event.rank,) if event.rank is not None else ()
                 reason = f"rank {event.rank} {event.detail}"
-                watch = self.watch
-                thread = threading.Thread(
-                    target=watch.note_death,
-                    args=(ranks, event.replica, reason, at),
-                    name="allranks-death",
+                threading.Thread(
+                    target=self._note_death, args=(self.watch, ranks, event.replica, reason, at), name="allranks-death",
                     daemon=True,
-                )
-                thread.start()
+                ).start()  # fmt: skip
         elif event.kind == "started" and event.replica in self._evicted:
             self._evicted.discard(event.replica)
             self._ask(lambda client: client.let_in(replica_name(event.replica)))
+
+    def _note_death(self, watch: Watch, ranks: tuple[int, ...], replica: int, reason: str, at: float) -> None:
+        try:
+            watch.note_death(ranks, replica, reason, at)
+        except Exception:  # a full disk, say: the death itself is known to the lighthouse and in the log
+            log.exception("the evidence of %s could not be kept", reason)
 
     def _noticed(self, notice: object) -> None:
         if isinstance(notice, CollectEvidence) and self.watch is not None:

@@ -119,6 +119,35 @@ def notice(
     return Suspicion(last, quiet_s, limit, quiet, gone, left, reason), reason
 
 
+def left_behind(
+    now_s: float, now_ns: int, state: NoticeState, samples: list[RankSample], options: NoticeOptions
+) -> tuple[Suspicion | None, str]:
+    """A rank that stands still while the others train on without it, in replica mode: frozen and given up.
+
+    It must have trained before (a replica that starts or heals is not behind but on its way) and stand more than
+    one step back (one that has finished its last step waits for nobody).
+    """
+    running = [s for s in samples if s.alive and not s.closed and s.rank in state.ranks]
+    limit = limit_s(replace(state, excused=0), options)
+    ahead = max((s.step for s in running if now_s - state.ranks[s.rank].changed_s < limit), default=-1)
+    behind = []
+    for sample in running:
+        known = state.ranks[sample.rank]
+        patience = limit if known.changes >= options.warm_up_marks else options.cap_s
+        late = now_s - known.changed_s >= patience
+        if late and ahead > sample.step + 1 and sample.expect_until_ns <= now_ns:
+            behind.append(sample)
+    if not behind:
+        return None, "nobody is left behind"
+    first = behind[0]
+    since = state.ranks[first.rank].changed_s
+    reason = (
+        f"rank {first.rank} has made no progress for {now_s - since:.1f} s and stands at step {first.step}; "
+        f"the others go on without it and are at step {ahead}"
+    )
+    return Suspicion(since, now_s - since, limit, tuple(s.rank for s in behind), reason=reason), reason
+
+
 def excuse(state: NoticeState, now_s: float, options: NoticeOptions) -> NoticeState:
     """After a look that did not settle it: be patient for half a limit more, each time."""
     return replace(state, excused=state.excused + 1, allowed_until_s=now_s)

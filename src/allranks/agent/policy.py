@@ -70,6 +70,11 @@ PROGRAM_FAULT = frozenset(
 )
 
 
+def back_off_left_s(now_s: float, state: PolicyState, options: PolicyOptions) -> float:
+    """Seconds until the next action is allowed; a confirmed hang waits for them instead of being given up."""
+    return max(0.0, state.acted_s[-1] + options.back_off_s - now_s) if state.acted_s else 0.0
+
+
 def decide_action(now_s: float, case: Case, state: PolicyState, options: PolicyOptions) -> tuple[Action, str]:
     """The action for a confirmed hang, with the reason that goes to the log and the page."""
     wanted: ActionKind = options.on_hang or ("evict" if case.mode == "replica" else "restart_job")

@@ -228,7 +228,8 @@ class Supervisor:
                 rank.number,
                 code,
                 rank.process.pid,
-                expected=replica.state == "stopping",
+                # Ctrl-C reaches the ranks as well: that they end is what was asked for
+                expected=replica.state == "stopping" or self._signal != 0,
             ),
         )
         if code != 0 and replica.state == "running":

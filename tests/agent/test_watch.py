@@ -1,0 +1,181 @@
+"""The loop between suspicion and action, over hand-made black boxes and a hand-set clock."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from allranks.agent import watch as watch_module
+from allranks.agent.examine import Examination, verdict_on
+from allranks.agent.incidents import read_incidents
+from allranks.agent.notice import NoticeOptions, Suspicion
+from allranks.agent.policy import PolicyOptions
+from allranks.agent.watch import Watch, WatchOptions
+from allranks.model.blackbox import HEADER, MAGIC, VERSION
+from allranks.model.incident import Action, Incident
+from allranks.model.stacks import RankState, StacksReport
+
+START_S = time.monotonic()  # the hand-set clock runs ahead of the real one
+VERDICT = {
+    "cause": "stuck_before_collective",
+    "ranks": [1],
+    "confidence": 0.95,
+    "sentence": "rank 1 is stuck",
+}
+
+
+def write_box(folder: Path, rank: int, step: int, calls: int | None = None, pid: int | None = None) -> None:
+    """A black box that consists of its header; the process behind it is this one unless told otherwise."""
+    row = np.zeros((), HEADER)
+    row["magic"], row["version"], row["rank"], row["step"] = MAGIC, VERSION, rank, step
+    row["pid"] = os.getpid() if pid is None else pid
+    row["calls_started"] = row["calls_completed"] = 2 * step if calls is None else calls
+    row["start_ns"] = 1
+    (folder / f"{rank}.box").write_bytes(row.tobytes())
+
+
+@dataclass
+class Hand:
+    """An actor that remembers, or fails."""
+
+    error: Exception | None = None
+    done: list[Action] = field(default_factory=list)
+
+    def act(self, action: Action, incident: Incident) -> str:
+        """As asked."""
+        if self.error is not None:
+            raise self.error
+        self.done.append(action)
+        return "done"
+
+
+def look(watch: Watch, at_s: float) -> Suspicion | None:
+    """One turn of the watch."""
+    return watch.look(START_S + 1000 + at_s)
+
+
+def trained(tmp_path: Path, hand: Hand, **options: Any) -> Watch:
+    """A watch that has seen three replicas do thirty quick steps; its clock stands at 3.0 s."""
+    boxes = tmp_path / "boxes"
+    boxes.mkdir()
+    watch = Watch(
+        WatchOptions(
+            boxes, tmp_path / "incidents", "job", mode="replica", replicas=3, collect_stacks=False,
+            notice=NoticeOptions(floor_s=5, warm_up_marks=5), **options,
+        ),
+        actor=hand,
+    )  # fmt: skip
+    for step in range(31):
+        for rank in range(3):
+            write_box(boxes, rank, step)
+        assert look(watch, step / 10) is None
+    return watch
+
+
+def answer_with(monkeypatch: pytest.MonkeyPatch, found: Examination) -> None:
+    """Every examination finds this."""
+    monkeypatch.setattr(watch_module, "examine", lambda *args, **kwargs: found)
+
+
+def test_a_failing_page_webhook_or_actor_does_not_lose_the_incident(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is told raises, and so does who should act: the story is complete on disk and says so."""
+    answer_with(monkeypatch, Examination(verdict=VERDICT))
+    watch = trained(tmp_path, Hand(error=RuntimeError("no supervisor")))
+
+    def deaf(incident: Incident) -> None:
+        raise ValueError("deaf")
+
+    watch.on_incident = deaf
+    for now in (8.1, 10.7):
+        assert look(watch, now) is not None
+    (story,) = read_incidents(tmp_path / "incidents")
+    assert story["action"]["kind"] == "evict" and story["action"]["done"] is False
+    assert "no supervisor" in story["action"]["result"]
+    assert (tmp_path / "incidents" / story["id"] / "story.html").exists()
+
+
+def test_a_second_hang_soon_after_waits_for_the_back_off_in_one_incident(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is neither given up nor reported again and again; it is answered when the back-off is over."""
+    answer_with(monkeypatch, Examination(verdict=VERDICT))
+    hand = Hand()
+    watch = trained(tmp_path, hand, policy=PolicyOptions(back_off_s=0.5))
+    watch._policy = watch._policy.after(time.monotonic(), 0, 3600)
+    look(watch, 8.1)
+    look(watch, 10.7)
+    assert hand.done == []
+    now = 10.7
+    while not hand.done:
+        now += 0.01
+        look(watch, now)
+    assert [action.replica for action in hand.done] == [1]
+    assert len(read_incidents(tmp_path / "incidents")) == 1
+
+
+def test_a_stopped_replica_that_the_others_left_behind_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is frozen; ranks 0 and 2 train on; rank 1's replica is evicted once, the others are not touched."""
+    state = RankState(1, "stopped", "data.py:3 in load", "state T")
+    report = StacksReport(hung=None, culprits=(1,), sentence="", ranks={1: state})
+    answer_with(monkeypatch, Examination(stacks=report))
+    hand = Hand()
+    watch = trained(tmp_path, hand)
+    for moment in range(40, 200):
+        for rank in (0, 2):
+            write_box(tmp_path / "boxes", rank, moment)
+        look(watch, moment / 10)
+        if watch._behind is not None:
+            watch._behind.next_s = 0.0
+    assert [(action.kind, action.replica, action.ranks) for action in hand.done] == [("evict", 1, (1,))]
+    (story,) = read_incidents(tmp_path / "incidents")
+    assert (story["kind"], story["verdict"]["cause"], story["step"]) == ("hang", "stopped", 30)
+    assert "recovered" in [moment["name"] for moment in story["timeline"]]
+
+
+def test_a_suspicion_that_one_look_did_not_settle_is_no_hang_when_the_job_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow ending is not an incident of its own."""
+    answer_with(monkeypatch, Examination(verdict=VERDICT))
+    watch = trained(tmp_path, Hand())
+    look(watch, 8.1)
+    watch.close()
+    (story,) = read_incidents(tmp_path / "incidents")
+    assert story["kind"] == "slow"
+
+
+def test_when_all_ranks_die_at_once_their_next_lives_end_the_incident(tmp_path: Path) -> None:
+    """There are no survivors to watch: the job has recovered when every rank completes calls again."""
+    watch = trained(tmp_path, Hand())
+    for rank in range(3):
+        write_box(tmp_path / "boxes", rank, 30, pid=2**22 + rank)  # no such process
+    opened = watch.note_death((1,), 1, "rank 1 died of SIGKILL", 1.0)
+    for rank in range(3):
+        write_box(tmp_path / "boxes", rank, -1, calls=0)
+    look(watch, 5.0)
+    assert opened.current.closed is None
+    for rank in range(3):
+        write_box(tmp_path / "boxes", rank, 0, calls=2)
+    look(watch, 6.0)
+    assert json.loads((opened.path / "incident.json").read_text())["closed"] is not None
+
+
+def test_of_a_replica_left_behind_the_rank_that_waits_for_nobody_is_named() -> None:
+    """Rank 2 waits for rank 3, which is stopped; when all wait, nobody is accused with confidence."""
+    ranks = {2: RankState(2, "collective_wait", "", ""), 3: RankState(3, "stopped", "a.py:1 in f", "state T")}
+    verdict = verdict_on([2, 3], StacksReport(None, (3,), "", ranks), "silent")
+    assert verdict is not None and (verdict["ranks"], verdict["confidence"]) == ([3], 0.9)
+    waiting = verdict_on([2], StacksReport(None, (), "", ranks), "silent")
+    assert waiting is not None and waiting["confidence"] < 0.6
+    assert verdict_on([2], None, "silent") is None
