@@ -120,7 +120,7 @@ def _serve(args: argparse.Namespace) -> int:
     import logging
     import signal
 
-    from allranks.lighthouse.limits import raise_open_files
+    from allranks.lighthouse.limits import calm_collector, raise_open_files
     from allranks.lighthouse.server import new_event_loop
 
     logging.basicConfig(
@@ -129,6 +129,7 @@ def _serve(args: argparse.Namespace) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     raise_open_files()
+    calm_collector()
     token, token_file = _server_token(args)
     lighthouse = make_lighthouse(args, token)
     stop = asyncio.Event()

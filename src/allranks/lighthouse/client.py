@@ -13,18 +13,15 @@ import itertools
 import json
 import logging
 import os
-import socket
 import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any
 
 from allranks.errors import (
-    ConfigurationError,
     LighthouseError,
     LighthouseRefused,
     LighthouseUnreachable,
@@ -32,9 +29,10 @@ from allranks.errors import (
     ReplicaEvicted,
 )
 from allranks.lighthouse.beacon_line import BeaconLine
+from allranks.lighthouse.client_options import ClientOptions
 from allranks.lighthouse.codec import FIRST_NOTICE, decode, encode
 from allranks.lighthouse.held import Held
-from allranks.lighthouse.link import FATAL, Link, LinkOptions
+from allranks.lighthouse.link import FATAL, Link
 from allranks.lighthouse.messages import (
     Ack,
     Beat,
@@ -62,53 +60,11 @@ from allranks.model.cluster import (
     Quorum,
 )
 
+__all__ = ["Client", "ClientOptions"]
+
 log = logging.getLogger("allranks.lighthouse")
 
 _SEEN = 4096  # ids of notices that are remembered, so that one that comes twice is told once
-
-
-@dataclass(frozen=True)
-class ClientOptions:
-    """Where the lighthouse is and who we are. Empty values come from the environment."""
-
-    addresses: tuple[str, ...] = ()  # $ALLRANKS_LIGHTHOUSE, comma separated
-    token: str = ""  # $ALLRANKS_TOKEN, or the file $ALLRANKS_TOKEN_FILE
-    replica: str = ""
-    node: str = ""  # the host's name
-    session: str = ""  # one life of the replica, shared by its ranks; "": a random one
-    role: str = "replica"  # or "observer"
-    rank: int = 0
-    connections: int = 1
-    heartbeat_s: float = 0.0  # 0: as the lighthouse says
-    beacon: bool = False
-    black_box: str = ""
-    ca: str = ""  # PEM files; `ca` switches TLS on. $ALLRANKS_CA
-    certificate: str = ""
-    key: str = ""
-    server_name: str = ""
-
-    def __post_init__(self) -> None:
-        if self.role not in ("replica", "observer"):
-            raise ConfigurationError(f"role is {self.role!r}, must be 'replica' or 'observer'")
-        if self.role == "replica" and not self.replica:
-            raise ConfigurationError("a replica needs a name: ClientOptions(replica=...)")
-        if not 0 <= self.rank < self.connections:
-            raise ConfigurationError(f"rank is {self.rank}, must be below connections ({self.connections})")
-
-    def link(self, session: str) -> LinkOptions:
-        """All empty values filled in. Reads environment and token file."""
-        text = ",".join(self.addresses) or os.environ.get("ALLRANKS_LIGHTHOUSE", "")
-        addresses = tuple(part.strip() for part in text.split(",") if part.strip())
-        if not addresses:
-            raise ConfigurationError(
-                "no address of a lighthouse",
-                hint="set ALLRANKS_LIGHTHOUSE=HOST:PORT, or start `allranks lighthouse`",
-            )
-        return LinkOptions(
-            addresses, self.token or _token(), self.role, self.replica, session, self.node or socket.gethostname(),
-            self.rank, self.connections, self.heartbeat_s, ca=self.ca or os.environ.get("ALLRANKS_CA", ""),
-            certificate=self.certificate, key=self.key, server_name=self.server_name,
-        )  # fmt: skip
 
 
 class Client:
@@ -497,18 +453,6 @@ _HINTS = {
     "superseded": "Two processes use one replica name, or this one was replaced by a restart.",
     "evicted": "Let it in again: allranks lighthouse let-in ADDRESS REPLICA",
 }
-
-
-def _token() -> str:
-    if token := os.environ.get("ALLRANKS_TOKEN"):
-        return token
-    path = os.environ.get("ALLRANKS_TOKEN_FILE")
-    if not path:
-        return ""
-    try:
-        return Path(path).read_text().strip()
-    except OSError as error:
-        raise ConfigurationError(f"cannot read the job token: {error}") from error
 
 
 def _after_fork_in_child() -> None:
