@@ -52,7 +52,9 @@ def test_a_replica_killed_at_any_place_of_a_step_costs_nothing(
     assert_like_undisturbed(job, results["a"])
 
 
-@pytest.mark.parametrize("place", ["before allreduce", "inside allreduce", "inside vote", "before apply"])
+@pytest.mark.parametrize(
+    "place", ["before allreduce", "inside allreduce", "half vote", "inside vote", "before apply"]
+)
 def test_three_replicas_lose_one_and_stay_equal(lighthouse: LighthouseProcess, place: str) -> None:
     """The two survivors agree on every bit although only one of them may have seen the last vote."""
     fault = Fault("kill", "b", at_step=4, at=place)

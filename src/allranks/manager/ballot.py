@@ -1,4 +1,4 @@
-"""The vote that ends a step: one small allreduce over all ranks of the quorum, and what its sum means.
+"""The vote that ends a step, and what its sum means; `cast` votes by one small allreduce over all ranks.
 
 It comes after every gradient has been reduced. If it succeeds, every rank knows that every rank holds the same
 gradients, and whether anybody has news (a replica waits to come in), so all act at the same boundary. No

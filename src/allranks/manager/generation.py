@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from allranks.manager.ballot import Tally, Vote, cast
+from allranks.manager.ballot_box import MAX_VOTERS, BallotBox
 from allranks.manager.group import ReconfigurableGroup
 from allranks.manager.plan import Plan
 from allranks.model.cluster import Quorum
@@ -19,7 +21,8 @@ class Generation:
     index: int  # our replica's place in the quorum
     rank: int  # inside the replica
     group: ReconfigurableGroup  # gradients: the ranks of equal place in each replica
-    control: ReconfigurableGroup  # votes: all ranks; may be the same object as `group`
+    box: BallotBox  # votes, up to its number of voters
+    control: ReconfigurableGroup  # votes of larger quorums: all ranks; may be the same object as `group`
     broken: str = ""  # why, in the words of who noticed
     over: bool = False  # replaced by a later one: its end is no accident
     commits: int = 0
@@ -51,6 +54,12 @@ class Generation:
     def usable(self) -> bool:
         return not self.broken and not self.over
 
+    def vote(self, vote: Vote) -> Tally:
+        """One vote of all ranks; raises RuntimeError or GroupAborted when one is gone."""
+        if self.voters <= MAX_VOTERS:
+            return self.box.cast(vote)
+        return cast(self.control, self.voters, vote, lambda: self.usable)
+
     def break_off(self, reason: str) -> bool:
         """Ends everything that is blocked in it; False when that has happened before."""
         if not self.usable:
@@ -61,6 +70,7 @@ class Generation:
 
     def take_down(self, reason: str) -> None:
         """Aborts the groups, here and (by the closed sockets) at the peers."""
+        self.box.abort(reason)
         self.control.abort(reason)
         if self.group is not self.control:
             self.group.abort(reason)

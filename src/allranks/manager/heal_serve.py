@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,7 @@ class HealServer:
     timeout_s: float = 60.0
     address: str = ""  # host:port once started
     sent_bytes: int = 0
+    on_ballot: Callable[[str, int, socket.socket], None] | None = None  # takes a voter's connection over
     _offer: Offer | None = None
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _listener: socket.socket | None = None
@@ -112,14 +114,26 @@ class HealServer:
         try:
             tune(connection, self.timeout_s)
             greet_as_server(connection, self.secret)
-            while True:
-                self._answer(connection, read_frame(connection))
+            while (request := read_frame(connection)).get("want") != "ballot":
+                self._answer(connection, request)
+            connection = self._hand_over(connection, request)
         except (OSError, HealWireError, ValueError, KeyError, TypeError):
             pass  # the receiver is gone or talks nonsense; it is told by the closed connection
         finally:
             with self._changed:
                 self._connections.discard(connection)
             connection.close()
+
+    def _hand_over(self, connection: socket.socket, request: dict[str, Any]) -> socket.socket:
+        """A voter calls: its connection is not ours any more. What is left to close is a husk."""
+        name, place = str(request["name"]), int(request["place"])
+        if self.on_ballot is None:
+            raise HealWireError("no votes here")
+        send_frame(connection, {"ok": True})
+        with self._changed:
+            self._connections.discard(connection)
+        self.on_ballot(name, place, socket.socket(fileno=connection.detach()))
+        return connection
 
     def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
         position = (int(request["term"]), int(request["step"]))

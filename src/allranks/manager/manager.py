@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from allranks import record
 from allranks.errors import GroupAborted, HealingFailed, ManagerError, RetriesExhausted
-from allranks.manager.ballot import Vote, cast
+from allranks.manager.ballot import Vote
 from allranks.manager.generation import Attempt, Generation
 from allranks.manager.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.heal_fetch import Fetch
@@ -350,7 +350,7 @@ class Manager:
         news = bool(self.training.news)
         vote = Vote(good=attempt.error is None and enough, news=news, step=self.training.step)
         try:
-            tally = cast(generation.control, generation.voters, vote, lambda: generation.usable)
+            tally = generation.vote(vote)
         except (RuntimeError, GroupAborted) as error:
             reason = generation.broken or f"the vote failed: {str(error).splitlines()[0]}"
             return self.training.doubtful(generation, reason, self._patience_s)

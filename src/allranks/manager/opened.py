@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from allranks import record
 from allranks.lighthouse.client import Client, ClientOptions
+from allranks.manager.ballot_box import BallotBox
 from allranks.manager.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.heal_serve import HealServer
 from allranks.manager.inside import InsideReplica
@@ -65,6 +66,7 @@ class Opened:
             inside=inside,
             group=self.group,
             control=self._control(),
+            box=self._box(),
             server=self.server,
             store_address=self._host_store() if inside.speaks else "",
             read_state=read_state,
@@ -88,6 +90,7 @@ class Opened:
         generation = self.training.generation
         if generation is not None:
             generation.over = True
+        self.regrouper.box.shutdown()
         self.regrouper.control.shutdown()
         self.group.shutdown()
         self.regrouper.cancel()
@@ -123,6 +126,13 @@ class Opened:
                     group.on_connected = self.client.hold
         shared = isinstance(self.group, ProcessGroupGloo) and self.options.world_size == 1
         return self.group if shared else control
+
+    def _box(self) -> BallotBox:
+        box = BallotBox(self.options.timeout_s)
+        if self.options.proactive:
+            box.on_connected = self.client.hold
+        self.server.on_ballot = box.arrive
+        return box
 
     def _host_store(self) -> str:
         self._store = dist.TCPStore(self.options.host, 0, is_master=True, wait_for_workers=False)
@@ -167,5 +177,5 @@ class Opened:
             if generation is not None and generation.voters == 1:  # nobody to agree with: ask at once
                 self.training.wanted = self.training.wanted or notice.reason
                 self.training.changed.notify_all()
-        if generation is not None and generation.usable and self.regrouper.control.peer_gone():
+        if generation is not None and generation.usable and self.regrouper.box.peer_gone():
             self.training.break_group(generation, notice.reason)

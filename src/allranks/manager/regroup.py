@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from allranks.errors import AllranksError, GroupAborted, HealingFailed, ManagerError
 from allranks.lighthouse.client import Client
+from allranks.manager.ballot_box import MAX_VOTERS, BallotBox, Booth
 from allranks.manager.generation import Generation
 from allranks.manager.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.heal_fetch import Fetch, Source
@@ -47,6 +48,7 @@ class Regrouper:
     inside: InsideReplica
     group: ReconfigurableGroup
     control: ReconfigurableGroup
+    box: BallotBox
     server: HealServer
     store_address: str  # of the store hosted by rank 0 of this replica; the primary's is the meeting place
     read_state: Callable[[], Any]
@@ -95,6 +97,7 @@ class Regrouper:
         """Ends the making of a group. Again and again: its sockets may not exist at the first try."""
         deadline = time.monotonic() + self.options.connect_timeout_s
         while self.training.forming == number and time.monotonic() < deadline:
+            self.box.abort(reason)
             self.control.abort(reason)
             self.group.abort(reason)
             abort_connecting((), (self._meeting_port,))
@@ -189,7 +192,7 @@ class Regrouper:
             raise GroupAborted(lost)
         self._let_go(old, "the members changed")
         self._connect(quorum, plan, said, index)
-        generation = Generation(quorum, plan, index, self.options.rank, self.group, self.control)
+        generation = Generation(quorum, plan, index, self.options.rank, self.group, self.box, self.control)
         generation.loaded = not generation.heals
         if generation.heals:
             self._prepare_fetch(plan)
@@ -213,6 +216,7 @@ class Regrouper:
             if old is not None:
                 old.over = True
                 self.client.release(old.number)
+        self.box.abort(reason)
         self.control.abort(reason)
         if self.group is not self.control:
             self.group.abort(reason)
@@ -227,17 +231,20 @@ class Regrouper:
         beside = _known(replica.ranks[rank].global_rank for replica in said)
         name = f"replicas/{quorum.number}" + (f"/{rank}" if self.options.world_size > 1 else "")
         self.group.meet(Meeting(own_store, index, len(said), quorum.number, places, name, beside))
-        if self.control is not self.group:
-            first = sum(len(replica.ranks) for replica in said[:index]) + rank
-            ports = [claim.control_port for replica in said for claim in replica.ranks]
-            ports.pop(first)
+        first = sum(len(replica.ranks) for replica in said[:index]) + rank
+        voters = [(claim, bytes.fromhex(replica.secret)) for replica in said for claim in replica.ranks]
+        others_booths = [
+            Booth(place, claim.address, secret)
+            for place, (claim, secret) in enumerate(voters)
+            if place != first
+        ]
+        if len(voters) <= MAX_VOTERS:
+            name = f"{quorum.epoch}.{quorum.number}"
+            self.box.meet(name, quorum.number, first, others_booths, self.options.connect_timeout_s)
+        elif self.control is not self.group:
+            ports = tuple(claim.control_port for place, (claim, _) in enumerate(voters) if place != first)
             control_store = dist.PrefixStore(f"{prefix}/control", store)
-            everybody = _known(claim.global_rank for replica in said for claim in replica.ranks)
-            self.control.meet(
-                Meeting(
-                    control_store, first, len(ports) + 1, quorum.number, tuple(ports), f"votes/{quorum.number}", everybody
-                )
-            )  # fmt: skip
+            self.control.meet(Meeting(control_store, first, len(voters), quorum.number, ports))
 
     def _reach_store(self, address: str) -> dist.Store:
         """A new client of the primary's store (also when that is us: aborting cuts clients, not the server).

@@ -40,6 +40,14 @@ class SocketSet:
                 self._shut()
         _remember(self)
 
+    def add(self, own: socket.socket) -> None:
+        """Takes a socket over."""
+        with self._lock:
+            self._held.append(own)
+            if self.aborted:
+                self._shut()
+        _remember(self)
+
     def fds(self) -> list[int]:
         """The duplicates' numbers, for handing them to the beacon."""
         with self._lock:

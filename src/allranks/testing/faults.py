@@ -27,7 +27,8 @@ log = logging.getLogger("allranks.testing")
 
 KINDS = ("kill", "stop", "hang", "slow", "leave", "error", "cut")
 PLACES = (
-    "step start", "before allreduce", "inside allreduce", "before vote", "inside vote", "after vote",
+    "step start", "before allreduce", "inside allreduce", "before vote", "half vote", "inside vote",
+    "after vote",
     "before apply", "regrouping", "connecting", "sending state", "receiving state", "loading state",
 )  # fmt: skip
 
@@ -139,13 +140,13 @@ def inject(
 
 
 def _around_vote(manager: Manager, injector: Injector) -> None:
-    """Inside the vote: our part is on its way, the result is not here."""
+    """Half vote: one other has heard us. Inside the vote: all others have, and we have heard nobody."""
     real = manager._vote
 
     def vote(attempt: Any) -> bool:
         generation = attempt.generation
         if generation is not None:
-            _around(generation.control, "allreduce", after=lambda: injector.reach("inside vote"), once=True)
+            _watch_tells(generation.box, injector)
         return real(attempt)
 
     manager._vote = vote  # type: ignore[method-assign]
@@ -172,6 +173,21 @@ def _when_open(manager: Manager, injector: Injector) -> None:
 def _watch_fetch(regrouper: Any, injector: Injector) -> None:
     if regrouper.fetch is not None:
         _around(regrouper.fetch, "_receive", before=lambda: injector.reach("receiving state"))
+
+
+def _watch_tells(box: Any, injector: Injector) -> None:
+    """Counts whom we told our vote."""
+    real, wanted, told = type(box)._tell, len(box._lines), [0]
+
+    def tell(line: Any, form: bytes) -> None:
+        real(box, line, form)
+        told[0] += 1
+        if told[0] == 1:
+            injector.reach("half vote")
+        if told[0] == wanted:
+            injector.reach("inside vote")
+
+    box._tell = tell
 
 
 def _around(
