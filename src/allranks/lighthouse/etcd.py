@@ -10,7 +10,7 @@ import base64
 import http.client
 import json
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -36,6 +36,7 @@ class Etcd:
     endpoints: tuple[str, ...]
     timeout_s: float = 1.0
     ca: str = ""
+    _first: list[int] = field(default_factory=lambda: [0])  # the endpoint that answered last is asked first
 
     def grant(self, ttl_s: int) -> tuple[int, float]:
         """(lease id, granted seconds)."""
@@ -72,10 +73,14 @@ class Etcd:
         return bool(answer.get("succeeded")), int(answer["header"]["revision"])
 
     def _call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        problems = []
-        for endpoint in self.endpoints:
+        problems, count = [], len(self.endpoints)
+        first = self._first[0]
+        for index in (i % count for i in range(first, first + count)):
+            endpoint = self.endpoints[index]
             try:
-                return self._post(endpoint, path, json.dumps(body).encode())
+                answer = self._post(endpoint, path, json.dumps(body).encode())
+                self._first[0] = index
+                return answer
             except (OSError, http.client.HTTPException, ValueError) as error:
                 problems.append(f"{endpoint}: {error or type(error).__name__}")
         raise EtcdError(f"etcd does not answer {path}: {'; '.join(problems)}")

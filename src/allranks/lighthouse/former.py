@@ -57,6 +57,7 @@ class Former:
     _timer: asyncio.TimerHandle | None = None
     _saving: asyncio.Task[None] | None = None
     _kept_evictions: dict[str, str] | None = None
+    _held_until: float = 0.0
     _after: list[Callable[[], None]] = field(default_factory=list)
 
     def reset(self, state: State, active: bool, keep: Keep | None) -> None:
@@ -78,6 +79,15 @@ class Former:
         if not self._planned:
             self._planned = True
             self.timers.call_soon(self._settle)
+
+    def hold(self, seconds: float) -> None:
+        """Makes no decision for a while: somebody is about to say what the last quorum was."""
+        self._held_until = self.now() + seconds
+
+    def let_go(self) -> None:
+        """Decides again."""
+        self._held_until = 0.0
+        self.soon()
 
     def after_kept(self, callback: Callable[[], None]) -> None:
         """Calls back when the evictions as they are now are safe: at once without etcd."""
@@ -106,6 +116,9 @@ class Former:
         for callback in after:
             callback()
         now = self.now()
+        if now < self._held_until:
+            self._plan(self._held_until, now)
+            return
         self.state.advance(now)
         decision, reason = decide(now, self.state, self.options)
         if isinstance(decision, Form):

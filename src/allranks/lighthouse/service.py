@@ -42,6 +42,7 @@ log = logging.getLogger("allranks.lighthouse")
 
 T = TypeVar("T")
 _REMEMBERED = 10_000  # sessions of the past that are still known
+_RECALL_S = 1.0  # how long the answer to a recall is waited for
 _PONG = encode(Pong())
 
 
@@ -197,7 +198,10 @@ class Service:
             state.round = max(state.round, hello.round)
             state.epoch = max(state.epoch, hello.epoch + 1)
         known = state.last.round if state.last else 0
-        return hello.round > known and hello.round == state.round
+        recall = hello.round > known and hello.round == state.round
+        if recall:  # nobody new may form a quorum of its own before we know who trains already
+            self.former.hold(_RECALL_S)
+        return recall
 
     def recalled(self, quorum: Quorum) -> None:
         """A client answers a recall: the quorum that an earlier lighthouse formed."""
@@ -216,7 +220,7 @@ class Service:
         text = f"took over quorum {quorum.number} of {len(quorum.members)} members"
         self.bulletin.event("quorum", text, number=quorum.number)
         self._plan_sweep(now + self.options.heartbeat_timeout_s)
-        self.former.soon()
+        self.former.let_go()
 
     # ---- staying ----------------------------------------------------------------------------------------
 

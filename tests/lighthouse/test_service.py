@@ -1,0 +1,241 @@
+"""The service without sockets: what a door of any protocol can rely on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from allranks.lighthouse.messages import Hello, Refused, Welcome
+from allranks.lighthouse.options import Options
+from allranks.lighthouse.service import Service
+from allranks.lighthouse.sessions import Session
+from allranks.model.cluster import Member, MemberLost, Notice, Quorum, QuorumFormed, QuorumWanted
+
+
+@dataclass
+class FakePeer:
+    """Keeps what it is sent."""
+
+    address: str = "test"
+    got: list[object] = field(default_factory=list)
+    closed: bool = False
+
+    def deliver(self, message: object, frame: bytes) -> None:
+        assert frame
+        self.got.append(message)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def of(self, kind: type) -> list[Any]:
+        return [each for each in self.got if isinstance(each, kind)]
+
+
+class Desk:
+    """A service on the running loop, and clients of it."""
+
+    def __init__(self, **options: Any) -> None:
+        self.service = Service(Options(**options), asyncio.get_running_loop(), address="here")
+
+    def enter(self, name: str, **values: Any) -> tuple[Session, FakePeer]:
+        peer = FakePeer()
+        session = self.service.hello(
+            peer, Hello(replica=name, session=values.pop("session", f"{name}.1"), **values)
+        )
+        assert isinstance(session, Session)
+        return session, peer
+
+    async def settle(self) -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+def on_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Runs an asynchronous test."""
+
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(test(), 60))
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+@on_loop
+async def test_nobody_forms_a_quorum_while_a_recall_is_on_its_way() -> None:
+    """A restarted lighthouse first learns who trains already, then lets newcomers in by the rules."""
+    desk = Desk()
+    last = Quorum(7, 2, (Member("a", "a.1"), Member("b", "b.1")), "why", round=30)
+    _, a_peer = desk.enter("a", epoch=2, number=7, round=30)
+    assert a_peer.of(Welcome)[0].recall
+    x, x_peer = desk.enter("x")
+    desk.service.join(x, Member("x"))
+    await desk.settle()
+    assert not x_peer.of(Quorum)
+    desk.service.recalled(last)
+    await desk.settle()
+    assert not x_peer.of(Quorum)  # a and b are training; they are called
+    assert a_peer.of(QuorumWanted)
+    status = desk.service.snapshot()
+    assert (status.number, status.epoch) == (7, 3)
+    assert {row.replica: row.state for row in status.replicas} == {
+        "a": "member",
+        "b": "expected",
+        "x": "asking",
+    }
+
+
+@on_loop
+async def test_what_an_older_client_recalls_does_not_replace_what_is_known() -> None:
+    """Numbers never go back."""
+    desk = Desk()
+    a, peer = desk.enter("a")
+    desk.service.join(a, Member("a"))
+    await desk.settle()
+    (formed,) = peer.of(Quorum)
+    desk.service.recalled(Quorum(0, 0, (Member("z", "z.1"),), "old"))
+    assert desk.service.state.last == formed
+
+
+@on_loop
+async def test_many_deaths_in_one_moment_are_told_together() -> None:
+    """Every survivor hears of every death, each once."""
+    desk = Desk(grace_s=0.0)
+    crowd = [desk.enter(f"r{i:02d}") for i in range(30)]
+    for session, _ in crowd:
+        desk.service.join(session, Member(session.replica))
+    await desk.settle()
+    for session, peer in crowd[:20]:
+        desk.service.disconnected(session, peer, clean=True)
+    await asyncio.sleep(0.05)
+    for _, peer in crowd[20:]:
+        lost = [notice.replica for notice in peer.of(MemberLost)]
+        assert sorted(lost) == [f"r{i:02d}" for i in range(20)]
+
+
+@on_loop
+async def test_a_returning_session_gets_what_it_did_not_acknowledge() -> None:
+    """On the new connection, with the same ids."""
+    desk = Desk(reset_grace_s=5.0)
+    (a, a_peer), (b, _) = desk.enter("a"), desk.enter("b")
+    for session in (a, b):
+        desk.service.join(session, Member(session.replica))
+    await desk.settle()
+    desk.service.disconnected(a, a_peer, clean=False)
+    desk.service.leave(b, "bye")
+    await desk.settle()
+    assert len(a.pending) == 1
+    _, again = desk.enter("a")
+    assert [type(each).__name__ for each in again.got] == ["Welcome", "MemberLeft"]
+    desk.service.acknowledge(a, next(iter(a.pending)))
+    _, third = desk.enter("a")
+    assert [type(each).__name__ for each in third.got] == ["Welcome"]
+    assert again.closed  # one connection per session
+
+
+@on_loop
+async def test_spares_are_told_and_used_when_a_member_dies() -> None:
+    """They keep asking; no member is disturbed while nothing can change."""
+    desk = Desk(max_replicas=2, grace_s=0.0)
+    crowd = [desk.enter(name) for name in ("a", "b", "c")]
+    for session, _ in crowd:
+        desk.service.join(session, Member(session.replica))
+    await desk.settle()
+    spare = crowd[2][1]
+    assert spare.of(QuorumFormed)[0].members == ("a", "b")
+    assert not spare.of(Quorum)
+    assert not crowd[0][1].of(QuorumWanted)
+    desk.service.disconnected(*crowd[1], clean=True)
+    await asyncio.sleep(0.05)
+    desk.service.join(crowd[0][0], Member("a", step=1))
+    await desk.settle()
+    assert spare.of(Quorum)[0].names == ("a", "c")
+
+
+@on_loop
+async def test_number_and_state_survive_a_keeper_that_fails_at_first() -> None:
+    """Nothing is announced before it is kept; a failed attempt is made again."""
+    desk = Desk(quorum_tick_s=0.01)
+    kept: list[int] = []
+
+    async def keep(quorum: Quorum | None, number: int, evicted: dict[str, str]) -> None:
+        if len(kept) < 2:
+            kept.append(-1)
+            raise OSError("etcd is away")
+        kept.append(number)
+
+    desk.service.lead(4, None, 11, {}, keep)
+    a, peer = desk.enter("a")
+    desk.service.join(a, Member("a"))
+    await desk.settle()
+    assert not peer.of(Quorum)
+    while not peer.of(Quorum):
+        await asyncio.sleep(0.01)
+    assert kept == [-1, -1, 12]
+    assert (peer.of(Quorum)[0].number, peer.of(Quorum)[0].epoch) == (12, 4)
+
+
+@on_loop
+async def test_a_member_lost_while_its_quorum_is_being_kept_makes_it_void() -> None:
+    """The number is used up; the survivors get another."""
+    desk = Desk(grace_s=0.0)
+    gate = asyncio.Event()
+
+    async def keep(quorum: Quorum | None, number: int, evicted: dict[str, str]) -> None:
+        await gate.wait()
+
+    desk.service.lead(1, None, 0, {}, keep)
+    (a, a_peer), (b, b_peer) = desk.enter("a"), desk.enter("b")
+    for session in (a, b):
+        desk.service.join(session, Member(session.replica))
+    await desk.settle()
+    desk.service.disconnected(b, b_peer, clean=True)
+    await asyncio.sleep(0.05)
+    gate.set()
+    while not a_peer.of(Quorum):
+        await asyncio.sleep(0.01)
+    (quorum,) = a_peer.of(Quorum)
+    assert quorum.names == ("a",)
+    assert quorum.number == 2
+
+
+@on_loop
+async def test_a_lighthouse_that_does_not_lead_sends_everybody_to_the_leader() -> None:
+    """Those who are there already too."""
+    desk = Desk()
+    _, peer = desk.enter("a")
+    desk.service.follow("other:1")
+    assert peer.of(Refused)[0] == Refused("moved", "this lighthouse does not lead any more", "other:1")
+    assert peer.closed
+    refused = desk.service.hello(FakePeer(), Hello(replica="b", session="b.1"))
+    assert isinstance(refused, Refused)
+    assert (refused.code, refused.leader) == ("moved", "other:1")
+
+
+@on_loop
+async def test_listeners_hear_every_event_and_a_broken_one_harms_nobody() -> None:
+    """As the page does."""
+    desk = Desk()
+    heard: list[str] = []
+
+    def broken(_: object) -> None:
+        raise RuntimeError("page closed")
+
+    desk.service.subscribe(broken)
+    stop = desk.service.subscribe(lambda event: heard.append(event.kind))
+    desk.enter("a")
+    desk.service.evict("a", "bad")
+    stop()
+    desk.service.let_in("a")
+    assert heard == ["connected", "evicted"]
+
+
+@pytest.mark.parametrize("kind", [MemberLost, QuorumWanted])
+def test_notices_are_plain_data(kind: type[Notice]) -> None:
+    """Equal when their fields are; usable as keys."""
+    one = kind(**{"replica": "a", "reason": "r"} if kind is MemberLost else {"reason": "r"})
+    assert one == kind(**{name: getattr(one, name) for name in one.__dataclass_fields__})
+    assert hash(one)
