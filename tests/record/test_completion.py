@@ -165,6 +165,17 @@ def test_calls_that_end_in_any_order_are_all_noticed(tmp_path: Path, engine: str
     assert len(writer.pending) == 2
 
 
+def test_works_that_never_say_that_they_are_over_are_let_go(tmp_path: Path, engine: str) -> None:
+    """No more of them are kept than there are rows to write their end to."""
+    writer = _writer(tmp_path, engine)
+    group = GroupState(1, "g", (0,), "nccl", 0, engine == "c")
+    works = [_Work() for _ in range(500)]
+    for work in works:
+        writer.track(work, writer.begin(group, 1, (0, 0, 0)), group)
+    writer.sweep(everything=True)
+    assert len(writer.pending) == writer.box.capacity
+
+
 def test_nothing_is_asked_of_cuda_while_a_graph_is_captured(tmp_path: Path, engine: str) -> None:
     """Querying an event would spoil the capture."""
     writer = _writer(tmp_path, engine)

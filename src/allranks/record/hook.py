@@ -77,8 +77,13 @@ class Hook:
                 self._replace(owner, method, wrapper)
             self._replace(owner, "_start_coalescing", self._wrap_start(owner._start_coalescing))
             self._replace(owner, "_end_coalescing", self._wrap_end(owner._end_coalescing))
-        wait = c10d.Work.wait
-        self._replace(c10d.Work, "wait", self._fast_wait(wait, self._wrap_wait(wait)))
+        works = [
+            kind for kind in vars(c10d).values() if isinstance(kind, type) and issubclass(kind, c10d.Work)
+        ]
+        for kind in works:
+            if "wait" in vars(kind):
+                wait = kind.wait
+                self._replace(kind, "wait", self._fast_wait(wait, self._wrap_wait(wait)))
         self._watch_cuda()
         try:
             from allranks.record.twin import Twins
