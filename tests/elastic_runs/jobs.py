@@ -49,7 +49,7 @@ class Job:
 
     def add(self) -> subprocess.Popen[bytes]:
         """Starts one more agent."""
-        number = len(self.agents)
+        number = len(self.logs)
         self.logs.append(self.folder / f"agent-{number}.log")
         environment = {k: v for k, v in os.environ.items() if not k.startswith("ALLRANKS_")}
         environment.update({"ALLRANKS_DIR": str(self.folder / f"box-{number}"), "OMP_NUM_THREADS": "1"})

@@ -18,6 +18,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from datetime import timedelta
 
+from allranks.agent.meeting import meeting_again
 from allranks.agent.spares import RANK_MODULE, Spares, serving
 from allranks.errors import AllranksError, InputError, require
 
@@ -27,8 +28,9 @@ log = logging.getLogger("allranks.agent")
 # restarts are flaky (6 of 17 clean) and scale-up always fails. Without sharing: 11 of 11 and 4 of 4.
 _CURE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
-# torchrun waits 30 s for late nodes and 15 s for dead ones; both are measured in idle GPUs.
-_RENDEZVOUS_DEFAULTS = {"last_call_timeout": "2", "keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
+# torchrun waits 30 s for late nodes and 15 s for dead ones; both are measured in idle GPUs. With fewer than 5 s for
+# dead ones, nodes of a heavily loaded machine were taken for dead.
+_RENDEZVOUS_DEFAULTS = {"last_call_timeout": "2", "keep_alive_interval": "1", "keep_alive_max_attempt": "5"}
 
 
 class LaunchError(AllranksError):
@@ -60,7 +62,8 @@ def launch(job: Launch) -> int:
     if args.rdzv_backend == "c10d" and not args.standalone:
         refuse_stranger(str(args.rdzv_endpoint))
     try:
-        with serving(Spares() if job.spares and job.record and may_restart(args) else None):
+        spares = Spares() if job.spares and job.record and may_restart(args) else None
+        with serving(spares), meeting_again():
             torchrun.run(args)
     except ChildFailedError as error:
         print(error, file=sys.stderr)

@@ -21,6 +21,7 @@ from allranks.agent.etcd_gateway import EtcdError, EtcdGateway, parse_endpoints
 PREFIX = "/allranks"
 LIFE_S = 24 * 3600  # stale keys of a dead job go away by themselves
 POLL_S = 0.02
+STORE_S = 15.0
 
 
 class EtcdV3Backend(RendezvousBackend):
@@ -142,7 +143,8 @@ def create_etcd_v3_handler(params: RendezvousParameters) -> RendezvousHandler:
         etcd.status()
     except EtcdError as error:
         raise RendezvousConnectionError(f"{error}. {error.hint}") from error
-    timeout = timedelta(seconds=float(params.get("timeout", 900) or 900))
+    # how long nodes that have just met wait for each other's word; then they meet again
+    timeout = timedelta(seconds=float(params.get("store_timeout", STORE_S) or STORE_S))
     store = EtcdV3Store(etcd, params.run_id, timeout)
     return create_handler(store, EtcdV3Backend(etcd, params.run_id), params)
 
