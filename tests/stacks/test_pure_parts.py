@@ -395,3 +395,26 @@ def test_the_debug_section_is_read_as_people_know_it(tmp_path: Path) -> None:
         parse_debug({"enabled": "yes"})
     with pytest.raises(ConfigurationError, match="cannot be negative"):
         parse_debug({"wait_seconds": -1})
+
+
+@pytest.mark.parametrize(
+    ("function", "file", "cause"),
+    [
+        ("TrainingState._wait_for_group", "training.py", "rendezvous_wait"),
+        ("TrainingState._wait_for_verdict", "training.py", "rendezvous_wait"),
+        ("wait_while", "work.py", "collective_wait"),
+        ("BallotBox.cast", "ballot_box.py", "collective_wait"),
+    ],
+)
+def test_a_replica_that_waits_in_its_manager_is_no_culprit(function: str, file: str, cause: str) -> None:
+    """Survivors wait for a group, a gradient or a vote; the one that sleeps in its data code is to blame."""
+    wait = StackFrame("Condition.wait", "/usr/lib/python3.12/threading.py", 359)
+    inside = StackFrame(function, f"/usr/lib/python3.12/site-packages/allranks/manager/{file}", 120)
+    user = StackFrame("main", "train.py", 20)
+    load = StackFrame("load_batch", "data.py", 31)
+    shot = lambda *frames: (Snapshot(1, None, (ThreadStack(1, "MainThread", frames, False, False),)),)  # noqa: E731
+    survivor = ProcessCapture(0, None, 1, snapshots=shot(wait, inside, user))
+    sleeper = ProcessCapture(1, None, 2, snapshots=shot(load, user))
+    report = classify(Capture((survivor, sleeper)))
+    assert report.ranks[0].cause == cause
+    assert report.culprits == (1,)

@@ -150,6 +150,7 @@ def _run(
     stack: ExitStack,
 ) -> int:
     from allranks.agent.overview import write_job
+    from allranks.agent.timed_stacks import start_timed_stacks, stop_timed_stacks
     from allranks.record.place import job_folder
 
     replica_mode = args.replicas is not None
@@ -174,6 +175,9 @@ def _run(
         {"job": job, "lighthouse": lighthouse, "incidents": str(incidents.absolute()), "pid": os.getpid()},
     )
     _say(f"job {job}: black boxes in {folder}, logs in {log_dir}")
+    collector = start_timed_stacks(settings.get("debug") or {}, folder, log_dir)
+    if collector is not None:
+        stack.callback(stop_timed_stacks, collector)
     if replica_mode:
         return _run_replicas(args, settings, script, torchrun, environment, incidents, Path(log_dir), stack)
     return _run_whole(args, settings, [*torchrun, *script], environment, incidents, log_dir, stack)
@@ -217,7 +221,12 @@ def _run_replicas(
         ranks_per_replica=args.nproc_per_replica,
         first_replica=args.first_replica,
         total_replicas=args.total_replicas,
-        environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **environment.variables()},
+        environment={
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            # survivors outlast the watch's patience with the rank that they wait for
+            "ALLRANKS_QUORUM_TIMEOUT_S": os.environ.get("ALLRANKS_QUORUM_TIMEOUT_S", "600"),
+            **environment.variables(),
+        },
         restarts=RestartOptions(max_restarts=int(restarts)),
         log_folder=log_dir,
         quiet=args.quiet,

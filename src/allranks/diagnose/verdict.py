@@ -16,6 +16,7 @@ from allranks.diagnose.liveness import is_hung, is_paused, usual_pause
 from allranks.diagnose.match import Mismatch, find_mismatches
 from allranks.diagnose.misfit import explain_mismatch, explain_p2p
 from allranks.diagnose.p2p import match_p2p
+from allranks.diagnose.quorums import forget_past_quorums
 from allranks.diagnose.shift import find_stack_shift
 from allranks.diagnose.straggler import find_straggler, find_tight_timeout
 from allranks.diagnose.waits import Blocked, find_blocked, wait_graph
@@ -54,7 +55,7 @@ def diagnose(
     """
     options = options or DiagnoseOptions()
     seen = {now.rank: now for now in stacks}
-    every = list(traces)
+    every = forget_past_quorums(list(traces))
     newest = LARGE_JOB // max(1, len(every))
     if sum(len(trace.calls) for trace in every) > LARGE_JOB and newest >= MIN_WINDOW:
         window = [replace(trace, calls=trace.calls[-newest:]) for trace in every]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
 from allranks.errors import InputError
 from allranks.load.result import Raw
+
+OVERLAP_NS = 1_000_000_000  # clocks of nodes may differ by less than this
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ def choose(candidates: list[Candidate], wanted: int | None) -> Choice:
     attempts = tuple(sorted(set(numbered.values())))
     if wanted is not None and wanted not in attempts:
         raise InputError(f"no attempt {wanted} here; found {', '.join(map(str, attempts)) or 'none'}")
+    if wanted is None and len(attempts) > 1 and lives_overlap(candidates, numbered):
+        return _newest_lives(candidates, attempts)
     picked = wanted if wanted is not None else _newest(candidates, numbered)
     dropped = []
     by_rank: dict[int, list[Candidate]] = defaultdict(list)
@@ -54,6 +59,44 @@ def choose(candidates: list[Candidate], wanted: int | None) -> Choice:
         chosen.append(best)
         dropped += [(other, f"rank {rank} is read from {best.path}") for other in rest]
     return Choice(tuple(chosen), tuple(dropped), attempts, picked)
+
+
+def lives_overlap(candidates: list[Candidate], numbered: dict[str, int]) -> bool:
+    """Whether replicas were restarted one by one: a rank lived on after another one's next attempt had begun.
+
+    A restart of the whole job ends every rank before any begins again. Only black boxes tell when they began.
+    """
+    if not all(c.raw.kind.startswith("black box") and c.raw.header.start_ns for c in candidates):
+        return False
+    begun: dict[int, int] = {}
+    ended: dict[int, int] = {}
+    for candidate in candidates:
+        number, begin = numbered[candidate.path], candidate.raw.header.start_ns
+        begun[number] = min(begun.get(number, begin), begin)
+        ended[number] = max(ended.get(number, 0), candidate.raw.last_event_ns())
+    numbers = sorted(begun)
+    pairs = itertools.pairwise(numbers)
+    return any(ended[earlier] > begun[later] + OVERLAP_NS for earlier, later in pairs)
+
+
+def _newest_lives(candidates: list[Candidate], attempts: tuple[int, ...]) -> Choice:
+    """Of every rank the file of its newest process, whatever its attempt."""
+    newest: dict[int, Candidate] = {}
+    for candidate in candidates:
+        known = newest.get(candidate.rank)
+        if known is None or _born(candidate) > _born(known):
+            newest[candidate.rank] = candidate
+    chosen = tuple(newest[rank] for rank in sorted(newest))
+    dropped = [
+        (c, f"of an earlier life of rank {c.rank}, which was restarted by itself")
+        for c in candidates
+        if newest[c.rank] is not c
+    ]
+    return Choice(chosen, tuple(dropped), attempts, attempts[-1])
+
+
+def _born(candidate: Candidate) -> tuple[int, str]:
+    return (candidate.raw.header.start_ns, candidate.path)
 
 
 def number_attempts(candidates: list[Candidate]) -> dict[str, int]:

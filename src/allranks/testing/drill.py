@@ -7,6 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,7 +76,8 @@ def run_drill(
             words, env=environment, stdout=target, stderr=target, start_new_session=True
         )
         try:
-            code = process.wait(timeout=timeout_s)
+            with _ended_by_signals():
+                code = process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             code = 124
         finally:
@@ -224,6 +228,24 @@ def _samples(marks: dict[int, list[dict[str, Any]]]) -> dict[str, int | None]:
         "lost_samples": sum(1 for sample in range(expected) if sample not in seen),
         "repeated_samples": sum(count - 1 for count in seen.values()),
     }
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the drill as Ctrl-C does: through `finally`, so that its job ends with it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
