@@ -4,7 +4,8 @@
 
 Two gloo ranks reduce 4 bytes; short blocks with and without a recorder alternate in the same process, and the
 cheapest block of each kind counts: the one that nothing else disturbed. Cost is CPU time of the calling thread, which other load on the machine disturbs least;
-process CPU time stands beside it. torch's own recorder cannot be switched in a running process: it is measured in
+process CPU time stands beside it. The same over torch's fake backend shows the recorder alone: on a busy machine
+gloo's own cost varies by more than the recorder adds. torch's own recorder cannot be switched in a running process: it is measured in
 ranks of its own, against the same ranks' baseline without it. What recording adds to a call
 that DDP's C++ reducer makes is measured on a tiny model and set against the step of a real one. Reading compares one load of N black boxes with unpickling the same records.
 """
@@ -72,6 +73,9 @@ def measure(quick: bool, folder: Path) -> dict[str, float]:
         suffix = "" if engine == "c" else " (pure Python)"
         for kind in KINDS[1:]:
             numbers[f"added by {kind}{suffix}"] = found[kind]["thread"] - found["none"]["thread"]
+    alone = _in_ranks(alone_all_reduces, (rounds, calls), engine="c", native=False, backend=None)
+    for kind in KINDS[1:]:
+        numbers[f"added by {kind}, no communication"] = alone[kind]["thread"] - alone["none"]["thread"]
     native = _in_ranks(all_reduces, (rounds, calls, ("none",)), engine="c", native=True)
     off = _in_ranks(all_reduces, (rounds, calls, ("none",)), engine="c", native=False)
     numbers["added by torch's own recorder"] = native["none"]["thread"] - off["none"]["thread"]
@@ -86,6 +90,10 @@ def ratios(numbers: dict[str, float]) -> dict[str, float]:
     found = {
         "added without stacks / 3 us": numbers["added by ours"] / 3.0,
         "added with 8-frame stacks / 6 us": numbers["added by ours with stacks"] / 6.0,
+        "added without stacks, no communication / 3 us": numbers["added by ours, no communication"] / 3.0,
+        "added with 8-frame stacks, no communication / 6 us": (
+            numbers["added by ours with stacks, no communication"] / 6.0
+        ),
         "share of a DDP step / 1 %": numbers["share of a DDP step (%)"] / 1.0,
         "reading: unpickling / black box": numbers["unpickle one rank"]
         / numbers["read one rank's black box"],
@@ -108,7 +116,7 @@ def _in_ranks(
         "ALLRANKS_PURE_PYTHON": "1" if engine == "python" else "0",
         "OMP_NUM_THREADS": "1",
     }
-    with Ranks(function, 2, args, env=env, timeout_s=120) as ranks:
+    with Ranks(function, 2, args, backend=backend, env=env, timeout_s=120) as ranks:
         found: dict[str, Any] = ranks.values(timeout_s=600)[0]
         return found
 
@@ -136,6 +144,14 @@ def all_reduces(
             best[kind]["thread"] = min(best[kind]["thread"], thread / calls / 1000)
             best[kind]["process"] = min(best[kind]["process"], process / calls / 1000)
     return best
+
+
+def alone_all_reduces(rank: int, world: int, rounds: int, calls: int) -> dict[str, Any]:
+    """The same over torch's fake backend, which communicates nothing: what is left is the recorder."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    return all_reduces(rank, world, rounds, calls)
 
 
 def _deep(depth: int, tensor: torch.Tensor, calls: int) -> None:
