@@ -96,7 +96,7 @@ def lighthouse() -> Iterator[dict[str, str]]:
     """`allranks lighthouse` with torchft's door, as a process; its announcement."""
     command = [
         sys.executable, "-m", "allranks", "lighthouse", "--bind", "127.0.0.1:0", "--grpc-bind", "127.0.0.1:0",
-        "--min-replicas", "2", "--join-timeout-ms", "30000", "--json",
+        "--min-replicas", "2", "--join-timeout-ms", "30000", "--heartbeat-timeout-ms", "60000", "--json",
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
@@ -117,18 +117,20 @@ package.__path__ = [os.environ["PYTHONPATH"] + "/torchft"]
 from torchft._torchft import LighthouseClient
 address, name, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3])
 client = LighthouseClient(address, connect_timeout=timedelta(seconds=20))
+client.heartbeat(name)
+print("alive", flush=True)
 for step in range(rounds):
+    sys.stdin.readline()
     client.heartbeat(name)
     begin = time.monotonic()
     quorum = client.quorum(name, timeout=timedelta(seconds=60), address="http://m", store_address="s:1", step=step, world_size=1)
     print(quorum.quorum_id, ",".join(p.replica_id for p in quorum.participants), f"{time.monotonic() - begin:.3f}", flush=True)
-    if step + 1 < rounds: sys.stdin.readline()
 sys.stdin.readline()
 """
 
 
 def client(torchft: Path, address: str, name: str, rounds: int) -> subprocess.Popen[str]:
-    """A torchft client that asks for a quorum each time it gets a line."""
+    """A torchft client that is known to the lighthouse and asks for a quorum each time it gets a line."""
     env = {**os.environ, "PYTHONPATH": str(torchft)}
     return subprocess.Popen(
         [sys.executable, "-c", CLIENT, address, name, str(rounds)], env=env, text=True,
@@ -161,6 +163,11 @@ def test_torchft_clients_form_a_quorum_lose_a_member_and_regain_it(
     clients = [client(torchft, lighthouse["grpc"], name, 4) for name in names]
     late = None
     try:
+        for each in clients:  # the first quorum waits for whoever has been heard of
+            assert each.stdout is not None
+            assert each.stdout.readline() == "alive\n"
+        for each in clients:
+            go(each)
         assert {answer(c) for c in clients} == {(1, "a:1,b:1,c:1")}
         for each in clients:
             go(each)
@@ -175,6 +182,9 @@ def test_torchft_clients_form_a_quorum_lose_a_member_and_regain_it(
             "the join timeout was waited for: the closed connection was not noticed"
         )
         late = client(torchft, lighthouse["grpc"], "c:2", 1)
+        assert late.stdout is not None
+        assert late.stdout.readline() == "alive\n"
+        go(late)
         waiting = True
         deadline = time.monotonic() + 120
         while waiting:
