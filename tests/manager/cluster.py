@@ -80,7 +80,7 @@ class LighthouseProcess:
         self.pid = 0
 
     def __enter__(self) -> LighthouseProcess:
-        return self.start()
+        return self if self.pid else self.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -140,17 +140,22 @@ def test_whoever_saw_a_step_committed_is_never_thrown_back_by_one_that_is_behind
 
 
 @pytest.mark.parametrize(
-    ("phase", "broken", "eager", "may"),
+    ("phase", "broken", "eager", "parked", "may"),
     [
-        (Phase.APPLYING, True, True, False),  # the state is neither old nor new
-        (Phase.REDUCING, False, True, False),  # the others count on us
-        (Phase.REDUCING, True, True, True),
-        (Phase.VOTING, True, True, True),
-        (Phase.COMPUTING, False, True, True),
-        (Phase.BETWEEN, False, True, True),
-        (Phase.BETWEEN, True, False, False),  # local steps are made there
+        (Phase.APPLYING, True, True, False, False),  # the state is neither old nor new
+        (Phase.REDUCING, False, True, False, False),  # the others count on us
+        (Phase.REDUCING, True, True, False, True),
+        (Phase.VOTING, True, True, False, True),
+        (Phase.COMPUTING, False, True, False, True),
+        (Phase.BETWEEN, False, True, False, True),
+        (Phase.BETWEEN, True, False, False, False),  # local steps are made there
+        (Phase.REDUCING, True, False, False, False),  # shards are gathered there
+        (Phase.COMPUTING, False, False, True, True),
+        (Phase.VOTING, True, False, False, True),
     ],
 )
-def test_when_a_rank_may_ask_for_a_quorum(phase: Phase, broken: bool, eager: bool, may: bool) -> None:
+def test_when_a_rank_may_ask_for_a_quorum(
+    phase: Phase, broken: bool, eager: bool, parked: bool, may: bool
+) -> None:
     """Only while its state stands still and its claim will stay true."""
-    assert may_ask(phase, broken, eager) is may
+    assert may_ask(phase, broken, eager, parked) is may

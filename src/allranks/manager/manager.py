@@ -99,6 +99,7 @@ class Manager:
         self._failures = 0
         self._volatile = False  # the state changes between commits: offers must be copies
         self._life = threading.Lock()
+        self.training.eager = self.options.world_size == 1
         self._secret = secrets.token_hex(16)
         if checkpoint_transport is not None:
             log.warning("checkpoint_transport is not used: healing is built in")
@@ -160,16 +161,15 @@ class Manager:
         opened.regrouper.make_offer_if_due()
         self.training.begin()
         record.step(self.training.step)  # the progress mark: a hang is told from slowness by it
-        if first or not self.options.use_async_quorum or self._must_load(self.training.generation):
+        wait = not self.options.use_async_quorum or not self.training.eager
+        if first or wait or self._must_load(self.training.generation):
             self.wait_quorum()
 
     def wait_quorum(self) -> None:
         """Blocks until the group is there and, when this replica must heal first, until it has."""
-        with self.training.changed:
-            generation = self.training._wait_for_group(self._patience_s)
+        generation = self.training.park(self._patience_s)
         while self._must_load(generation) and not self._load_healed(generation):
-            with self.training.changed:
-                generation = self.training._wait_for_group(self._patience_s)
+            generation = self.training.park(self._patience_s)
 
     def allreduce(
         self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: Any = dist.ReduceOp.AVG

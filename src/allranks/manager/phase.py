@@ -19,12 +19,15 @@ class Phase(Enum):
     APPLYING = "applying the step"
 
 
-def may_ask(phase: Phase, broken: bool, eager: bool = True) -> bool:
+def may_ask(phase: Phase, broken: bool, eager: bool = True, parked: bool = False) -> bool:
     """Whether the rank may ask for a quorum now: its state stands still and its claim will stay true.
 
     While it reduces or votes in a healthy group it must not: the others count on it. While it applies a step
-    the state is neither the old nor the new one. Not `eager`: nor between steps, where local steps are made.
+    the state is neither the old nor the new one. Not `eager` (sharded models, local steps): its state may be
+    read only while the training thread waits for us, parked in start_quorum or in a vote that has failed.
     """
-    if phase is Phase.APPLYING or (phase is Phase.BETWEEN and not eager):
+    if phase is Phase.APPLYING:
         return False
+    if not eager:
+        return parked or (phase is Phase.VOTING and broken)
     return broken or phase in (Phase.BETWEEN, Phase.COMPUTING)

@@ -150,7 +150,7 @@ class Regrouper:
             ranks=tuple(claims),
             secret=self.server.secret.hex(),
             min_replicas=options.min_replica_size,
-            asynchronous=options.use_async_quorum,
+            asynchronous=options.use_async_quorum and self.training.eager,
             init_sync=options.init_sync,
             fixed=options.world_size_mode is WorldSizeMode.FIXED_WITH_SPARES,
         )

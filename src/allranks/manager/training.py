@@ -46,7 +46,10 @@ class TrainingState:
     losses: dict[int, str] = field(default_factory=dict)  # quorum number -> what was lost
     heard: set[Position] = field(default_factory=set)  # last words of members that left
     failure: Exception | None = None  # why no quorum could be had
-    eager: bool = True  # may regroup between steps; False: parameters change there (LocalSGD, DiLoCo)
+    eager: bool = (
+        True  # the state may be read beside the computation; False: LocalSGD, DiLoCo, sharded models
+    )
+    parked: bool = False  # the training thread waits in start_quorum
     closing: bool = False
 
     # ---- training thread ----
@@ -77,6 +80,9 @@ class TrainingState:
             if attempt.spoiled:
                 return None
             if attempt.generation is None:
+                if not self.eager and not self._settled():
+                    attempt.spoiled = self.wanted or "the members change"
+                    return None
                 generation = self._wait_for_group(limit_s)
                 if generation.heals and not generation.loaded and generation.participates:
                     attempt.spoiled = "computed on a state that had to be healed"
@@ -106,13 +112,27 @@ class TrainingState:
             self.phase = Phase.REDUCING
             return generation
 
+    def park(self, limit_s: float) -> Generation:
+        """The training thread waits for the group, and lets its state be read meanwhile."""
+        with self.changed:
+            self.parked = True
+            self.changed.notify_all()
+            try:
+                return self._wait_for_group(limit_s)
+            finally:
+                self.parked = False
+
+    def _settled(self) -> bool:
+        usable = self.generation is not None and self.generation.usable
+        return usable and not self.wanted and not self.regrouping
+
     def _wait_for_group(self, limit_s: float) -> Generation:
         deadline = time.monotonic() + limit_s
         while True:
             generation = self.generation
             if self.failure is not None:
                 raise self.failure
-            if not self.wanted and not self.regrouping and generation is not None and generation.usable:
+            if generation is not None and self._settled():
                 return generation
             left = deadline - time.monotonic()
             if left <= 0:
@@ -216,7 +236,7 @@ class TrainingState:
         with self.changed:
             while not self.closing:
                 broken = self.generation is None or not self.generation.usable
-                if self.wanted and may_ask(self.phase, broken, self.eager):
+                if self.wanted and may_ask(self.phase, broken, self.eager, self.parked):
                     self.regrouping = True
                     return True
                 self.changed.wait()
