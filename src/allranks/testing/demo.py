@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allranks.errors import AllranksError
 from allranks.testing.drill import DrillResult, run_drill
 from allranks.testing.plan import make_plan
 
@@ -56,7 +57,8 @@ class DemoResult:
         drill = self.drill
         faults = all(fault.fired and fault.verdict_right for fault in drill.faults)
         close = self.loss_difference is not None and self.loss_difference < 1e-3
-        return faults and close and self.identical and self.resharded and drill.exit_code == 0
+        calm = not drill.false_evictions
+        return faults and close and calm and self.identical and self.resharded and drill.exit_code == 0
 
 
 def run_demo(options: DemoOptions, say: Say) -> DemoResult:
@@ -66,6 +68,13 @@ def run_demo(options: DemoOptions, say: Say) -> DemoResult:
     say("title", f"1. Training on {REPLICAS} replicas, with a hang and a kill")
     drill = _drill(options, out, say)
     losses, identical = _compare(out)
+    if not losses:
+        log = options.folder / "drill" / "output.log"
+        last = log.read_text(errors="replace").splitlines()[-5:] if log.exists() else []
+        raise AllranksError(
+            f"no step was trained: `allranks run` ended with code {drill.exit_code}",
+            hint="\n".join([*last, f"The whole output: {log}"]),
+        )
     say("title", "2. The same training undisturbed, in one process, to compare with")
     reference = _reference(len(losses), out, options.timeout_s)
     difference = max((abs(a - b) for a, b in zip(losses, reference, strict=True)), default=None)
@@ -74,9 +83,8 @@ def run_demo(options: DemoOptions, say: Say) -> DemoResult:
     say("title", "3. A checkpoint saved by 4 ranks, restored by 2 and by 3")
     resharded = _reshard(options.folder / "checkpoint")
     say("text", "bit-identical" if resharded else "NOT identical")
-    story = next(
-        (str(p / "story.html") for p in sorted((options.folder / "drill" / "incidents").glob("*-hang*"))), ""
-    )
+    told = drill.faults[0].incident
+    story = str(options.folder / "drill" / "incidents" / told / "story.html") if told else ""
     return DemoResult(drill, difference, tuple(losses), reference, identical, resharded, story)
 
 

@@ -1,0 +1,41 @@
+"""The `debug:` section of a job file: stacks of every rank of this node, once, `wait_seconds` after the start.
+
+Runs in the agent; the collecting is done by `allranks watch` as a child, which ends with the agent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def start_timed_stacks(
+    debug: Mapping[str, Any], folder: Path, log_dir: str
+) -> subprocess.Popen[bytes] | None:
+    """The child that will collect; None when the section does not ask for it. `{log_dir}` is the job's."""
+    if not debug.get("enabled") or not debug.get("wait_seconds"):
+        return None
+    triggers = {"no_progress_seconds": 0, "rank_lost": False}  # hangs are the watch's business
+    section = {"wait_seconds": debug["wait_seconds"], "triggers": triggers}
+    if debug.get("output_dir"):
+        section["output_dir"] = debug["output_dir"]
+    config = folder / "debug.yaml"
+    config.write_text(json.dumps({"debug": section}))  # JSON is YAML
+    command = [sys.executable, "-m", "allranks", "watch", "--pid", str(os.getpid()), "--config", str(config)]
+    environment = {**os.environ, "LOG_DIR": log_dir, "ALLRANKS_DIR": str(folder)}
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def stop_timed_stacks(child: subprocess.Popen[bytes]) -> None:
+    """Ends it, whatever it is doing: the ranks are gone."""
+    child.terminate()
+    try:
+        child.wait(5.0)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
