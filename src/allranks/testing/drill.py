@@ -232,15 +232,19 @@ def _samples(marks: dict[int, list[dict[str, Any]]]) -> dict[str, int | None]:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the drill as Ctrl-C does: through `finally`, so that its job ends with it."""
+    """SIGTERM and SIGHUP end the drill as Ctrl-C does: through `finally`, so that its job ends with it.
+
+    Ctrl-C is heard also in a shell's background job, which is started with SIGINT ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, leave) for number in ends}
     try:
         yield
     finally:
