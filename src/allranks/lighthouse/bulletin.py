@@ -14,6 +14,7 @@ from allranks.model.cluster import Notice
 
 log = logging.getLogger("allranks.lighthouse")
 
+_MAX_TEXT = 2000  # what clients give as a reason is kept and shown; it must not fill memory or page
 _LOUD = frozenset({"lost", "evicted", "stalled", "incident"})
 
 
@@ -28,6 +29,7 @@ class Bulletin:
 
     def event(self, kind: str, text: str, replica: str = "", number: int = 0) -> None:
         """Something happened."""
+        text = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} …"
         event = Event(time.time(), kind, text, replica, number)
         self.history.append(event)
         log.log(logging.WARNING if kind in _LOUD else logging.INFO, text)
