@@ -108,7 +108,12 @@ def ratios(numbers: dict[str, float]) -> dict[str, float]:
 
 
 def _in_ranks(
-    function: Callable[..., Any], args: tuple[Any, ...], *, engine: str, native: bool
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    engine: str,
+    native: bool,
+    backend: str | None = "gloo",
 ) -> dict[str, Any]:
     env = {
         "TORCH_FR_BUFFER_SIZE": "2000" if native else "0",
