@@ -230,8 +230,10 @@ def test_a_helper_killed_in_the_middle_of_an_upload_loses_nothing(s3: S3Server, 
     assert loaded is not None and same_state(loaded, _wide(1, seed=3))
 
 
-def test_a_slow_store_does_not_hold_up_training(s3: S3Server, bucket: str, tmp_path: Path) -> None:
-    """The upload hangs; the disk tier's save ends, and further steps are taken."""
+def test_a_slow_store_does_not_hold_up_training(
+    s3: S3Server, bucket: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The upload hangs; further steps are taken and saved to the disk; only the store's own next save is left out."""
     release = threading.Event()
 
     def judge(line: str) -> None:
@@ -248,11 +250,13 @@ def test_a_slow_store_does_not_hold_up_training(s3: S3Server, bucket: str, tmp_p
             assert manager.nvme_backend.exists("checkpoint_step_00000001")
             train_step(model, optimizer, 2)
             assert [pending.tier for pending in manager.saves.busy({"NVME", "S3"})] == ["S3"]
+            assert manager.step(2, model, optimizer) == (CheckpointTier.NVME,)
+            assert manager.nvme_backend.exists("checkpoint_step_00000002")
             release.set()
             assert manager.wait_for_pending_saves(60)
-            assert manager.s3_backend is not None and manager.s3_backend.list_checkpoints() == [
-                "checkpoint_step_00000001"
-            ]
+            assert manager.s3_backend is not None
+            assert manager.s3_backend.list_checkpoints() == ["checkpoint_step_00000001"]
+    assert "step 2 is not saved to S3: the save of step 1 still runs (busy_policy=skip)" in caplog.text
 
 
 def test_of_two_savers_of_one_new_checkpoint_exactly_one_commits(s3: S3Server, bucket: str) -> None:

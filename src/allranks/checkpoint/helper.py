@@ -1,7 +1,7 @@
 """The helper process: hashes, writes and uploads what a rank has copied into shared memory. Torch-free.
 
-One per rank, started as `python -m allranks.checkpoint.helper` with a socket as descriptor 3. It works off one
-save after the other at low priority. When the rank goes away, however it dies, the helper finishes the saves
+One per rank, started as `python -m allranks.checkpoint.helper` with a socket as descriptor 3. Each store has a
+thread that works off one save after the other, so that a slow upload does not hold up the disk. When the rank goes away, however it dies, the helper finishes the saves
 it was given (it holds the memory itself), and ends.
 """
 
@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import queue
 import select
 import socket
 import sys
+import threading
 from dataclasses import asdict
 from typing import Any
 
@@ -40,11 +42,18 @@ class Helper:
         self.layouts: dict[int, FileLayout] = {}
         self.stores: dict[str, Store] = {}
         self.last: dict[str, tuple[str, str, Index]] = {}
+        self.queues: dict[str, queue.SimpleQueue[dict[str, Any] | None]] = {}
+        self.workers: list[threading.Thread] = []
+        self.sending = threading.Lock()
 
     def serve(self) -> None:
-        """Works until the rank closes its side."""
+        """Works until the rank closes its side, and whatever it has given is done."""
         while (message := self.inbox.receive()) is not None:
             self.handle(message)
+        for waiting in self.queues.values():
+            waiting.put(None)
+        for worker in self.workers:
+            worker.join()
 
     def handle(self, message: dict[str, Any]) -> None:
         """Does what one message asks."""
@@ -58,13 +67,28 @@ class Helper:
         elif kind == "layout":
             self.layouts[message["id"]] = lay_out(wire.shards_from_json(message["shards"]))
         elif kind == "save":
+            image = self.arenas[message["arena"]]  # taken now: the rank may drop the arena before its turn
+            self.queue_of(message["job"]["store"]["url"]).put({**message, "image": image})
+
+    def queue_of(self, url: str) -> queue.SimpleQueue[dict[str, Any] | None]:
+        """The waiting line of a store, with its thread."""
+        if url not in self.queues:
+            self.queues[url] = queue.SimpleQueue()
+            worker = threading.Thread(target=self.work, args=(self.queues[url],), name=f"save {url}")
+            self.workers.append(worker)
+            worker.start()
+        return self.queues[url]
+
+    def work(self, waiting: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+        """Body of a store's thread."""
+        while (message := waiting.get()) is not None:
             self.reply(self.save(message))
 
     def save(self, message: dict[str, Any]) -> dict[str, Any]:
         """One save from start to end; never raises."""
         job = wire.job_from_json(message["job"])
         try:
-            layout, image = self.layouts[message["layout"]], self.arenas[message["arena"]]
+            layout, image = self.layouts[message["layout"]], message["image"]
             store = self.store(job.store)
             older = self.older(job, store)
             saved, index = write_checkpoint(job, layout, image, store, older, self.parent_alive)
@@ -104,7 +128,7 @@ class Helper:
 
     def reply(self, message: dict[str, Any]) -> None:
         """Tells the rank; a rank that is gone does not need to know."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self.sending:
             wire.send(self.sock, message)
 
 

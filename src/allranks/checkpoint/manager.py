@@ -40,7 +40,7 @@ from allranks.checkpoint.memory import MemorySnapshotBackend
 from allranks.checkpoint.places import Places
 from allranks.checkpoint.plan import Plan, Planner, fingerprint, local_tensors
 from allranks.checkpoint.restore import Live, install_rng
-from allranks.checkpoint.saving import Saves
+from allranks.checkpoint.saving import Pending, Saves
 from allranks.checkpoint.snapshot import ArenaPool, FlatState, Snapshot, flatten_state, wraps_of
 from allranks.checkpoint.staging import Copy
 from allranks.checkpoint.state import CheckpointState, create_checkpoint_state
@@ -239,19 +239,17 @@ class CheckpointManager:
         tiers: tuple[Tier, ...], in_memory: bool, may_skip: bool,
     ) -> tuple[dict[Tier, str | None], bool]:  # fmt: skip
         """Agrees with the other ranks, copies, and hands the snapshot on. (tier → path, kept in memory too)."""
-        names = {tier.name for tier in tiers}
-        running = self.saves.busy(names)
-        skip = may_skip and bool(running) and self.config.busy_policy is BusyPolicy.SKIP
-        words = self.group.gather(_word(state, flat, problem, skip, self.group))
+        most = MOST_BUFFERS if may_skip else 1
+        running = self.saves.busy({tier.name for tier in tiers})
+        may_skip = may_skip and self.config.busy_policy is BusyPolicy.SKIP
+        busy = sorted({pending.tier for pending in running}) if may_skip else []
+        words = self.group.gather(_word(state, flat, problem, busy, self.group))
         check_words(words, state.step, tiers[0].name, self.places.spec(tiers[0]).url)
-        if any(word["skip"] for word in words):
-            self.skipped += 1
-            log.warning(
-                "step %d is not saved to %s: the save of step %s still runs (busy_policy=skip)",
-                state.step, ", ".join(sorted(names)), running[0].step if running else "another rank",
-            )  # fmt: skip
+        tiers = self._not_busy(tiers, words, running, state.step)
+        if not tiers:
             return {}, False
-        self.saves.wait_for_room(names, MOST_BUFFERS if may_skip else 1, self.config.commit_timeout_s)
+        names = {tier.name for tier in tiers}
+        self.saves.wait_for_room(names, most, self.config.commit_timeout_s)
         assert flat is not None
         sharers = self.places.sharers(tiers[0])
         plan = self.planner.shared([word["mark"] for word in words], sharers, flat.tensors, in_memory)
@@ -261,6 +259,20 @@ class CheckpointManager:
         kept = in_memory and self._has_room(state.step, plan)
         self._start(state, flat, plan, jobs, kept)
         return {tier: _path(job) for tier, job in jobs}, kept
+
+    def _not_busy(
+        self, tiers: tuple[Tier, ...], words: list[dict[str, Any]], running: list[Pending], step: int
+    ) -> tuple[Tier, ...]:
+        """The tiers that no rank is still saving to; the others are left out, and said."""
+        for tier in [tier for tier in tiers if any(tier.name in word["busy"] for word in words)]:
+            tiers = tuple(other for other in tiers if other is not tier)
+            self.skipped += 1
+            since = [str(pending.step) for pending in running if pending.tier == tier.name]
+            log.warning(
+                "step %d is not saved to %s: the save of step %s still runs (busy_policy=skip)",
+                step, tier.name, since[0] if since else "? on another rank",
+            )  # fmt: skip
+        return tiers
 
     def _save_memory(self, state: CheckpointState, flat: FlatState, may_skip: bool) -> bool:
         """A snapshot for the memory tier alone: no word with the other ranks."""
@@ -365,14 +377,18 @@ def check_words(words: list[dict[str, Any]], step: int, tier: str, url: str) -> 
 
 
 def _word(
-    state: CheckpointState, flat: FlatState | None, problem: BaseException | None, skip: bool, group: Group
+    state: CheckpointState,
+    flat: FlatState | None,
+    problem: BaseException | None,
+    busy: list[str],
+    group: Group,
 ) -> dict[str, Any]:
     """What the other ranks must know before a save. `common` tells whether they may share one skeleton."""
     common = ""
     if flat is not None and not group.alone:
         common = hashlib.sha256(json.dumps(flat.common, sort_keys=True).encode()).hexdigest()
     return {
-        "step": state.step, "mark": fingerprint(flat.tensors) if flat is not None else "", "skip": skip,
+        "step": state.step, "mark": fingerprint(flat.tensors) if flat is not None else "", "busy": busy,
         "token": secrets.token_hex(6), "error": "" if problem is None else str(problem), "common": common,
     }  # fmt: skip
 
