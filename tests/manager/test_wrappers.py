@@ -206,3 +206,28 @@ def test_a_manager_without_a_lighthouse_names_the_cure(monkeypatch: pytest.Monke
     with pytest.raises(ConfigurationError) as caught:
         torchft.Manager(rank=0, world_size=1)
     assert "ALLRANKS_LIGHTHOUSE" in caught.value.hint
+
+
+def test_the_address_for_others_is_on_the_way_to_the_lighthouse() -> None:
+    """Loopback for a lighthouse on this machine; what the user says always wins."""
+    options = {"rank": 0, "world_size": 1}
+    assert torchft.Manager(lighthouse_addr="127.0.0.1:1", **options).options.host == "127.0.0.1"
+    assert (
+        torchft.Manager(lighthouse_addr="http://127.0.0.1:1", hostname="10.0.0.9", **options).options.host
+        == "10.0.0.9"
+    )
+
+
+def test_options_come_from_the_argument_then_the_environment_then_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One precedence for all of them; torchft's variables count too."""
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://10.0.0.1:29510")
+    monkeypatch.setenv("TORCHFT_TIMEOUT_SEC", "7")
+    monkeypatch.setenv("TORCHFT_PROACTIVE_RECOVERY", "0")
+    monkeypatch.delenv("ALLRANKS_LIGHTHOUSE", raising=False)
+    manager = torchft.Manager(rank=0, world_size=1, quorum_timeout=3, hostname="127.0.0.1")
+    found = manager.options
+    assert (found.lighthouse, found.timeout_s, found.quorum_timeout_s, found.connect_timeout_s, found.proactive) == (
+        "10.0.0.1:29510", 7.0, 3.0, 60.0, False,
+    )  # fmt: skip

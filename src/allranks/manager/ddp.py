@@ -99,6 +99,8 @@ class DistributedDataParallel(nn.Module):
         self._buckets = cut(
             [p for p in module.parameters() if p.requires_grad], int(bucket_cap_mb * (1 << 20))
         )
+        for bucket in self._buckets:
+            bucket.empty()  # touched once here rather than in the first step, for which others may wait
         self._home = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._synchronises = True
         self._open = False  # a backward is running

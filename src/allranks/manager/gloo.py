@@ -92,13 +92,20 @@ class GlooMesh:
         return dist.ProcessGroupGloo.create_device(hostname=self.host or own_host())
 
 
-def own_host() -> str:
-    """The address under which others reach this machine: our name if it resolves, else loopback."""
+def own_host(towards: str = "") -> str:
+    """The address under which others reach this machine: that of the interface that leads to `towards`.
+
+    Not what our name resolves to: that is often a loopback address, or the wrong network. `ALLRANKS_HOST` wins.
+    """
     chosen = os.environ.get("ALLRANKS_HOST", "")
     if chosen:
         return chosen
-    name = socket.gethostname()
+    host = towards.rpartition(":")[0].strip("[]") or "127.0.0.1"
     try:
-        return socket.gethostbyname(name)
+        family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing; the kernel picks the interface
+            found: str = probe.getsockname()[0]
+            return found
     except OSError:
         return "127.0.0.1"

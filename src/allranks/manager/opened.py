@@ -167,7 +167,7 @@ class Opened:
     def _somebody_went(self, notice: MemberLost | MemberLeft | Evicted) -> None:
         act = self.options.proactive or isinstance(notice, MemberLeft)
         if self.training.lost(notice.number, notice.reason, act):
-            log.info("quorum %d: %s went: %s", notice.number, notice.replica, notice.reason)
+            log.warning("quorum %d: %s is gone: %s", notice.number, notice.replica, notice.reason)
         self.regrouper.interrupt(notice.number, notice.reason)
 
     def _wanted(self, notice: QuorumWanted) -> None:

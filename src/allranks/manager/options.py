@@ -72,7 +72,7 @@ def from_environment(given: Mapping[str, Any], environment: Mapping[str, str] = 
         if name not in values and found is not None:
             values[name] = convert(found)
     values["lighthouse"] = _plain(values.get("lighthouse", ""))
-    values.setdefault("host", own_host())
+    values.setdefault("host", own_host(values["lighthouse"].split(",")[0]))
     values.setdefault("replica_id", f"{socket.gethostname()}-{os.getpid()}")
     return ManagerOptions(**values)
 

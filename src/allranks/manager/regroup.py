@@ -129,10 +129,10 @@ class Regrouper:
                 log.warning("quorum %d could not connect (%s): asking again", quorum.number, _short(error))
                 self._let_go(old, _short(error))
                 continue
-            log.info(
-                "quorum %d after %.0f ms: %s; %s",
-                quorum.number, (time.monotonic() - began) * 1e3, quorum.reason, generation.plan.reason,
-            )  # fmt: skip
+            level = logging.WARNING if broken else logging.INFO
+            took_ms = (time.monotonic() - began) * 1e3
+            why, plan = quorum.reason, generation.plan.reason
+            log.log(level, "quorum %d after %.0f ms: %s; %s", quorum.number, took_ms, why, plan)
             return generation
 
     def _ask(self, deadline: float, broken: bool) -> Quorum:
