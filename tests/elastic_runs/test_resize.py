@@ -17,9 +17,10 @@ pytestmark = pytest.mark.timeout(600)  # for hanging only
 PHASES = {"stop", "decide", "rescale", "restore", "data", "go"}
 
 
-def _flags(etcd: str) -> list[str]:
+def _flags(etcd: str, nodes: str) -> list[str]:
+    patient = "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=8"  # machines are shared
     return [
-        "--nnodes", "1:3", "--nproc-per-node", "1", "--max-restarts", "20", "--rdzv-backend", "etcd-v3",
+        "--nnodes", nodes, "--rdzv-conf", patient, "--nproc-per-node", "1", "--max-restarts", "20", "--rdzv-backend", "etcd-v3",
         "--rdzv-endpoint", etcd, "--rdzv-id", "resize", "--local-addr", "127.0.0.1",
     ]  # fmt: skip
 
@@ -36,7 +37,7 @@ def _kill_node(job: Job, ranks: list[dict[str, Any]], rank: int) -> None:
 
 def test_three_nodes_two_nodes_three_nodes(tmp_path: Path, etcd: str, undisturbed: list[float]) -> None:
     """The node that hosts the store is killed, another one comes: same batches, same samples, same losses."""
-    with Job(tmp_path / "job", LAST, *_flags(etcd)) as job:
+    with Job(tmp_path / "job", LAST, *_flags(etcd, "2:3")) as job:
         for _ in range(3):
             job.add()
         three = job.wait_for_world(3)
@@ -63,7 +64,7 @@ def test_three_nodes_two_nodes_three_nodes(tmp_path: Path, etcd: str, undisturbe
 @pytest.mark.timeout(3600)
 def test_restart_and_scale_up_succeed_twenty_of_twenty_times(tmp_path: Path, etcd: str) -> None:
     """One job of two nodes: twenty times a rank is killed, twenty times a node is killed and another one comes."""
-    with Job(tmp_path / "job", 10_000, *_flags(etcd)) as job:
+    with Job(tmp_path / "job", 10_000, *_flags(etcd, "1:2")) as job:
         job.add()
         job.add()
         ranks = job.wait_for_world(2)

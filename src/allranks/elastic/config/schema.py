@@ -128,8 +128,15 @@ class Data(Section):
 
 
 class Debug(Section):
-    """Black box and watch of `allranks run`."""
+    """Black box and watch of `allranks run`, and stacks at a fixed time."""
 
+    enabled: bool = Field(True, description="False: no collection after wait_seconds")
+    wait_seconds: float = Field(
+        0.0, ge=0, description="collect every rank's stacks once, this long after the start; 0: never"
+    )
+    output_dir: str | None = Field(
+        None, description="where to; {log_dir} is the job's log folder; None: {log_dir}/backtraces"
+    )
     record: bool = Field(True, description="keep the black box of every rank")
     watch: bool = Field(True, description="notice hangs")
     hang_floor_s: Seconds = Field(10.0, description="never look at a silence shorter than this")
