@@ -5,6 +5,7 @@ from __future__ import annotations
 from allranks.agent.notice import (
     NoticeOptions,
     NoticeState,
+    cure,
     excuse,
     left_behind,
     limit_s,
@@ -156,3 +157,22 @@ def test_a_rank_that_has_done_its_last_step_is_not_left_behind() -> None:
     assert behind(now + 100, state, [sample(0, 29), sample(1, 30), sample(2, 30)])[0] == ()
     announced = sample(0, 29, expect_until_ns=2 * 10**18)
     assert behind(now + 100, state, [announced, sample(1, 90), sample(2, 90)])[0] == ()
+
+
+def test_a_silence_that_an_action_ended_does_not_make_the_job_look_slow() -> None:
+    """The survivors waited 12 s for the culprit; the next hang is noticed as soon as the first."""
+    now, state = trained(step_s=0.1)
+    state = cure(state, now + 12)
+    state = observe(now + 12.1, state, [sample(r, 30) for r in range(3)], OPTIONS)
+    assert limit_s(state, OPTIONS) == 10
+    state = observe(now + 17.1, state, [sample(r, 31) for r in range(3)], OPTIONS)
+    assert round(limit_s(state, OPTIONS)) == 20  # this one it recovered from by itself
+
+
+def test_a_frozen_rank_is_judged_by_its_own_history() -> None:
+    """The others stood still for 5 s until the lighthouse gave it up: that does not buy it time."""
+    now, state = trained(step_s=0.1)
+    state = observe(now + 5, state, [sample(0, 30), sample(1, 29), sample(2, 30)], OPTIONS)
+    samples = [sample(0, 60), sample(1, 29), sample(2, 60)]
+    assert round(limit_s(state, OPTIONS)) == 20
+    assert behind(now + 11, state, samples)[0] == (1,)

@@ -58,6 +58,9 @@ class NoticeState:
     ranks: dict[int, RankHistory] = field(default_factory=dict)
     allowed_until_s: float = 0.0  # silence is excused until then (after "slow, not hung")
     excused: int = 0  # looks in a row that did not settle it; each adds half a limit
+    cured_s: float = (
+        0.0  # of the last action: a silence that began before it was ended by it and proves nothing
+    )
 
 
 def observe(
@@ -74,7 +77,9 @@ def observe(
             silence = now_s - known.changed_s
             # start-up is slower than anything later: it would make the job look slow for ever
             settled = known.changes >= options.warm_up_marks
-            silences = (*known.silences_s, silence)[-options.memory :] if settled else ()
+            silences = known.silences_s if settled else ()
+            if settled and known.changed_s >= state.cured_s:
+                silences = (*silences, silence)[-options.memory :]
             gained = max(1, sample.step - known.mark[0], sample.calls_completed - known.mark[2])
             ranks[sample.rank] = RankHistory(sample.pid, sample.mark, now_s, known.changes + gained, silences)
             excused = 0
@@ -128,12 +133,12 @@ def left_behind(
     one step back (one that has finished its last step waits for nobody).
     """
     running = [s for s in samples if s.alive and not s.closed and s.rank in state.ranks]
-    limit = limit_s(replace(state, excused=0), options)
-    ahead = max((s.step for s in running if now_s - state.ranks[s.rank].changed_s < limit), default=-1)
+    general = limit_s(replace(state, excused=0), options)
+    ahead = max((s.step for s in running if now_s - state.ranks[s.rank].changed_s < general), default=-1)
     behind = []
     for sample in running:
         known = state.ranks[sample.rank]
-        patience = limit if known.changes >= options.warm_up_marks else options.cap_s
+        patience = _own_limit_s(known, options)
         late = now_s - known.changed_s >= patience
         if late and ahead > sample.step + 1 and sample.expect_until_ns <= now_ns:
             behind.append(sample)
@@ -145,7 +150,20 @@ def left_behind(
         f"rank {first.rank} has made no progress for {now_s - since:.1f} s and stands at step {first.step}; "
         f"the others go on without it and are at step {ahead}"
     )
+    limit = _own_limit_s(state.ranks[first.rank], options)
     return Suspicion(since, now_s - since, limit, tuple(s.rank for s in behind), reason=reason), reason
+
+
+def _own_limit_s(known: RankHistory, options: NoticeOptions) -> float:
+    """By the rank's own history: the others' was lengthened when they waited for it in vain."""
+    if known.changes < options.warm_up_marks:
+        return options.cap_s
+    return min(options.cap_s, max(options.floor_s, options.factor * max(known.silences_s, default=0.0)))
+
+
+def cure(state: NoticeState, now_s: float) -> NoticeState:
+    """After an action: the silence that it ends does not make the job look slow from now on."""
+    return replace(state, cured_s=now_s)
 
 
 def excuse(state: NoticeState, now_s: float, options: NoticeOptions) -> NoticeState:

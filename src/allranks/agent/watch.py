@@ -21,6 +21,7 @@ from allranks.agent.notice import (
     NoticeOptions,
     NoticeState,
     Suspicion,
+    cure,
     excuse,
     left_behind,
     notice,
@@ -76,6 +77,7 @@ class _Inquiry:
     pids: frozenset[int]  # of the suspects: a new process is a new case
     looks: list[Look] = field(default_factory=list)
     next_s: float = 0.0  # monotonic: not before
+    hung: bool = False  # settled: it is one
 
 
 @dataclass
@@ -110,8 +112,8 @@ class Watch:
             self._thread.join(timeout=30.0)
             self._thread = None
         for case in (self._standstill, self._behind):
-            if case is not None and len(case.looks) < 2:  # one look never decides
-                self._close(case.opened, "the job ended before a second look")
+            if case is not None and not case.hung:
+                self._close(case.opened, "the job ended before it was clear whether it hung")
         for opened, _, _ in self._recovering:
             self._tell_story(opened)
 
@@ -266,6 +268,7 @@ class Watch:
         moved = any(after.get(s.rank, s.mark) != s.mark for s in suspects)
         case.looks.append(Look(time.monotonic(), suspicion.quiet_s, found.stacks, moved))
         hung, reason = judge(case.looks, self.options.notice.cap_s)
+        case.hung = hung is True
         log.info("%s: look %d: %s", case.opened.current.id, len(case.looks), reason)
         return hung, reason
 
@@ -321,6 +324,7 @@ class Watch:
             opened.update(Moment("action", time.time(), f"none ({action.kind.replace('_', ' ')}): {why}"))
             log.warning("%s: no action: %s", opened.current.id, why)
             return
+        self._state = cure(self._state, time.monotonic())
         self._policy = self._policy.after(time.monotonic(), action.replica, self.options.policy.window_s)
         try:
             result, done = self.actor.act(action, opened.current), True
