@@ -30,6 +30,7 @@ def main(args: argparse.Namespace) -> int:
     """0 when everything held, 1 when something fell short."""
     require("torch", feature="allranks demo", extra="torch")
     from allranks.testing.demo import DemoOptions, run_demo
+    from allranks.testing.drill import ended_by_signals
 
     folder = args.folder or Path(tempfile.mkdtemp(prefix="allranks-demo-"))
     begin = time.monotonic()
@@ -44,7 +45,8 @@ def main(args: argparse.Namespace) -> int:
             flush=True,
         )
 
-    result = run_demo(DemoOptions(folder), say)
+    with ended_by_signals():
+        result = run_demo(DemoOptions(folder), say)
     hang, kill = result.drill.faults
     say("title", "4. What was proved")
     verdict = (hang.verdict or {}).get("sentence", "none")

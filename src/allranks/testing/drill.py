@@ -76,7 +76,7 @@ def run_drill(
             words, env=environment, stdout=target, stderr=target, start_new_session=True
         )
         try:
-            with _ended_by_signals():
+            with ended_by_signals():
                 code = process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             code = 124
@@ -231,8 +231,8 @@ def _samples(marks: dict[int, list[dict[str, Any]]]) -> dict[str, int | None]:
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the drill as Ctrl-C does: through `finally`, so that its job ends with it.
+def ended_by_signals() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP end the command as Ctrl-C does: through `finally`, so that its job ends with it.
 
     Ctrl-C is heard also in a shell's background job, which is started with SIGINT ignored.
     """
