@@ -1,6 +1,7 @@
 """Dumps of all ranks in, the guilty rank and the cause out. Pure functions: no torch, files, sockets or clock.
 
 align    RankTrace per rank → Job: groups as the whole job knows them, one lane per (group, rank)
+disbelief  completions that cannot be, taken back
 match    calls of one collective compared across ranks, by what the operation demands
 p2p      sends and receives paired by peer and order
 shift    an extra or a skipped call, found by aligning sequences and stacks

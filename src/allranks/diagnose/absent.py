@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from allranks.diagnose.align import is_box
 from allranks.diagnose.context import Context, Stacks, latest_stack
 from allranks.diagnose.job import GroupView, Lane, Now
 from allranks.diagnose.shift import Shift, find_stack_shift
@@ -67,6 +68,7 @@ def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -
     )
     at = context.place(blocked)
     sentence = f"{who(context.job, ranks)} never {verb} {call}{f' ({at})' if at else ''}; {waiting}{tail}"
+    base = replace(base, missing_evidence=(*base.missing_evidence, *_unrecorded(context, blocked, ranks)))
     return replace(base, cause=cause, sentence=sentence, confidence=0.9 if blocked.p2p is None else 0.8)
 
 
@@ -305,6 +307,17 @@ def _where_now(context: Context, rank: int) -> str:
     on = f" on {header.host}" if header.host else " on its node"
     pid = f" --pid {header.pid}" if header.pid else ""
     return f"where rank {rank} is now: run `allranks stacks{pid}`{on}"
+
+
+def _unrecorded(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> tuple[str, ...]:
+    """What NCCL's own recorder cannot have seen, where several ranks lack together."""
+    own = any(not is_box(context.job.ranks[rank].trace) for rank in ranks)
+    if len(ranks) < 2 or not own or not context.group(blocked).backend.startswith("nccl"):
+        return ()
+    return (
+        f"whether one of {ranks_text(ranks)} waits for another: the first send or receive between two ranks blocks "
+        "before NCCL records it, and only their stacks tell which",
+    )
 
 
 def _waiting(context: Context, blocked: Blocked, guilty: tuple[int, ...]) -> str:

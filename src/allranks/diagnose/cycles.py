@@ -105,7 +105,10 @@ def _witnessed(context: Context, call: Blocked, rank: int, went_on: int, deaf: t
 
 
 def _came_directly(context: Context, call: Blocked, rank: int, went_on: int) -> bool:
-    """In a first round: the rank has called this group before, and others made a like call just before where it is."""
+    """In a first round: the rank has called this group before, and others made a like call just before where it is.
+
+    Who lacks in the call itself is no witness: what it did before was an earlier call.
+    """
     job = context.job
     view = job.ranks[rank]
     waiter, row = min(call.rows.items())
@@ -114,7 +117,8 @@ def _came_directly(context: Context, call: Blocked, rank: int, went_on: int) -> 
     for blocked in context.blocked if used else ():
         if blocked.rows.get(rank) != went_on or blocked.seq < 0:
             continue
-        others = [(job.ranks[peer], at) for peer, at in blocked.rows.items() if peer != rank and at > 0]
+        peers = {p: at for p, at in blocked.rows.items() if p != rank and p not in call.missing and at > 0}
+        others = [(job.ranks[peer], at) for peer, at in peers.items()]
         alike = [o for o, at in others if o.sig[at - 1] == sig and int(o.group[at - 1]) != blocked.group]
         if len(alike) * 2 > len(others):
             return True

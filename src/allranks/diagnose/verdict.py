@@ -9,6 +9,7 @@ from allranks.diagnose.absent import explain_ranks, shifted
 from allranks.diagnose.align import align, is_box
 from allranks.diagnose.context import Context
 from allranks.diagnose.cycles import explain_cycle
+from allranks.diagnose.disbelief import Doubt, find_doubts, reopen
 from allranks.diagnose.entered import explain_call
 from allranks.diagnose.guilt import judge
 from allranks.diagnose.job import GroupView, Now
@@ -72,6 +73,8 @@ def _diagnose(
 ) -> Diagnosis:
     damaged = frozenset(note.rank for note in files if note.status == "damaged" and note.rank is not None)
     job = align(traces, cut=damaged, now_ns=options.now_ns, pg_filters=options.pg_filters)
+    doubts = find_doubts(job)
+    job = reopen(job, doubts)
     mismatches = find_mismatches(job)
     waits, p2p_mismatches = match_p2p(job)
     patience = usual_pause(job)
@@ -80,9 +83,9 @@ def _diagnose(
         every = [replace(b, absent=(), unsure=tuple(sorted(b.unsure + b.absent))) for b in every]
     hung = [replace(b, index=i) for i, b in enumerate(b for b in every if is_hung(job, b, patience))]
     context = Context(job, patience, tuple(hung), wait_graph(job, hung), seen, tuple(p2p_mismatches))
-    roots = _roots(context, mismatches)
+    roots = [_with_doubts(context, root, doubts) for root in _roots(context, mismatches)]
     if not roots and not (hung and any(is_paused(job, rank) for rank in job.ranks)):
-        roots = _quiet_roots(context, options)
+        roots = _quiet_roots(context, options, [doubt for doubt in doubts if not doubt.proven])
     warnings = _warnings(context, every, damaged, options, roots)
     return _compose(context, roots, warnings, files, options)
 
@@ -159,7 +162,7 @@ def _calls_of(context: Context, sink: tuple[int, ...]) -> list[Blocked]:
     return [b for b in context.blocked if set(sink) & (set(b.missing) | set(b.absent))]
 
 
-def _quiet_roots(context: Context, options: DiagnoseOptions) -> list[Finding]:
+def _quiet_roots(context: Context, options: DiagnoseOptions, doubts: list[Doubt]) -> list[Finding]:
     """Nothing hangs and nothing misfits: a silent extra call, a rank that is gone, a straggler?"""
     for group in context.job.groups:
         shift = find_stack_shift(context.job, group)
@@ -168,8 +171,40 @@ def _quiet_roots(context: Context, options: DiagnoseOptions) -> list[Finding]:
     gone = None if options.allow_incomplete_ranks else _gone_unnoticed(context)
     if gone is not None:
         return [gone]
+    if doubts:
+        return [_doubtful(context, doubt) for doubt in doubts]
     slow = find_straggler(context.job)
     return [slow] if slow is not None else []
+
+
+def _with_doubts(context: Context, root: Finding, doubts: list[Doubt]) -> Finding:
+    """Tells why a call that the dumps call completed is taken as unfinished."""
+    for doubt in doubts:
+        if doubt.proven and (context.job.groups[doubt.group].label, doubt.seq) == (root.group, root.sequence):
+            text = (
+                f"it is marked completed on {ranks_text(doubt.rows)}, but {ranks_text(doubt.late)} had not entered it even "
+                f"later: NCCL marks coalesced calls completed too early"
+            )
+            return replace(root, evidence=(*root.evidence, text))
+    return root
+
+
+def _doubtful(context: Context, doubt: Doubt) -> Finding:
+    """A coalesced call said to be over that a rank never entered: it hangs there, or that dump is older."""
+    blocked = Blocked(0, doubt.group, doubt.seq, doubt.rows, missing=doubt.late)
+    alone = Context(
+        context.job, context.patience, (blocked,), wait_graph(context.job, [blocked]), context.seen
+    )
+    finding = explain_ranks(alone, blocked, doubt.late)
+    sentence = (
+        f"{ranks_text(doubt.late)} is not seen in {alone.call(blocked)}, in which {ranks_text(doubt.rows)} stand; NCCL marks "
+        f"coalesced calls completed too early: either it never entered, or its dump is older than the others"
+    )
+    again = "a second dump of all ranks: where nothing has moved, the job hangs"
+    return replace(
+        finding, cause="missing_rank", ranks=doubt.late, confidence=0.35, sentence=sentence, waited_s=None,
+        missing_evidence=(again, *finding.missing_evidence),
+    )  # fmt: skip
 
 
 def _gone_unnoticed(context: Context) -> Finding | None:

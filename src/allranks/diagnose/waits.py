@@ -158,7 +158,7 @@ def _blocked(job: Job, group: GroupView, seq: int, lanes: list[Lane], index: int
                 passed.append(rank)
         elif job.ranks[rank].trace.last_completed.get(group.name, -1) >= seq:
             passed.append(rank)
-        elif lane.cut or (lane.wrapped and not len(lane.seqs)) or _too_old(job, rank, entered_ns):
+        elif lane.cut or (lane.wrapped and not len(lane.seqs)) or is_too_old(job, rank, entered_ns):
             unsure.append(rank)
         else:
             missing.append(rank)
@@ -175,7 +175,7 @@ def _blocked(job: Job, group: GroupView, seq: int, lanes: list[Lane], index: int
                    failed)  # fmt: skip
 
 
-def _too_old(job: Job, rank: int, entered_ns: int) -> bool:
+def is_too_old(job: Job, rank: int, entered_ns: int) -> bool:
     """Whether the rank's dump was written before the others entered the call."""
     view = job.ranks[rank]
     calls = view.trace.calls

@@ -20,6 +20,8 @@ from allranks.load.tables import Tables
 from allranks.model.trace import CALL, Flag, State, TraceHeader
 
 KNOWN_MAJOR, KNOWN_MINOR = 2, 10
+#: NCCL's watchdog looks at all calls ten times a second; one it has not seen in this time never reached it.
+UNSEEN_NS = 1_000_000_000
 #: Libraries whose own recorder never says more than "scheduled".
 STATELESS = ("gloo", "mpi", "ucc")
 
@@ -69,6 +71,7 @@ def finish(
     names = groups.tables.names
     mark_coalesced(calls, names)
     mark_states(calls, groups, comms)
+    notes = notes + reopen_unlaunched(calls, groups)
     if comms:
         notes = notes + renumber(calls)
     if version_number(version) < (2, 4):
@@ -185,6 +188,27 @@ def mark_states(calls: np.ndarray, groups: GroupTable, comms: bool) -> None:
     flags[unknown] |= np.uint16(Flag.STATE_UNKNOWN)
     part = (flags & Flag.COALESCED_PART) != 0
     state[retired & undone & ~unknown & ~part] = State.TIMED_OUT
+
+
+def reopen_unlaunched(calls: np.ndarray, groups: GroupTable) -> list[str]:
+    """Takes back the completion of a send, receive or batch that NCCL is still connecting for.
+
+    Its end event is not recorded yet, and asking such an event reads as "completed". That is seen only when a dump
+    asks, long after the call, while the watchdog, which puts calls away within a moment, has never heard of it.
+    Nothing can follow it: the thread is inside the call.
+    """
+    if not len(calls):
+        return []
+    last = calls[-1:]
+    nccl = groups.groups[int(last["group"][0])].backend.startswith("nccl")
+    stands = (last["state"] == State.COMPLETED) & ((last["flags"] & Flag.RETIRED) == 0)
+    stands &= (last["flags"] & Flag.P2P) != 0
+    stands &= last["completed_ns"] - last["created_ns"] > UNSEEN_NS
+    if not nccl or not stands.all():
+        return []
+    last["state"] = State.SCHEDULED
+    last["completed_ns"] = 0
+    return ["the newest send or receive reads completed but never was with the watchdog: taken as unfinished"]
 
 
 def mark_coalesced(calls: np.ndarray, names: list[str]) -> None:

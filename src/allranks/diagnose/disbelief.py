@@ -1,0 +1,120 @@
+"""Completions that cannot be: NCCL marks a coalesced collective as completed although a member never entered it.
+
+Two things look alike in the dumps: a rank that never came while the others stand in the call, and a rank whose dump
+was merely taken earlier. What separates them is the late rank's own clock: when its file holds a time later than
+the others' completion, it had still not entered when the call was said to be over, and the completion is false.
+Without such a time nothing is certain; it is worth a word only where all the others stand still in that very call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from allranks.diagnose.align import is_box
+from allranks.diagnose.job import GroupView, Job, Lane, Now, RankView
+from allranks.diagnose.ops import SYNCHRONISING
+from allranks.diagnose.waits import is_too_old
+from allranks.model.trace import Flag
+
+#: Clocks of two hosts may differ by so much.
+CLOCKS_NS = 10_000_000
+_SYNCHRONISING = [int(family) for family in SYNCHRONISING]
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A coalesced collective said to be over on `rows`, which the `late` ranks never entered."""
+
+    group: int
+    seq: int
+    rows: dict[int, int]  # rank → row
+    late: tuple[int, ...]
+    proven: bool
+
+
+def find_doubts(job: Job) -> list[Doubt]:
+    """At most one per group: the first collective that somebody lacks."""
+    found = (_doubt(job, group) for group in job.groups)
+    return [doubt for doubt in found if doubt is not None]
+
+
+def reopen(job: Job, doubts: Iterable[Doubt]) -> Job:
+    """The job with every false completion, and those behind it, taken for unfinished."""
+    ranks = dict(job.ranks)
+    for doubt in doubts:
+        for rank in doubt.rows if doubt.proven else ():
+            lane = job.groups[doubt.group].lanes[rank]
+            rows = lane.rows[lane.seqs >= doubt.seq]
+            now = ranks[rank].now.copy()
+            now[rows[now[rows] == Now.DONE]] = Now.OPEN
+            ranks[rank] = replace(ranks[rank], now=now)
+    return replace(job, ranks=ranks)
+
+
+def _doubt(job: Job, group: GroupView) -> Doubt | None:
+    if not group.backend.startswith("nccl") or any(rank not in job.ranks for rank in group.members):
+        return None
+    lanes = [lane for lane in group.lanes.values() if _shows_its_end(job, lane)]
+    floor = min((lane.last for lane in lanes), default=group.last)
+    if floor >= group.last:
+        return None
+    ahead = [lane for lane in group.lanes.values() if lane.last > floor]
+    late = tuple(lane.rank for lane in lanes if lane.last == floor)
+    seq = min(int(lane.seqs[lane.seqs > floor][0]) for lane in ahead)
+    rows = {lane.rank: row for lane in ahead if (row := lane.row(seq)) >= 0}
+    if not all(_only_coalesced_ended(job.ranks[lane.rank], lane, floor) for lane in ahead):
+        return None
+    ends = [_ended_ns(job.ranks[rank], row) for rank, row in rows.items()]
+    if not ends or min(ends) < 0:
+        return None
+    known = [end for end in ends if end]
+    proven = tuple(r for r in late if known and _newest_ns(job.ranks[r]) >= min(known) + CLOCKS_NS)
+    if proven:
+        return Doubt(group.index, seq, rows, proven, True)
+    entered = min(int(job.ranks[rank].trace.calls["created_ns"][row]) for rank, row in rows.items())
+    suspects = tuple(rank for rank in late if not is_too_old(job, rank, entered))
+    standing = all(_stands_at(job.ranks[rank], group, seq) for rank in rows)
+    few = len(suspects) * 2 <= len(group.members)
+    return Doubt(group.index, seq, rows, suspects, False) if suspects and standing and few else None
+
+
+def _shows_its_end(job: Job, lane: Lane) -> bool:
+    view = job.ranks[lane.rank]
+    return not lane.cut and (len(lane.seqs) > 0 or not lane.wrapped) and not is_box(view.trace)
+
+
+def _is_coalesced(view: RankView, rows: np.ndarray) -> np.ndarray:
+    """Per row: whether the call stands for a coalesced group."""
+    calls = view.trace.calls[rows]
+    by_name = np.array([view.trace.names[op].endswith("coalesced") for op in calls["op"].tolist()], bool)
+    coalesced: np.ndarray = by_name | ((calls["flags"] & Flag.COALESCED_END) != 0)
+    return coalesced
+
+
+def _only_coalesced_ended(view: RankView, lane: Lane, floor: int) -> bool:
+    """Whether no ordinary collective behind `floor` is done: one that is proves that everybody went on."""
+    rows = lane.rows[lane.seqs > floor]
+    done = view.now[rows] == Now.DONE
+    ordinary = done & ~_is_coalesced(view, rows) & np.isin(view.family[rows], _SYNCHRONISING)
+    return not bool(ordinary.any())
+
+
+def _ended_ns(view: RankView, row: int) -> int:
+    """When a coalesced call was said to be over; 0 unknown, -1 when it is open or no such call."""
+    if view.now[row] != Now.DONE or not bool(_is_coalesced(view, np.array([row]))[0]):
+        return -1
+    return int(view.trace.calls["completed_ns"][row])
+
+
+def _newest_ns(view: RankView) -> int:
+    """The latest moment of which the file tells."""
+    calls = view.trace.calls
+    return int(max(calls["created_ns"].max(), calls["completed_ns"].max())) if len(calls) else 0
+
+
+def _stands_at(view: RankView, group: GroupView, seq: int) -> bool:
+    """Whether the rank has issued nothing behind this call, in any group."""
+    return int(view.group[-1]) == group.index and int(view.trace.calls["seq"][-1]) == seq
