@@ -25,8 +25,9 @@ def wait_while(work: Any, usable: Callable[[], bool]) -> None:
             work.wait(_SLICE)
             return
         except RuntimeError:
-            if work.is_completed():
-                raise
+            if work.is_completed():  # perhaps just after our slice of time was over: ask it how it ended
+                work.wait()
+                return
             if doomed:
                 raise GroupAborted("the group broke and its pending operation was given up") from None
 

@@ -1,0 +1,48 @@
+"""Waiting for a raw operation in slices of time: decisions without a process group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from allranks.errors import GroupAborted
+from allranks.manager.work import wait_while
+
+
+class Slow:
+    """A work that ends right after a slice of waiting has timed out, well or with an error."""
+
+    def __init__(self, error: str = "", ends: bool = True) -> None:
+        self.error, self.ends, self.done, self.waits = error, ends, False, 0
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.waits += 1
+        if not self.done:
+            self.done = self.ends
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.done
+
+
+def test_an_operation_that_ends_as_its_slice_runs_out_has_not_failed() -> None:
+    """On a loaded machine this happened every minute and cost a step and a quorum each time."""
+    work = Slow()
+    wait_while(work, lambda: True)
+    assert work.waits == 2
+
+
+def test_an_operation_that_failed_tells_its_own_error() -> None:
+    """Not the one of the slice that ran out."""
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        wait_while(Slow("Connection closed by peer"), lambda: True)
+
+
+def test_an_operation_of_a_broken_group_is_given_up() -> None:
+    """It does not end though its group is gone."""
+    with pytest.raises(GroupAborted):
+        wait_while(Slow(ends=False), lambda: False)
