@@ -171,6 +171,7 @@ class Proxy:
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.pairs: list[tuple[socket.socket, socket.socket]] = []
         self.accepted = 0
+        self._resetting: set[socket.socket] = set()
         self.dropped_bytes = 0
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -214,7 +215,8 @@ class Proxy:
                         continue
                     return  # a cut line carries no close either
                 if not data:
-                    target.shutdown(socket.SHUT_WR)
+                    if source not in self._resetting:  # a reset carries no orderly close to the other side
+                        target.shutdown(socket.SHUT_WR)
                     return
                 target.sendall(data)
             except OSError:
@@ -223,6 +225,8 @@ class Proxy:
     def reset(self) -> int:
         """Cuts all connections with a TCP reset; returns how many there were."""
         pairs, self.pairs = self.pairs, []
+        for pair in pairs:
+            self._resetting.update(pair)
         for pair in pairs:
             for sock in pair:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

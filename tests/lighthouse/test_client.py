@@ -275,7 +275,7 @@ def test_evidence_is_asked_of_agents_and_of_the_replicas_concerned(
 
 def test_a_member_that_stands_still_is_noticed(embedded: Embedded, connect: Connect, tmp_path: Path) -> None:
     """It beats, so it is not lost; its progress mark does not move, so evidence is asked for."""
-    address = embedded(stall_s=1.0, heartbeat_timeout_s=1.0).address
+    address = embedded(stall_s=1.0, heartbeat_timeout_s=3.0).address
     agent = connect(address, role="observer", node="host")
     notices = Notices(agent)
     a = connect(address, "a", beacon=True)
@@ -411,7 +411,7 @@ def test_wall_clock_jumps_harm_nobody(
     embedded: Embedded, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All durations are monotonic: a day forth and back again loses nobody and changes no quorum."""
-    lighthouse = embedded(heartbeat_timeout_s=0.6)
+    lighthouse = embedded(heartbeat_timeout_s=2.0)
     a, b = connect(lighthouse.address, "a"), connect(lighthouse.address, "b")
     first = form(a, b)
     real = time.time

@@ -90,7 +90,7 @@ def test_a_frozen_replica_is_lost_by_silence_and_comes_back(
     run_lighthouse: RunLighthouse, victims: Victims
 ) -> None:
     """SIGSTOP: the connection stays open, only heartbeats can tell; thawed, it learns that it was given up."""
-    lighthouse = run_lighthouse("--heartbeat-timeout-ms", "1000")
+    lighthouse = run_lighthouse("--heartbeat-timeout-ms", "2000")
     a, b, c = victims(lighthouse.address, "a", "b", "c")
     first = form([a, b, c])
     c.kill(signal.SIGSTOP)
@@ -108,11 +108,11 @@ def test_a_frozen_replica_is_lost_by_silence_and_comes_back(
 def test_a_rank_whose_gil_is_held_is_not_lost_when_it_has_a_beacon(
     run_lighthouse: RunLighthouse, victims: Victims
 ) -> None:
-    """C code that keeps the GIL for three heartbeat timeouts stops every thread of the rank, not its beacon."""
-    lighthouse = run_lighthouse("--heartbeat-timeout-ms", "1000")
+    """C code that keeps the GIL for more than two heartbeat timeouts stops every thread of the rank, not its beacon."""
+    lighthouse = run_lighthouse("--heartbeat-timeout-ms", "2000")
     a, b = victims(lighthouse.address, "a", "b", beacon=True)
     first = form([a, b])
-    b.say("hold_gil 3")
+    b.say("hold_gil 5")
     assert b.told.wait(lambda line: line.get("holding") is True)
     assert b.told.wait(lambda line: line.get("holding") is False)
     assert "lost" not in lighthouse.log()
@@ -121,10 +121,10 @@ def test_a_rank_whose_gil_is_held_is_not_lost_when_it_has_a_beacon(
 
 def test_the_same_rank_without_a_beacon_is_lost(run_lighthouse: RunLighthouse, victims: Victims) -> None:
     """The fault of the test above does fire: it is the beacon that saves the rank."""
-    lighthouse = run_lighthouse("--heartbeat-timeout-ms", "1000")
+    lighthouse = run_lighthouse("--heartbeat-timeout-ms", "2000")
     a, b = victims(lighthouse.address, "a", "b")
     form([a, b])
-    b.say("hold_gil 4")
+    b.say("hold_gil 6")
     assert a.notice("MemberLost", replica="b")["certain"] is False
 
 
@@ -214,7 +214,7 @@ def test_a_cut_line_is_lost_by_silence_and_heals(
     run_lighthouse: RunLighthouse, victims: Victims, proxy: Callable[[str], Proxy]
 ) -> None:
     """Nothing passes in either direction, not even a close; afterwards there is one quorum again."""
-    lighthouse = run_lighthouse("--heartbeat-timeout-ms", "1000")
+    lighthouse = run_lighthouse("--heartbeat-timeout-ms", "2000")
     between = proxy(lighthouse.address)
     (a,) = victims(lighthouse.address, "a")
     (b,) = victims(between.address, "b")
@@ -236,7 +236,7 @@ def test_a_line_cut_in_one_direction_heals(
     run_lighthouse: RunLighthouse, victims: Victims, proxy: Callable[[str], Proxy], way: str
 ) -> None:
     """Asymmetric partition: whichever side hears nothing gives the connection up; the job ends in one quorum."""
-    lighthouse = run_lighthouse("--heartbeat-timeout-ms", "1000")
+    lighthouse = run_lighthouse("--heartbeat-timeout-ms", "2000")
     between = proxy(lighthouse.address)
     (a,) = victims(lighthouse.address, "a")
     (b,) = victims(between.address, "b")
@@ -311,7 +311,7 @@ def test_a_frozen_lighthouse_believes_nobody_dead_when_it_wakes(
     run_lighthouse: RunLighthouse, victims: Victims
 ) -> None:
     """While it stood still it could not hear: that silence counts for nothing."""
-    lighthouse = run_lighthouse("--heartbeat-timeout-ms", "600")
+    lighthouse = run_lighthouse("--heartbeat-timeout-ms", "2000")
     a, b = victims(lighthouse.address, "a", "b")
     first = form([a, b])
     lighthouse.kill(signal.SIGSTOP)

@@ -87,7 +87,7 @@ def test_a_partitioned_replica_is_lost_and_comes_back(
     beacon: bool,
 ) -> None:
     """Packets vanish, no socket is closed; one side falls silent; mended, all are in one quorum of one epoch."""
-    lighthouse = run_lighthouse("--heartbeat-timeout-ms", "1500", host=namespace.host)
+    lighthouse = run_lighthouse("--heartbeat-timeout-ms", "2500", host=namespace.host)
     (a,) = victims(lighthouse.address, "a")
     (b,) = victims(lighthouse.address, "b", prefix=namespace.prefix, beacon=beacon)
     first = form([a, b])
