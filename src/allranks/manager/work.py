@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -32,6 +33,20 @@ def wait_while(work: Any, usable: Callable[[], bool]) -> None:
                 raise GroupAborted("the group broke and its pending operation was given up") from None
 
 
+def wait_on_device(work: Any, usable: Callable[[], bool]) -> None:
+    """The same for a work on a GPU: NCCL takes a wait that ran out of time for a failure, so it is asked instead.
+
+    The vote needs to know on the host that the gradients are there; `wait()` then only orders the streams.
+    """
+    pause_s = 0.00005
+    while not work.is_completed():
+        if not usable():
+            raise GroupAborted("the group broke and its pending operation was given up")
+        time.sleep(pause_s)
+        pause_s = min(0.002, pause_s * 1.5)
+    work.wait()
+
+
 class ManagedWork:
     """Waits like a torch `Work`. An error is told to the manager once and then swallowed."""
 
@@ -53,7 +68,7 @@ class ManagedWork:
         work, self._work = self._work, None
         if work is not None:
             try:
-                wait_while(work, self._usable)
+                (wait_on_device if self._tensor.is_cuda else wait_while)(work, self._usable)
             except (RuntimeError, GroupAborted) as error:
                 self.failed = True
                 self._on_error(error)
