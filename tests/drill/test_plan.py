@@ -8,6 +8,7 @@ import pytest
 
 from allranks.cli.drill import find_size
 from allranks.errors import InputError
+from allranks.testing.drill import is_right, match_incidents
 from allranks.testing.misdeeds import MISDEEDS
 from allranks.testing.plan import KINDS, DrillFault, make_plan, read_plan
 
@@ -67,3 +68,28 @@ def test_the_size_of_a_job_is_read_from_its_command() -> None:
     assert find_size(["allranks", "run", "--replicas", "4", "--nproc-per-replica=2", "x.py"]) == (8, 2)
     assert find_size(["allranks", "run", "--nproc_per_node=3", "x.py"]) == (3, 1)
     assert find_size(["train.py"]) == (None, 1)
+
+
+def test_an_incident_belongs_to_the_fault_that_it_names() -> None:
+    """A cut connection was survived without an incident; the exit later is not blamed on it. A wrong verdict counts."""
+    faults = [DrillFault("partition", 2, 10), DrillFault("exit", 0, 20), DrillFault("hang", 1, 30)]
+    death = {
+        "id": "a",
+        "kind": "death",
+        "opened": 205.0,
+        "timeline": [],
+        "verdict": {"cause": "rank_died", "ranks": [0]},
+    }
+    wrong = {
+        "id": "b",
+        "kind": "hang",
+        "opened": 310.0,
+        "timeline": [],
+        "verdict": {"cause": "missing_rank", "ranks": [2]},
+    }
+    matched = match_incidents(faults, [100.0, 200.0, 300.0], [death])
+    assert {index: incident["id"] for index, incident in matched.items()} == {1: "a"}
+    matched = match_incidents(faults[1:], [200.0, 300.0], [death, wrong])
+    assert {index: incident["id"] for index, incident in matched.items()} == {0: "a", 1: "b"}
+    assert not is_right(faults[2], wrong["verdict"])
+    assert match_incidents(faults, [None, None, None], [death]) == {}

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -102,10 +102,13 @@ def judge_drill(plan: DrillPlan, folder: Path, exit_code: int) -> DrillResult:
     """Reads what the ranks and the agent left behind, and compares it with the plan."""
     incidents = read_incidents(folder / "incidents")
     marks = read_marks(folder)
-    claimed: set[str] = set()
-    results = []
-    for index, fault in enumerate(plan.faults):
-        results.append(_judge_fault(index, fault, folder, incidents, marks, claimed))
+    fired = [_read_fired(folder, index) for index in range(len(plan.faults))]
+    own = match_incidents(plan.faults, [None if f is None else float(f["at"]) for f in fired], incidents)
+    results = [
+        _judge_fault(fault, facts, own.get(index), marks)
+        for index, (fault, facts) in enumerate(zip(plan.faults, fired, strict=True))
+    ]
+    claimed = {incident["id"] for incident in own.values()}
     unclaimed = [i for i in incidents if i["id"] not in claimed and i["kind"] in ("hang", "death")]
     evictions = [i for i in unclaimed if (i.get("action") or {}).get("done")]
     return DrillResult(
@@ -130,40 +133,64 @@ def read_marks(folder: Path) -> dict[int, list[dict[str, Any]]]:
     return found
 
 
-def _judge_fault(
-    index: int, fault: DrillFault, folder: Path, incidents: list[dict[str, Any]], marks: dict[int, list[dict[str, Any]]], claimed: set[str]
-) -> FaultResult:  # fmt: skip
+def _read_fired(folder: Path, index: int) -> dict[str, Any] | None:
+    """When and where a fault fired; None when it did not."""
     try:
-        fired = json.loads((folder / f"fired.{index}").read_text())
+        found: dict[str, Any] = json.loads((folder / f"fired.{index}").read_text())
+        return found
     except (OSError, ValueError):
+        return None
+
+
+def match_incidents(
+    faults: Sequence[DrillFault], fired_at: Sequence[float | None], incidents: Sequence[dict[str, Any]]
+) -> dict[int, dict[str, Any]]:
+    """Fault -> its incident. Those that name a fault's rank and cause are its own before any other may have them:
+    a fault that training survived without an incident does not take the next one's."""
+    own: dict[int, dict[str, Any]] = {}
+    for exact in (True, False):
+        for index, (fault, at) in enumerate(zip(faults, fired_at, strict=True)):
+            if at is None or index in own or not KINDS[fault.kind][1]:
+                continue
+            taken = {incident["id"] for incident in own.values()}
+            free = [
+                i
+                for i in incidents
+                if i["id"] not in taken
+                and i["kind"] in ("hang", "death")
+                and 0 <= _noticed(i) - at < MATCH_S
+                and (not exact or is_right(fault, i.get("verdict")))
+            ]
+            if free:
+                own[index] = min(free, key=_noticed)
+    return own
+
+
+def is_right(fault: DrillFault, verdict: dict[str, Any] | None) -> bool:
+    """Whether the verdict names the fault's rank, it alone, and a cause that the fault has."""
+    found = verdict or {}
+    return found.get("ranks") == [fault.rank] and found.get("cause") in KINDS[fault.kind][1]
+
+
+def _judge_fault(
+    fault: DrillFault,
+    fired: dict[str, Any] | None,
+    incident: dict[str, Any] | None,
+    marks: dict[int, list[dict[str, Any]]],
+) -> FaultResult:
+    if fired is None:
         return FaultResult(fault.kind, fault.rank, None, False)
-    at, expected = float(fired["at"]), KINDS[fault.kind][1]
-    own = [
-        i
-        for i in incidents
-        if i["id"] not in claimed and 0 <= _noticed(i) - at < MATCH_S and i["kind"] in ("hang", "death")
-    ]
-    incident = min(own, key=_noticed, default=None) if expected else None
+    at = float(fired["at"])
+    recovered = _recovered(fault, at, marks)
     if incident is None:
-        right = None if expected else True
+        right = None if KINDS[fault.kind][1] else True
         return FaultResult(
-            fault.kind,
-            fault.rank,
-            fired["step"],
-            True,
-            verdict_right=right,
-            recovered_s=_recovered(fault, at, marks),
+            fault.kind, fault.rank, fired["step"], True, verdict_right=right, recovered_s=recovered
         )
-    claimed.add(incident["id"])
-    verdict = incident.get("verdict") or {}
-    right = (
-        fault.rank in (verdict.get("ranks") or [])
-        and len(verdict.get("ranks") or []) == 1
-        and verdict.get("cause") in expected
-    )
+    verdict = incident.get("verdict")
     return FaultResult(
-        fault.kind, fault.rank, fired["step"], True, _noticed(incident) - at, verdict or None, right,
-        _recovered(fault, at, marks), incident["id"],
+        fault.kind, fault.rank, fired["step"], True, _noticed(incident) - at, verdict or None,
+        is_right(fault, verdict), recovered, incident["id"],
     )  # fmt: skip
 
 
