@@ -24,10 +24,15 @@ _registered = False
 
 def bury(backend: Any, works: Sequence[Any]) -> None:
     """Destroys a backend once its works have ended, in a thread of its own. Give no reference away."""
-    global _registered
     grave = [backend]
-    thread = threading.Thread(target=_dig, args=(grave, list(works)), name="allranks-bury", daemon=True)
+    attend(threading.Thread(target=_dig, args=(grave, list(works)), name="allranks-bury", daemon=True))
+
+
+def attend(thread: threading.Thread) -> None:
+    """Starts a thread that works on a backend; the process does not end before it has (see `finish`)."""
+    global _registered
     with _lock:
+        _threads.difference_update([each for each in _threads if each.ident and not each.is_alive()])
         _threads.add(thread)
         if not _registered:
             _registered = True
@@ -35,8 +40,8 @@ def bury(backend: Any, works: Sequence[Any]) -> None:
     thread.start()
 
 
-def finish(limit_s: float = 5.0) -> None:
-    """Waits for burials; a backend with an operation that does not end is kept until the process is gone."""
+def finish(limit_s: float = 10.0) -> None:
+    """Waits for burials and aborts; a backend with an operation that does not end is kept until the process is gone."""
     _hurry.set()
     deadline = time.monotonic() + limit_s
     with _lock:

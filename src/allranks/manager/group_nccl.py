@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from allranks.manager.burial import attend
 from allranks.manager.group import ReconfigurableGroup
 from allranks.manager.meeting import Meeting, Seconds
 
@@ -56,7 +57,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
 
     def _take_down(self, backend: Any) -> None:
         if backend is not None:
-            threading.Thread(target=_abort, args=(backend,), name="allranks-nccl-abort", daemon=True).start()
+            attend(threading.Thread(target=_abort, args=(backend,), name="allranks-nccl-abort", daemon=True))
 
 
 @contextlib.contextmanager

@@ -199,9 +199,9 @@ def _watchdog_error(work: Any) -> BaseException | None:
         name = str(future.value())
     except Exception:  # not every backend has it
         return None
-    if "SUCCESS" in name or not name:
-        return None
-    return TimeoutError("the call timed out") if "TIMEOUT" in name else RuntimeError(name)
+    if "TIMEOUT" in name:
+        return TimeoutError("the call timed out")
+    return RuntimeError(name) if "ERROR" in name else None  # also UNKNOWN: nobody asked the watchdog
 
 
 def is_timeout(error: BaseException) -> bool:
