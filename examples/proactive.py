@@ -59,7 +59,7 @@ def stall(proactive: bool, number: int) -> float:
                 env={**env, "ALLRANKS_REPLICA": name},
                 stdout=subprocess.PIPE,
                 text=True,
-            )  # fmt: skip
+            )
             for name in ("survivor", "victim")
         ]
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -163,7 +164,7 @@ def main() -> int:
         verdicts["clean exits"] = set(codes.values()) == {0}
         results["exit_codes"] = codes
         steps = [float(event[0]) for event in replicas["r0"].events() if event[1] == "commit"]
-        results["step_s"] = round(sorted(b - a for a, b in zip(steps, steps[1:], strict=False))[len(steps) // 2], 4)
+        results["step_s"] = round(sorted(b - a for a, b in itertools.pairwise(steps))[len(steps) // 2], 4)
         results["retried_steps"] = sum(event[1] == "retry" for event in replicas["r0"].events())
     except (RuntimeError, TimeoutError) as error:
         verdicts[f"no error: {error}"] = False
