@@ -120,13 +120,34 @@ def test_a_late_dump_is_innocent_once_the_others_have_made_more_coalesced_calls(
     assert _answer(_diagnose(folder)) == OK
 
 
-def test_a_receive_that_the_watchdog_put_away_is_believed(tmp_path: Path) -> None:
-    """The same calls as in a crossed receive, but retired: the dumps no longer show a call that never left."""
-    folder = _copied("p2p_cross", tmp_path)
-    for rank in (0, 1):
-        _change(folder, rank, lambda entries: entries[-1].update(retired=True))
-    cause, ranks = _answer(_diagnose(folder))
-    assert (cause, ranks) == ("missing_rank", (0, 1))
+def test_matched_parts_of_a_chain_of_batches_follow_from_the_one_that_lacks(tmp_path: Path) -> None:
+    """Only the sleeping rank is a root; the batches around it are told as what follows."""
+    result = _diagnose(_copied("batch_missing", tmp_path))
+    roots = [finding.ranks for finding in result.findings if finding.severity == "root"]
+    assert roots == [(2,)]
+    assert any(finding.severity == "consequence" for finding in result.findings)
+
+
+def test_a_batch_that_ended_just_before_the_dump_is_no_hang(tmp_path: Path) -> None:
+    """One rank waited long for its partners and the watchdog has not put the batch away yet, but they are done."""
+    folder = _copied("batch_ok", tmp_path)
+    for rank in range(4):
+        _change(folder, rank, _end_with_a_batch)
+    _change(folder, 0, _just_ended)
+    loaded = load_paths([str(folder)])
+    assert "taken as unfinished" in next(note.note for note in loaded.files if note.rank == 0)
+    assert _answer(_diagnose(folder)) == OK
+
+
+def _end_with_a_batch(entries: list[dict[str, Any]]) -> None:
+    last = max(i for i, entry in enumerate(entries) if entry["profiling_name"] == "nccl:coalesced")
+    del entries[last + 1 :]
+
+
+def _just_ended(entries: list[dict[str, Any]]) -> None:
+    entries[-1].update(
+        retired=False, time_discovered_completed_ns=entries[-1]["time_created_ns"] + 3_000_000_000
+    )
 
 
 def _complete_much_later(entries: list[dict[str, Any]]) -> None:

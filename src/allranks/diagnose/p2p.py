@@ -12,7 +12,7 @@ import numpy as np
 
 from allranks.diagnose.job import Job, Now, RankView
 from allranks.diagnose.ops import Family
-from allranks.model.trace import Flag
+from allranks.model.trace import Flag, State
 
 _SEND, _RECV = int(Family.SEND), int(Family.RECV)
 
@@ -28,6 +28,7 @@ class Side:
     rows: np.ndarray
     now: np.ndarray
     reliable: bool  # every call since the start is here
+    doubtful: np.ndarray  # open, but the dump called it completed
 
     def pending_from(self) -> int:
         """Index behind the last finished call."""
@@ -97,6 +98,15 @@ def p2p_states(view: RankView) -> np.ndarray:
     return now
 
 
+def _doubtful(view: RankView) -> np.ndarray:
+    """Per call: whether it is, or belongs to, a newest call whose completion the loader took back."""
+    calls = view.trace.calls
+    last = calls[-1]
+    mine: np.ndarray = (calls["group"] == last["group"]) & (calls["p2p_seq"] == last["p2p_seq"])
+    taken_back = int(last["state"]) == State.SCHEDULED and int(last["flags"]) & Flag.COMPLETION_UNRELIABLE
+    return mine if taken_back else np.zeros(len(calls), bool)
+
+
 def _sides(view: RankView) -> list[Side]:
     calls = view.trace.calls
     sends, receives = view.family == _SEND, view.family == _RECV
@@ -104,7 +114,7 @@ def _sides(view: RankView) -> list[Side]:
     mine = mine[(calls["peer"][mine] >= 0) & (view.group[mine] >= 0)]
     if not len(mine):
         return []
-    now = p2p_states(view)
+    now, doubtful = p2p_states(view), _doubtful(view)
     key = (
         (view.group[mine].astype(np.int64) << 33) | (calls["peer"][mine].astype(np.int64) << 1) | sends[mine]
     )
@@ -116,7 +126,7 @@ def _sides(view: RankView) -> list[Side]:
         row = int(rows[0])
         found.append(
             Side(view.rank, int(calls["peer"][row]), int(view.group[row]), bool(sends[row]), rows, now[rows],
-                 not wrapped and not view.cut)
+                 not wrapped and not view.cut, doubtful[rows])
         )  # fmt: skip
     return found
 
@@ -132,6 +142,8 @@ def _waits(job: Job, side: Side, other: Side | None) -> list[P2PWait]:
             continue
         at = index if exact else index - start + (other.pending_from() if other is not None else 0)
         partner = int(other.rows[at]) if other is not None and at < len(other.rows) else -1
+        if partner >= 0 and side.doubtful[index] and other is not None and other.now[at] == Now.DONE:
+            continue
         found.append(
             P2PWait(side.rank, int(side.rows[index]), side.peer, side.group, side.sends, index + 1 if exact else 0,
                     partner, peer_known)

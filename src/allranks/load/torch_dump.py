@@ -195,7 +195,7 @@ def reopen_unlaunched(calls: np.ndarray, groups: GroupTable) -> list[str]:
 
     Its end event is not recorded yet, and asking such an event reads as "completed". That is seen only when a dump
     asks, long after the call, while the watchdog, which puts calls away within a moment, has never heard of it.
-    Nothing can follow it: the thread is inside the call.
+    Nothing can follow it: the thread is inside the call. The flag stays: if the partner is done, it was true after all.
     """
     if not len(calls):
         return []
@@ -208,6 +208,7 @@ def reopen_unlaunched(calls: np.ndarray, groups: GroupTable) -> list[str]:
         return []
     last["state"] = State.SCHEDULED
     last["completed_ns"] = 0
+    last["flags"] |= np.uint16(Flag.COMPLETION_UNRELIABLE)
     return ["the newest send or receive reads completed but never was with the watchdog: taken as unfinished"]
 
 
