@@ -192,9 +192,11 @@ class Bench:
         """Lost time, stall and total of each; interleaved, so that a busy machine hits all of them alike."""
         found: dict[str, dict[str, list[float]]] = {}
         methods.sort(key=lambda method: method.name not in NEEDED)
-        for method in methods:  # warm-up: processes start, buffers are allocated
-            if method.name in NEEDED or self.soft_deadline is None:
+        for method in list(methods):  # warm-up: processes start, buffers are allocated
+            if method.name in NEEDED:
                 self.idle(method, 1)
+            elif self.soft_deadline is None and not self.works(method):
+                methods.remove(method)
         for number in range(1, self.rounds + 1):
             if number > 1 and self.late(f"round {number}"):
                 break
@@ -207,6 +209,15 @@ class Bench:
             name: {key: statistics.median(values) for key, values in entry.items()}
             for name, entry in found.items()
         }
+
+    def works(self, method: Method) -> bool:
+        """Whether a peer can save at all on this machine; if not, it is left out and said."""
+        try:
+            self.idle(method, 1)
+            return True
+        except Exception as error:
+            self.left_out.append(f"{method.name}: {type(error).__name__}: {error}")
+            return False
 
     def one(self, method: Method, number: int) -> dict[str, float]:
         """One save during training, one with the process idle."""
