@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from allranks.diagnose.absent import explain_ranks, shifted
-from allranks.diagnose.align import align, is_box
+from allranks.diagnose.absent import explain_ranks
+from allranks.diagnose.align import align
 from allranks.diagnose.context import Context
 from allranks.diagnose.cycles import explain_cycle
 from allranks.diagnose.disbelief import Doubt, find_doubts, reopen
 from allranks.diagnose.entered import explain_call
 from allranks.diagnose.guilt import judge
-from allranks.diagnose.job import GroupView, Now
+from allranks.diagnose.job import GroupView
 from allranks.diagnose.liveness import is_hung, is_paused, usual_pause
 from allranks.diagnose.match import Mismatch, find_mismatches
 from allranks.diagnose.misfit import explain_mismatch, explain_p2p
 from allranks.diagnose.p2p import match_p2p
+from allranks.diagnose.quiet import quiet_roots
 from allranks.diagnose.quorums import forget_past_quorums
-from allranks.diagnose.shift import find_stack_shift
-from allranks.diagnose.straggler import find_straggler, find_tight_timeout
+from allranks.diagnose.straggler import find_tight_timeout
 from allranks.diagnose.waits import Blocked, find_blocked, wait_graph
 from allranks.diagnose.words import count, ranks_text, seconds
 from allranks.model.diagnosis import Diagnosis, FileNote, Finding, GroupSummary, RankNow, Status
@@ -85,7 +85,7 @@ def _diagnose(
     context = Context(job, patience, tuple(hung), wait_graph(job, hung), seen, tuple(p2p_mismatches))
     roots = [_with_doubts(context, root, doubts) for root in _roots(context, mismatches)]
     if not roots and not (hung and any(is_paused(job, rank) for rank in job.ranks)):
-        roots = _quiet_roots(context, options, [doubt for doubt in doubts if not doubt.proven])
+        roots = quiet_roots(context, [d for d in doubts if not d.proven], options.allow_incomplete_ranks)
     warnings = _warnings(context, every, damaged, options, roots)
     return _compose(context, roots, warnings, files, options)
 
@@ -175,21 +175,6 @@ def _calls_of(context: Context, sink: tuple[int, ...]) -> list[Blocked]:
     return [b for b in context.blocked if set(sink) & (set(b.missing) | set(b.absent))]
 
 
-def _quiet_roots(context: Context, options: DiagnoseOptions, doubts: list[Doubt]) -> list[Finding]:
-    """Nothing hangs and nothing misfits: a silent extra call, a rank that is gone, a straggler?"""
-    for group in context.job.groups:
-        shift = find_stack_shift(context.job, group)
-        if shift is not None and shift.agreeing >= 2:
-            return [shifted(context, None, group, shift)]
-    gone = None if options.allow_incomplete_ranks else _gone_unnoticed(context)
-    if gone is not None:
-        return [gone]
-    if doubts:
-        return [_doubtful(context, doubt) for doubt in doubts]
-    slow = find_straggler(context.job)
-    return [slow] if slow is not None else []
-
-
 def _with_doubts(context: Context, root: Finding, doubts: list[Doubt]) -> Finding:
     """Tells why a call that the dumps call completed is taken as unfinished."""
     for doubt in doubts:
@@ -200,50 +185,6 @@ def _with_doubts(context: Context, root: Finding, doubts: list[Doubt]) -> Findin
             )
             return replace(root, evidence=(*root.evidence, text))
     return root
-
-
-def _doubtful(context: Context, doubt: Doubt) -> Finding:
-    """A coalesced call said to be over that a rank never entered: it hangs there, or that dump is older."""
-    blocked = Blocked(0, doubt.group, doubt.seq, doubt.rows, missing=doubt.late)
-    alone = Context(
-        context.job, context.patience, (blocked,), wait_graph(context.job, [blocked]), context.seen
-    )
-    finding = explain_ranks(alone, blocked, doubt.late)
-    sentence = (
-        f"{ranks_text(doubt.late)} is not seen in {alone.call(blocked)}, in which {ranks_text(doubt.rows)} stand; NCCL marks "
-        f"coalesced calls completed too early: either it never entered, or its dump is older than the others"
-    )
-    again = "a second dump of all ranks: where nothing has moved, the job hangs"
-    return replace(
-        finding, cause="missing_rank", ranks=doubt.late, confidence=0.35, sentence=sentence, waited_s=None,
-        missing_evidence=(again, *finding.missing_evidence),
-    )  # fmt: skip
-
-
-def _gone_unnoticed(context: Context) -> Finding | None:
-    """A rank without a dump whose partners' last call was put away, finished or failed: the recorder cannot tell."""
-    absent = set(context.job.missing_ranks)
-    for group in context.job.groups:
-        gone = tuple(rank for rank in group.members if rank in absent)
-        lanes = [lane for lane in group.lanes.values() if len(lane.seqs)]
-        if not gone or not lanes:
-            continue
-        last = max(lane.last for lane in lanes)
-        rows = {lane.rank: lane.row(last) for lane in lanes if lane.last == last}
-        if any(is_box(context.job.ranks[rank].trace) for rank in rows):
-            continue  # each node keeps its own black boxes: those of other nodes are merely elsewhere
-        told = any(context.job.ranks[rank].now[row] == Now.LEFT for rank, row in rows.items())
-        if told or len(gone) <= max(1, len(group.members) // 4):
-            blocked = Blocked(0, group.index, last, rows, absent=gone)
-            alone = Context(
-                context.job, context.patience, (blocked,), wait_graph(context.job, [blocked]), context.seen
-            )
-            finding = explain_ranks(alone, blocked, gone)
-            if told:
-                return replace(finding, confidence=round(finding.confidence * 0.9, 2))
-            sentence = f"{ranks_text(gone)} left no dump, and the calls of all other ranks are over: it may have died"
-            return replace(finding, confidence=0.35, sentence=sentence, waiting=(), waited_s=None)
-    return None
 
 
 def _warnings(
