@@ -1,7 +1,7 @@
 """A recorded job: two ranks train over gloo; read their black boxes while they run and after they are gone.
 
-    torchrun --nproc-per-node 2 examples/record_train.py
-    allranks dump --list
+torchrun --nproc-per-node 2 examples/record_train.py
+allranks dump --list
 """
 
 from __future__ import annotations

@@ -61,7 +61,11 @@ def test_reading_commands_work_without_torch(laptop: Path) -> None:
     info = run(laptop, "dump-info", str(dumps / "trace_0"), "--json")
     assert info.returncode == 0, info.stderr
     stacks = run(
-        laptop, "stacks", "--from", str(CASES / "stacks" / "cases" / "hangs" / "dataloader_worker_sleep"), "--json"
+        laptop,
+        "stacks",
+        "--from",
+        str(CASES / "stacks" / "cases" / "hangs" / "dataloader_worker_sleep"),
+        "--json",
     )
     assert "dataloader_wait" in stacks.stdout, stacks.stderr
     assert run(laptop, "--help").returncode == 0

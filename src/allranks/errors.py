@@ -228,7 +228,9 @@ class ReplicaEvicted(LighthouseRefused):
 class QuorumTimeout(LighthouseError):
     """No quorum was formed in time. `missing` are the replicas that were waited for, as far as known."""
 
-    def __init__(self, message: str, waited_s: float, reason: str = "", missing: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, message: str, waited_s: float, reason: str = "", missing: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(message)
         self.waited_s = waited_s
         self.reason = reason
@@ -254,7 +256,9 @@ class GroupAborted(ManagerError):
 class HealingFailed(ManagerError):
     """No peer could hand over the live state. `received_bytes` of `total_bytes` had arrived."""
 
-    def __init__(self, message: str, received_bytes: int = 0, total_bytes: int = 0, *, hint: str = "") -> None:
+    def __init__(
+        self, message: str, received_bytes: int = 0, total_bytes: int = 0, *, hint: str = ""
+    ) -> None:
         super().__init__(message, hint=hint)
         self.received_bytes = received_bytes
         self.total_bytes = total_bytes

@@ -17,9 +17,15 @@ from allranks.errors import AllranksError
 
 #: sub-command -> (module under allranks.cli, one-line help). Order is the order of `--help`.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "diagnose": ("diagnose", "why the job hangs: the guilty rank, the line and the cause, from dumps of any origin"),
+    "diagnose": (
+        "diagnose",
+        "why the job hangs: the guilty rank, the line and the cause, from dumps of any origin",
+    ),
     "run": ("run", "start a job: torchrun's command line, recorded, watched, kept alive"),
-    "lighthouse": ("lighthouse", "run the lighthouse of a job: who is alive, who trains together; or ask one"),
+    "lighthouse": (
+        "lighthouse",
+        "run the lighthouse of a job: who is alive, who trains together; or ask one",
+    ),
     "dump": ("dump", "take a job's black boxes from outside: copies, or PyTorch's dump formats"),
     "stacks": ("stacks", "show what every rank is doing, without disturbing it, and what it is stuck on"),
     "watch": ("watch", "run or join a job as a sidecar and collect stacks when it stands still"),
@@ -31,7 +37,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "dump-info": ("dump_info", "show what a dump or black box is and what it holds"),
     "convert": ("convert", "turn dumps and black boxes into one another: box, pickle, json"),
     "doctor": ("doctor", "check a node before the job, or explain logs after it"),
-    "checkpoint": ("checkpoint", "list, show, verify, copy, prune, export checkpoints on disks and in object stores"),
+    "checkpoint": (
+        "checkpoint",
+        "list, show, verify, copy, prune, export checkpoints on disks and in object stores",
+    ),
     "slurm": ("slurm", "submit, wrap or look into a job under Slurm"),
     "etcd": ("etcd", "start, check or stop an etcd on this machine"),
     "config": ("config", "check, show or describe a job's configuration file"),

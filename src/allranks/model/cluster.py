@@ -38,7 +38,9 @@ class Quorum:
     epoch: int  # which life of the lighthouse (leader term) formed it
     members: tuple[Member, ...]  # sorted by replica; the index is the replica's rank
     reason: str = ""
-    round: int = 0  # grows with every answer, also while the number stays: who missed an answer is sent it again
+    round: int = (
+        0  # grows with every answer, also while the number stays: who missed an answer is sent it again
+    )
     max_step: int = 0
     heal: dict[str, str] = field(
         default_factory=dict
