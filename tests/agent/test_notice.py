@@ -176,3 +176,12 @@ def test_a_frozen_rank_is_judged_by_its_own_history() -> None:
     samples = [sample(0, 60), sample(1, 29), sample(2, 60)]
     assert round(limit_s(state, OPTIONS)) == 20
     assert behind(now + 11, state, samples)[0] == (1,)
+
+
+def test_a_replica_that_starts_while_the_others_have_finished_gets_the_warm_up() -> None:
+    """The quick steps of those who said goodbye are no measure for the imports of the one that comes back."""
+    now, state = trained(step_s=0.1)
+    samples = [sample(0, 29, closed="exit"), sample(1, 0, pid=999), sample(2, 29, closed="exit")]
+    state = observe(now, state, samples, OPTIONS)
+    assert look(now + 59, state, samples)[0] is False
+    assert look(now + 61, state, samples)[0] is True

@@ -108,7 +108,8 @@ def notice(
     expecting = [s.rank for s in running if s.expect_until_ns > now_ns]
     if expecting:
         return None, f"rank {expecting[0]} has announced a long phase"
-    limit = limit_s(state, options)
+    present = {s.rank for s in running}  # those who have finished say nothing about those who start
+    limit = limit_s(replace(state, ranks={r: h for r, h in state.ranks.items() if r in present}), options)
     last = max(state.ranks[s.rank].changed_s for s in running if s.rank in state.ranks)
     quiet_s = now_s - last
     if now_s < state.allowed_until_s:
