@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import allranks
+from allranks import record
 from allranks.record.read import find_boxes, read_header, read_trace
 from allranks.testing.ranks import Ranks, free_port
 
@@ -82,6 +83,9 @@ def _marks(rank: int, world: int) -> list[object]:
         seen += [inside.step, inside.phase, 299e9 < inside.expect_until_ns - before < 301e9]
     after = read_trace(first.path).progress
     seen += [after.phase, after.expect_until_ns, after.step_ns >= before]
+    record.announce("leaving", up_to_s=120)
+    last = read_trace(first.path).progress
+    seen += [last.phase, last.expect_until_ns > before + 119e9]
     return seen
 
 
@@ -89,7 +93,7 @@ def test_steps_and_declared_silences_are_in_the_header(folder: Path, engine: str
     """What the agent reads to tell a hang from a long evaluation."""
     with Ranks(_marks, 1) as ranks:
         (seen,) = ranks.values()
-    assert seen == [42, "checkpoint", True, "", 0, True]
+    assert seen == [42, "checkpoint", True, "", 0, True, "leaving", True]
 
 
 def _without_environment(rank: int, world: int) -> str:

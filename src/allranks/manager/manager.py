@@ -292,6 +292,7 @@ class Manager:
             position = (self.training.term, self.training.step)
             self.training.changed.notify_all()
         atexit.unregister(self.shutdown)
+        record.announce("leaving", up_to_s=120.0)  # saving and ending are no hang
         opened.close(last_word(reason, position))
 
     def __enter__(self) -> Manager:

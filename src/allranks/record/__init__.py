@@ -82,6 +82,12 @@ def expect(phase: str, up_to_s: float) -> Iterator[None]:
         yield
 
 
+def announce(phase: str, up_to_s: float) -> None:
+    """Declares a silence that ends with the program, or after `up_to_s` seconds."""
+    if _current is not None and os.getpid() == _current.pid:
+        _current.announce(phase, up_to_s)
+
+
 class _CallableModule(ModuleType):
     """Makes `allranks.record(...)` work although `allranks.record` is this package."""
 

@@ -146,6 +146,12 @@ class Recorder:
             if self.active:
                 box.set(expect_until_ns=before[0], phase=before[1], step_ns=time.time_ns())
 
+    def announce(self, phase: str, up_to_s: float) -> None:
+        """As `expect`, without an end: for the last thing that a program does."""
+        if self.writer is not None:
+            until_ns = time.time_ns() + int(up_to_s * 1e9)
+            self.writer.box.set(phase=self._name(phase), expect_until_ns=until_ns)
+
     def phase(self, name: str) -> None:
         """Names what the program does from now on ("train", "eval"); "" for nothing."""
         if self.writer is not None:
