@@ -15,8 +15,10 @@ import pytest
 from allranks.agent import watch as watch_module
 from allranks.agent.examine import Examination, verdict_on
 from allranks.agent.incidents import read_incidents
+from allranks.agent.node import NodeAgent
 from allranks.agent.notice import NoticeOptions, Suspicion
 from allranks.agent.policy import PolicyOptions
+from allranks.agent.replicas import Event, ReplicaOptions, Request, Supervisor
 from allranks.agent.watch import Watch, WatchOptions
 from allranks.model.blackbox import HEADER, MAGIC, VERSION
 from allranks.model.incident import Action, Incident
@@ -179,3 +181,28 @@ def test_of_a_replica_left_behind_the_rank_that_waits_for_nobody_is_named() -> N
     waiting = verdict_on([2], StacksReport(None, (), "", ranks), "silent")
     assert waiting is not None and waiting["confidence"] < 0.6
     assert verdict_on([2], None, "silent") is None
+
+
+class Ranks(Supervisor):
+    """A supervisor that starts nothing: replicas 1 and 2 are in their second life."""
+
+    def __init__(self) -> None:
+        super().__init__(ReplicaOptions((), 3))
+        self.asked: list[Request] = []
+
+    def restarted(self) -> tuple[int, ...]:
+        return (1, 2)
+
+    def pids(self) -> dict[int, int]:
+        return {1: os.getpid(), 2: os.getpid()}
+
+    def request(self, request: Request) -> None:
+        self.asked.append(request)
+
+
+def test_when_the_training_is_over_a_replica_on_its_way_back_is_turned_away(tmp_path: Path) -> None:
+    """Replica 2 has completed calls and ends by itself; replica 1 would train alone from the first step."""
+    watch, ranks = trained(tmp_path, Hand()), Ranks()
+    write_box(tmp_path / "boxes", 1, -1, calls=0)
+    NodeAgent(watch, None, ranks)._happened(Event("finished", 0, 0.0))
+    assert [(request.action, request.replica) for request in ranks.asked] == [("stop", 1)]

@@ -120,9 +120,22 @@ class NodeAgent:
                     target=self._note_death, args=(self.watch, ranks, event.replica, reason, at), name="allranks-death",
                     daemon=True,
                 ).start()  # fmt: skip
+        elif event.kind == "finished":
+            self._turn_away_latecomers()
         elif event.kind == "started" and event.replica in self._evicted:
             self._evicted.discard(event.replica)
             self._ask(lambda client: client.let_in(replica_name(event.replica)))
+
+    def _turn_away_latecomers(self) -> None:
+        """The training is over: a replica that was on its way back would begin it anew, alone."""
+        if self.watch is None or self.supervisor is None:
+            return
+        size, pids = self.watch.options.ranks_per_replica, self.supervisor.pids()
+        samples = read_samples(self.watch.options.folder)
+        joined = {s.rank // size for s in samples if s.calls_completed and pids.get(s.rank) == s.pid}
+        for replica in self.supervisor.restarted():
+            if replica not in joined:
+                self.supervisor.request(Request("stop", replica, "the training is over"))
 
     def _note_death(self, watch: Watch, ranks: tuple[int, ...], replica: int, reason: str, at: float) -> None:
         try:

@@ -122,6 +122,11 @@ class Supervisor:
         """Global rank -> pid of the ranks that are running now."""
         return {rank.number: rank.process.pid for r in self._replicas.values() for rank in r.ranks}
 
+    def restarted(self) -> tuple[int, ...]:
+        """Replicas that are in a second or later life, or about to be."""
+        alive = [r for r in self._replicas.values() if r.state in ("waiting", "running")]
+        return tuple(r.number for r in alive if r.history.restarts)
+
     def run(self) -> int:
         """Runs to the end: 0 when every replica that was not set aside finished, else 1, or 128 + signal."""
         self._wake = socket.socketpair()
