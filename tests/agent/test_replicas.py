@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -182,3 +183,24 @@ def test_a_replica_that_comes_back_after_the_end_is_stopped(tmp_path: Path) -> N
     assert (tmp_path / "back").exists()
     assert code == 0
     assert kinds(events, 1)[-1] == "stopped"
+
+
+def test_children_of_a_killed_rank_go_with_it(tmp_path: Path) -> None:
+    """A sleeping DataLoader worker would outlive its rank for ever; the second life finds it gone."""
+    command = script(
+        tmp_path,
+        "import subprocess\n"
+        f"note = {str(tmp_path)!r} + '/child'\n"
+        "if once('forked'):\n"
+        "    child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])\n"
+        "    open(note, 'w').write(str(child.pid))\n"
+        "    os.kill(os.getpid(), 9)\n",
+    )
+    code, events = run(ReplicaOptions(command, replicas=1, quiet=True))
+    assert code == 0
+    assert "died of SIGKILL" in [e.detail for e in events if e.kind == "rank_exited"]
+    stat = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
+    deadline = time.monotonic() + 30
+    while stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] not in "ZX":
+        assert time.monotonic() < deadline, "the child of the killed rank still runs"
+        time.sleep(0.02)

@@ -196,6 +196,7 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that its children (DataLoader workers, commands) can be ended with it
         )
         assert process.stdout is not None
         fd = os.dup(process.stdout.fileno())
@@ -222,6 +223,8 @@ class Supervisor:
         code = rank.process.wait()
         now = time.monotonic()
         self._forget(rank)
+        if code != 0 or replica.state == "stopping":  # a rank that ended well may have left an upload running
+            _sweep(rank.process.pid)
         replica.ranks.remove(rank)
         detail = _ending(code)
         self._tell(
@@ -375,6 +378,14 @@ def _ending(code: int) -> str:
         return f"died of {signal.Signals(-code).name}"
     except ValueError:
         return f"died of signal {-code}"
+
+
+def _sweep(group: int) -> None:
+    """Ends what a rank has left behind: a worker that sleeps outlives its parent and keeps memory and devices."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
 
 
 def _send(rank: _Rank, number: int) -> None:
