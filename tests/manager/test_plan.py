@@ -23,6 +23,12 @@ def test_fresh_replicas_take_the_weights_of_the_first() -> None:
     assert plan.participants == (0, 1, 2)
 
 
+def test_one_that_computes_already_gives_its_fresh_weights_to_one_that_just_started() -> None:
+    """Nobody has committed a step yet, but throwing the first one back would cost it its attempt."""
+    plan = decide([replica(Claim()), replica(Claim(seen=1))])
+    assert (plan.sources, plan.healing) == ((1,), (0,))
+
+
 def test_without_init_sync_fresh_replicas_stay_as_they_are() -> None:
     """init_sync=False: everybody promises to have started equal."""
     plan = decide([replica(Claim(), init_sync=False)] * 2)
@@ -35,17 +41,16 @@ def test_replicas_restored_from_the_same_checkpoint_need_no_healing() -> None:
     assert (plan.healing, plan.participants) == ((), (0, 1, 2))
 
 
-def test_one_that_comes_late_heals_and_does_not_count_in_the_first_step() -> None:
-    """The two at step 40 serve it; their gradients alone are averaged."""
+def test_one_that_comes_late_heals_from_all_that_are_ahead() -> None:
+    """The two at step 40 serve it; it heals before it computes, so its gradients count."""
     old = replica(Claim(term=3, step=40, seen=3))
     plan = decide([old, replica(Claim()), old], number=4)
-    assert (plan.sources, plan.healing, plan.participants, plan.settled) == ((0, 2), (1,), (0, 2), (0, 1, 2))
+    assert (plan.sources, plan.healing, plan.participants) == ((0, 2), (1,), (0, 1, 2))
 
 
-def test_a_late_one_takes_part_at_once_when_too_few_are_left() -> None:
-    """min_replicas=2 and one survivor: the healing one counts, after it has healed."""
-    options = {"min_replicas": 2}
-    plan = decide([replica(Claim(term=3, step=40, seen=3), **options), replica(Claim(), **options)])
+def test_members_beyond_a_fixed_number_are_spares() -> None:
+    """Two count, the third stands by."""
+    plan = decide([replica(Claim(term=3, step=40, seen=3), min_replicas=2, fixed=True)] * 3)
     assert plan.participants == (0, 1)
 
 

@@ -25,7 +25,6 @@ class Generation:
     control: ReconfigurableGroup  # votes of larger quorums: all ranks; may be the same object as `group`
     broken: str = ""  # why, in the words of who noticed
     over: bool = False  # replaced by a later one: its end is no accident
-    commits: int = 0
     loaded: bool = True  # the state to train on is in place; False while healing
 
     @property
@@ -43,8 +42,8 @@ class Generation:
 
     @property
     def participants(self) -> tuple[int, ...]:
-        """Whose gradients count now."""
-        return self.plan.participants if self.commits == 0 else self.plan.settled
+        """Whose gradients count."""
+        return self.plan.participants
 
     @property
     def participates(self) -> bool:

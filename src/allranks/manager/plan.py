@@ -49,7 +49,6 @@ class ReplicaClaim:
     ranks: tuple[Claim, ...]
     secret: str = ""  # whoever shows it may take our state; known to members only
     min_replicas: int = 1
-    asynchronous: bool = True  # heals beside a step to which it gives nothing
     init_sync: bool = True
     fixed: bool = False  # members beyond min_replicas are spares: they give zeros
 
@@ -77,8 +76,7 @@ class Plan:
     top: Position  # the state that everybody will hold
     healing: tuple[int, ...]
     sources: tuple[int, ...]  # hold `top`, now or as soon as they have rolled forward
-    participants: tuple[int, ...]  # whose gradients count until the first commit of this group
-    settled: tuple[int, ...]  # whose gradients count after it
+    participants: tuple[int, ...]  # whose gradients count; the others are spares and give zeros
     rolls_forward: frozenset[tuple[int, int]] = field(default_factory=frozenset)  # (replica, rank)
     reason: str = ""
 
@@ -91,11 +89,11 @@ def decide(members: Sequence[ReplicaClaim], number: int = 0) -> Plan:
     sources = [index for index, place in enumerate(places) if place == top and top != NOWHERE]
     fresh = top == FRESH
     if fresh and any(member.init_sync for member in members):
-        sources = sources[:1]
+        # Who has computed in a group already is not thrown back by one that has just started.
+        sources = [max(sources, key=lambda index: (members[index].ranks[0].seen, -index))]
     healing = [index for index in range(len(members)) if index not in sources]
     healing = [index for index in healing if not (places[index] == top and not members[index].init_sync)]
-    participants = _participants(members, healing, fresh)
-    settled = _participants(members, (), fresh)
+    participants = _participants(members)
     term = max(1 + max(claim.seen for member in members for claim in member.ranks), number)
     rolls = {(replica, rank) for replica, rank in rolls if replica not in healing}
     steady = [index for index in sources if not any(replica == index for replica, _ in rolls)]
@@ -106,7 +104,6 @@ def decide(members: Sequence[ReplicaClaim], number: int = 0) -> Plan:
         healing=tuple(healing),
         sources=tuple(steady or sources),
         participants=tuple(participants),
-        settled=tuple(settled),
         rolls_forward=frozenset(rolls),
         reason=reason,
     )
@@ -148,17 +145,11 @@ def _effective(member: ReplicaClaim, index: int, rolls: set[tuple[int, int]]) ->
     return places.pop() if len(places) == 1 else NOWHERE
 
 
-def _participants(members: Sequence[ReplicaClaim], healing: Sequence[int], fresh: bool) -> list[int]:
-    """Whose gradients count in the first step. A healing replica gives zeros if enough others are there."""
+def _participants(members: Sequence[ReplicaClaim]) -> list[int]:
+    """Whose gradients count: all members (who must heal does so first), or as many as fixed."""
+    everyone = list(range(len(members)))
     wanted = max(member.min_replicas for member in members)
-    current = [index for index in range(len(members)) if index not in healing]
-    late = [
-        index
-        for index in healing
-        if members[index].asynchronous and not fresh and current and len(current) >= wanted
-    ]
-    counted = [index for index in range(len(members)) if index not in late]
-    return counted[:wanted] if any(member.fixed for member in members) else counted
+    return everyone[:wanted] if any(member.fixed for member in members) else everyone
 
 
 def _reason(
@@ -177,7 +168,7 @@ def _reason(
     if healing:
         parts.append(f"{_names(healing)} heal from {_names(sources)}")
     if len(participants) < len(members):
-        parts.append(f"gradients of {_names(participants)} count in the first step")
+        parts.append(f"gradients of {_names(participants)} count")
     return "; ".join(parts)
 
 

@@ -150,7 +150,6 @@ class Regrouper:
             ranks=tuple(claims),
             secret=self.server.secret.hex(),
             min_replicas=options.min_replica_size,
-            asynchronous=options.use_async_quorum and self.training.eager,
             init_sync=options.init_sync,
             fixed=options.world_size_mode is WorldSizeMode.FIXED_WITH_SPARES,
         )
@@ -266,9 +265,7 @@ class Regrouper:
 
     def _take_state(self, generation: Generation) -> None:
         """Fetches the state if we must heal; the training thread will load it."""
-        if not generation.usable or not generation.plan.healing or generation.commits:
-            return
-        if generation.heals:
+        if generation.usable and generation.heals:
             self._heal(generation)
 
     def _heal(self, generation: Generation) -> None:

@@ -156,7 +156,6 @@ class TrainingState:
             if self.claimed_pending:
                 return self._wait_for_verdict(limit_s)
             self._commit(generation.plan.term)
-            generation.commits += 1
             return True
 
     def doubtful(self, generation: Generation, reason: str, limit_s: float) -> bool:
