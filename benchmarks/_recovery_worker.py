@@ -73,7 +73,9 @@ def train(job: dict) -> None:  # type: ignore[type-arg]
     signal.signal(signal.SIGUSR1, lambda *_: asked.update(leave=True))
     signal.signal(signal.SIGUSR2, lambda *_: asked.update(hang=True))
     model = build(job["width"], job["layers"])
-    inner = torch.optim.SGD(model.parameters(), lr=0.001)
+    for layer in list(model)[: 2 * job.get("frozen", 0)]:
+        layer.requires_grad_(False)
+    inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.001)
 
     def load(state):  # type: ignore[no-untyped-def]
         model.load_state_dict(state["model"])

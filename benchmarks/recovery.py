@@ -33,7 +33,8 @@ from _lighthouse_torchft import find_server
 
 HERE = Path(__file__).parent
 TINY = {"width": 64, "layers": 2, "steps": 10**9, "compute_s": 0.005}
-HEAVY = {"width": 1024, "layers": 24, "steps": 10**9, "rows": 2}  # 100.8 MB of parameters
+# 100.8 MB of state, a twelfth of it trained: the step itself is short, so that a pause shows.
+HEAVY = {"width": 1024, "layers": 24, "frozen": 22, "steps": 10**9, "rows": 2}
 LIMIT_S = 90.0
 
 
@@ -98,7 +99,9 @@ class Library:
             [self.python, str(HERE / "_recovery_worker.py"), self.name], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env,
         )  # fmt: skip
-        assert self.zygote.stdout is not None
+
+    def wait_ready(self) -> None:
+        assert self.zygote is not None and self.zygote.stdout is not None
         if self.zygote.stdout.readline().strip() != "ready":
             raise RuntimeError(f"the worker of {self.name} does not start")
 
@@ -174,15 +177,17 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def pair(library: Library, model: dict[str, object]) -> Iterator[tuple[Replica, Replica, Lighthouse]]:
-    """Two replicas that train together."""
+def pair(
+    library: Library, model: dict[str, object], warm: int = 10
+) -> Iterator[tuple[Replica, Replica, Lighthouse]]:
+    """Two replicas that train together, `warm` steps long already."""
     lighthouse = Lighthouse(library)
     try:
         lighthouse.start()
         first = library.start("a", lighthouse.address, **model)
         second = library.start("b", lighthouse.address, **model)
         for replica in (first, second):
-            replica.wait("commit", participants=2, count=10)
+            replica.wait("commit", participants=2, count=warm)
         yield first, second, lighthouse
     finally:
         library.end()
@@ -258,7 +263,7 @@ def heal(library: Library, rounds: int) -> dict[str, float]:
     """A replica of a 100 MB model dies and comes back: ready -> healed -> first common step; the other's pause."""
     healed, joined, stall, normal = [], [], [], []
     for _ in range(rounds):
-        with pair(library, HEAVY) as (survivor, victim, lighthouse):
+        with pair(library, HEAVY, warm=5) as (survivor, victim, lighthouse):
             usual = [e.at for e in survivor.events() if e.kind == "commit"]
             normal.append(statistics.median(b - a for a, b in itertools.pairwise(usual)))
             at = time.monotonic()
@@ -274,6 +279,7 @@ def heal(library: Library, rounds: int) -> dict[str, float]:
         "healed_s": statistics.median(healed),
         "first_common_step_s": statistics.median(joined),
         "longest_stall_s": statistics.median(stall),
+        "stall_beyond_a_step_s": statistics.median(stall) - statistics.median(normal),
         "normal_step_s": statistics.median(normal),
     }
 
@@ -353,7 +359,14 @@ def measure(library: Library, quick: bool, numbers: dict[str, float]) -> None:
 
 def ratios(numbers: dict[str, float]) -> dict[str, float]:
     found = {}
-    for what in ("kill_s", "leave_s", "freeze_s", "heal_healed_s", "heal_longest_stall_s"):
+    for what in (
+        "kill_s",
+        "leave_s",
+        "freeze_s",
+        "heal_healed_s",
+        "heal_longest_stall_s",
+        "heal_stall_beyond_a_step_s",
+    ):
         ours, theirs = numbers.get(f"allranks_{what}"), numbers.get(f"torchft_{what}")
         if ours is not None and theirs:
             found[f"{what.removesuffix('_s')}_vs_torchft"] = round(ours / theirs, 4)
@@ -392,10 +405,12 @@ def main() -> int:
         try:
             for library in [*libraries, plain]:
                 library.open()
+            for library in [*libraries, plain]:
+                library.wait_ready()
             for library in libraries:
                 say(f"{library.name}:")
                 measure(library, args.quick, numbers)
-            costs = step_cost([plain, *libraries], 150 if args.quick else 1000, 2 if args.quick else 4)
+            costs = step_cost([plain, *libraries], 500 if args.quick else 1000, 1 if args.quick else 4)
             numbers |= {f"step_{name}_ms": round(value, 3) for name, value in costs.items()}
             if args.only != "torchft":
                 numbers |= bandwidth()

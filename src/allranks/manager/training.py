@@ -71,7 +71,8 @@ class TrainingState:
             self.failure = None
             if self.generation is None or not self.generation.usable:
                 self.wanted = self.wanted or ("" if self.regrouping else "starting")
-            self.changed.notify_all()
+            if self.wanted:
+                self.changed.notify_all()
             return self.attempt
 
     def bind(self, attempt: Attempt, limit_s: float) -> Generation | None:
@@ -188,7 +189,6 @@ class TrainingState:
     def _commit(self, term: int) -> None:
         self.term, self.step = term, self.step + 1
         self.phase = Phase.APPLYING
-        self.changed.notify_all()
 
     def rest(self) -> None:
         """The state stands still again: the step was applied, or it failed."""
@@ -197,7 +197,8 @@ class TrainingState:
 
     def _rest(self) -> None:
         self.phase = Phase.BETWEEN
-        self.changed.notify_all()
+        if self.wanted:  # waking the regrouping thread for nothing would cost every step a switch
+            self.changed.notify_all()
 
     def break_group(self, generation: Generation, reason: str) -> bool:
         """The group failed us; True when we are the first to notice."""
