@@ -54,10 +54,10 @@ def finish(limit_s: float = 10.0) -> None:
 def _dig(grave: list[Any], works: list[Any]) -> None:
     deadline = time.monotonic() + _PATIENCE_S
     time.sleep(_POLL_S)  # a call that is just entering the backend must not end up as its last owner
-    while works and not all(_ended(work) for work in works) and time.monotonic() < deadline:
+    while works and not all(ended(work) for work in works) and time.monotonic() < deadline:
         if _hurry.wait(_POLL_S):
             break
-    if not all(_ended(work) for work in works):
+    if not all(ended(work) for work in works):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(grave[0]))  # never destroyed
     works.clear()
     grave.clear()
@@ -65,7 +65,8 @@ def _dig(grave: list[Any], works: list[Any]) -> None:
         _threads.discard(threading.current_thread())
 
 
-def _ended(work: Any) -> bool:
+def ended(work: Any) -> bool:
+    """Whether an operation is over, well or badly."""
     try:
         return bool(work.is_completed())
     except RuntimeError:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from allranks.errors import GroupAborted
-from allranks.manager.burial import bury, finish
+from allranks.manager.burial import bury, ended, finish
 from allranks.manager.gloo import GlooMesh
 from allranks.manager.meeting import Meeting, Seconds, seconds
 
@@ -182,7 +182,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
     def _track(self, work: Any) -> Any:
         """Remembers an operation until it has ended."""
         works = self._works
-        while works and _ended(works[0]):
+        while works and ended(works[0]):
             works.popleft()
         works.append(work)
         return work
@@ -199,10 +199,6 @@ class ReconfigurableGroup(dist.ProcessGroup):
 
     def _take_down(self, backend: Any) -> None:
         raise NotImplementedError
-
-
-def _ended(work: Any) -> bool:
-    return bool(work.is_completed())
 
 
 class ProcessGroupGloo(ReconfigurableGroup):
