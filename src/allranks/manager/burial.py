@@ -33,11 +33,11 @@ def attend(thread: threading.Thread) -> None:
     global _registered
     with _lock:
         _threads.difference_update([each for each in _threads if each.ident and not each.is_alive()])
-        _threads.add(thread)
         if not _registered:
             _registered = True
             atexit.register(finish)
-    thread.start()
+        thread.start()
+        _threads.add(thread)
 
 
 def finish(limit_s: float = 10.0) -> None:
