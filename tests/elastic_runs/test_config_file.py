@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 WAITS = """
 import pathlib, sys, time
 deadline = time.monotonic() + 150
-while not list(pathlib.Path("stacks").glob("*/*.json")):
+while not list(pathlib.Path("stacks").glob("*/report.txt")):
     if time.monotonic() > deadline:
         sys.exit("no stacks")
     time.sleep(0.1)
