@@ -7,13 +7,17 @@ words and gets the same answer. A replica of one rank needs none of this.
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 
+from allranks.errors import ManagerError
 from allranks.manager.plan import Claim
 from allranks.model.cluster import Member
+
+_LOOK_S = 0.005
 
 
 @dataclass(eq=False)
@@ -23,6 +27,7 @@ class InsideReplica:
     rank: int
     world_size: int
     store: dist.Store | None = None
+    closing: Callable[[], bool] = lambda: False  # ends every wait
     _round: int = 0
 
     @property
@@ -36,7 +41,7 @@ class InsideReplica:
             return value
         if self.speaks:
             self.store.set(key, value)
-        self.store.wait([key], timedelta(seconds=timeout_s))
+        self._await([key], timeout_s)
         return str(self.store.get(key).decode())
 
     def gather(self, claim: Claim, timeout_s: float) -> list[Claim]:
@@ -48,7 +53,7 @@ class InsideReplica:
         if not self.speaks:
             return []
         keys = [f"claim/{self._round}/{rank}" for rank in range(self.world_size)]
-        self.store.wait(keys, timedelta(seconds=timeout_s))
+        self._await(keys, timeout_s)
         return [Claim(**json.loads(self.store.get(key))) for key in keys]
 
     def share(self, member: Member | None, timeout_s: float) -> Member:
@@ -60,5 +65,28 @@ class InsideReplica:
         if member is not None:
             self.store.set(key, json.dumps(asdict(member)))
             return member
-        self.store.wait([key], timedelta(seconds=timeout_s))
+        self._await([key], timeout_s)
         return Member(**json.loads(self.store.get(key)))
+
+    def depart(self, limit_s: float) -> None:
+        """Waits a moment for the other ranks to be through too: with the first that leaves the replica is gone."""
+        if self.store is None:
+            return
+        self.store.set(f"bye/{self.rank}", "1")
+        keys = [f"bye/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + limit_s
+        while not self.store.check(keys) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+
+    def _await(self, keys: list[str], timeout_s: float) -> None:
+        """Waits for the other ranks; looked at again and again, for torch's own wait cannot be ended."""
+        assert self.store is not None
+        deadline = time.monotonic() + timeout_s
+        while not self.store.check(keys):
+            if self.closing():
+                raise ManagerError("the manager was shut down while it waited for its replica's other ranks")
+            if time.monotonic() > deadline:
+                raise ManagerError(
+                    f"not all {self.world_size} ranks of this replica asked for a quorum in {timeout_s:.1f} s"
+                )
+            time.sleep(_LOOK_S)

@@ -35,6 +35,7 @@ from allranks.model.cluster import (
 log = logging.getLogger("allranks.manager")
 
 _REPORT_EVERY_S = 0.1
+_DEPART_S = 5.0
 
 
 @dataclass(eq=False)
@@ -54,7 +55,9 @@ class Opened:
     def start(self, secret: str, read_state: Callable[[], Any], copy_offers: Callable[[], bool]) -> Opened:
         """Connects to the lighthouse and starts the regrouping thread."""
         options = self.options
-        inside = InsideReplica(options.rank, options.world_size, self._inside_store())
+        inside = InsideReplica(
+            options.rank, options.world_size, self._inside_store(), lambda: self.training.closing
+        )
         secret = inside.agree("secret", secret, options.connect_timeout_s)
         session = inside.agree("session", uuid.uuid4().hex, options.connect_timeout_s)
         self.client = self._connect(session)
@@ -86,6 +89,10 @@ class Opened:
 
     def close(self, reason: str) -> None:
         """Leaves, stops the thread, closes the groups and the servers."""
+        try:
+            self.regrouper.inside.depart(_DEPART_S)
+        except RuntimeError:
+            pass  # the rank that hosts the store is gone already
         self.client.leave(reason)
         generation = self.training.generation
         if generation is not None:
