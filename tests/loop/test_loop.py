@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from allranks.testing import demo_train
+from allranks.testing.drill import read_marks
 
 PLAN = {"faults": [{"kind": "hang", "rank": 1, "at_step": 30}, {"kind": "kill", "rank": 0, "at_step": 60}]}
 
@@ -23,16 +25,17 @@ def test_a_hung_and_a_killed_replica_are_named_replaced_and_healed(tmp_path: Pat
     command = [
         sys.executable, "-m", "allranks", "drill", "--plan", str(tmp_path / "plan.json"), "--folder", str(tmp_path / "drill"),
         "--timeout", "300", "--json", "--", "allranks", "run", "--replicas", "3", "--notice-s", "3",
-        demo_train.__file__, "--steps", "90", "--pace-s", "0.05", "--out", str(out),
+        demo_train.__file__, "--steps", "5000", "--pace-s", "0.05", "--out", str(out),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=350, check=False)
-    log = (
-        (tmp_path / "drill" / "output.log").read_text()
-        if (tmp_path / "drill" / "output.log").exists()
-        else ""
-    )
-    assert done.returncode == 0, done.stdout + done.stderr + log[-6000:]
-    result = json.loads(done.stdout)
+    drill = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        _end_when_both_are_back(drill, tmp_path / "drill", out)
+        stdout, stderr = drill.communicate(timeout=350)
+    finally:
+        drill.kill()
+    log = (tmp_path / "drill" / "output.log").read_text(errors="replace")
+    assert drill.returncode == 0, stdout + stderr + log[-6000:]
+    result = json.loads(stdout)
     hang, kill = result["faults"]
     assert hang["fired"] and kill["fired"]
     assert hang["verdict_right"] and hang["verdict"]["ranks"] == [1]
@@ -48,3 +51,15 @@ def test_a_hung_and_a_killed_replica_are_named_replaced_and_healed(tmp_path: Pat
     assert story["action"]["kind"] == "evict" and story["action"]["done"]
     names = [moment["name"] for moment in story["timeline"]]
     assert names.index("evidence") < names.index("verdict") < names.index("action") < names.index("recovered")
+
+
+def _end_when_both_are_back(drill: subprocess.Popen[str], folder: Path, out: Path) -> None:
+    """Training ends 40 steps after both culprits report from their second life (or with the drill's own limit)."""
+    while drill.poll() is None:
+        marks = read_marks(folder)
+        lives = {rank: {mark["pid"] for mark in marks.get(rank, ()) if "digest" in mark} for rank in (0, 1)}
+        if all(len(pids) > 1 for pids in lives.values()):
+            newest = max(mark["at_step"] for mark in marks[2] if "digest" in mark)
+            (out / "stop_at").write_text(str(newest + 40))
+            return
+        time.sleep(0.2)
