@@ -93,10 +93,10 @@ def torchft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def lighthouse() -> Iterator[dict[str, str]]:
-    """`allranks lighthouse` with torchft's door, as a process; its announcement."""
+    """`allranks lighthouse` with torchft's door; no timeout can tell a death here, only the closed connection."""
     command = [
         sys.executable, "-m", "allranks", "lighthouse", "--bind", "127.0.0.1:0", "--grpc-bind", "127.0.0.1:0",
-        "--min-replicas", "2", "--join-timeout-ms", "30000", "--heartbeat-timeout-ms", "60000", "--json",
+        "--min-replicas", "2", "--join-timeout-ms", "600000", "--heartbeat-timeout-ms", "600000", "--json",
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
@@ -174,13 +174,9 @@ def test_torchft_clients_form_a_quorum_lose_a_member_and_regain_it(
         assert {answer(c) for c in clients} == {(1, "a:1,b:1,c:1")}, "the same members keep the number"
         clients[2].kill()
         clients[2].wait()
-        begin = time.monotonic()
         for each in clients[:2]:
             go(each)
         assert {answer(c) for c in clients[:2]} == {(2, "a:1,b:1")}
-        assert time.monotonic() - begin < 30, (
-            "the join timeout was waited for: the closed connection was not noticed"
-        )
         late = client(torchft, lighthouse["grpc"], "c:2", 1)
         assert late.stdout is not None
         assert late.stdout.readline() == "alive\n"
