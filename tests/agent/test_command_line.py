@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from allranks.agent.command_line import arrange, flag_value, has_flag
+from allranks.agent.command_line import arrange, flag_value, from_environment, has_flag
 
 OURS = {"--replicas": True, "--no-watch": False}
 
@@ -42,3 +42,15 @@ def test_both_spellings_of_a_flag_are_found() -> None:
     assert flag_value(["--rdzv-id=b"], "--rdzv-id") == "b"
     assert has_flag(["--rdzv_backend=c10d"], "--rdzv-backend")
     assert not has_flag(["--rdzv"], "--rdzv-backend")
+
+
+def test_variables_of_torchrun_are_read_like_its_flags() -> None:
+    """PET_* as Kubeflow sets them; what was typed wins."""
+    variables = {
+        "PET_NNODES": "2:4",
+        "PET_RDZV_ID": "a",
+        "PET_STANDALONE": "0",
+        "PET_NO_PYTHON": "1",
+        "PET": "x",
+    }
+    assert from_environment(variables, ["--rdzv_id=b"]) == ["--nnodes=2:4", "--no-python"]

@@ -10,9 +10,18 @@ from typing import Any
 
 import pytest
 
+from allranks.agent.timed_stacks import collection
 from allranks.cli.job_file import heartbeats, notice_options, policy_options, quorum_times, take_defaults
 from allranks.elastic.config import load_config
 from allranks.lighthouse.options import Options
+from allranks.stacks.debug_config import (
+    _TOP,
+    _TRIGGERS,
+    OF_RUN,
+    DebugOptions,
+    parse_debug,
+    read_debug_options,
+)
 
 
 def _args(*words: str) -> argparse.Namespace:
@@ -104,3 +113,27 @@ def test_without_a_file_nothing_changes() -> None:
 def test_the_modes_of_recovery_become_a_policy(mode: str, enabled: bool | None) -> None:
     """auto leaves the choice to the kind of job."""
     assert policy_options(None, _settings(recovery={"mode": mode})).enabled is enabled
+
+
+def test_one_file_serves_run_and_watch(tmp_path: Path) -> None:
+    """Every key of `debug` is known to both; each takes what is its own, and both find the same mistake."""
+    text = (
+        "training: {script: train.py}\n"
+        "debug:\n"
+        "  wait_seconds: 7\n  output_dir: there\n  rounds: 3\n  native: never\n  patterns: [^mine]\n  record: false\n"
+        "  hang_floor_s: 20\n  hang_cap_s: 100\n  startup_s: 30\n  incidents: here\n  log_level: debug\n  watch: false\n"
+        "  triggers: {at_seconds: [5], collective_overdue_seconds: 60}\n"
+    )
+    (tmp_path / "job.yaml").write_text(text)
+    debug = load_config(tmp_path / "job.yaml").model_dump()["debug"]
+    watch = read_debug_options(tmp_path / "job.yaml")
+    assert (watch.rounds, watch.native, watch.patterns, watch.output_dir) == (3, "never", ("^mine",), "there")
+    section = collection(debug)
+    assert section is not None
+    alike = parse_debug(section)
+    assert alike.fixed_points() == watch.fixed_points() == (5.0, 7.0)
+    assert (alike.collective_overdue_s, alike.no_progress_s, alike.rank_lost) == (60.0, 0.0, False)
+    assert set(debug) - OF_RUN == set(_TOP) | {"triggers"} and set(debug["triggers"]) == set(_TRIGGERS)
+    assert collection(_settings()["debug"]) is None
+    (tmp_path / "job.yaml").write_text("training: {script: train.py}\n")
+    assert read_debug_options(tmp_path / "job.yaml") == DebugOptions()

@@ -46,6 +46,16 @@ class Job:
             except subprocess.TimeoutExpired:
                 agent.kill()
                 agent.wait()
+        if kind is None:
+            self.assert_nothing_left()
+
+    def assert_nothing_left(self) -> None:
+        """Neither a rank nor what it had started is alive, some time after the agents."""
+        pids = {row[name] for row in self.events() for name in ("pid", "child")}
+        deadline = time.monotonic() + LIMIT_S
+        while left := [pid for pid in pids if not gone(pid)]:
+            assert time.monotonic() < deadline, f"outlived their agents: {left}"
+            time.sleep(0.02)
 
     def add(self) -> subprocess.Popen[bytes]:
         """Starts one more agent."""
@@ -125,6 +135,18 @@ class Job:
 def parent_of(pid: int) -> int:
     """The parent of a running process."""
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def listening(pid: int) -> set[int]:
+    """The TCP ports at which a process listens."""
+    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in links:
+                found.add(int(fields[1].rpartition(":")[2], 16))
+    return found
 
 
 def gone(pid: int) -> bool:

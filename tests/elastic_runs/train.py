@@ -3,13 +3,15 @@
 python train.py FOLDER LAST_STEP
 
 Goes no further than the step in FOLDER/gate. Rank 0 appends one line per finished step to FOLDER/steps.jsonl with
-the samples of all ranks; every rank appends its topology event to FOLDER/events.jsonl.
+the samples of all ranks; every rank appends its topology event to FOLDER/events.jsonl. Every rank has a child that
+sleeps, as a DataLoader worker may: it must never outlive its rank.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -50,6 +52,7 @@ class Examples:
 
 def main(folder: Path, last: int) -> None:
     """Trains until step `last`: once over all samples."""
+    child = subprocess.Popen(["sleep", "3600"])
     world = setup_distributed_environment("gloo")
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -66,7 +69,9 @@ def main(folder: Path, last: int) -> None:
         wrapped, optimizer, scaling=scaling,
         loader=ElasticDataLoader(dataset, MICRO, plan=scaling.accum_manager.plan, **here),
         checkpoint=CheckpointManager(CheckpointConfig(nvme_path=None, memory_snapshot_interval=EVERY)),
-        on_event=lambda event: note(folder / "events.jsonl", {**event.to_dict(), "pid": os.getpid()}),
+        on_event=lambda event: note(
+            folder / "events.jsonl", {**event.to_dict(), "pid": os.getpid(), "child": child.pid}
+        ),
     )  # fmt: skip
     event = job.start()
     batches = iter(job.loader)
@@ -84,6 +89,8 @@ def main(folder: Path, last: int) -> None:
         job.checkpoint.wait_for_pending_saves(60)
         time.sleep(PACE_S)
     job.checkpoint.close()
+    child.kill()
+    child.wait()
     cleanup_distributed()
 
 

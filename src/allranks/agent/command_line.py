@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 # torchrun's flags that stand alone; every other one takes a value.
 _ALONE = frozenset({"standalone", "module", "no-python", "run-path", "virtual-local-rank", "help"})
@@ -52,3 +52,22 @@ def flag_value(words: Sequence[str], name: str) -> str | None:
         if head.replace("_", "-") == name:
             found = value if equals else (words[index + 1] if index + 1 < len(words) else None)
     return found
+
+
+#: What we must know ourselves; torchrun reads the other PET_* variables by itself.
+_READ = ("nnodes", "nproc-per-node", "rdzv-id", "rdzv-backend", "rdzv-endpoint", "rdzv-conf", "max-restarts",
+         "log-dir", "local-addr", "standalone", "module", "no-python")  # fmt: skip
+
+
+def from_environment(environment: Mapping[str, str], given: Sequence[str]) -> list[str]:
+    """torchrun's flags from PET_* variables (Kubeflow sets them), where the command line has none."""
+    words = []
+    for name in _READ:
+        value = environment.get(f"PET_{name.upper().replace('-', '_')}")
+        if not value or has_flag(given, f"--{name}"):
+            continue
+        if name not in _ALONE:
+            words.append(f"--{name}={value}")
+        elif value != "0":
+            words.append(f"--{name}")
+    return words

@@ -6,21 +6,19 @@ torchrun's way); what we add is recording, restarts that work, prefixed logs and
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
 import os
-import socket
 import sys
-import threading
+import time
 import traceback
 from argparse import Namespace
 from dataclasses import dataclass
-from datetime import timedelta
 
-from allranks.agent.meeting import meeting_again
+from allranks.agent.ending import ending_ranks
+from allranks.agent.endpoint import LaunchError, nobody_answers, port_in_use, refuse_stranger, wait_for_host
+from allranks.agent.meeting import Meetings, meeting_again
 from allranks.agent.spares import RANK_MODULE, Spares, serving
-from allranks.errors import AllranksError, InputError, require
+from allranks.errors import InputError, require
 
 log = logging.getLogger("allranks.agent")
 
@@ -33,8 +31,8 @@ _CURE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 _RENDEZVOUS_DEFAULTS = {"last_call_timeout": "2", "keep_alive_interval": "1", "keep_alive_max_attempt": "5"}
 
 
-class LaunchError(AllranksError):
-    """The job could not be started, or its rendezvous failed."""
+# A c10d store dies with the node that hosts it. The other agents wait for as long as this for a new host.
+AWAY_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -59,12 +57,12 @@ def launch(job: Launch) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     args = prepare(torchrun.parse_args(list(job.argv)), record=job.record, log_dir=job.log_dir)
-    if args.rdzv_backend == "c10d" and not args.standalone:
-        refuse_stranger(str(args.rdzv_endpoint))
+    spares = Spares() if job.spares and job.record and may_restart(args) else None
     try:
-        spares = Spares() if job.spares and job.record and may_restart(args) else None
-        with serving(spares), meeting_again():
-            torchrun.run(args)
+        if at_a_host(args):
+            find_host(args)
+        with serving(spares), ending_ranks(grace(args)), meeting_again() as meetings:
+            run_through_losses(args, meetings)
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         return _child_code(error)
@@ -72,10 +70,60 @@ def launch(job: Launch) -> int:
         return 128 + int(error.sigval)
     except KeyboardInterrupt:
         return 130
+    except LaunchError:
+        raise
     except Exception as error:
         log.debug("launch failed:\n%s", traceback.format_exc())
         raise explain(error, endpoint=str(args.rdzv_endpoint), run_id=str(args.rdzv_id)) from error
     return 0
+
+
+def at_a_host(args: Namespace) -> bool:
+    """Whether the rendezvous lives in one of the agents, and so dies with it."""
+    return args.rdzv_backend == "c10d" and not args.standalone
+
+
+def grace(args: Namespace) -> int | None:
+    """Seconds between SIGTERM and SIGKILL; None where the user has not chosen."""
+    given = getattr(args, "shutdown_timeout", None)
+    given = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") if given is None else given
+    return None if given is None else int(given)
+
+
+def find_host(args: Namespace) -> None:
+    """LaunchError unless the endpoint is a rendezvous, or may become one here, within torchrun's time for it."""
+    endpoint = str(args.rdzv_endpoint)
+    refuse_stranger(endpoint)
+    limit_s = float(_parse_conf(args.rdzv_conf).get("read_timeout", 60))
+    if not wait_for_host(endpoint, time.monotonic() + limit_s):
+        raise nobody_answers(endpoint, f"nothing listens there after {limit_s:g} s")
+
+
+def run_through_losses(args: Namespace, meetings: Meetings) -> None:
+    """Runs the job. When the host of a c10d rendezvous is lost, this agent stays, with its snapshots, for a new one.
+
+    The new host is another agent on that machine, or the same node come back. torchrun would end every agent.
+    """
+    from torch.distributed import DistNetworkError, DistStoreError
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+    deadline, held = 0.0, 0
+    while True:
+        try:
+            torchrun.run(args)
+            return
+        except (RendezvousConnectionError, DistNetworkError, DistStoreError) as error:
+            if meetings.held > held:
+                deadline, held = time.monotonic() + AWAY_S, meetings.held
+            if not (at_a_host(args) and may_restart(args)) or time.monotonic() > deadline:
+                raise
+            log.warning(
+                "the host of the rendezvous at %s is lost (%s): waiting for a new one for %.0f s",
+                args.rdzv_endpoint, error, deadline - time.monotonic(),
+            )  # fmt: skip
+        if not wait_for_host(str(args.rdzv_endpoint), deadline):
+            raise nobody_answers(str(args.rdzv_endpoint), f"its host was lost {AWAY_S:g} s ago")
 
 
 def may_restart(args: Namespace) -> bool:
@@ -102,61 +150,14 @@ def prepare(args: Namespace, *, record: bool, log_dir: str | None) -> Namespace:
     return args
 
 
-def refuse_stranger(endpoint: str, wait_s: float = 10.0) -> None:
-    """LaunchError if this node's rendezvous port is held by something that is no rendezvous store.
-
-    torch would connect to it and wait without limit for an answer. Another agent's store answers at once.
-    """
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdigit() or _can_listen(host.strip("[]"), int(port)):
-        return
-    import torch.distributed as dist
-
-    answered = threading.Event()
-
-    def ask() -> None:
-        with contextlib.suppress(Exception):  # refused or closed: not a store either
-            dist.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=timedelta(seconds=wait_s))
-            answered.set()
-
-    asking = threading.Thread(target=ask, name="allranks-ask-endpoint", daemon=True)
-    asking.start()
-    asking.join(wait_s)
-    if not answered.is_set():
-        raise _port_in_use(endpoint, "what listens there is not a rendezvous store")
-
-
-def _can_listen(host: str, port: int) -> bool:
-    """Whether the port is free, or not ours to judge (another machine's address)."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error.errno != errno.EADDRINUSE
-    return True
-
-
-def _port_in_use(endpoint: str, text: str) -> LaunchError:
-    return LaunchError(
-        f"the rendezvous port of {endpoint or 'this node'} is in use: {text}",
-        hint="Find who holds it (ss -ltnp), or choose another with --rdzv-endpoint HOST:PORT "
-        "(port 0 with --standalone takes a free one).",
-    )
-
-
 def explain(error: Exception, *, endpoint: str, run_id: str) -> LaunchError:
     """A launch failure in words, with the cure."""
     name, text = type(error).__name__, str(error)
     cause = f"{text} {error.__cause__ or ''}".lower()
     if "address already in use" in cause or "eaddrinuse" in cause:
-        return _port_in_use(endpoint, text)
+        return port_in_use(endpoint, text)
     if name == "RendezvousConnectionError" or "connection refused" in cause:
-        return LaunchError(
-            f"no rendezvous server answers at {endpoint}: {text}",
-            hint="Is etcd running? `allranks etcd status`, `allranks etcd start`. For c10d, the node that "
-            "hosts the endpoint must be started too, and the name must resolve to it.",
-        )
+        return nobody_answers(endpoint, text)
     if name in {"RendezvousTimeoutError", "TimeoutError"}:
         return LaunchError(
             f"the rendezvous {run_id!r} at {endpoint} was not complete in time: {text}",

@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
+
+from allranks.agent.doors import MEETING, replaced
 
 log = logging.getLogger("allranks.agent")
 
@@ -17,26 +20,33 @@ log = logging.getLogger("allranks.agent")
 ATTEMPTS = 10
 
 
+@dataclass
+class Meetings:
+    """How many meetings this agent has been to the end of."""
+
+    held: int = 0
+
+
 @contextlib.contextmanager
-def meeting_again() -> Iterator[None]:
+def meeting_again() -> Iterator[Meetings]:
     """While it is open, torchrun's agents repeat a rendezvous whose members do not all speak up."""
     from torch.distributed import DistStoreError
-    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
-    ordinary = SimpleElasticAgent._rendezvous
+    meetings = Meetings()
 
-    def rendezvous(agent: Any, group: Any) -> None:
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                ordinary(agent, group)
-                return
-            except (LookupError, DistStoreError) as error:
-                if attempt == ATTEMPTS:
-                    raise
-                log.warning("a node went away during the rendezvous (%s): meeting again", error)
+    def patient(ordinary: Any) -> Any:
+        def rendezvous(agent: Any, group: Any) -> None:
+            for attempt in range(1, ATTEMPTS + 1):
+                try:
+                    ordinary(agent, group)
+                    meetings.held += 1
+                    return
+                except (LookupError, DistStoreError) as error:
+                    if attempt == ATTEMPTS:
+                        raise
+                    log.warning("a node went away during the rendezvous (%s): meeting again", error)
 
-    setattr(SimpleElasticAgent, "_rendezvous", rendezvous)  # noqa: B010 -- mypy refuses to assign to a method
-    try:
-        yield
-    finally:
-        setattr(SimpleElasticAgent, "_rendezvous", ordinary)  # noqa: B010
+        return rendezvous
+
+    with replaced(MEETING, patient, "a rendezvous that falls apart will not be repeated"):
+        yield meetings

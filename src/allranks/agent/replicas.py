@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from allranks.agent.guard import Guard, sweep
 from allranks.agent.logs import LogPump, open_log
 from allranks.agent.restarts import RestartHistory, RestartOptions, decide_restart
 
@@ -97,6 +98,7 @@ class Supervisor:
     _requests: queue.SimpleQueue[Request] = field(default_factory=queue.SimpleQueue)
     _wake: tuple[socket.socket, socket.socket] | None = None
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    _guard: Guard = field(default_factory=Guard)
     _signal: int = 0
     _finished_s: float | None = None  # when the first replica finished by itself: the training is over
 
@@ -134,6 +136,7 @@ class Supervisor:
         self._selector.register(self._wake[0], selectors.EVENT_READ, self._drain_wake)
         first = self.options.first_replica
         self._replicas = {n: _Replica(n) for n in range(first, first + self.options.replicas)}
+        self._guard.start()
         try:
             while not self._over():
                 self._start_due()
@@ -147,6 +150,7 @@ class Supervisor:
             return self._exit_code()
         finally:
             self._stop_all()
+            self._guard.close()
             self._selector.close()
             for end in self._wake:
                 end.close()
@@ -198,6 +202,7 @@ class Supervisor:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that its children (DataLoader workers, commands) can be ended with it
         )
+        self._guard.add(process.pid)
         assert process.stdout is not None
         fd = os.dup(process.stdout.fileno())
         process.stdout.close()
@@ -224,7 +229,8 @@ class Supervisor:
         now = time.monotonic()
         self._forget(rank)
         if code != 0 or replica.state == "stopping":  # a rank that ended well may have left an upload running
-            _sweep(rank.process.pid)
+            sweep(rank.process.pid)
+        self._guard.remove(rank.process.pid)
         replica.ranks.remove(rank)
         detail = _ending(code)
         self._tell(
@@ -378,14 +384,6 @@ def _ending(code: int) -> str:
         return f"died of {signal.Signals(-code).name}"
     except ValueError:
         return f"died of signal {-code}"
-
-
-def _sweep(group: int) -> None:
-    """Ends what a rank has left behind: a worker that sleeps outlives its parent and keeps memory and devices."""
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def _send(rank: _Rank, number: int) -> None:

@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from allranks.agent.doors import STARTING, replaced
+
 log = logging.getLogger("allranks.agent")
 
 RANK_MODULE = "allranks.agent.rank"
@@ -170,21 +172,20 @@ class Spares:
 @contextlib.contextmanager
 def serving(spares: Spares | None) -> Iterator[None]:
     """While it is open, torchrun's agent takes its rank processes from the spares, where there are any."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-    ordinary = getattr(SubprocessHandler, "_popen", None)
-    if spares is None or ordinary is None:
+    if spares is None:
         yield
         return
 
-    def popen(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        names = [getattr(stream, "name", None) for stream in (handler._stdout, handler._stderr)]
-        return spares.take(args, env, *names) or ordinary(handler, args, env)
+    def from_spares(ordinary: Any) -> Any:
+        def popen(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
+            names = [getattr(stream, "name", None) for stream in (handler._stdout, handler._stderr)]
+            return spares.take(args, env, *names) or ordinary(handler, args, env)
 
-    setattr(SubprocessHandler, "_popen", popen)  # noqa: B010 -- mypy refuses to assign to a method
-    spares.start()
-    try:
-        yield
-    finally:
-        setattr(SubprocessHandler, "_popen", ordinary)  # noqa: B010
-        spares.close()
+        return popen
+
+    with replaced(STARTING, from_spares, "no spare processes are used: restarts will be slower"):
+        spares.start()
+        try:
+            yield
+        finally:
+            spares.close()

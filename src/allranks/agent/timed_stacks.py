@@ -1,4 +1,4 @@
-"""The `debug:` section of a job file: stacks of every rank of this node, once, `wait_seconds` after the start.
+"""The `debug:` section of a job file: stacks of every rank of this node, `wait_seconds` after the start or as it says.
 
 Runs in the agent; the collecting is done by `allranks watch` as a child, which ends with the agent.
 """
@@ -18,17 +18,25 @@ def start_timed_stacks(
     debug: Mapping[str, Any], folder: Path, log_dir: str
 ) -> subprocess.Popen[bytes] | None:
     """The child that will collect; None when the section does not ask for it. `{log_dir}` is the job's."""
-    if not debug.get("enabled") or not debug.get("wait_seconds"):
+    section = collection(debug)
+    if section is None:
         return None
-    triggers = {"no_progress_seconds": 0, "rank_lost": False}  # hangs are the watch's business
-    section = {"wait_seconds": debug["wait_seconds"], "triggers": triggers}
-    if debug.get("output_dir"):
-        section["output_dir"] = debug["output_dir"]
     config = folder / "debug.yaml"
     config.write_text(json.dumps({"debug": section}))  # JSON is YAML
     command = [sys.executable, "-m", "allranks", "watch", "--pid", str(os.getpid()), "--config", str(config)]
     environment = {**os.environ, "LOG_DIR": log_dir, "ALLRANKS_DIR": str(folder)}
     return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def collection(debug: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The section as `allranks watch` shall read it: hangs are our own watch's business, unless it names triggers."""
+    triggers = {key: value for key, value in (debug.get("triggers") or {}).items() if value not in (None, [])}
+    if not debug.get("enabled") or not (debug.get("wait_seconds") or any(triggers.values())):
+        return None
+    keys = ("output_dir", "repeats", "rounds", "interval_seconds", "native", "cuda_gdb", "patterns")
+    chosen = {key: debug[key] for key in keys if debug.get(key) is not None}
+    quiet = {"no_progress_seconds": 0, "rank_lost": False}
+    return {"wait_seconds": debug.get("wait_seconds") or 0, "triggers": {**quiet, **triggers}, **chosen}
 
 
 def stop_timed_stacks(child: subprocess.Popen[bytes]) -> None:

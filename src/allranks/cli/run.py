@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from allranks.agent.command_line import arrange, flag_value, has_flag
+from allranks.agent.command_line import arrange, flag_value, from_environment, has_flag
 from allranks.agent.environment import JobEnvironment, new_token, write_token
 from allranks.cli.job_file import heartbeats, notice_options, policy_options, quorum_times, take_defaults
 from allranks.errors import InputError
@@ -154,6 +154,7 @@ def _run(
     from allranks.record.place import job_folder
 
     replica_mode = args.replicas is not None
+    torchrun = [*from_environment(os.environ, torchrun), *torchrun]
     torchrun = [*_torchrun_from(settings, torchrun), *torchrun]
     job = (
         args.job

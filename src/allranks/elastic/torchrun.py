@@ -18,7 +18,7 @@ class ElasticTrainingConfig:
     rdzv_endpoint: str = "localhost:29400"
     rdzv_id: str = "elastic-training"
     heartbeat_interval: float = 1.0  # seconds
-    heartbeat_timeout: float = 3.0  # seconds
+    heartbeat_timeout: float = 5.0  # seconds
     nproc_per_node: int | str | None = None
     max_restarts: int = 100
 

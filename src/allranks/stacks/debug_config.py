@@ -83,10 +83,12 @@ _TRIGGERS = {
     "no_progress_seconds": ("no_progress_s", float), "at_seconds": ("at_s", tuple), "rank_lost": ("rank_lost", bool),
     "collective_overdue_seconds": ("collective_overdue_s", float), "no_output_seconds": ("no_output_s", float),
 }  # fmt: skip
+#: Keys of the same section that `allranks run` reads: one job file serves every command.
+OF_RUN = frozenset({"record", "watch", "hang_floor_s", "hang_cap_s", "startup_s", "incidents", "log_level"})
 
 
 def read_debug_options(path: str | Path, base: DebugOptions | None = None) -> DebugOptions:
-    """The `debug:` section of a YAML file; other sections are none of our business."""
+    """The `debug:` section of a YAML file, which may have none; other sections are none of our business."""
     import yaml
 
     try:
@@ -95,10 +97,9 @@ def read_debug_options(path: str | Path, base: DebugOptions | None = None) -> De
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} is no YAML: {error}") from error
-    section = document.get("debug") if isinstance(document, dict) else None
-    if section is None:
-        raise ConfigurationError(f"{path} has no debug section", hint="see docs/stacks.md for one")
-    return parse_debug(section, base)
+    if not isinstance(document, dict):
+        raise ConfigurationError(f"{path} has no sections", hint="see docs/stacks.md for a debug section")
+    return parse_debug(document.get("debug") or {}, base)
 
 
 def parse_debug(section: object, base: DebugOptions | None = None) -> DebugOptions:
@@ -111,7 +112,7 @@ def parse_debug(section: object, base: DebugOptions | None = None) -> DebugOptio
     values: dict[str, object] = {}
     for prefix, table, rows in (("debug", _TOP, section), ("debug.triggers", _TRIGGERS, triggers)):
         for key, value in rows.items():
-            if key == "triggers" and prefix == "debug":
+            if prefix == "debug" and (key == "triggers" or key in OF_RUN):
                 continue
             if key not in table:
                 raise ConfigurationError(f"{prefix}.{key} is unknown; known are {', '.join(sorted(table))}")

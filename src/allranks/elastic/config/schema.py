@@ -97,7 +97,7 @@ class Elastic(Section):
     rdzv_endpoint: str = Field("", description="host:port; empty: this machine, for one node")
     rdzv_id: str = "elastic-training"
     heartbeat_interval: Seconds = Field(1.0, description="seconds between two signs of life of a node")
-    heartbeat_timeout: Seconds = Field(3.0, description="seconds of silence after which a node is dead")
+    heartbeat_timeout: Seconds = Field(5.0, description="seconds of silence after which a node is dead")
     nproc_per_node: Positive | Literal["auto", "gpu", "cpu"] | None = Field(
         None, description="None: torchrun's choice"
     )
@@ -127,16 +127,33 @@ class Data(Section):
     shuffle: bool = True
 
 
-class Debug(Section):
-    """Black box and watch of `allranks run`, and stacks at a fixed time."""
+class Triggers(Section):
+    """What makes `allranks watch` collect; `allranks run` collects for those that are set. 0: never."""
 
-    enabled: bool = Field(True, description="False: no collection after wait_seconds")
+    no_progress_seconds: float | None = Field(None, ge=0, description="black boxes stand still")
+    collective_overdue_seconds: float | None = Field(None, ge=0, description="one call is open for so long")
+    no_output_seconds: float | None = Field(None, ge=0, description="log files stand still")
+    rank_lost: bool | None = Field(None, description="a rank ended while others run")
+    at_seconds: list[Seconds] = Field(default_factory=list, description="several fixed times after the start")
+
+
+class Debug(Section):
+    """Black box and watch of `allranks run`, and collections of stacks by it or by `allranks watch`."""
+
+    enabled: bool = Field(True, description="False: no collections")
     wait_seconds: float = Field(
         0.0, ge=0, description="collect every rank's stacks once, this long after the start; 0: never"
     )
     output_dir: str | None = Field(
         None, description="where to; {log_dir} is the job's log folder; None: {log_dir}/backtraces"
     )
+    triggers: Triggers = Triggers()
+    repeats: Positive | None = Field(None, description="collections of one standstill")
+    rounds: Positive | None = Field(None, description="snapshots of one collection")
+    interval_seconds: float | None = Field(None, ge=0, description="between two snapshots")
+    native: Literal["suspects", "all", "never"] | None = Field(None, title="choice of native stacks")
+    cuda_gdb: bool | None = Field(None, description="device kernels by cuda-gdb, too")
+    patterns: list[str] | None = Field(None, description="further process titles that are ranks")
     record: bool = Field(True, description="keep the black box of every rank")
     watch: bool = Field(True, description="notice hangs")
     hang_floor_s: Seconds = Field(10.0, description="never look at a silence shorter than this")
