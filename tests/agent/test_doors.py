@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from allranks.agent import doors
-from allranks.agent.meeting import ATTEMPTS, meeting_again
+from allranks.agent.meeting import ATTEMPTS, count_departed, meeting_again
 
 
 class OneNode(RendezvousHandler):
@@ -70,7 +70,7 @@ def closed_door() -> Iterator[Any]:
     owner._rendezvous = ordinary
 
 
-@pytest.mark.parametrize("door", [doors.MEETING, doors.STARTING, doors.STOPPING])
+@pytest.mark.parametrize("door", [doors.MEETING, doors.WAITING, doors.STARTING, doors.STOPPING])
 def test_every_door_is_there_and_is_left_as_it_was(door: str) -> None:
     """A new torch without one is noticed here first."""
     module, _, place = door.partition(":")
@@ -108,3 +108,10 @@ def test_a_missing_door_is_one_warning(closed_door: Any, caplog: pytest.LogCaptu
     assert [record.message for record in caplog.records] == [
         "this torch has no SimpleElasticAgent._rendezvous: a rendezvous that falls apart will not be repeated"
     ]
+
+
+def test_a_node_that_left_counts_unless_the_job_is_over() -> None:
+    """Nodes that met less nodes that are there."""
+    assert [count_departed(3, present, closed=False) for present in (3, 2, 4)] == [0, 1, 0]
+    assert count_departed(3, 1, closed=True) == 0
+    assert count_departed(0, 2, closed=False) == 0, "before the first meeting"

@@ -15,6 +15,7 @@ from typing import Any
 log = logging.getLogger("allranks.agent")
 
 MEETING = "torch.distributed.elastic.agent.server.api:SimpleElasticAgent._rendezvous"
+WAITING = "torch.distributed.elastic.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler.num_nodes_waiting"
 STARTING = "torch.distributed.elastic.multiprocessing.subprocess_handler:SubprocessHandler._popen"
 STOPPING = "torch.distributed.elastic.multiprocessing.api:SubprocessContext._close"
 

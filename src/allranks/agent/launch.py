@@ -6,6 +6,7 @@ torchrun's way); what we add is recording, restarts that work, prefixed logs and
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from allranks.agent.ending import ending_ranks
 from allranks.agent.endpoint import LaunchError, nobody_answers, port_in_use, refuse_stranger, wait_for_host
-from allranks.agent.meeting import Meetings, meeting_again
+from allranks.agent.meeting import Meetings, meeting_again, noticing_departures
 from allranks.agent.spares import RANK_MODULE, Spares, serving
 from allranks.errors import InputError, require
 
@@ -61,7 +62,10 @@ def launch(job: Launch) -> int:
     try:
         if at_a_host(args):
             find_host(args)
-        with serving(spares), ending_ranks(grace(args)), meeting_again() as meetings:
+        with (
+            serving(spares), ending_ranks(grace(args)), meeting_again() as meetings,
+            noticing_departures(meetings) if may_restart(args) else contextlib.nullcontext(),
+        ):  # fmt: skip
             run_through_losses(args, meetings)
     except ChildFailedError as error:
         print(error, file=sys.stderr)
