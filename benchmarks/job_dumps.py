@@ -381,8 +381,9 @@ def black_box(job: Job, rank: int, entered: int, done: int, rows: np.ndarray | N
         name, desc, members = job.group(kind, rank)
         item(Item.GROUP, f'["{name}", "{desc}", {_members_json(members)}, "nccl"]')
     item(Item.NAME, '"all_reduce"')
+    for inputs, outputs, dtype in shapes_of(job):
+        item(Item.SHAPES, [[inputs], [outputs], [dtype], [dtype], [], []])
     for site in job.sites:
-        item(Item.SHAPES, [[site.inputs], [site.outputs], [site.dtype], [site.dtype], [], []])
         item(Item.STACK, [list(frame) for frame in site.frames])
     head = np.zeros(1, HEADER)
     last = int(rows["begin"].max())
@@ -404,10 +405,16 @@ def black_box(job: Job, rank: int, entered: int, done: int, rows: np.ndarray | N
     return head.tobytes() + bytes(HEADER_BYTES - HEADER.itemsize) + rows.tobytes() + bytes(heap)
 
 
+def shapes_of(job: Job) -> list[tuple[tuple[int, ...], tuple[int, ...], str]]:
+    """Every combination of sizes and dtype once, as the recorder keeps them."""
+    return list(dict.fromkeys((site.inputs, site.outputs, site.dtype) for site in job.sites))
+
+
 def box_rows(job: Job, entered: int, done: int) -> np.ndarray:
     """The ring of a rank that got so far in the last step, in slot order."""
     calls = np.zeros(job.entries, CALL)
     kinds = {"world": 1, "tp": 2, "dp": 3, "pp": 4}
+    shapes = shapes_of(job)
     for i, row in enumerate(rows_of(job, 0, entered, done)):
         site = job.sites[row.site]
         numel = int(np.prod(site.inputs))
@@ -421,7 +428,8 @@ def box_rows(job: Job, entered: int, done: int) -> np.ndarray:
         calls[i]["in_numel"] = calls[i]["out_numel"] = numel
         calls[i]["timeout_ms"] = 600_000
         calls[i]["group"], calls[i]["op"] = kinds[site.kind], 1
-        calls[i]["shapes"] = calls[i]["stack"] = row.site + 1
+        calls[i]["shapes"] = shapes.index((site.inputs, site.outputs, site.dtype)) + 1
+        calls[i]["stack"] = row.site + 1
         calls[i]["peer"] = calls[i]["root"] = -1
         calls[i]["reduce_op"] = 1
         calls[i]["state"] = State.COMPLETED if finished else State.STARTED

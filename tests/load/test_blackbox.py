@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from allranks.load import LoadOptions, load_paths
-from allranks.load.blackbox import HeapCache, read_box
+from allranks.load.blackbox import read_box
+from allranks.load.heap import HeapCache
 from allranks.load.result import Unreadable
 from allranks.load.ring import BytesFile
 from allranks.load.tables import Tables

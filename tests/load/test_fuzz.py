@@ -21,7 +21,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from allranks.load.blackbox import HeapCache, read_box
+from allranks.load.blackbox import read_box
+from allranks.load.heap import HeapCache
 from allranks.load.reading import Reader
 from allranks.load.result import LoadOptions, Raw, Unreadable
 from allranks.load.ring import BytesFile

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from allranks.load import LoadOptions, load_paths
-from allranks.load import reading as reading_module
+from allranks.load import dumps as dumps_module
 from allranks.model.trace import Flag, RankTrace, State
 
 from .dumps import dump, entry
@@ -230,7 +230,7 @@ def test_the_fast_way_and_the_plain_way_agree(
     content = dump(_long_history(seed), pg_config=config)
     (tmp_path / "trace_0").write_bytes(pickle.dumps(content, protocol))
     fast = load_paths([str(tmp_path)]).traces[0]
-    monkeypatch.setattr(reading_module, "MIN_BYTES", 1 << 60)
+    monkeypatch.setattr(dumps_module, "MIN_BYTES", 1 << 60)
     plain = load_paths([str(tmp_path)]).traces[0]
     assert_same(fast, plain)
 
@@ -260,8 +260,8 @@ def test_the_fast_way_is_taken_for_regular_files(
     content = pickle.dumps(dump([entry(i, i + 1) for i in range(2000)]), protocol)
     (tmp_path / "trace_0").write_bytes(content)
     sizes = []
-    whole = reading_module.read_pickle
-    monkeypatch.setattr(reading_module, "read_pickle", lambda data: sizes.append(len(data)) or whole(data))
+    whole = dumps_module.read_pickle
+    monkeypatch.setattr(dumps_module, "read_pickle", lambda data: sizes.append(len(data)) or whole(data))
     assert len(load_paths([str(tmp_path)]).traces[0].calls) == 2000
     assert len(sizes) == 1 and sizes[0] < len(content) / 5
 

@@ -47,12 +47,17 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "index": ("index", "build, show or verify a token index"),
 }
 
+#: Commands that read dumps with numpy and start in the blink of an eye.
+READING = frozenset({"diagnose", "frtrace", "dump-info", "convert"})
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; never raises for what the user can mend."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in words if not word.startswith("-")), None)
-    parser = _parser(name)
+    parser = _parser(name, alone=bool(words) and words[0] == name)
+    if name in READING:
+        _import_numpy()
     if name in COMMANDS:
         module = importlib.import_module(f"allranks.cli.{COMMANDS[name][0]}")
         if hasattr(module, "arrange_words"):  # `run` takes another command's flags as they are
@@ -83,15 +88,30 @@ def run() -> None:
     sys.exit(main())
 
 
-def _parser(chosen: str | None) -> argparse.ArgumentParser:
-    """The parser; only the chosen sub-command's module is imported for its arguments."""
+def _import_numpy() -> None:
+    """Imports numpy without the threads of its linear algebra: they spin for longer than a small diagnosis takes."""
+    name = "OPENBLAS_NUM_THREADS"
+    if name in os.environ:
+        return
+    os.environ[name] = "1"
+    try:
+        importlib.import_module("numpy")
+    finally:
+        del os.environ[name]
+
+
+def _parser(chosen: str | None, *, alone: bool) -> argparse.ArgumentParser:
+    """The parser; only the chosen sub-command's module is imported for its arguments. `alone`: the command is the
+    first word, so that nobody can ask for the list of the others."""
     parser = argparse.ArgumentParser(
         prog="allranks",
         description="Finds out why a distributed PyTorch job hangs, and keeps it training when machines fail.",
     )
     parser.add_argument("--version", action="version", version=f"allranks {allranks.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, (module, text) in COMMANDS.items():
+    names = [chosen] if alone and chosen in COMMANDS else list(COMMANDS)
+    for name in names:
+        module, text = COMMANDS[name]
         sub = subparsers.add_parser(name, help=text, description=text)
         if name == chosen:
             importlib.import_module(f"allranks.cli.{module}").add_arguments(sub)

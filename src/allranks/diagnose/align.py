@@ -13,11 +13,8 @@ import numpy as np
 
 from allranks.diagnose.groups import expected_ranks, is_world, resolve_groups
 from allranks.diagnose.job import GroupView, Job, Lane, Now, RankView, Tables
-from allranks.diagnose.ops import Family
+from allranks.diagnose.program import Program, Programs
 from allranks.model.trace import Flag, RankTrace, State
-
-#: A sequence number that falls by more than this begins a new life of the group (reset, new quorum).
-RESET_DROP = 64
 
 
 def align(
@@ -28,10 +25,12 @@ def align(
     tables = Tables()
     by_rank = {t.header.rank: t for t in traces if t.header.rank is not None}
     groups, numbers = resolve_groups(by_rank, pg_filters)
+    programs = Programs(tables)
+    placed = {rank: programs.place(by_rank[rank]) for rank in sorted(by_rank)}
     ranks = {}
-    for rank in sorted(by_rank):
-        ranks[rank] = _view(rank, by_rank[rank], tables, numbers[rank], rank in cut, now_ns)
-        _add_lanes(ranks[rank], groups)
+    for rank, program in placed.items():
+        ranks[rank] = _view(rank, by_rank[rank], program, numbers[rank], rank in cut, now_ns)
+        _add_lanes(ranks[rank], program, numbers[rank], groups)
     expected = expected_ranks(by_rank, groups)
     groups = [_complete(group, ranks, expected) for group in groups]
     world = max((t.header.world_size or 0 for t in by_rank.values()), default=0) or len(expected) or None
@@ -58,10 +57,6 @@ def _state_table() -> np.ndarray:
 
 
 _STATES = _state_table()
-_NOT_A_COLLECTIVE = int(Flag.P2P | Flag.COALESCED_PART)
-#: Families that are no collective whatever the flags say (torchcomms does not mark them).
-_P2P_FAMILY = np.zeros(1 << 15, bool)
-_P2P_FAMILY[[int(Family.SEND), int(Family.RECV), int(Family.P2P_BATCH)]] = True
 
 
 def is_box(trace: RankTrace) -> bool:
@@ -70,36 +65,33 @@ def is_box(trace: RankTrace) -> bool:
 
 
 def _view(
-    rank: int, trace: RankTrace, tables: Tables, numbers: np.ndarray, cut: bool, now_ns: int
+    rank: int, trace: RankTrace, program: Program, numbers: np.ndarray, cut: bool, now_ns: int
 ) -> RankView:
-    calls = trace.calls
-    names = tables.number(0, trace.names)[calls["op"]]
-    shapes = tables.number(1, trace.shapes)[calls["shapes"]]
-    sig = (names << 51) | (shapes << 24) | ((calls["root"].astype(np.int64) + 1 & 0x7FFFF) << 5)
-    sig |= calls["reduce_op"].astype(np.int64) & 0x1F
+    start = _start(trace, program)
+    mine = slice(start, start + len(trace.calls))
     return RankView(
-        rank, trace, call_states(calls), tables.family_codes()[names], sig,
-        tables.number(2, trace.stacks).astype(np.int32)[calls["stack"]], numbers[calls["group"]], cut,
-        now_ns if is_box(trace) and now_ns else trace.header.written_ns,
+        rank, trace, call_states(trace.calls), program.family[mine], program.sig[mine], program.stack[mine],
+        numbers[program.local[mine]], cut, now_ns if is_box(trace) and now_ns else trace.header.written_ns,
+        program.has_p2p,
     )  # fmt: skip
 
 
-def _add_lanes(view: RankView, groups: list[GroupView]) -> None:
+def _start(trace: RankTrace, program: Program) -> int:
+    """The place of the rank's first call in its program."""
+    return int(trace.calls["begin"][0]) - program.first if len(trace.calls) else 0
+
+
+def _add_lanes(view: RankView, program: Program, numbers: np.ndarray, groups: list[GroupView]) -> None:
     """Splits a rank's collectives by group and puts each into its GroupView."""
-    calls = view.trace.calls
-    collective = (calls["flags"] & _NOT_A_COLLECTIVE) == 0
-    mine = np.flatnonzero(collective & ~_P2P_FAMILY[view.family] & (calls["seq"] >= 0) & (view.group >= 0))
-    number = view.group[mine]
-    order = np.argsort(number, kind="stable")
-    mine, number = mine[order], number[order]
-    seqs = calls["seq"][mine]
-    wrapped = _wrapped(view.trace)
-    ends = [*(np.flatnonzero(number[1:] != number[:-1]) + 1).tolist(), len(mine)] if len(mine) else []
-    start = 0
-    for end in ends:
-        rows, own = current_life(mine[start:end], seqs[start:end])
-        groups[int(number[start])].lanes[view.rank] = Lane.of(view.rank, rows, own, wrapped, view.cut)
-        start = end
+    start, wrapped = _start(view.trace, program), _wrapped(view.trace)
+    of_job: list[int] = numbers.tolist()
+    # Several own groups may be one group of the job: the first of them stands for all.
+    own = tuple(of_job.index(number) if number >= 0 else -1 for number in of_job)
+    steady = program.steady(own)
+    for index, rows, seqs in program.parts(start, start + len(view.trace.calls), own):
+        kin = (id(program), own, index) if index in steady else None
+        lane = Lane.of(view.rank, rows, seqs, wrapped, view.cut, kin)
+        groups[of_job[index]].lanes[view.rank] = lane
 
 
 def _complete(group: GroupView, ranks: dict[int, RankView], expected: frozenset[int]) -> GroupView:
@@ -118,17 +110,3 @@ def _complete(group: GroupView, ranks: dict[int, RankView], expected: frozenset[
 
 def _wrapped(trace: RankTrace) -> bool:
     return trace.header.dropped > 0 or (len(trace.calls) > 0 and int(trace.calls["begin"][0]) > 1)
-
-
-def current_life(rows: np.ndarray, seqs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Only the calls since the group last began anew; ascending, the last record of each number kept."""
-    if bool((seqs[1:] <= seqs[:-1]).any()):
-        steps = np.diff(seqs)
-        resets = np.flatnonzero((steps < -RESET_DROP) | ((steps < 0) & (seqs[1:] <= 1)))
-        if len(resets):
-            rows, seqs = rows[resets[-1] + 1 :], seqs[resets[-1] + 1 :]
-        order = np.argsort(seqs, kind="stable")
-        rows, seqs = rows[order], seqs[order]
-        keep = np.append(np.diff(seqs) > 0, True)
-        rows, seqs = rows[keep], seqs[keep]
-    return rows, seqs

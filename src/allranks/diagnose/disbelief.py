@@ -15,13 +15,12 @@ import numpy as np
 
 from allranks.diagnose.align import is_box
 from allranks.diagnose.job import GroupView, Job, Lane, Now, RankView
-from allranks.diagnose.ops import SYNCHRONISING
+from allranks.diagnose.ops import is_synchronising
 from allranks.diagnose.waits import is_too_old
 from allranks.model.trace import Flag
 
 #: Clocks of two hosts may differ by so much.
 CLOCKS_NS = 10_000_000
-_SYNCHRONISING = [int(family) for family in SYNCHRONISING]
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def _only_coalesced_ended(view: RankView, lane: Lane, floor: int) -> bool:
     """Whether no ordinary collective behind `floor` is done: one that is proves that everybody went on."""
     rows = lane.rows[lane.seqs > floor]
     done = view.now[rows] == Now.DONE
-    ordinary = done & ~_is_coalesced(view, rows) & np.isin(view.family[rows], _SYNCHRONISING)
+    ordinary = done & ~_is_coalesced(view, rows) & is_synchronising(view.family[rows])
     return not bool(ordinary.any())
 
 

@@ -39,9 +39,10 @@ def resolve_groups(
     """The groups of the job, and per rank the map from its own group index to the job's (-1: none)."""
     named: dict[str, list[tuple[Group, list[tuple[int, int]]]]] = defaultdict(list)
     uses: dict[int, list[tuple[int, int]]] = {}
+    none = Group("")
     for rank in sorted(by_rank):
         for index, group in enumerate(by_rank[rank].groups):
-            if index == 0 and group == Group(""):
+            if index == 0 and group == none:
                 continue
             if id(group) not in uses:
                 uses[id(group)] = []
@@ -68,9 +69,10 @@ def _resolve_name(
             drafts.append(_Draft(name, backend, members))
         return here[key]
 
-    def place(group: Group, rank: int, index: int, number: int) -> None:
-        numbers[rank][index] = number
-        drafts[number].descs[group.desc] += 1
+    def place(group: Group, ranks: list[tuple[int, int]], number: int) -> None:
+        for rank, index in ranks:
+            numbers[rank][index] = number
+        drafts[number].descs[group.desc] += len(ranks)
         drafts[number].order = drafts[number].order or group.ranks
 
     # Known members and library first: what is vaguer then finds its place.
@@ -82,8 +84,7 @@ def _resolve_name(
                 n for (m, b), n in here.items() if m == members and (b == group.backend or not group.backend)
             ]
             number = same[0] if same else draft(members, group.backend)
-            for rank, index in ranks:
-                place(group, rank, index, number)
+            place(group, ranks, number)
             continue
         for rank, index in ranks:
             fits = [
@@ -92,7 +93,7 @@ def _resolve_name(
                 if m and rank in m and (b == group.backend or not group.backend)
             ]
             number = fits[0] if len(fits) == 1 else draft(None, group.backend)
-            place(group, rank, index, number)
+            place(group, [(rank, index)], number)
 
 
 def _label(

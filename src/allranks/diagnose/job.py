@@ -34,13 +34,16 @@ class Lane:
 
     first: int = 0
     last: int = -1  # the last sequence number entered; -1 when none is known
+    kin: object = None  # lanes with an equal one made equal calls at equal numbers; None: unknown
 
     @staticmethod
-    def of(rank: int, rows: np.ndarray, seqs: np.ndarray, wrapped: bool, cut: bool) -> Lane:
+    def of(
+        rank: int, rows: np.ndarray, seqs: np.ndarray, wrapped: bool, cut: bool, kin: object = None
+    ) -> Lane:
         """The lane with its ends worked out once: they are asked for millions of times."""
         if not len(seqs):
             return Lane(rank, rows, seqs, wrapped, cut)
-        return Lane(rank, rows, seqs, wrapped, cut, int(seqs[0]), int(seqs[-1]))
+        return Lane(rank, rows, seqs, wrapped, cut, int(seqs[0]), int(seqs[-1]), kin)
 
     def row(self, seq: int) -> int:
         """The row of a sequence number, -1 when it is not in the ring."""
@@ -118,6 +121,7 @@ class RankView:
     group: np.ndarray  # index into Job.groups per call; -1 none
     cut: bool
     snapshot_ns: int  # when this state was seen; 0 unknown
+    has_p2p: bool = True  # False: there is no send or receive among the calls
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from allranks.diagnose.job import GroupView, Job
+from allranks.diagnose.job import GroupView, Job, Lane
 from allranks.diagnose.ops import EVEN_ONLY, REDUCING, ROOTED, Family
 from allranks.model.trace import REDUCE_OPS
 
@@ -44,9 +44,10 @@ def find_mismatches(job: Job) -> list[Mismatch]:
 
 
 def suspect_seqs(job: Job, group: GroupView) -> np.ndarray:
-    """Sequence numbers at which two ranks have different signatures. Linear in the number of calls."""
-    lanes = [lane for lane in group.lanes.values() if len(lane.seqs)]
-    if len(lanes) < 2:
+    """Sequence numbers at which two ranks have different signatures. Linear in the number of calls of those lanes
+    that are not known to be alike."""
+    lanes = distinct([lane for lane in group.lanes.values() if len(lane.seqs)])
+    if len(lanes) < 2 or (lanes[0].kin is not None and all(lane.kin == lanes[0].kin for lane in lanes)):
         return np.zeros(0, np.int64)
     top = max(lane.last for lane in lanes)
     low = max(min(lane.first for lane in lanes), top - 2 * max(len(lane.seqs) for lane in lanes))
@@ -71,6 +72,14 @@ def suspect_seqs(job: Job, group: GroupView) -> np.ndarray:
             known_from = min(first, known_from) if touches else first
             known_to = max(end, known_to) if touches else end
     return np.flatnonzero(odd) + low
+
+
+def distinct(lanes: list[Lane]) -> list[Lane]:
+    """Of lanes that are alike and of one extent only the first."""
+    found: dict[object, Lane] = {}
+    for lane in lanes:
+        found.setdefault((lane.kin, lane.first, lane.last) if lane.kin is not None else lane.rank, lane)
+    return list(found.values())
 
 
 def _compare(reference: np.ndarray, odd: np.ndarray, here: slice | np.ndarray, sigs: np.ndarray) -> None:

@@ -61,6 +61,21 @@ EVEN_ONLY = frozenset({"_all_gather_base", "all_gather_into_tensor", "all_gather
                        "reduce_scatter_tensor", "reduce_scatter_single"})  # fmt: skip
 
 
+_SYNCHRONISING = np.isin(np.arange(int(Family.OTHER) + 1), [int(family) for family in SYNCHRONISING])
+
+
+def is_synchronising(codes: np.ndarray) -> np.ndarray:
+    """Per family code: whether nobody can finish such a call before everybody has entered it."""
+    found: np.ndarray = _SYNCHRONISING[np.minimum(codes, int(Family.OTHER))]
+    return found
+
+
+def is_p2p(codes: np.ndarray) -> np.ndarray:
+    """Per family code: whether it is a send, a receive, or a batch of them."""
+    found: np.ndarray = (codes >= int(Family.SEND)) & (codes <= int(Family.P2P_BATCH))
+    return found
+
+
 def families(names: tuple[str, ...]) -> np.ndarray:
     """The family code of every name of a table; unknown names get codes of their own, from OTHER up."""
     codes = np.zeros(max(1, len(names)), np.int32)

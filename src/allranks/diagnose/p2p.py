@@ -67,7 +67,7 @@ def match_p2p(job: Job) -> tuple[list[P2PWait], list[P2PMismatch]]:
     """All open calls with or without partner, and all pairs that do not fit."""
     sides: dict[tuple[int, int, int, bool], Side] = {}
     for view in job.ranks.values():
-        for side in _sides(view):
+        for side in _sides(view) if view.has_p2p else ():
             sides[(side.group, side.rank, side.peer, side.sends)] = side
     waits: list[P2PWait] = []
     mismatches: list[P2PMismatch] = []

@@ -19,7 +19,8 @@ def forget_past_quorums(traces: Sequence[RankTrace]) -> list[RankTrace]:
     Members that were lost left their calls unfinished there, and the survivors went on in the next group: neither
     says anything about the present.
     """
-    newest = max((_number(group.name) for trace in traces for group in trace.groups), default=-1)
+    names = {group.name for trace in traces for group in trace.groups}
+    newest = max(map(_number, names), default=-1)
     if newest < 0:
         return list(traces)
     return [_without(trace, newest) for trace in traces]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from allranks.diagnose.job import GroupView, Job, Lane
-from allranks.diagnose.ops import SYNCHRONISING
+from allranks.diagnose.ops import is_synchronising
 from allranks.diagnose.words import place, ranks_text, seconds, who
 from allranks.model.diagnosis import Finding
 from allranks.model.trace import State
 
 WINDOW, MIN_COLLECTIVES, EXAMINED_GROUPS, EXAMINED_RANKS = 256, 10, 16, 512
 _TIMED_OUT, _COMPLETED = int(State.TIMED_OUT), int(State.COMPLETED)
+#: A timeout is tight when a call that finished took more than this share of it.
+TIGHT = 0.5
 MIN_LATE_S, LATE_SHARE, LAST_SHARE = 0.005, 0.25, 0.7
 
 
@@ -68,7 +70,7 @@ def _waits(job: Job, lanes: list[Lane], low: int, high: int) -> np.ndarray | Non
         calls = job.ranks[lane.rank].trace.calls
         created[i], ended[i] = calls["created_ns"][lane.rows[at]], calls["completed_ns"][lane.rows[at]]
     family = job.ranks[lanes[0].rank].family[lanes[0].rows[np.searchsorted(lanes[0].seqs, seqs)]]
-    keep = np.isin(family, [int(f) for f in SYNCHRONISING]) & (created > 0).all(axis=0)
+    keep = is_synchronising(family) & (created > 0).all(axis=0)
     created, ended = created[:, keep], ended[:, keep]
     if not created.shape[1]:
         return None
@@ -96,20 +98,24 @@ def _table(lanes: list[Lane], typical: np.ndarray) -> str:
 
 def find_tight_timeout(job: Job) -> Finding | None:
     """A timeout that calls which did finish came close to, or that struck."""
-    longest, limit, rank = 0.0, 0.0, -1
+    longest, limit, rank = TIGHT, 0.0, -1
     struck = 0
     for view in list(job.ranks.values())[:EXAMINED_RANKS]:
         calls = view.trace.calls
-        struck += int((calls["state"] == _TIMED_OUT).sum())
+        states = calls["state"]
+        struck += int(np.count_nonzero(states == _TIMED_OUT))
         took = calls["completed_ns"] - calls["created_ns"]
-        done = (calls["state"] == _COMPLETED) & (took > 0) & (calls["timeout_ms"] > 0)
+        shortest = int(calls["timeout_ms"].min()) if len(calls) else 0
+        if shortest > 0 and int(took.max()) <= longest * shortest * 1e6:
+            continue  # nothing here can come closer to its timeout
+        done = (states == _COMPLETED) & (took > 0) & (calls["timeout_ms"] > 0)
         if done.any():
             share = took[done] / (calls["timeout_ms"][done] * 1e6)
             at = int(np.argmax(share))
             if float(share[at]) > longest:
                 longest, rank = float(share[at]), view.rank
                 limit = float(calls["timeout_ms"][done][at]) / 1e3
-    if longest < 0.5:
+    if rank < 0:
         return None
     sentence = (
         f"the timeout of {seconds(limit)} leaves no room: a call on rank {rank} that did finish took {seconds(longest * limit)}"

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from allranks.diagnose.job import GroupView, Job, Lane, Now
-from allranks.diagnose.ops import SYNCHRONISING
+from allranks.diagnose.ops import SYNCHRONISING, is_synchronising
 from allranks.diagnose.p2p import P2PWait
 
 #: Snapshots this much older than a call cannot tell whether the rank entered it.
@@ -23,7 +23,6 @@ STALE_NS = 50_000_000
 _DONE, _OPEN, _FAILED = int(Now.DONE), int(Now.OPEN), int(Now.FAILED)
 #: Calls at the end of a lane that are looked at first; hardly ever is more needed.
 TAIL = 64
-_SYNCHRONISING = [int(family) for family in SYNCHRONISING]
 
 
 @dataclass(frozen=True)
@@ -122,6 +121,8 @@ def stuck_at(job: Job, lane: Lane, floor: int) -> int | None:
     if not len(lane.seqs):
         return None
     view = job.ranks[lane.rank]
+    if view.now[lane.rows[-1]] == _DONE:
+        return None
     now, start = _after_done(view.now[lane.rows[-TAIL:]])
     first = max(0, len(lane.rows) - TAIL)
     if start == 0 and first:
@@ -131,7 +132,7 @@ def stuck_at(job: Job, lane: Lane, floor: int) -> int | None:
     start, now = first + start, now[start:]
     bad = (now == _OPEN) | (now == _FAILED)
     if lane.last > floor:
-        alone = np.isin(view.family[lane.rows[start:]], _SYNCHRONISING)
+        alone = is_synchronising(view.family[lane.rows[start:]])
         bad |= (now == Now.LEFT) & (lane.seqs[start:] > floor) & alone
     hits = np.flatnonzero(bad)
     return int(lane.seqs[start + int(hits[0])]) if len(hits) else None
@@ -167,7 +168,7 @@ def _blocked(job: Job, group: GroupView, seq: int, lanes: list[Lane], index: int
     done = any(
         job.ranks[r].now[group.lanes[r].row(seq)] == Now.DONE for r in passed if group.lanes[r].row(seq) >= 0
     )
-    if done and not absent and int(family) in _SYNCHRONISING:
+    if done and not absent and int(family) in SYNCHRONISING:
         # Somebody finished it, so everybody entered it: the others' dumps are merely older. With a rank gone this
         # does not hold: NCCL then turns pending calls of the others to "completed".
         unsure, missing = unsure + missing, []

@@ -82,7 +82,7 @@ def as_details(details: Mapping[str, dict[str, Any]]) -> Details:
         return details
     reader = Reader(LoadOptions())
     raws = [
-        (name, dump, read_dump(dict(dump), reader.tables, reader.members, "pickle"))
+        (name, dump, read_dump(dict(dump), reader.tables, reader.dumps.members, "pickle"))
         for name, dump in details.items()
     ]
     frozen = reader.tables.freeze()

@@ -104,7 +104,9 @@ def _dated(source: Source, raw: Raw) -> Raw:
 
 def _trace(candidate: Candidate, frozen: Frozen) -> RankTrace:
     raw = candidate.raw
-    header = replace(raw.header, rank=candidate.rank, attempt=candidate.attempt or 0)
+    header, attempt = raw.header, candidate.attempt or 0
+    if (header.rank, header.attempt) != (candidate.rank, attempt):
+        header = replace(header, rank=candidate.rank, attempt=attempt)
     return RankTrace(
         header, raw.calls, raw.groups, frozen.names, frozen.shapes, frozen.stacks,
         raw.progress, candidate.path, raw.kind, raw.notes, raw.torn, raw.last_completed,

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from allranks.load.blackbox import HeapCache, read_box
-from allranks.load.layout import Irregular
-from allranks.load.regular import MIN_BYTES, LayoutCache, shrink
+from allranks.load.blackbox import read_box
+from allranks.load.heap import HeapCache
 from allranks.load.result import LoadOptions, Raw, Unreadable
 from allranks.load.ring import BytesFile, OpenFile
 from allranks.load.sources import GZIP, ZSTD, Source, read_all, unwrap
 from allranks.load.tables import Tables
-from allranks.load.torch_dump import read_dump
-from allranks.load.unpickle import read_pickle
 from allranks.model.blackbox import MAGIC
+
+if TYPE_CHECKING:  # a thousand lines that black boxes do not need
+    from allranks.load.dumps import DumpReader
 
 HEAD_BYTES = 512
 
@@ -28,12 +27,18 @@ class Reader:
 
     options: LoadOptions
     tables: Tables = field(default_factory=Tables)
-    members: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    layouts: LayoutCache = field(default_factory=LayoutCache)
-    heap: HeapCache = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.heap = HeapCache(self.tables)
+    @cached_property
+    def heap(self) -> HeapCache:
+        """What the heaps of black boxes share."""
+        return HeapCache(self.tables)
+
+    @cached_property
+    def dumps(self) -> DumpReader:
+        """What dumps share."""
+        from allranks.load.dumps import DumpReader
+
+        return DumpReader(self.tables)
 
     def read(self, source: Source) -> Raw:
         """The content of one file. Raises Unreadable, with the note as its message."""
@@ -84,93 +89,10 @@ class Reader:
         if data.startswith(MAGIC):
             return read_box(BytesFile(data), self.heap, self.options.max_box_bytes)
         if data[:1] == b"\x80":
-            return self._read_pickle(data)
+            return self.dumps.read_pickle(data)
         if data.lstrip()[:1] == b"{":
-            return self._read_json(path, data)
+            return self.dumps.read_json(data)
         raise _foreign(path, data) if data else Unreadable("empty file")
-
-    def _read_pickle(self, data: bytes) -> Raw:
-        if len(data) >= MIN_BYTES:
-            try:
-                regular = shrink(data, self.layouts)
-                small = read_pickle(regular.small)
-                if small.whole:
-                    return read_dump(small.value, self.tables, self.members, "pickle", regular.expand)
-            except (Irregular, Unreadable):
-                pass  # the plain way reads everything, and says what is wrong
-        unpickled = read_pickle(data)
-        try:
-            raw = read_dump(unpickled.value, self.tables, self.members, "pickle")
-        except Unreadable as error:
-            if unpickled.problem:
-                foreign = unpickled.value is not None and b"pg_config" not in data[:65536]
-                skip = foreign and not unpickled.problem.startswith("cut short")
-                raise Unreadable(unpickled.problem, kind="pickle", skip=skip) from error
-            raise
-        if unpickled.problem:
-            raw.damaged = True
-            raw.notes = (f"{unpickled.problem}; {len(raw.calls)} calls were read", *raw.notes)
-        return raw
-
-    def _read_json(self, path: str, data: bytes) -> Raw:
-        value: Any
-        try:
-            value = msgspec.json.decode(data)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            value = None
-        if value is None:
-            return self._salvage_json(path, data)
-        if isinstance(value, dict) and is_stacks(value):
-            raise Unreadable("stacks", kind="stacks", skip=True)
-        return read_dump(value, self.tables, self.members, "json")
-
-    def _salvage_json(self, path: str, data: bytes) -> Raw:
-        """A JSON file that is cut short: the whole entries before the cut."""
-        value = read_cut_json(data)
-        if value is None:
-            raise Unreadable("JSON that cannot be read", kind="json", skip=b'"pg_config"' not in data)
-        raw = read_dump(value, self.tables, self.members, "json")
-        raw.damaged = True
-        raw.notes = (f"cut short after {len(data)} bytes; {len(raw.calls)} calls were read", *raw.notes)
-        return raw
-
-
-def read_cut_json(data: bytes) -> dict[str, Any] | None:
-    """What a truncated torch JSON dump still holds; None when it is no such thing."""
-    import json  # only here: msgspec reads whole files
-
-    text = data.decode("utf-8", "replace")
-    decoder = json.JSONDecoder()
-    found: dict[str, Any] = {}
-    for key in ("version", "pg_config", "pg_status", "comm_lib_version"):
-        at = text.find(f'"{key}":')
-        if at >= 0:
-            try:
-                found[key] = decoder.raw_decode(text[at + len(key) + 3 :].lstrip())[0]
-            except (ValueError, RecursionError):
-                pass
-    at = text.find('"entries":')
-    if at < 0:
-        return found if "version" in found and "pg_config" in found else None
-    position = text.find("[", at) + 1
-    entries: list[Any] = []
-    while position > 0:
-        while position < len(text) and text[position] in " \t\r\n,":
-            position += 1
-        try:
-            entry, position = decoder.raw_decode(text, position)
-        except (ValueError, RecursionError):
-            break
-        entries.append(entry)
-    found["entries"] = entries
-    return found
-
-
-def is_stacks(value: dict[str, Any]) -> bool:
-    """Whether a JSON object is one of our stack bundles or captures, which `stacks` reads."""
-    return "ranks" in value and (
-        "stacks" in str(value.get("kind", "")) or "stacks" in value or "hung" in value
-    )
 
 
 def _promising(head: bytes) -> bool:

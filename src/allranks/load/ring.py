@@ -1,8 +1,8 @@
 """The ring of a black box, copied once, in the order of its records, while its rank may be writing to it.
 
-Only rows near the place where the rank writes can change under the reader. Where that is, the header tells before
-and after the copy; those few rows are read again, three times: `end` from the first reading, the row from the
-second, `begin` from the third. A row is whole when all agree (see model/blackbox.py).
+Only rows near the place where the rank writes can change under the reader; the header tells where that is. Those few
+are read three times: `end` before the copy, the row with it, `begin` after it. A row is whole when all agree (see
+model/blackbox.py). Where the rank went on meanwhile, the rows that it may have written are read so once more.
 """
 
 from __future__ import annotations
@@ -77,20 +77,30 @@ def read_ring(
     again; None for a file that nobody writes to."""
     used = min(slots, next_id + LAG)
     turn = next_id % capacity if next_id > capacity == used else 0
+    near = _spans(max(0, next_id - LAG), 2 * LAG, capacity, used) if now is not None else []
+    ends_before = [file.rows(first, count)["end"] for first, count in near]
     rows = file.rows(0, used, turn)
-    whole = whole_rows(rows, rows["begin"])
-    if now is not None:
-        after = now()
-        width = after - next_id + 2 * LAG
-        if after < next_id or width >= used:
-            rows, whole = _three_looks(file, used)
-        else:
-            for first, count in _spans(max(0, next_id - LAG), width, capacity, used):
-                again, fine = _look(file, first, count)
-                at = (np.arange(first, first + len(again)) - turn) % max(1, len(rows))
-                rows[at], whole[at] = again, fine
+    begin = np.ascontiguousarray(rows["begin"])
+    whole = (begin == rows["end"]) & (begin != 0)
+    after = next_id if now is None else now()
+    width = after - next_id + 2 * LAG
+    if after < next_id or (after > next_id and width >= used):
+        rows, whole = _three_looks(file, used)
+    elif after > next_id:  # it is writing: what lies between is read again
+        for first, count in _spans(max(0, next_id - LAG), width, capacity, used):
+            again, fine = _look(file, first, count)
+            at = (np.arange(first, first + len(again)) - turn) % max(1, len(rows))
+            rows[at], whole[at] = again, fine
+    else:
+        for (first, count), ends in zip(near, ends_before, strict=True):
+            begins = file.rows(first, count)["begin"]
+            length = min(len(begins), len(ends))
+            at = (np.arange(first, first + length) - turn) % max(1, len(rows))
+            whole[at] &= (ends[:length] == begin[at]) & (begins[:length] == begin[at])
+    if bool(whole.all()):
+        return _in_order(rows), 0
     torn = int(np.count_nonzero((rows["begin"] != 0) & ~whole))
-    return _in_order(rows if whole.all() else rows[whole]), torn
+    return _in_order(rows[whole]), torn
 
 
 def _spans(first_id: int, width: int, capacity: int, used: int) -> list[tuple[int, int]]:
@@ -124,7 +134,7 @@ def _look(file: File, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _in_order(rows: np.ndarray) -> np.ndarray:
     """Rows by record id, a repeated id kept once."""
-    ids = rows["begin"]
+    ids = np.ascontiguousarray(rows["begin"])
     if len(rows) > 1 and (ids[1:] <= ids[:-1]).any():
         rows = rows[np.unique(ids, return_index=True)[1]]
     return rows

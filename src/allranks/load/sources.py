@@ -103,7 +103,8 @@ def _on_disk(path: str, shown: str) -> Source:
 
 
 def _shown(root: str, path: str, alone: bool) -> str:
-    return os.path.relpath(path, root) if alone else path
+    """The path as the user is shown it: as seen from the only folder that was given. A path begins with its root."""
+    return path[len(root) :].lstrip("/") or "." if alone else path
 
 
 def read_all(source: Source, limit: int) -> bytes:

@@ -1,0 +1,172 @@
+"""The heap of a black box → what its ids stand for.
+
+The ranks of a job write nearly the same items in the same order: groups and the host differ, the rest repeats. So a
+run of items between two of those is decoded once per load, and known again by its bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from allranks.load.groups import MAX_MEMBERS
+from allranks.load.tables import MAX_TEXT, Tables
+from allranks.model.blackbox import ITEM_HEADER_BYTES, Item
+from allranks.model.trace import Group, Shapes
+
+_item_header = struct.Struct("<IHHI").unpack_from
+_LAST_KIND = int(max(Item))
+#: What differs from rank to rank; these items end a run.
+_OWN = (int(Item.META), int(Item.GROUP))
+#: Items longer than this are compared, not hashed: a member list of 16,384 ranks is in every file.
+LONG_ITEM = 2048
+#: Runs remembered behind one and the same first item; hostile files must not make the search long.
+MAX_RUNS = 64
+
+
+@dataclass
+class Run:
+    """Some items in a row: per kind, the file's own id → index into the shared tables."""
+
+    content: bytes = b""
+    ids: dict[int, dict[int, int]] = field(
+        default_factory=lambda: {int(Item.NAME): {}, int(Item.SHAPES): {}, int(Item.STACK): {}}
+    )
+    bad: int = 0  # items that could not be read
+
+
+@dataclass
+class Heap(Run):
+    """One file's whole heap."""
+
+    meta: dict[str, Any] = field(default_factory=dict)
+    groups: dict[int, Group] = field(default_factory=dict)
+
+    def add(self, runs: Iterable[Run]) -> None:
+        """Takes over what runs hold."""
+        for run in runs:
+            self.bad += run.bad
+            for kind, ids in run.ids.items():
+                self.ids[kind].update(ids)
+
+
+@dataclass
+class HeapCache:
+    """Heap items and runs of them by their bytes, over all files of one load."""
+
+    tables: Tables
+    items: dict[bytes, Any] = field(default_factory=dict)
+    long_items: dict[tuple[int, bytes], list[bytes]] = field(default_factory=dict)
+    runs: dict[bytes, list[Run]] = field(default_factory=dict)  # by the first item
+
+    def read(self, data: bytes) -> Heap:
+        """What the bytes of a heap hold, up to where they are cut or make no sense."""
+        heap = Heap()
+        position, end = 0, len(data)
+        while position + ITEM_HEADER_BYTES <= end:
+            length, kind, _, number = _item_header(data, position)
+            behind = position + ITEM_HEADER_BYTES + length
+            if behind > end:
+                break
+            if kind not in _OWN:
+                run = self._run(data, position)
+                heap.add((run,))
+                position += len(run.content)
+                continue
+            value = self._value(data, position, behind, kind)
+            position = (behind + 7) & ~7
+            if value is None:
+                heap.bad += 1
+            elif kind == Item.GROUP:
+                heap.groups[number] = value
+            else:
+                heap.meta.update(value)
+        return heap
+
+    def _run(self, data: bytes, position: int) -> Run:
+        """The run of shared items that begins here: a known one, or a new one that is remembered."""
+        length = _item_header(data, position)[0]
+        first = self._known(data, position, position + ITEM_HEADER_BYTES + length)
+        known = self.runs.setdefault(first, [])
+        for run in known:
+            if data.startswith(run.content, position):
+                return run
+        run = self._decode_run(data, position)
+        if len(known) < MAX_RUNS:
+            known.append(run)
+            known.sort(key=lambda run: -len(run.content))  # the longest that fits saves most
+        return run
+
+    def _decode_run(self, data: bytes, start: int) -> Run:
+        run, position, end = Run(), start, len(data)
+        while position + ITEM_HEADER_BYTES <= end:
+            length, kind, _, number = _item_header(data, position)
+            behind = position + ITEM_HEADER_BYTES + length
+            if behind > end or kind in _OWN:
+                break
+            value = self._value(data, position, behind, kind)
+            position = (behind + 7) & ~7
+            if value is None:
+                run.bad += kind <= _LAST_KIND  # a kind of a later version is not ours to judge
+            else:
+                run.ids[kind][number] = value
+        run.content = data[start:position]
+        return run
+
+    def _known(self, data: bytes, position: int, behind: int) -> bytes:
+        """The item at a place of a heap; a long one that was seen before is not copied."""
+        if behind - position <= LONG_ITEM:
+            return data[position:behind]
+        key = (behind - position, data[behind - 64 : behind])
+        candidates = self.long_items.setdefault(key, [])
+        for candidate in candidates:
+            if data.startswith(candidate, position):
+                return candidate  # its hash is known already
+        candidates.append(data[position:behind])
+        return candidates[-1]
+
+    def _value(self, data: bytes, position: int, behind: int, kind: int) -> Any:
+        """An item decoded: an index into the tables, a Group, or the meta dictionary; None when unreadable."""
+        item = self._known(data, position, behind)
+        value = self.items.get(item)
+        if value is None:
+            try:
+                value = _decode(self.tables, kind, json.loads(item[ITEM_HEADER_BYTES:]))
+            except (
+                ValueError,
+                TypeError,
+                KeyError,
+                IndexError,
+                RecursionError,
+                AttributeError,
+                OverflowError,
+            ):
+                value = None
+            self.items[item] = value
+        return value
+
+
+def _decode(tables: Tables, kind: int, value: Any) -> Any:
+    """An item's JSON as an index into the shared tables (or a Group, or the meta dictionary)."""
+    if kind == Item.NAME:
+        return tables.name(value) if isinstance(value, str) else None
+    if kind == Item.STACK:
+        return tables.stack(tuple(tables.frame(str(n), str(f), int(line)) for n, f, line in value))
+    if kind == Item.SHAPES:
+        sizes, words = [_lists(part) for part in value[:2]], [tuple(map(str, part)) for part in value[2:4]]
+        splits = [tuple(map(int, part or ())) for part in (*value[4:6], (), ())[:2]]
+        return tables.shape(Shapes(sizes[0], sizes[1], words[0], words[1], splits[0], splits[1]))
+    if kind == Item.GROUP:
+        name, desc, ranks, backend = value
+        members = tuple(int(rank) for rank in ranks[:MAX_MEMBERS])
+        return tables.group(Group(str(name)[:MAX_TEXT], str(desc)[:MAX_TEXT], members, str(backend)[:64]))
+    if kind == Item.META:
+        return value if isinstance(value, dict) else None
+    return None
+
+
+def _lists(value: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(extent) for extent in size) for size in value)
