@@ -13,6 +13,7 @@ import os
 import platform
 import random
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -220,6 +221,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="within 60 s")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # folders and processes are cleaned up on the way
     ratios: dict[str, float] = {}
     numbers: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="allranks-bench-") as name:

@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one fault each, a small model: within 60 s")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # folders and processes are cleaned up on the way
     rounds, width = (1, 512) if args.quick else (3, 2048)
     ours = [measure("allranks", width, {}) for _ in range(rounds)]
     cured = [measure("torch", width, CURE) for _ in range(rounds)]

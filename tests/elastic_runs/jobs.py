@@ -72,6 +72,25 @@ class Job:
         self.agents.append(agent)
         return agent
 
+    def agent_of(self, ranks: list[dict[str, Any]], rank: int) -> subprocess.Popen[bytes]:
+        """The agent that runs a rank."""
+        parent = parent_of(next(row["pid"] for row in ranks if row["rank"] == rank))
+        return next(agent for agent in self.agents if agent.pid == parent)
+
+    def agent_at(self, endpoint: str) -> subprocess.Popen[bytes]:
+        """The agent that listens at host:port."""
+        port = int(endpoint.rpartition(":")[2])
+        return next(agent for agent in self.agents if port in listening(agent.pid))
+
+    def kill_node(self, agent: subprocess.Popen[bytes], ranks: list[dict[str, Any]]) -> None:
+        """kill -9 of an agent; its ranks, and what they have started, must go with it."""
+        left = [row[name] for row in ranks if parent_of(row["pid"]) == agent.pid for name in ("pid", "child")]
+        assert left, "the killed node has ranks"
+        os.kill(agent.pid, signal.SIGKILL)
+        agent.wait(60)
+        self.agents.remove(agent)
+        self.wait("the end of the killed node's ranks", lambda: all(gone(pid) for pid in left))
+
     def gate(self, step: int) -> None:
         """Lets the job go on up to this step."""
         waiting = self.folder / "gate.new"

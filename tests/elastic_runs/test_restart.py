@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from allranks.testing.ranks import free_port
+
 from .conftest import LAST
 from .jobs import Job, assert_same_run, gone
 from .train import EVERY
@@ -34,4 +36,25 @@ def test_a_killed_rank_comes_back_from_the_agents_memory(tmp_path: Path, undistu
     before = max(row["step"] for row in job.steps() if row["at"] < second[0]["timestamp"])
     assert resumed % EVERY == 1 and before - EVERY < resumed <= before + EVERY
     assert not list(job.folder.glob("**/*manifest*"))
+    assert_same_run(job, undisturbed)
+
+
+def test_the_loss_of_the_rendezvous_itself_is_survived(tmp_path: Path, undisturbed: list[float]) -> None:
+    """The agent that hosts the c10d store is killed: the other one becomes the host and goes on from its memory."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    flags = ["--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=lost"]
+    with Job(tmp_path / "job", LAST, *flags, "--local-addr=127.0.0.1", "--max-restarts=3") as job:
+        job.add()
+        job.add()
+        two = job.wait_for_world(2)
+        job.gate(LAST - 20)
+        job.wait_for_step(LAST - 30, world=2)
+        known = len(job.events())
+        job.kill_node(job.agent_at(endpoint), two)
+        one = job.wait_for_world(1, after=known)
+        assert job.agent_at(endpoint) is job.agents[0]
+        job.gate(LAST)
+        assert job.wait_for_end() == [0], job.output()
+        assert "is lost" in job.output()
+    assert [(row["restored"], row["tier"]) for row in one] == [("checkpoint", "PEER")]
     assert_same_run(job, undisturbed)

