@@ -1,9 +1,11 @@
 """The drill matrix of the closed loop: each fault in a random rank and step of a real job in replicas.
 
 Prints how often the right rank and the right cause were named, how long notice and recovery took, what was a
-false alarm, and what a healthy job under CPU stress was accused of.
+false alarm, what a healthy job under CPU stress was accused of, and what the whole system costs a training step:
+the same script under torchrun and under `allranks run` (recording, watch, lighthouse; in replicas also the Manager),
+in short runs that take turns, compared pair by pair.
 
-    benchmarks/loop.py [--quick] [--json] [--rounds N] [--kinds hang,kill,…] [--healthy-s S]
+    benchmarks/loop.py [--quick] [--json] [--rounds N] [--kinds hang,kill,…] [--healthy-s S] [--overhead-rounds N]
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from allranks.testing.drill import DrillResult, run_drill
 from allranks.testing.plan import KINDS, make_plan
 
 REPLICAS = 3
+WIDTH = 512  # of the model whose step is measured: some 25 ms on a slow core
 QUICK = ("kill",)
 FULL = (
     "kill",
@@ -87,7 +90,43 @@ def healthy(seconds: float, folder: Path, notice_s: float) -> DrillResult:
             process.wait()
 
 
-def summary(results: list[DrillResult], calm: DrillResult | None) -> dict[str, Any]:
+def overhead(rounds: int, steps: int, folder: Path) -> dict[str, float]:
+    """What a step costs under us against torchrun's: medians over pairs of runs of step time and of the job's CPU."""
+    script = str(Path(__file__).with_name("_loop_script.py"))
+    ours = [sys.executable, "-m", "allranks", "run", "--quiet", "--incidents", str(folder / "incidents")]
+    commands = {
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+        "whole": [*ours, "--standalone", "--nproc-per-node", "2"],
+        "replicas": [*ours, "--replicas", "2", "--min-replicas", "2"],
+    }
+    folder.mkdir(parents=True)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
+    for round_ in range(rounds):
+        names = list(commands) if round_ % 2 == 0 else list(commands)[::-1]
+        for name in names:
+            out = folder / f"{name}.{round_}.json"
+            words = [*commands[name], script, str(out), str(steps), str(WIDTH)]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(
+                words, env=environment, capture_output=True, text=True, timeout=300, check=False
+            )
+            if done.returncode:
+                raise RuntimeError(f"{name} ended with {done.returncode}: {done.stderr[-2000:]}")
+            found[name].append(json.loads(out.read_text()))
+    base = found.pop("torchrun")
+    numbers = {"step_ms": 1000 * statistics.median(statistics.median(run["step_s"]) for run in base)}
+    for name, runs in found.items():
+        pairs = list(zip(runs, base, strict=True))
+        step = [statistics.median(a["step_s"]) / statistics.median(b["step_s"]) for a, b in pairs]
+        cpu = [a["cpu_s"] / b["cpu_s"] for a, b in pairs]
+        numbers |= {f"step_time_{name}": statistics.median(step), f"cpu_{name}": statistics.median(cpu)}
+        numbers[f"agent_cpu_ms_per_s_{name}"] = 1000 * statistics.median(
+            (a["cpu_s"] - b["cpu_s"]) / statistics.median(a["step_s"]) for a, b in pairs
+        )
+    return numbers
+
+
+def summary(results: list[DrillResult], calm: DrillResult | None, cost: dict[str, float]) -> dict[str, Any]:
     """Ratios and numbers over all drills."""
     faults = [fault for result in results for fault in result.faults]
     fired = [fault for fault in faults if fault.fired]
@@ -119,9 +158,10 @@ def summary(results: list[DrillResult], calm: DrillResult | None) -> dict[str, A
         "jobs_finished": sum(r.exit_code == 0 for r in results),
         "jobs": len(results),
     }
-    ratios = {}
+    ratios = {name: value for name, value in cost.items() if name.startswith(("step_time_", "cpu_"))}
+    numbers |= {name: value for name, value in cost.items() if name not in ratios}
     if judged:
-        ratios = {"right_rank": len(ranks) / len(judged), "right_cause": len(causes) / len(judged)}
+        ratios |= {"right_rank": len(ranks) / len(judged), "right_cause": len(causes) / len(judged)}
     return {
         "name": "loop", "ratios": ratios, "numbers": numbers,
         "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]},
@@ -136,13 +176,20 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one job with one kill")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=1, help="times through the matrix")
-    parser.add_argument("--kinds", default="", help="only these, separated by commas")
+    parser.add_argument("--kinds", default="", help="only these, separated by commas; none: no drill")
     parser.add_argument(
         "--healthy-s", type=float, default=120.0, help="length of the healthy run under stress; 0: none"
     )
+    parser.add_argument(
+        "--overhead-rounds", type=int, default=6, help="pairs of runs that measure what a step costs; 0: none"
+    )
     parser.add_argument("--notice-s", type=float, default=5.0, help="least silence that is looked at")
     args = parser.parse_args()
-    kinds = args.kinds.split(",") if args.kinds else list(QUICK if args.quick else (*FULL, *HARMLESS))
+    kinds = (
+        [kind for kind in args.kinds.split(",") if kind != "none"]
+        if args.kinds
+        else list(QUICK if args.quick else (*FULL, *HARMLESS))
+    )
     folder = Path(tempfile.mkdtemp(prefix="allranks-loop-"))
     results = []
     for round_ in range(args.rounds):
@@ -167,7 +214,12 @@ def main() -> int:
         if args.healthy_s and not args.quick
         else None
     )
-    found = summary(results, calm)
+    cost = {}
+    if args.overhead_rounds:
+        cost = overhead(
+            1 if args.quick else args.overhead_rounds, 60 if args.quick else 300, folder / "overhead"
+        )
+    found = summary(results, calm, cost)
     if args.json:
         print(json.dumps(found))
     else:

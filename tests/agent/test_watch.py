@@ -9,20 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from allranks.agent import watch as watch_module
+from allranks.agent import gatherer as gatherer_module
+from allranks.agent.deaths import Death
 from allranks.agent.examine import Examination, verdict_on
 from allranks.agent.incidents import read_incidents
 from allranks.agent.node import NodeAgent
 from allranks.agent.notice import NoticeOptions, Suspicion
 from allranks.agent.policy import PolicyOptions
 from allranks.agent.replicas import Event, ReplicaOptions, Request, Supervisor
-from allranks.agent.watch import Watch, WatchOptions
-from allranks.model.blackbox import HEADER, MAGIC, VERSION
+from allranks.agent.watch import Watch
+from allranks.agent.watch_options import WatchOptions
 from allranks.model.incident import Action, Incident
 from allranks.model.stacks import RankState, StacksReport
+
+from .boxes import write_box
 
 START_S = time.monotonic()  # the hand-set clock runs ahead of the real one
 VERDICT = {
@@ -31,16 +33,6 @@ VERDICT = {
     "confidence": 0.95,
     "sentence": "rank 1 is stuck",
 }
-
-
-def write_box(folder: Path, rank: int, step: int, calls: int | None = None, pid: int | None = None) -> None:
-    """A black box that consists of its header; the process behind it is this one unless told otherwise."""
-    row = np.zeros((), HEADER)
-    row["magic"], row["version"], row["rank"], row["step"] = MAGIC, VERSION, rank, step
-    row["pid"] = os.getpid() if pid is None else pid
-    row["calls_started"] = row["calls_completed"] = 2 * step if calls is None else calls
-    row["start_ns"] = 1
-    (folder / f"{rank}.box").write_bytes(row.tobytes())
 
 
 @dataclass
@@ -83,7 +75,7 @@ def trained(tmp_path: Path, hand: Hand, **options: Any) -> Watch:
 
 def answer_with(monkeypatch: pytest.MonkeyPatch, found: Examination) -> None:
     """Every examination finds this."""
-    monkeypatch.setattr(watch_module, "examine", lambda *args, **kwargs: found)
+    monkeypatch.setattr(gatherer_module, "examine", lambda *args, **kwargs: found)
 
 
 def test_a_failing_page_webhook_or_actor_does_not_lose_the_incident(
@@ -96,7 +88,7 @@ def test_a_failing_page_webhook_or_actor_does_not_lose_the_incident(
     def deaf(incident: Incident) -> None:
         raise ValueError("deaf")
 
-    watch.on_incident = deaf
+    watch.join(None, deaf)
     for now in (8.1, 10.7):
         assert look(watch, now) is not None
     (story,) = read_incidents(tmp_path / "incidents")
@@ -162,7 +154,8 @@ def test_when_all_ranks_die_at_once_their_next_lives_end_the_incident(tmp_path: 
     watch = trained(tmp_path, Hand())
     for rank in range(3):
         write_box(tmp_path / "boxes", rank, 30, pid=2**22 + rank)  # no such process
-    opened = watch.note_death((1,), 1, "rank 1 died of SIGKILL", 1.0)
+    opened = watch.deaths.note_death(Death(1, 2**22 + 1, 1.0, "died of SIGKILL"))
+    assert opened is not None
     for rank in range(3):
         write_box(tmp_path / "boxes", rank, -1, calls=0)
     look(watch, 5.0)

@@ -87,3 +87,27 @@ def test_compressed_and_broken_bytes_are_read(tmp_path: Path) -> None:
 def test_logs_without_a_known_failure_say_so() -> None:
     """Nothing is invented."""
     assert explain([parse_line("x", 1, "all fine")]).first is None
+
+
+def test_an_unknown_exception_long_before_a_known_failure_is_its_cause(tmp_path: Path) -> None:
+    """Rank 5 raises; ten minutes later all others give up waiting for it. The traceback has the time of the line before."""
+    for rank in range(8):
+        last = "2026-01-01 03:20:01 wait timeout after 600000ms, keys: /default_pg/0/0\n"
+        if rank == 5:
+            last = "Traceback (most recent call last):\nValueError: too many values to unpack (expected 2)\n"
+        (tmp_path / f"rank{rank}.log").write_text(f"2026-01-01 03:10:00 step 900\n{last}")
+    found = explain(read_lines([tmp_path]))
+    assert found.first is not None
+    assert (found.first.pattern.id, found.first.line.rank) == ("python_exception", 5)
+    assert [(m.pattern.id, n) for m, n in found.others] == [("init_timeout", 7)]
+
+
+def test_without_times_the_rank_that_the_launcher_saw_fail_first_is_asked(tmp_path: Path) -> None:
+    """torchrun's summary stands below the tracebacks, which come in any order."""
+    (tmp_path / "all.log").write_text(
+        "[rank0]: RuntimeError: the peer of rank 3\n[rank3]: ValueError: bad label 77\n"
+        "Failures:\n[1]:\n  rank      : 0 (local_rank: 0)\n"
+        "Root Cause (first observed failure):\n[0]:\n  host      : n\n  rank      : 3 (local_rank: 3)\n"
+    )
+    found = explain(read_lines([tmp_path]))
+    assert found.first is not None and found.first.cause == "The program raised ValueError: bad label 77"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,20 @@ from allranks.diagnose import DiagnoseOptions, diagnose
 from allranks.errors import AllranksError
 from allranks.load import LoadOptions, load_paths
 from allranks.model.diagnosis import Diagnosis, RankNow
-from allranks.model.stacks import StacksReport
+from allranks.model.stacks import RankState, StacksReport
 from allranks.report import as_json, text
-from allranks.stacks import CollectOptions, Selection, classify, collect, find_targets, write_bundle
+from allranks.stacks import (
+    CollectOptions,
+    Selection,
+    classify,
+    collect,
+    find_targets,
+    read_capture,
+    write_bundle,
+)
 from allranks.stacks.as_json import report_json
 from allranks.stacks.progress import WAITS
+from allranks.stacks.user_code import is_user_file
 
 log = logging.getLogger("allranks.agent")
 
@@ -37,12 +47,29 @@ class Examination:
     missing: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Others:
+    """The parts of other nodes. `node` is ours: with others there is one folder of stacks per node."""
+
+    node: str
+    wait: Callable[[], list[str]]  # until they have come; returns what is missing
+
+
 def examine(
-    folder: Path, pids: dict[int, int], *, job_folder: Path, gone: tuple[int, ...] = ()
+    folder: Path,
+    pids: dict[int, int],
+    *,
+    job_folder: Path,
+    gone: tuple[int, ...] = (),
+    others: Others | None = None,
 ) -> Examination:
     """Collects stacks of `pids` (rank -> pid) into `folder` and diagnoses all that lies there."""
     missing: list[str] = []
-    report = _collect(folder / "stacks", pids, job_folder, missing) if pids else None
+    place = folder / "stacks" / others.node if others else folder / "stacks"
+    report = collect_stacks(place, pids, job_folder, missing) if pids else None
+    if others is not None:
+        missing += others.wait()
+        report = _read_all(folder / "stacks", missing) or report
     diagnosis = _diagnose(folder / "boxes", report, gone, missing)
     verdict = None
     if diagnosis is not None:
@@ -57,7 +84,10 @@ def examine(
     return Examination(report, shape, diagnosis, verdict, tuple(missing))
 
 
-def _collect(folder: Path, pids: dict[int, int], job_folder: Path, missing: list[str]) -> StacksReport | None:
+def collect_stacks(
+    folder: Path, pids: dict[int, int], job_folder: Path, missing: list[str]
+) -> StacksReport | None:
+    """The stacks of these ranks of this node, kept in the folder; what could not be read is added to `missing`."""
     try:
         targets = find_targets(Selection(pids=tuple(pids.values()), box_folders=(job_folder,)))
         capture = collect(targets, CollectOptions(raw_folder=folder))
@@ -74,11 +104,20 @@ def _collect(folder: Path, pids: dict[int, int], job_folder: Path, missing: list
     return None
 
 
+def _read_all(folder: Path, missing: list[str]) -> StacksReport | None:
+    """What the stacks of all nodes say together."""
+    try:
+        return classify(read_capture(folder)) if folder.exists() else None
+    except (AllranksError, OSError) as error:
+        missing.append(f"stacks of other nodes: {error}")
+        return None
+
+
 def _diagnose(
     boxes: Path, report: StacksReport | None, gone: tuple[int, ...], missing: list[str]
 ) -> Diagnosis | None:
     now = {
-        rank: RankNow(rank, s.cause, s.where, s.evidence)
+        rank: RankNow(rank, s.cause, nearest_line(s), s.evidence)
         for rank, s in (report.ranks if report else {}).items()
     }
     now.update({rank: RankNow(rank, "gone", "", "its process is gone") for rank in gone})
@@ -94,6 +133,16 @@ def _diagnose(
     return None
 
 
+def nearest_line(state: RankState) -> str:
+    """The user's line nearest the hang: the worker's where a DataLoader worker hangs, else the rank's own."""
+    if state.cause == "dataloader_wait":
+        for child in state.children:
+            file = child.where.split(":")[0]
+            if child.cause not in ("queue_wait", "healthy", "unknown") and is_user_file(file):
+                return f"{child.where} (DataLoader worker {child.child})"
+    return state.where
+
+
 def verdict_on(ranks: list[int], report: StacksReport | None, reason: str) -> dict[str, Any] | None:
     """The verdict on ranks of one replica that the others have left behind; None when no stack could be read.
 
@@ -104,17 +153,19 @@ def verdict_on(ranks: list[int], report: StacksReport | None, reason: str) -> di
         return None
     guilty = [s for s in states if s.cause not in WAITS and s.cause not in ("healthy", "unknown")]
     state = (guilty or states)[0]
-    what = f"{state.cause} at {state.where}" if state.where else state.cause
+    where = nearest_line(state)
+    what = f"{state.cause} at {where}" if where else state.cause
     return {
         "cause": state.cause, "ranks": [state.rank], "group": "", "sequence": None, "confidence": 0.9 if guilty else 0.5,
-        "where": state.where, "sentence": f"{reason} ({what}: {state.evidence})",
+        "where": where, "sentence": f"{reason} ({what}: {state.evidence})",
     }  # fmt: skip
 
 
 def _from_stacks(report: StacksReport) -> dict[str, Any]:
-    """A verdict from stacks alone, when the black boxes show no open call."""
+    """A verdict from stacks alone, when the black boxes show no open call. Who waits elsewhere is only odd."""
     culprit = report.ranks[report.culprits[0]]
+    confidence = 0.5 if culprit.cause in WAITS else 0.6
     return {
         "cause": culprit.cause, "ranks": list(report.culprits), "group": "", "sequence": None,
-        "confidence": 0.6, "where": culprit.where, "sentence": report.sentence,
+        "confidence": confidence, "where": nearest_line(culprit), "sentence": report.sentence,
     }  # fmt: skip

@@ -35,25 +35,38 @@ class IncidentFolder:
         write_atomically(self.path / "incident.json", json.dumps(self.current.to_dict(), indent=1))
         return self.current
 
+    def discard(self) -> None:
+        """It is another node's incident: nothing stays here."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
     def keep_boxes(self, boxes: list[Path]) -> tuple[list[Path], list[str]]:
         """Copies black boxes; returns the copies and what could not be copied."""
-        target = self.path / "boxes"
-        target.mkdir(exist_ok=True)
-        copies, missing = [], []
-        for box in boxes:
-            try:
-                copies.append(Path(shutil.copy2(box, target / box.name)))
-            except OSError as error:
-                missing.append(f"black box {box.name}: {error.strerror or error}")
-        return copies, missing
+        return copy_boxes(boxes, self.path / "boxes")
+
+
+def copy_boxes(boxes: list[Path], target: Path) -> tuple[list[Path], list[str]]:
+    """Copies black boxes into a folder; returns the copies and what could not be copied."""
+    target.mkdir(parents=True, exist_ok=True)
+    copies, missing = [], []
+    for box in boxes:
+        try:
+            copies.append(Path(shutil.copy2(box, target / box.name)))
+        except OSError as error:
+            missing.append(f"black box {box.name}: {error.strerror or error}")
+    return copies, missing
+
+
+def new_id(kind: Kind, now: float | None = None) -> str:
+    """An id that sorts by time."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{kind}"
 
 
 def open_incident(folder: Path, *, kind: Kind, job: str, reason: str, **facts: Any) -> IncidentFolder:
     """Makes a new folder with an id that sorts by time."""
     now = time.time()
-    stem = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    stem = new_id(kind, now)
     for number in range(1000):
-        name = f"{stem}-{kind}" + (f"-{number}" if number else "")
+        name = stem + (f"-{number}" if number else "")
         path = folder / name
         try:
             path.mkdir(mode=0o700, parents=True)

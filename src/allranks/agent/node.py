@@ -11,24 +11,33 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from allranks.agent.company import Company
+from allranks.agent.deaths import Death
 from allranks.agent.replicas import Event, Request, Supervisor
-from allranks.agent.sample import read_samples
+from allranks.agent.sample import process_state, read_samples
 from allranks.agent.watch import Watch
 from allranks.errors import AllranksError
 from allranks.lighthouse.client import Client
-from allranks.model.cluster import CollectEvidence
+from allranks.model.cluster import CollectEvidence, Evicted, MemberLost
 from allranks.model.cluster import Incident as Told
 from allranks.model.incident import Action, Incident
 from allranks.report.story import headline
 
 log = logging.getLogger("allranks.agent")
 
-LIGHTHOUSE_WAIT_S = 5.0
+#: A dying process closes its connections a moment before it is gone: only then is a lost one known to be cut off.
+STILL_THERE_S = 0.3
 
 
 def replica_name(number: int) -> str:
     """What a replica is called at the lighthouse."""
     return f"replica-{number}"
+
+
+def replica_number(name: str) -> int | None:
+    """The other way round; None for a name that is not of our making."""
+    number = name.removeprefix("replica-")
+    return int(number) if name.startswith("replica-") and number.isdigit() else None
 
 
 @dataclass
@@ -38,6 +47,7 @@ class NodeAgent:
     watch: Watch | None
     client: Client | None = None
     supervisor: Supervisor | None = None
+    company: Company | None = None  # None: this node's agent is the only one, or there is no lighthouse
     _evicted: set[int] = field(default_factory=set)
     _told: dict[str, str] = field(default_factory=dict)
 
@@ -45,7 +55,7 @@ class NodeAgent:
         """Starts watching and listening to the lighthouse."""
         if self.watch is not None:
             self.watch.actor = self
-            self.watch.on_incident = self._tell
+            self.watch.join(self.company, self._tell)
             self.watch.start()
         if self.client is not None:
             self.client.subscribe(self._noticed)
@@ -56,6 +66,8 @@ class NodeAgent:
         """Stops watching; the supervisor and the lighthouse belong to the caller."""
         if self.watch is not None:
             self.watch.close()
+        if self.company is not None:
+            self.company.close()
 
     # actions, asked for by the watch
 
@@ -64,25 +76,31 @@ class NodeAgent:
         if action.kind == "command":
             return self._run_command(action, incident)
         if self.supervisor is not None and action.replica is not None:
-            return self._evict(action)
+            return self._evict(action, incident)
         return self._kill(action)
 
-    def _evict(self, action: Action) -> str:
-        """Survivors first: they abort and go on; then the culprit's processes are replaced."""
+    def _evict(self, action: Action, incident: Incident) -> str:
+        """Survivors first: they abort and go on; then the culprit's processes are replaced, by their own agent."""
         assert self.supervisor is not None and action.replica is not None
         name = replica_name(action.replica)
-        told = self._ask(lambda client: client.evict(name, action.reason))
-        self._evicted.add(action.replica)
-        self.supervisor.request(Request("restart", action.replica, f"evicted: {action.reason}"))
-        return f"{name} was evicted and is started again" + (
-            "" if told else " (the lighthouse could not be told)"
-        )
+        told = self._ask(lambda client: client.evict(name, f"{incident.id}: {action.reason}"))
+        if self.supervisor.has(action.replica):
+            self._replace(action.replica, f"evicted: {action.reason}")
+            done = f"{name} was evicted and is started again"
+        else:
+            done = f"{name} was evicted; the agent of its node starts it again"
+        return done + ("" if told else " (the lighthouse could not be told)")
+
+    def _replace(self, replica: int, reason: str) -> None:
+        assert self.supervisor is not None
+        self._evicted.add(replica)
+        self.supervisor.request(Request("restart", replica, reason))
 
     def _kill(self, action: Action) -> str:
-        """Whole-job mode: ends the guilty ranks of this node (all of them if none is named); torchrun restarts."""
+        """Whole-job mode: ends the guilty ranks, or, if they are another node's, the first of ours; torchrun restarts."""
         assert self.watch is not None
         samples = [s for s in read_samples(self.watch.options.folder) if s.alive]
-        chosen = [s for s in samples if not action.ranks or s.rank in action.ranks]
+        chosen = [s for s in samples if not action.ranks or s.rank in action.ranks] or samples[:1]
         for sample in chosen:
             try:
                 os.kill(sample.pid, signal.SIGKILL)
@@ -92,7 +110,7 @@ class NodeAgent:
         return (
             f"rank {names} was ended; the launcher restarts the job"
             if chosen
-            else "the guilty rank is not on this node"
+            else "no rank runs on this node"
         )
 
     def _run_command(self, action: Action, incident: Incident) -> str:
@@ -114,12 +132,10 @@ class NodeAgent:
             at = time.time()
             self._ask(lambda client: client.accuse(replica_name(event.replica), event.detail))
             if self.watch is not None:
-                ranks = (event.rank,) if event.rank is not None else ()
-                reason = f"rank {event.rank} {event.detail}"
+                death = Death(event.rank or 0, event.pid or 0, at, event.detail)
                 threading.Thread(
-                    target=self._note_death, args=(self.watch, ranks, event.replica, reason, at), name="allranks-death",
-                    daemon=True,
-                ).start()  # fmt: skip
+                    target=self._note_death, args=(self.watch, death), name="allranks-death", daemon=True
+                ).start()
         elif event.kind == "finished":
             self._turn_away_latecomers()
         elif event.kind == "started" and event.replica in self._evicted:
@@ -137,18 +153,64 @@ class NodeAgent:
             if replica not in joined:
                 self.supervisor.request(Request("stop", replica, "the training is over"))
 
-    def _note_death(self, watch: Watch, ranks: tuple[int, ...], replica: int, reason: str, at: float) -> None:
+    def _note_death(self, watch: Watch, death: Death) -> None:
         try:
-            watch.note_death(ranks, replica, reason, at)
+            watch.deaths.note_death(death)
         except Exception:  # a full disk, say: the death itself is known to the lighthouse and in the log
-            log.exception("the evidence of %s could not be kept", reason)
+            log.exception("the evidence of %s could not be kept", death.sentence)
 
     def _noticed(self, notice: object) -> None:
+        """What the lighthouse says; runs on the client's thread: be quick."""
         if isinstance(notice, CollectEvidence) and self.watch is not None:
-            watch, reason = self.watch, f"asked for by the lighthouse: {notice.reason}"
             threading.Thread(
-                target=watch.collect_now, args=(reason,), name="allranks-collect", daemon=True
+                target=self._collect, args=(notice,), name="allranks-collect", daemon=True
             ).start()
+        elif isinstance(notice, MemberLost) and self.watch is not None:
+            later = threading.Timer(
+                STILL_THERE_S, self._look_after, args=(notice, self._pids(notice), time.time())
+            )
+            later.daemon = True
+            later.start()
+        elif isinstance(notice, Evicted) and self.supervisor is not None and self.company is not None:
+            replica, (incident, _, reason) = replica_number(notice.replica), notice.reason.partition(": ")
+            if replica is not None and self.supervisor.has(replica) and self.company.took_part_in(incident):
+                self._replace(replica, f"evicted: {reason}")
+
+    def _collect(self, wanted: CollectEvidence) -> None:
+        assert self.watch is not None
+        try:
+            if wanted.upload and self.company is not None:
+                self.company.contribute(wanted, self.watch.collect_part)
+            else:
+                self.watch.collect_now(f"asked for by the lighthouse: {wanted.reason}")
+        except Exception:
+            log.exception(
+                "the evidence that %s asked for could not be collected", wanted.lead or "the lighthouse"
+            )
+
+    def _pids(self, notice: MemberLost) -> dict[int, int]:
+        """The lost replica's ranks that run here: rank -> pid."""
+        replica = replica_number(notice.replica)
+        if (
+            self.supervisor is None
+            or self.watch is None
+            or replica is None
+            or not self.supervisor.has(replica)
+        ):
+            return {}
+        size = self.watch.options.ranks_per_replica
+        return {rank: pid for rank, pid in self.supervisor.pids().items() if rank // size == replica}
+
+    def _look_after(self, notice: MemberLost, before: dict[int, int], at: float) -> None:
+        """A replica was lost a moment ago: if its processes run on, it is cut off. A frozen one is the watch's case."""
+        replica = replica_number(notice.replica)
+        if not before or replica is None or self._pids(notice) != before or self.supervisor is None:
+            return
+        states = [process_state(pid) for pid in before.values()]
+        if self.watch is None or replica in self._evicted or not self.supervisor.is_running(replica):
+            return
+        if all(state not in ("", "Z", "X", "T", "t") for state in states):
+            self.watch.deaths.note_lost(tuple(sorted(before)), notice.reason, at)
 
     def _tell(self, incident: Incident) -> None:
         verdict = incident.verdict or {}

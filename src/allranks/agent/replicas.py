@@ -124,6 +124,14 @@ class Supervisor:
         """Global rank -> pid of the ranks that are running now."""
         return {rank.number: rank.process.pid for r in self._replicas.values() for rank in r.ranks}
 
+    def has(self, replica: int) -> bool:
+        """Whether this node runs it."""
+        return 0 <= replica - self.options.first_replica < self.options.replicas
+
+    def is_running(self, replica: int) -> bool:
+        """Whether it trains, as far as we know: it is not about to be stopped or started."""
+        return replica in self._replicas and self._replicas[replica].state == "running"
+
     def restarted(self) -> tuple[int, ...]:
         """Replicas that are in a second or later life, or about to be."""
         alive = [r for r in self._replicas.values() if r.state in ("waiting", "running")]

@@ -27,6 +27,7 @@ class RankSample:
     start_ns: int
     expect_until_ns: int = 0
     closed: str = ""  # how it said goodbye; "" while running or after a sudden death
+    closed_ns: int = 0
     attempt: int = 0
 
     @property
@@ -73,17 +74,28 @@ def read_sample(path: Path) -> RankSample | None:
         start_ns=int(head["start_ns"]),
         expect_until_ns=int(head["expect_until_ns"]),
         closed=bytes(head["closed"]).split(b"\0")[0].decode("utf-8", "replace"),
+        closed_ns=int(head["closed_ns"]),
         attempt=int(head["attempt"]),
     )
 
 
 def is_alive(pid: int, start_ticks: int) -> bool:
     """Whether the very process that wrote the box still runs (a reused pid does not count; nor does a zombie)."""
+    fields = _stat(pid)
+    return bool(fields) and fields[0] not in "ZX" and (start_ticks == 0 or int(fields[19]) == start_ticks)
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter ("R", "S", "T" stopped, "Z" dead); "" when there is no such process."""
+    return "".join(_stat(pid)[:1])
+
+
+def _stat(pid: int) -> list[str]:
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()
     except (OSError, IndexError):
-        return False
-    return fields[0] not in "ZX" and (start_ticks == 0 or int(fields[19]) == start_ticks)
+        return []
 
 
 def read_oldest_open_ns(path: str) -> int | None:

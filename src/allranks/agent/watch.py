@@ -1,7 +1,8 @@
 """The loop of the agent: notice → evidence → verdict → action → story. One thread per node, named allranks-watch.
 
 It never touches a rank by itself: actions go to the `Actor` that the launcher gives it. Evidence is on disk
-before anything is asked of the actor.
+before anything is asked of the actor. Deaths wake it at once; on several nodes one watch leads an incident and the
+others send it their part.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from allranks.agent.examine import Examination, examine, verdict_on
-from allranks.agent.incidents import IncidentFolder, open_incident, write_atomically
+from allranks.agent.company import Company
+from allranks.agent.examine import Examination, verdict_on
+from allranks.agent.gatherer import Gatherer
+from allranks.agent.incidents import IncidentFolder, open_incident
 from allranks.agent.judge import Look, judge
+from allranks.agent.lifelines import Lifelines
 from allranks.agent.notice import (
-    NoticeOptions,
     NoticeState,
     Suspicion,
     cure,
@@ -27,18 +30,15 @@ from allranks.agent.notice import (
     notice,
     observe,
 )
-from allranks.agent.policy import (
-    Case,
-    Mode,
-    PolicyOptions,
-    PolicyState,
-    back_off_left_s,
-    decide_action,
-)
+from allranks.agent.obituaries import Obituaries
+from allranks.agent.policy import Case, PolicyState, back_off_left_s, decide_action
+from allranks.agent.recoveries import Recoveries
 from allranks.agent.sample import RankSample, read_samples
-from allranks.agent.webhook import send
+from allranks.agent.telling import Teller
+from allranks.agent.watch_options import WatchOptions
+from allranks.model.cluster import Gathering
 from allranks.model.incident import Action, Incident, Moment
-from allranks.report.story import headline, render_story
+from allranks.report.story import headline
 
 log = logging.getLogger("allranks.agent")
 
@@ -49,24 +49,6 @@ class Actor(Protocol):
     def act(self, action: Action, incident: Incident) -> str:
         """Does it, and says in a sentence what was done."""
         ...
-
-
-@dataclass(frozen=True)
-class WatchOptions:
-    """What to watch and how to answer."""
-
-    folder: Path  # black boxes of the job on this node
-    incidents: Path  # where incident folders go; shared between nodes if there are several
-    job: str
-    node: str = ""
-    mode: Mode = "whole_job"
-    ranks_per_replica: int = 1
-    replicas: int = 1
-    poll_s: float = 0.5
-    notice: NoticeOptions = field(default_factory=NoticeOptions)
-    policy: PolicyOptions = field(default_factory=PolicyOptions)
-    webhooks: tuple[str, ...] = ()
-    collect_stacks: bool = True
 
 
 @dataclass
@@ -86,65 +68,43 @@ class Watch:
 
     options: WatchOptions
     actor: Actor | None = None
-    on_incident: Callable[[Incident], None] = lambda incident: None
     _state: NoticeState = field(default_factory=NoticeState)
     _policy: PolicyState = field(default_factory=PolicyState)
     _standstill: _Inquiry | None = None  # nobody moves
     _behind: _Inquiry | None = None  # one rank does not move, the others do
-    _answered: frozenset[int] = frozenset()  # pids that were left behind and have been answered for
-    _recovering: list[tuple[IncidentFolder, dict[int, tuple[int, int, int]], float]] = field(
-        default_factory=list
-    )
-    _wake: threading.Event = field(default_factory=threading.Event)
+    _gatherer: Gatherer = field(init=False)
+    _teller: Teller = field(init=False)
+    deaths: Obituaries = field(init=False)
+    _recoveries: Recoveries = field(default_factory=Recoveries)
+    _lines: Lifelines = field(default_factory=Lifelines)
     _stop: bool = False
     _thread: threading.Thread | None = None
 
+    def __post_init__(self) -> None:
+        self._gatherer = Gatherer(self.options)
+        self._teller = Teller(self.options.webhooks)
+        self.deaths = Obituaries(self.options, self._gatherer, self._teller, self._recoveries)
+
     def start(self) -> None:
         """Starts the thread."""
+        self._lines.start()
         self._thread = threading.Thread(target=self._run, name="allranks-watch", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stops the thread and writes the last state of open incidents."""
         self._stop = True
-        self._wake.set()
+        self._lines.wake()
         if self._thread is not None:
             self._thread.join(timeout=30.0)
             self._thread = None
+            self.deaths.look(read_samples(self.options.folder), self._lines.endings, patience_s=0.0)
+        self._lines.close()
         for case in (self._standstill, self._behind):
             if case is not None and not case.hung:
                 self._close(case.opened, "the job ended before it was clear whether it hung")
-        for opened, _, _ in self._recovering:
-            self._tell_story(opened)
-
-    def note_death(
-        self, ranks: tuple[int, ...], replica: int | None, reason: str, at: float
-    ) -> IncidentFolder:
-        """A rank died (told by the supervisor, at once): keeps the evidence and opens its story."""
-        samples = read_samples(self.options.folder)
-        step = max((s.step for s in samples), default=-1)
-        opened = open_incident(
-            self.options.incidents, kind="death", job=self.options.job, reason=reason, node=self.options.node, ranks=ranks, step=step
-        )  # fmt: skip
-        _, missing = opened.keep_boxes([Path(sample.path) for sample in samples])
-        verdict = {
-            "cause": "rank_died", "ranks": list(ranks), "group": "", "sequence": None, "confidence": 1.0,
-            "where": "", "sentence": reason,
-        }  # fmt: skip
-        action = (
-            Action("restart_rank", "the supervisor starts it again", ranks, replica)
-            if replica is not None
-            else None
-        )
-        opened.update(
-            Moment("died", at, reason), Moment("noticed", at, "by its agent (pidfd)"),
-            verdict=verdict, missing=tuple(missing), action=action, durations_s={"noticed": 0.0},
-        )  # fmt: skip
-        self._publish(opened)
-        survivors = {s.rank: s.mark for s in samples if s.rank not in ranks and s.alive and not s.closed}
-        everybody = {s.rank: s.mark for s in samples}  # all went at once: their next lives count
-        self._recovering.append((opened, survivors or everybody, time.monotonic()))
-        return opened
+        for opened in self._recoveries.open():
+            self._teller.write_page(opened)
 
     def collect_now(self, reason: str) -> Incident:
         """Evidence on demand, without a suspicion."""
@@ -158,15 +118,27 @@ class Watch:
         samples = read_samples(self.options.folder)
         self._gather(opened, samples)
         opened.update(closed=time.time())
-        self._publish(opened)
+        self._teller.publish(opened)
         return opened.current
+
+    def join(self, company: Company | None, on_incident: Callable[[Incident], None]) -> None:
+        """Before `start`: the other nodes' agents, and who is told of incidents."""
+        self._gatherer.company = company
+        self._teller.on_incident = on_incident
+
+    def collect_part(self, folder: Path, stacks: bool) -> list[str]:
+        """Our part of an incident that another node leads; returns what is missing."""
+        return self._gatherer.collect_part(folder, stacks)
 
     def look(self, now_s: float | None = None) -> Suspicion | None:
         """One turn: read, decide, and if there is a suspicion, examine it."""
         now = time.monotonic() if now_s is None else now_s
         samples = read_samples(self.options.folder)
+        self._lines.hold(s.pid for s in samples if s.alive and not s.closed)
         self._state = observe(now, self._state, samples, self.options.notice)
-        self._watch_recovery(samples)
+        self.deaths.look(samples, self._lines.endings)
+        for opened in self._recoveries.look(samples):
+            self._teller.publish(opened)
         suspicion, _ = notice(now, time.time_ns(), self._state, samples, self.options.notice)
         if suspicion is not None:
             self._examine(suspicion, samples)
@@ -183,8 +155,7 @@ class Watch:
                 self.look()
             except Exception:
                 log.exception("the watch failed once and goes on")
-            self._wake.wait(self.options.poll_s)
-            self._wake.clear()
+            self._lines.wait(self.options.poll_s)
 
     # from suspicion to action
 
@@ -195,7 +166,13 @@ class Watch:
             case = self._standstill = _Inquiry(opened, frozenset(s.pid for s in samples))
         if time.monotonic() < case.next_s:
             return
-        found = self._gather(case.opened, samples)
+        gathering = self._gatherer.ask(case.opened, suspicion.reason)
+        if gathering is not None and self._gatherer.follows(gathering):
+            self._follow(case, gathering)
+            return
+        if not case.looks:
+            log.warning("%s: %s", case.opened.current.id, suspicion.reason)
+        found = self._gather(case.opened, samples, gathering=gathering)
         hung, reason = self._judge(case, suspicion, found, samples)
         if hung is None:
             self._state = excuse(self._state, time.monotonic(), self.options.notice)
@@ -207,9 +184,17 @@ class Watch:
             for _ in range(4):
                 self._state = excuse(self._state, time.monotonic(), self.options.notice)
 
+    def _follow(self, case: _Inquiry, gathering: Gathering) -> None:
+        """Another node noticed the same before us: it explains and acts, and has our part."""
+        log.warning("%s of %s: this node sends its part", gathering.incident, gathering.lead)
+        if not case.looks:
+            case.opened.discard()
+            self._standstill = None
+        self._state = excuse(self._state, time.monotonic(), self.options.notice)
+
     def _look_behind(self, now: float, samples: list[RankSample]) -> Suspicion | None:
         """Replicas that the others have given up stand still beside a job that moves."""
-        fresh = [s for s in samples if s.pid not in self._answered]
+        fresh = [s for s in samples if s.pid not in self.deaths.answered]
         suspicion, _ = left_behind(now, time.time_ns(), self._state, fresh, self.options.notice)
         suspects = self._of_one_replica(suspicion, fresh)
         pids = frozenset(s.pid for s in suspects)
@@ -220,6 +205,7 @@ class Watch:
             return None
         if self._behind is None:
             self._behind = _Inquiry(self._open(suspicion, suspects[0].step), pids)
+            log.warning("%s: %s", self._behind.opened.current.id, suspicion.reason)
         case = self._behind
         if time.monotonic() < case.next_s:
             return suspicion
@@ -232,7 +218,7 @@ class Watch:
             case.next_s = time.monotonic() + self.options.notice.floor_s / 2
         elif hung is False or self._answer(case, found, reason, samples):
             self._behind = None
-            self._answered |= pids
+            self.deaths.answered |= pids
             if not hung:
                 self._close(case.opened, reason)
         return suspicion
@@ -258,7 +244,6 @@ class Watch:
             Moment("noticed", now, suspicion.reason),
             durations_s={"noticed": suspicion.quiet_s},
         )
-        log.warning("%s: %s", opened.current.id, suspicion.reason)
         return opened
 
     def _judge(
@@ -273,21 +258,18 @@ class Watch:
         return hung, reason
 
     def _gather(
-        self, opened: IncidentFolder, samples: list[RankSample], suspects: list[RankSample] | None = None
-    ) -> Examination:
-        """Boxes of all ranks; stacks of the suspects, which are all ranks unless said otherwise."""
+        self, opened: IncidentFolder, samples: list[RankSample], suspects: list[RankSample] | None = None,
+        gathering: Gathering | None = None,
+    ) -> Examination:  # fmt: skip
+        """Boxes of all ranks; stacks of the suspects, which are all ranks unless said otherwise; others' parts."""
         begin = time.monotonic()
         _, missing = opened.keep_boxes([Path(sample.path) for sample in samples])
         pids = {s.rank: s.pid for s in (samples if suspects is None else suspects) if s.alive}
-        found = examine(
-            opened.path,
-            pids if self.options.collect_stacks else {},
-            job_folder=self.options.folder,
-            gone=tuple(s.rank for s in samples if not s.alive and not s.closed),
-        )
+        found = self._gatherer.examine(opened, pids, samples, gathering)
         durations = {**opened.current.durations_s, "evidence": time.monotonic() - begin}
+        parts = f", parts of {len(gathering.agents)} other nodes" if gathering else ""
         opened.update(
-            Moment("evidence", time.time(), f"{len(samples)} black boxes, stacks of {len(pids)} ranks"),
+            Moment("evidence", time.time(), f"{len(samples)} black boxes, stacks of {len(pids)} ranks{parts}"),
             missing=(*missing, *found.missing), verdict=found.verdict, stacks=found.stacks_json, durations_s=durations,
             ranks=tuple((found.verdict or {}).get("ranks") or ()),
         )  # fmt: skip
@@ -310,13 +292,13 @@ class Watch:
         )  # fmt: skip
         action, why = decide_action(time.monotonic(), facts, self._policy, self.options.policy)
         opened.update(action=action)
-        self._publish(opened)  # the story so far is safe before anything is killed
+        self._teller.publish(opened)  # the story so far is safe before anything is killed
+        size = self.options.ranks_per_replica
+        going = {rank // size for rank in action.ranks}  # those who end with the guilty ones are no deaths
+        self.deaths.answered |= {s.pid for s in samples if s.rank // size in going}
         self._act(opened, action, why)
-        self._publish(opened)
-        guilty = set(action.ranks)
-        marks = {s.rank: s.mark for s in samples if s.rank not in guilty and s.alive and not s.closed}
-        self._recovering.append((opened, marks, time.monotonic()))
-        self._answered |= {s.pid for s in samples if s.rank in guilty}
+        self._teller.publish(opened)
+        self._recoveries.add(opened, samples, set(action.ranks))
         return True
 
     def _act(self, opened: IncidentFolder, action: Action, why: str) -> None:
@@ -344,45 +326,4 @@ class Watch:
 
     def _close(self, opened: IncidentFolder, reason: str) -> None:
         opened.update(Moment("back to speed", time.time(), reason), kind="slow", closed=time.time())
-        self._tell_story(opened)
-
-    def _watch_recovery(self, samples: list[RankSample]) -> None:
-        """Closes incidents whose survivors train again."""
-        marks = {s.rank: s.mark for s in samples}
-        for entry in list(self._recovering):
-            opened, before, since = entry
-            moved = [rank for rank, mark in before.items() if rank in marks and _further(marks[rank], mark)]
-            if before and len(moved) == len(before):
-                took = time.monotonic() - since
-                step = max((s.step for s in samples), default=-1)
-                opened.update(
-                    Moment("recovered", time.time(), f"{len(moved)} ranks train again, step {step}"),
-                    closed=time.time(), durations_s={**opened.current.durations_s, "recovered": took},
-                )  # fmt: skip
-                self._recovering.remove(entry)
-                self._publish(opened)
-            elif not before or time.monotonic() - since > 600:
-                self._recovering.remove(entry)
-
-    def _publish(self, opened: IncidentFolder) -> None:
-        """Page, lighthouse, webhooks. None of them may stop the loop or each other."""
-        tellers: tuple[Callable[[], object], ...] = (
-            lambda: self._tell_story(opened),
-            lambda: self.on_incident(opened.current),
-            lambda: send(self.options.webhooks, opened.current, headline(opened.current)),
-        )
-        for tell in tellers:
-            try:
-                tell()
-            except Exception:
-                log.exception("%s could not be told everywhere", opened.current.id)
-
-    def _tell_story(self, opened: IncidentFolder) -> None:
-        report = opened.path / "diagnosis.txt"
-        lines = tuple(report.read_text().splitlines()) if report.exists() else ()
-        write_atomically(opened.path / "story.html", render_story(opened.current, lines))
-
-
-def _further(now: tuple[int, int, int], before: tuple[int, int, int]) -> bool:
-    """Completed calls or steps went on (a new process counts from zero again and also trains)."""
-    return now[0] > before[0] or now[2] > before[2] or (now[1] < before[1] and now[2] > 0)
+        self._teller.write_page(opened)

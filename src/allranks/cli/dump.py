@@ -19,6 +19,7 @@ EXAMPLES = """examples:
   allranks dump                              copies of the only job's boxes, into ./allranks-dump-JOB
   allranks dump --job 4711 --format pickle   PyTorch 2.10 dumps, for torchfrtrace
   allranks dump --pid 12345 -o now           one rank, also while it hangs
+  allranks dump --job 4711 --all-nodes       of every node, through the agents of `allranks run`
   allranks dump /mnt/scratch/boxes --format json --active"""
 
 
@@ -44,11 +45,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--native", metavar="STEM",
         help="also ask the ranks for torch's own NCCL dump through TORCH_NCCL_DEBUG_INFO_PIPE_FILE=STEM",
     )  # fmt: skip
+    parser.add_argument(
+        "--all-nodes",
+        action="store_true",
+        help="every node of a job under `allranks run`, through its agents",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
 def main(args: argparse.Namespace) -> int:
     """Writes one file per rank; 2 when there is nothing to take."""
+    import tempfile
+
+    if not args.all_nodes:
+        return _dump(args)
+    with tempfile.TemporaryDirectory(prefix="allranks-dump-") as folder:
+        args.path = _fetch(args, folder)
+        args.output = args.output or f"allranks-dump-{args.job or 'all-nodes'}"
+        return _dump(args)
+
+
+def _fetch(args: argparse.Namespace, folder: str) -> str:
+    """The boxes of all nodes, in a folder of this one."""
+    from pathlib import Path
+
+    from allranks.agent.everywhere import find_lighthouse, gather_everywhere
+
+    lighthouse = find_lighthouse(args.job)
+    if lighthouse is None:
+        raise InputError(
+            "--all-nodes needs a job under `allranks run` with a lighthouse",
+            hint="give --job (a job of this node), or ALLRANKS_LIGHTHOUSE and ALLRANKS_TOKEN",
+        )
+    for text in gather_everywhere(lighthouse, Path(folder), stacks=False).missing:
+        print(f"allranks dump: missing: {text}", file=sys.stderr)
+    return str(Path(folder) / "boxes")
+
+
+def _dump(args: argparse.Namespace) -> int:
     headers = _choose(args)
     if args.list:
         _print_list(headers, args.json)

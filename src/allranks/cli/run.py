@@ -196,7 +196,8 @@ def _run_whole(
         if args.no_watch or args.no_record
         else _watch(args, settings, environment, incidents, "whole_job")
     )
-    agent = NodeAgent(watch, _client(environment, stack))
+    client = _client(environment, stack)
+    agent = NodeAgent(watch, client, company=_company(client, environment))
     agent.start()
     stack.callback(agent.close)
     variables = environment.variables()
@@ -236,7 +237,8 @@ def _run_replicas(
     watch = (
         None if args.no_watch or args.no_record else _watch(args, settings, environment, incidents, "replica")
     )
-    agent = NodeAgent(watch, _client(environment, stack), supervisor)
+    client = _client(environment, stack)
+    agent = NodeAgent(watch, client, supervisor, _company(client, environment))
     agent.start()
     stack.callback(agent.close)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -260,7 +262,8 @@ def _watch(
     incidents: Path,
     mode: Any,
 ) -> Any:
-    from allranks.agent.watch import Watch, WatchOptions
+    from allranks.agent.watch import Watch
+    from allranks.agent.watch_options import WatchOptions
 
     recovery = settings.get("recovery") or {}
     assert environment.folder is not None
@@ -323,6 +326,15 @@ def _client(environment: JobEnvironment, stack: ExitStack) -> Any:
         return None
     stack.callback(client.close)
     return client
+
+
+def _company(client: Any, environment: JobEnvironment) -> Any:
+    """The agents of other nodes, reached through the lighthouse."""
+    if client is None:
+        return None
+    from allranks.agent.company import Company
+
+    return Company(client, environment.token)
 
 
 def _snapshot_keeper(token: str, torchrun: list[str], stack: ExitStack) -> str:

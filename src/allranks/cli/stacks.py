@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     who.add_argument(
         "--all-nodes",
         action="store_true",
-        help="every node of a running Slurm job (--job, else SLURM_JOB_ID), joined",
+        help="every node of the job, joined: through the agents of `allranks run`, else through Slurm",
     )
     how = parser.add_argument_group("how to look")
     how.add_argument(
@@ -139,15 +139,30 @@ def _look(args: argparse.Namespace) -> Capture:
 
 
 def _look_everywhere(args: argparse.Namespace) -> Capture:
-    """One look on every node of a Slurm job, beside its steps, joined into one capture."""
+    """One look on every node of a job, joined into one capture: its agents are asked, or Slurm starts a step there."""
+    from allranks.agent.everywhere import find_lighthouse, gather_everywhere
+    from allranks.stacks import read_capture
+
+    lighthouse = find_lighthouse(args.job)
+    if lighthouse is None:
+        return _look_through_slurm(args)
+    folder = _folder(args.output or "", args.force) or Path(tempfile.mkdtemp(prefix="stacks-", dir="."))
+    found = gather_everywhere(lighthouse, folder, stacks=True)
+    for text in found.missing:
+        _say(f"missing: {text}")
+    _say(f"{len(found.agents)} agents were asked; Wrote {folder}")
+    return read_capture(folder / "stacks")
+
+
+def _look_through_slurm(args: argparse.Namespace) -> Capture:
     from allranks.agent.slurm import collect_words
     from allranks.stacks import read_capture
 
     job = args.job or os.environ.get("SLURM_JOB_ID", "")
     if not job or shutil.which("srun") is None:
         raise InputError(
-            "--all-nodes needs a Slurm job and srun",
-            hint="elsewhere run `allranks stacks -o SHARED/{host}` on each node, then `allranks stacks --from SHARED`",
+            "--all-nodes needs a job under `allranks run` with a lighthouse, or a Slurm job and srun",
+            hint="give --job (a job of this node) or ALLRANKS_LIGHTHOUSE and ALLRANKS_TOKEN; elsewhere run `allranks stacks -o SHARED/{host}` on each node, then `allranks stacks --from SHARED`",
         )
     folder = Path(args.output) if args.output else Path(tempfile.mkdtemp(prefix=f"stacks-{job}-", dir="."))
     given = (("--rounds", args.rounds), ("--interval", args.interval), ("--config", args.config))

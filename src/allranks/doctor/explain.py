@@ -1,7 +1,8 @@
 """Finds the first cause in the logs of all ranks and explains it. Pure but for `read_lines`.
 
 The last of 4,096 stack traces is never the cause. A line that explains a failure by itself ("root") beats
-lines that follow from something else ("symptom"); among equals the earliest time wins, then the order of lines.
+lines that follow from something else ("symptom"); among equals the earliest time wins, then the rank that the
+launcher saw fail first, then the order of lines. A line without a time is as old as the one before it in its log.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import gzip
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -89,22 +90,50 @@ def match_line(line: LogLine) -> Match | None:
 
 def explain(lines: Iterable[LogLine]) -> Explanation:
     """The explanation of a whole set of logs."""
-    firsts: dict[str, Match] = {}
+    firsts: dict[tuple[str, int | None], Match] = {}  # of each pattern in each rank
     counts: dict[str, int] = {}
+    launcher = _Launcher()
     total = 0
     for line in lines:
         total += 1
+        launcher.read(line)
         match = match_line(line)
         if match is None:
             continue
-        key = match.pattern.id
-        counts[key] = counts.get(key, 0) + 1
+        key = (match.pattern.id, line.rank)
+        counts[match.pattern.id] = counts.get(match.pattern.id, 0) + 1
         if key not in firsts or _earlier(match.line, firsts[key].line):
             firsts[key] = match
-    ordered = sorted(firsts.values(), key=_weight)
-    first = next((m for m in ordered if m.pattern.level != "warning"), None)
-    others = tuple((m, counts[m.pattern.id]) for m in ordered if m is not first)
-    return Explanation(first, others, total)
+    ordered = sorted(firsts.values(), key=lambda match: _weight(match, launcher.blamed))
+    first = _long_before(ordered) or next((m for m in ordered if m.pattern.level != "warning"), None)
+    seen = {first.pattern.id} if first is not None else set()
+    others = [m for m in ordered if not (m.pattern.id in seen or seen.add(m.pattern.id))]  # type: ignore[func-returns-value]
+    return Explanation(first, tuple((m, counts[m.pattern.id]) for m in others), total)
+
+
+@dataclass
+class _Launcher:
+    """torchrun's summary names the rank that it saw fail first, two lines below its heading."""
+
+    blamed: int | None = None
+    _in_summary: bool = False
+
+    def read(self, line: LogLine) -> None:
+        """Takes one more line."""
+        if "Root Cause (first observed failure)" in line.text:
+            self._in_summary = True
+        elif self._in_summary and (found := _SUMMARY_RANK.match(line.text)):
+            self.blamed, self._in_summary = int(found.group(1)), False
+
+
+def _long_before(ordered: list[Match]) -> Match | None:
+    """An exception that no pattern knows, if it came well before the cause that one knows: that one followed."""
+    roots = [m for m in ordered if m.pattern.level == "root"]
+    if not roots or roots[0].line.at is None or roots[0].pattern.id in _GENERIC:
+        return None
+    limit = roots[0].line.at - 5.0
+    early = [m for m in roots if m.pattern.id in _GENERIC and m.line.at is not None and m.line.at < limit]
+    return min(early, key=lambda match: match.line.at or 0.0, default=None)
 
 
 def read_lines(paths: Iterable[Path]) -> Iterator[LogLine]:
@@ -125,6 +154,8 @@ def parse_line(path: str, number: int, text: str, rank: int | None = None) -> Lo
     return LogLine(path, number, text, rank, _time(text))
 
 
+_GENERIC = frozenset({"python_exception", "assertion"})
+_SUMMARY_RANK = re.compile(r"\s*rank\s*:\s*(\d+)")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _RANK = re.compile(
     r"^\s*(?:\[rank[ :]?(\d+)\]:? ?|\[(?:default|trainer|role)?(\d+)\]:|rank[ =:](\d+)[:\]] )", re.I
@@ -138,9 +169,12 @@ def _file_lines(file: Path) -> Iterator[LogLine]:
     found = _FILE_RANK.search(str(file))
     rank = int(next(g for g in found.groups() if g is not None)) if found else None
     opener = gzip.open if file.suffix == ".gz" else open
+    last: dict[int | None, float | None] = {}
     with opener(file, "rb") as log:
         for number, raw in enumerate(log, 1):
-            yield parse_line(str(file), number, raw.decode("utf-8", "replace").rstrip("\r\n"), rank)
+            line = parse_line(str(file), number, raw.decode("utf-8", "replace").rstrip("\r\n"), rank)
+            at = last[line.rank] = line.at if line.at is not None else last.get(line.rank)
+            yield replace(line, at=at)
 
 
 def _time(text: str) -> float | None:
@@ -157,12 +191,13 @@ def _time(text: str) -> float | None:
     return None
 
 
-def _weight(match: Match) -> tuple[int, int, float, int, str]:
-    """Sort key: roots first, the generic exception after the special ones, then time, then place."""
+def _weight(match: Match, blamed: int | None) -> tuple[int, int, float, bool, int, str]:
+    """Sort key: roots first, the generic exception after the special ones, then time, then rank, then place."""
     level = {"root": 0, "symptom": 1, "warning": 2}[match.pattern.level]
-    generic = int(match.pattern.id in {"python_exception", "assertion"})
+    generic = int(match.pattern.id in _GENERIC and match.line.rank != blamed)
     at = match.line.at if match.line.at is not None else float("inf")
-    return (level, generic, at, match.line.number, match.line.path)
+    line = match.line
+    return (level, generic, at, blamed is not None and line.rank != blamed, line.number, line.path)
 
 
 def _earlier(a: LogLine, b: LogLine) -> bool:
@@ -172,4 +207,7 @@ def _earlier(a: LogLine, b: LogLine) -> bool:
 
 
 def _fill(text: str, facts: dict[str, str]) -> str:
+    text = re.sub(
+        r"\[([^\[\]]*\{(\w+)\}[^\[\]]*)\]", lambda m: m.group(1) if facts.get(m.group(2)) else "", text
+    )
     return re.sub(r"\{(\w+)\}", lambda m: facts.get(m.group(1), m.group(0)), text).strip()

@@ -71,10 +71,15 @@ HEADER = np.dtype(
         ("expect_until_ns", "<i8"),
         ("phase", "<u8"),  # NAME id
         ("closed_ns", "<i8"),  # 0 while running or after a sudden death
-        ("closed", "S64"),  # "exit", "exception: ...", "signal 15"
+        ("closed", "S64"),  # "exit", "exception: KIND (FILE:LINE): TEXT", "signal 15"
     ]
 )
 assert HEADER.itemsize <= HEADER_BYTES
+
+
+def knock_address(agent_pid: int) -> str:
+    """Where a rank knocks (one datagram, without content) when its agent should look at the boxes now."""
+    return f"\0allranks-agent-{agent_pid}"
 
 
 def file_name(job: str, attempt: int, rank: int, pid: int) -> str:

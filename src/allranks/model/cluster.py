@@ -132,11 +132,27 @@ class LetIn:
 
 @dataclass(frozen=True)
 class CollectEvidence:
-    """Agents should gather stacks and black boxes of the named replicas (none named: of all)."""
+    """Agents should gather stacks and black boxes of the named replicas (none named: of all).
+
+    With `upload` each agent sends its part there (agent/company.py); without, it keeps it in a folder of its own.
+    """
 
     incident: str
     reason: str
     replicas: tuple[str, ...] = ()
+    lead: str = ""  # the agent (or command) that gathers the parts
+    upload: str = ""  # http://HOST:PORT of its mailbox
+    stacks: bool = True  # False: black boxes are enough
+    alone: bool = True  # another agent that notices the same meanwhile follows instead of leading too
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """Who gathers the evidence of an incident, and which agents were asked for their part."""
+
+    incident: str
+    lead: str
+    agents: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

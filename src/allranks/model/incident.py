@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 SCHEMA = 1
 
-Kind = Literal["hang", "death", "slow", "request"]
+Kind = Literal["hang", "death", "partition", "slow", "request"]
 ActionKind = Literal["none", "dry_run", "collect", "evict", "restart_rank", "restart_job", "command"]
 
 

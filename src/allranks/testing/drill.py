@@ -18,6 +18,7 @@ from allranks.agent.incidents import read_incidents
 from allranks.testing.plan import KINDS, DrillFault, DrillPlan
 
 SCHEMA = 1
+ALARMS = ("hang", "death", "partition")
 MATCH_S = 600.0  # an incident later than this after a fault is not of that fault
 
 
@@ -109,11 +110,11 @@ def judge_drill(plan: DrillPlan, folder: Path, exit_code: int) -> DrillResult:
         for index, (fault, facts) in enumerate(zip(plan.faults, fired, strict=True))
     ]
     claimed = {incident["id"] for incident in own.values()}
-    unclaimed = [i for i in incidents if i["id"] not in claimed and i["kind"] in ("hang", "death")]
+    unclaimed = [i for i in incidents if i["id"] not in claimed and i["kind"] in ALARMS]
     evictions = [i for i in unclaimed if (i.get("action") or {}).get("done")]
     return DrillResult(
         faults=tuple(results), exit_code=exit_code, identical_replicas=find_identical(marks), lost_steps=find_lost_steps(marks),
-        **_samples(marks), false_alarms=len([i for i in unclaimed if i["kind"] == "hang"]), false_evictions=len(evictions),
+        **_samples(marks), false_alarms=len([i for i in unclaimed if i["kind"] != "death"]), false_evictions=len(evictions),
         folder=str(folder), incidents=tuple(i["id"] for i in incidents),
     )  # fmt: skip
 
@@ -157,7 +158,7 @@ def match_incidents(
                 i
                 for i in incidents
                 if i["id"] not in taken
-                and i["kind"] in ("hang", "death")
+                and i["kind"] in ALARMS
                 and 0 <= _noticed(i) - at < MATCH_S
                 and (not exact or is_right(fault, i.get("verdict")))
             ]
@@ -169,7 +170,10 @@ def match_incidents(
 def is_right(fault: DrillFault, verdict: dict[str, Any] | None) -> bool:
     """Whether the verdict names the fault's rank, it alone, and a cause that the fault has."""
     found = verdict or {}
-    return found.get("ranks") == [fault.rank] and found.get("cause") in KINDS[fault.kind][1]
+    ranks = found.get("ranks")
+    # of a cut between all that is left, no rank is guilty
+    named = ranks == [fault.rank] or (fault.kind == "partition" and ranks == [])
+    return named and found.get("cause") in KINDS[fault.kind][1]
 
 
 def _judge_fault(

@@ -13,6 +13,9 @@ import threading
 import time
 from collections.abc import Callable
 
+PIDFD_GETFD = 438  # the system call's number on every architecture
+PARTITION_S = 3.0
+
 
 def commit(kind: str, for_s: float) -> None:
     """Does it. Returns only for faults that end (slow, pause, or a hang with a limit)."""
@@ -125,22 +128,80 @@ def _pause(for_s: float) -> None:
 
 
 def _partition(for_s: float) -> None:
-    """Cuts every TCP connection of this rank."""
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            copy = socket.socket(fileno=os.dup(int(name)))
-        except OSError:
-            continue
-        try:
-            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
-                copy.getpeername()
-                copy.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-        finally:
-            copy.close()
-    if for_s:
-        time.sleep(for_s)
+    """Cuts every TCP connection of this rank and its helpers, also those made anew, for a while."""
+    deadline = time.monotonic() + (for_s or PARTITION_S)
+
+    def keep_cutting() -> None:
+        while time.monotonic() < deadline:
+            _cut_connections()
+            time.sleep(0.02)
+
+    _cut_connections()
+    threading.Thread(target=keep_cutting, name="partition", daemon=True).start()
+
+
+def _cut_connections() -> None:
+    for pid in (os.getpid(), *_children()):
+        for name in _listing(f"/proc/{pid}/fd"):
+            fd = _copy_of(pid, int(name))
+            if fd >= 0:
+                _shut(fd)
+
+
+def _shut(fd: int) -> None:
+    """Shuts the connection behind a descriptor that is ours to close; anything else is left alone."""
+    try:
+        copy = socket.socket(fileno=fd)
+    except OSError:
+        os.close(fd)
+        return
+    try:
+        if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+            copy.getpeername()
+            copy.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+    finally:
+        copy.close()
+
+
+def _copy_of(pid: int, fd: int) -> int:
+    """A duplicate of another process's descriptor, or -1."""
+    try:
+        if not os.readlink(f"/proc/{pid}/fd/{fd}").startswith("socket:"):
+            return -1
+        if pid == os.getpid():
+            return os.dup(fd)
+        handle = os.pidfd_open(pid)
+    except OSError:
+        return -1
+    try:
+        return int(ctypes.CDLL(None).syscall(PIDFD_GETFD, handle, fd, 0))
+    finally:
+        os.close(handle)
+
+
+def _children() -> list[int]:
+    return [
+        int(word)
+        for task in _listing("/proc/self/task")
+        for word in _text(f"/proc/self/task/{task}/children").split()
+    ]
+
+
+def _listing(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""
 
 
 def _leave(for_s: float) -> None:

@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[str, frozenset[str]]] = {
     "slow": ("each step of the rank takes longer", frozenset()),
     "pause": ("one long garbage-collector-like pause", frozenset()),
     "leave": ("the rank leaves politely", frozenset()),
-    "partition": ("the rank's connections are cut", frozenset({"rank_died", "none_finished", "missing_rank"})),
+    "partition": ("the connections of the rank and its helpers are cut", frozenset({"rank_died", "none_finished", "missing_rank"})),
 }  # fmt: skip
 
 

@@ -1,0 +1,149 @@
+"""Deaths and cut connections: each becomes one incident, with its evidence and its verdict, at once. Runs in the agent."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from allranks.agent.deaths import Death, find_deaths, find_first
+from allranks.agent.gatherer import Gatherer
+from allranks.agent.incidents import IncidentFolder, open_incident
+from allranks.agent.lifelines import Ending
+from allranks.agent.policy import PROGRAM_FAULT
+from allranks.agent.recoveries import Recoveries
+from allranks.agent.sample import RankSample, read_samples
+from allranks.agent.telling import Teller
+from allranks.agent.watch_options import WatchOptions
+from allranks.model.cluster import Gathering
+from allranks.model.incident import Action, Moment
+from allranks.report.story import headline
+
+log = logging.getLogger("allranks.agent")
+
+ECHO_S = 1.0  # a broken connection is looked at this much later: its cause may still show
+
+
+@dataclass
+class Obituaries:
+    """`note_death` and `note_lost` may be called from any thread, `look` from the watch's."""
+
+    options: WatchOptions
+    gatherer: Gatherer
+    teller: Teller
+    recoveries: Recoveries
+    answered: set[int] = field(default_factory=set)  # pids whose end is asked for, or follows from another's
+    _born_ns: int = field(default_factory=time.time_ns)  # ranks that started earlier are of another round
+    _known: dict[int, IncidentFolder] = field(default_factory=dict)  # pid -> its incident
+    _echo_s: float | None = None  # since when only echoes of a death are heard
+    _noting: threading.Lock = field(default_factory=threading.Lock)
+
+    def note_death(self, death: Death) -> IncidentFolder | None:
+        """A rank died (seen by its supervisor, or by us): keeps the evidence and opens its story, once."""
+        with self._noting:
+            known = self._known.get(death.pid)
+            if known is not None:
+                known.update(Moment("gone", death.at, death.reason))
+                return known
+            samples = read_samples(self.options.folder)
+            opened = self._open_death(death, samples)
+            gathering = (
+                self.gatherer.ask(opened, death.sentence, stacks=False) if self.options.whole_job else None
+            )
+            if self.gatherer.follows(gathering):
+                opened.discard()
+                return None
+            self._known[death.pid] = opened
+        self.teller.publish(opened)
+        self.recoveries.add(opened, samples, {death.rank})
+        if self.options.whole_job:
+            self._explain_death(opened, samples, gathering)
+        return opened
+
+    def note_lost(self, ranks: tuple[int, ...], reason: str, at: float) -> IncidentFolder:
+        """The lighthouse lost a replica whose processes run here: the network between them is cut."""
+        samples = read_samples(self.options.folder)
+        step = max((s.step for s in samples if s.rank in ranks), default=-1)
+        sentence = f"rank {', '.join(map(str, ranks))} is cut off although its process runs: {reason}"
+        opened = open_incident(
+            self.options.incidents, kind="partition", job=self.options.job, reason=sentence, node=self.options.node,
+            ranks=ranks, step=step,
+        )  # fmt: skip
+        _, missing = opened.keep_boxes([Path(sample.path) for sample in samples])
+        verdict = {
+            "cause": "none_finished", "ranks": list(ranks), "group": "", "sequence": None, "confidence": 0.9,
+            "where": "", "sentence": f"{sentence} (the network, not the program)",
+        }  # fmt: skip
+        opened.update(
+            Moment("fault", at, reason), Moment("noticed", at, "by the lighthouse; its agent sees the process run"),
+            verdict=verdict, missing=tuple(missing), durations_s={"noticed": 0.0},
+            action=Action("none", "it comes back by itself when the network does; the others go on", ranks),
+        )  # fmt: skip
+        self.teller.publish(opened)
+        self.recoveries.add(opened, samples, set(ranks))
+        return opened
+
+    def _open_death(self, death: Death, samples: list[RankSample]) -> IncidentFolder:
+        noticed = time.time()
+        step = max((s.step for s in samples), default=-1)
+        opened = open_incident(
+            self.options.incidents, kind="death", job=self.options.job, reason=death.sentence, node=self.options.node,
+            ranks=(death.rank,), step=step,
+        )  # fmt: skip
+        _, missing = opened.keep_boxes([Path(sample.path) for sample in samples])
+        verdict = {
+            "cause": "rank_died", "ranks": [death.rank], "group": "", "sequence": None, "confidence": 1.0,
+            "where": death.where, "sentence": death.sentence,
+        }  # fmt: skip
+        if death.echo and death.where:  # it lost a peer, and no peer has died
+            sentence = f"connections between ranks broke and no rank had died before: {death.sentence}"
+            verdict |= {"cause": "none_finished", "ranks": [], "confidence": 0.7, "sentence": sentence}
+        if self.options.whole_job:
+            action = Action(
+                "restart_job", "the launcher restarts the job while --max-restarts allows", (death.rank,)
+            )
+        else:
+            replica = death.rank // self.options.ranks_per_replica
+            action = Action("restart_rank", "the supervisor starts it again", (death.rank,), replica)
+        opened.update(
+            Moment("died", death.at, death.sentence), Moment("noticed", max(noticed, death.at), "by its agent"),
+            verdict=verdict, missing=tuple(missing), action=action,
+            durations_s={"noticed": max(0.0, noticed - death.at)},
+        )  # fmt: skip
+        log.error("%s: %s", opened.current.id, headline(opened.current))
+        return opened
+
+    def _explain_death(
+        self, opened: IncidentFolder, samples: list[RankSample], gathering: Gathering | None
+    ) -> None:
+        """A rank may have died of what another did: calls that do not match are found in the boxes of all."""
+        found = self.gatherer.examine(opened, {}, samples, gathering)
+        cause = (found.verdict or {}).get("cause")
+        if cause in PROGRAM_FAULT:
+            opened.update(verdict=found.verdict, ranks=tuple((found.verdict or {}).get("ranks") or ()))
+        opened.update(missing=(*opened.current.missing, *found.missing))
+        self.teller.publish(opened)
+
+    def look(
+        self, samples: list[RankSample], endings: Mapping[int, Ending], patience_s: float = ECHO_S
+    ) -> None:
+        """Whole-job mode: all deaths. Replica mode: ranks that raised; the supervisor tells of the others."""
+        found = find_deaths(samples, endings, since_ns=self._born_ns, raised_only=not self.options.whole_job)
+        first = find_first([d for d in found if d.pid not in self._known and d.pid not in self.answered])
+        now = time.monotonic()
+        if first is None:
+            self._echo_s = None
+            return
+        if first.echo and now - (self._echo_s or now) < patience_s:
+            self._echo_s = self._echo_s or now
+            return
+        self._echo_s = None
+        size = self.options.ranks_per_replica
+        fellows = [s for s in samples if self.options.whole_job or s.rank // size == first.rank // size]
+        self.answered |= {s.pid for s in fellows if s.pid != first.pid}
+        self.note_death(first)
+        if self.options.whole_job:
+            self._born_ns = max(s.start_ns for s in samples) + 1

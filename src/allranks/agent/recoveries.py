@@ -1,0 +1,61 @@
+"""Incidents that have been answered, until those who survived train again. Runs in the agent's watch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from allranks.agent.incidents import IncidentFolder
+from allranks.agent.sample import RankSample
+from allranks.model.incident import Moment
+
+PATIENCE_S = 600.0
+Mark = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    opened: IncidentFolder
+    before: dict[int, Mark]  # of the ranks that must go on
+    since_s: float
+
+
+@dataclass
+class Recoveries:
+    """All incidents that wait for progress."""
+
+    _waiting: list[_Waiting] = field(default_factory=list)
+
+    def add(self, opened: IncidentFolder, samples: list[RankSample], guilty: set[int]) -> None:
+        """From now on. When all went at once, their next lives count."""
+        survivors = {s.rank: s.mark for s in samples if s.rank not in guilty and s.alive and not s.closed}
+        everybody = {s.rank: s.mark for s in samples}
+        self._waiting.append(_Waiting(opened, survivors or everybody, time.monotonic()))
+
+    def open(self) -> list[IncidentFolder]:
+        """Those that have not recovered."""
+        return [waiting.opened for waiting in self._waiting]
+
+    def look(self, samples: list[RankSample]) -> Iterator[IncidentFolder]:
+        """Closes and gives back those whose survivors all train again; forgets those that never will."""
+        marks = {s.rank: s.mark for s in samples}
+        for waiting in list(self._waiting):
+            before, opened = waiting.before, waiting.opened
+            moved = [rank for rank, mark in before.items() if rank in marks and _further(marks[rank], mark)]
+            took = time.monotonic() - waiting.since_s
+            if before and len(moved) == len(before):
+                step = max((s.step for s in samples), default=-1)
+                opened.update(
+                    Moment("recovered", time.time(), f"{len(moved)} ranks train again, step {step}"),
+                    closed=time.time(), durations_s={**opened.current.durations_s, "recovered": took},
+                )  # fmt: skip
+                self._waiting.remove(waiting)
+                yield opened
+            elif not before or took > PATIENCE_S:
+                self._waiting.remove(waiting)
+
+
+def _further(now: Mark, before: Mark) -> bool:
+    """Completed calls or steps went on (a new process counts from zero again and also trains)."""
+    return now[0] > before[0] or now[2] > before[2] or (now[1] < before[1] and now[2] > 0)
