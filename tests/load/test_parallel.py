@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from allranks.load import LoadResult, load_paths
+from allranks.load import LoadOptions, LoadResult, load_paths
 from allranks.load import parallel as parallel_module
 from allranks.model.box_bytes import box_bytes
 
@@ -37,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 def split(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes three processes pay for a dozen files."""
     monkeypatch.setattr(parallel_module, "MIN_FILES", 4)
-    monkeypatch.setattr(parallel_module, "MIN_BYTES", 1)
+    monkeypatch.setattr(parallel_module, "MIN_WORK_S", 0.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
 
 
@@ -104,3 +107,46 @@ def test_a_process_with_threads_is_not_forked(folder: Path, monkeypatch: pytest.
     finally:
         stop.set()
         thread.join()
+
+
+#: Takes a lease on a file: whoever opens it is made to wait in the kernel, as on a dead file server.
+HOLD = """
+import fcntl, os, signal, sys
+signal.signal(signal.SIGIO, signal.SIG_IGN)
+fcntl.fcntl(os.open(sys.argv[1], os.O_RDWR), fcntl.F_SETLEASE, fcntl.F_WRLCK)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def silent(folder: Path) -> Iterator[Path]:
+    """One of the folder's files, made to give no answer."""
+    path = folder / "trace_5"  # a child is to read it, where there are children
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert holder.stdout is not None
+    try:
+        if holder.stdout.readline() != b"held\n":
+            pytest.skip("this file system knows no leases")
+        yield path
+    finally:
+        holder.communicate(timeout=60)
+        for thread in threading.enumerate():
+            if thread.name == "allranks-load":
+                thread.join(60)
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_file_that_gives_no_answer_does_not_hold_up_the_others(
+    folder: Path, silent: Path, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its note says how long was waited; all other ranks are there, whoever was to read it."""
+    if processes > 1:
+        split(monkeypatch)
+    result = load_paths([str(folder)], LoadOptions(read_limit_s=0.3))
+    notes = {note.path: (note.rank, note.status, note.note) for note in result.files}
+    assert notes[silent.name] == (5, "damaged", "cannot be read: no answer within 0.3 s")
+    assert [trace.header.rank for trace in result.traces] == [*range(5), *range(6, 12), 13]

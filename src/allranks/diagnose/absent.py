@@ -7,6 +7,7 @@ from dataclasses import replace
 from allranks.diagnose.align import is_box
 from allranks.diagnose.context import Context, Stacks, latest_stack
 from allranks.diagnose.job import GroupView, Lane, Now
+from allranks.diagnose.p2p import P2PWait
 from allranks.diagnose.shift import Shift, find_stack_shift
 from allranks.diagnose.waits import Blocked
 from allranks.diagnose.words import count_ranks, place, ranks_text, seconds, who
@@ -256,6 +257,8 @@ def wrong_peer(context: Context, blocked: Blocked) -> Finding | None:
     """The waiter itself has the wrong partner: somebody else is waiting for exactly it."""
     wait = blocked.p2p
     assert wait is not None
+    if _known_partner(context, wait):
+        return None
     for other in context.blocked:
         o = other.p2p
         if (
@@ -279,6 +282,14 @@ def wrong_peer(context: Context, blocked: Blocked) -> Finding | None:
             missing_evidence=(),
         )  # fmt: skip
     return None
+
+
+def _known_partner(context: Context, wait: P2PWait) -> bool:
+    """Whether the two have exchanged a message in this direction before: then the partner is the right one."""
+    view = context.job.ranks[wait.rank]
+    calls = view.trace.calls[: wait.row]
+    same = (calls["peer"] == wait.peer) & (view.group[: wait.row] == wait.group)
+    return bool((same & (view.family[: wait.row] == view.family[wait.row])).any())
 
 
 def _base(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:

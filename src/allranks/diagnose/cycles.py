@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from allranks.diagnose.absent import left_out, shifted, wrong_peer
+from allranks.diagnose.absent import explain_ranks, left_out, shifted, wrong_peer
 from allranks.diagnose.context import Context, p2p_text
-from allranks.diagnose.habit import step_keys, successors
+from allranks.diagnose.habit import breaks_habit, step_keys, successors
 from allranks.diagnose.shift import find_stack_shift
 from allranks.diagnose.waits import Blocked
 from allranks.diagnose.words import place, ranks_text, who
@@ -24,7 +26,7 @@ def explain_cycle(context: Context, sink: tuple[int, ...]) -> Finding:
     calls = [context.blocked[-1 - node] for node in sink if node < 0]
     p2p = [call for call in calls if call.p2p is not None]
     if p2p:
-        return _p2p_cycle(context, ranks, p2p, calls)
+        return _p2p_alone(context, ranks) or _p2p_cycle(context, ranks, p2p, calls)
     for call in calls:
         shift = find_stack_shift(context.job, context.group(call))
         if shift is not None and shift.seq <= call.seq:
@@ -159,12 +161,30 @@ def _opposed(calls: list[Blocked], call: Blocked) -> list[int]:
     return found
 
 
+def _p2p_alone(context: Context, ranks: tuple[int, ...]) -> Finding | None:
+    """A circle through one rank: its own call has a partner, whose batch waits for what this rank never posted. Of two
+    that wait for each other the one that left its own round."""
+    odd = ranks
+    if len(ranks) > 1:
+        odd = tuple(rank for rank in ranks if _left_round(context, rank))
+    if len(odd) != 1 or not any(odd[0] in call.missing for call in context.blocked):
+        return None
+    finding = explain_ranks(context, context.first_for(odd[0]), odd)
+    return replace(finding, cause="p2p_mismatch") if finding.cause == "missing_rank" else finding
+
+
+def _left_round(context: Context, rank: int) -> bool:
+    row = _first_open(context, rank)
+    return row > 0 and breaks_habit(context.job.ranks[rank], row)
+
+
 def _p2p_cycle(context: Context, ranks: tuple[int, ...], p2p: list[Blocked], calls: list[Blocked]) -> Finding:
     """A circle with a send or receive in it: crossed, to the wrong rank, or without partner."""
     for call in p2p:
         crossed = wrong_peer(context, call)
         if crossed is not None:
             return crossed
+    p2p = [call for call in p2p if call.missing] or p2p
     ends = sorted({rank for call in p2p if call.p2p for rank in (call.p2p.rank, call.p2p.peer)} & set(ranks))
     guilty = tuple(ends) or ranks
     parts = []

@@ -6,10 +6,14 @@ import numpy as np
 
 from allranks.diagnose.job import RankView
 
+_ODD = 0x9E3779B97F4A7C1  # spreads partners over all bits
+
 
 def step_keys(view: RankView) -> np.ndarray:
-    """One number per call of a rank, over all groups: equal when group, operation, sizes and line are."""
+    """One number per call of a rank, over all groups: equal when group, operation, sizes, partner and line are."""
     keys: np.ndarray = view.sig ^ (view.stack.astype(np.int64) << 20) ^ (view.group.astype(np.int64) << 44)
+    if view.has_p2p:
+        keys = keys ^ (view.trace.calls["peer"].astype(np.int64) + 1) * _ODD
     return keys
 
 

@@ -23,7 +23,7 @@ from allranks.diagnose.straggler import find_tight_timeout
 from allranks.diagnose.waits import Blocked, find_blocked, wait_graph
 from allranks.diagnose.words import count, ranks_text, seconds
 from allranks.model.diagnosis import Diagnosis, FileNote, Finding, GroupSummary, RankNow, Status
-from allranks.model.trace import Flag, RankTrace
+from allranks.model.trace import RankTrace
 
 #: Below this confidence the status is "unclear", not "fault".
 SURE_ENOUGH = 0.4
@@ -107,7 +107,7 @@ def _roots(context: Context, mismatches: list[Mismatch]) -> list[Finding]:
             weighed.append((context.graph.weight(sink), 0, explain_cycle(context, sink)))
         elif sink[0] >= 0:
             lacking.setdefault(context.first_for(sink[0]).index, []).append(sink[0])
-        elif not _waits_in_chain(context, calls[0]):
+        else:
             finding = explain_call(context, context.blocked[-1 - sink[0]])
             if finding is not None:
                 weighed.append((context.graph.weight(sink), 0, finding))
@@ -140,19 +140,6 @@ def _misfits(context: Context, blocked: Blocked) -> bool:
         (m.target, m.recv_row) for m in context.p2p_mismatches
     }
     return (wait.rank, wait.row) in ends
-
-
-def _waits_in_chain(context: Context, blocked: Blocked) -> bool:
-    """Whether a matched part of a batch is held up by a batch of its group that lacks a partner."""
-    if blocked.p2p is None or not _is_part(context, blocked):
-        return False
-    others = (b for b in context.blocked if b.p2p is not None and b.group == blocked.group)
-    return any((b.missing or b.absent) and _is_part(context, b) for b in others)
-
-
-def _is_part(context: Context, blocked: Blocked) -> bool:
-    rows = ((context.job.ranks[rank].trace.calls, row) for rank, row in blocked.rows.items())
-    return any(int(calls["flags"][row]) & Flag.COALESCED_PART for calls, row in rows)
 
 
 def _lacking(context: Context, blocked: Blocked, ranks: list[int]) -> list[tuple[int, int, Finding]]:
@@ -277,9 +264,8 @@ def _consequences(context: Context, roots: list[Finding]) -> list[Finding]:
         group = context.group(blocked)
         sequence = blocked.seq if blocked.seq >= 0 else None
         lacks = blocked.missing + blocked.absent
-        chained = not lacks and _waits_in_chain(
-            context, blocked
-        )  # sends and receives have no number to be told by
+        # Sends and receives have no number to be told by.
+        chained = sequence is None and not lacks and bool(context.graph.edges[-1 - blocked.index])
         if not roots or ((group.label, sequence) in told and not chained):
             continue
         tail = f" for {ranks_text(lacks)}" if lacks else ""

@@ -2,6 +2,7 @@
 
     rank → the calls it is blocked in → the ranks that never entered them
     a call that everybody entered → calls that one of its members issued earlier and that are blocked too
+    a send or receive whose partner is posted → what its own or the partner's batch lacks, or what blocks one of them earlier
 
 What waits for nothing is where the trouble began: a rank (missing, dead), or a call (mismatch, network).
 """
@@ -17,6 +18,7 @@ import numpy as np
 from allranks.diagnose.job import GroupView, Job, Lane, Now
 from allranks.diagnose.ops import SYNCHRONISING, is_synchronising
 from allranks.diagnose.p2p import P2PWait
+from allranks.model.trace import Flag
 
 #: Snapshots this much older than a call cannot tell whether the rank entered it.
 STALE_NS = 50_000_000
@@ -238,10 +240,11 @@ def wait_graph(job: Job, blocked: list[Blocked]) -> Graph:
         for rank in call.rows:
             edges.setdefault(rank, []).append(-1 - call.index)
             calls_of.setdefault(rank, []).append(call)
+    held = _held_up(job, blocked, calls_of)
     for call in blocked:
         targets = list(call.missing) + list(call.absent)
         if not targets:
-            targets = _earlier(call, calls_of)
+            targets = held.get(call.index) or _earlier(call, calls_of)
         edges.setdefault(-1 - call.index, []).extend(targets)
         for target in targets:
             edges.setdefault(target, [])
@@ -256,6 +259,48 @@ def _earlier(call: Blocked, calls_of: dict[int, list[Blocked]]) -> list[int]:
             -1 - other.index for other in calls_of[rank] if other is not call and other.rows[rank] < row
         ]
     return list(dict.fromkeys(found))
+
+
+def _held_up(job: Job, blocked: list[Blocked], calls_of: dict[int, list[Blocked]]) -> dict[int, list[int]]:
+    """index of a matched send or receive → nodes of the calls that hold it up, as far as these lead to one that lacks
+    somebody. Where nothing lacks, both ends being posted is all that is known."""
+    guilty = {call.index for call in blocked if call.missing or call.absent}
+    found: dict[int, list[int]] = {}
+    pending = [call for call in blocked if call.p2p is not None and call.index not in guilty]
+    while pending:
+        rest = []
+        for call in pending:
+            holders = [other for other in _before(job, call, calls_of) if other.index in guilty]
+            if holders:
+                found[call.index] = [-1 - other.index for other in holders]
+            else:
+                rest.append(call)
+        guilty.update(call.index for call in pending if call.index in found)
+        if len(rest) == len(pending):
+            break
+        pending = rest
+    return found
+
+
+def _before(job: Job, call: Blocked, calls_of: dict[int, list[Blocked]]) -> list[Blocked]:
+    """Calls that must end before a send or receive can: earlier ones, or of the same batch, at either end."""
+    wait = call.p2p
+    assert wait is not None
+    ends = [(wait.rank, wait.row)] + ([(wait.peer, wait.partner)] if wait.partner >= 0 else [])
+    found = []
+    for rank, row in ends:
+        for other in calls_of.get(rank, ()):
+            at = other.rows[rank]
+            if other is not call and (at < row or _same_batch(job, rank, at, row)):
+                found.append(other)
+    return found
+
+
+def _same_batch(job: Job, rank: int, one: int, two: int) -> bool:
+    calls = job.ranks[rank].trace.calls
+    if not int(calls["flags"][one]) & int(calls["flags"][two]) & Flag.COALESCED_PART:
+        return False
+    return bool(calls["p2p_seq"][one] == calls["p2p_seq"][two] and calls["group"][one] == calls["group"][two])
 
 
 def _components(edges: dict[int, tuple[int, ...]]) -> dict[int, int]:

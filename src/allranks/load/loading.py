@@ -11,10 +11,10 @@ from allranks.errors import InputError
 from allranks.load.choose import Candidate, choose
 from allranks.load.parallel import read_all_shares
 from allranks.load.ranks import attempt_of_name, rank_by_prefix, ranks_of_names
-from allranks.load.reading import Reader
 from allranks.load.result import LoadOptions, LoadResult, Raw
 from allranks.load.share import Share
 from allranks.load.sources import Source, find_sources
+from allranks.load.stall import take_within
 from allranks.load.tables import Frozen
 from allranks.model.diagnosis import FileNote
 from allranks.model.trace import RankTrace
@@ -26,11 +26,20 @@ MAX_DUMP_DELAY_NS = 300 * 10**9
 def load_paths(paths: Sequence[str], options: LoadOptions | None = None) -> LoadResult:
     """Reads everything behind the paths. Raises InputError when a path does not exist or nothing was readable."""
     options = options or LoadOptions()
-    sources = list(find_sources([str(path) for path in paths], options))
-    load = Share(options, Reader(options))
+    sources = _find([str(path) for path in paths], options)
     with _no_collector():
-        read_all_shares(load, sources)
-        return _settle(load, paths)
+        return _settle(read_all_shares(options, sources), paths)
+
+
+def _find(paths: list[str], options: LoadOptions) -> list[Source]:
+    """The files behind the paths; a folder that gives no answer becomes a file that cannot be read."""
+    if any("://" in path for path in paths):  # these keep limits of their own
+        return list(find_sources(paths, options))
+    found, all_of_them = take_within(find_sources(paths, options), options.read_limit_s)
+    if not all_of_them:
+        problem = f"no answer within {options.read_limit_s:g} s after {len(found)} files were found"
+        found.append(Source(", ".join(paths), "", problem=problem))
+    return found
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 Rows come back through memory that parent and child share; everything else through a pipe. Each child interns into
 tables of its own, which the parent merges: ranks of one job number alike, so that mostly no row has to be changed.
-A child that dies leaves its share to the parent.
+A child that dies or stands still leaves its share to the parent, which reads within a limit: a file system that gives
+no answer costs the files on it, not the verdict.
 """
 
 from __future__ import annotations
@@ -10,27 +11,39 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import select
 import signal
 import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from allranks.load.reading import Reader
-from allranks.load.result import Raw, Unreadable
+from allranks.load.result import LoadOptions, Raw, Unreadable
 from allranks.load.share import Share
 from allranks.load.sources import Source
+from allranks.load.stall import TICK_S, take_within
 from allranks.load.tables import Tables
 from allranks.model.trace import CALL, Group
 
-#: Below these a second process costs more than it saves.
-MIN_FILES, MIN_BYTES = 128, 24 << 20
+#: Below these a second process costs more than it saves: files, and seconds that one process would take.
+MIN_FILES, MIN_WORK_S = 128, 0.5
+#: Bytes read in a second: of black boxes, which are copied, and of dumps, which are taken apart.
+BOX_BYTES_PER_S, DUMP_BYTES_PER_S = 800 << 20, 48 << 20
 MAX_PROCESSES = 8
 #: Rows take at most about this share of a file's bytes; what does not fit goes through the pipe.
 ROWS_PER_BYTE = 1.3
+#: The shared memory begins with the number of sources that the child has read.
+_COUNT_BYTES = 64
+#: So many files may give no answer before the rest is left alone.
+MAX_STALLS = 3
+#: How long a child that was killed may take to go; one that hangs in the kernel stays.
+GONE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -43,50 +56,72 @@ class _Child:
     sources: list[Source]
 
 
-def read_all_shares(load: Share, sources: list[Source]) -> None:
-    """Reads all sources into `load`, with as many processes as pay."""
+def read_all_shares(options: LoadOptions, sources: list[Source]) -> Share:
+    """Reads all sources, with as many processes as pay."""
     count = processes_for(sources)
     shares = [sources[i::count] for i in range(count)]
-    with _children(load, shares[1:]) as children:
-        _read_here(load, shares[0], len(sources))
+    show = options.progress or (lambda done, total: None)
+    with _children(options, shares[1:]) as children:
+        load = read_here(options, shares[0], lambda done: show(done * count, len(sources)))
         for child in children:
-            _collect(load, child)
-    if load.options.progress:
-        load.options.progress(len(sources), len(sources))
+            if not (_has_answered(child, options.read_limit_s) and _collect(load, child)):
+                rest = read_here(options, child.sources)
+                tables = rest.reader.tables
+                _adopt(load, rest.raws, rest.failed, (tables.names, tables.shapes, tables.stacks))
+    show(len(sources), len(sources))
+    return load
 
 
 def processes_for(sources: list[Source]) -> int:
     """How many processes pay for these sources; 1 where forking would be unsafe."""
-    if len(sources) < MIN_FILES or sum(source.size for source in sources) < MIN_BYTES:
+    if len(sources) < MIN_FILES or sum(map(_work_s, sources)) < MIN_WORK_S:
         return 1
     if threading.active_count() > 1 or not hasattr(os, "fork"):
         return 1
     return max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(sources) // (MIN_FILES // 2)))
 
 
-def _read_here(load: Share, sources: list[Source], total: int) -> None:
-    """Reads one share in this process; progress counts for all of them."""
-    progress = load.options.progress
-    for done, source in enumerate(sources):
-        if progress and done % 16 == 0:
-            progress(done * total // len(sources), total)
-        load.read(source)
+def _work_s(source: Source) -> float:
+    """How long reading a source will take, roughly."""
+    return source.size / (BOX_BYTES_PER_S if source.path.endswith(".box") else DUMP_BYTES_PER_S)
+
+
+def read_here(
+    options: LoadOptions, sources: list[Source], show: Callable[[int], None] | None = None
+) -> Share:
+    """Reads sources in this process. Those that give no answer are noted, and the others read again without them."""
+    silent: list[tuple[Source, Unreadable]] = []
+    for _ in range(MAX_STALLS + 1):
+        load = Share(options, Reader(options))
+        read, all_of_them = take_within(map(load.read, sources), options.read_limit_s, show)
+        if all_of_them:
+            break
+        left = sources[len(read)]
+        silent.append((left, Unreadable(f"cannot be read: no answer within {options.read_limit_s:g} s")))
+        if len(silent) < MAX_STALLS:
+            sources = [source for source in sources if source is not left]
+            continue
+        note = f"not tried, since {MAX_STALLS} other files gave no answer"
+        silent += [(source, Unreadable(note)) for source in sources[len(read) + 1 :]]
+        sources = sources[: len(read)]
+    load.failed += silent
+    return load
 
 
 @contextmanager
-def _children(load: Share, shares: list[list[Source]]) -> Iterator[list[_Child]]:
+def _children(options: LoadOptions, shares: list[list[Source]]) -> Iterator[list[_Child]]:
     """Forks one child per share; whatever happens, none of them is left behind."""
     children: list[_Child] = []
     try:
         for sources in shares:
-            children.append(_fork(load, sources))
+            children.append(_fork(options, sources))
         yield children
     finally:
         for child in children:
             _end(child)
 
 
-def _fork(load: Share, sources: list[Source]) -> _Child:
+def _fork(options: LoadOptions, sources: list[Source]) -> _Child:
     memory = mmap.mmap(-1, int(sum(source.size for source in sources) * ROWS_PER_BYTE) + mmap.PAGESIZE)
     reading, writing = os.pipe()
     with warnings.catch_warnings():
@@ -94,19 +129,20 @@ def _fork(load: Share, sources: list[Source]) -> _Child:
         pid = os.fork()
     if pid == 0:
         os.close(reading)
-        _work(load, sources, memory, writing)
+        _work(options, sources, memory, writing)
     os.close(writing)
     return _Child(pid, reading, memory, sources)
 
 
-def _work(load: Share, sources: list[Source], memory: mmap.mmap, writing: int) -> None:
+def _work(options: LoadOptions, sources: list[Source], memory: mmap.mmap, writing: int) -> None:
     """The child's whole life."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        share = Share(load.options, Reader(load.options))
+        share = Share(options, Reader(options))
         rows = _SharedRows(memory)
-        for source in sources:
+        for done, source in enumerate(sources, start=1):
             share.read(source)
+            memory[:8] = done.to_bytes(8, "little")
             while rows.taken < len(share.raws):
                 rows.take(share.raws[rows.taken][1])
         tables = share.reader.tables
@@ -129,7 +165,7 @@ class _SharedRows:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._buffer = np.frombuffer(memory, np.uint8)
-        self._used = 0
+        self._used = _COUNT_BYTES
         self.taken = 0
         self.places: list[tuple[int, int] | None] = []  # (offset, rows); None: sent with the trace itself
 
@@ -146,24 +182,49 @@ class _SharedRows:
         raw.calls = np.zeros(0, CALL)
 
 
-def _collect(load: Share, child: _Child) -> None:
-    """Takes over what a child has read, or reads its share here when the child died."""
+def _has_answered(child: _Child, limit_s: float) -> bool:
+    """Whether the child's answer, or its end, has come: False when it read nothing for longer than the limit."""
+    poll = select.poll()
+    poll.register(child.pipe, select.POLLIN)
+    done, since = b"", time.monotonic()
+    while not poll.poll(1000 * TICK_S):
+        count, now = child.memory[:8], time.monotonic()
+        if count != done:
+            done, since = count, now
+        elif now - since > limit_s:
+            return False
+    return True
+
+
+def _collect(load: Share, child: _Child) -> bool:
+    """Takes over what a child has read; False when it died."""
     with os.fdopen(os.dup(child.pipe), "rb") as pipe:
         try:
-            places, raws, failed, names, shapes, stacks = pickle.load(pipe)
+            places, raws, failed, *tables = pickle.load(pipe)
         except (EOFError, pickle.UnpicklingError):
-            for source in child.sources:
-                load.read(source)
-            return
-    numbers = _merge(load.reader.tables, names, shapes, stacks)
-    groups: dict[int, Group] = {}
-    for (source, raw), place in zip(raws, places, strict=True):
+            return False
+    for (_, raw), place in zip(raws, places, strict=True):
         if place is not None:
             raw.calls = np.frombuffer(child.memory, CALL, place[1], place[0])
+    notes = [(source, Unreadable(text, kind=kind, skip=skip)) for source, text, kind, skip in failed]
+    _adopt(load, raws, notes, tables)
+    return True
+
+
+def _adopt(
+    load: Share,
+    raws: list[tuple[Source, Raw]],
+    failed: list[tuple[Source, Unreadable]],
+    tables: Sequence[Any],
+) -> None:
+    """Adds what was read with other tables (of names, sizes, stacks), its numbers changed to ours."""
+    numbers = _merge(load.reader.tables, *tables)
+    groups: dict[int, Group] = {}
+    for _, raw in raws:
         _renumber(raw.calls, numbers)
         raw.groups = tuple(_same_group(load.reader.tables, group, groups) for group in raw.groups)
-        load.raws.append((source, raw))
-    load.failed += [(source, Unreadable(text, kind=kind, skip=skip)) for source, text, kind, skip in failed]
+    load.raws += raws
+    load.failed += failed
 
 
 def _merge(
@@ -200,6 +261,9 @@ def _end(child: _Child) -> None:
     """Waits for a child that has answered, and kills one that has not."""
     os.close(child.pipe)
     done, _ = os.waitpid(child.pid, os.WNOHANG)
-    if not done:
-        os.kill(child.pid, signal.SIGKILL)
-        os.waitpid(child.pid, 0)
+    if done:
+        return
+    os.kill(child.pid, signal.SIGKILL)
+    deadline = time.monotonic() + GONE_S
+    while not os.waitpid(child.pid, os.WNOHANG)[0] and time.monotonic() < deadline:
+        time.sleep(0.001)

@@ -21,6 +21,7 @@ class LoadOptions:
     max_file_bytes: int = 128 << 20  # of one dump, after decompression
     max_box_bytes: int = 1 << 30  # of one black box
     max_files: int = 1_000_000
+    read_limit_s: float = 60.0  # one file, or one step of looking for files, may take so long
     allow_nothing: bool = False  # return notes alone instead of raising InputError when nothing was readable
     number_unknown: bool = False  # give files whose rank is not known a free number instead of skipping them
     progress: Callable[[int, int], None] | None = None  # called with (files done, files in all)
