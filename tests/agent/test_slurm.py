@@ -19,6 +19,7 @@ from allranks.agent.slurm import (
     collect_words,
     expand_nodes,
     read_allocation,
+    replicas_of_node,
     sbatch_script,
     srun_words,
 )
@@ -52,12 +53,30 @@ def test_the_srun_line_starts_one_agent_per_node_and_keeps_what_the_user_chose()
     """Defaults come from the allocation; a given flag wins."""
     found = read_allocation({"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "8"})
     assert found == Allocation("77", ("n1", "n2"), 8)
-    words = srun_words(found, ["--rdzv-id=mine", "train.py", "--lr", "1"])
+    words = srun_words(found, ["--rdzv-id=mine"], ["train.py", "--nnodes", "1"])
     assert words[:4] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
     assert "--rdzv-endpoint=n1:20077" in words
     assert "--nproc-per-node=8" in words
     assert [w for w in words if w.startswith("--rdzv-id")] == ["--rdzv-id=mine"]
-    assert words[-3:] == ["train.py", "--lr", "1"]
+    assert words[-4:] == ["--", "train.py", "--nnodes", "1"] and "--nnodes=2" in words
+
+
+def test_what_a_job_file_chooses_is_not_overridden(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file's ranks and nodes stand; where to meet comes from the allocation."""
+    (tmp_path / "job.yaml").write_text("elastic: {max_nodes: 2, nproc_per_node: 8}\n")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    assert main(["slurm", "wrap", "--dry-run", "--config", str(tmp_path / "job.yaml"), "train.py"]) == 0
+    line = capsys.readouterr().out
+    assert "--nproc-per-node" not in line and "--nnodes" not in line and "--rdzv-endpoint=n1:20077" in line
+
+
+def test_replicas_are_numbered_over_the_nodes_of_a_step() -> None:
+    """srun starts the same line everywhere; outside of a step a node is alone, whatever was allocated."""
+    assert replicas_of_node({"SLURM_STEP_NUM_NODES": "3", "SLURM_NODEID": "2"}, 4) == (8, 12)
+    assert replicas_of_node({"SLURM_NNODES": "3", "SLURM_NODEID": "0"}, 4) == (0, 4)
 
 
 def test_the_batch_script_is_requeued_and_quoted() -> None:

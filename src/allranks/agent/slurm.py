@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from allranks.errors import InputError
@@ -88,15 +88,17 @@ def _expand(part: str) -> list[str]:
     return names
 
 
-def srun_words(allocation: Allocation, run_words: list[str], command: str = "allranks") -> list[str]:
-    """The srun line that starts one agent per node; flags that the user gave are not overridden."""
-    given = {word.partition("=")[0].replace("_", "-") for word in run_words}
+def srun_words(
+    allocation: Allocation, flags: list[str], script: list[str], command: str = "allranks", chosen: Collection[str] = ()
+) -> list[str]:  # fmt: skip
+    """The srun line that starts one agent per node. Flags that were given, or `chosen` in a file, are not overridden."""
+    given = {word.partition("=")[0].replace("_", "-") for word in flags}
     words = [
         "srun", f"--nodes={len(allocation.nodes)}", f"--ntasks={len(allocation.nodes)}", "--ntasks-per-node=1",
         "--kill-on-bad-exit=0", "--label", command, "run",
     ]  # fmt: skip
     if "--replicas" in given:
-        return [*words, *run_words]
+        return [*words, *flags, "--", *script]
     defaults = {
         "--nnodes": str(len(allocation.nodes)),
         "--nproc-per-node": str(allocation.ranks_per_node),
@@ -104,10 +106,16 @@ def srun_words(allocation: Allocation, run_words: list[str], command: str = "all
         "--rdzv-endpoint": f"{allocation.nodes[0]}:{allocation.port}",
         "--rdzv-id": f"{allocation.job}.{allocation.restart}",
     }
-    for flag, value in defaults.items():
-        if flag not in given:
-            words += [f"{flag}={value}"]
-    return [*words, *run_words]
+    words += [f"{flag}={value}" for flag, value in defaults.items() if flag not in given | set(chosen)]
+    return [*words, *flags, "--", *script]
+
+
+def replicas_of_node(environment: Mapping[str, str], replicas: int) -> tuple[int, int]:
+    """(number of this node's first replica, replicas over all nodes) when srun starts the same line on every node."""
+    nodes = int(environment.get("SLURM_STEP_NUM_NODES") or 1)  # set by srun only
+    if nodes == 1:
+        return 0, replicas
+    return int(environment["SLURM_NODEID"]) * replicas, nodes * replicas
 
 
 def sbatch_script(options: SubmitOptions, run_words: list[str], command: str = "allranks") -> str:

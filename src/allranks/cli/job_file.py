@@ -15,6 +15,29 @@ if TYPE_CHECKING:
 Settings = Mapping[str, Any]
 
 
+#: Keys of the `elastic` section and the flag of torchrun that each one is.
+FLAGS = {
+    "nproc_per_node": "--nproc-per-node", "rdzv_backend": "--rdzv-backend", "rdzv_endpoint": "--rdzv-endpoint",
+    "rdzv_id": "--rdzv-id", "max_restarts": "--max-restarts",
+}  # fmt: skip
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The job file as plain data, checked as a whole."""
+    from allranks.elastic.config import read_config
+
+    found: dict[str, Any] = read_config(path).model_dump()
+    return found
+
+
+def chosen_flags(path: Path) -> set[str]:
+    """The flags of torchrun that the file itself sets, defaults aside."""
+    from allranks.elastic.config import read_config
+
+    keys = read_config(path).elastic.model_fields_set
+    return {FLAGS[key] for key in keys & set(FLAGS)} | ({"--nnodes"} if "max_nodes" in keys else set())
+
+
 def take_defaults(args: argparse.Namespace, settings: Settings, script: list[str]) -> list[str]:
     """Fills in the flags that were not given, and returns the script with its arguments."""
     if not settings:

@@ -16,7 +16,10 @@ from typing import Any
 
 from allranks.agent.command_line import arrange, flag_value, from_environment, has_flag
 from allranks.agent.environment import JobEnvironment, new_token, write_token
-from allranks.cli.job_file import heartbeats, notice_options, policy_options, quorum_times, take_defaults
+from allranks.agent.slurm import replicas_of_node
+from allranks.cli.embedded import embed_lighthouse
+from allranks.cli.job_file import FLAGS as FLAGS_OF_FILE
+from allranks.cli.job_file import heartbeats, notice_options, policy_options, read_settings, take_defaults
 from allranks.errors import InputError
 
 EPILOG = """\
@@ -63,12 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--first-replica",
         type=int,
-        default=0,
         metavar="I",
-        help="number of this node's first replica (%(default)s)",
+        help="number of this node's first replica (0; under srun by the node's number)",
     )
     parser.add_argument(
-        "--total-replicas", type=int, metavar="T", help="replicas over all nodes (this node's)"
+        "--total-replicas",
+        type=int,
+        metavar="T",
+        help="replicas over all nodes (this node's; under srun all)",
     )
     parser.add_argument(
         "--lighthouse", metavar="HOST:PORT", help="join this lighthouse instead of starting one here"
@@ -154,6 +159,10 @@ def _run(
     from allranks.record.place import job_folder
 
     replica_mode = args.replicas is not None
+    if replica_mode:
+        first, total = replicas_of_node(os.environ, args.replicas)
+        args.first_replica = first if args.first_replica is None else args.first_replica
+        args.total_replicas = args.total_replicas or total
     torchrun = [*from_environment(os.environ, torchrun), *torchrun]
     torchrun = [*_torchrun_from(settings, torchrun), *torchrun]
     job = (
@@ -291,20 +300,8 @@ def _lighthouse(
                 hint="Leave out --no-lighthouse, or pass --lighthouse HOST:PORT.",
             )
         return ""
-    from allranks.lighthouse.options import Options, ServerOptions
-    from allranks.lighthouse.server import Lighthouse
-    from allranks.lighthouse.web import http_protocol
-
-    host, _, port = args.bind.rpartition(":")
-    server = ServerOptions(host=host.strip("[]"), port=int(port), token=token)
-    options = Options(
-        min_replicas=args.min_replicas or 1,
-        expect_replicas=args.total_replicas or args.replicas or 0,
-        **quorum_times(settings),
-    )
-    lighthouse = stack.enter_context(Lighthouse(options, server, http=http_protocol()))
-    _say(f"lighthouse at {lighthouse.address}, page http://{lighthouse.address}/")
-    return str(lighthouse.address)
+    replicas = args.total_replicas or args.replicas or 0
+    return embed_lighthouse(args.bind, token, args.min_replicas, replicas, settings, stack)
 
 
 def _client(environment: JobEnvironment, stack: ExitStack) -> Any:
@@ -351,13 +348,7 @@ def _snapshot_keeper(token: str, torchrun: list[str], stack: ExitStack) -> str:
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """The job configuration as plain data, checked as a whole; {} without one."""
-    if args.config is None:
-        return {}
-    from allranks.elastic.config import read_config
-
-    config = read_config(args.config)
-    found: dict[str, Any] = config.model_dump()
-    return found
+    return {} if args.config is None else read_settings(args.config)
 
 
 def _torchrun_from(settings: dict[str, Any], given: list[str]) -> list[str]:
@@ -367,10 +358,7 @@ def _torchrun_from(settings: dict[str, Any], given: list[str]) -> list[str]:
     if elastic and not has_flag(given, "--standalone"):
         if not has_flag(given, "--nnodes"):
             words += ["--nnodes", f"{elastic['min_nodes']}:{elastic['max_nodes']}"]
-        for key, flag in (
-            ("nproc_per_node", "--nproc-per-node"), ("rdzv_backend", "--rdzv-backend"), ("rdzv_endpoint", "--rdzv-endpoint"),
-            ("rdzv_id", "--rdzv-id"), ("max_restarts", "--max-restarts"),
-        ):  # fmt: skip
+        for key, flag in FLAGS_OF_FILE.items():
             if elastic.get(key) not in (None, "") and not has_flag(given, flag):
                 words += [flag, str(elastic[key])]
         if not has_flag(given, "--rdzv-conf"):

@@ -6,12 +6,19 @@ import argparse
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from allranks.agent import slurm
+from allranks.agent.command_line import arrange, flag_value, has_flag
+from allranks.agent.environment import new_token
+from allranks.cli.embedded import embed_lighthouse
+from allranks.cli.job_file import chosen_flags, read_settings
+from allranks.cli.run import FLAGS
 from allranks.errors import InputError
 
 EPILOG = """\
@@ -74,20 +81,50 @@ def main(args: argparse.Namespace) -> int:
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     command = shutil.which("allranks") or str(Path(sys.executable).parent / "allranks")
     if args.action == "wrap":
-        line = slurm.srun_words(slurm.read_allocation(os.environ), words, command)
-    elif args.action == "collect":
+        return _wrap(args, words, command)
+    if args.action == "collect":
         if not words:
             raise InputError("no job was given", hint="allranks slurm collect JOBID [-o DIR]")
         line = slurm.collect_words(words[0], None, words[1:], command)
-    else:
-        return _submit(args, words, command)
+        return _call(args, line, {})
+    return _submit(args, words, command)
+
+
+def _wrap(args: argparse.Namespace, words: list[str], command: str) -> int:
     if not words:
         raise InputError("no script was given", hint="allranks slurm wrap [flags of allranks run] SCRIPT")
+    mine, theirs, script = arrange(words, FLAGS)
+    flags = [*mine, *theirs]
+    allocation = slurm.read_allocation(os.environ)
+    file = flag_value(flags, "--config")
+    line = slurm.srun_words(allocation, flags, script, command, chosen_flags(Path(file)) if file else ())
+    with ExitStack() as stack:
+        return _call(args, line, {} if args.dry_run else _lighthouse(allocation, flags, stack))
+
+
+def _lighthouse(allocation: slurm.Allocation, flags: list[str], stack: ExitStack) -> dict[str, str]:
+    """One lighthouse and one token for the agents of all nodes, as the variables that tell them."""
+    found = {"ALLRANKS_TOKEN": os.environ.get("ALLRANKS_TOKEN") or new_token()}
+    if has_flag(flags, "--lighthouse", "--no-lighthouse") or os.environ.get("ALLRANKS_LIGHTHOUSE"):
+        return found
+    file = flag_value(flags, "--config")
+    settings = read_settings(Path(file)) if file else {}
+    if settings and (settings["lighthouse"]["address"] or not settings["lighthouse"]["embedded"]):
+        return found
+    least, each = flag_value(flags, "--min-replicas"), flag_value(flags, "--replicas")
+    replicas = int(flag_value(flags, "--total-replicas") or int(each or 0) * len(allocation.nodes))
+    address = embed_lighthouse(
+        "0.0.0.0:0", found["ALLRANKS_TOKEN"], int(least) if least else None, replicas, settings, stack
+    )
+    return {**found, "ALLRANKS_LIGHTHOUSE": f"{socket.gethostname()}:{address.rpartition(':')[2]}"}
+
+
+def _call(args: argparse.Namespace, line: list[str], variables: dict[str, str]) -> int:
     if args.dry_run:
         print(shlex.join(line))
         return 0
     _need("srun")
-    return subprocess.call(line)
+    return subprocess.call(line, env={**os.environ, **variables})
 
 
 def _submit(args: argparse.Namespace, words: list[str], command: str) -> int:
