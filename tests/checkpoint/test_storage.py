@@ -17,14 +17,16 @@ from allranks.checkpoint import (
     CheckpointState,
     CheckpointTier,
     NVMeBackend,
+    create_checkpoint_state,
 )
 from allranks.checkpoint.file_store import FileStore
 from allranks.checkpoint.manifest import MANIFEST
+from allranks.checkpoint.opened import opened
 from allranks.checkpoint.retention import Kept, decide, prune
 from allranks.checkpoint.store import Attempt
-from allranks.errors import CheckpointLoadError, CheckpointSaveError
+from allranks.errors import CheckpointLoadError, CheckpointSaveError, CheckpointValidationError
 
-from .jobs import make_job, make_state, same_state, train_step
+from .jobs import make_job, make_state, same, same_state, train_step
 
 
 def _big(step: int) -> CheckpointState:
@@ -172,6 +174,62 @@ def test_when_every_checkpoint_is_bad_the_error_names_them_all(tmp_path: Path) -
     ):
         manager.load_checkpoint()
     assert len(list((tmp_path / "quarantine").iterdir())) == 2
+
+
+def test_a_restore_that_finds_nothing_good_leaves_the_running_job_as_it_was(tmp_path: Path) -> None:
+    """The last tensor of the only checkpoint is damaged: not one of the tensors before it may have been touched."""
+    model, optimizer = make_job(seed=1)
+    config = CheckpointConfig(nvme_path=tmp_path, memory_snapshot_interval=0)
+    with CheckpointManager(config) as manager:
+        manager.save_checkpoint(create_checkpoint_state(3, model, optimizer))
+        assert manager.wait_for_pending_saves()
+        victim = tmp_path / "checkpoint_step_00000003" / "rank-00000.safetensors"
+        with opened(FileStore(tmp_path), "checkpoint_step_00000003") as checkpoint:
+            live = [stored for _, stored in checkpoint.shards() if "state_dict" in stored.shard.name]
+        data = bytearray(victim.read_bytes())
+        data[max(live, key=lambda stored: stored.start).start] ^= 1
+        victim.write_bytes(data)
+        train_step(model, optimizer, 4)
+        before = create_checkpoint_state(4, model, optimizer).cpu_copy()
+        with pytest.raises(CheckpointLoadError, match="Model and optimizer are as they were"):
+            manager.restore(model, optimizer)
+    after = create_checkpoint_state(4, model, optimizer)
+    assert same(after.model_state_dict, before.model_state_dict)
+    assert same(after.optimizer_state_dict, before.optimizer_state_dict)
+
+
+def test_an_optimizer_that_does_not_fit_is_refused_before_the_model_is_touched(tmp_path: Path) -> None:
+    """Other parameter groups than the saved ones: torch would only complain after the model was overwritten."""
+    model, optimizer = make_job(seed=1)
+    with CheckpointManager(CheckpointConfig(nvme_path=tmp_path)) as manager:
+        manager.save_checkpoint(create_checkpoint_state(3, model, optimizer))
+        other, _ = make_job(seed=2)
+        before = {name: value.clone() for name, value in other.state_dict().items()}
+        fewer = torch.optim.AdamW([next(other.parameters())])
+        with pytest.raises(CheckpointValidationError, match="parameters in its groups"):
+            manager.restore(other, fewer)
+    assert same(other.state_dict(), before)
+
+
+def test_a_snapshot_whose_memory_was_overwritten_is_not_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One byte of the newest snapshot changes: the older one is taken, and the log says why."""
+    config = CheckpointConfig(nvme_path=None, memory_snapshot_interval=1)
+    with CheckpointManager(config) as manager:
+        for step in (1, 2):
+            manager.save_checkpoint(make_state(step, seed=step), CheckpointTier.MEMORY)
+        assert manager.wait_for_pending_saves()
+        snapshot = manager.memory_backend.find(2)
+        assert snapshot is not None
+        snapshot.settle()
+        placed = snapshot.plan.owned[-1]
+        snapshot.arena.view[placed.start] ^= 1
+        snapshot.release()
+        loaded = manager.load_checkpoint()
+        assert loaded is not None and same_state(loaded, make_state(1, seed=1))
+        assert manager.memory_backend.steps() == [1]
+    assert "does not match its checksum" in caplog.text
 
 
 def test_retention_keeps_the_newest_and_never_the_unreadable_or_the_last() -> None:

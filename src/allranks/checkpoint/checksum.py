@@ -7,8 +7,9 @@ with the name of its algorithm, so that a file made with xxhash is refused, not 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from allranks.errors import MissingExtra
@@ -20,6 +21,8 @@ except ImportError:  # pragma: no cover - exercised where the extra is missing
 
 #: Bytes hashed at once: small enough to be in the cache still when just read, large enough to free the GIL.
 PIECE_BYTES = 4 << 20
+#: Read and hashed at once: what was just read is still in the core's own cache, and the GIL changes hands seldom.
+READ_BYTES = 512 << 10
 
 
 class Hasher(Protocol):
@@ -67,6 +70,37 @@ def checksum(data: bytes | memoryview, algorithm: str) -> str:
     for start in range(0, len(data), PIECE_BYTES):
         hasher.update(data[start : start + PIECE_BYTES])
     return hasher.hexdigest()
+
+
+class Sums:
+    """The checksums of several buffers that come as one stream. `lengths` are (algorithm, bytes) of each."""
+
+    def __init__(self, lengths: Sequence[tuple[str, int]]) -> None:
+        self._hashers = [new_hasher(algorithm) for algorithm, _ in lengths]
+        self._ends = list(itertools.accumulate(length for _, length in lengths))
+        self._at = 0
+        self._current = 0
+
+    def update(self, data: memoryview) -> None:
+        """The next bytes of the stream."""
+        start, end = self._at, self._at + len(data)
+        while start < end:
+            stop = min(end, self._ends[self._current])
+            if stop > start:
+                self._hashers[self._current].update(data[start - self._at : stop - self._at])
+            start = stop
+            if start == self._ends[self._current]:
+                self._current += 1
+        self._at = end
+
+    def digests(self) -> list[str]:
+        """What has come, for each buffer."""
+        return [hasher.hexdigest() for hasher in self._hashers]
+
+
+def again(scratch: memoryview, length: int) -> Iterable[memoryview]:
+    """The same buffer as often as it takes to see `length` bytes; the last time only a part of it."""
+    return (scratch[: min(left, len(scratch))] for left in range(length, 0, -len(scratch)))
 
 
 def identifies_content(algorithm: str) -> bool:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader as DcpStorageRead
 from torch.futures import Future
 
 from allranks.checkpoint.opened import opened
-from allranks.checkpoint.reader import stored_dtype
+from allranks.checkpoint.regions import stored_dtype
 from allranks.checkpoint.store import StoreSpec, open_store, split_address
 from allranks.checkpoint.tensors import memory_of
 

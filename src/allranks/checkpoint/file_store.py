@@ -14,7 +14,7 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from allranks.checkpoint.layout import PAGE_BYTES
@@ -183,9 +183,6 @@ class FileSource:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.bytes = os.fstat(self._fd).st_size
 
-    def expect(self, start: int, length: int) -> None:
-        os.posix_fadvise(self._fd, start, length, os.POSIX_FADV_WILLNEED)
-
     def read_into(self, start: int, view: memoryview) -> None:
         done = 0
         while done < len(view):
@@ -193,6 +190,13 @@ class FileSource:
             if got == 0:
                 raise EOFError(f"{self.path} ends at byte {start + done}, {len(view) - done} bytes missing")
             done += got
+
+    def read_cached(self, start: int, views: Sequence[memoryview]) -> bool:
+        try:
+            got = os.preadv(self._fd, views, start, os.RWF_NOWAIT)
+        except OSError:  # not in the page cache (EAGAIN), or a filesystem that cannot tell
+            return False
+        return got == sum(map(len, views))
 
     def close(self) -> None:
         os.close(self._fd)

@@ -12,7 +12,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from allranks.checkpoint.manifest import MANIFEST, Manifest, decode_manifest
@@ -194,13 +194,13 @@ class BlobSource:
         self.key = key
         self.bytes = blobs.size(key)
 
-    def expect(self, start: int, length: int) -> None:
-        """A request more would not help."""
-
     def read_into(self, start: int, view: memoryview) -> None:
         if start + len(view) > self.bytes:
             raise EOFError(f"{self.key} ends at byte {self.bytes}, {start + len(view)} wanted")
         self.blobs.get_range(self.key, start, view)
+
+    def read_cached(self, start: int, views: Sequence[memoryview]) -> bool:
+        return False
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from allranks.checkpoint.choose import Candidate, choose
 from allranks.checkpoint.config import CheckpointLoadConfig, CheckpointTier
@@ -16,12 +17,13 @@ from allranks.checkpoint.legacy import is_legacy, load_legacy
 from allranks.checkpoint.manifest import MANIFEST, decode_manifest
 from allranks.checkpoint.memory import MemorySnapshotBackend
 from allranks.checkpoint.opened import opened
-from allranks.checkpoint.restore import Live, copy_into, read_into, read_state
+from allranks.checkpoint.restore import Live, copy_into, prepare_into, read_state
 from allranks.checkpoint.state import CheckpointState
 from allranks.checkpoint.store import Store, StoreSpec, open_store, split_address
 from allranks.errors import CheckpointDamaged, CheckpointLoadError, CheckpointValidationError
 
 log = logging.getLogger("allranks.checkpoint")
+T = TypeVar("T")
 
 
 class Loader:
@@ -34,6 +36,7 @@ class Loader:
         self.specs = stores
         self.memory = memory
         self.taken: Candidate | None = None  # what `load_newest` has loaded
+        self._torn: Candidate | None = None  # what a live model holds a part of, and no more than a part
         self._stores: dict[str, Store] = {}
 
     def load_newest(self, into: tuple[Live, bool] | None) -> CheckpointState | None:
@@ -59,7 +62,7 @@ class Loader:
             tried.append(f"step {candidate.step} in {candidate.tier}: {problem}")
             log.warning("%s; trying the next older or slower one", tried[-1])
         raise CheckpointLoadError(
-            "every checkpoint is bad: " + "; ".join(tried),
+            "every checkpoint is bad: " + "; ".join(tried) + self._left(into),
             hint="allranks checkpoint verify PATH shows what is left; bad ones lie in quarantine",
         )
 
@@ -132,22 +135,41 @@ class Loader:
                 continue
         return found
 
+    def _left(self, into: tuple[Live, bool] | None) -> str:
+        """What a failed load has done to the model, in words."""
+        if into is None:
+            return ""
+        if self._torn is None:
+            return ". Model and optimizer are as they were"
+        return f". THE MODEL HOLDS PARTS OF STEP {self._torn.step}: build it anew before training"
+
     def _attempt(
         self, candidate: Candidate, into: tuple[Live, bool] | None
     ) -> tuple[CheckpointState | None, str]:
-        """Every rank tries; it counts only if all succeed. Misfits raise on all ranks."""
-        state, error = None, None
+        """Every rank reads and checks; only if all of them succeed does any of them change its model."""
+        with ExitStack() as held:
+            finish, problem = self._together(candidate, lambda: self._prepare(candidate, into, held))
+            if finish is None or problem:
+                return None, problem
+            state, problem = self._together(candidate, finish)
+            if problem and into is not None:
+                self._torn = candidate
+            return (None if problem else state), problem
+
+    def _together(self, candidate: Candidate, act: Callable[[], T]) -> tuple[T | None, str]:
+        """(result, what went wrong on any rank): it counts only if all succeed. Misfits raise on all ranks."""
+        result, error = None, None
         try:
-            state = self._read(candidate, into)
+            result = act()
         except Exception as caught:  # the other ranks must hear of it, whatever it is
             error = caught
         kind = "" if error is None else _kind(error)
         outcomes = self.group.gather([kind, "" if error is None else reason_of(error)])
         if isinstance(error, CheckpointDamaged):
-            self._quarantine(self._stores[candidate.tier], candidate.name, error.reason)
+            self._put_away(candidate, error.reason)
         self._raise_misfit(outcomes, error, candidate)
         bad = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(outcomes) if kind]
-        return (state, "") if not bad else (None, "; ".join(bad))
+        return result, "; ".join(bad)
 
     def _raise_misfit(
         self, outcomes: list[list[str]], error: BaseException | None, candidate: Candidate
@@ -160,24 +182,37 @@ class Loader:
         texts = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(outcomes) if kind == "misfit"]
         raise CheckpointLoadError("; ".join(texts), tier=candidate.tier, path=candidate.name)
 
-    def _read(self, candidate: Candidate, into: tuple[Live, bool] | None) -> CheckpointState:
+    def _prepare(
+        self, candidate: Candidate, into: tuple[Live, bool] | None, held: ExitStack
+    ) -> Callable[[], CheckpointState]:
+        """Reads and checks a candidate; calling the result changes the model. `held` keeps it from removal."""
         if candidate.tier == "MEMORY":
-            return self._read_memory(candidate.step, into)
-        with opened(self._stores[candidate.tier], candidate.name) as checkpoint:
-            if into is None:
-                return read_state(checkpoint, self.group.rank)
-            live, strict = into
-            return read_into(checkpoint, live, self.group.rank, strict)
+            return self._prepare_memory(candidate.step, into, held)
+        checkpoint = held.enter_context(opened(self._stores[candidate.tier], candidate.name))
+        if into is None:
+            state = read_state(checkpoint, self.group.rank)
+            return lambda: state
+        live, strict = into
+        return prepare_into(checkpoint, live, self.group.rank, strict)
 
-    def _read_memory(self, step: int, into: tuple[Live, bool] | None) -> CheckpointState:
+    def _prepare_memory(
+        self, step: int, into: tuple[Live, bool] | None, held: ExitStack
+    ) -> Callable[[], CheckpointState]:
         assert self.memory is not None
         snapshot = self.memory.find(step)
         if snapshot is None:
             raise FileNotFoundError(f"the snapshot of step {step} is gone")
-        try:
-            return snapshot.to_state() if into is None else copy_into(snapshot, into[0])
-        finally:
-            snapshot.release()
+        held.callback(snapshot.release)
+        snapshot.check()
+        return snapshot.to_state if into is None else lambda: copy_into(snapshot, into[0])
+
+    def _put_away(self, candidate: Candidate, reason: str) -> None:
+        """Takes a damaged candidate out of sight: a file into quarantine, memory back to the pool."""
+        if candidate.tier != "MEMORY":
+            self._quarantine(self._stores[candidate.tier], candidate.name, reason)
+        elif self.memory is not None:
+            self.memory.drop(candidate.step)
+            log.warning("[MEMORY] the snapshot of step %d is damaged (%s): let go", candidate.step, reason)
 
     def _quarantine(self, store: Store, name: str, reason: str) -> None:
         where: Any = None

@@ -198,8 +198,8 @@ class CheckpointManager:
     ) -> CheckpointState | None:  # fmt: skip
         """Loads the newest checkpoint straight into model and optimizer, each rank only its own shards.
 
-        Returns the state (tensors are the live ones), or None when there is no checkpoint. If every candidate
-        is bad it raises CheckpointLoadError, and the model may be partly overwritten.
+        Returns the state (tensors are the live ones), or None when there is no checkpoint. Nothing changes before
+        every byte that every rank needs was found right: if all are bad, CheckpointLoadError, and the model as it was.
         """
         self._settle()
         loader = self._loader(tier)
@@ -314,6 +314,8 @@ class CheckpointManager:
             if error is not None:
                 log.warning("[MEMORY] the snapshot of step %d is dropped: %s", state.step, error)
                 memory.discard(snapshot)
+            elif keep:
+                snapshot.seal()
             snapshot.release()
 
         sources = [source for source, _ in local_tensors(flat.tensors, plan)]

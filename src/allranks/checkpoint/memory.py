@@ -9,7 +9,7 @@ from typing import Any
 from allranks.checkpoint.plan import find_pieces, fingerprint, local_tensors, make_plan
 from allranks.checkpoint.snapshot import ArenaPool, Snapshot, flatten_state, wraps_of
 from allranks.checkpoint.state import CheckpointState
-from allranks.errors import MemoryLimitExceeded
+from allranks.errors import CheckpointDamaged, MemoryLimitExceeded
 
 log = logging.getLogger("allranks.checkpoint")
 _MB = 1 << 20
@@ -90,14 +90,28 @@ class MemorySnapshotBackend:
         )
         snapshot.ready = True
         self.add(snapshot)
+        snapshot.seal()
 
     def load(self) -> CheckpointState | None:
-        """The newest state, copied out, or None."""
-        return self._load(None)
+        """The newest state whose bytes are still what was copied, copied out, or None."""
+        for step in reversed(self.steps()):
+            try:
+                return self.load_by_step(step)
+            except CheckpointDamaged as error:
+                log.warning("[MEMORY] %s: let go, the next older one is taken", error.reason)
+                self.drop(step)
+        return None
 
     def load_by_step(self, step: int) -> CheckpointState | None:
-        """The state of a step, or None."""
-        return self._load(step)
+        """The state of a step, or None; CheckpointDamaged when its bytes have changed since."""
+        snapshot = self.find(step)
+        if snapshot is None:
+            return None
+        try:
+            snapshot.check()
+            return snapshot.to_state()
+        finally:
+            snapshot.release()
 
     def find(self, step: int) -> Snapshot | None:
         """The snapshot of a step, held for the caller, who must release it."""
@@ -113,6 +127,7 @@ class MemorySnapshotBackend:
         with self._lock:
             gone, self._snapshots = self._snapshots, []
         for snapshot in gone:
+            snapshot.settle()
             snapshot.release()
 
     def make_room(self, required: int) -> None:
@@ -146,22 +161,17 @@ class MemorySnapshotBackend:
         for replaced in older:
             replaced.release()
 
+    def drop(self, step: int) -> None:
+        """Lets go of the snapshot of a step."""
+        for snapshot in [one for one in self._ready() if one.step == step]:
+            self.discard(snapshot)
+
     def discard(self, snapshot: Snapshot) -> None:
-        """Lets go of a snapshot whose copy failed."""
+        """Lets go of a snapshot that is no good."""
         with self._lock:
             known = snapshot in self._snapshots
             self._snapshots = [s for s in self._snapshots if s is not snapshot]
         if known:
-            snapshot.release()
-
-    def _load(self, step: int | None) -> CheckpointState | None:
-        wanted = self.latest_step if step is None else step
-        snapshot = None if wanted is None else self.find(wanted)
-        if snapshot is None:
-            return None
-        try:
-            return snapshot.to_state()
-        finally:
             snapshot.release()
 
     def _ready(self) -> list[Snapshot]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from allranks.checkpoint.checksum import checksum, new_hasher
+from allranks.checkpoint.checksum import READ_BYTES, Sums, again, checksum, new_hasher
 from allranks.checkpoint.manifest import (
     MANIFEST,
     DataFile,
@@ -27,8 +26,6 @@ from allranks.errors import CheckpointDamaged
 #: Requests under way at once towards a store where each read is a request, and the bytes of each.
 REQUESTS = 8
 REQUEST_BYTES = 16 << 20
-#: Read and hashed at once: what was just read is still in the core's own cache (a quarter less CPU than 4 MB).
-READ_BYTES = 512 << 10
 
 
 @dataclass
@@ -72,21 +69,34 @@ class Opened:
 
     def read_shard(self, index: Index, stored: StoredShard, view: memoryview) -> None:
         """Reads a shard's bytes into `view` and checks them; CheckpointDamaged names what is damaged."""
-        source = self.source(stored.file)
-        hasher = new_hasher(index.algorithm)
+        source, hasher = self.source(stored.file), new_hasher(index.algorithm)
         try:
             if source.wide_reads and len(view) > REQUEST_BYTES:
                 self._read_parallel(source, stored.start, view)
                 hasher.update(view)
             else:
-                source.expect(stored.start, len(view))
                 for at in range(0, len(view), READ_BYTES):
                     piece = view[at : at + READ_BYTES]
                     source.read_into(stored.start + at, piece)
                     hasher.update(piece)
         except EOFError as error:
-            raise self._damaged(f"{stored.file} is cut short: {error}", stored.shard.name) from error
+            raise self._cut_short(stored, error) from error
         self._compare(hasher.hexdigest(), stored)
+
+    def check_run(self, run: Sequence[tuple[Index, StoredShard]], scratch: memoryview) -> None:
+        """Reads neighbouring shards of one file through `scratch`, again and again, and checks them."""
+        first, last = run[0][1], run[-1][1]
+        sums = Sums([(index.algorithm, stored.shard.bytes) for index, stored in run])
+        source, at = self.source(first.file), first.start
+        try:
+            for piece in again(scratch, last.start + last.shard.bytes - first.start):
+                source.read_into(at, piece)
+                sums.update(piece)
+                at += len(piece)
+        except EOFError as error:
+            raise self._cut_short(last, error) from error
+        for (_, stored), found in zip(run, sums.digests(), strict=True):
+            self._compare(found, stored)
 
     def check(self, index: Index, stored: StoredShard, view: memoryview) -> None:
         """Checks bytes that were read some other way."""
@@ -115,6 +125,9 @@ class Opened:
         ]
         for job in jobs:
             job.result()
+
+    def _cut_short(self, stored: StoredShard, error: EOFError) -> CheckpointDamaged:
+        return self._damaged(f"{stored.file} is cut short: {error}", stored.shard.name)
 
     def _open(self, file: str) -> Source:
         known = next((f for index in self.indexes for f in index.files if f.file == file), None)
@@ -157,26 +170,6 @@ def opened(store: Store, name: str) -> Iterator[Opened]:
         checkpoint = Opened(store, name, manifest, _read_indexes(store, name, manifest))
         stack.callback(checkpoint.close)
         yield checkpoint
-
-
-def batches(items: Iterable[tuple[Index, StoredShard]], limit: int) -> list[list[tuple[Index, StoredShard]]]:
-    """Neighbouring shards of one file in runs of at most `limit` bytes, for stores where a read is a request."""
-    ordered = sorted(items, key=lambda item: (item[1].file, item[1].start))
-    runs: list[list[tuple[Index, StoredShard]]] = []
-    for _, group in itertools.groupby(ordered, key=lambda item: item[1].file):
-        for item in group:
-            run = runs[-1] if runs else None
-            if run and _joins(run, item[1], limit):
-                run.append(item)
-            else:
-                runs.append([item])
-    return runs
-
-
-def _joins(run: list[tuple[Index, StoredShard]], stored: StoredShard, limit: int) -> bool:
-    first, last = run[0][1], run[-1][1]
-    follows = last.file == stored.file and last.start + last.shard.bytes == stored.start
-    return follows and stored.start + stored.shard.bytes - first.start <= limit
 
 
 def _read_indexes(store: Store, name: str, manifest: Manifest) -> tuple[Index, ...]:

@@ -1,254 +1,184 @@
-"""Reads tensors out of a checkpoint, whole or just the chunk a rank needs, and checks every byte it uses.
+"""Reads tensors out of a checkpoint, whole or just the chunks a rank needs, and checks every byte it uses.
 
-Which saved chunks make up a wanted chunk is decided by torch.distributed.checkpoint's own resharding, so any
-layout loads into any other. Bytes go straight from the disk into the destination where a saved chunk is one.
+A running model changes only when everything it is to get is known to be right. What lies on a disk is read twice
+for that: through a small buffer to check it, then out of the page cache straight into the tensors (and checked again
+where it is no longer there). What comes over a network comes once, and waits in memory until all of it is there.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from allranks.checkpoint.layout import Shard
+from allranks.checkpoint.checksum import READ_BYTES
 from allranks.checkpoint.manifest import Index, StoredShard
-from allranks.checkpoint.opened import Opened, batches
-from allranks.checkpoint.plan import TORCH_DTYPES, local_parts
-from allranks.checkpoint.state import is_dtensor
+from allranks.checkpoint.opened import Opened
+from allranks.checkpoint.parallel import cores, in_threads
+from allranks.checkpoint.regions import Item, Target, empty_for, new_targets, reading_list, stored_dtype
 from allranks.checkpoint.tensors import memory_of
-from allranks.errors import CheckpointDamaged, CheckpointValidationError
+from allranks.errors import CheckpointDamaged
 
 #: Neighbouring small shards are fetched together from stores where a read is a request.
 BATCH_BYTES = 32 << 20
+#: Neighbouring shards on a disk are read together: a few hundred calls instead of thousands.
+RUN_BYTES = 4 << 20
+MOST_IN_A_RUN = 512  # a vectored read takes 1024 pieces
+#: Requests for runs of shards under way at once.
+RUNS = 4
+#: Shards from this size on are read first: one of them at the end would leave the other threads without work.
+LARGE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Target:
-    """A chunk to fill: `tensor` is its memory, `offsets` its place in the whole tensor."""
+class Prepared:
+    """Content that was found right: new tensors are filled, live ones untouched until `finish`."""
 
-    name: str
-    tensor: torch.Tensor
-    offsets: tuple[int, ...]
+    checkpoint: Opened
+    unread: Sequence[list[Item]]
+    staged: Sequence[tuple[Item, torch.Tensor]]
 
-
-@dataclass(frozen=True)
-class _Fill:
-    """A region of a stored shard and the view it belongs into."""
-
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    view: torch.Tensor
-
-
-def threads() -> int:
-    """How many threads read at once: reading and hashing both free the GIL."""
-    return max(2, min(8, len(os.sched_getaffinity(0))))
-
-
-def targets_of(tensors: Mapping[str, torch.Tensor]) -> list[Target]:
-    """The local chunks of live tensors (DTensor, ShardedTensor, plain), as DCP places them."""
-    found = []
-    for name, tensor in tensors.items():
-        for part, offsets in zip(local_parts(tensor), _local_offsets(tensor), strict=True):
-            if part.numel() or tensor.numel() == 0:
-                found.append(Target(name, part.detach(), offsets))
-    return found
+    def finish(self) -> None:
+        """Fills the live tensors. What raises now has left part of the content in them."""
+        in_threads(cores(), _large_first(self.unread), lambda: _Fill(self.checkpoint))
+        for item, whole in self.staged:
+            item.place(whole)
 
 
 def read_whole(checkpoint: Opened, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """New CPU tensors with the whole content of the named ones, in the order asked for."""
-    table = checkpoint.table()
-    wanted = list(names)
-    _require(checkpoint, table, wanted)
-    tensors = {name: _empty(table[name][0][1].shard) for name in wanted}
-    fill(checkpoint, [Target(name, tensor, (0,) * tensor.dim()) for name, tensor in tensors.items()])
-    return tensors
+    targets = new_targets(checkpoint, names)
+    prepare(checkpoint, targets).finish()
+    return {target.name: target.tensor for target in targets}
 
 
-def fill(checkpoint: Opened, targets: Sequence[Target]) -> None:
-    """Fills every target; raises CheckpointValidationError if anything is missing or damaged.
+def prepare(checkpoint: Opened, targets: Sequence[Target]) -> Prepared:
+    """Fills the new targets and checks what the live ones are to get.
 
-    Targets may hold part of the new content when it raises: load something else into them, or stop.
+    Raises CheckpointValidationError if anything is missing or does not fit, CheckpointDamaged if any byte is
+    not what was written.
     """
-    table = checkpoint.table()
-    _require(checkpoint, table, [target.name for target in targets])
-    work: dict[StoredShard, tuple[Index, StoredShard, list[_Fill]]] = {}
-    for target in targets:
-        for index, stored, region in _regions(checkpoint, target, table[target.name]):
-            work.setdefault(stored, (index, stored, []))[2].append(region)
-    jobs = list(work.values())
-    for _, stored, _ in jobs:
-        checkpoint.source(stored.file)  # opened and checked here, not in several threads at once
-    wide = [job for job in jobs if checkpoint.source(job[1].file).wide_reads]
-    narrow = [job for job in jobs if not checkpoint.source(job[1].file).wide_reads]
-    if narrow:
-        _in_threads(
-            threads(), lambda job: _read_one(checkpoint, *job), narrow, lambda job: job[1].shard.bytes
-        )
-    if wide:
-        fills = {stored: regions for _, stored, regions in wide}
-        runs = batches([(index, stored) for index, stored, _ in wide], BATCH_BYTES)
-        _in_threads(4, lambda run: _read_run(checkpoint, run, fills), runs, lambda run: len(run))
+    items = reading_list(checkpoint, targets)
+    for item in items:
+        checkpoint.source(item.stored.file)  # opened and checked here, not in several threads at once
+    far = [item for item in items if checkpoint.source(item.stored.file).wide_reads]
+    near = [item for item in items if not checkpoint.source(item.stored.file).wide_reads]
+    live = _runs([item for item in near if item.live], RUN_BYTES)
+    new = _runs([item for item in near if not item.live], RUN_BYTES)
+    in_threads(cores(), _large_first([*live, *new]), lambda: _Check(checkpoint))
+    staged: list[tuple[Item, torch.Tensor]] = []
+    in_threads(RUNS, _runs(far, BATCH_BYTES), lambda: _Fetch(checkpoint, staged))
+    return Prepared(checkpoint, live, staged)
 
 
-def _in_threads(
-    count: int, act: Callable[[Any], None], items: Sequence[Any], weight: Callable[[Any], int]
-) -> None:
-    """Acts on every item in a few threads that take the heaviest next; raises the first error."""
-    left = sorted(items, key=weight)
-    errors: list[BaseException] = []
+class _Check:
+    """Reads what goes into new tensors; only checks what goes into live ones. One per thread, as the others."""
 
-    def work() -> None:
-        while not errors:
-            try:
-                item = left.pop()
-            except IndexError:
-                return
-            try:
-                act(item)
-            except BaseException as error:
-                errors.append(error)
+    def __init__(self, checkpoint: Opened) -> None:
+        self.checkpoint = checkpoint
+        self.scratch = memoryview(bytearray(READ_BYTES))
 
-    others = [threading.Thread(target=work, name="allranks-read") for _ in range(min(count, len(items)) - 1)]
-    for thread in others:
-        thread.start()
-    work()
-    for thread in others:
-        thread.join()
-    if errors:
-        raise errors[0]
+    def __call__(self, run: list[Item]) -> None:
+        if run[0].live:
+            self.checkpoint.check_run([(item.index, item.stored) for item in run], self.scratch)
+            return
+        for item in run:
+            _put(item, self.checkpoint.read_shard)
 
 
-def _read_one(checkpoint: Opened, index: Index, stored: StoredShard, fills: list[_Fill]) -> None:
-    direct = _direct_view(stored.shard, fills)
+class _Fill:
+    """Reads what has been checked into the live tensors: a run of them at once where each is one piece of memory."""
+
+    def __init__(self, checkpoint: Opened) -> None:
+        self.checkpoint = checkpoint
+
+    def __call__(self, run: list[Item]) -> None:
+        views = [item.direct_view() for item in run]
+        whole = [view for view in views if view is not None]
+        source = self.checkpoint.source(run[0].stored.file)
+        if len(whole) == len(run) and source.read_cached(run[0].stored.start, whole):
+            return
+        for item in run:
+            _put(item, self.checkpoint.read_shard)
+
+
+def _put(item: Item, read: Callable[[Index, StoredShard, memoryview], None]) -> None:
+    """Reads an item straight into its place if that is one piece of memory, else by way of a tensor of its own."""
+    direct = item.direct_view()
     if direct is not None:
-        checkpoint.read_shard(index, stored, direct)
+        read(item.index, item.stored, direct)
         return
-    whole = _empty(stored.shard, stored.shard.sizes)
-    checkpoint.read_shard(index, stored, memory_of(whole))
-    _scatter(whole, fills)
+    whole = empty_for(item.stored.shard)
+    read(item.index, item.stored, memory_of(whole))
+    item.place(whole)
 
 
-def _read_run(
-    checkpoint: Opened, run: list[tuple[Index, StoredShard]], fills: Mapping[StoredShard, list[_Fill]]
-) -> None:
-    """Fetches a run of neighbours with few requests, then checks and places each."""
-    if len(run) == 1:
-        index, stored = run[0]
-        _read_one(checkpoint, index, stored, fills[stored])
-        return
-    first, last = run[0][1], run[-1][1]
-    buffer = memoryview(bytearray(last.start + last.shard.bytes - first.start))
-    try:
-        checkpoint.source(first.file).read_into(first.start, buffer)
-    except EOFError as error:
-        raise CheckpointDamaged(
-            f"{first.file} is cut short: {error}", invalid_keys=(first.file,), path=checkpoint.path
-        ) from error
-    for index, stored in run:
-        at = stored.start - first.start
-        piece = buffer[at : at + stored.shard.bytes]
-        checkpoint.check(index, stored, piece)
-        whole = _empty(stored.shard, stored.shard.sizes)
-        memory_of(whole)[:] = piece
-        _scatter(whole, fills[stored])
+class _Fetch:
+    """Fetches runs of neighbours with few requests; keeps what is meant for live tensors."""
+
+    def __init__(self, checkpoint: Opened, staged: list[tuple[Item, torch.Tensor]]) -> None:
+        self.checkpoint = checkpoint
+        self.staged = staged
+
+    def __call__(self, run: list[Item]) -> None:
+        for item, whole in self._fetched(run):
+            if item.live:
+                self.staged.append((item, whole))
+            else:
+                item.place(whole)
+
+    def _fetched(self, run: list[Item]) -> Iterator[tuple[Item, torch.Tensor]]:
+        if len(run) == 1:
+            whole = empty_for(run[0].stored.shard)
+            self.checkpoint.read_shard(run[0].index, run[0].stored, memory_of(whole))
+            yield run[0], whole
+            return
+        first, last = run[0].stored, run[-1].stored
+        buffer = bytearray(last.start + last.shard.bytes - first.start)
+        view = memoryview(buffer)
+        try:
+            self.checkpoint.source(first.file).read_into(first.start, view)
+        except EOFError as error:
+            raise CheckpointDamaged(
+                f"{first.file} is cut short: {error}", invalid_keys=(first.file,), path=self.checkpoint.path
+            ) from error
+        for item in run:
+            at, shard = item.stored.start - first.start, item.stored.shard
+            self.checkpoint.check(item.index, item.stored, view[at : at + shard.bytes])
+            yield item, _tensor_over(buffer, at, item)
 
 
-def _scatter(whole: torch.Tensor, fills: list[_Fill]) -> None:
-    for region in fills:
-        view = whole
-        for dim, (offset, length) in enumerate(zip(region.offsets, region.lengths, strict=True)):
-            view = view.narrow(dim, offset, length)
-        region.view.copy_(view)
+def _tensor_over(buffer: bytearray, at: int, item: Item) -> torch.Tensor:
+    """A shard as a tensor over the bytes it came in."""
+    shard = item.stored.shard
+    if not shard.bytes:
+        return empty_for(shard)
+    dtype = stored_dtype(shard)
+    count = shard.bytes // dtype.itemsize
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=at).view(shard.sizes)
 
 
-def _direct_view(shard: Shard, fills: list[_Fill]) -> memoryview | None:
-    """The destination's own memory, if the whole shard goes into one contiguous place of the same type."""
-    if len(fills) != 1 or fills[0].lengths != shard.sizes:
-        return None
-    view = fills[0].view
-    if view.device.type != "cpu" or not view.is_contiguous() or view.dtype != stored_dtype(shard):
-        return None
-    return memory_of(view)
+def _large_first(runs: Sequence[list[Item]]) -> list[list[Item]]:
+    """In the order of the files, but for the large ones."""
+    return sorted(runs, key=lambda run: run[0].stored.shard.bytes < LARGE_BYTES)
 
 
-def _regions(
-    checkpoint: Opened, target: Target, stored: list[tuple[Index, StoredShard]]
-) -> list[tuple[Index, StoredShard, _Fill]]:
-    """The saved regions that make up a target."""
-    sizes = tuple(target.tensor.shape)
-    for index, one in stored:  # the usual case: saved in the same layout
-        if one.shard.offsets == target.offsets and one.shard.sizes == sizes:
-            return [(index, one, _Fill((0,) * len(sizes), sizes, target.tensor))]
-    shape = stored[0][1].shard.shape
-    if len(shape) != len(sizes) or any(
-        o + s > w for o, s, w in zip(target.offsets, sizes, shape, strict=True)
-    ):
-        raise CheckpointValidationError(
-            f"{target.name} is saved with shape {shape}, wanted are {sizes} at {target.offsets}",
-            invalid_keys=(target.name,), path=checkpoint.path,
-        )  # fmt: skip
-    chunks = [
-        ChunkStorageMetadata(torch.Size(one.shard.offsets), torch.Size(one.shard.sizes)) for _, one in stored
-    ]
-    saved = TensorStorageMetadata(TensorProperties(dtype=target.tensor.dtype), torch.Size(shape), chunks)
-    local = ChunkStorageMetadata(torch.Size(target.offsets), torch.Size(sizes))
-    found = []
-    by_offsets = {one.shard.offsets: (index, one) for index, one in stored}
-    for item in create_read_items_for_chunk_list(target.name, saved, [local]):
-        view = target.tensor
-        for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-            view = view.narrow(dim, offset, length)
-        index, one = by_offsets[tuple(item.storage_index.offset)]
-        found.append((index, one, _Fill(tuple(item.storage_offsets), tuple(item.lengths), view)))
-    covered = sum(region.view.numel() for _, _, region in found)
-    if covered != target.tensor.numel():
-        raise CheckpointValidationError(
-            f"only {covered} of {target.tensor.numel()} elements of {target.name} are in this checkpoint",
-            missing_keys=(target.name,), path=checkpoint.path,
-        )  # fmt: skip
-    return found
+def _runs(items: Iterable[Item], limit: int) -> list[list[Item]]:
+    """Neighbouring shards of one file in runs of at most `limit` bytes (one shard may be longer)."""
+    runs: list[list[Item]] = []
+    for _, group in itertools.groupby(items, key=lambda item: item.stored.file):
+        run: list[Item] = []
+        for item in group:
+            if not run or not _joins(run, item, limit):
+                run = []
+                runs.append(run)
+            run.append(item)
+    return runs
 
 
-def _require(checkpoint: Opened, table: Mapping[str, Any], names: Iterable[str]) -> None:
-    missing = tuple(name for name in names if name not in table)
-    if missing:
-        raise CheckpointValidationError(
-            f"{len(missing)} tensors are not in it", missing_keys=missing[:20], path=checkpoint.path,
-            hint=f"allranks checkpoint show '{checkpoint.path}'",
-        )  # fmt: skip
-
-
-def _local_offsets(tensor: Any) -> list[tuple[int, ...]]:
-    if is_dtensor(tensor):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        _, offsets = compute_local_shape_and_global_offset(
-            tensor.shape, tensor.device_mesh, tensor.placements
-        )
-        return [tuple(offsets)]
-    if type(tensor).__name__ == "ShardedTensor":
-        return [tuple(shard.metadata.shard_offsets) for shard in tensor.local_shards()]
-    return [(0,) * tensor.dim()]
-
-
-def stored_dtype(shard: Shard) -> torch.dtype:
-    """The torch dtype of a stored shard."""
-    if shard.view:
-        found: torch.dtype = getattr(torch, shard.view)
-        return found
-    return TORCH_DTYPES[shard.dtype]
-
-
-def _empty(shard: Shard, sizes: tuple[int, ...] | None = None) -> torch.Tensor:
-    return torch.empty(shard.shape if sizes is None else sizes, dtype=stored_dtype(shard))
+def _joins(run: list[Item], item: Item, limit: int) -> bool:
+    first, last, stored = run[0].stored, run[-1].stored, item.stored
+    follows = last.start + last.shard.bytes == stored.start and len(run) < MOST_IN_A_RUN
+    return follows and stored.start + stored.shard.bytes - first.start <= limit

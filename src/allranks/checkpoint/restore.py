@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ import torch
 from allranks.checkpoint.manifest import Index
 from allranks.checkpoint.opened import Opened
 from allranks.checkpoint.plan import local_parts
-from allranks.checkpoint.reader import Target, fill, read_whole, stored_dtype, targets_of
+from allranks.checkpoint.reader import prepare, read_whole
+from allranks.checkpoint.regions import new_targets, stored_dtype, targets_of
 from allranks.checkpoint.snapshot import Snapshot
 from allranks.checkpoint.state import FROM_THE_FIRST, PER_RANK, CheckpointState, restore_rng_states, unwrap
 from allranks.checkpoint.tensors import flatten, tensor_names, unflatten
@@ -34,18 +35,30 @@ def read_state(checkpoint: Opened, rank: int) -> CheckpointState:
     return _assemble(common, own, rank, tensors)
 
 
-def read_into(checkpoint: Opened, live: Live, rank: int, strict: bool) -> CheckpointState:
-    """Fills model and optimizer in place, reading only this rank's chunks; returns the state around them."""
+def prepare_into(checkpoint: Opened, live: Live, rank: int, strict: bool) -> Callable[[], CheckpointState]:
+    """Reads and checks this rank's chunks; model and optimizer change, in place, when the result is called.
+
+    Raises CheckpointValidationError (also CheckpointDamaged) with the model untouched. The result returns the
+    state around the live tensors.
+    """
     common, own = skeletons(checkpoint, rank)
-    targets = _model_targets(live, common, strict)
-    targets.update(_optimizer_targets(checkpoint, live, common))
-    fill(checkpoint, targets_of(targets))
+    _check_optimizer(live, common)
+    kept = _model_targets(live, common, strict)
+    existing, new = _optimizer_targets(checkpoint, live, common)
+    kept.update(existing)
     private = [name for part in own.values() for name in tensor_names(part)]
-    others = [name for name in tensor_names(_without_model(common)) if name not in targets]
-    tensors = {**targets, **read_whole(checkpoint, [*others, *private])}
-    state = _assemble(common, own, rank, _Lenient(tensors))
-    _install(live, state)
-    return state
+    others = [name for name in tensor_names(_without_model(common)) if name not in kept and name not in new]
+    rest = new_targets(checkpoint, [*others, *private])
+    prepared = prepare(checkpoint, [*targets_of(kept, True), *targets_of(new, False), *rest])
+    tensors = _Lenient({**kept, **new, **{target.name: target.tensor for target in rest}})
+
+    def finish() -> CheckpointState:
+        prepared.finish()
+        state = _assemble(common, own, rank, tensors)
+        _install(live, state)
+        return state
+
+    return finish
 
 
 def copy_into(snapshot: Snapshot, live: Live) -> CheckpointState:
@@ -100,25 +113,43 @@ def _model_targets(live: Live, common: Any, strict: bool) -> dict[str, torch.Ten
     return {name: tensor for name, tensor in tensors.items() if name in saved}
 
 
-def _optimizer_targets(checkpoint: Opened, live: Live, common: Any) -> dict[str, torch.Tensor]:
-    """The optimizer's tensors: its own where it has them, new ones shaped and sharded like the parameter."""
+def _check_optimizer(live: Live, common: Any) -> None:
+    """What the optimizer's own load_state_dict would refuse is refused before anything is changed."""
+    saved = common.get("optimizer_state_dict", {})
+    if live.optimizer is None or not isinstance(saved, dict) or not saved.get("param_groups"):
+        return
+    there = [len(group["params"]) for group in saved["param_groups"]]
+    here = [len(group["params"]) for group in live.optimizer.param_groups]
+    if there != here:
+        raise CheckpointValidationError(
+            f"the optimizer has {here} parameters in its groups, the checkpoint {there}",
+            invalid_keys=("optimizer_state_dict",),
+            hint="restore(model) alone, or build the optimizer as it was saved",
+        )
+
+
+def _optimizer_targets(
+    checkpoint: Opened, live: Live, common: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The optimizer's tensors: (its own where it has them, new ones shaped and sharded like the parameter)."""
+    existing: dict[str, torch.Tensor] = {}
+    new: dict[str, torch.Tensor] = {}
     if live.optimizer is None:
-        return {}
+        return existing, new
     refs = unflatten(common.get("optimizer_state_dict", {}), _Names())
     parameters = [p for group in live.optimizer.param_groups for p in group["params"]]
     table = checkpoint.table()
-    targets = {}
     for number, key, name in _optimizer_entries(refs):
         if not 0 <= number < len(parameters) or name not in table:
             continue
         parameter = parameters[number]
-        existing = live.optimizer.state.get(parameter, {}).get(key)
+        known = live.optimizer.state.get(parameter, {}).get(key)
         shard = table[name][0][1].shard
-        if isinstance(existing, torch.Tensor) and tuple(existing.shape) == shard.shape:
-            targets[name] = existing
+        if isinstance(known, torch.Tensor) and tuple(known.shape) == shard.shape:
+            existing[name] = known
         elif tuple(parameter.shape) == shard.shape:
-            targets[name] = torch.empty_like(parameter, dtype=stored_dtype(shard), requires_grad=False)
-    return targets
+            new[name] = torch.empty_like(parameter, dtype=stored_dtype(shard), requires_grad=False)
+    return existing, new
 
 
 def _optimizer_entries(refs: Any) -> Iterator[tuple[int, str, str]]:
@@ -171,4 +202,4 @@ class _Lenient(dict[str, torch.Tensor]):
         return None
 
 
-__all__ = ["Live", "Target", "copy_into", "install_rng", "read_into", "read_state", "skeletons"]
+__all__ = ["Live", "copy_into", "install_rng", "prepare_into", "read_state", "skeletons"]

@@ -14,10 +14,15 @@ from typing import Any
 import torch
 
 from allranks.checkpoint.arena import Arena
+from allranks.checkpoint.checksum import best_algorithm, checksum
 from allranks.checkpoint.plan import Plan
 from allranks.checkpoint.staging import Stager
 from allranks.checkpoint.state import PER_RANK, CheckpointState, is_dtensor
 from allranks.checkpoint.tensors import Flat, flatten, unflatten
+from allranks.errors import CheckpointDamaged
+
+#: Hashing a snapshot is a matter of memory bandwidth; whoever needs it waits no longer than this.
+SEAL_LIMIT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,8 @@ class Snapshot:
     pool: ArenaPool
     wraps: dict[str, Any]
     ready: bool = False
-    failed: BaseException | None = None
+    _sums: dict[tuple[str, int], str] = field(default_factory=dict)
+    _sealing: threading.Thread | None = None
     _holders: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -132,6 +138,29 @@ class Snapshot:
         if last:
             self.pool.give(self.arena)
 
+    def seal(self) -> None:
+        """Begins to hash the copied bytes, in a thread: `check` can tell later whether they are still the same."""
+        self.hold()
+        self._sealing = threading.Thread(target=self._seal, name="allranks-checkpoint-seal", daemon=True)
+        self._sealing.start()
+
+    def settle(self) -> None:
+        """Waits for the hashing; nobody reads the bytes behind its back afterwards."""
+        if self._sealing is not None:
+            self._sealing.join(SEAL_LIMIT_S)
+
+    def check(self) -> None:
+        """Raises CheckpointDamaged unless every byte is what was copied. A snapshot without a seal passes."""
+        self.settle()
+        found = self._checksums() if self._sums else {}
+        for key, value in found.items():
+            if value != self._sums[key]:
+                name = key[0]
+                raise CheckpointDamaged(
+                    f"{name} in the memory snapshot of step {self.step} does not match its checksum",
+                    invalid_keys=(name,), tier="MEMORY", hint="something wrote into its memory, or the memory is bad",
+                )  # fmt: skip
+
     def local_views(self) -> dict[str, list[torch.Tensor]]:
         """name → views of its local chunks inside the arena. Valid while the snapshot is held."""
         views: dict[str, list[torch.Tensor]] = {}
@@ -146,6 +175,21 @@ class Snapshot:
         tensors = {name: self._rebuild(name, chunks) for name, chunks in self.local_views().items()}
         tensors.update({name: wrap.clone() for name, wrap in self.wraps.items() if name not in tensors})
         return unflatten_state(self.common, self.own, tensors)
+
+    def _seal(self) -> None:
+        try:
+            self._sums = self._checksums()
+        finally:
+            self.release()
+
+    def _checksums(self) -> dict[tuple[str, int], str]:
+        algorithm, view = best_algorithm(), self.arena.view
+        return {
+            placed.piece.key: checksum(
+                view[placed.start : placed.start + placed.piece.shard.bytes], algorithm
+            )
+            for placed in (*self.plan.owned, *self.plan.extra)
+        }
 
     def _rebuild(self, name: str, chunks: list[torch.Tensor]) -> torch.Tensor:
         wrap = self.wraps.get(name)

@@ -149,6 +149,8 @@ def restore_rng_states(states: Mapping[str, Any]) -> None:
 
 def is_dtensor(value: Any) -> bool:
     """Whether a value is a DTensor; true for none of the others, on any torch."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return False
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh") and hasattr(value, "placements")
 
 

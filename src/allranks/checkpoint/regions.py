@@ -1,0 +1,195 @@
+"""Which saved bytes make up the tensors a rank wants: the reading list of a load.
+
+Nothing is read here. Where the layout has changed, torch.distributed.checkpoint's own resharding decides which
+saved chunks overlap a wanted one, so any layout loads into any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from allranks.checkpoint.layout import Shard
+from allranks.checkpoint.manifest import Index, StoredShard
+from allranks.checkpoint.opened import Opened
+from allranks.checkpoint.plan import TORCH_DTYPES, local_parts
+from allranks.checkpoint.state import is_dtensor
+from allranks.checkpoint.tensors import memory_of
+from allranks.errors import CheckpointValidationError
+
+
+@dataclass(frozen=True)
+class Target:
+    """A chunk to fill: `tensor` is its memory, `offsets` its place in the whole tensor.
+
+    A `live` one belongs to a running model: it must not change before everything is known to be right.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    offsets: tuple[int, ...]
+    live: bool = False
+
+
+@dataclass(frozen=True)
+class Region:
+    """A region of a stored shard and the view it belongs into."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    view: torch.Tensor
+    live: bool
+
+
+@dataclass(frozen=True)
+class Item:
+    """One stored shard to read, and where its content goes."""
+
+    index: Index
+    stored: StoredShard
+    regions: list[Region]
+
+    @property
+    def live(self) -> bool:
+        """Whether any of it goes into a running model."""
+        return any(region.live for region in self.regions)
+
+    def direct_view(self) -> memoryview | None:
+        """The destination's own memory, if the whole shard goes into one contiguous place of the same type."""
+        shard = self.stored.shard
+        if len(self.regions) != 1 or self.regions[0].lengths != shard.sizes:
+            return None
+        view = self.regions[0].view
+        if view.device.type != "cpu" or not view.is_contiguous() or view.dtype != stored_dtype(shard):
+            return None
+        return memory_of(view)
+
+    def place(self, whole: torch.Tensor) -> None:
+        """Copies the wanted regions out of the whole shard."""
+        for region in self.regions:
+            view = whole
+            for dim, (offset, length) in enumerate(zip(region.offsets, region.lengths, strict=True)):
+                view = view.narrow(dim, offset, length)
+            region.view.copy_(view)
+
+
+def targets_of(tensors: Mapping[str, torch.Tensor], live: bool) -> list[Target]:
+    """The local chunks of tensors (DTensor, ShardedTensor, plain), as DCP places them."""
+    found = []
+    for name, tensor in tensors.items():
+        for part, offsets in zip(local_parts(tensor), _local_offsets(tensor), strict=True):
+            if part.numel() or tensor.numel() == 0:
+                found.append(Target(name, part.detach(), offsets, live))
+    return found
+
+
+def new_targets(checkpoint: Opened, names: Iterable[str]) -> list[Target]:
+    """New CPU tensors for the whole content of the named ones, in the order asked for."""
+    table = checkpoint.table()
+    wanted = list(names)
+    require(checkpoint, wanted)
+    tensors = {name: empty_for(table[name][0][1].shard, whole=True) for name in wanted}
+    return [Target(name, tensor, (0,) * tensor.dim()) for name, tensor in tensors.items()]
+
+
+def reading_list(checkpoint: Opened, targets: Sequence[Target]) -> list[Item]:
+    """Every stored shard the targets need, once, in the order of the files.
+
+    Raises CheckpointValidationError when a tensor is missing, has another shape, or is not there in full.
+    """
+    require(checkpoint, [target.name for target in targets])
+    table = checkpoint.table()
+    items: dict[int, Item] = {}
+    for target in targets:
+        for index, stored, region in _regions(checkpoint, target, table[target.name]):
+            item = items.get(id(stored))  # the table holds each stored shard once
+            if item is None:
+                item = items[id(stored)] = Item(index, stored, [])
+            item.regions.append(region)
+    return sorted(items.values(), key=lambda item: (item.stored.file, item.stored.start))
+
+
+def require(checkpoint: Opened, names: Iterable[str]) -> None:
+    """Raises CheckpointValidationError unless every named tensor is in the checkpoint."""
+    table = checkpoint.table()
+    missing = tuple(name for name in names if name not in table)
+    if missing:
+        raise CheckpointValidationError(
+            f"{len(missing)} tensors are not in it", missing_keys=missing[:20], path=checkpoint.path,
+            hint=f"allranks checkpoint show '{checkpoint.path}' --tensors",
+        )  # fmt: skip
+
+
+def stored_dtype(shard: Shard) -> torch.dtype:
+    """The torch dtype of a stored shard."""
+    if shard.view:
+        found: torch.dtype = getattr(torch, shard.view)
+        return found
+    return TORCH_DTYPES[shard.dtype]
+
+
+def empty_for(shard: Shard, whole: bool = False) -> torch.Tensor:
+    """A new tensor for a shard, or for the whole tensor it is a part of."""
+    return torch.empty(shard.shape if whole else shard.sizes, dtype=stored_dtype(shard))
+
+
+def _regions(
+    checkpoint: Opened, target: Target, stored: list[tuple[Index, StoredShard]]
+) -> list[tuple[Index, StoredShard, Region]]:
+    """The saved regions that make up a target."""
+    sizes = tuple(target.tensor.shape)
+    for index, one in stored:  # the usual case: saved in the same layout
+        if one.shard.offsets == target.offsets and one.shard.sizes == sizes:
+            return [(index, one, Region((0,) * len(sizes), sizes, target.tensor, target.live))]
+    shape = stored[0][1].shard.shape
+    if len(shape) != len(sizes) or any(
+        o + s > w for o, s, w in zip(target.offsets, sizes, shape, strict=True)
+    ):
+        raise CheckpointValidationError(
+            f"{target.name} is saved with shape {shape}, wanted are {sizes} at {target.offsets}",
+            invalid_keys=(target.name,), path=checkpoint.path,
+        )  # fmt: skip
+    chunks = [
+        ChunkStorageMetadata(torch.Size(one.shard.offsets), torch.Size(one.shard.sizes)) for _, one in stored
+    ]
+    saved = TensorStorageMetadata(TensorProperties(dtype=target.tensor.dtype), torch.Size(shape), chunks)
+    local = ChunkStorageMetadata(torch.Size(target.offsets), torch.Size(sizes))
+    found = []
+    by_offsets = {one.shard.offsets: (index, one) for index, one in stored}
+    for item in create_read_items_for_chunk_list(target.name, saved, [local]):
+        view = target.tensor
+        for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            view = view.narrow(dim, offset, length)
+        index, one = by_offsets[tuple(item.storage_index.offset)]
+        found.append(
+            (index, one, Region(tuple(item.storage_offsets), tuple(item.lengths), view, target.live))
+        )
+    covered = sum(region.view.numel() for _, _, region in found)
+    if covered != target.tensor.numel():
+        raise CheckpointValidationError(
+            f"only {covered} of {target.tensor.numel()} elements of {target.name} are in this checkpoint",
+            missing_keys=(target.name,), path=checkpoint.path,
+        )  # fmt: skip
+    return found
+
+
+def _local_offsets(tensor: Any) -> list[tuple[int, ...]]:
+    if is_dtensor(tensor):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        _, offsets = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+        return [tuple(offsets)]
+    if type(tensor).__name__ == "ShardedTensor":
+        return [tuple(shard.metadata.shard_offsets) for shard in tensor.local_shards()]
+    return [(0,) * tensor.dim()]
