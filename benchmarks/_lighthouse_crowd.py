@@ -112,13 +112,20 @@ class Crowd:
                         each(fd)
 
     def pump(self, timeout_s: float, kind: int = -1) -> list[int]:
-        """Reads what is there; descriptors that got a frame of `kind`. Acknowledges what came in the last call."""
+        """Reads what is there; descriptors that got a frame of `kind`. Acknowledges when nothing is left to read.
+
+        A thousand machines would acknowledge beside each other; here one process is all of them, and must
+        not let the first ones' acknowledgements delay the others' reading.
+        """
         got = []
-        acks, self._acks = self._acks, []
-        for light, notice_id in acks:
-            if notice_id and light.sock.fileno() >= 0:
-                self._send(light, encode(Ack(notice_id)))
-        for fd, events in self._poll.poll(timeout_s, 4096):
+        ready = self._poll.poll(0.0 if self._acks else timeout_s, 4096)
+        if not ready and self._acks:
+            acks, self._acks = self._acks, []
+            for light, notice_id in acks:
+                if notice_id and light.sock.fileno() >= 0:
+                    self._send(light, encode(Ack(notice_id)))
+            ready = self._poll.poll(timeout_s, 4096)
+        for fd, events in ready:
             light = self.lights.get(fd)
             if light is None:
                 continue

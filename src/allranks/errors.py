@@ -9,6 +9,7 @@ AllranksError                  anything we raise on purpose; `.hint` holds the c
 │   ├── LighthouseRefused      it said no: `.code` is token, version, superseded, full, draining ...
 │   │   └── ReplicaEvicted     this replica was thrown out and not let in again
 │   └── QuorumTimeout          no quorum in time; `.missing` names who we waited for
+├── EtcdError                  no member of etcd gave a useful answer
 ├── CheckpointError            a checkpoint could not be saved, found or trusted; knows tier and path
 │   ├── CheckpointSaveError    a save failed; training goes on unless the policy is "fail"
 │   ├── CheckpointLoadError    no (or not this) checkpoint could be loaded
@@ -243,6 +244,10 @@ def require(module: str, *, feature: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingExtra(feature, extra) from error
+
+
+class EtcdError(AllranksError):
+    """etcd did not answer, or refused."""
 
 
 class ManagerError(AllranksError):

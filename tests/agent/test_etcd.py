@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from allranks.agent import etcd_server
-from allranks.agent.etcd_gateway import EtcdError, EtcdGateway, parse_endpoints
 from allranks.cli import main
-from allranks.errors import InputError
+from allranks.errors import EtcdError, InputError
+from allranks.etcd import Etcd, parse_endpoints
 from allranks.testing.ranks import free_port
 
 pytestmark = pytest.mark.skipif(
@@ -26,16 +26,16 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdGateway]:
+def etcd(tmp_path: Path) -> Iterator[Etcd]:
     """A private etcd on a free port."""
     server = etcd_server.start(tmp_path / "etcd", port=0)
-    gateway = EtcdGateway((server.client,))
+    gateway = Etcd((server.client,))
     yield gateway
     gateway.close()
     assert etcd_server.stop(tmp_path / "etcd")
 
 
-def test_compare_and_put_has_one_winner(etcd: EtcdGateway) -> None:
+def test_compare_and_put_has_one_winner(etcd: Etcd) -> None:
     """The second writer with an old revision loses and nothing is overwritten."""
     assert etcd.compare_and_put("/a", b"first", 0)
     assert not etcd.compare_and_put("/a", b"second", 0)
@@ -47,9 +47,9 @@ def test_compare_and_put_has_one_winner(etcd: EtcdGateway) -> None:
     assert etcd.get("/a") is None
 
 
-def test_a_dead_endpoint_is_passed_over(etcd: EtcdGateway) -> None:
+def test_a_dead_endpoint_is_passed_over(etcd: Etcd) -> None:
     """With two endpoints, one of them closed, calls go to the other."""
-    both = EtcdGateway((f"http://127.0.0.1:{free_port()}", etcd.endpoints[0]))
+    both = Etcd((f"http://127.0.0.1:{free_port()}", etcd.endpoints[0]))
     both.put("/b", b"1")
     assert both.get("/b") is not None
     both.close()
@@ -58,7 +58,7 @@ def test_a_dead_endpoint_is_passed_over(etcd: EtcdGateway) -> None:
 def test_a_dead_etcd_is_an_error_that_names_the_cure() -> None:
     """Nothing listens there."""
     with pytest.raises(EtcdError, match="no etcd answers") as caught:
-        EtcdGateway(parse_endpoints(f"127.0.0.1:{free_port()}")).status()
+        Etcd(parse_endpoints(f"127.0.0.1:{free_port()}")).status()
     assert "allranks etcd start" in caught.value.hint
 
 
@@ -76,7 +76,7 @@ def test_start_status_stop_as_a_user_types_them(tmp_path: Path, capsys: pytest.C
     assert main(["etcd", "status", *folder]) == 1
 
 
-def test_a_port_in_use_is_said_with_the_cure(tmp_path: Path, etcd: EtcdGateway) -> None:
+def test_a_port_in_use_is_said_with_the_cure(tmp_path: Path, etcd: Etcd) -> None:
     """Two servers cannot share a port."""
     port = int(etcd.endpoints[0].rsplit(":", 1)[1])
     with pytest.raises(InputError, match="cannot be used") as caught:
@@ -102,7 +102,7 @@ dist.destroy_process_group()
 """
 
 
-def test_torchrun_meets_on_etcd_v3_and_survives_the_loss_of_a_node(tmp_path: Path, etcd: EtcdGateway) -> None:
+def test_torchrun_meets_on_etcd_v3_and_survives_the_loss_of_a_node(tmp_path: Path, etcd: Etcd) -> None:
     """Two agents with `--nnodes 1:2`; one agent is killed with its rank; the other goes on in a world of one."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -81,10 +81,10 @@ def test_settings_that_lose_evidence_are_named(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
 def test_etcd_is_checked_for_life_and_for_stale_rendezvous(tmp_path: Path) -> None:
     """A real etcd, alive with an old key, then stopped."""
-    from allranks.agent.etcd_gateway import EtcdGateway
+    from allranks.etcd import Etcd
 
     server = etcd_server.start(tmp_path, port=0)
-    gateway = EtcdGateway((server.client,))
+    gateway = Etcd((server.client,))
     gateway.put("/allranks/rdzv/old-job", b"x")
     gateway.close()
     options = DoctorOptions(etcd=server.client.removeprefix("http://"))

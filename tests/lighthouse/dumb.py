@@ -18,6 +18,8 @@ def dumb_decision(now: float, state: State, options: Options) -> tuple[str, tupl
     asking = {name: r.asking for name, r in eligible.items() if r.asking is not None}
     if not asking:
         return "nobody", (), ()
+    if now < state.settling_until:
+        return "starting", (), ()
     veterans = {
         name for name, r in eligible.items() if last.get(name) == r.session and name not in state.departed
     }
@@ -26,6 +28,10 @@ def dumb_decision(now: float, state: State, options: Options) -> tuple[str, tupl
         for name, gone in state.gone.items()
         if not gone.certain and now - gone.at < options.presume_dead_s and name not in state.evicted
     }
+    finished = [gone for gone in state.gone.values() if gone.finished]
+    late = now < state.finished_at + options.finished_hold_s and len(asking) <= state.largest / 2
+    if finished and not veterans and not silent and late:
+        return "finished", (), ()
     group = veterans if veterans or silent else set(eligible)
     idle = {name for name in group if name not in asking}
     askers = group & set(asking)

@@ -9,7 +9,8 @@ import time
 import urllib.request
 from pathlib import Path
 
-from allranks.lighthouse.etcd import Etcd, EtcdError
+from allranks.errors import EtcdError
+from allranks.etcd import Etcd
 from allranks.testing.ranks import free_port
 
 
@@ -47,7 +48,8 @@ class EtcdCluster:
         etcd, deadline = Etcd(tuple(self.endpoints.split(","))), time.monotonic() + timeout_s
         while True:
             try:
-                etcd.put_if("/never", 0, "/probe", b"x")
+                etcd.put("/probe", b"x")
+                etcd.close()
                 return
             except EtcdError:
                 if time.monotonic() > deadline:

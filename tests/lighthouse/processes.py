@@ -122,7 +122,7 @@ class LighthouseProcess:
         self._log = self.log_path.open("w")
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "allranks", "lighthouse", "--json", "--no-token",
-             "--bind", f"{host}:{self.port}", *arguments],
+             "--bind", f"{host}:{self.port}", "--start-grace-ms", "0", *arguments],
             stdout=subprocess.PIPE, stderr=self._log, text=True,
         )  # fmt: skip
         assert self.process.stdout is not None

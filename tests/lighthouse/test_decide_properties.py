@@ -26,12 +26,13 @@ class JobLife:
     ) -> None:
         self.options = Options(
             min_replicas=min_replicas, multiple_of=multiple_of, max_replicas=max_replicas, join_timeout_s=10.0,
-            presume_dead_s=30.0, flap_limit=flap_limit, expect_replicas=expect, flap_backoff_s=3.0,
+            presume_dead_s=30.0, finished_hold_s=100.0, flap_limit=flap_limit, expect_replicas=expect, flap_backoff_s=3.0,
         )  # fmt: skip
         self.state = State(self.options)
         self.now = 0.0
         self.lives = dict.fromkeys(NAMES, 0)
         self.formed: dict[tuple[int, int], Quorum] = {}
+        self.reported: Quorum | None = None
         for name in NAMES[:crowd]:
             self.connect(name, False)
 
@@ -88,11 +89,38 @@ class JobLife:
         self.state.evicted = evicted
         self.state.adopt(self.now, last)
 
+    def lighthouse_forgets(self) -> None:
+        """The new one knows nothing yet; whoever is faster than the members may come first."""
+        self.reported = self.state.last or self.reported
+        self.state = State(self.options, settling_until=self.now + 2.0)
+
+    def member_reports(self) -> None:
+        """A member comes back to a lighthouse that has formed nothing, or something out of nothing."""
+        if self.reported is not None and not self.state.taken_over:
+            self.state.adopt(self.now, self.reported)
+            self.reported = None
+
+    def finish(self, name: str) -> None:
+        if name in self.state.replicas:
+            self.state.leave(self.now, name, "through")
+            self.state.finish(self.now, name)
+
+    def all_finish(self) -> None:
+        """The end of a training."""
+        self.one_step()
+        for name in sorted(self.state.veterans):
+            self.finish(name)
+
     def form(self) -> None:
         decision, reason = decide(self.now, self.state, self.options)
         if not isinstance(decision, Form):
             return
         before = self.state.last
+        assert self.now >= self.state.settling_until, (
+            "a new lighthouse did not wait for those who train already"
+        )
+        if self.state.over and self.now < self.state.finished_at + self.options.finished_hold_s:
+            assert 2 * len(self.state.asking) > self.state.largest, "latecomers began a training that is over"
         quorum = self.state.next_quorum(decision.members, decision.spares, reason)
         self._check_new(quorum, before)
         self.state.form(quorum)
@@ -209,6 +237,10 @@ EVENTS = st.one_of(
     _event("let_in", name=names),
     _event("time_passes", seconds=st.sampled_from([0.1, 1.0, 4.0, 11.0, 31.0])),
     _event("lighthouse_restarts"),
+    _event("lighthouse_forgets"),
+    _event("member_reports"),
+    _event("finish", name=names),
+    _event("all_finish"),
     _event("form"),
     _event("one_step"),
     _event("die_in_a_step", name=names, certain=st.booleans()),

@@ -27,6 +27,7 @@ class Play:
     state: State = field(default_factory=lambda: State(Options()))
     now: float = 0.0
     lives: dict[str, int] = field(default_factory=dict)
+    reported: Quorum | None = None
 
     def run(self, line: str) -> list[str]:
         """One command; the lines it prints."""
@@ -70,8 +71,14 @@ class Play:
         for name in names:
             self.state.lose(self.now, name, "nothing heard for 5.00 s", certain=False)
 
-    def do_leaves(self, name: str) -> None:
-        self.state.leave(self.now, name, "finished")
+    def do_leaves(self, *names: str) -> None:
+        for name in names:
+            self.state.leave(self.now, name, "bye")
+
+    def do_finishes(self, *names: str) -> None:
+        for name in names:
+            self.state.leave(self.now, name, "through")
+            assert self.state.finish(self.now, name)
 
     def do_restarts(self, name: str) -> None:
         if name in self.state.replicas:
@@ -87,6 +94,17 @@ class Play:
 
     def do_sleep(self, seconds: str) -> None:
         self.now += float(seconds)
+
+    def do_lighthouse_starts(self, grace: str) -> None:
+        """A new one that knows nothing of the one before."""
+        self.reported, options = self.state.last, self.state.options
+        self.state = State(options, settling_until=self.now + float(grace))
+
+    def do_report(self) -> list[str]:
+        """A member of the earlier lighthouse's quorum comes back and tells it."""
+        assert self.reported is not None
+        self.state.adopt(self.now, self.reported)
+        return [f"took over quorum {self.reported.number}"]
 
     def do_lighthouse_restarts(self) -> list[str]:
         last, options = self.state.last, self.state.options

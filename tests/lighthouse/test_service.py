@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from allranks.lighthouse.kept import Kept
 from allranks.lighthouse.messages import Hello, Refused, Welcome
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.service import Service
@@ -101,6 +102,104 @@ async def test_what_an_older_client_recalls_does_not_replace_what_is_known() -> 
 
 
 @on_loop
+async def test_a_quorum_formed_out_of_nothing_gives_way_to_one_that_trains_already() -> None:
+    """A newcomer was faster than those who came back from the earlier lighthouse: it is told to join them."""
+    desk = Desk()
+    x, x_peer = desk.enter("x")
+    for _ in range(40):  # its rounds run far ahead of theirs
+        desk.service.join(x, Member("x"))
+        await desk.settle()
+    assert x_peer.of(Quorum)[-1].names == ("x",)
+    a, a_peer = desk.enter("a", epoch=1, number=1, round=3)
+    assert a_peer.of(Welcome)[0].recall
+    desk.service.recalled(Quorum(1, 1, (Member("a", "a.1"), Member("b", "b.1")), "why", round=3))
+    await desk.settle()
+    assert "earlier lighthouse" in x_peer.of(QuorumWanted)[0].reason
+    b, b_peer = desk.enter("b", epoch=1, number=1, round=3)
+    assert not b_peer.of(Welcome)[0].recall  # one word is enough
+    for session, step in ((x, 40), (a, 1000), (b, 1000)):
+        desk.service.join(session, Member(session.replica, step=step))
+    await desk.settle()
+    (last,) = a_peer.of(Quorum)
+    assert last == x_peer.of(Quorum)[-1] == b_peer.of(Quorum)[0]
+    assert (last.names, last.number, last.epoch) == (("a", "b", "x"), 2, 2)
+    assert last.heal == {"x": "a"}
+
+
+@on_loop
+async def test_a_new_lighthouse_waits_for_those_who_train_already() -> None:
+    """Within the grace nobody new forms a quorum of its own; it says why, and does so after it."""
+    desk = Desk(start_grace_s=0.2)
+    desk.service.start()
+    x, x_peer = desk.enter("x")
+    desk.service.join(x, Member("x"))
+    await desk.settle()
+    assert not x_peer.of(Quorum)
+    assert "members of an earlier quorum come first" in desk.service.snapshot().waiting
+    while not x_peer.of(Quorum):
+        await asyncio.sleep(0.01)
+    desk.service.close()
+
+
+@on_loop
+async def test_a_training_that_is_over_is_not_begun_anew_by_a_latecomer() -> None:
+    """By its own good-bye or an agent's word, also if that comes first; let in by hand it may begin."""
+    desk = Desk()
+    crowd = [desk.enter(name) for name in ("a", "b", "c")]
+    for session, _ in crowd:
+        desk.service.join(session, Member(session.replica))
+    await desk.settle()
+    (a, _), (b, _), (c, _) = crowd
+    desk.service.leave(a, "through", finished=True)
+    assert desk.service.finish("b")  # the agent is faster than the good-bye
+    desk.service.leave(b, "through")
+    desk.service.accuse("c", "killed")
+    c, c_peer = desk.enter("c", session="c.2")
+    desk.service.join(c, Member("c"))
+    await desk.settle()
+    status = desk.service.snapshot()
+    assert not c_peer.of(Quorum)
+    assert "the training is over (a, b finished in quorum 1): c is too late" in status.waiting
+    assert {row.replica: row.state for row in status.replicas} == {
+        "a": "finished",
+        "b": "finished",
+        "c": "asking",
+    }
+    assert set(status.lost) == {"c"}
+    assert desk.service.let_in("c")
+    await desk.settle()
+    assert c_peer.of(Quorum)[0].names == ("c",)
+
+
+@on_loop
+async def test_the_end_of_a_training_outlives_its_lighthouse() -> None:
+    """The next leader knows from what was kept that nobody is to be waited for, and turns latecomers away."""
+    saved: list[Kept] = []
+
+    async def keep(kept: Kept) -> None:
+        saved.append(kept)
+
+    first, second = Desk(), Desk()
+    first.service.lead(Kept(epoch=1), keep)
+    crowd = [first.enter(name) for name in ("a", "b", "c")]
+    for session, _ in crowd:
+        first.service.join(session, Member(session.replica))
+    await first.settle()
+    for session, _ in crowd[:2]:
+        first.service.leave(session, "through", finished=True)
+    await first.settle()
+    assert saved[-1].finished == ("a", "b")
+    second.service.lead(saved[-1], keep)
+    assert second.service.snapshot().lost == {}
+    second.service.accuse("c", "did not come back")
+    late, late_peer = second.enter("c", session="c.2")
+    second.service.join(late, Member("c"))
+    await second.settle()
+    assert not late_peer.of(Quorum)
+    assert "the training is over" in second.service.snapshot().waiting
+
+
+@on_loop
 async def test_many_deaths_in_one_moment_are_told_together() -> None:
     """Every survivor hears of every death, each once."""
     desk = Desk(grace_s=0.0)
@@ -161,13 +260,13 @@ async def test_number_and_state_survive_a_keeper_that_fails_at_first() -> None:
     desk = Desk(quorum_tick_s=0.01)
     kept: list[int] = []
 
-    async def keep(quorum: Quorum | None, number: int, evicted: dict[str, str]) -> None:
+    async def keep(to_keep: Kept) -> None:
         if len(kept) < 2:
             kept.append(-1)
             raise OSError("etcd is away")
-        kept.append(number)
+        kept.append(to_keep.number)
 
-    desk.service.lead(4, None, 11, {}, keep)
+    desk.service.lead(Kept(epoch=4, number=11), keep)
     a, peer = desk.enter("a")
     desk.service.join(a, Member("a"))
     await desk.settle()
@@ -184,10 +283,10 @@ async def test_a_member_lost_while_its_quorum_is_being_kept_makes_it_void() -> N
     desk = Desk(grace_s=0.0)
     gate = asyncio.Event()
 
-    async def keep(quorum: Quorum | None, number: int, evicted: dict[str, str]) -> None:
+    async def keep(to_keep: Kept) -> None:
         await gate.wait()
 
-    desk.service.lead(1, None, 0, {}, keep)
+    desk.service.lead(Kept(epoch=1), keep)
     (a, a_peer), (b, b_peer) = desk.enter("a"), desk.enter("b")
     for session in (a, b):
         desk.service.join(session, Member(session.replica))

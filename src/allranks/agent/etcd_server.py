@@ -15,8 +15,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from allranks.agent.etcd_gateway import EtcdError, EtcdGateway
-from allranks.errors import InputError
+from allranks.errors import EtcdError, InputError
+from allranks.etcd import Etcd
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def start(folder: Path, *, bind: str = "127.0.0.1", port: int = 2379, wait_s: fl
         binary, "--name", "allranks", "--data-dir", str(folder / "data"),
         "--listen-client-urls", client, "--advertise-client-urls", client,
         "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
-        "--initial-cluster", f"allranks={peer}", "--auto-compaction-retention", "1",
+        "--initial-cluster", f"allranks={peer}", "--auto-compaction-retention", "1", *_v2_flags(binary),
     ]  # fmt: skip
     with open(folder / "etcd.log", "ab") as log:
         process = subprocess.Popen(
@@ -95,7 +95,7 @@ def stop(folder: Path, *, wait_s: float = 10.0) -> bool:
 
 def _wait_until_healthy(server: EtcdServer, process: subprocess.Popen[bytes], wait_s: float) -> None:
     deadline = time.monotonic() + wait_s
-    etcd = EtcdGateway((server.client,), timeout_s=2.0)
+    etcd = Etcd((server.client,), timeout_s=2.0)
     while True:
         try:
             etcd.status()
@@ -115,6 +115,12 @@ def _wait_until_healthy(server: EtcdServer, process: subprocess.Popen[bytes], wa
                     hint=f"See {log}",
                 ) from error
             time.sleep(0.05)
+
+
+def _v2_flags(binary: str) -> list[str]:
+    """torchrun's own etcd backends (etcd-v2, etcd) speak v2, which etcd has on request before 3.6."""
+    said = subprocess.run([binary, "--help"], capture_output=True, text=True, check=False, timeout=20)
+    return ["--enable-v2"] if "--enable-v2 " in said.stdout + said.stderr else []
 
 
 def _refuse_taken_port(bind: str, port: int) -> None:

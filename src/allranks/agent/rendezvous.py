@@ -16,7 +16,8 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
 
-from allranks.agent.etcd_gateway import EtcdError, EtcdGateway, parse_endpoints
+from allranks.errors import EtcdError
+from allranks.etcd import Etcd, parse_endpoints
 
 PREFIX = "/allranks"
 LIFE_S = 24 * 3600  # stale keys of a dead job go away by themselves
@@ -24,13 +25,33 @@ POLL_S = 0.02
 STORE_S = 15.0
 
 
+class Life:
+    """A lease for the keys of a job that runs: never old, so that only keys of a job that is over expire."""
+
+    def __init__(self, etcd: Etcd) -> None:
+        self._etcd = etcd
+        self._id = 0
+        self._renew_s = 0.0
+
+    def lease(self) -> int:
+        """A lease with at least half of its life before it."""
+        if time.monotonic() >= self._renew_s:
+            self._id = self._etcd.grant(LIFE_S).id
+            self._renew_s = time.monotonic() + LIFE_S / 2
+        return self._id
+
+    def forget(self) -> None:
+        """Something went wrong: the lease may be gone with the data of an etcd that was set up anew."""
+        self._renew_s = 0.0
+
+
 class EtcdV3Backend(RendezvousBackend):
     """Holds the rendezvous state in one key, changed only by compare-and-put on its revision."""
 
-    def __init__(self, etcd: EtcdGateway, run_id: str) -> None:
+    def __init__(self, etcd: Etcd, run_id: str, life: Life) -> None:
         self._etcd = etcd
         self._key = f"{PREFIX}/rdzv/{run_id}"
-        self._lease = 0
+        self._life = life
 
     @property
     def name(self) -> str:
@@ -48,10 +69,9 @@ class EtcdV3Backend(RendezvousBackend):
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, int, bool] | None:
         """Writes the state if nobody else did since `token`; returns what holds now and whether it was ours."""
         try:
-            if not self._lease:
-                self._lease = self._etcd.grant(LIFE_S)
-            written = self._etcd.compare_and_put(self._key, state, int(token or 0), self._lease)
+            written = self._etcd.compare_and_put(self._key, state, int(token or 0), self._life.lease())
         except EtcdError as error:
+            self._life.forget()
             raise RendezvousConnectionError(str(error)) from error
         found = self.get_state()
         return None if found is None else (*found, written)
@@ -60,12 +80,12 @@ class EtcdV3Backend(RendezvousBackend):
 class EtcdV3Store(dist.Store):
     """torch's key-value store on etcd, for what nodes tell each other during a rendezvous."""
 
-    def __init__(self, etcd: EtcdGateway, run_id: str, timeout: timedelta) -> None:
+    def __init__(self, etcd: Etcd, run_id: str, life: Life, timeout: timedelta) -> None:
         super().__init__()
         self._etcd = etcd
         self._prefix = f"{PREFIX}/store/{run_id}/"
         self._limit = timeout
-        self._lease = 0
+        self._life = life
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long `get` and `wait` wait for keys."""
@@ -78,7 +98,7 @@ class EtcdV3Store(dist.Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Writes a key."""
-        self._etcd.put(self._prefix + key, _bytes(value), self._life())
+        self._etcd.put(self._prefix + key, _bytes(value), self._life.lease())
 
     def get(self, key: str) -> bytes:
         """Waits for a key and returns its value."""
@@ -95,7 +115,9 @@ class EtcdV3Store(dist.Store):
             found = self._etcd.get(self._prefix + key)
             value = int(found.value) + number if found else number
             revision = found.revision if found else 0
-            if self._etcd.compare_and_put(self._prefix + key, str(value).encode(), revision, self._life()):
+            if self._etcd.compare_and_put(
+                self._prefix + key, str(value).encode(), revision, self._life.lease()
+            ):
                 return value
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
@@ -105,7 +127,7 @@ class EtcdV3Store(dist.Store):
             if (found is None and expected) or (found is not None and found.value != _bytes(expected)):
                 return found.value if found is not None else _bytes(expected)
             revision = found.revision if found else 0
-            if self._etcd.compare_and_put(self._prefix + key, _bytes(desired), revision, self._life()):
+            if self._etcd.compare_and_put(self._prefix + key, _bytes(desired), revision, self._life.lease()):
                 return _bytes(desired)
 
     def check(self, keys: list[str]) -> bool:
@@ -129,24 +151,20 @@ class EtcdV3Store(dist.Store):
         """How many keys there are."""
         return len(self._etcd.get_prefix(self._prefix))
 
-    def _life(self) -> int:
-        if not self._lease:
-            self._lease = self._etcd.grant(LIFE_S)
-        return self._lease
-
 
 def create_etcd_v3_handler(params: RendezvousParameters) -> RendezvousHandler:
     """What torchrun calls for `--rdzv-backend etcd-v3`."""
     endpoint = params.endpoint or "localhost:2379"
     try:
-        etcd = EtcdGateway(parse_endpoints(endpoint), timeout_s=float(params.get("read_timeout", 10)))
+        etcd = Etcd(parse_endpoints(endpoint), timeout_s=float(params.get("read_timeout", 10)))
         etcd.status()
     except EtcdError as error:
         raise RendezvousConnectionError(f"{error}. {error.hint}") from error
     # how long nodes that have just met wait for each other's word; then they meet again
     timeout = timedelta(seconds=float(params.get("store_timeout", STORE_S) or STORE_S))
-    store = EtcdV3Store(etcd, params.run_id, timeout)
-    return create_handler(store, EtcdV3Backend(etcd, params.run_id), params)
+    life = Life(etcd)
+    store = EtcdV3Store(etcd, params.run_id, life, timeout)
+    return create_handler(store, EtcdV3Backend(etcd, params.run_id, life), params)
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:

@@ -23,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Runs the command: 0 running (or stopped as asked), 1 not running, 2 could not."""
     from allranks.agent import etcd_server
-    from allranks.agent.etcd_gateway import EtcdError, EtcdGateway
+    from allranks.errors import EtcdError
+    from allranks.etcd import Etcd
 
     folder = args.folder or etcd_server.default_folder()
     if args.action == "stop":
@@ -44,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
         "client": server.client,
         "folder": server.folder,
     }
-    gateway = EtcdGateway((server.client,), timeout_s=3.0)
+    gateway = Etcd((server.client,), timeout_s=3.0)
     try:
         answer = gateway.status()
         facts |= {

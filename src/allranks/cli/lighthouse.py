@@ -56,6 +56,12 @@ def _quorum_arguments(group: argparse._ArgumentGroup) -> None:
     _milliseconds(group, "heartbeat-timeout-ms", 5000, "silence after which a replica counts as lost")
     _milliseconds(group, "heartbeat-ms", 0, "how often replicas beat; 0: a fifth of the timeout, at most 1 s")
     _milliseconds(
+        group,
+        "start-grace-ms",
+        1500,
+        "a new lighthouse waits so long for members of a quorum that trains already",
+    )
+    _milliseconds(
         group, "stall-ms", 0, "ask for evidence when a member makes no progress for this long; 0: never"
     )
 
@@ -152,9 +158,15 @@ def _serve(args: argparse.Namespace) -> int:
         raise InputError(f"cannot listen on {args.bind}: {error.strerror or error}") from error
     finally:
         loop.close()
-        if token_file is None and lighthouse.address:
+        if token_file is None and lighthouse.address and not _awaited(lighthouse):
             default_token_file(lighthouse.address).unlink(missing_ok=True)
     return 130 if signal.SIGINT in caught else 0
+
+
+def _awaited(lighthouse: Lighthouse) -> bool:
+    """Whether replicas were there to the last: they come back to the next lighthouse here, with the same token."""
+    replicas = lighthouse.service.state.replicas.values() if lighthouse.service else ()
+    return any(not replica.observer for replica in replicas)
 
 
 def make_lighthouse(args: argparse.Namespace, token: str) -> Lighthouse:
@@ -177,6 +189,7 @@ def make_lighthouse(args: argparse.Namespace, token: str) -> Lighthouse:
         reset_grace_s=min(0.1, args.heartbeat_timeout_ms / 1000),
         grace_s=min(0.002, args.heartbeat_timeout_ms / 1000),
         stall_s=args.stall_ms / 1000,
+        start_grace_s=args.start_grace_ms / 1000,
     )
     server = ServerOptions(
         host=host, port=port, token=token, advertise=args.advertise, certificate=args.certificate, key=args.key,
@@ -215,7 +228,15 @@ def _server_token(args: argparse.Namespace) -> tuple[str, Path | None]:
         return token, None
     if path:
         return _read_token(Path(path)), Path(path)
-    return secrets.token_urlsafe(24), None
+    return _left_token(default_token_file(args.bind)) or secrets.token_urlsafe(24), None
+
+
+def _left_token(path: Path) -> str:
+    """The token of a lighthouse at this place that was killed: its replicas know no other. "" when there is none."""
+    try:
+        return _read_token(path) if path.lstat().st_uid == os.getuid() else ""
+    except OSError:
+        return ""
 
 
 def _read_token(path: Path) -> str:

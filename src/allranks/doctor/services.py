@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -13,6 +12,8 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from allranks.doctor.checks import Check, DoctorOptions
+from allranks.errors import EtcdError
+from allranks.etcd import Etcd, parse_endpoints
 
 CLOCK_LIMIT_S = 2.0
 
@@ -46,13 +47,13 @@ def check_etcd(options: DoctorOptions) -> list[Check]:
     if not options.etcd:
         return [Check("etcd", "skipped", "none given (--etcd HOST:PORT)")]
     found = []
-    for endpoint in options.etcd.split(","):
-        url = endpoint if "://" in endpoint else f"http://{endpoint}"
+    for endpoint in parse_endpoints(options.etcd):
+        etcd = Etcd((endpoint,), options.timeout_s)
         try:
             begin = time.monotonic()
-            status = _post(url + "/v3/maintenance/status", {}, options.timeout_s)
+            status = etcd.status()
             took = (time.monotonic() - begin) * 1e3
-        except OSError as error:
+        except EtcdError as error:
             found.append(
                 Check(
                     f"etcd {endpoint}",
@@ -73,24 +74,14 @@ def check_etcd(options: DoctorOptions) -> list[Check]:
             )
             continue
         found.append(Check(f"etcd {endpoint}", "ok", f"version {status.get('version')}, {took:.0f} ms"))
-        found += _stale_keys(url, options.timeout_s)
+        found += _stale_keys(etcd)
+        etcd.close()
         break
     return found
 
 
-def _stale_keys(url: str, timeout_s: float) -> list[Check]:
-    import base64
-
-    prefix, end = b"/allranks/rdzv/", b"/allranks/rdzv0"
-    body = {
-        "key": base64.b64encode(prefix).decode(),
-        "range_end": base64.b64encode(end).decode(),
-        "keys_only": True,
-    }
-    keys = [
-        base64.b64decode(kv["key"]).decode()
-        for kv in _post(url + "/v3/kv/range", body, timeout_s).get("kvs", [])
-    ]
+def _stale_keys(etcd: Etcd) -> list[Check]:
+    keys = list(etcd.get_prefix("/allranks/rdzv/"))
     if not keys:
         return []
     names = ", ".join(key.rsplit("/", 1)[1] for key in keys[:5])
@@ -193,10 +184,3 @@ def check_clock(options: DoctorOptions) -> list[Check]:
             )
         ]
     return [Check("clock", "ok", f"within {CLOCK_LIMIT_S:g} s of the lighthouse")]
-
-
-def _post(url: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-        found: dict[str, Any] = json.loads(answer.read())
-        return found

@@ -49,8 +49,10 @@ from allranks.lighthouse.messages import (
 from allranks.lighthouse.reactor import Reactor
 from allranks.lighthouse.ticket import Ticket
 from allranks.model.cluster import (
+    CollectEvidence,
     ConnectionLost,
     Evicted,
+    Gathering,
     Incident,
     LeaderMoved,
     Member,
@@ -159,8 +161,11 @@ class Client:
         if self.options.beacon:
             self._reactor.call(self._send_report)
 
-    def leave(self, reason: str = "") -> None:
-        """Good-bye: the others go on at once, nobody is told of a death. Returns when it is sent."""
+    def leave(self, reason: str = "", finished: bool = False) -> None:
+        """Good-bye: the others go on at once, nobody is told of a death. Returns when it is sent.
+
+        `finished` says that the training is over: who comes after the last member does not begin it anew, alone.
+        """
         if self._left or self._closed:
             return
         self._left = True
@@ -168,7 +173,7 @@ class Client:
 
         def send() -> None:
             if self._line is not None:
-                self._line.finish(encode(Leave(reason)))
+                self._line.finish(encode(Leave(reason, finished)))
             sent.set()
 
         self._reactor.call(send)
@@ -227,10 +232,19 @@ class Client:
         """Takes an eviction or a back-off back."""
         self._command(Command(next(self._ids), "let_in", replica))
 
+    def finish(self, replica: str) -> None:
+        """Says that a replica which has left was through with its training, for those who saw it end well."""
+        self._command(Command(next(self._ids), "finish", replica))
+
     def collect(self, reason: str, replicas: Iterable[str] = ()) -> str:
         """Asks agents for evidence; returns the incident's id."""
         body = self._command(Command(next(self._ids), "collect", "", reason, tuple(replicas)))
         return str(body["incident"])
+
+    def gather(self, wanted: CollectEvidence) -> Gathering:
+        """Asks all other agents for their part of an incident; says who leads (another may have been first)."""
+        body = self._command(Command(next(self._ids), "gather", body=json.dumps(asdict(wanted))))
+        return Gathering(str(body["incident"]), str(body["lead"]), tuple(body["agents"]))
 
     def tell_incident(self, incident: Incident) -> None:
         """Tells what was found."""

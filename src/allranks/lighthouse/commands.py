@@ -10,7 +10,7 @@ import msgspec
 from allranks.lighthouse.codec import BadFrame, load
 from allranks.lighthouse.messages import Command, Result
 from allranks.lighthouse.service import Service
-from allranks.model.cluster import Incident
+from allranks.model.cluster import CollectEvidence, Incident
 
 
 def carry_out(service: Service, command: Command, reply: Callable[[Result], None]) -> None:
@@ -19,7 +19,7 @@ def carry_out(service: Service, command: Command, reply: Callable[[Result], None
     The connection has shown the job token before it gets here.
     """
     result = _answer(service, command)
-    if command.action in ("evict", "let_in"):
+    if command.action in ("evict", "let_in", "finish"):
         service.former.after_kept(lambda: reply(result))
     else:
         reply(result)
@@ -35,7 +35,16 @@ def _answer(service: Service, command: Command) -> Result:
     if command.action == "let_in" and name:
         if service.let_in(name):
             return Result(command.id, True, json.dumps({"let_in": name}))
-        return Result(command.id, False, f"{name} is neither evicted nor pausing")
+        return Result(command.id, False, f"{name} is neither evicted nor pausing nor too late")
+    if command.action == "finish" and name:
+        return Result(command.id, True, json.dumps({"finished": service.finish(name)}))
+    if command.action == "gather":
+        try:
+            wanted = load(CollectEvidence, command.body.encode())
+        except BadFrame as error:
+            return Result(command.id, False, str(error))
+        found = service.gather(wanted)
+        return Result(command.id, True, msgspec.json.encode(found).decode())
     if command.action == "collect":
         return Result(command.id, True, json.dumps({"incident": service.collect(reason, command.replicas)}))
     if command.action == "accuse" and name:

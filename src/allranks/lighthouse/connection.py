@@ -241,7 +241,7 @@ class Connection(asyncio.Protocol):
             self.deliver(waiting, encode(waiting))
         elif isinstance(message, messages.Leave):
             self._session = None
-            service.leave(session, message.reason)
+            service.leave(session, message.reason, message.finished)
             self.close()
         elif isinstance(message, messages.Died):
             self._session = None

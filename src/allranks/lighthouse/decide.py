@@ -2,6 +2,12 @@
 
 The rules, in order; the first that speaks decides:
   nobody      no living replica asks
+  starting    this lighthouse has just started, or somebody is about to tell the quorum of an earlier one: replicas
+              that train already come first, nobody new forms a quorum of its own before they had the time
+              to come back
+  finished    the training is over: members said so, and none of the others is left. Who comes now is late and
+              would begin anew, alone. A new training begins when more than half as many ask as trained
+              before, when one is let in by hand, or after a while
   stragglers  members of the last quorum live but do not ask yet (at the very first quorum: anybody connected);
               they are waited for until the join timeout, counted from the first member that asked (a
               newcomer or spare that waits for long must not cost a member its place)
@@ -53,19 +59,23 @@ def decide(now: float, state: State, options: Options) -> tuple[Decision, str]:
     if not state.asking:
         pausing = f", {_pausing(state)}" if state.cooling else ""
         return Wait("nobody", until=later), f"nobody asks for a quorum{pausing}"
+    if now < state.settling_until:
+        return Wait("starting", until=_earliest(state.settling_until, later)), _starting(state)
+    if state.over and 2 * len(state.asking) <= state.largest:
+        until = state.finished_at + options.finished_hold_s
+        if now < until:
+            return Wait("finished", until=_earliest(until, later)), _finished(state)
     by_last = bool(state.veterans or state.silent)
     idle = state.idle_veterans if by_last else state.idle
     askers = state.asking_veterans if by_last else state.asking
     if idle and askers:
         deadline = next(iter(askers.values())).asked_at + options.join_timeout_s
         if now < deadline:
-            until = deadline if later is None else min(deadline, later)
-            return Wait("stragglers", _some(idle), until), _waiting(state, idle, by_last)
+            return Wait("stragglers", _some(idle), _earliest(deadline, later)), _waiting(state, idle, by_last)
     if state.last is None and len(state.asking) < options.expect_replicas:
         deadline = next(iter(state.asking.values())).asked_at + options.join_timeout_s
         if now < deadline:
-            until = deadline if later is None else min(deadline, later)
-            return Wait("expected", until=until), (
+            return Wait("expected", until=_earliest(deadline, later)), (
                 f"{_count(len(state.asking), 'asks', 'ask')}, the first quorum waits for {options.expect_replicas}"
             )
     if by_last:
@@ -161,6 +171,24 @@ def listed(names: Iterable[str]) -> str:
 def _some(names: set[str]) -> tuple[str, ...]:
     """Names for a Wait; all of them when they are few, else none (sorting thousands per event is not worth it)."""
     return tuple(sorted(names)) if len(names) <= _NAMED * 4 else ()
+
+
+def _earliest(time: float, other: float | None) -> float:
+    return time if other is None else min(time, other)
+
+
+def _starting(state: State) -> str:
+    asking = _count(len(state.asking), "asks", "ask")
+    return f"{asking}, but this lighthouse is new: members of an earlier quorum come first, if there are any"
+
+
+def _finished(state: State) -> str:
+    late = "is" if len(state.asking) == 1 else "are"
+    return (
+        f"the training is over ({listed(state.finishers)} finished in quorum {state.number}): "
+        f"{listed(state.asking)} {late} too late; a new one begins when more than half of {state.largest} ask, "
+        "or one is let in (`allranks lighthouse let-in`)"
+    )
 
 
 def _waiting(state: State, idle: set[str], by_last: bool) -> str:

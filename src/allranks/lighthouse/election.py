@@ -13,14 +13,14 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
 
-from allranks.errors import ConfigurationError, LighthouseError
-from allranks.lighthouse.etcd import Etcd, EtcdError
-from allranks.model.cluster import Quorum
+from allranks.errors import ConfigurationError, EtcdError, LighthouseError
+from allranks.etcd import Etcd
+from allranks.lighthouse.kept import Kept
 
 log = logging.getLogger("allranks.lighthouse")
 
@@ -45,16 +45,6 @@ class EtcdOptions:
             raise ConfigurationError("lighthouse: no etcd endpoint given")
         if self.lease_s < 1:
             raise ConfigurationError(f"lighthouse: lease_s is {self.lease_s}, must be at least 1")
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What must survive a lighthouse."""
-
-    epoch: int = 0
-    number: int = 0
-    quorum: Quorum | None = None
-    evicted: dict[str, str] = field(default_factory=dict)
 
 
 class Election:
@@ -100,12 +90,13 @@ class Election:
             except EtcdError as error:
                 log.warning("lease not given back: %s", error)
         self._pool.shutdown(wait=False)
+        self._etcd.close()
 
-    async def keep(self, quorum: Quorum | None, number: int, evicted: dict[str, str]) -> None:
-        """Makes a quorum, the highest number and the evictions safe. Raises Deposed or EtcdError; nothing may be announced then."""
+    async def keep(self, kept: Kept) -> None:
+        """Makes it safe, under our epoch. Raises Deposed or EtcdError; nothing may be announced then."""
         if not self._revision:
             raise Deposed("this lighthouse does not lead")
-        await self._save(Kept(self._epoch, number, quorum, evicted))
+        await self._save(replace(kept, epoch=self._epoch))
 
     # ---- inside -----------------------------------------------------------------------------------------
 
@@ -115,7 +106,7 @@ class Election:
         while True:
             try:
                 found = await self._thread(lambda: self._etcd.get(self._key("leader")))
-                if found.create_revision == 0:
+                if found is None:
                     if (kept := await self._try()) is not None:
                         return kept
                 elif found.value.decode() != leader:
@@ -131,16 +122,19 @@ class Election:
     async def _try(self) -> Kept | None:
         """Takes the empty place, if nobody is faster; returns what the last leader kept."""
         began = time.monotonic()
-        self._lease, ttl = await self._thread(lambda: self._etcd.grant(self._options.lease_s))
+        lease = await self._thread(lambda: self._etcd.grant(self._options.lease_s))
+        self._lease = lease.id
         leader, address = self._key("leader"), self._address.encode()
-        won, revision = await self._thread(lambda: self._etcd.put_if(leader, 0, leader, address, self._lease))
+        won, revision = await self._thread(
+            lambda: self._etcd.put_guarded(leader, 0, leader, address, lease.id)
+        )
         if not won:
-            await self._thread(lambda: self._etcd.revoke(self._lease))
+            await self._thread(lambda: self._etcd.revoke(lease.id))
             return None
-        self._revision, self._good_until = revision, began + ttl
+        self._revision, self._good_until = revision, began + lease.ttl_s
         stored = await self._thread(lambda: self._etcd.get(self._key("state")))
-        kept = _unpack(stored.value) if stored.value else Kept()
-        kept = Kept(kept.epoch + 1, kept.number, kept.quorum, kept.evicted)
+        kept = _unpack(stored.value) if stored is not None else Kept()
+        kept = replace(kept, epoch=kept.epoch + 1)
         self._epoch = kept.epoch
         try:
             await self._save(kept)
@@ -154,10 +148,13 @@ class Election:
             await asyncio.sleep(self._options.lease_s / 3)
             began = time.monotonic()
             try:
-                ttl = await self._thread(lambda: self._etcd.keep_alive(self._lease))
+                renewal = self._thread(lambda: self._etcd.keep_alive(self._lease))
+                ttl = await asyncio.wait_for(renewal, max(0.0, self._good_until - began))
                 if ttl <= 0:
                     return "the lease ran out"
                 self._good_until = began + ttl
+            except asyncio.TimeoutError:
+                return "the lease could not be renewed: etcd did not answer in time"
             except EtcdError as error:
                 if time.monotonic() >= self._good_until:
                     return f"the lease could not be renewed: {error}"
@@ -166,7 +163,9 @@ class Election:
     async def _save(self, kept: Kept) -> None:
         leader, revision = self._key("leader"), self._revision
         data = zlib.compress(msgspec.json.encode(kept), 1)
-        done, _ = await self._thread(lambda: self._etcd.put_if(leader, revision, self._key("state"), data))
+        done, _ = await self._thread(
+            lambda: self._etcd.put_guarded(leader, revision, self._key("state"), data)
+        )
         if not done:
             raise Deposed("another lighthouse leads now")
 

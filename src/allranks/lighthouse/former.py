@@ -14,6 +14,7 @@ from typing import Protocol
 from allranks.lighthouse.bulletin import Bulletin
 from allranks.lighthouse.codec import encode
 from allranks.lighthouse.decide import Form, Wait, decide, find_wanted
+from allranks.lighthouse.kept import Kept
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.sessions import Sessions
 from allranks.lighthouse.state import State
@@ -23,8 +24,8 @@ log = logging.getLogger("allranks.lighthouse")
 
 _LASTING_S = 1.0  # a wait this long is worth a line in the log
 
-#: Keeps (last quorum, highest number, evictions) safe. Raises when that fails or this lighthouse does not lead.
-Keep = Callable[[Quorum | None, int, dict[str, str]], Awaitable[None]]
+#: Keeps it safe. Raises when that fails or this lighthouse does not lead.
+Keep = Callable[[Kept], Awaitable[None]]
 
 
 class Timers(Protocol):
@@ -56,8 +57,7 @@ class Former:
     _planned: bool = False
     _timer: asyncio.TimerHandle | None = None
     _saving: asyncio.Task[None] | None = None
-    _kept_evictions: dict[str, str] | None = None
-    _held_until: float = 0.0
+    _kept: Kept = field(default_factory=Kept)
     _after: list[Callable[[], None]] = field(default_factory=list)
 
     def reset(self, state: State, active: bool, keep: Keep | None) -> None:
@@ -65,7 +65,7 @@ class Former:
         self.close()
         self.state, self.active, self.keep = state, active, keep
         self.reason, self.waiting, self._rule = "no quorum yet", "", "nobody"
-        self._kept_evictions = dict(state.evicted)
+        self._kept = self._to_keep(None)
 
     def close(self) -> None:
         """Stops timers and whatever is being kept."""
@@ -80,17 +80,8 @@ class Former:
             self._planned = True
             self.timers.call_soon(self._settle)
 
-    def hold(self, seconds: float) -> None:
-        """Makes no decision for a while: somebody is about to say what the last quorum was."""
-        self._held_until = self.now() + seconds
-
-    def let_go(self) -> None:
-        """Decides again."""
-        self._held_until = 0.0
-        self.soon()
-
     def after_kept(self, callback: Callable[[], None]) -> None:
-        """Calls back when the evictions as they are now are safe: at once without etcd."""
+        """Calls back when evictions and endings as they are now are safe: at once without etcd."""
         if self.keep is None:
             callback()
         else:
@@ -109,16 +100,13 @@ class Former:
         self.bulletin.flush()
         if not self.active or self._saving is not None:
             return
-        if self.keep is not None and self._kept_evictions != self.state.evicted:
+        if self.keep is not None and self._changed():
             self._save(None)
             return
         after, self._after = self._after, []
         for callback in after:
             callback()
         now = self.now()
-        if now < self._held_until:
-            self._plan(self._held_until, now)
-            return
         self.state.advance(now)
         decision, reason = decide(now, self.state, self.options)
         if isinstance(decision, Form):
@@ -131,23 +119,32 @@ class Former:
         else:
             self._wait(decision, reason, now)
 
+    def _to_keep(self, new: Quorum | None) -> Kept:
+        state = self.state
+        number = max(state.number, new.number if new else 0)
+        finished = () if new else tuple(sorted(state.finishers))
+        return Kept(state.epoch, number, new or state.last, dict(state.evicted), finished)
+
+    def _changed(self) -> bool:
+        """Whether something was said since the last save that must survive and comes with no new quorum."""
+        return self._kept.evicted != self.state.evicted or set(self._kept.finished) != self.state.finishers
+
     def _save(self, quorum: Quorum | None) -> None:
         self._saving = asyncio.ensure_future(self._keep_then_announce(quorum))
 
     async def _keep_then_announce(self, new: Quorum | None) -> None:
         """Whoever was lost while the quorum was being kept makes it void; its number is used up."""
         assert self.keep is not None
-        state, evicted = self.state, dict(self.state.evicted)
-        number = max(state.number, new.number if new else 0)
+        state, kept = self.state, self._to_keep(new)
         try:
-            await self.keep(new or state.last, number, evicted)
+            await self.keep(kept)
         except Exception as error:
-            log.error("could not keep quorum %d: %s", number, error)
+            log.error("could not keep quorum %d: %s", kept.number, error)
             self._saving = None
             self.timers.call_later(max(self.options.quorum_tick_s, 0.05), self.soon)
             return
-        self._saving, self._kept_evictions = None, evicted
-        state.number = number
+        self._saving, self._kept = None, kept
+        state.number = kept.number
         if new is not None and all(
             m.replica in state.asking and state.asking[m.replica].session == m.session for m in new.members
         ):

@@ -58,6 +58,7 @@ class Leave:
     """Good-bye of the whole replica."""
 
     reason: str = ""
+    finished: bool = False  # its training is over: it was not only told to go
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Ack:
 
 @dataclass(frozen=True)
 class Command:
-    """An action: status, evict, let_in, collect, accuse, incident. Answered by Result."""
+    """An action: status, evict, let_in, finish, collect, gather, accuse, incident. Answered by Result."""
 
     id: int
     action: str

@@ -23,6 +23,8 @@ class Options:
     grace_s: float = 0.002  # after an orderly close without a good-bye: a process died
     reset_grace_s: float = 0.1  # after a reset or a network error: perhaps a blip, the session may come back
     presume_dead_s: float = 30.0  # a silent member counts as possibly training on for this long
+    start_grace_s: float = 0.0  # a new lighthouse waits so long for members of an earlier one's quorum
+    finished_hold_s: float = 600.0  # so long after its end a training is not begun anew by a few latecomers
     flap_limit: int = 5  # losses within the window that are forgiven
     flap_window_s: float = 60.0
     flap_backoff_s: float = 2.0  # first pause of a flapping replica; doubles with each further loss
@@ -97,7 +99,7 @@ class ServerOptions:
 
 _TIMES = (
     "join_timeout_s", "heartbeat_timeout_s", "heartbeat_s", "quorum_tick_s", "grace_s", "reset_grace_s",
-    "presume_dead_s", "flap_window_s", "flap_backoff_s", "flap_backoff_max_s", "stall_s",
+    "presume_dead_s", "start_grace_s", "finished_hold_s", "flap_window_s", "flap_backoff_s", "flap_backoff_max_s", "stall_s",
 )  # fmt: skip
 
 

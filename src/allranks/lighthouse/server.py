@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 from allranks.errors import LighthouseError
 from allranks.lighthouse.codec import encode
 from allranks.lighthouse.connection import Connection, Door
-from allranks.lighthouse.election import Election, EtcdOptions, Kept
+from allranks.lighthouse.election import Election, EtcdOptions
+from allranks.lighthouse.kept import Kept
 from allranks.lighthouse.messages import Refused
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.service import Service
@@ -194,7 +195,7 @@ async def _elected(options: EtcdOptions, service: Service) -> AsyncIterator[None
     """Runs for leader while the lighthouse runs; gives the place up in the end."""
 
     def lead(kept: Kept) -> None:
-        service.lead(kept.epoch, kept.quorum, kept.number, kept.evicted, election.keep)
+        service.lead(kept, election.keep)
 
     election = Election(options, service.address, lead, service.follow)
     task = asyncio.create_task(election.run())

@@ -21,6 +21,8 @@ from allranks.lighthouse.bulletin import Bulletin
 from allranks.lighthouse.codec import encode
 from allranks.lighthouse.detect import AwakeClock, find_silent
 from allranks.lighthouse.former import Former, Keep, Timers
+from allranks.lighthouse.gathering import Current, decide_gathering
+from allranks.lighthouse.kept import Kept
 from allranks.lighthouse.messages import Beat, Hello, Pong, Refused, Waiting, Welcome
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.sessions import Peer, Session, Sessions, deliver
@@ -30,12 +32,14 @@ from allranks.lighthouse.view import replica_rows
 from allranks.model.cluster import (
     CollectEvidence,
     Evicted,
+    Gathering,
     Incident,
     LetIn,
     Member,
     MemberLeft,
     MemberLost,
     Quorum,
+    QuorumWanted,
 )
 
 log = logging.getLogger("allranks.lighthouse")
@@ -70,6 +74,9 @@ class Service:
     _next_sweep: float = 0.0
     _audience: tuple[frozenset[str], frozenset[str], frozenset[str]] = (frozenset(), frozenset(), frozenset())
     _stalled: set[str] = field(default_factory=set)
+    _finishing: set[str] = field(default_factory=set)  # sessions said to be through, not gone yet
+    _gathering: Current | None = None
+    _yielding: bool = False  # the quorum formed here gives way to the one that a client is about to tell
 
     def __post_init__(self) -> None:
         self.awake = AwakeClock(max_step_s=min(0.5, self.options.heartbeat_timeout_s / 4))
@@ -85,6 +92,8 @@ class Service:
     def start(self) -> None:
         """Begins to look for silent replicas."""
         self.started = self.clock()
+        if self.leading:
+            self.state.settling_until = self.now() + self.options.start_grace_s
         self._sweep()
 
     def close(self) -> None:
@@ -97,17 +106,15 @@ class Service:
         """Awake seconds."""
         return self.awake.tick(self.clock())
 
-    def lead(
-        self, epoch: int, quorum: Quorum | None, number: int, evicted: dict[str, str], keep: Keep
-    ) -> None:
+    def lead(self, kept: Kept, keep: Keep) -> None:
         """Begins to lead with what the last leader kept."""
         self.leading, self.leader = True, ""
-        self.state = State(self.options, epoch=epoch, number=number, evicted=dict(evicted))
+        self.state = State(self.options, kept.epoch, kept.number, evicted=dict(kept.evicted))
         self.former.reset(self.state, active=True, keep=keep)
-        self.bulletin.event("leader", f"leading in epoch {epoch}")
-        if quorum is not None:
-            self.take_over(quorum)
-        self.state.epoch = epoch
+        self.bulletin.event("leader", f"leading in epoch {kept.epoch}")
+        if kept.quorum is not None:
+            self.take_over(kept.quorum, kept.finished)
+        self.state.epoch = kept.epoch
 
     def follow(self, leader: str) -> None:
         """Another one leads (or nobody knows who): send everybody there."""
@@ -138,8 +145,10 @@ class Service:
         key = hello.session or uuid.uuid4().hex
         if key in self._retired:
             return Refused("superseded", f"{name}: another process of the same name took this one's place")
+        here = self.state.replicas.get(name)
+        stranger = key not in self._lost and (here is None or here.session != key)
         session = self._enter(peer, hello, name, key, observer)
-        recall = self._remember(hello)
+        recall = self._remember(hello, stranger)
         state, options = self.state, self.options
         welcome = Welcome(
             self.address, options.beat_s, options.heartbeat_timeout_s, state.epoch, state.number, recall
@@ -190,8 +199,12 @@ class Service:
                 session.peer.deliver(refused, frame)
         self._lose(name, "restarted under the same name", certain=True)
 
-    def _remember(self, hello: Hello) -> bool:
-        """Numbers never go back: take what a client knows; True: ask it for its last quorum."""
+    def _remember(self, hello: Hello, stranger: bool) -> bool:
+        """Numbers never go back: take what a client knows; True: ask it for its last quorum.
+
+        A stranger with a quorum trained before this lighthouse began: a quorum formed here out of nothing, by
+        whoever was faster, gives way to that one.
+        """
         state = self.state
         if hello.number > state.number or hello.round > state.round or hello.epoch > state.epoch:
             state.number = max(state.number, hello.number)
@@ -199,20 +212,27 @@ class Service:
             state.epoch = max(state.epoch, hello.epoch + 1)
         known = state.last.round if state.last else 0
         recall = hello.round > known and hello.round == state.round
+        if stranger and hello.number > 0 and state.last is not None and not state.taken_over:
+            recall = self._yielding = True
         if recall:  # nobody new may form a quorum of its own before we know who trains already
-            self.former.hold(_RECALL_S)
+            state.settling_until = max(state.settling_until, self.now() + _RECALL_S)
         return recall
 
     def recalled(self, quorum: Quorum) -> None:
         """A client answers a recall: the quorum that an earlier lighthouse formed."""
-        last = self.state.last
-        if last is None or (quorum.number, quorum.round) > (last.number, last.round):
+        state, last = self.state, self.state.last
+        newer = last is None or (quorum.number, quorum.round) > (last.number, last.round)
+        if newer or self._yielding:
+            self._yielding = False
+            displaced = state.veterans - set(quorum.names)
             self.take_over(quorum)
+            reason = f"quorum {quorum.number} of an earlier lighthouse trains: it comes first"
+            self.bulletin.tell(QuorumWanted(reason, state.number), displaced)
 
-    def take_over(self, quorum: Quorum) -> None:
+    def take_over(self, quorum: Quorum, finished: Iterable[str] = ()) -> None:
         """Goes on from a quorum formed by an earlier lighthouse; its members are expected to come back."""
         now = self.now()
-        for name in self.state.adopt(now, quorum):
+        for name in self.state.adopt(now, quorum, finished):
             member = quorum.member(name)
             assert member is not None
             self.sessions.add(Session(name, member.session, 0, False, member.node, 1, None, now))
@@ -220,7 +240,7 @@ class Service:
         text = f"took over quorum {quorum.number} of {len(quorum.members)} members"
         self.bulletin.event("quorum", text, number=quorum.number)
         self._plan_sweep(now + self.options.heartbeat_timeout_s)
-        self.former.let_go()
+        self.former.soon()
 
     # ---- staying ----------------------------------------------------------------------------------------
 
@@ -299,8 +319,8 @@ class Service:
 
     # ---- going ------------------------------------------------------------------------------------------
 
-    def leave(self, session: Session, reason: str) -> None:
-        """The replica goes in good order."""
+    def leave(self, session: Session, reason: str, finished: bool = False) -> None:
+        """The replica goes in good order; `finished`: because its training is over."""
         name = session.replica
         if session.observer or name not in self.state.replicas:
             self._drop(session)
@@ -311,6 +331,21 @@ class Service:
         self.bulletin.event("left", f"{name} left: {reason or 'no reason given'}", name, number)
         self.bulletin.tell(MemberLeft(name, reason, number), targets)
         self.former.soon()
+        if finished or session.session in self._finishing:
+            self._finishing.discard(session.session)
+            self.finish(name)
+
+    def finish(self, name: str) -> bool:
+        """A member that has left, or is about to, was through with its training; False when it is no such member."""
+        if here := self.state.replicas.get(name):  # its good-bye is still on the way
+            self._finishing.add(here.session)
+            return True
+        known = self.state.finish(self.now(), name)
+        if known:
+            over = ": the training is over" if self.state.over else ""
+            self.bulletin.event("finished", f"{name} has finished{over}", name, self.state.number)
+            self.former.soon()
+        return known
 
     def accuse(self, name: str, reason: str) -> bool:
         """Somebody who can see it (its beacon, its agent) says that a replica is dead."""
@@ -367,6 +402,7 @@ class Service:
         number, targets = self._number_of(name), self._concerned(name)
         sessions = self.sessions.drop(name)
         key = sessions[0].session if sessions else ""
+        self._finishing.discard(key)
         heard = min((each.heard for each in sessions), default=now)
         if name in self.state.replicas:
             self.state.lose(now, name, reason, certain)
@@ -441,6 +477,18 @@ class Service:
         self.former.soon()
         return incident
 
+    def gather(self, wanted: CollectEvidence) -> Gathering:
+        """Asks all agents but the leading one to send it their part of an incident; says who leads."""
+        now = self.now()
+        found, new = decide_gathering(now, wanted, self._gathering, self.sessions.observers)
+        if wanted.alone and found.lead == wanted.lead:
+            self._gathering = Current(found, now)
+        if new:
+            self.bulletin.event("collect", f"evidence wanted of {len(found.agents)} agents: {wanted.reason}")
+            self.bulletin.tell(wanted, found.agents)
+            self.former.soon()
+        return found
+
     def tell_incident(self, incident: Incident) -> None:
         """An agent tells what it found."""
         self.incidents.append(incident)
@@ -464,7 +512,7 @@ class Service:
             waiting=self.former.waiting,
             quorum=state.last,
             replicas=replica_rows(state, self.sessions, now),
-            lost={name: gone.reason for name, gone in state.gone.items()},
+            lost={name: gone.reason for name, gone in state.gone.items() if not gone.finished},
             evicted=dict(state.evicted),
             history=tuple(self.bulletin.history),
             incidents=tuple(self.incidents),

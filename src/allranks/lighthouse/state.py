@@ -41,6 +41,8 @@ class Gone:
     at: float
     reason: str
     certain: bool  # False: only silent, may be training on behind a cut network
+    left: bool = False  # said good-bye
+    finished: bool = False  # its training is over
 
 
 @dataclass
@@ -60,6 +62,10 @@ class State:
     )  # members told to the others as gone, also if they came back
     evicted: dict[str, str] = field(default_factory=dict)  # name -> reason
     losses: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    taken_over: bool = False  # False: all quorums so far were formed here, out of nothing
+    settling_until: float = 0.0  # until then members of an earlier lighthouse's quorum may still turn up
+    largest: int = 0  # members of the largest quorum of this training
+    finished_at: float = 0.0
     # indexes
     asking: dict[str, Replica] = field(default_factory=dict)  # in the order of asking
     cooling: dict[str, float] = field(default_factory=dict)
@@ -68,6 +74,7 @@ class State:
     idle_veterans: set[str] = field(default_factory=set)
     idle: set[str] = field(default_factory=set)
     silent: set[str] = field(default_factory=set)
+    finishers: set[str] = field(default_factory=set)  # members of the last quorum whose training is over
     _sessions: dict[str, str] = field(default_factory=dict)  # of the last quorum
 
     # ---- coming and going -------------------------------------------------------------------------------
@@ -109,7 +116,21 @@ class State:
 
     def leave(self, now: float, name: str, reason: str) -> None:
         """It said good-bye."""
-        self._depart(now, self.replicas.pop(name), reason, certain=True)
+        self._depart(now, self.replicas.pop(name), reason, certain=True, left=True)
+
+    def finish(self, now: float, name: str) -> bool:
+        """A member that has left was through with its training; False when nothing is known of it."""
+        if name not in self.gone or not self.gone[name].left:
+            return False
+        self.gone[name] = replace(self.gone[name], finished=True)
+        self.finished_at = now
+        self._index(name)
+        return True
+
+    @property
+    def over(self) -> bool:
+        """Whether the training is over: members have finished, and none is left that could go on."""
+        return bool(self.finishers) and not self.veterans and not self.silent
 
     def evict(self, name: str, reason: str) -> None:
         """It stays out until it is let in, also under a new session."""
@@ -122,8 +143,14 @@ class State:
         self._index(name)
 
     def let_in(self, name: str) -> bool:
-        """Takes an eviction back, and forgives flapping; False when there was nothing to take back."""
+        """Takes an eviction back, forgives flapping, and lets a new training begin after one that is over; False
+        when there was nothing to take back."""
         had = self.evicted.pop(name, None) is not None or name in self.cooling
+        if self.over and name in self.replicas:
+            had, self.largest = True, 0
+            for finisher in list(self.finishers):
+                self.gone[finisher] = replace(self.gone[finisher], finished=False)
+                self._index(finisher)
         self.losses.pop(name, None)
         if replica := self.replicas.get(name):
             replica.cooling_until = 0.0
@@ -173,6 +200,7 @@ class State:
     def form(self, quorum: Quorum) -> None:
         """Makes it the current quorum; its members ask no more."""
         before = self._sessions
+        self.largest = max(0 if self.over else self.largest, len(quorum.members))
         self.last, self.number, self.round = (
             quorum,
             max(self.number, quorum.number),
@@ -183,26 +211,32 @@ class State:
         self.gone.clear()
         self.departed.clear()
         self.silent.clear()
+        self.finishers.clear()
         for member in quorum.members:
             if replica := self.replicas.get(member.replica):
                 replica.asking = None
         for name in before.keys() | self._sessions.keys():
             self._index(name)
 
-    def adopt(self, now: float, quorum: Quorum) -> list[str]:
+    def adopt(self, now: float, quorum: Quorum, finished: Iterable[str] = ()) -> list[str]:
         """Takes over a quorum formed by an earlier lighthouse; returns the members expected to come back."""
         self.epoch = max(self.epoch, quorum.epoch + 1)
+        self.taken_over, self.settling_until = True, 0.0
         for name in quorum.evicted:
             self.evicted.setdefault(name, "evicted before the lighthouse restarted")
         pending = {name: replica.asking for name, replica in self.replicas.items() if replica.asking}
         self.form(quorum)
-        expected = []
+        expected, finished = [], frozenset(finished)
         for member in quorum.members:
             if member.replica in self.evicted:
                 self.departed.add(member.replica)
                 self.gone[member.replica] = Gone(
                     member.session, now, self.evicted[member.replica], certain=True
                 )
+            elif member.replica in finished:
+                self.departed.add(member.replica)
+                self.gone[member.replica] = Gone(member.session, now, "finished", True, left=True)
+                self.finish(now, member.replica)
             elif member.replica not in self.replicas:
                 self.replicas[member.replica] = Replica(
                     member.replica, member.session, member.node, connected=False, since=now
@@ -216,9 +250,9 @@ class State:
 
     # ---- inside -----------------------------------------------------------------------------------------
 
-    def _depart(self, now: float, replica: Replica, reason: str, certain: bool) -> None:
+    def _depart(self, now: float, replica: Replica, reason: str, certain: bool, left: bool = False) -> None:
         if self._note_departure(replica):
-            self.gone[replica.name] = Gone(replica.session, now, reason, certain)
+            self.gone[replica.name] = Gone(replica.session, now, reason, certain, left)
         self._index(replica.name)
 
     def _note_departure(self, replica: Replica) -> bool:
@@ -270,7 +304,9 @@ class State:
         _put(self.idle, name, idle)
         _put(self.veterans, name, veteran)
         _put(self.idle_veterans, name, veteran and idle)
-        _put(self.silent, name, name in self.gone and not self.gone[name].certain)
+        gone = self.gone.get(name)
+        _put(self.silent, name, gone is not None and not gone.certain)
+        _put(self.finishers, name, gone is not None and gone.finished)
 
 
 def _keep(index: dict[str, Replica], name: str, replica: Replica | None) -> None:

@@ -9,8 +9,8 @@ from allranks.model.cluster import Incident, Quorum
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened. `kind`: connected, returned, lost, left, evicted, let_in, quorum, waiting,
-    incident, collect, leader, stalled."""
+    """One thing that happened. `kind`: connected, returned, lost, left, finished, evicted, let_in, quorum,
+    waiting, incident, collect, leader, stalled."""
 
     at: float  # Unix time, for people only
     kind: str
@@ -26,7 +26,7 @@ class ReplicaStatus:
     replica: str
     session: str
     node: str
-    state: str  # member | asking | spare | connected | cooling | evicted | observer | expected | lost
+    state: str  # member | asking | spare | connected | cooling | evicted | observer | expected | lost | left | finished
     step: int
     progress: int
     idle_s: float
@@ -50,7 +50,7 @@ class Status:
     waiting: str  # why no new quorum is formed although somebody asks; ""
     quorum: Quorum | None
     replicas: tuple[ReplicaStatus, ...]
-    lost: dict[str, str]  # members of the last quorum that are gone -> why
+    lost: dict[str, str]  # members of the last quorum that are gone before they had finished -> why
     evicted: dict[str, str]
     history: tuple[Event, ...]
     incidents: tuple[Incident, ...]

@@ -17,8 +17,10 @@ def replica_rows(state: State, sessions: Sessions, now: float) -> tuple[ReplicaS
         rows.append(_row(replica, sessions.of(name), standing, now))
     for name, gone in state.gone.items():
         if name not in state.replicas:
+            standing = "finished" if gone.finished else "left" if gone.left else "lost"
+            heard_s = round(now - gone.at, 3)
             rows.append(
-                ReplicaStatus(name, gone.session, "", "lost", -1, -1, 0.0, gone.reason, now - gone.at, "", 0)
+                ReplicaStatus(name, gone.session, "", standing, -1, -1, 0.0, gone.reason, heard_s, "", 0)
             )
     return tuple(sorted(rows, key=lambda row: row.replica))
 

@@ -1,0 +1,198 @@
+"""etcd v3 over its JSON gateway, with the standard library: what an election and a rendezvous need.
+
+Runs in the lighthouse (leases, the guarded write of a leader), in the agent (torchrun's rendezvous) and in the
+doctor. Blocking; every call has a limit and goes to the next endpoint when one does not answer or has no leader.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import ssl
+import threading
+import time
+import urllib.parse
+from dataclasses import dataclass, field
+from typing import Any
+
+from allranks.errors import EtcdError
+
+_PAUSE_S = 0.05  # between two attempts, so that an election of etcd's own is not met by a storm
+
+
+@dataclass(frozen=True)
+class KeyValue:
+    """A value, the revision that changed it last, and the one that made its key."""
+
+    value: bytes
+    revision: int
+    create_revision: int
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Keys that hang on a lease go with it."""
+
+    id: int
+    ttl_s: float  # as granted, which may be more than was asked for
+
+
+@dataclass(frozen=True)
+class Etcd:
+    """A client of one cluster. Threads may share it: each has a connection of its own, `close` ends them all."""
+
+    endpoints: tuple[str, ...]  # "http://host:2379", see parse_endpoints
+    timeout_s: float = 5.0  # of one attempt at one endpoint
+    ca: str = ""  # PEM file for https; "": the system's
+    _local: threading.local = field(default_factory=threading.local, compare=False)
+    _open: set[http.client.HTTPConnection] = field(default_factory=set, compare=False)
+
+    # ---- keys ---------------------------------------------------------------------------------------------
+
+    def get(self, key: str) -> KeyValue | None:
+        """The value of a key, or None."""
+        found = self._call("/v3/kv/range", {"key": _encode(key)}).get("kvs") or []
+        return _key_value(found[0]) if found else None
+
+    def get_prefix(self, prefix: str) -> dict[str, KeyValue]:
+        """All keys that begin with the prefix."""
+        found = self._call("/v3/kv/range", _range(prefix)).get("kvs") or []
+        return {base64.b64decode(item["key"]).decode(): _key_value(item) for item in found}
+
+    def put(self, key: str, value: bytes, lease: int = 0) -> None:
+        """Writes a key."""
+        self._call("/v3/kv/put", _put(key, value, lease))
+
+    def compare_and_put(self, key: str, value: bytes, revision: int, lease: int = 0) -> bool:
+        """Writes only if the key's revision is as given (0: only if it does not exist). True when written."""
+        compare = {"key": _encode(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
+        return bool(self._put_where(compare, _put(key, value, lease)).get("succeeded"))
+
+    def put_guarded(
+        self, guard: str, create_revision: int, key: str, value: bytes, lease: int = 0
+    ) -> tuple[bool, int]:
+        """Writes `key` if `guard` was made at that revision (0: does not exist). (written, revision now)."""
+        compare = {
+            "key": _encode(guard), "target": "CREATE", "result": "EQUAL", "create_revision": str(create_revision),
+        }  # fmt: skip
+        answer = self._put_where(compare, _put(key, value, lease))
+        return bool(answer.get("succeeded")), int(answer["header"]["revision"])
+
+    def delete(self, key: str) -> bool:
+        """Removes a key; True if it was there."""
+        return int(self._call("/v3/kv/deleterange", {"key": _encode(key)}).get("deleted", 0)) > 0
+
+    def delete_prefix(self, prefix: str) -> int:
+        """Removes all keys that begin with the prefix; returns how many."""
+        return int(self._call("/v3/kv/deleterange", _range(prefix)).get("deleted", 0))
+
+    # ---- leases -------------------------------------------------------------------------------------------
+
+    def grant(self, ttl_s: int) -> Lease:
+        """A lease that ends after about `ttl_s` unless kept alive."""
+        answer = self._call("/v3/lease/grant", {"TTL": str(ttl_s)})
+        return Lease(int(answer["ID"]), float(answer["TTL"]))
+
+    def keep_alive(self, lease: int) -> float:
+        """Seconds that the lease lives on; 0 when it is gone."""
+        answer = self._call("/v3/lease/keepalive", {"ID": str(lease)})
+        return float(answer.get("result", {}).get("TTL", 0))
+
+    def revoke(self, lease: int) -> None:
+        """Ends a lease and what hangs on it."""
+        self._call("/v3/lease/revoke", {"ID": str(lease)})
+
+    # ---- the cluster --------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """Version, leader and size, as etcd reports them."""
+        return self._call("/v3/maintenance/status", {})
+
+    def close(self) -> None:
+        """Closes every connection. The next call makes a new one."""
+        for connection in list(self._open):
+            connection.close()
+        self._open.clear()
+
+    # ---- inside -------------------------------------------------------------------------------------------
+
+    def _put_where(self, compare: dict[str, str], put: dict[str, str]) -> dict[str, Any]:
+        return self._call("/v3/kv/txn", {"compare": [compare], "success": [{"request_put": put}]})
+
+    def _call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """One attempt more than there are endpoints: a connection kept for long may just have been closed."""
+        failures = []
+        for attempt in range(len(self.endpoints) + 1):
+            endpoint = self.endpoints[getattr(self._local, "index", 0) % len(self.endpoints)]
+            try:
+                return self._post(endpoint, path, json.dumps(body))
+            except (OSError, http.client.HTTPException) as error:
+                failures.append(f"{endpoint}: {error or type(error).__name__}")
+                self._drop()
+                self._local.index = getattr(self._local, "index", 0) + 1
+                if attempt:
+                    time.sleep(_PAUSE_S)
+        raise EtcdError(f"no etcd answers ({'; '.join(dict.fromkeys(failures))})", hint=_HINT)
+
+    def _post(self, endpoint: str, path: str, body: str) -> dict[str, Any]:
+        connection = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = self._local.connection = self._connect(endpoint)
+        self._open.add(connection)
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        raw = response.read(64 << 20)
+        if response.status >= 500:  # this member has lost its cluster; another may not have
+            raise OSError(f"HTTP {response.status} {raw[:200].decode('utf-8', 'replace')}")
+        if response.status != 200:
+            raise EtcdError(f"etcd at {endpoint} answered {response.status} to {path}: {raw[:300]!r}")
+        answer: dict[str, Any] = json.loads(raw)
+        return answer
+
+    def _drop(self) -> None:
+        connection, self._local.connection = getattr(self._local, "connection", None), None
+        if connection is not None:
+            connection.close()
+            self._open.discard(connection)
+
+    def _connect(self, endpoint: str) -> http.client.HTTPConnection:
+        pieces = urllib.parse.urlsplit(endpoint)
+        host, port = pieces.hostname or "localhost", pieces.port or 2379
+        if pieces.scheme != "https":
+            return http.client.HTTPConnection(host, port, timeout=self.timeout_s)
+        context = ssl.create_default_context(cafile=self.ca or None)
+        return http.client.HTTPSConnection(host, port, timeout=self.timeout_s, context=context)
+
+
+def parse_endpoints(text: str) -> tuple[str, ...]:
+    """`host:port,host:port` (or URLs) as a tuple of URLs; the port defaults to 2379."""
+    found = []
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        pieces = urllib.parse.urlsplit(part if "://" in part else f"http://{part}")
+        host = f"[{pieces.hostname}]" if ":" in (pieces.hostname or "") else pieces.hostname
+        found.append(f"{pieces.scheme}://{host}:{pieces.port or 2379}")
+    if not found:
+        raise EtcdError(f"no etcd endpoint in {text!r}", hint="Give HOST:PORT, several separated by commas.")
+    return tuple(found)
+
+
+_HINT = "Is etcd running? `allranks etcd status`, `allranks etcd start`."
+
+
+def _encode(data: str | bytes) -> str:
+    return base64.b64encode(data.encode() if isinstance(data, str) else data).decode()
+
+
+def _range(prefix: str) -> dict[str, str]:
+    return {"key": _encode(prefix), "range_end": _encode(prefix[:-1] + chr(ord(prefix[-1]) + 1))}
+
+
+def _put(key: str, value: bytes, lease: int) -> dict[str, str]:
+    put = {"key": _encode(key), "value": _encode(value)}
+    return {**put, "lease": str(lease)} if lease else put
+
+
+def _key_value(item: dict[str, Any]) -> KeyValue:
+    value, revision = base64.b64decode(item.get("value", "")), int(item.get("mod_revision", 0))
+    return KeyValue(value, revision, int(item.get("create_revision", 0)))
