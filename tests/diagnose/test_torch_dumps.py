@@ -150,6 +150,47 @@ def test_a_receive_from_the_wrong_rank_blames_the_receiver(tmp_path: Path) -> No
     assert _answer(_diagnose(write(tmp_path, ranks))) == ("p2p_mismatch", (1,))
 
 
+def test_a_receive_that_ended_though_nothing_was_sent_is_not_believed(tmp_path: Path) -> None:
+    """0 went on without its send, and NCCL gave up the receive of 1 as completed."""
+    receive = entry("recv 1<-0", seq=2, p2p_seq=1, is_p2p=True, retired=True)
+    ranks = {
+        0: number([entry(seq=1), entry(seq=2), entry(seq=3, state="started")]),
+        1: number([entry(seq=1), entry(seq=2), receive]),
+    }
+    ranks[0][-1]["time_created_ns"] += 10**9
+    assert _answer(_diagnose(write(tmp_path, ranks))) == ("p2p_mismatch", (0, 1))
+
+
+def test_a_batch_that_holds_up_its_other_half_leads_to_who_lacks_in_it(tmp_path: Path) -> None:
+    """0 leaves out a send and goes on to receive; what 1 sends it is there, in one batch with the lacking receive."""
+
+    def batch(names: list[str], p2p_seq: int, state: str) -> list[Entry]:
+        parts = [
+            entry(name, seq=1, p2p_seq=p2p_seq, is_p2p=True, state="scheduled", retired=False)
+            for name in names
+        ]
+        return [*parts, entry("coalesced", seq=1, p2p_seq=p2p_seq, state=state, sizes=[])]
+
+    ranks = {
+        0: number(
+            [entry(seq=1), *batch(["send 0->1"], 1, "completed"), *batch(["recv 0<-1"], 2, "scheduled")]
+        ),
+        1: number(
+            [
+                entry(seq=1),
+                *batch(["recv 1<-0"], 1, "completed"),
+                *batch(["send 1->0", "recv 1<-0"], 2, "scheduled"),
+            ]
+        ),
+    }
+    result = _diagnose(write(tmp_path, ranks))
+    assert _answer(result) == ("p2p_mismatch", (0,))
+    assert (
+        result.verdict is not None
+        and "never posted the partner of recv from rank 0" in result.verdict.sentence
+    )
+
+
 def test_a_message_of_another_size_is_a_p2p_mismatch(tmp_path: Path) -> None:
     """Both ends are posted and neither ends."""
     ranks = {

@@ -298,8 +298,8 @@ def _base(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding
     at = context.place(blocked)
     evidence = [f"{ranks_text(blocked.waiters)} entered {context.call(blocked)}{f' at {at}' if at else ''}"
                 + (f" and {seconds(w)} later had not left it" if (w := context.waited(blocked)) is not None else "")]  # fmt: skip
-    if blocked.failed:
-        evidence.append(f"the call failed or timed out on {ranks_text(blocked.failed)}")
+    if failure := context.failure(blocked):
+        evidence.append(failure)
     for rank in ranks[:4]:
         last = context.last_call(rank)
         if last:
@@ -332,12 +332,13 @@ def _unrecorded(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> t
 
 
 def _waiting(context: Context, blocked: Blocked, guilty: tuple[int, ...]) -> str:
-    """ "7 ranks have waited 31 s"."""
-    behind = (set(context.waiters_behind((-1 - blocked.index,))) | set(blocked.waiters)) - set(guilty)
+    """ "7 ranks have waited 31 s": all that wait for the guilty, directly or not, as long as the first of them."""
+    behind = (set(context.waiters_behind(guilty)) | set(blocked.waiters)) - set(guilty)
     number = len(behind)
     verb = "has" if number == 1 else "have"
-    if blocked.rows and len(blocked.failed) == len(blocked.rows) and blocked.p2p is None:
-        return f"the call failed on {ranks_text(blocked.failed)}"
+    failed = [rank for rank, row in blocked.rows.items() if context.job.ranks[rank].now[row] == Now.FAILED]
+    if blocked.rows and len(failed) == len(blocked.rows) and blocked.p2p is None:
+        return context.failure(blocked)
     wait = context.waited(blocked)
     text = f"{count_ranks(number)} {verb} waited {seconds(wait)}" if wait is not None else ""
     return text or f"{count_ranks(number)} wait{'s' if number == 1 else ''} for it"

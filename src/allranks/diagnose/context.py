@@ -11,9 +11,9 @@ from allranks.diagnose.job import GroupView, Job, Now
 from allranks.diagnose.liveness import Patience, waited_s
 from allranks.diagnose.p2p import P2PMismatch, P2PWait
 from allranks.diagnose.waits import Blocked, Graph
-from allranks.diagnose.words import call_text, is_internal, place, user_frame
+from allranks.diagnose.words import call_text, is_internal, place, ranks_text, user_frame
 from allranks.model.diagnosis import RankNow
-from allranks.model.trace import Frame
+from allranks.model.trace import Frame, State
 
 Stacks = tuple[tuple[tuple[int, ...], tuple[Frame, ...]], ...]
 
@@ -50,6 +50,19 @@ class Context:
         if blocked.p2p is not None:
             return p2p_text(blocked.p2p, label)
         return call_text(self.job, rank, row, blocked.seq, label)
+
+    def failure(self, blocked: Blocked) -> str:
+        """ "the call timed out on ranks 0, 2": where it is known to have failed; "" when nowhere. Calls that were put
+        away, finished or not, are not meant."""
+        states = {
+            rank: int(self.job.ranks[rank].trace.calls["state"][row])
+            for rank, row in blocked.rows.items()
+            if self.job.ranks[rank].now[row] == Now.FAILED
+        }
+        if not states:
+            return ""
+        verb = "timed out" if set(states.values()) == {int(State.TIMED_OUT)} else "failed"
+        return f"the call {verb} on {ranks_text(states)}"
 
     def place(self, blocked: Blocked) -> str:
         """The line where most of the waiters wait."""

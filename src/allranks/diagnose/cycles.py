@@ -26,7 +26,7 @@ def explain_cycle(context: Context, sink: tuple[int, ...]) -> Finding:
     calls = [context.blocked[-1 - node] for node in sink if node < 0]
     p2p = [call for call in calls if call.p2p is not None]
     if p2p:
-        return _p2p_alone(context, ranks) or _p2p_cycle(context, ranks, p2p, calls)
+        return _p2p_alone(context, ranks, calls) or _p2p_cycle(context, ranks, p2p, calls)
     for call in calls:
         shift = find_stack_shift(context.job, context.group(call))
         if shift is not None and shift.seq <= call.seq:
@@ -161,13 +161,15 @@ def _opposed(calls: list[Blocked], call: Blocked) -> list[int]:
     return found
 
 
-def _p2p_alone(context: Context, ranks: tuple[int, ...]) -> Finding | None:
+def _p2p_alone(context: Context, ranks: tuple[int, ...], calls: list[Blocked]) -> Finding | None:
     """A circle through one rank: its own call has a partner, whose batch waits for what this rank never posted. Of two
     that wait for each other the one that left its own round."""
     odd = ranks
     if len(ranks) > 1:
         odd = tuple(rank for rank in ranks if _left_round(context, rank))
-    if len(odd) != 1 or not any(odd[0] in call.missing for call in context.blocked):
+    if len(odd) != 1 or not all(call.p2p is not None for call in calls):
+        return None
+    if not any(odd[0] in call.missing for call in calls):
         return None
     finding = explain_ranks(context, context.first_for(odd[0]), odd)
     return replace(finding, cause="p2p_mismatch") if finding.cause == "missing_rank" else finding

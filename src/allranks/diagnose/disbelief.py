@@ -16,11 +16,9 @@ import numpy as np
 from allranks.diagnose.align import is_box
 from allranks.diagnose.job import GroupView, Job, Lane, Now, RankView
 from allranks.diagnose.ops import is_synchronising
+from allranks.diagnose.p2p import CLOCKS_NS, newest_ns
 from allranks.diagnose.waits import is_too_old
 from allranks.model.trace import Flag
-
-#: Clocks of two hosts may differ by so much.
-CLOCKS_NS = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def _doubt(job: Job, group: GroupView) -> Doubt | None:
     if not ends or min(ends) < 0:
         return None
     known = [end for end in ends if end]
-    proven = tuple(r for r in late if known and _newest_ns(job.ranks[r]) >= min(known) + CLOCKS_NS)
+    proven = tuple(r for r in late if known and newest_ns(job.ranks[r]) >= min(known) + CLOCKS_NS)
     if proven:
         return Doubt(group.index, seq, rows, proven, True)
     entered = min(int(job.ranks[rank].trace.calls["created_ns"][row]) for rank, row in rows.items())
@@ -106,12 +104,6 @@ def _ended_ns(view: RankView, row: int) -> int:
     if view.now[row] != Now.DONE or not bool(_is_coalesced(view, np.array([row]))[0]):
         return -1
     return int(view.trace.calls["completed_ns"][row])
-
-
-def _newest_ns(view: RankView) -> int:
-    """The latest moment of which the file tells."""
-    calls = view.trace.calls
-    return int(max(calls["created_ns"].max(), calls["completed_ns"].max())) if len(calls) else 0
 
 
 def _stands_at(view: RankView, group: GroupView, seq: int) -> bool:

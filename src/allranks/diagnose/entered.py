@@ -172,8 +172,8 @@ def _finding(
     evidence: tuple[str, ...] = (
         f"{ranks_text(blocked.waiters)} entered {context.call(blocked)}{f' at {at}' if at else ''}",
     )
-    if blocked.failed:
-        evidence += (f"the call failed or timed out on {ranks_text(blocked.failed)}",)
+    if failure := context.failure(blocked):
+        evidence += (failure,)
     behind = np.unique(np.array([*context.waiters_behind((-1 - blocked.index,)), *blocked.waiters], np.int64))
     waiting = tuple(int(r) for r in behind if int(r) not in named)
     return Finding(

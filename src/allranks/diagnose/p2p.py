@@ -6,7 +6,7 @@ counts mean nothing, and pairing starts behind the last pair that is known to be
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from allranks.diagnose.job import Job, Now, RankView
 from allranks.diagnose.ops import Family
 from allranks.model.trace import Flag, State
 
+#: Clocks of two hosts may differ by so much.
+CLOCKS_NS = 10_000_000
 _SEND, _RECV = int(Family.SEND), int(Family.RECV)
 
 
@@ -72,8 +74,8 @@ def match_p2p(job: Job) -> tuple[list[P2PWait], list[P2PMismatch]]:
     waits: list[P2PWait] = []
     mismatches: list[P2PMismatch] = []
     for key in sorted(sides):
-        side = sides[key]
-        other = sides.get((side.group, side.peer, side.rank, not side.sends))
+        other = sides.get((key[0], key[2], key[1], not key[3]))
+        side = _without_false_end(job, sides[key], other)
         waits += _waits(job, side, other)
         if side.sends and other is not None:
             mismatches += _mismatches(job, side, other)
@@ -149,6 +151,39 @@ def _waits(job: Job, side: Side, other: Side | None) -> list[P2PWait]:
                     partner, peer_known)
         )  # fmt: skip
     return found
+
+
+def _without_false_end(job: Job, side: Side, other: Side | None) -> Side:
+    """The side with its last receive open again, if it is said to be over though nothing was ever sent for it.
+
+    Only where the receive is the last thing that its rank did, and the peer's ring shows everything up to a moment
+    behind that end: NCCL marks receives completed when it gives them up.
+    """
+    peer = job.ranks.get(side.peer)
+    sent = len(other.rows) if other is not None else 0
+    last = len(side.rows) - 1
+    if side.sends or not side.reliable or last < sent or side.now[last] not in (Now.DONE, Now.LEFT):
+        return side
+    if peer is None or not (other.reliable if other is not None else _complete(peer)):
+        return side
+    calls = job.ranks[side.rank].trace.calls
+    row = int(side.rows[last])
+    batch = calls[row:]
+    ended = int(batch["completed_ns"].max())
+    alone = bool(
+        (batch["p2p_seq"] == batch["p2p_seq"][0]).all() and (batch["group"] == batch["group"][0]).all()
+    )
+    if not alone or not ended or newest_ns(peer) < ended + CLOCKS_NS:
+        return side
+    now = side.now.copy()
+    now[last] = Now.OPEN
+    return replace(side, now=now)
+
+
+def newest_ns(view: RankView) -> int:
+    """The latest moment of which the rank's calls tell."""
+    calls = view.trace.calls
+    return int(max(calls["created_ns"].max(), calls["completed_ns"].max())) if len(calls) else 0
 
 
 def _complete(view: RankView | None) -> bool:
