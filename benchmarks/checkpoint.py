@@ -5,20 +5,20 @@
 Model and Adam state of 256 MiB and 2 GiB (`--quick`: 256 MiB) in one process with one compute thread. Peers in
 the same run: torch.save, safetensors, DCP (save, async_save with a thread and with a process, its default and its
 best stager), torch_checkpointing when it can be installed. Floors: memcpy, raw write + fsync, raw read, raw object
-put. "Lost" is a loop with a save against the same loop without: stall and interference together.
+put. "Lost" is a loop with a save against the same loop without: stall and interference together. "In place" loads
+into a job that runs (every tensor is there already), as DCP does; "restart" into a new model and optimizer. The raw
+reads are of the same file, by one thread, into memory of the same kind: there already, or fresh.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import logging
 import os
 import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,59 +26,24 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-MB = 1 << 20
-CACHE = Path(os.environ.get("ALLRANKS_BENCH_CACHE", Path.home() / ".cache" / "allranks-bench"))
+from _checkpoint_floors import drop_cache, raw_read, raw_read_fresh, save_floors
+from _checkpoint_job import MB, Job, Method, build, timed
+from _checkpoint_ours import to_disk, to_memory, to_object_store, to_peer
+from _checkpoint_peers import dcp, plain, torch_checkpointing
+
 #: Peers that never come out best; measured without --quick.
-SLOW = {"safetensors", "dcp_async_thread", "dcp_async_process"}
+SLOW = {"safetensors", "dcp_async_thread", "dcp_async_process", "allranks_read_back"}
 #: What the goals are about; the others are left out when a quick run is late.
 NEEDED = ("allranks", "dcp_async_thread_best", "dcp_async_process_best")
-Started = tuple[
-    Callable[[], Any], Callable[[], Any]
-]  # wait until the state may change; wait until it is safe
-
-
-class Job:
-    """A chain of linear layers with AdamW: 98 layers, so that model and optimizer are about 590 tensors."""
-
-    def __init__(self, size_mb: int) -> None:
-        layers = 98
-        width = int((size_mb * MB / 4 / 3 / layers) ** 0.5)
-        self.model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)])
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
-        self.batch = torch.randn(16, width)
-        self.step()
-        self.bytes = sum(t.nbytes for t in self.tensors())
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Every tensor of the state."""
-        states = [v for s in self.optimizer.state.values() for v in s.values()]
-        return [*self.model.state_dict().values(), *states]
-
-    def state(self) -> dict[str, Any]:
-        """The state as the peers take it."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def step(self, before_update: Callable[[], Any] = lambda: None) -> None:
-        """Forward, backward, update."""
-        self.model(self.batch).pow(2).mean().backward()
-        before_update()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
-
-
-class Method:
-    """One way to save. `start` begins a save; `close` ends helpers."""
-
-    def __init__(
-        self, name: str, start: Callable[[Path, int], Started], close: Callable[[], Any] = lambda: None
-    ) -> None:
-        self.name, self.start, self.close = name, start, close
+#: The loads need one of DCP's own.
+DCP_SAVED = "dcp_async_process_best"
 
 
 def main() -> int:
@@ -100,7 +65,8 @@ def main() -> int:
         _alone(folder),
     ):
         for size in args.sizes or ([256] if args.quick else [256, 2048]):
-            bench = Bench(size, Path(folder), 2 if args.quick else 3, began + 32 if args.quick else None)
+            rounds = 2 if args.quick or size > 512 else 3
+            bench = Bench(size, Path(folder), rounds, began + 30 if args.quick else None)
             found, measured = bench.run()
             ratios.update({f"{key}_{size}mb": value for key, value in found.items()})
             numbers[f"{size}mb"] = measured
@@ -123,12 +89,13 @@ class Bench:
         self.rounds = rounds
         self.soft_deadline = soft_deadline
         self.left_out: list[str] = []
+        self.size_mb = size_mb
         self.job = Job(size_mb)
         self.numbers: dict[str, Any] = {"state_mb": self.job.bytes / MB, "tensors": len(self.job.tensors())}
 
     def run(self) -> tuple[dict[str, float], dict[str, Any]]:
         """(ratios, numbers)."""
-        self.floors()
+        self.numbers.update(save_floors(self.job, self.folder, self.rounds))
         methods = self.methods()
         try:
             self.saves(methods)
@@ -137,6 +104,7 @@ class Bench:
             for method in methods:
                 method.close()
         self.memory()
+        self.other_tiers()
         self.object_store()
         return self.ratios(), self.numbers
 
@@ -147,46 +115,16 @@ class Bench:
         self.left_out.append(f"{what}: no time left in --quick")
         return True
 
-    def floors(self) -> None:
-        """memcpy with one and two threads, raw write with fsync, raw read warm and cold."""
-        sources = [t.contiguous() for t in self.job.tensors()]
-        targets = [torch.empty_like(t) for t in sources]
-
-        def copy(part: int, parts: int) -> None:
-            for source, target in list(zip(sources, targets, strict=True))[part::parts]:
-                ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
-
-        def both() -> None:
-            other = threading.Thread(target=copy, args=(1, 2))
-            other.start()
-            copy(0, 2)
-            other.join()
-
-        copy(0, 1)
-        self.numbers["memcpy_1_s"] = _median(lambda: copy(0, 1), self.rounds)
-        self.numbers["memcpy_2_s"] = _median(both, self.rounds)
-        buffer = memoryview(bytearray(self.job.bytes))
-        path = self.folder / "raw"
-        self.numbers["raw_write_fsync_s"] = _median(lambda: _raw_write(path, buffer), self.rounds)
-        self.numbers["raw_read_warm_s"] = _median(lambda: _raw_read(path, buffer), self.rounds)
-        colds = []
-        for _ in range(self.rounds):
-            _drop(path)
-            colds.append(_timed(lambda: _raw_read(path, buffer)))
-        self.numbers["raw_read_cold_s"] = statistics.median(colds)
-        path.unlink()
-
     def methods(self) -> list[Method]:
-        """Ours and every peer that is installed."""
-        found = [self.ours(), *self.plain(), *self.dcp()]
-        if self.soft_deadline is not None:
-            self.left_out += [
-                f"{method.name}: only without --quick" for method in found if method.name in SLOW
-            ]
-            self.left_out.append("torch_checkpointing: only without --quick")
-            return [method for method in found if method.name not in SLOW]
-        peer = self.torch_checkpointing()
-        return [*found, peer] if peer is not None else found
+        """Ours to the disk and every peer that is installed."""
+        ours, self.manager = to_disk(self.job, self.folder / "ours")
+        careful, _ = to_disk(self.job, self.folder / "ours_read_back", read_back=True)
+        found = [ours, careful, *plain(self.job), *dcp(self.job)]
+        if self.soft_deadline is None:
+            return [*found, *torch_checkpointing(self.job, self.left_out)]
+        self.left_out += [f"{method.name}: only without --quick" for method in found if method.name in SLOW]
+        self.left_out.append("torch_checkpointing: only without --quick")
+        return [method for method in found if method.name not in SLOW]
 
     def saves(self, methods: list[Method]) -> None:
         """Lost time, stall and total of each; interleaved, so that a busy machine hits all of them alike."""
@@ -203,12 +141,8 @@ class Bench:
             for method in methods:
                 if method.name not in NEEDED and self.late(f"{method.name}, round {number}"):
                     continue
-                for key, value in self.one(method, number).items():
-                    found.setdefault(method.name, {}).setdefault(key, []).append(value)
-        self.numbers["saves"] = {
-            name: {key: statistics.median(values) for key, values in entry.items()}
-            for name, entry in found.items()
-        }
+                _add(found.setdefault(method.name, {}), self.one(method, number))
+        self.numbers["saves"] = {name: _medians(entry) for name, entry in found.items()}
 
     def works(self, method: Method) -> bool:
         """Whether a peer can save at all on this machine; if not, it is left out and said."""
@@ -224,7 +158,7 @@ class Bench:
         job = self.job
         path = self._fresh(method, "busy")
         steps = 3 if self.soft_deadline is None else 2
-        baseline = [_timed(job.step) for _ in range(steps)]
+        baseline = [timed(job.step) for _ in range(steps)]
         began = time.perf_counter()
         copied, durable = method.start(path, 2 * number)
         stall = time.perf_counter() - began
@@ -235,8 +169,8 @@ class Bench:
             job.step(copied if count == 0 else lambda: None)
             count += 1
         window = time.perf_counter() - began
-        baseline += [_timed(job.step) for _ in range(steps)]
-        self._remove(path)
+        baseline += [timed(job.step) for _ in range(steps)]
+        shutil.rmtree(path, ignore_errors=True)
         total = self.idle(method, 2 * number + 1)
         per_step = statistics.median(baseline)
         return {"lost_s": window - count * per_step, "stall_s": stall, "total_s": total, "step_s": per_step}
@@ -249,166 +183,74 @@ class Bench:
         copied()
         durable()
         total = time.perf_counter() - began
-        if method.name != "dcp_async_process_best":  # the loads need one of DCP's
-            self._remove(path)
+        if method.name != DCP_SAVED:
+            shutil.rmtree(path, ignore_errors=True)
         return total
 
-    def ours(self) -> Method:
-        """allranks to the disk tier."""
-        from allranks.checkpoint import CheckpointConfig, CheckpointManager
-
-        config = CheckpointConfig(
-            nvme_path=self.folder / "ours", checkpoint_interval=1, memory_snapshot_interval=0, keep_last_n=1
-        )
-        self.manager = CheckpointManager(config)
-        self.manager.attach(self.job.optimizer)
-
-        def start(_: Path, step: int) -> Started:
-            assert self.manager.step(step, self.job.model, self.job.optimizer)
-            return self.manager.wait_for_copy, self.manager.wait_for_pending_saves
-
-        return Method("allranks", start, self.manager.close)
-
-    def plain(self) -> list[Method]:
-        """torch.save and safetensors, with fsync: the whole save is a stall."""
-        from safetensors.torch import save_file
-
-        def torch_save(path: Path, _: int) -> Started:
-            path.mkdir(exist_ok=True)
-            with (path / "x.pt").open("wb") as file:
-                torch.save(self.job.state(), file)
-                os.fsync(file.fileno())
-            return _nothing, _nothing
-
-        def safetensors(path: Path, _: int) -> Started:
-            path.mkdir(exist_ok=True)
-            flat = {str(number): tensor for number, tensor in enumerate(self.job.tensors())}
-            save_file(flat, str(path / "x.safetensors"))
-            _fsync(path / "x.safetensors")
-            return _nothing, _nothing
-
-        return [Method("torch_save", torch_save), Method("safetensors", safetensors)]
-
-    def dcp(self) -> list[Method]:
-        """DCP's synchronous and asynchronous saves; "best" is the reused shared stager with async staging."""
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-
-        kinds = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
-
-        def sync(path: Path, _: int) -> Started:
-            dcp.save(self.job.state(), checkpoint_id=str(path))
-            return _nothing, _nothing
-
-        def asynchronous(kind: str, best: bool) -> Method:
-            stager = DefaultStager(StagingOptions(False, True, True, False)) if best else None
-
-            def start(path: Path, _: int) -> Started:
-                more = {"async_stager": stager} if stager else {}
-                answer = dcp.async_save(
-                    self.job.state(), checkpoint_id=str(path), async_checkpointer_type=kinds[kind], **more
-                )
-                if stager:
-                    return answer.staging_completion.result, answer.upload_completion.result
-                return _nothing, answer.result
-
-            return Method(
-                f"dcp_async_{kind}{'_best' if best else ''}", start, stager.close if stager else _nothing
-            )
-
-        return [
-            Method("dcp_save", sync), asynchronous("thread", False), asynchronous("thread", True),
-            asynchronous("process", False), asynchronous("process", True),
-        ]  # fmt: skip
-
-    def torch_checkpointing(self) -> Method | None:
-        """DCP's successor, if it can be installed beside this torch. It never calls fsync."""
-        place = CACHE / "torch_checkpointing-0.1.1"
-        if not place.exists():
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "-q",
-                "--no-deps",
-                "--target",
-                str(place),
-                "torch_checkpointing==0.1.1",
-            ]
-            if subprocess.run(command, capture_output=True, timeout=120).returncode:
-                self.left_out.append("torch_checkpointing: cannot be installed")
-                shutil.rmtree(place, ignore_errors=True)
-                return None
-        sys.path.insert(0, str(place))
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(place), os.environ.get("PYTHONPATH", "")])
-        )
-        try:
-            from torch_checkpointing import AsyncCheckpointSaverConfig, CheckpointManager
-            from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
-
-            config = CheckpointManager.Config(
-                save=AsyncCheckpointSaverConfig(),
-                storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
-            )
-            manager = CheckpointManager(config)
-        except Exception as error:
-            self.left_out.append(f"torch_checkpointing: {type(error).__name__}: {error}")
-            return None
-
-        def start(path: Path, _: int) -> Started:
-            manager.save(str(path), self.job.state())
-            return manager._staging_future.result, manager._write_future.result
-
-        return Method("torch_checkpointing", start, manager.close)
-
     def loads(self) -> None:
-        """Into the live tensors, warm and cold: ours (verified) and DCP's."""
+        """Warm and cold: ours (verified) in place and into a new job, DCP's in place, raw reads of our file."""
         import torch.distributed.checkpoint as dcp
 
-        theirs = self.folder / "dcp_async_process_best-idle"
-        ours = self.folder / "ours"
+        ours, theirs = self.folder / "ours", self.folder / f"{DCP_SAVED}-idle"
+        data = max(ours.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+        buffer = memoryview(bytearray(data.stat().st_size))
+        state = self.job.state()
+        acts: dict[str, tuple[Path, Callable[[], Any]]] = {
+            "raw": (data, lambda: raw_read(data, buffer)),
+            "allranks_in_place": (ours, lambda: self.manager.restore(self.job.model, self.job.optimizer)),
+            "raw_fresh": (data, lambda: raw_read_fresh(data)),
+            "allranks_restart": (ours, lambda: None),
+            "dcp": (theirs, lambda: dcp.load(state, checkpoint_id=str(theirs))),
+        }
         found: dict[str, list[float]] = {}
-        for _ in range(self.rounds):
-            for warmth in ("warm", "cold"):
-                if warmth == "cold":
-                    _drop_all(ours)
-                    _drop_all(theirs)
-                found.setdefault(f"allranks_{warmth}_s", []).append(
-                    _timed(lambda: self.manager.restore(self.job.model, self.job.optimizer))
-                )
-                state = self.job.state()
-                found.setdefault(f"dcp_{warmth}_s", []).append(
-                    _timed(lambda: dcp.load(state, checkpoint_id=str(theirs)))  # noqa: B023
-                )
+        for number in range(self.rounds + 1):
+            for name, (files, act) in acts.items():
+                for warmth in ("cold", "warm"):  # the cold read warms the cache for the next one
+                    if name == "allranks_restart":
+                        act = partial(self.manager.restore, *build(self.size_mb))
+                    if warmth == "cold":
+                        drop_cache(files)
+                    seconds = timed(act)
+                    if number:  # the first round warms up
+                        found.setdefault(f"{name}_{warmth}_s", []).append(seconds)
         self.numbers["loads"] = {key: statistics.median(values) for key, values in found.items()}
 
     def memory(self) -> None:
         """Memory of this process and the helper during a save, beyond one staged copy."""
-        from allranks.checkpoint import CheckpointConfig, CheckpointManager
-
-        config = CheckpointConfig(
-            nvme_path=self.folder / "memory", checkpoint_interval=1, memory_snapshot_interval=0, keep_last_n=1
-        )
-        with CheckpointManager(config) as manager:
-            own, kinds = os.getpid(), ("RssAnon", "RssShmem")
-            before, peak = _resident(own, kinds), 0
-            manager.step(1, self.job.model, self.job.optimizer)
-            pending = manager.saves.busy({"NVME"})
-            while any(not one.future.done() for one in pending):
-                # the staged copy is counted once, where it is mapped by this process; the helper's own memory is added
-                peak = max(peak, _resident(own, kinds) + _resident(manager.saves.helper.pid, ("RssAnon",)))
+        method, manager = to_disk(self.job, self.folder / "memory")
+        own, kinds = os.getpid(), ("RssAnon", "RssShmem")
+        before, peak = _resident(own, kinds), 0
+        method.start(self.folder, 1)
+        pending = manager.saves.busy({"NVME"})
+        while any(not one.future.done() for one in pending):
+            # the staged copy is counted once, where it is mapped by this process; the helper's own memory is added
+            peak = max(peak, _resident(own, kinds) + _resident(manager.saves.helper.pid, ("RssAnon",)))
+        method.close()
         shutil.rmtree(self.folder / "memory", ignore_errors=True)
         self.numbers["memory_beyond_staged"] = (peak - before - self.job.bytes) / self.job.bytes
+
+    def other_tiers(self) -> None:
+        """The memory and peer tiers, each on its own."""
+        for make in (to_memory, to_peer):
+            if not self.late(make.__name__, more_s=8):
+                self.rows(make(self.job))
+
+    def rows(self, method: Method) -> None:
+        """A few saves of one method, after a first one that allocates."""
+        found: dict[str, list[float]] = {}
+        try:
+            self.idle(method, 1)
+            for number in range(1, max(2, self.rounds)):
+                _add(found, self.one(method, number))
+        finally:
+            method.close()
+        self.numbers["saves"][method.name] = _medians(found)
 
     def object_store(self) -> None:
         """Our save to a real S3 server against obstore's own put of the same bytes."""
         if self.late("object store", more_s=12):
             return
-        tests = Path(__file__).resolve().parent.parent / "tests"
-        sys.path.insert(0, str(tests))
+        sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
         try:
             from checkpoint.s3server import S3Server, weed_binary
         except ImportError:
@@ -420,38 +262,30 @@ class Bench:
         server = S3Server(self.folder / "s3")
         try:
             server.start()
-            self._object_store(server)
+            self._object_store(server.options())
         finally:
             server.kill()
 
-    def _object_store(self, server: Any) -> None:
+    def _object_store(self, options: dict[str, str]) -> None:
         import obstore
         from obstore.store import S3Store
 
-        from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier
-
-        raw = S3Store(
-            "raw",
-            config=server.options(),
-            client_options={"allow_http": True, "timeout": "600s"},
-        )
+        raw = S3Store("raw", config=options, client_options={"allow_http": True, "timeout": "600s"})
         buffer = memoryview(bytearray(os.urandom(MB) * (self.job.bytes // MB + 1)))[: self.job.bytes]
-        config = CheckpointConfig(
-            nvme_path=None, s3_bucket="ours", s3_options={**server.options(), "timeout_s": "600"},
-            memory_snapshot_interval=0, keep_last_n=1,
-        )  # fmt: skip
         times: dict[str, list[float]] = {"raw": [], "ours": []}
-        with CheckpointManager(config) as manager:
-            manager.saves.helper.start()
+        ours = to_object_store(self.job, options)
+        try:
+            self.idle(ours, 1)  # starts the helper
             for number in range(max(1, self.rounds - 1)):
                 times["raw"].append(
-                    _timed(lambda: obstore.put(raw, "x", buffer, chunk_size=16 * MB, max_concurrency=6))
+                    timed(lambda: obstore.put(raw, "x", buffer, chunk_size=16 * MB, max_concurrency=6))
                 )
                 self.job.step()  # every tensor changes: nothing is skipped as unchanged
-                began = time.perf_counter()
-                manager.save_checkpoint(_ours_state(self.job, number + 1), CheckpointTier.S3)
-                assert manager.wait_for_pending_saves()
-                times["ours"].append(time.perf_counter() - began)
+                times["ours"].append(self.idle(ours, number + 2))
+            if self.soft_deadline is None:
+                self.numbers["saves"]["allranks_s3"] = self.one(ours, 10)
+        finally:
+            ours.close()
         self.numbers["object_put_raw_s"] = statistics.median(times["raw"])
         self.numbers["object_put_allranks_s"] = statistics.median(times["ours"])
 
@@ -466,79 +300,36 @@ class Bench:
             "stall_vs_dcp_best": ours["stall_s"] / min(entry["stall_s"] for entry in peers.values()),
             "total_vs_raw_write": ours["total_s"] / n["raw_write_fsync_s"],
             "total_vs_dcp_best": ours["total_s"] / min(entry["total_s"] for entry in peers.values()),
-            "load_warm_vs_raw_read": loads["allranks_warm_s"] / n["raw_read_warm_s"],
-            "load_cold_vs_raw_read": loads["allranks_cold_s"] / n["raw_read_cold_s"],
-            "load_warm_vs_dcp": loads["allranks_warm_s"] / loads["dcp_warm_s"],
-            "load_cold_vs_dcp": loads["allranks_cold_s"] / loads["dcp_cold_s"],
             "memory_beyond_staged": n["memory_beyond_staged"],
         }
+        model = 1 / 3  # of the state; the rest, Adam's, does not exist yet in a new job
+        for warmth in ("warm", "cold"):
+            raw, fresh = loads[f"raw_{warmth}_s"], loads[f"raw_fresh_{warmth}_s"]
+            here, new = loads[f"allranks_in_place_{warmth}_s"], loads[f"allranks_restart_{warmth}_s"]
+            found[f"load_{warmth}_vs_raw_read"] = here / raw
+            found[f"load_{warmth}_vs_dcp"] = here / loads[f"dcp_{warmth}_s"]
+            found[f"restart_{warmth}_vs_raw_read"] = new / (model * raw + (1 - model) * fresh)
+        if "allranks_read_back" in saves:
+            found["total_read_back_vs_raw_write"] = (
+                saves["allranks_read_back"]["total_s"] / n["raw_write_fsync_s"]
+            )
         if "object_put_raw_s" in n:
             found["object_store_vs_raw"] = n["object_put_raw_s"] / n["object_put_allranks_s"]
         return {key: round(value, 3) for key, value in found.items()}
 
     def _fresh(self, method: Method, kind: str) -> Path:
         path = self.folder / f"{method.name}-{kind}"
-        self._remove(path)
+        shutil.rmtree(path, ignore_errors=True)
         return path
 
-    def _remove(self, path: Path) -> None:
-        shutil.rmtree(path, ignore_errors=True)
+
+def _add(found: dict[str, list[float]], values: dict[str, float]) -> None:
+    for key, value in values.items():
+        found.setdefault(key, []).append(value)
 
 
-def _ours_state(job: Job, step: int) -> Any:
-    from allranks.checkpoint import create_checkpoint_state
-
-    return create_checkpoint_state(step, job.model, job.optimizer)
-
-
-def _nothing() -> None:
-    """Nothing to wait for."""
-
-
-def _timed(act: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    act()
-    return time.perf_counter() - began
-
-
-def _median(act: Callable[[], Any], rounds: int) -> float:
-    return statistics.median(_timed(act) for _ in range(rounds))
-
-
-def _raw_write(path: Path, buffer: memoryview) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    done = 0
-    while done < len(buffer):
-        done += os.write(fd, buffer[done : done + 32 * MB])
-    os.fsync(fd)
-    os.close(fd)
-
-
-def _raw_read(path: Path, buffer: memoryview) -> None:
-    with path.open("rb", buffering=0) as file:
-        done = 0
-        while done < len(buffer):
-            done += file.readinto(buffer[done : done + 32 * MB]) or 0
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
-
-
-def _drop(path: Path) -> None:
-    """Takes a file out of the page cache."""
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
-
-
-def _drop_all(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            _drop(path)
+def _medians(found: dict[str, list[float]]) -> dict[str, float]:
+    return {key: statistics.median(values) for key, values in found.items()}
 
 
 def _resident(pid: int | None, kinds: tuple[str, ...]) -> int:
@@ -578,9 +369,14 @@ def _print(result: dict[str, Any]) -> None:
         if not isinstance(entry, dict):
             continue
         print(f"\n{size}: {entry['state_mb']:.0f} MB in {entry['tensors']} tensors")
-        print(
-            f"  memcpy {entry['memcpy_1_s']:.3f} s (2 threads {entry['memcpy_2_s']:.3f}), raw write + fsync {entry['raw_write_fsync_s']:.3f}, raw read {entry['raw_read_warm_s']:.3f} warm {entry['raw_read_cold_s']:.3f} cold"
+        floors = (
+            "memcpy_1_s",
+            "memcpy_2_s",
+            "raw_write_fsync_s",
+            "object_put_raw_s",
+            "object_put_allranks_s",
         )
+        print("  floors: " + ", ".join(f"{key} {entry[key]:.3f}" for key in floors if key in entry))
         print(f"  {'':<26}{'lost s':>9}{'stall s':>9}{'total s':>9}")
         for name, row in entry["saves"].items():
             print(f"  {name:<26}{row['lost_s']:>9.3f}{row['stall_s']:>9.3f}{row['total_s']:>9.3f}")

@@ -19,11 +19,17 @@ from allranks.checkpoint import (
     NVMeBackend,
     create_checkpoint_state,
 )
+from allranks.checkpoint.checksum import best_algorithm
 from allranks.checkpoint.file_store import FileStore
 from allranks.checkpoint.manifest import MANIFEST
 from allranks.checkpoint.opened import opened
+from allranks.checkpoint.plan import find_pieces, local_tensors, make_plan
 from allranks.checkpoint.retention import Kept, decide, prune
-from allranks.checkpoint.store import Attempt
+from allranks.checkpoint.snapshot import flatten_state
+from allranks.checkpoint.store import Attempt, Pieces
+from allranks.checkpoint.survey import verify_checkpoint
+from allranks.checkpoint.tensors import memory_of
+from allranks.checkpoint.writer import SaveJob, write_checkpoint
 from allranks.errors import CheckpointLoadError, CheckpointSaveError, CheckpointValidationError
 
 from .jobs import make_job, make_state, same, same_state, train_step
@@ -230,6 +236,61 @@ def test_a_snapshot_whose_memory_was_overwritten_is_not_loaded(
         assert loaded is not None and same_state(loaded, make_state(1, seed=1))
         assert manager.memory_backend.steps() == [1]
     assert "does not match its checksum" in caplog.text
+
+
+class LyingDisk(FileStore):
+    """Says that everything was written, but has turned one bit of the first data files."""
+
+    lies = 0
+
+    def write(self, attempt: Attempt, file: str, pieces: Pieces, length: int) -> None:
+        """As the real one, then the lie."""
+        super().write(attempt, file, pieces, length)
+        if file.endswith(".safetensors") and self.lies:
+            self.lies -= 1
+            path = self._folder(attempt) / file
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 4
+            path.write_bytes(data)
+
+
+def _write_to(disk: FileStore, state: CheckpointState, retries: int, read_back: bool) -> None:
+    flat = flatten_state(state, 0)
+    plan = make_plan("", find_pieces(flat.tensors), None, True)
+    image = bytearray(plan.arena_bytes)
+    image[: len(plan.layout.header)] = plan.layout.header
+    for source, placed in local_tensors(flat.tensors, plan):
+        image[placed.start : placed.start + placed.piece.shard.bytes] = memory_of(source.contiguous())
+    job = SaveJob(
+        disk.spec, Attempt("x", "0123456789ab"), 0, (0,), 1, state.step, 0, 0.0, best_algorithm(), flat.common, flat.own,
+        retries=retries, retry_delay_s=0.0, read_back=read_back,
+    )  # fmt: skip
+    write_checkpoint(job, plan.layout, memoryview(image), disk)
+
+
+def test_a_disk_that_stores_something_else_is_found_out_by_reading_back(tmp_path: Path) -> None:
+    """Read back before the commit: no checkpoint comes of it, and a second try that is stored well is kept."""
+    disk = LyingDisk(tmp_path)
+    disk.lies = 1
+    _write_to(disk, make_state(1), retries=0, read_back=False)
+    assert verify_checkpoint(disk, "x").problems, "the disk did not lie"
+    disk.remove("x")
+    disk.lies = 1
+    with pytest.raises(OSError, match=r"read back is not what was written: .* at byte"):
+        _write_to(disk, make_state(1), retries=0, read_back=True)
+    assert disk.names() == [] and disk.lies == 0
+    disk.lies = 1
+    _write_to(disk, make_state(1), retries=1, read_back=True)
+    assert disk.lies == 0 and same_state(NVMeBackend(tmp_path).load("x"), make_state(1))
+
+
+def test_the_manager_reads_back_when_asked_to(tmp_path: Path) -> None:
+    """The setting reaches the helper process, and a whole save passes."""
+    with CheckpointManager(CheckpointConfig(nvme_path=tmp_path, read_back=True)) as manager:
+        manager.save_checkpoint(make_state(1))
+        assert manager.wait_for_pending_saves()
+        loaded = manager.load_checkpoint()
+    assert loaded is not None and same_state(loaded, make_state(1))
 
 
 def test_retention_keeps_the_newest_and_never_the_unreadable_or_the_last() -> None:

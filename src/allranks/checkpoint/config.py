@@ -54,6 +54,7 @@ class CheckpointConfig:
     async_save_retry_delay: float = 5.0
     busy_policy: BusyPolicy | str = BusyPolicy.SKIP
     overlap_copy: bool = True  # copy during the next forward and backward where an optimizer is attached
+    read_back: bool = False  # read what was written from the disk again, and compare, before it counts
     max_snapshots: int = 2
     max_memory_mb: float | None = None
     peers: tuple[str, ...] = ()

@@ -61,6 +61,9 @@ class FileStore:
         except FileNotFoundError:
             return None
 
+    def open_staged(self, attempt: Attempt, file: str) -> FileSource:
+        return UncachedSource(self._folder(attempt) / file)
+
     def commit(self, attempt: Attempt, manifest: bytes) -> None:
         folder, final = self._folder(attempt), self.root / attempt.name
         _write_file(folder / MANIFEST, [memoryview(manifest)])
@@ -200,6 +203,18 @@ class FileSource:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+class UncachedSource(FileSource):
+    """A file as the disk has it: its pages are dropped before it is read, and again afterwards."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        super().close()
 
 
 def _write_file(path: Path, pieces: Pieces) -> None:

@@ -71,6 +71,9 @@ class KeyedStore:
         except FileNotFoundError:
             return None
 
+    def open_staged(self, attempt: Attempt, file: str) -> BlobSource:
+        return BlobSource(self.blobs, f"{attempt.name}/{file}")
+
     def commit(self, attempt: Attempt, manifest: bytes) -> None:
         key = f"{attempt.name}/{MANIFEST}"
         try:

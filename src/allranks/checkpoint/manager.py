@@ -346,7 +346,7 @@ class CheckpointManager:
             timestamp=state.timestamp, algorithm=best_algorithm(), common=None if alike else flat.common,
             own=flat.own, metrics=_plain_metrics(state.metrics),
             keep_last=1 if tier is Tier.PEER else config.keep_last_n, commit_timeout_s=config.commit_timeout_s,
-            retries=retries, retry_delay_s=config.async_save_retry_delay,
+            retries=retries, retry_delay_s=config.async_save_retry_delay, read_back=config.read_back,
         )  # fmt: skip
 
     def _loader(self, tier: CheckpointTier | None) -> Loader:

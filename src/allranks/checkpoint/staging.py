@@ -35,15 +35,32 @@ class Copy:
 
     error: BaseException | None = None
     copied_s: float = 0.0
+    _left: list[_Pair] = field(default_factory=list)  # not copied yet, the next one last
+    _helping: threading.Lock = field(default_factory=threading.Lock)
     _host_done: threading.Event = field(default_factory=threading.Event)
     _events: list[Any] = field(default_factory=list)
     _thread: threading.Thread | None = None
 
     def wait(self) -> None:
-        """Blocks until the sources may change. On CUDA only the device waits, not the caller."""
+        """Blocks until the sources may change, and copies what is left together with the copy thread.
+
+        On CUDA only the device waits, not the caller.
+        """
         for waiting in self._events:
             torch.cuda.current_stream(waiting.device_index).wait_event(waiting.event)
+        with self._helping:
+            self._copy_left()
         self._host_done.wait()
+
+    def _copy_left(self) -> None:
+        """Copies until nothing is left; what goes wrong is kept in `error`."""
+        try:
+            while self.error is None:
+                _copy_one(*self._left.pop())
+        except IndexError:
+            return
+        except BaseException as error:
+            self.error = error
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Blocks until the bytes are in the arena and `after` has run; False at the limit."""
@@ -90,6 +107,7 @@ class Stager:
             copy._host_done.set()
             after(None)
             return copy
+        copy._left = later[::-1]
         rest = _Rest(later, [source._version for source, _ in later], pairs)
         copy._thread = threading.Thread(
             target=_finish, args=(copy, rest, after, began), name="allranks-checkpoint-copy", daemon=True
@@ -126,14 +144,15 @@ class _Rest:
 
 def _finish(copy: Copy, rest: _Rest, after: Callable[[BaseException | None], None], began: float) -> None:
     """Body of the copy thread."""
+    copy._copy_left()
     try:
-        _copy_all(rest.later)
-        _check_versions(rest.later, rest.versions)
+        with copy._helping:  # whoever helps has copied its last one, too
+            _check_versions(rest.later, rest.versions)
         copy._host_done.set()
         for waiting in copy._events:
             waiting.event.synchronize()
     except BaseException as error:
-        copy.error = error
+        copy.error = copy.error or error
     copy._host_done.set()
     copy.copied_s = time.perf_counter() - began
     after(copy.error)

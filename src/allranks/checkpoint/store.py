@@ -64,6 +64,9 @@ class Store(Protocol):
     def staged(self, attempt: Attempt, file: str) -> bytes | None:
         """A small file of an attempt that is not committed yet; None while it is not there."""
 
+    def open_staged(self, attempt: Attempt, file: str) -> Source:
+        """A data file of an attempt that is not committed yet, as the storage has it: past this machine's caches."""
+
     def commit(self, attempt: Attempt, manifest: bytes) -> None:
         """Makes the attempt the checkpoint of its name, replacing an older one of that name."""
 

@@ -29,6 +29,7 @@ from allranks.checkpoint.manifest import (
     encode_manifest,
     part_name,
 )
+from allranks.checkpoint.read_back import read_back
 from allranks.checkpoint.retention import prune
 from allranks.checkpoint.store import Attempt, Store, StoreSpec
 from allranks.errors import CheckpointValidationError
@@ -56,6 +57,7 @@ class SaveJob:
     commit_timeout_s: float = 600.0
     retries: int = 0
     retry_delay_s: float = 5.0
+    read_back: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,9 @@ def _write_part(
         reusable = {}
         stored = [StoredShard(p.shard, data_name, p.start, sums[p.key]) for p in layout.placed]
         file = _data_file(data_name, layout, job.algorithm)
+    if job.read_back:
+        with contextlib.closing(store.open_staged(job.attempt, data_name)) as source:
+            read_back(source, file, stored, job.algorithm)
     index = Index(job.rank, job.algorithm, (file,), tuple(stored), job.common, job.own)
     data = encode_index(index)
     store.write(job.attempt, index_name, [memoryview(data)], len(data))
