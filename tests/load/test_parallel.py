@@ -15,6 +15,7 @@ import pytest
 
 from allranks.load import LoadOptions, LoadResult, load_paths
 from allranks.load import parallel as parallel_module
+from allranks.load import share as share_module
 from allranks.model.box_bytes import box_bytes
 
 from .dumps import dump, entry
@@ -39,8 +40,8 @@ def folder(tmp_path: Path) -> Path:
 
 def split(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes three processes pay for a dozen files."""
-    monkeypatch.setattr(parallel_module, "MIN_FILES", 4)
-    monkeypatch.setattr(parallel_module, "MIN_WORK_S", 0.0)
+    monkeypatch.setattr(share_module, "MIN_FILES", 4)
+    monkeypatch.setattr(share_module, "MIN_WORK_S", 0.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
 
 

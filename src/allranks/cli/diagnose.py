@@ -151,11 +151,13 @@ def _print_entries(args: argparse.Namespace, traces: list[RankTrace]) -> int:
 
 
 def _print(args: argparse.Namespace, result: Diagnosis) -> None:
-    from allranks.report import as_json, text
-
     if args.json:
+        from allranks.report import as_json
+
         print(as_json.render(result))
         return
+    from allranks.report import text
+
     color = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     for line in text.render(result, text.TextOptions(color, args.print_stack_trace, args.verbose)):
         print(line)

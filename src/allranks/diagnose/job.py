@@ -47,6 +47,8 @@ class Lane:
 
     def row(self, seq: int) -> int:
         """The row of a sequence number, -1 when it is not in the ring."""
+        if seq == self.last and len(self.rows):
+            return int(self.rows[-1])
         at = int(np.searchsorted(self.seqs, seq))
         return int(self.rows[at]) if at < len(self.seqs) and self.seqs[at] == seq else -1
 

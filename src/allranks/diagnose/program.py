@@ -6,7 +6,7 @@ by record, and differ in times, states and in where they begin and end. Such ran
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -28,11 +28,12 @@ _SEQ, _OP, _SHAPES, _PEER, _STATE = (
     int(CALL.fields[name][1]) // 8  # type: ignore[index]
     for name in ("seq", "group", "shapes", "peer", "reduce_op")
 )
+_WHOLE = 0xFFFFFFFFFFFFFFFF
 #: (word, mask of its bits that ranks of one program share): the root without the peer, flags without the state.
 _SHARED = (
-    (_SEQ, 0xFFFFFFFFFFFFFFFF),
-    (_OP, 0xFFFFFFFFFFFFFFFF),  # group and operation
-    (_SHAPES, 0xFFFFFFFFFFFFFFFF),  # sizes and stack
+    (_SEQ, _WHOLE),
+    (_OP, _WHOLE),  # group and operation
+    (_SHAPES, _WHOLE),  # sizes and stack
     (_PEER, 0xFFFFFFFF00000000),
     (_STATE, 0x000000000000FFFF | _NOT_A_COLLECTIVE << 32),
 )
@@ -56,22 +57,20 @@ class Program:
     def __len__(self) -> int:
         return len(self.columns[0])
 
-    def takes(self, first: int, columns: Sequence[np.ndarray]) -> bool:
+    def takes(self, first: int, words: np.ndarray) -> bool:
         """Whether the rows are the same calls wherever both know them; the program grows by what it did not know."""
-        start, end = max(first, self.first), min(first + len(columns[0]), self.first + len(self))
+        start, end = max(first, self.first), min(first + len(words), self.first + len(self))
         if start >= end:
             return False
         mine, theirs = slice(start - self.first, end - self.first), slice(start - first, end - first)
-        for own, other in zip(self.columns, columns, strict=True):
-            if not np.array_equal(own[mine], other[theirs]):
+        for own, (word, mask) in zip(self.columns, _SHARED, strict=True):
+            other = words[theirs, word]
+            if not (own[mine] == (other if mask == _WHOLE else other & np.uint64(mask))).all():
                 return False
-        before, after = theirs.start, len(columns[0]) - theirs.stop
-        if before or after:
-            self.columns = [
-                np.concatenate((other[:before], own, other[theirs.stop :] if after else other[:0]))
-                for own, other in zip(self.columns, columns, strict=True)
-            ]
-            self.first -= before
+        if theirs.start or theirs.stop < len(words):
+            before, after = columns_of(words[: theirs.start]), columns_of(words[theirs.stop :])
+            self.columns = list(map(np.concatenate, zip(before, self.columns, after, strict=True)))
+            self.first -= theirs.start
         return True
 
     @cached_property
@@ -165,25 +164,24 @@ class Programs:
     def place(self, trace: RankTrace) -> Program:
         """The program of a rank: a known one, or a new one."""
         words = np.ascontiguousarray(trace.calls).view(np.uint64).reshape(-1, _WORDS)
-        columns = [_column(words, word, mask) for word, mask in _SHARED]
         first, dense = 0, False
         if len(words):
             first = int(words[0, 0])
             dense = int(words[-1, 0]) - first == len(words) - 1
         for index, program in enumerate(self.recent if dense else ()):
-            if program.dense and _same_tables(program.trace, trace) and program.takes(first, columns):
+            if program.dense and _same_tables(program.trace, trace) and program.takes(first, words):
                 if index:
                     self.recent.insert(0, self.recent.pop(index))
                 return program
-        program = Program(trace, first, columns, dense, self.tables)
+        program = Program(trace, first, columns_of(words), dense, self.tables)
         if dense:
             self.recent = [program, *self.recent[: COMPARED - 1]]
         return program
 
 
-def _column(words: np.ndarray, word: int, mask: int) -> np.ndarray:
-    column = words[:, word]
-    return np.ascontiguousarray(column) if mask == 0xFFFFFFFFFFFFFFFF else column & np.uint64(mask)
+def columns_of(words: np.ndarray) -> list[np.ndarray]:
+    """What ranks of one program share of some rows."""
+    return [words[:, word] & np.uint64(mask) for word, mask in _SHARED]
 
 
 def _same_tables(one: RankTrace, two: RankTrace) -> bool:

@@ -1,4 +1,8 @@
-"""diagnose(): all steps in order, and the root cause first."""
+"""diagnose(): all steps in order, and the root cause first.
+
+Explanations are imported where they are needed: most jobs need one of them, and the command starts in the blink of
+an eye.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,11 @@ from dataclasses import dataclass, replace
 from allranks.diagnose.absent import explain_ranks
 from allranks.diagnose.align import align
 from allranks.diagnose.context import Context
-from allranks.diagnose.cycles import explain_cycle
 from allranks.diagnose.disbelief import Doubt, find_doubts, reopen
-from allranks.diagnose.entered import explain_call
-from allranks.diagnose.guilt import judge
 from allranks.diagnose.job import GroupView
 from allranks.diagnose.liveness import is_hung, is_paused, usual_pause
 from allranks.diagnose.match import Mismatch, find_mismatches
-from allranks.diagnose.misfit import explain_mismatch, explain_p2p
 from allranks.diagnose.p2p import match_p2p
-from allranks.diagnose.quiet import quiet_roots
 from allranks.diagnose.quorums import forget_past_quorums
 from allranks.diagnose.straggler import find_tight_timeout
 from allranks.diagnose.waits import Blocked, find_blocked, wait_graph
@@ -85,6 +84,8 @@ def _diagnose(
     context = Context(job, patience, tuple(hung), wait_graph(job, hung), seen, tuple(p2p_mismatches))
     roots = [_with_doubts(context, root, doubts) for root in _roots(context, mismatches)]
     if not roots and not (hung and any(is_paused(job, rank) for rank in job.ranks)):
+        from allranks.diagnose.quiet import quiet_roots
+
         roots = quiet_roots(context, [d for d in doubts if not d.proven], options.allow_incomplete_ranks)
     warnings = _warnings(context, every, damaged, options, roots)
     return _compose(context, roots, warnings, files, options)
@@ -104,20 +105,27 @@ def _roots(context: Context, mismatches: list[Mismatch]) -> list[Finding]:
         if hit:
             weights[hit[0].group] = max(weights[hit[0].group], context.graph.weight(sink))
         elif len(sink) > 1:
+            from allranks.diagnose.cycles import explain_cycle
+
             weighed.append((context.graph.weight(sink), 0, explain_cycle(context, sink)))
         elif sink[0] >= 0:
             lacking.setdefault(context.first_for(sink[0]).index, []).append(sink[0])
         else:
+            from allranks.diagnose.entered import explain_call
+
             finding = explain_call(context, context.blocked[-1 - sink[0]])
             if finding is not None:
                 weighed.append((context.graph.weight(sink), 0, finding))
     for index, ranks in lacking.items():
         weighed += _lacking(context, context.blocked[index], sorted(ranks))
-    for mismatch in mismatches:
-        weighed.append((weights[mismatch.group], 1, explain_mismatch(context, mismatch)))
-    for p2p in context.p2p_mismatches:
+    if mismatches or context.p2p_mismatches:
+        from allranks.diagnose.misfit import explain_mismatch, explain_p2p
+
         stuck = any(_misfits(context, b) for b in context.blocked)
-        weighed.append((1 if stuck else -1, 1, explain_p2p(context, p2p)))
+        for mismatch in mismatches:
+            weighed.append((weights[mismatch.group], 1, explain_mismatch(context, mismatch)))
+        for p2p in context.p2p_mismatches:
+            weighed.append((1 if stuck else -1, 1, explain_p2p(context, p2p)))
     weighed.sort(
         key=lambda i: (i[2].confidence < SURE_ENOUGH, -i[0], -i[1], -i[2].confidence, i[2].group, i[2].ranks)
     )
@@ -128,6 +136,8 @@ def _explains(context: Context, mismatch: Mismatch, blocked: Blocked) -> bool:
     """Whether a call is blocked because of a mismatch: it is that call, or nothing has fitted since."""
     if blocked.seq <= mismatch.seq or blocked.seq - mismatch.seq - 1 <= mismatch.also:
         return blocked.seq >= mismatch.seq
+    from allranks.diagnose.guilt import judge
+
     return judge(context.job, mismatch).shift is not None
 
 

@@ -123,8 +123,11 @@ def stuck_at(job: Job, lane: Lane, floor: int) -> int | None:
     if not len(lane.seqs):
         return None
     view = job.ranks[lane.rank]
-    if view.now[lane.rows[-1]] == _DONE:
+    newest = view.now[lane.rows[-2:]].tolist()
+    if newest[-1] == _DONE:
         return None
+    if newest[-1] == _OPEN and (newest[0] == _DONE or len(lane.rows) == 1):
+        return lane.last
     now, start = _after_done(view.now[lane.rows[-TAIL:]])
     first = max(0, len(lane.rows) - TAIL)
     if start == 0 and first:
@@ -181,9 +184,10 @@ def _blocked(job: Job, group: GroupView, seq: int, lanes: list[Lane], index: int
 def is_too_old(job: Job, rank: int, entered_ns: int) -> bool:
     """Whether the rank's dump was written before the others entered the call."""
     view = job.ranks[rank]
+    if not view.snapshot_ns or view.snapshot_ns >= entered_ns - STALE_NS:
+        return False
     calls = view.trace.calls
-    newest = int(calls["created_ns"].max()) if len(calls) else 0
-    return newest <= view.snapshot_ns < entered_ns - STALE_NS if view.snapshot_ns else False
+    return not len(calls) or int(calls["created_ns"].max()) <= view.snapshot_ns
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ from dataclasses import replace
 
 from allranks.errors import InputError
 from allranks.load.choose import Candidate, choose
-from allranks.load.parallel import read_all_shares
 from allranks.load.ranks import attempt_of_name, rank_by_prefix, ranks_of_names
 from allranks.load.result import LoadOptions, LoadResult, Raw
-from allranks.load.share import Share
+from allranks.load.share import Share, processes_for, read_here
 from allranks.load.sources import Source, find_sources
 from allranks.load.stall import take_within
 from allranks.load.tables import Frozen
@@ -28,7 +27,7 @@ def load_paths(paths: Sequence[str], options: LoadOptions | None = None) -> Load
     options = options or LoadOptions()
     sources = _find([str(path) for path in paths], options)
     with _no_collector():
-        return _settle(read_all_shares(options, sources), paths)
+        return _settle(_read(options, sources), paths)
 
 
 def _find(paths: list[str], options: LoadOptions) -> list[Source]:
@@ -40,6 +39,20 @@ def _find(paths: list[str], options: LoadOptions) -> list[Source]:
         problem = f"no answer within {options.read_limit_s:g} s after {len(found)} files were found"
         found.append(Source(", ".join(paths), "", problem=problem))
     return found
+
+
+def _read(options: LoadOptions, sources: list[Source]) -> Share:
+    """Reads all sources, with as many processes as pay."""
+    total, show = len(sources), options.progress or (lambda done, total: None)
+    count = processes_for(sources)
+    if count > 1:
+        from allranks.load.parallel import read_shares  # small jobs start without it
+
+        load = read_shares(options, sources, count)
+    else:
+        load = read_here(options, sources, lambda done: show(done, total))
+    show(total, total)
+    return load
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Files read by several processes, where that pays. Children are forked, so that they start in a millisecond.
+"""Files read by several processes. Children are forked, so that they start in a millisecond.
 
 Rows come back through memory that parent and child share; everything else through a pipe. Each child interns into
 tables of its own, which the parent merges: ranks of one job number alike, so that mostly no row has to be changed.
@@ -13,10 +13,9 @@ import os
 import pickle
 import select
 import signal
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,23 +24,17 @@ import numpy as np
 
 from allranks.load.reading import Reader
 from allranks.load.result import LoadOptions, Raw, Unreadable
-from allranks.load.share import Share
+from allranks.load.ring import Arena
+from allranks.load.share import Share, read_here
 from allranks.load.sources import Source
-from allranks.load.stall import TICK_S, take_within
+from allranks.load.stall import TICK_S
 from allranks.load.tables import Tables
 from allranks.model.trace import CALL, Group
 
-#: Below these a second process costs more than it saves: files, and seconds that one process would take.
-MIN_FILES, MIN_WORK_S = 128, 0.5
-#: Bytes read in a second: of black boxes, which are copied, and of dumps, which are taken apart.
-BOX_BYTES_PER_S, DUMP_BYTES_PER_S = 800 << 20, 48 << 20
-MAX_PROCESSES = 8
 #: Rows take at most about this share of a file's bytes; what does not fit goes through the pipe.
 ROWS_PER_BYTE = 1.3
 #: The shared memory begins with the number of sources that the child has read.
 _COUNT_BYTES = 64
-#: So many files may give no answer before the rest is left alone.
-MAX_STALLS = 3
 #: How long a child that was killed may take to go; one that hangs in the kernel stays.
 GONE_S = 1.0
 
@@ -56,9 +49,8 @@ class _Child:
     sources: list[Source]
 
 
-def read_all_shares(options: LoadOptions, sources: list[Source]) -> Share:
-    """Reads all sources, with as many processes as pay."""
-    count = processes_for(sources)
+def read_shares(options: LoadOptions, sources: list[Source], count: int) -> Share:
+    """Reads all sources with so many processes, this one included."""
     shares = [sources[i::count] for i in range(count)]
     show = options.progress or (lambda done, total: None)
     with _children(options, shares[1:]) as children:
@@ -68,43 +60,6 @@ def read_all_shares(options: LoadOptions, sources: list[Source]) -> Share:
                 rest = read_here(options, child.sources)
                 tables = rest.reader.tables
                 _adopt(load, rest.raws, rest.failed, (tables.names, tables.shapes, tables.stacks))
-    show(len(sources), len(sources))
-    return load
-
-
-def processes_for(sources: list[Source]) -> int:
-    """How many processes pay for these sources; 1 where forking would be unsafe."""
-    if len(sources) < MIN_FILES or sum(map(_work_s, sources)) < MIN_WORK_S:
-        return 1
-    if threading.active_count() > 1 or not hasattr(os, "fork"):
-        return 1
-    return max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(sources) // (MIN_FILES // 2)))
-
-
-def _work_s(source: Source) -> float:
-    """How long reading a source will take, roughly."""
-    return source.size / (BOX_BYTES_PER_S if source.path.endswith(".box") else DUMP_BYTES_PER_S)
-
-
-def read_here(
-    options: LoadOptions, sources: list[Source], show: Callable[[int], None] | None = None
-) -> Share:
-    """Reads sources in this process. Those that give no answer are noted, and the others read again without them."""
-    silent: list[tuple[Source, Unreadable]] = []
-    for _ in range(MAX_STALLS + 1):
-        load = Share(options, Reader(options))
-        read, all_of_them = take_within(map(load.read, sources), options.read_limit_s, show)
-        if all_of_them:
-            break
-        left = sources[len(read)]
-        silent.append((left, Unreadable(f"cannot be read: no answer within {options.read_limit_s:g} s")))
-        if len(silent) < MAX_STALLS:
-            sources = [source for source in sources if source is not left]
-            continue
-        note = f"not tried, since {MAX_STALLS} other files gave no answer"
-        silent += [(source, Unreadable(note)) for source in sources[len(read) + 1 :]]
-        sources = sources[: len(read)]
-    load.failed += silent
     return load
 
 
@@ -125,7 +80,9 @@ def _fork(options: LoadOptions, sources: list[Source]) -> _Child:
     memory = mmap.mmap(-1, int(sum(source.size for source in sources) * ROWS_PER_BYTE) + mmap.PAGESIZE)
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # only our own thread exists; see processes_for
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # only our own thread exists; see share.processes_for
         pid = os.fork()
     if pid == 0:
         os.close(reading)
@@ -138,8 +95,8 @@ def _work(options: LoadOptions, sources: list[Source], memory: mmap.mmap, writin
     """The child's whole life."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        share = Share(options, Reader(options))
         rows = _SharedRows(memory)
+        share = Share(options, Reader(options, arena=rows.arena))
         for done, source in enumerate(sources, start=1):
             share.read(source)
             memory[:8] = done.to_bytes(8, "little")
@@ -161,25 +118,32 @@ def _light(source: Source) -> Source:
 
 
 class _SharedRows:
-    """Puts the rows of one trace after the other into shared memory."""
+    """The rows of all traces in shared memory: black boxes are read into it, the rows of others put there."""
 
     def __init__(self, memory: mmap.mmap) -> None:
-        self._buffer = np.frombuffer(memory, np.uint8)
-        self._used = _COUNT_BYTES
+        self._first = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+        count = (len(memory) - _COUNT_BYTES) // CALL.itemsize
+        self.arena = Arena(np.frombuffer(memory, CALL, count, _COUNT_BYTES))
+        self._end = self._first + len(memory)
         self.taken = 0
         self.places: list[tuple[int, int] | None] = []  # (offset, rows); None: sent with the trace itself
 
     def take(self, raw: Raw) -> None:
-        """Moves the rows of a trace, if they fit."""
+        """Moves the rows of a trace, if they are not there yet and fit."""
         self.taken += 1
-        size = raw.calls.nbytes
-        if self._used + size > len(self._buffer):
+        rows = raw.calls
+        if not self._holds(rows):
+            rows = self.arena.take(len(rows))
+            rows[:] = raw.calls
+        if not self._holds(rows):
             self.places.append(None)
             return
-        self._buffer[self._used : self._used + size] = np.ascontiguousarray(raw.calls).view(np.uint8)
-        self.places.append((self._used, len(raw.calls)))
-        self._used += size
+        self.places.append((rows.__array_interface__["data"][0] - self._first, len(rows)))
         raw.calls = np.zeros(0, CALL)
+
+    def _holds(self, rows: np.ndarray) -> bool:
+        inside: bool = self._first < rows.__array_interface__["data"][0] < self._end
+        return inside and rows.flags.c_contiguous
 
 
 def _has_answered(child: _Child, limit_s: float) -> bool:

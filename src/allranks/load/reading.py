@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from allranks.load.blackbox import read_box
 from allranks.load.heap import HeapCache
 from allranks.load.result import LoadOptions, Raw, Unreadable
-from allranks.load.ring import BytesFile, OpenFile
+from allranks.load.ring import Arena, BytesFile, OpenFile
 from allranks.load.sources import GZIP, ZSTD, Source, read_all, unwrap
 from allranks.load.tables import Tables
 from allranks.model.blackbox import MAGIC
@@ -27,6 +27,7 @@ class Reader:
 
     options: LoadOptions
     tables: Tables = field(default_factory=Tables)
+    arena: Arena = field(default_factory=Arena)
 
     @cached_property
     def heap(self) -> HeapCache:
@@ -56,7 +57,7 @@ class Reader:
         try:
             head = os.pread(fd, HEAD_BYTES, 0)
             if head.startswith(MAGIC):
-                return read_box(OpenFile(fd), self.heap, self.options.max_box_bytes)
+                return read_box(OpenFile(fd, self.arena), self.heap, self.options.max_box_bytes)
         finally:
             os.close(fd)
         return self._read_known(source, head)

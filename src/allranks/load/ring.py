@@ -19,7 +19,31 @@ from allranks.model.trace import CALL
 LAG = 64
 #: How often a ring that changes too fast is copied at most.
 LOOKS = 5
+#: How much memory an Arena asks for at once.
+PIECE_BYTES = 8 << 20
+#: Fewer rows than this come from the ordinary heap.
+FEW = 3 * LAG
 ROW = CALL.itemsize
+
+
+class Arena:
+    """Memory for the rows of many files: taken from pieces so large that the kernel maps them in large pages, or from
+    a buffer that is given. What has been taken lives as long as somebody holds it."""
+
+    def __init__(self, buffer: np.ndarray | None = None) -> None:
+        self._piece = np.zeros(0, CALL) if buffer is None else buffer
+        self._given = buffer is not None
+
+    def take(self, count: int) -> np.ndarray:
+        """Room for so many rows, not cleared. Few rows are a second look mostly: not worth keeping a place for."""
+        if count < FEW:
+            return np.empty(count, CALL)
+        if count > len(self._piece):
+            if self._given or count * ROW > PIECE_BYTES // 8:
+                return np.empty(count, CALL)
+            self._piece = np.empty(PIECE_BYTES // ROW, CALL)
+        rows, self._piece = self._piece[:count], self._piece[count:]
+        return rows
 
 
 class BytesFile:
@@ -43,8 +67,9 @@ class BytesFile:
 class OpenFile:
     """A black box on disk; its rank may be writing to it."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, arena: Arena) -> None:
         self._fd = fd
+        self._arena = arena
         self.size = os.fstat(fd).st_size
 
     def read(self, offset: int, count: int) -> bytes:
@@ -55,7 +80,7 @@ class OpenFile:
         """As BytesFile.rows; the kernel puts the two halves of the ring where they belong."""
         offset = HEADER_BYTES + first * ROW
         count = max(0, min(count, (self.size - offset) // ROW))
-        rows = np.empty(count, CALL)
+        rows = self._arena.take(count)
         turn = turn if turn < count else 0
         content = rows.view(np.uint8).data
         split = (count - turn) * ROW

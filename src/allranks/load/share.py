@@ -1,12 +1,24 @@
-"""Reads one source after the other, archives included. What comes out is settled in `loading.py`."""
+"""Reads one source after the other, archives included, within a limit. What comes out is settled in `loading.py`."""
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from allranks.load.reading import Reader
 from allranks.load.result import LoadOptions, Raw, Unreadable
 from allranks.load.sources import Source, is_tar, read_all, tar_members, unwrap
+from allranks.load.stall import take_within
+
+#: Below these a second process costs more than it saves: files, and seconds that one process would take.
+MIN_FILES, MIN_WORK_S = 128, 0.5
+#: Bytes read in a second: of black boxes, which are copied, and of dumps, which are taken apart.
+BOX_BYTES_PER_S, DUMP_BYTES_PER_S = 800 << 20, 48 << 20
+MAX_PROCESSES = 8
+#: So many files may give no answer before the rest is left alone.
+MAX_STALLS = 3
 
 
 @dataclass
@@ -54,3 +66,39 @@ class Share:
         if problem:
             self.failed.append((source, Unreadable(problem, kind="tar archive")))
         return members
+
+
+def processes_for(sources: list[Source]) -> int:
+    """How many processes pay for these sources; 1 where forking would be unsafe."""
+    if len(sources) < MIN_FILES or sum(map(_work_s, sources)) < MIN_WORK_S:
+        return 1
+    if threading.active_count() > 1 or not hasattr(os, "fork"):
+        return 1
+    return max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(sources) // (MIN_FILES // 2)))
+
+
+def _work_s(source: Source) -> float:
+    """How long reading a source will take, roughly."""
+    return source.size / (BOX_BYTES_PER_S if source.path.endswith(".box") else DUMP_BYTES_PER_S)
+
+
+def read_here(
+    options: LoadOptions, sources: list[Source], show: Callable[[int], None] | None = None
+) -> Share:
+    """Reads sources in this process. Those that give no answer are noted, and the others read again without them."""
+    silent: list[tuple[Source, Unreadable]] = []
+    for _ in range(MAX_STALLS + 1):
+        load = Share(options, Reader(options))
+        read, all_of_them = take_within(map(load.read, sources), options.read_limit_s, show)
+        if all_of_them:
+            break
+        left = sources[len(read)]
+        silent.append((left, Unreadable(f"cannot be read: no answer within {options.read_limit_s:g} s")))
+        if len(silent) < MAX_STALLS:
+            sources = [source for source in sources if source is not left]
+            continue
+        note = f"not tried, since {MAX_STALLS} other files gave no answer"
+        silent += [(source, Unreadable(note)) for source in sources[len(read) + 1 :]]
+        sources = sources[: len(read)]
+    load.failed += silent
+    return load
