@@ -13,6 +13,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from allranks.agent import doors
 from allranks.agent.meeting import ATTEMPTS, count_departed, meeting_again
@@ -21,17 +22,19 @@ from allranks.agent.meeting import ATTEMPTS, count_departed, meeting_again
 class OneNode(RendezvousHandler):
     """A rendezvous of this node alone that falls apart as often as it is told."""
 
-    def __init__(self, failures: int) -> None:
+    def __init__(self, failures: int, error: Exception | None = None, backend: str = "etcd-v3") -> None:
         self.failures = failures
+        self.error = error or dist.DistStoreError("wait timeout after 15000ms")
+        self.backend = backend
         self.held = 0
 
     def get_backend(self) -> str:
-        return "test"
+        return self.backend
 
     def next_rendezvous(self) -> RendezvousInfo:
         self.held += 1
         if self.held <= self.failures:
-            raise dist.DistStoreError("wait timeout after 15000ms")
+            raise self.error
         return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 29500))
 
     def is_closed(self) -> bool:
@@ -98,6 +101,22 @@ def test_nodes_that_never_meet_are_an_error() -> None:
     with meeting_again() as meetings, pytest.raises(dist.DistStoreError):
         _meet(handler)
     assert handler.held == ATTEMPTS and meetings.held == 0
+
+
+@pytest.mark.parametrize("backend", ["etcd-v3", "c10d"])
+def test_an_etcd_that_is_away_is_waited_for_and_a_lost_host_is_not(
+    backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """etcd comes back; the store of a c10d rendezvous does not."""
+    handler = OneNode(1, RendezvousConnectionError("nobody answers"), backend)
+    with caplog.at_level(logging.WARNING), meeting_again() as meetings:
+        if backend == "c10d":
+            with pytest.raises(RendezvousConnectionError):
+                _meet(handler)
+            return
+        _meet(handler)
+    assert meetings.held == 1
+    assert "does not answer (nobody answers)" in caplog.text and "answers again" in caplog.text
 
 
 def test_a_missing_door_is_one_warning(closed_door: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from allranks.agent import etcd_server
 from allranks.testing.ranks import free_port
 
 from .conftest import LAST
@@ -48,6 +49,17 @@ def meeting(request: pytest.FixtureRequest) -> Meeting:
     return Meeting("etcd-v3", request.getfixturevalue("etcd"))
 
 
+def _train_without_etcd(folder: Path, job: Job) -> None:
+    """etcd is killed, the job trains on, etcd comes back."""
+    server = etcd_server.read(folder / "etcd")
+    assert server is not None
+    os.kill(server.pid, signal.SIGKILL)
+    job.gate(LAST - 15)
+    job.wait("a word of every agent", lambda: job.output().count("does not answer") >= len(job.agents))
+    job.wait_for_step(LAST - 15)
+    etcd_server.start(folder / "etcd", port=int(server.client.rpartition(":")[2]))
+
+
 def test_three_nodes_two_nodes_three_nodes(
     tmp_path: Path, meeting: Meeting, undisturbed: list[float]
 ) -> None:
@@ -65,6 +77,8 @@ def test_three_nodes_two_nodes_three_nodes(
         changes = {(row["old_world_size"], row["new_world_size"]) for row in job.events()[known:]}
         assert (3, 2) in changes
         job.wait_for_step(LAST - 20, world=2)
+        if meeting.backend == "etcd-v3":
+            _train_without_etcd(tmp_path, job)
         known = len(job.events())
         job.add()
         again = job.wait_for_world(3, after=known)

@@ -6,7 +6,6 @@ torchrun's way); what we add is recording, restarts that work, prefixed logs and
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 
 from allranks.agent.ending import ending_ranks
 from allranks.agent.endpoint import LaunchError, nobody_answers, port_in_use, refuse_stranger, wait_for_host
-from allranks.agent.meeting import Meetings, meeting_again, noticing_departures
+from allranks.agent.meeting import AWAY_S, Meetings, between_meetings, meeting_again
 from allranks.agent.spares import RANK_MODULE, Spares, serving
 from allranks.errors import InputError, require
 
@@ -30,10 +29,6 @@ _CURE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # torchrun waits 30 s for late nodes and 15 s for dead ones; both are measured in idle GPUs. With fewer than 5 s for
 # dead ones, nodes of a heavily loaded machine were taken for dead.
 _RENDEZVOUS_DEFAULTS = {"last_call_timeout": "2", "keep_alive_interval": "1", "keep_alive_max_attempt": "5"}
-
-
-# A c10d store dies with the node that hosts it. The other agents wait for as long as this for a new host.
-AWAY_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,7 @@ def launch(job: Launch) -> int:
             find_host(args)
         with (
             serving(spares), ending_ranks(grace(args)), meeting_again() as meetings,
-            noticing_departures(meetings) if may_restart(args) else contextlib.nullcontext(),
+            between_meetings(meetings, restarts=may_restart(args)),
         ):  # fmt: skip
             run_through_losses(args, meetings)
     except ChildFailedError as error:
@@ -84,7 +79,8 @@ def launch(job: Launch) -> int:
 
 def at_a_host(args: Namespace) -> bool:
     """Whether the rendezvous lives in one of the agents, and so dies with it."""
-    return args.rdzv_backend == "c10d" and not args.standalone
+    tcp = _parse_conf(args.rdzv_conf).get("store_type", "tcp") == "tcp"
+    return args.rdzv_backend == "c10d" and not args.standalone and tcp
 
 
 def grace(args: Namespace) -> int | None:
@@ -99,8 +95,14 @@ def find_host(args: Namespace) -> None:
     endpoint = str(args.rdzv_endpoint)
     refuse_stranger(endpoint)
     limit_s = float(_parse_conf(args.rdzv_conf).get("read_timeout", 60))
-    if not wait_for_host(endpoint, time.monotonic() + limit_s):
+    if not may_go_there(args, time.monotonic() + limit_s):
         raise nobody_answers(endpoint, f"nothing listens there after {limit_s:g} s")
+
+
+def may_go_there(args: Namespace, deadline: float) -> bool:
+    """Whether the rendezvous has a host before the deadline; this node is one if --rdzv-conf is_host says so."""
+    itself = _parse_conf(args.rdzv_conf).get("is_host", "").lower() in ("1", "true", "t", "yes", "y")
+    return itself or wait_for_host(str(args.rdzv_endpoint), deadline)
 
 
 def run_through_losses(args: Namespace, meetings: Meetings) -> None:
@@ -126,7 +128,7 @@ def run_through_losses(args: Namespace, meetings: Meetings) -> None:
                 "the host of the rendezvous at %s is lost (%s): waiting for a new one for %.0f s",
                 args.rdzv_endpoint, error, deadline - time.monotonic(),
             )  # fmt: skip
-        if not wait_for_host(str(args.rdzv_endpoint), deadline):
+        if not may_go_there(args, deadline):
             raise nobody_answers(str(args.rdzv_endpoint), f"its host was lost {AWAY_S:g} s ago")
 
 
@@ -177,6 +179,11 @@ def explain(error: Exception, *, endpoint: str, run_id: str) -> LaunchError:
         return LaunchError(
             f"the rendezvous state of {run_id!r} at {endpoint} cannot be read: {text}",
             hint="Another job may use the same --rdzv-id. Use a new one.",
+        )
+    if isinstance(error, ModuleNotFoundError) and error.name == "etcd":
+        return LaunchError(
+            "torchrun's etcd-v2 rendezvous needs the package python-etcd",
+            hint="Use --rdzv-backend etcd-v3, which needs nothing, or pip install python-etcd.",
         )
     if isinstance(error, ValueError):
         return LaunchError(f"torchrun refused the command line: {text}", hint="See `allranks run --help`.")
