@@ -287,3 +287,17 @@ def with_change(
 def edit(do: Do, **changes: object) -> Do:
     """The instruction with some fields replaced."""
     return replace(do, **changes)  # type: ignore[arg-type]
+
+
+def on_shared_tables(traces: list[RankTrace]) -> list[RankTrace]:
+    """The same traces as a load gives them: all speak of the same tables of names, sizes and stacks."""
+    names, shapes, stacks = [""], [Shapes()], [()]
+    rows = []
+    for trace in traces:
+        calls = trace.calls.copy()
+        for column, table, own in (("op", names, trace.names), ("shapes", shapes, trace.shapes),
+                                   ("stack", stacks, trace.stacks)):  # fmt: skip
+            calls[column] = [_intern(table, own[number]) for number in calls[column].tolist()]
+        rows.append(calls)
+    tables = {"names": tuple(names), "shapes": tuple(shapes), "stacks": tuple(stacks)}
+    return [replace(trace, calls=calls, **tables) for trace, calls in zip(traces, rows, strict=True)]

@@ -14,7 +14,19 @@ from allranks.diagnose.waits import find_blocked, wait_graph
 from allranks.model.trace import RankTrace
 
 from . import reference
-from .histories import DIE, STUCK, Do, Flavour, Layout, Program, World, edit, run, with_change
+from .histories import (
+    DIE,
+    STUCK,
+    Do,
+    Flavour,
+    Layout,
+    Program,
+    World,
+    edit,
+    on_shared_tables,
+    run,
+    with_change,
+)
 
 OPS = (
     "all_reduce",
@@ -130,6 +142,18 @@ def test_random_histories_never_break_the_diagnosis() -> None:
             assert set(finding.ranks) <= set(range(8))
 
 
+def test_ranks_of_one_program_are_told_the_same_as_each_for_itself() -> None:
+    """What is worked out once for ranks that share tables changes nothing, whatever the mess."""
+    shared = 0
+    for seed in range(300):
+        traces = random_job(random.Random(f"kin {seed}"))
+        together = on_shared_tables(traces)
+        assert diagnose(together) == diagnose(traces), seed
+        lanes = [lane for group in align(together).groups for lane in group.lanes.values() if lane.kin]
+        shared += len(lanes) > len({lane.kin for lane in lanes})
+    assert shared > 100, "hardly any ranks were alike, so this test shows nothing"
+
+
 PLANTS = ("healthy", "missing", "die", "not_started", "size", "dtype", "type", "extra", "skip")
 
 
@@ -164,7 +188,7 @@ def test_a_planted_fault_is_found(kind: str) -> None:
     """Cause and guilty rank, wherever the fault is and whoever is guilty."""
     for seed in range(16):
         world, answer = plant(kind, random.Random(f"{kind} {seed}"))
-        verdict = diagnose(world.traces()).verdict
+        verdict = diagnose(on_shared_tables(world.traces())).verdict
         got = None if verdict is None else (verdict.cause, verdict.ranks)
         assert got == answer, (kind, seed, verdict and verdict.sentence)
 

@@ -182,3 +182,20 @@ def test_reading_leaves_no_file_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     load_paths([str(tmp_path)])
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_full_heap_still_tells_sizes(tmp_path: Path) -> None:
+    """Sizes that found no room are known by the number of their elements, which stands in the row."""
+    trace = make_trace()
+    trace.calls["shapes"][10:] = 0
+    trace.calls["in_numel"] = trace.calls["out_numel"] = 16
+    trace.calls["in_numel"][-1] = 17
+    data = bytearray(box_bytes(trace))
+    at = HEADER.fields["heap_full"][1]  # type: ignore[index]
+    data[at] = 1
+    (tmp_path / "x.a2.r1.p77.box").write_bytes(data)
+    result = load_paths([str(tmp_path)])
+    shapes = result.traces[0].shapes
+    inputs = [shapes[number].inputs for number in result.traces[0].calls["shapes"][8:].tolist()]
+    assert inputs == [((4, 4),)] * 2 + [((16,),)] * 9 + [((17,),)]
+    assert "heap" in result.files[0].note

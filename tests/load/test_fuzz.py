@@ -161,6 +161,34 @@ def test_a_hundred_thousand_mutated_files_are_read_or_refused(kind: str, seed: i
     fuzz(kind, 6000 if kind != "large pickle" else 2000, seed=100 + seed)
 
 
+def test_what_black_boxes_share_changes_nothing() -> None:
+    """Read one after the other, with what earlier ones taught, they are what each is by itself."""
+    together, read = Reader(OPTIONS), 0
+    for number in range(400):
+        chance = random.Random(f"shared {number}")
+        data = chance.choice(SEEDS["box"])
+        data = mutate(chance, data) if number % 3 else data
+        answers = [_told(reader, data) for reader in (together, Reader(OPTIONS))]
+        assert answers[0] == answers[1], number
+        read += not isinstance(answers[0], str)
+    assert read > 100
+
+
+def _told(reader: Reader, data: bytes) -> object:
+    """What a box says, in words instead of numbers; the note when it cannot be read."""
+    try:
+        raw = reader.read_bytes("x.box", data)
+    except Unreadable as error:
+        return str(error)
+    tables, calls = reader.tables, raw.calls
+    words = [
+        [table[number] for number in calls[column].tolist()]
+        for column, table in (("op", tables.names), ("label", tables.names), ("shapes", tables.shapes),
+                              ("stack", tables.stacks), ("group", raw.groups))
+    ]  # fmt: skip
+    return raw.header, raw.progress, raw.groups, raw.notes, words
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(max_size=400))
 def test_random_bytes_are_refused(data: bytes) -> None:

@@ -148,7 +148,9 @@ class Program:
         """Groups whose numbers only ascend: here a number means the same call on all ranks of the program."""
         found = self._steady.get(groups)
         if found is None:
-            split = _split(self.local, self._seqs, self._collective, groups) if self.dense else ()
+            # Other ranks of the program may have more groups than those who ask.
+            known = (*groups, *(-1 for _ in range(len(groups), int(self.local.max(initial=0)) + 1)))
+            split = _split(self.local, self._seqs, self._collective, known) if self.dense else ()
             found = frozenset(number for number, _, seqs in split if not (seqs[1:] <= seqs[:-1]).any())
             self._steady[groups] = found
         return found

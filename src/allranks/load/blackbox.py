@@ -13,8 +13,9 @@ import numpy as np
 from allranks.load.heap import Heap, HeapCache
 from allranks.load.result import Raw, Unreadable
 from allranks.load.ring import File, read_ring
+from allranks.load.tables import Tables
 from allranks.model.blackbox import HEADER, HEADER_BYTES, MAGIC, VERSION, Item
-from allranks.model.trace import CALL, REDUCE_OPS, Group, Progress, State, TraceHeader
+from allranks.model.trace import CALL, REDUCE_OPS, Group, Progress, Shapes, State, TraceHeader
 
 MAX_HEAP_BYTES = 256 << 20
 _FLAG_MASK = 0x7F
@@ -76,6 +77,7 @@ def read_box(file: File, cache: HeapCache, max_bytes: int) -> Raw:
     heap = _read_heap(file, head, cache, notes)
     calls = _to_tables(rows, heap, notes)
     if head.heap_full:
+        _add_sizes(calls, cache.tables)
         notes.append("the heap of the black box is full: some stacks and sizes are not recorded")
     if torn > 1:
         notes.append(f"{torn} records were being written")
@@ -145,6 +147,16 @@ def _to_tables(rows: np.ndarray, heap: Heap, notes: list[str]) -> np.ndarray:
         rows["state"][rows["state"] > max(State)] = State.SCHEDULED
     rows["flags"] &= _FLAG_MASK
     return rows
+
+
+def _add_sizes(rows: np.ndarray, tables: Tables) -> None:
+    """Gives calls whose sizes found no room in the heap the number of elements that stands in their row."""
+    lacking = np.flatnonzero((rows["shapes"] == 0) & ((rows["in_numel"] > 0) | (rows["out_numel"] > 0)))
+    pairs = np.stack([rows[name][lacking] for name in ("in_numel", "out_numel")], axis=1)
+    known, which = np.unique(pairs, axis=0, return_inverse=True)
+    sizes = [[((count,),) if count >= 0 else () for count in pair] for pair in known.tolist()]
+    numbers = [tables.shape(Shapes(inputs, outputs)) for inputs, outputs in sizes]
+    rows["shapes"][lacking] = np.array(numbers, np.uint32)[which.reshape(-1)]
 
 
 def _is_identity(ids: dict[int, int]) -> bool:
