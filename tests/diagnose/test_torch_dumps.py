@@ -151,14 +151,17 @@ def test_a_receive_from_the_wrong_rank_blames_the_receiver(tmp_path: Path) -> No
 
 
 def test_a_receive_that_ended_though_nothing_was_sent_is_not_believed(tmp_path: Path) -> None:
-    """0 went on without its send, and NCCL gave up the receive of 1 as completed."""
-    receive = entry("recv 1<-0", seq=2, p2p_seq=1, is_p2p=True, retired=True)
-    ranks = {
-        0: number([entry(seq=1), entry(seq=2), entry(seq=3, state="started")]),
-        1: number([entry(seq=1), entry(seq=2), receive]),
-    }
+    """0 left its third send out, and NCCL gave up the receive of 1 as completed."""
+    ranks: dict[int, list[Entry]] = {0: [], 1: []}
+    for seq in (1, 2, 3):
+        for rank, name in ((0, "send 0->1"), (1, "recv 1<-0")):
+            message = entry(name, seq=seq, p2p_seq=seq, is_p2p=True, retired=True, line=20)
+            ranks[rank] += [entry(seq=seq), *([message] if (rank, seq) != (0, 3) else [])]
+    ranks[0].append(entry(seq=4, state="started"))
+    ranks = {rank: number(entries) for rank, entries in ranks.items()}
     ranks[0][-1]["time_created_ns"] += 10**9
-    assert _answer(_diagnose(write(tmp_path, ranks))) == ("p2p_mismatch", (0, 1))
+    verdict = _diagnose(write(tmp_path, ranks)).verdict
+    assert verdict is not None and 0 in verdict.ranks and "recv from rank 0 #3" in verdict.sentence
 
 
 def test_a_batch_that_holds_up_its_other_half_leads_to_who_lacks_in_it(tmp_path: Path) -> None:

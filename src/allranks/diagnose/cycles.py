@@ -25,15 +25,14 @@ def explain_cycle(context: Context, sink: tuple[int, ...]) -> Finding:
     ranks = tuple(node for node in sink if node >= 0)
     calls = [context.blocked[-1 - node] for node in sink if node < 0]
     p2p = [call for call in calls if call.p2p is not None]
-    if p2p:
-        return _p2p_alone(context, ranks, calls) or _p2p_cycle(context, ranks, p2p, calls)
-    for call in calls:
+    collectives = [call for call in calls if call.p2p is None]
+    for call in collectives:
         shift = find_stack_shift(context.job, context.group(call))
         if shift is not None and shift.seq <= call.seq:
             return shifted(context, call, context.group(call), shift)
     skipped = [
         (call, rank)
-        for call in calls
+        for call in collectives
         for rank in _late(context, call, ranks)
         if _skipped(context, call, rank)
     ]
@@ -44,6 +43,8 @@ def explain_cycle(context: Context, sink: tuple[int, ...]) -> Finding:
             (c for c, rank in skipped if rank == guilty[0]), key=lambda c: (context.began_ns(c), c.index)
         )
         return left_out(context, call, tuple(rank for c, rank in skipped if c is call))
+    if p2p:
+        return _p2p_alone(context, ranks, calls) or _p2p_cycle(context, ranks, p2p, calls)
     return _inversion(context, ranks, calls)
 
 

@@ -227,6 +227,7 @@ def mark_coalesced(calls: np.ndarray, names: list[str]) -> None:
     if ends.any():
         p2p_ops = p2p & ~ends
         p2p_ends = ends & (calls["p2p_seq"] > 0) & (np.isin(batch, batch[p2p_ops]) | p2p)
+        p2p_ends |= _orphans(calls, names)
         flags[p2p_ops & np.isin(batch, batch[p2p_ends])] |= np.uint16(Flag.COALESCED_PART)
         flags[p2p_ends] |= np.uint16(Flag.COALESCED_END | Flag.P2P)
         others = ends & ~p2p_ends
@@ -242,6 +243,15 @@ def mark_coalesced(calls: np.ndarray, names: list[str]) -> None:
         rows = np.flatnonzero(alone)[counts[inverse] > 1]
         flags[rows] |= np.uint16(Flag.COALESCED_PART)
     calls["p2p_seq"][~p2p] = 0
+
+
+def _orphans(calls: np.ndarray, names: list[str]) -> np.ndarray:
+    """Ends of batches of sends and receives whose parts the ring has lost: taken for collectives they would lack
+    everybody else."""
+    bare = np.array([name == "coalesced" for name in names])[calls["op"]] & (calls["p2p_seq"] > 0)
+    oldest = np.arange(len(calls)) == 0
+    orphans: np.ndarray = bare & ((calls["seq"] <= 0) | (oldest & (calls["begin"] > 1)))
+    return orphans
 
 
 def renumber(calls: np.ndarray) -> list[str]:
