@@ -85,8 +85,9 @@ class CheckpointSaveError(CheckpointError):
     def __init__(self, reason: str, *, tier: str, path: str, hint: str = "") -> None:
         where = f" to '{path}'" if path else ""
         super().__init__(
-            f"[{tier}] Failed to save checkpoint{where}: {reason}", tier=tier, path=path, hint=hint
-        )
+            f"[{tier}] Failed to save checkpoint{where}: {reason}", tier=tier, path=path,
+            hint=hint or "the last good one is untouched: allranks checkpoint ls STORE shows what is there",
+        )  # fmt: skip
         self.reason = reason
 
 
@@ -97,8 +98,9 @@ class CheckpointLoadError(CheckpointError):
         prefix = f"[{tier}] " if tier else ""
         where = f" from '{path}'" if path else ""
         super().__init__(
-            f"{prefix}Failed to load checkpoint{where}: {reason}", tier=tier, path=path, hint=hint
-        )
+            f"{prefix}Failed to load checkpoint{where}: {reason}", tier=tier, path=path,
+            hint=hint or f"allranks checkpoint verify '{path or 'STORE'}' says what is whole",
+        )  # fmt: skip
         self.reason = reason
 
 
@@ -120,7 +122,10 @@ class CheckpointValidationError(CheckpointError):
             text += f"\n  Missing keys: {sorted(missing_keys)}"
         if invalid_keys:
             text += f"\n  Invalid keys: {sorted(invalid_keys)}"
-        super().__init__(text, tier=tier, path=path, hint=hint)
+        super().__init__(
+            text, tier=tier, path=path,
+            hint=hint or f"corrupted, or of another version? allranks checkpoint verify '{path or 'STORE'}'",
+        )  # fmt: skip
         self.reason = reason
         self.missing_keys = tuple(missing_keys)
         self.invalid_keys = tuple(invalid_keys)

@@ -23,6 +23,7 @@ _PUBLIC = {
     "S3Backend": "backends",
     "SnapshotServer": "peer",
     "StorageReader": "dcp",
+    "StorageWriter": "dcp_writer",
     "export_checkpoint": "convert",
     "import_checkpoint": "convert",
 }

@@ -16,14 +16,15 @@ from allranks.checkpoint.foreign import is_dcp, read_dcp
 from allranks.checkpoint.legacy import read_legacy
 from allranks.checkpoint.opened import opened
 from allranks.checkpoint.restore import read_state
-from allranks.checkpoint.state import CheckpointState
+from allranks.checkpoint.state import CheckpointState, state_of
 from allranks.checkpoint.store import StoreSpec, checkpoint_name, open_store, split_address
 from allranks.errors import InputError
 
 
 def export_checkpoint(
-    address: str, out: str | Path, options: Mapping[str, str] | None = None, force: bool = False
-) -> list[str]:
+    address: str, out: str | Path, options: Mapping[str, str] | None = None, force: bool = False,
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[str]:  # fmt: skip
     """Writes a single `.safetensors` (the model, by its own names) or `.pt` (the whole state; plain
     containers and tensors). Returns the names of the tensors of the model. Never overwrites without `force`.
     """
@@ -37,7 +38,7 @@ def export_checkpoint(
     base, name = split_address(address)
     store = open_store(StoreSpec(base, dict(options or {})))
     try:
-        with opened(store, name) as checkpoint:
+        with opened(store, name, progress) as checkpoint:
             state = read_state(checkpoint, 0)
     finally:
         store.close()
@@ -60,7 +61,10 @@ def import_checkpoint(
     A bare state_dict becomes the model of a state without optimizer.
     """
     path = Path(source)
-    state = _as_state(_read(path, config or CheckpointLoadConfig()))
+    raw = _read(path, config or CheckpointLoadConfig())
+    if not isinstance(raw, Mapping):
+        raise InputError(f"it holds a {type(raw).__name__}, not a dict of tensors")
+    state = state_of(raw)
     if step is not None:
         state.step = step
     backend = Backend(StoreSpec(store, dict(options or {})))
@@ -83,23 +87,6 @@ def _read_safetensors(path: Path) -> Any:
     from safetensors.torch import load_file
 
     return load_file(str(path))
-
-
-def _as_state(raw: Any) -> CheckpointState:
-    if not isinstance(raw, Mapping):
-        raise InputError(f"it holds a {type(raw).__name__}, not a dict of tensors")
-    if "model_state_dict" in raw:
-        return CheckpointState.from_dict(raw)
-    known = {
-        "model": "model_state_dict",
-        "optimizer": "optimizer_state_dict",
-        "lr_scheduler": "lr_scheduler_state_dict",
-    }
-    if isinstance(raw.get("model"), Mapping):
-        plain = {key: raw[key] for key in ("step", "epoch") if isinstance(raw.get(key), int)}
-        renamed = {new: dict(raw[old]) for old, new in known.items() if isinstance(raw.get(old), Mapping)}
-        return CheckpointState.from_dict({**plain, **renamed})
-    return CheckpointState(model_state_dict=dict(raw))
 
 
 def _write(state: CheckpointState, path: Path, kind: str) -> None:

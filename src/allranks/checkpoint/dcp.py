@@ -2,18 +2,22 @@
 
     dcp.load(state_dict, storage_reader=StorageReader("/nvme/run-1/checkpoint_step_00000500"))
 
-Tensors only: names are as in `allranks checkpoint show`. (torch's own HuggingFaceStorageReader reads the same
-folders, without checking a single byte.)
+Names are the paths in the state, joined by dots: tensors as in `allranks checkpoint show`, and the plain values around
+them (`optimizer_state_dict.param_groups.0.lr`). torch's own HuggingFaceStorageReader reads the tensors of the same
+folders, without checking a single byte.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -21,14 +25,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
 from torch.futures import Future
 
-from allranks.checkpoint.opened import opened
+from allranks.checkpoint.opened import Opened, opened
+from allranks.checkpoint.reader import read_whole
 from allranks.checkpoint.regions import stored_dtype
+from allranks.checkpoint.restore import skeletons
 from allranks.checkpoint.store import StoreSpec, open_store, split_address
-from allranks.checkpoint.tensors import memory_of
+from allranks.checkpoint.tensors import array_names, memory_of, tensor_names, unflatten
 
 
 class StorageReader(DcpStorageReader):
@@ -38,6 +44,7 @@ class StorageReader(DcpStorageReader):
         self.path = str(path)
         self.options = dict(options or {})
         self._places: dict[MetadataIndex, Any] = {}
+        self._objects: dict[str, Any] = {}
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Another checkpoint from now on."""
@@ -61,6 +68,8 @@ class StorageReader(DcpStorageReader):
                 )
                 for index, one in stored:
                     self._places[MetadataIndex(name, one.shard.offsets)] = (index, one)
+            self._objects = _objects(checkpoint)
+        entries.update({name: BytesStorageMetadata() for name in self._objects})
         return Metadata(entries, storage_meta=StorageMeta())
 
     def set_up_storage_reader(
@@ -82,7 +91,10 @@ class StorageReader(DcpStorageReader):
         """Reads and checks each saved chunk once, and copies the wanted regions out of it."""
         by_chunk: dict[MetadataIndex, list[Any]] = {}
         for item in plan.items:
-            by_chunk.setdefault(dataclasses.replace(item.storage_index, index=None), []).append(item)
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, _pickled(self._objects[item.storage_index.fqn]))
+            else:
+                by_chunk.setdefault(dataclasses.replace(item.storage_index, index=None), []).append(item)
         with ExitStack() as stack:
             checkpoint = self._open(stack)
             for place, items in by_chunk.items():
@@ -112,3 +124,20 @@ class StorageReader(DcpStorageReader):
         store = open_store(StoreSpec(base, self.options))
         stack.callback(store.close)
         return stack.enter_context(opened(store, name))
+
+
+def _objects(checkpoint: Opened) -> dict[str, Any]:
+    """Name → plain value of everything that is not a tensor, as DCP's planner names it."""
+    common, _ = skeletons(checkpoint, 0)
+    tensors = {name: torch.empty(0) for name in tensor_names(common)}
+    tensors.update(read_whole(checkpoint, array_names(common)))
+    flat, _ = flatten_state_dict(unflatten(common, tensors))
+    return {name: value for name, value in flat.items() if not isinstance(value, torch.Tensor)}
+
+
+def _pickled(value: Any) -> io.BytesIO:
+    """What DCP's planner wants for a value: torch.save's bytes, made here from plain data, never read from a file."""
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    return data

@@ -57,7 +57,7 @@ def check_structure(raw: Mapping[str, Any], path: str, tier: str) -> None:
         wrong = CheckpointValidationError("required keys are missing", missing, tier=tier, path=path)
         raise CheckpointLoadError(
             f"Missing required keys: {set(missing)}", tier=tier, path=path,
-            hint="a bare state_dict? allranks checkpoint export reads what it can; or wrap it in a CheckpointState",
+            hint=f"a bare state_dict? allranks checkpoint import '{path}' STORE makes a checkpoint of it",
         ) from wrong  # fmt: skip
     invalid = []
     if not isinstance(raw["step"], int):

@@ -127,8 +127,7 @@ class MemorySnapshotBackend:
         with self._lock:
             gone, self._snapshots = self._snapshots, []
         for snapshot in gone:
-            snapshot.settle()
-            snapshot.release()
+            _let_go(snapshot)
 
     def make_room(self, required: int) -> None:
         """Lets the oldest go until one more of this size fits; MemoryLimitExceeded if it never can."""
@@ -144,7 +143,7 @@ class MemorySnapshotBackend:
                 gone.append(self._snapshots.pop(0))
             usage = self._usage() + required
         for snapshot in gone:
-            snapshot.release()
+            _let_go(snapshot)
         if limit is not None and usage > self.memory_warning_threshold * limit:
             log.warning(
                 "[MEMORY] snapshots use %.1fMB of %.1fMB: the next larger state will not fit",
@@ -159,7 +158,7 @@ class MemorySnapshotBackend:
             self._snapshots = [s for s in self._snapshots if s.step != snapshot.step] + [snapshot]
             self._snapshots.sort(key=lambda s: s.step)
         for replaced in older:
-            replaced.release()
+            _let_go(replaced)
 
     def drop(self, step: int) -> None:
         """Lets go of the snapshot of a step."""
@@ -172,7 +171,7 @@ class MemorySnapshotBackend:
             known = snapshot in self._snapshots
             self._snapshots = [s for s in self._snapshots if s is not snapshot]
         if known:
-            snapshot.release()
+            _let_go(snapshot)
 
     def _ready(self) -> list[Snapshot]:
         with self._lock:
@@ -180,3 +179,9 @@ class MemorySnapshotBackend:
 
     def _usage(self) -> int:
         return sum(snapshot.bytes for snapshot in self._snapshots)
+
+
+def _let_go(snapshot: Snapshot) -> None:
+    """Its memory is free for the next one when this returns, unless a save still needs it."""
+    snapshot.forget()
+    snapshot.release()

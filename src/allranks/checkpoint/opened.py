@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +36,7 @@ class Opened:
     name: str
     manifest: Manifest
     indexes: tuple[Index, ...]
+    progress: Callable[[int], None] = lambda _: None  # told the bytes of every shard that was checked
     _sources: dict[str, Source] = field(default_factory=dict)
     _requests: ThreadPoolExecutor | None = None
     _table: dict[str, list[tuple[Index, StoredShard]]] | None = None
@@ -111,6 +112,7 @@ class Opened:
             self._requests.shutdown()
 
     def _compare(self, found: str, stored: StoredShard) -> None:
+        self.progress(stored.shard.bytes)
         if found != stored.checksum:
             where = f"{stored.shard.name} in {stored.file} at byte {stored.start}"
             raise self._damaged(f"{where} does not match its checksum", stored.shard.name)
@@ -156,7 +158,7 @@ class Opened:
 
 
 @contextmanager
-def opened(store: Store, name: str) -> Iterator[Opened]:
+def opened(store: Store, name: str, progress: Callable[[int], None] = lambda _: None) -> Iterator[Opened]:
     """Opens a checkpoint for reading and protects it from removal meanwhile."""
     with ExitStack() as stack:
         try:
@@ -167,7 +169,7 @@ def opened(store: Store, name: str) -> Iterator[Opened]:
                 f"no manifest: not a complete checkpoint ({MANIFEST} is missing)", missing_keys=(MANIFEST,),
                 tier=store.tier, path=store.path_of(name),
             ) from error  # fmt: skip
-        checkpoint = Opened(store, name, manifest, _read_indexes(store, name, manifest))
+        checkpoint = Opened(store, name, manifest, _read_indexes(store, name, manifest), progress)
         stack.callback(checkpoint.close)
         yield checkpoint
 

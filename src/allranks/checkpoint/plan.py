@@ -97,7 +97,7 @@ def find_pieces(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
         dtype = data.properties.dtype
         if data.chunk.sizes.numel() == 0 and data.size.numel() != 0:
             continue
-        pieces.append(Piece(_shard(name, dtype, data), dtype, ordinal))
+        pieces.append(Piece(shard_of(name, dtype, data), dtype, ordinal))
     return pieces
 
 
@@ -192,7 +192,8 @@ def local_parts(tensor: Any) -> list[torch.Tensor]:
     return [tensor]
 
 
-def _shard(name: str, dtype: torch.dtype, data: TensorWriteData) -> Shard:
+def shard_of(name: str, dtype: torch.dtype, data: TensorWriteData) -> Shard:
+    """A chunk as DCP describes it, as a shard of ours."""
     known = SAFETENSORS_NAMES.get(dtype)
     item_bytes = torch.empty(0, dtype=dtype).element_size()
     return Shard(

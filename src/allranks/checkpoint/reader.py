@@ -61,10 +61,10 @@ def prepare(checkpoint: Opened, targets: Sequence[Target]) -> Prepared:
     not what was written.
     """
     items = reading_list(checkpoint, targets)
-    for item in items:
-        checkpoint.source(item.stored.file)  # opened and checked here, not in several threads at once
-    far = [item for item in items if checkpoint.source(item.stored.file).wide_reads]
-    near = [item for item in items if not checkpoint.source(item.stored.file).wide_reads]
+    # opened and checked here, not in several threads at once
+    sources = {file: checkpoint.source(file) for file in dict.fromkeys(item.stored.file for item in items)}
+    far = [item for item in items if sources[item.stored.file].wide_reads]
+    near = [item for item in items if not sources[item.stored.file].wide_reads]
     live = _runs([item for item in near if item.live], RUN_BYTES)
     new = _runs([item for item in near if not item.live], RUN_BYTES)
     in_threads(cores(), _large_first([*live, *new]), lambda: _Check(checkpoint))

@@ -47,21 +47,16 @@ class Region:
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     view: torch.Tensor
-    live: bool
 
 
-@dataclass(frozen=True)
+@dataclass
 class Item:
-    """One stored shard to read, and where its content goes."""
+    """One stored shard to read, and where its content goes. `live`: some of it into a running model."""
 
     index: Index
     stored: StoredShard
     regions: list[Region]
-
-    @property
-    def live(self) -> bool:
-        """Whether any of it goes into a running model."""
-        return any(region.live for region in self.regions)
+    live: bool = False
 
     def direct_view(self) -> memoryview | None:
         """The destination's own memory, if the whole shard goes into one contiguous place of the same type."""
@@ -115,6 +110,7 @@ def reading_list(checkpoint: Opened, targets: Sequence[Target]) -> list[Item]:
             if item is None:
                 item = items[id(stored)] = Item(index, stored, [])
             item.regions.append(region)
+            item.live = item.live or target.live
     return sorted(items.values(), key=lambda item: (item.stored.file, item.stored.start))
 
 
@@ -149,7 +145,7 @@ def _regions(
     sizes = tuple(target.tensor.shape)
     for index, one in stored:  # the usual case: saved in the same layout
         if one.shard.offsets == target.offsets and one.shard.sizes == sizes:
-            return [(index, one, Region((0,) * len(sizes), sizes, target.tensor, target.live))]
+            return [(index, one, Region((0,) * len(sizes), sizes, target.tensor))]
     shape = stored[0][1].shard.shape
     if len(shape) != len(sizes) or any(
         o + s > w for o, s, w in zip(target.offsets, sizes, shape, strict=True)
@@ -170,9 +166,7 @@ def _regions(
         for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
             view = view.narrow(dim, offset, length)
         index, one = by_offsets[tuple(item.storage_index.offset)]
-        found.append(
-            (index, one, Region(tuple(item.storage_offsets), tuple(item.lengths), view, target.live))
-        )
+        found.append((index, one, Region(tuple(item.storage_offsets), tuple(item.lengths), view)))
     covered = sum(region.view.numel() for _, _, region in found)
     if covered != target.tensor.numel():
         raise CheckpointValidationError(

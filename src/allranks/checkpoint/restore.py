@@ -13,7 +13,14 @@ from allranks.checkpoint.plan import local_parts
 from allranks.checkpoint.reader import prepare, read_whole
 from allranks.checkpoint.regions import new_targets, stored_dtype, targets_of
 from allranks.checkpoint.snapshot import Snapshot
-from allranks.checkpoint.state import FROM_THE_FIRST, PER_RANK, CheckpointState, restore_rng_states, unwrap
+from allranks.checkpoint.state import (
+    FROM_THE_FIRST,
+    PER_RANK,
+    CheckpointState,
+    restore_rng_states,
+    state_of,
+    unwrap,
+)
 from allranks.checkpoint.tensors import flatten, tensor_names, unflatten
 from allranks.errors import CheckpointValidationError
 
@@ -95,7 +102,7 @@ def _assemble(
     if mine is None and rank_states:
         first = rank_states[min(rank_states)]
         mine = {name: first[name] for name in FROM_THE_FIRST if name in first}
-    state = CheckpointState.from_dict({**unflatten(common, tensors), **(mine or {})})
+    state = state_of({**unflatten(common, tensors), **(mine or {})})
     state.rank_states = rank_states
     return state
 

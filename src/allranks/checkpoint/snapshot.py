@@ -7,7 +7,7 @@ to the `ArenaPool`, to be used again: there is no allocation per save.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +112,7 @@ class Snapshot:
     ready: bool = False
     _sums: dict[tuple[str, int], str] = field(default_factory=dict)
     _sealing: threading.Thread | None = None
+    _forgotten: bool = False
     _holders: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -149,10 +150,15 @@ class Snapshot:
         if self._sealing is not None:
             self._sealing.join(SEAL_LIMIT_S)
 
+    def forget(self) -> None:
+        """Nobody will load it any more: hashing ends with the tensor it is at."""
+        self._forgotten = True
+        self.settle()
+
     def check(self) -> None:
         """Raises CheckpointDamaged unless every byte is what was copied. A snapshot without a seal passes."""
         self.settle()
-        found = self._checksums() if self._sums else {}
+        found = self._checksums(lambda: False) if self._sums else {}
         for key, value in found.items():
             if value != self._sums[key]:
                 name = key[0]
@@ -178,18 +184,18 @@ class Snapshot:
 
     def _seal(self) -> None:
         try:
-            self._sums = self._checksums()
+            self._sums = self._checksums(lambda: self._forgotten)
         finally:
             self.release()
 
-    def _checksums(self) -> dict[tuple[str, int], str]:
-        algorithm, view = best_algorithm(), self.arena.view
-        return {
-            placed.piece.key: checksum(
-                view[placed.start : placed.start + placed.piece.shard.bytes], algorithm
-            )
-            for placed in (*self.plan.owned, *self.plan.extra)
-        }
+    def _checksums(self, stop: Callable[[], bool]) -> dict[tuple[str, int], str]:
+        algorithm, view, sums = best_algorithm(), self.arena.view, {}
+        for placed in (*self.plan.owned, *self.plan.extra):
+            if stop():
+                return {}
+            end = placed.start + placed.piece.shard.bytes
+            sums[placed.piece.key] = checksum(view[placed.start : end], algorithm)
+        return sums
 
     def _rebuild(self, name: str, chunks: list[torch.Tensor]) -> torch.Tensor:
         wrap = self.wraps.get(name)

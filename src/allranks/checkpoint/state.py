@@ -58,6 +58,29 @@ _KEYS = tuple(f.name for f in fields(CheckpointState) if f.name != "rank_states"
 REQUIRED_KEYS = ("step", "model_state_dict", "optimizer_state_dict")
 
 
+#: What other savers call the parts of a state.
+_OTHER_NAMES = {
+    "model": "model_state_dict",
+    "optimizer": "optimizer_state_dict",
+    "lr_scheduler": "lr_scheduler_state_dict",
+}
+
+
+def state_of(raw: Mapping[str, Any]) -> CheckpointState:
+    """Any saved dict as a state: ours, `{"model": …, "optimizer": …}` as people write it, or a bare state_dict."""
+    if "model_state_dict" in raw:
+        return CheckpointState.from_dict(raw)
+    if isinstance(raw.get("model"), Mapping):
+        plain = {key: raw[key] for key in ("step", "epoch") if isinstance(raw.get(key), int)}
+        renamed = {
+            new: dict(raw[old]) for old, new in _OTHER_NAMES.items() if isinstance(raw.get(old), Mapping)
+        }
+        return CheckpointState.from_dict({**plain, **renamed})
+    bare = dict(raw)
+    step = bare.pop("step") if isinstance(bare.get("step"), int) else 0
+    return CheckpointState(step=step, model_state_dict=bare)
+
+
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)

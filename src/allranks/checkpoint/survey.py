@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from allranks.checkpoint.checksum import checksum
+from allranks.checkpoint.checksum import READ_BYTES, checksum
 from allranks.checkpoint.failure import reason_of
 from allranks.checkpoint.layout import FileLayout, Shard, lay_out
 from allranks.checkpoint.manifest import (
@@ -23,6 +23,7 @@ from allranks.checkpoint.manifest import (
     part_name,
 )
 from allranks.checkpoint.opened import Opened, opened
+from allranks.checkpoint.parallel import cores, in_threads
 from allranks.checkpoint.store import Attempt, Store
 from allranks.errors import CheckpointDamaged, CheckpointValidationError
 
@@ -71,8 +72,8 @@ def list_checkpoints(store: Store) -> list[Listed]:
 def verify_checkpoint(store: Store, name: str, progress: Progress = lambda _: None) -> Verified:
     """Reads everything and compares every checksum; goes on after the first problem."""
     try:
-        with opened(store, name) as checkpoint:
-            return _verify(checkpoint, progress)
+        with opened(store, name, progress) as checkpoint:
+            return _verify(checkpoint)
     except CheckpointValidationError as error:
         return Verified(store.path_of(name), -1, 0, 0, (error.reason,))
 
@@ -82,12 +83,10 @@ def copy_checkpoint(
 ) -> Manifest:
     """Copies a checkpoint, verified on the way, and whole: what pointed into older ones is taken along."""
     attempt = Attempt(new_name, secrets.token_hex(6))
-    with opened(source, name) as checkpoint:
+    with opened(source, name, progress) as checkpoint:
         old = checkpoint.manifest
         try:
-            parts = tuple(
-                _copy_part(checkpoint, index, target, attempt, progress) for index in checkpoint.indexes
-            )
+            parts = tuple(_copy_part(checkpoint, index, target, attempt) for index in checkpoint.indexes)
             manifest = Manifest(
                 old.step, old.epoch, old.world_size, old.timestamp, attempt.token, parts, dict(old.metrics)
             )
@@ -110,33 +109,59 @@ def _listed(store: Store, name: str, manifest: Manifest) -> Listed:
     )  # fmt: skip
 
 
-def _verify(checkpoint: Opened, progress: Progress) -> Verified:
-    problems, count, total = [], 0, 0
-    for index, stored in checkpoint.shards():
+def _verify(checkpoint: Opened) -> Verified:
+    shards, bad = list(checkpoint.shards()), _damaged_files(checkpoint)
+    found: dict[int, str] = {}
+    whole = [(number, shard) for number, shard in enumerate(shards) if shard[1].file not in bad]
+    in_threads(cores(), whole, lambda: _Verifier(checkpoint, found))
+    problems = [*bad.values(), *(found[number] for number in sorted(found))]
+    total = sum(stored.shard.bytes for _, stored in shards)
+    return Verified(
+        checkpoint.path, checkpoint.manifest.step, len(shards), total, tuple(dict.fromkeys(problems))
+    )
+
+
+def _damaged_files(checkpoint: Opened) -> dict[str, str]:
+    """Data file → what is wrong with its size or header; files of empty ranks have a header, too."""
+    bad = {}
+    named = [file.file for index in checkpoint.indexes for file in index.files]
+    for file in dict.fromkeys([*named, *(stored.file for _, stored in checkpoint.shards())]):
         try:
-            checkpoint.read_shard(index, stored, memoryview(bytearray(stored.shard.bytes)))
+            checkpoint.source(file)
         except CheckpointDamaged as error:
-            problems.append(error.reason)
+            bad[file] = error.reason
         except OSError as error:
-            problems.append(f"{stored.file}: {reason_of(error)}")
-        count += 1
-        total += stored.shard.bytes
-        progress(stored.shard.bytes)
-    for index in checkpoint.indexes:  # files of empty ranks have a header, too
-        for file in index.files:
-            try:
-                checkpoint.source(file.file)
-            except (CheckpointDamaged, OSError) as error:
-                problems.append(error.reason if isinstance(error, CheckpointDamaged) else reason_of(error))
-    return Verified(checkpoint.path, checkpoint.manifest.step, count, total, tuple(dict.fromkeys(problems)))
+            bad[file] = f"{file}: {reason_of(error)}"
+    return bad
 
 
-def _copy_part(checkpoint: Opened, index: Index, target: Store, attempt: Attempt, progress: Progress) -> Part:
+class _Verifier:
+    """Checks one shard after the other and notes what is wrong. One per thread."""
+
+    def __init__(self, checkpoint: Opened, found: dict[int, str]) -> None:
+        self.checkpoint = checkpoint
+        self.found = found
+        self.scratch = memoryview(bytearray(READ_BYTES))
+
+    def __call__(self, numbered: tuple[int, tuple[Index, StoredShard]]) -> None:
+        number, (index, stored) = numbered
+        try:
+            if self.checkpoint.source(stored.file).wide_reads:
+                self.checkpoint.read_shard(index, stored, memoryview(bytearray(stored.shard.bytes)))
+            else:
+                self.checkpoint.check_run([(index, stored)], self.scratch)
+        except CheckpointDamaged as error:
+            self.found[number] = error.reason
+        except OSError as error:
+            self.found[number] = f"{stored.file}: {reason_of(error)}"
+
+
+def _copy_part(checkpoint: Opened, index: Index, target: Store, attempt: Attempt) -> Part:
     token = attempt.token if target.attempt_in_names else ""
     data_name, index_name = part_name(index.rank, "safetensors", token), part_name(index.rank, "json", token)
     layout = lay_out([stored.shard for stored in index.shards])
     places = {stored.shard: stored for stored in index.shards}
-    pieces = _pieces(checkpoint, index, layout, places, progress)
+    pieces = _pieces(checkpoint, index, layout, places)
     target.write(attempt, data_name, pieces, layout.bytes)
     stored = tuple(StoredShard(p.shard, data_name, p.start, places[p.shard].checksum) for p in layout.placed)
     header = checksum(layout.header, index.algorithm)
@@ -151,11 +176,9 @@ def _pieces(
     index: Index,
     layout: FileLayout,
     places: dict[Shard, StoredShard],
-    progress: Progress,
 ) -> Iterator[memoryview]:
     yield memoryview(layout.header)
     for placed in layout.placed:
         view = memoryview(bytearray(placed.shard.bytes))
         checkpoint.read_shard(index, places[placed.shard], view)
-        progress(len(view))
         yield view

@@ -69,6 +69,17 @@ def tensor_names(skeleton: Json) -> list[str]:
     return [name for item in skeleton.values() for name in tensor_names(item)]
 
 
+def array_names(skeleton: Json) -> list[str]:
+    """Of these, the ones that stand for a numpy array."""
+    if isinstance(skeleton, list):
+        return [name for item in skeleton for name in array_names(item)]
+    if not isinstance(skeleton, dict):
+        return []
+    if "$ndarray" in skeleton:
+        return [skeleton["$ndarray"]]
+    return [name for item in skeleton.values() for name in array_names(item)]
+
+
 def _encode(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Json:
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value

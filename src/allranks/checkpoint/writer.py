@@ -87,7 +87,7 @@ def write_checkpoint(
         index, part, reused = _retrying(job, lambda: _write_part(job, layout, image, store, older))
         wrote = time.monotonic()
         if job.rank == job.ranks[0]:
-            manifest = _collect(job, part, store, alive)
+            manifest = collect(job, part, store, alive)
             _retrying(job, lambda: store.commit(job.attempt, encode_manifest(manifest)))
         else:
             _await_commit(job, store, alive)
@@ -207,12 +207,12 @@ def _retrying(job: SaveJob, act: Callable[[], T]) -> T:
     raise AssertionError("unreachable")
 
 
-def _collect(job: SaveJob, mine: Part, store: Store, alive: Callable[[], bool]) -> Manifest:
+def collect(job: SaveJob, mine: Part, store: Store, alive: Callable[[], bool]) -> Manifest:
     """Waits for every rank's part; the manifest that names them all."""
     parts = {job.rank: mine}
     for wait in _patiently(job, alive):
         for rank in [rank for rank in job.ranks if rank not in parts]:
-            part = _part_of(job, rank, store)
+            part = part_of(job, rank, store)
             if part is None:
                 break
             parts[rank] = part
@@ -227,7 +227,8 @@ def _collect(job: SaveJob, mine: Part, store: Store, alive: Callable[[], bool]) 
     )
 
 
-def _part_of(job: SaveJob, rank: int, store: Store) -> Part | None:
+def part_of(job: SaveJob, rank: int, store: Store) -> Part | None:
+    """What a rank has written, as the manifest will know it; None while it has not."""
     token = job.attempt.token if store.attempt_in_names else ""
     name = part_name(rank, "json", token)
     data = store.staged(job.attempt, name)

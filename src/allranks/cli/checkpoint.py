@@ -197,8 +197,11 @@ def _prune(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from allranks.checkpoint.convert import export_checkpoint
 
-    with _checkpoint(args.checkpoint, args.option) as (store, name):
-        names = export_checkpoint(store.path_of(name), args.file, _options(args.option), args.force)
+    with (
+        _checkpoint(args.checkpoint, args.option) as (store, name),
+        _bar(f"export {name}", _bytes_of(store, name), args.json) as progress,
+    ):
+        names = export_checkpoint(store.path_of(name), args.file, _options(args.option), args.force, progress)
     size = Path(args.file).stat().st_size
     if args.json:
         print(json.dumps({"schema": 1, "file": args.file, "tensors": len(names), "bytes": size}))
