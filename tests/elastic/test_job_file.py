@@ -79,6 +79,17 @@ def test_heartbeats_reach_torchrun() -> None:
     assert "--rdzv-conf" not in take(settings, ["--rdzv-conf", "timeout=5"])
 
 
+def test_a_job_of_one_node_takes_a_free_port() -> None:
+    """Two of them on one machine must not meet; an endpoint in the file or on the command line stands."""
+    take = importlib.import_module("allranks.cli.run")._torchrun_from
+    assert "--standalone" in take(_settings(elastic={"max_nodes": 1}), [])
+    assert "--standalone" not in take(_settings(elastic={"max_nodes": 1}), ["--rdzv-endpoint=a:1"])
+    assert "--standalone" not in take(_settings(elastic={"max_nodes": 1, "rdzv_endpoint": "a:1"}), [])
+    assert "--standalone" not in take(_settings(elastic={"max_nodes": 2}), [])
+    words = take(_settings(elastic={"nproc_per_node": 4}), ["--standalone"])
+    assert "--nproc-per-node" in words and "--nnodes" not in words
+
+
 def test_flags_win_over_the_file() -> None:
     """What was typed stands."""
     settings = _settings(

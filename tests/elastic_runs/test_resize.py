@@ -64,7 +64,7 @@ def test_three_nodes_two_nodes_three_nodes(
     tmp_path: Path, meeting: Meeting, undisturbed: list[float]
 ) -> None:
     """The node that hosts the store is killed, another one comes: same batches, same samples, same losses."""
-    with Job(tmp_path / "job", LAST, *meeting.flags("2:3")) as job:
+    with Job(tmp_path / "job", LAST, *meeting.flags("2:3"), "--no-spares") as job:  # two cores, three nodes
         for _ in range(3):
             job.add()
         three = job.wait_for_world(3)

@@ -38,7 +38,7 @@ FLAGS = {
     "--config": True, "--job": True, "--replicas": True, "--nproc-per-replica": True, "--min-replicas": True,
     "--first-replica": True, "--total-replicas": True, "--lighthouse": True, "--no-lighthouse": False,
     "--bind": True, "--no-record": False, "--no-watch": False, "--incidents": True, "--recovery": True,
-    "--notice-s": True, "--webhook": True, "--quiet": False, "--verbose": False, "--snapshots": False,
+    "--notice-s": True, "--webhook": True, "--incident-store": True, "--quiet": False, "--verbose": False, "--snapshots": False,
     "--no-snapshots": False, "--no-spares": False,
     "-h": False, "--help": False,
 }  # fmt: skip
@@ -89,6 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-watch", action="store_true", help="do not look for hangs")
     parser.add_argument(
         "--incidents", type=Path, metavar="DIR", help="where incident folders go (./allranks-incidents)"
+    )
+    parser.add_argument(
+        "--incident-store", metavar="URL", help="copy incident folders there too (s3://BUCKET/PREFIX, gs://…)"
     )
     parser.add_argument(
         "--recovery",
@@ -203,7 +206,7 @@ def _run_whole(
     watch = (
         None
         if args.no_watch or args.no_record
-        else _watch(args, settings, environment, incidents, "whole_job")
+        else _watch(args, settings, environment, incidents, "whole_job", stack)
     )
     client = _client(environment, stack)
     agent = NodeAgent(watch, client, company=_company(client, environment))
@@ -244,7 +247,9 @@ def _run_replicas(
     )
     supervisor = Supervisor(options)
     watch = (
-        None if args.no_watch or args.no_record else _watch(args, settings, environment, incidents, "replica")
+        None
+        if args.no_watch or args.no_record
+        else _watch(args, settings, environment, incidents, "replica", stack)
     )
     client = _client(environment, stack)
     agent = NodeAgent(watch, client, supervisor, _company(client, environment))
@@ -270,13 +275,14 @@ def _watch(
     environment: JobEnvironment,
     incidents: Path,
     mode: Any,
+    stack: ExitStack,
 ) -> Any:
     from allranks.agent.watch import Watch
     from allranks.agent.watch_options import WatchOptions
 
     recovery = settings.get("recovery") or {}
     assert environment.folder is not None
-    return Watch(
+    watch = Watch(
         WatchOptions(
             folder=environment.folder, incidents=incidents, job=environment.job, node=socket.gethostname(), mode=mode,
             ranks_per_replica=args.nproc_per_replica, replicas=args.total_replicas or args.replicas or 1,
@@ -284,6 +290,17 @@ def _watch(
             webhooks=tuple(args.webhook or recovery.get("webhooks") or ()),
         )
     )  # fmt: skip
+    store = args.incident_store or recovery.get("incident_store")
+    if store:
+        from allranks.agent.keeping import Keeper
+        from allranks.checkpoint.object_store import ObjectBlobs
+        from allranks.checkpoint.store import StoreSpec
+
+        keeper = Keeper(ObjectBlobs(StoreSpec(str(store))))
+        keeper.start()
+        stack.callback(keeper.close)
+        watch.copy_to(keeper.keep)
+    return watch
 
 
 def _lighthouse(
@@ -354,15 +371,19 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 def _torchrun_from(settings: dict[str, Any], given: list[str]) -> list[str]:
     """torchrun's flags from the `elastic` section, where the command line has none."""
     elastic = settings.get("elastic") or {}
+    if not elastic:
+        return []
     words: list[str] = []
-    if elastic and not has_flag(given, "--standalone"):
-        if not has_flag(given, "--nnodes"):
-            words += ["--nnodes", f"{elastic['min_nodes']}:{elastic['max_nodes']}"]
-        for key, flag in FLAGS_OF_FILE.items():
-            if elastic.get(key) not in (None, "") and not has_flag(given, flag):
-                words += [flag, str(elastic[key])]
-        if not has_flag(given, "--rdzv-conf"):
-            words += ["--rdzv-conf", heartbeats(settings)]
+    if not has_flag(given, "--nnodes", "--standalone"):
+        words += ["--nnodes", f"{elastic['min_nodes']}:{elastic['max_nodes']}"]
+        nowhere = elastic["rdzv_backend"] == "c10d" and not elastic["rdzv_endpoint"]
+        if elastic["max_nodes"] == 1 and nowhere and not has_flag(given, "--rdzv-endpoint", "--rdzv-backend"):
+            words.append("--standalone")  # a free port: two jobs on one machine never meet
+    for key, flag in FLAGS_OF_FILE.items():
+        if elastic.get(key) not in (None, "") and not has_flag(given, flag):
+            words += [flag, str(elastic[key])]
+    if not has_flag(given, "--rdzv-conf"):
+        words += ["--rdzv-conf", heartbeats(settings)]
     return words
 
 
