@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import allranks
+
 WARM_UP = 20
 
 
@@ -63,11 +65,13 @@ def main() -> None:
     body = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())))
     model, zero_grad, step, reports = managed(body) if "REPLICA_GROUP_ID" in os.environ else plain(body)
     batch = torch.randn(64, width)
+    mark = allranks.step if "ALLRANKS_DRILL" in os.environ else lambda number: None
     times, cpu = [], 0.0
     for number in range(WARM_UP + steps):
         if number == WARM_UP and reports:
             cpu = job_cpu_s(os.getppid())
         begin = time.perf_counter()
+        mark(number)
         zero_grad()
         model(batch).square().mean().backward()
         step()

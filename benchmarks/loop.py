@@ -26,6 +26,7 @@ from allranks.testing import demo_train
 from allranks.testing.drill import DrillResult, run_drill
 from allranks.testing.plan import KINDS, make_plan
 
+SCRIPT = Path(__file__).with_name("_loop_script.py")
 REPLICAS = 3
 WIDTH = 512  # of the model whose step is measured: some 25 ms on a slow core
 QUICK = ("kill",)
@@ -43,7 +44,12 @@ FULL = (
     "subprocess",
     "queue",
     "fifo",
+    "file_lock",
+    "network",
+    "store",
+    "partition",
 )
+WHOLE = ("kill", "raise", "hang", "recv", "extra")  # also in a plain DDP job, which restarts as a whole
 HARMLESS = ("slow", "pause")
 
 
@@ -65,6 +71,18 @@ def drill(kinds: list[str], seed: int, folder: Path, *, notice_s: float, pace_s:
         demo_train.__file__, "--steps", str(step + 20), "--pace-s", str(pace_s), "--out", str(out),
     ]  # fmt: skip
     return run_drill(plan, command, folder / "drill", timeout_s=600, quiet=True)
+
+
+def drill_whole(kind: str, seed: int, folder: Path, *, notice_s: float) -> DrillResult:
+    """The same in whole-job mode: plain DDP, all ranks start again."""
+    dice = random.Random(seed)
+    fault = {"kind": kind, "rank": dice.randrange(REPLICAS), "at_step": dice.randint(25, 40)}
+    plan = make_plan({"seed": seed, "faults": [fault]}, ranks=REPLICAS)
+    command = [
+        "allranks", "run", "--standalone", "--nproc-per-node", str(REPLICAS), "--max-restarts", "2", "--recovery", "on",
+        "--notice-s", str(notice_s), "--job", f"whole-{os.getpid()}-{seed}", str(SCRIPT), str(folder / "out"), "60", "64",
+    ]  # fmt: skip
+    return run_drill(plan, command, folder / "drill", timeout_s=300, quiet=True)
 
 
 def healthy(seconds: float, folder: Path, notice_s: float) -> DrillResult:
@@ -92,7 +110,6 @@ def healthy(seconds: float, folder: Path, notice_s: float) -> DrillResult:
 
 def overhead(rounds: int, steps: int, folder: Path) -> dict[str, float]:
     """What a step costs under us against torchrun's: medians over pairs of runs of step time and of the job's CPU."""
-    script = str(Path(__file__).with_name("_loop_script.py"))
     ours = [sys.executable, "-m", "allranks", "run", "--quiet", "--incidents", str(folder / "incidents")]
     commands = {
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
@@ -105,7 +122,7 @@ def overhead(rounds: int, steps: int, folder: Path) -> dict[str, float]:
         names = list(commands) if round_ % 2 == 0 else list(commands)[::-1]
         for name in names:
             out = folder / f"{name}.{round_}.json"
-            words = [*commands[name], script, str(out), str(steps), str(WIDTH)]
+            words = [*commands[name], str(SCRIPT), str(out), str(steps), str(WIDTH)]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             done = subprocess.run(
                 words, env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -178,6 +195,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1, help="times through the matrix")
     parser.add_argument("--kinds", default="", help="only these, separated by commas; none: no drill")
     parser.add_argument(
+        "--whole", default=",".join(WHOLE), help="kinds in whole-job mode, separated by commas"
+    )
+    parser.add_argument(
         "--healthy-s", type=float, default=120.0, help="length of the healthy run under stress; 0: none"
     )
     parser.add_argument(
@@ -203,12 +223,11 @@ def main() -> int:
                 pace_s=0.1,
             )
             results.append(result)
-            for fault in result.faults:
-                print(
-                    f"{fault.kind:>10} rank {fault.rank} step {fault.step}: fired {fault.fired}, noticed {_s(fault.noticed_s)}, "
-                    f"right {fault.verdict_right}, training went on after {_s(fault.recovered_s)}",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
+            show(result)
+        for number, kind in enumerate([kind for kind in args.whole.split(",") if kind and not args.quick]):
+            place = folder / f"whole-{round_}-{number}"
+            results.append(drill_whole(kind, 100 * round_ + number, place, notice_s=args.notice_s))
+            show(results[-1])
     calm = (
         healthy(args.healthy_s, folder / "healthy", args.notice_s)
         if args.healthy_s and not args.quick
@@ -226,6 +245,18 @@ def main() -> int:
         for name, value in {**found["ratios"], **found["numbers"]}.items():
             print(f"{name:>26}  {value}")
     return 0
+
+
+def show(result: DrillResult) -> None:
+    """One line per fault, as it goes."""
+    for fault in result.faults:
+        cause = (fault.verdict or {}).get("cause")
+        print(
+            f"{fault.kind:>10} rank {fault.rank} step {fault.step}: fired {fault.fired}, noticed {_s(fault.noticed_s)}, "
+            f"right {fault.verdict_right} ({cause}), training went on after {_s(fault.recovered_s)}, "
+            f"false alarms {result.false_alarms}, evictions {result.false_evictions}, exit {result.exit_code}",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
 
 
 def _s(value: float | None) -> str:

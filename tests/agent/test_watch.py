@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from allranks.agent import gatherer as gatherer_module
 from allranks.agent.deaths import Death
 from allranks.agent.examine import Examination, verdict_on
 from allranks.agent.incidents import read_incidents
+from allranks.agent.keeping import Keeper
 from allranks.agent.node import NodeAgent
 from allranks.agent.notice import NoticeOptions, Suspicion
 from allranks.agent.policy import PolicyOptions
@@ -199,3 +201,33 @@ def test_when_the_training_is_over_a_replica_on_its_way_back_is_turned_away(tmp_
     write_box(tmp_path / "boxes", 1, -1, calls=0)
     NodeAgent(watch, None, ranks)._happened(Event("finished", 0, 0.0))
     assert [(request.action, request.replica) for request in ranks.asked] == [("stop", 1)]
+
+
+class Bucket:
+    """Blobs in a dict; the first put fails."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[str, bytes] = {}
+        self.failures = 1
+
+    def put(self, key: str, pieces: Iterable[memoryview], length: int) -> None:
+        """Keeps them."""
+        if self.failures:
+            self.failures -= 1
+            raise OSError("slow down")
+        self.blobs[key] = b"".join(pieces)
+
+
+def test_incident_folders_are_copied_to_an_object_store_as_they_grow(tmp_path: Path) -> None:
+    """A failed copy is made up for by the next one, and what did not change is not copied twice."""
+    bucket = Bucket()
+    keeper = Keeper(bucket)
+    keeper.start()
+    folder = tmp_path / "i-1"
+    (folder / "boxes").mkdir(parents=True)
+    (folder / "boxes" / "0.box").write_bytes(b"box")
+    keeper.keep(folder)
+    keeper.keep(folder)
+    keeper.close()
+    assert bucket.blobs == {"i-1/boxes/0.box": b"box"}
+    assert keeper._copy(folder) == 0

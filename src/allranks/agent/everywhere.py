@@ -16,7 +16,7 @@ from allranks.lighthouse.client import Client, ClientOptions
 
 @dataclass(frozen=True)
 class Gathered:
-    """What came: boxes/ and stacks/NODE/ in the folder, and sentences about what did not."""
+    """What came: boxes/ and stacks/AGENT/ in the folder, and sentences about what did not."""
 
     folder: Path
     agents: tuple[str, ...]

@@ -18,11 +18,12 @@ from allranks.diagnose import DiagnoseOptions, diagnose
 from allranks.errors import AllranksError
 from allranks.load import LoadOptions, load_paths
 from allranks.model.diagnosis import Diagnosis, RankNow
-from allranks.model.stacks import RankState, StacksReport
+from allranks.model.stacks import Capture, RankState, StacksReport
 from allranks.report import as_json, text
 from allranks.stacks import (
     CollectOptions,
     Selection,
+    Stillness,
     classify,
     collect,
     find_targets,
@@ -49,9 +50,9 @@ class Examination:
 
 @dataclass(frozen=True)
 class Others:
-    """The parts of other nodes. `node` is ours: with others there is one folder of stacks per node."""
+    """The parts of other nodes. `us` is our agent's name: with others there is one folder of stacks per agent."""
 
-    node: str
+    us: str
     wait: Callable[[], list[str]]  # until they have come; returns what is missing
 
 
@@ -62,14 +63,19 @@ def examine(
     job_folder: Path,
     gone: tuple[int, ...] = (),
     others: Others | None = None,
+    still_s: float = Stillness.still_s,
 ) -> Examination:
-    """Collects stacks of `pids` (rank -> pid) into `folder` and diagnoses all that lies there."""
+    """Collects stacks of `pids` (rank -> pid) into `folder` and diagnoses all that lies there.
+
+    `still_s` is the silence that this job's watch takes for standing still.
+    """
     missing: list[str] = []
-    place = folder / "stacks" / others.node if others else folder / "stacks"
-    report = collect_stacks(place, pids, job_folder, missing) if pids else None
+    place = folder / "stacks" / others.us if others else folder / "stacks"
+    capture = collect_stacks(place, pids, job_folder, missing) if pids else None
     if others is not None:
         missing += others.wait()
-        report = _read_all(folder / "stacks", missing) or report
+        capture = _read_all(folder / "stacks", missing) or capture
+    report = _classify(capture, still_s, missing) if capture is not None else None
     diagnosis = _diagnose(folder / "boxes", report, gone, missing)
     verdict = None
     if diagnosis is not None:
@@ -86,7 +92,7 @@ def examine(
 
 def collect_stacks(
     folder: Path, pids: dict[int, int], job_folder: Path, missing: list[str]
-) -> StacksReport | None:
+) -> Capture | None:
     """The stacks of these ranks of this node, kept in the folder; what could not be read is added to `missing`."""
     try:
         targets = find_targets(Selection(pids=tuple(pids.values()), box_folders=(job_folder,)))
@@ -95,7 +101,7 @@ def collect_stacks(
         write_bundle(capture, folder)
         seen = {process.rank for process in capture.processes if process.snapshots}
         missing += [f"stacks of rank {rank}: nothing could be read" for rank in sorted(set(pids) - seen)]
-        return classify(capture)
+        return capture
     except (AllranksError, OSError) as error:
         missing.append(f"stacks: {error}")
     except Exception as error:  # our own mistake: the rest of the evidence still counts
@@ -104,12 +110,21 @@ def collect_stacks(
     return None
 
 
-def _read_all(folder: Path, missing: list[str]) -> StacksReport | None:
-    """What the stacks of all nodes say together."""
+def _read_all(folder: Path, missing: list[str]) -> Capture | None:
+    """The stacks of all nodes together."""
     try:
-        return classify(read_capture(folder)) if folder.exists() else None
+        return read_capture(folder) if folder.exists() else None
     except (AllranksError, OSError) as error:
         missing.append(f"stacks of other nodes: {error}")
+        return None
+
+
+def _classify(capture: Capture, still_s: float, missing: list[str]) -> StacksReport | None:
+    try:
+        return classify(capture, stillness=Stillness(still_s=min(still_s, Stillness.still_s)))
+    except Exception as error:  # our own mistake: the rest of the evidence still counts
+        log.exception("stacks could not be read")
+        missing.append(f"stacks: {error!r}")
         return None
 
 

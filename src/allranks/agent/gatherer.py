@@ -44,13 +44,14 @@ class Gatherer:
         others = None
         if gathering is not None and self.company is not None:
             company = self.company
-            others = Others(self.options.node, lambda: company.wait(gathering))
+            others = Others(company.name, lambda: company.wait(gathering))
         return examine(
             opened.path,
             pids if self.options.collect_stacks else {},
             job_folder=self.options.folder,
             gone=tuple(s.rank for s in samples if not s.alive and not s.closed),
             others=others,
+            still_s=self.options.notice.floor_s,
         )
 
     def collect_part(self, folder: Path, stacks: bool) -> list[str]:
@@ -59,5 +60,6 @@ class Gatherer:
         _, missing = copy_boxes([Path(sample.path) for sample in samples], folder / "boxes")
         pids = {s.rank: s.pid for s in samples if s.alive}
         if stacks and pids and self.options.collect_stacks:
-            collect_stacks(folder / "stacks" / self.options.node, pids, self.options.folder, missing)
+            place = folder / "stacks" / (self.company.name if self.company else self.options.node)
+            collect_stacks(place, pids, self.options.folder, missing)
         return missing

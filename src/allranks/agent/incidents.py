@@ -73,7 +73,9 @@ def open_incident(folder: Path, *, kind: Kind, job: str, reason: str, **facts: A
             break
         except FileExistsError:
             continue
-    incident = Incident(id=name, kind=kind, job=job, opened=now, reason=reason, folder=str(path), **facts)
+    incident = Incident(
+        id=name, kind=kind, job=job, opened=now, reason=reason, folder=str(path.absolute()), **facts
+    )
     opened = IncidentFolder(path, incident)
     opened.update()
     return opened

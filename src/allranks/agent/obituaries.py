@@ -24,6 +24,7 @@ from allranks.report.story import headline
 
 log = logging.getLogger("allranks.agent")
 
+FLAP_S = 60.0  # a replica that is cut off again within this time has the same trouble
 ECHO_S = 1.0  # a broken connection is looked at this much later: its cause may still show
 
 
@@ -38,6 +39,7 @@ class Obituaries:
     answered: set[int] = field(default_factory=set)  # pids whose end is asked for, or follows from another's
     _born_ns: int = field(default_factory=time.time_ns)  # ranks that started earlier are of another round
     _known: dict[int, IncidentFolder] = field(default_factory=dict)  # pid -> its incident
+    _cut: dict[tuple[int, ...], IncidentFolder] = field(default_factory=dict)  # ranks -> their last partition
     _echo_s: float | None = None  # since when only echoes of a death are heard
     _noting: threading.Lock = field(default_factory=threading.Lock)
 
@@ -57,6 +59,7 @@ class Obituaries:
                 opened.discard()
                 return None
             self._known[death.pid] = opened
+        log.error("%s: %s", opened.current.id, headline(opened.current))
         self.teller.publish(opened)
         self.recoveries.add(opened, samples, {death.rank})
         if self.options.whole_job:
@@ -64,7 +67,14 @@ class Obituaries:
         return opened
 
     def note_lost(self, ranks: tuple[int, ...], reason: str, at: float) -> IncidentFolder:
-        """The lighthouse lost a replica whose processes run here: the network between them is cut."""
+        """The lighthouse lost a replica whose processes run here: the network between them is cut.
+
+        A connection that flaps is one incident.
+        """
+        known = self._cut.get(ranks)
+        if known is not None and at - known.current.timeline[-1].at < FLAP_S:
+            known.update(Moment("cut again", at, reason))
+            return known
         samples = read_samples(self.options.folder)
         step = max((s.step for s in samples if s.rank in ranks), default=-1)
         sentence = f"rank {', '.join(map(str, ranks))} is cut off although its process runs: {reason}"
@@ -82,6 +92,7 @@ class Obituaries:
             verdict=verdict, missing=tuple(missing), durations_s={"noticed": 0.0},
             action=Action("none", "it comes back by itself when the network does; the others go on", ranks),
         )  # fmt: skip
+        self._cut[ranks] = opened
         self.teller.publish(opened)
         self.recoveries.add(opened, samples, set(ranks))
         return opened
@@ -101,6 +112,7 @@ class Obituaries:
         if death.echo and death.where:  # it lost a peer, and no peer has died
             sentence = f"connections between ranks broke and no rank had died before: {death.sentence}"
             verdict |= {"cause": "none_finished", "ranks": [], "confidence": 0.7, "sentence": sentence}
+            opened.update(ranks=())
         if self.options.whole_job:
             action = Action(
                 "restart_job", "the launcher restarts the job while --max-restarts allows", (death.rank,)
@@ -113,7 +125,6 @@ class Obituaries:
             verdict=verdict, missing=tuple(missing), action=action,
             durations_s={"noticed": max(0.0, noticed - death.at)},
         )  # fmt: skip
-        log.error("%s: %s", opened.current.id, headline(opened.current))
         return opened
 
     def _explain_death(

@@ -72,10 +72,12 @@ class Overview:
         open_ = {rank: find_open(trace) for rank, trace in traces.items() if rank is not None}
         rows = tuple(self._row(sample, now, traces.get(sample.rank), open_) for sample in samples)
         lighthouse = str(facts.get("lighthouse", ""))
+        job = str(facts.get("job", self.folder.name))
+        told = read_incidents(Path(str(facts.get("incidents") or self.folder / "incidents")))
         return JobView(
-            job=str(facts.get("job", self.folder.name)), folder=str(self.folder), at=now, rows=rows,
+            job=job, folder=str(self.folder), at=now, rows=rows,
             lighthouse=lighthouse, quorum=_quorum(lighthouse, str(facts.get("token", ""))),
-            incidents=tuple(_incident_line(i) for i in read_incidents(Path(str(facts.get("incidents") or self.folder / "incidents")))[-8:]),
+            incidents=tuple(_incident_line(i) for i in told if i.get("job") == job)[-8:],
         )  # fmt: skip
 
     def _row(

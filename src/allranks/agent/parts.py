@@ -1,4 +1,4 @@
-"""One node's part of an incident as one packed file: boxes/, stacks/NODE/, and part.json with what is missing.
+"""One node's part of an incident as one packed file: boxes/, stacks/AGENT/, and part.json with what is missing.
 
 Bounded on both sides: what does not fit is left out and named; what arrives may neither leave its folder nor grow
 beyond the limit when it is unpacked.

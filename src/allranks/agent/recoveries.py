@@ -33,6 +33,10 @@ class Recoveries:
         everybody = {s.rank: s.mark for s in samples}
         self._waiting.append(_Waiting(opened, survivors or everybody, time.monotonic()))
 
+    def recent(self, for_s: float) -> bool:
+        """Whether something has been answered within this time and has not recovered: worth a closer look."""
+        return any(time.monotonic() - waiting.since_s < for_s for waiting in self._waiting)
+
     def open(self) -> list[IncidentFolder]:
         """Those that have not recovered."""
         return [waiting.opened for waiting in self._waiting]

@@ -11,6 +11,8 @@ import numpy as np
 from allranks.model.blackbox import HEADER, HEADER_BYTES, MAGIC, VERSION, whole_rows
 from allranks.model.trace import CALL, Flag, State
 
+_NAMES = HEADER.names or ()
+
 
 @dataclass(frozen=True)
 class RankSample:
@@ -58,24 +60,25 @@ def read_sample(path: Path) -> RankSample | None:
         return None
     if len(raw) < HEADER.itemsize:
         return None
-    head = np.frombuffer(raw, HEADER, 1)[0]
+    head = dict(
+        zip(_NAMES, np.frombuffer(raw, HEADER, 1)[0].item(), strict=True)
+    )  # far cheaper than field by field
     if head["magic"] != MAGIC or head["version"] != VERSION:
         return None
-    pid = int(head["pid"])
     return RankSample(
-        rank=int(head["rank"]),
-        pid=pid,
+        rank=head["rank"],
+        pid=head["pid"],
         path=str(path),
-        alive=is_alive(pid, int(head["start_ticks"])),
-        step=int(head["step"]),
-        calls_started=int(head["calls_started"]),
-        calls_completed=int(head["calls_completed"]),
-        last_ns=max(int(head["step_ns"]), int(head["last_call_ns"]), int(head["start_ns"])),
-        start_ns=int(head["start_ns"]),
-        expect_until_ns=int(head["expect_until_ns"]),
-        closed=bytes(head["closed"]).split(b"\0")[0].decode("utf-8", "replace"),
-        closed_ns=int(head["closed_ns"]),
-        attempt=int(head["attempt"]),
+        alive=is_alive(head["pid"], head["start_ticks"]),
+        step=head["step"],
+        calls_started=head["calls_started"],
+        calls_completed=head["calls_completed"],
+        last_ns=max(head["step_ns"], head["last_call_ns"], head["start_ns"]),
+        start_ns=head["start_ns"],
+        expect_until_ns=head["expect_until_ns"],
+        closed=head["closed"].split(b"\0")[0].decode("utf-8", "replace"),
+        closed_ns=head["closed_ns"],
+        attempt=head["attempt"],
     )
 
 

@@ -1,10 +1,11 @@
-"""Tells an incident to everybody who should know: its page, the lighthouse, webhooks. Runs in the agent."""
+"""Tells an incident to everybody who should know: its page, the lighthouse, webhooks, a copy. Runs in the agent."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from allranks.agent.incidents import IncidentFolder, write_atomically
 from allranks.agent.webhook import send
@@ -20,6 +21,7 @@ class Teller:
 
     webhooks: tuple[str, ...] = ()
     on_incident: Callable[[Incident], None] = lambda incident: None
+    keep: Callable[[Path], None] = lambda folder: None  # a copy elsewhere (agent/keeping.py)
 
     def publish(self, opened: IncidentFolder) -> None:
         """To everybody."""
@@ -27,6 +29,7 @@ class Teller:
             lambda: self.write_page(opened),
             lambda: self.on_incident(opened.current),
             lambda: send(self.webhooks, opened.current, headline(opened.current)),
+            lambda: self.keep(opened.path),
         )
         for tell in tellers:
             try:

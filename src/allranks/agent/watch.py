@@ -42,6 +42,8 @@ from allranks.report.story import headline
 
 log = logging.getLogger("allranks.agent")
 
+CLOSE_S, CLOSE_POLL_S = 5.0, 0.05  # after an incident recovery is looked for more often, for a while
+
 
 class Actor(Protocol):
     """Who carries out what the policy decided."""
@@ -126,6 +128,10 @@ class Watch:
         self._gatherer.company = company
         self._teller.on_incident = on_incident
 
+    def copy_to(self, keep: Callable[[Path], None]) -> None:
+        """Before `start`: `keep` copies incident folders elsewhere as they grow."""
+        self._teller.keep = keep
+
     def collect_part(self, folder: Path, stacks: bool) -> list[str]:
         """Our part of an incident that another node leads; returns what is missing."""
         return self._gatherer.collect_part(folder, stacks)
@@ -155,7 +161,7 @@ class Watch:
                 self.look()
             except Exception:
                 log.exception("the watch failed once and goes on")
-            self._lines.wait(self.options.poll_s)
+            self._lines.wait(CLOSE_POLL_S if self._recoveries.recent(CLOSE_S) else self.options.poll_s)
 
     # from suspicion to action
 
@@ -293,19 +299,19 @@ class Watch:
         action, why = decide_action(time.monotonic(), facts, self._policy, self.options.policy)
         opened.update(action=action)
         self._teller.publish(opened)  # the story so far is safe before anything is killed
-        size = self.options.ranks_per_replica
-        going = {rank // size for rank in action.ranks}  # those who end with the guilty ones are no deaths
-        self.deaths.answered |= {s.pid for s in samples if s.rank // size in going}
-        self._act(opened, action, why)
+        self._act(opened, action, why, samples)
         self._teller.publish(opened)
         self._recoveries.add(opened, samples, set(action.ranks))
         return True
 
-    def _act(self, opened: IncidentFolder, action: Action, why: str) -> None:
+    def _act(self, opened: IncidentFolder, action: Action, why: str, samples: list[RankSample]) -> None:
         if action.kind not in ("evict", "restart_rank", "restart_job", "command") or self.actor is None:
             opened.update(Moment("action", time.time(), f"none ({action.kind.replace('_', ' ')}): {why}"))
             log.warning("%s: no action: %s", opened.current.id, why)
             return
+        size = self.options.ranks_per_replica
+        going = {rank // size for rank in action.ranks}  # those who end with the guilty ones are no deaths
+        self.deaths.answered |= {s.pid for s in samples if self.options.whole_job or s.rank // size in going}
         self._state = cure(self._state, time.monotonic())
         self._policy = self._policy.after(time.monotonic(), action.replica, self.options.policy.window_s)
         try:

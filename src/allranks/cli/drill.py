@@ -22,7 +22,8 @@ plan.yaml:
 
 Faults fire at the script's progress mark (a Manager marks each step; other scripts call allranks.step(n)).
 A script may report digests and samples with `from allranks.testing.inject import tell` when ALLRANKS_DRILL is set.
-Kinds: kill exit segfault raise stop hang busy lock gil loader subprocess queue fifo slow pause leave partition.
+Kinds: kill exit segfault raise stop hang busy lock gil loader subprocess queue fifo file_lock
+network store recv extra slow pause leave partition.
 """
 
 

@@ -119,6 +119,9 @@ def _timeline(moments: tuple[Moment, ...]) -> Iterator[str]:
     span = max(end - begin, 1e-6)
     yield "<h2>What happened when</h2><svg viewBox='0 0 1000 64' preserveAspectRatio='none' role='img' aria-label='timeline'>"
     yield "<line x1='10' y1='32' x2='990' y2='32' stroke='currentColor' stroke-opacity='.3' stroke-width='2'/>"
+    ends = [m.at for m in moments if m.name in ("recovered", "healed", "back to speed")]
+    stop = 10 + 980 * ((max(ends) if ends else end) - begin) / span
+    yield f"<line x1='10' y1='32' x2='{stop:.1f}' y2='32' stroke='var(--bad)' stroke-opacity='.35' stroke-width='10'/>"
     for moment in moments:
         x = 10 + 980 * (moment.at - begin) / span
         colour = (

@@ -221,16 +221,18 @@ def _recovered(fault: DrillFault, at: float, marks: dict[int, list[dict[str, Any
 
 
 def find_identical(marks: dict[int, list[dict[str, Any]]]) -> bool | None:
-    """Whether all ranks that reported a digest for a step reported the same one; None without two reports."""
-    digests: dict[int, set[str]] = {}
-    reports: dict[int, int] = {}
+    """Whether all ranks that reported on a step reported the same; None without two reports.
+
+    The script's own `digest` is compared with its like, and so is the `state` that was told without its help.
+    """
+    seen: dict[tuple[str, int, int], list[str]] = {}
     for entries in marks.values():
         for entry in entries:
-            if "digest" in entry and "at_step" in entry:
-                digests.setdefault(entry["at_step"], set()).add(entry["digest"])
-                reports[entry["at_step"]] = reports.get(entry["at_step"], 0) + 1
-    compared = [step for step, count in reports.items() if count > 1]
-    return all(len(digests[step]) == 1 for step in compared) if compared else None
+            for name in ("digest", "state"):
+                if name in entry and "at_step" in entry:
+                    seen.setdefault((name, entry.get("part", 0), entry["at_step"]), []).append(entry[name])
+    compared = [reports for reports in seen.values() if len(reports) > 1]
+    return all(len(set(reports)) == 1 for reports in compared) if compared else None
 
 
 def find_lost_steps(marks: dict[int, list[dict[str, Any]]]) -> int | None:

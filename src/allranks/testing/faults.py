@@ -164,7 +164,7 @@ def _when_open(manager: Manager, injector: Injector) -> None:
             _around(found.regrouper, "_regroup", before=lambda: reach("regrouping"))
             _around(found.regrouper, "_connect", before=lambda: reach("connecting"))
             _around(found.server, "_send_stripe", before=lambda: reach("sending state"))
-            _around(found.regrouper, "_heal", before=lambda: _watch_fetch(found.regrouper, injector))
+            _around(found.regrouper, "_prepare_fetch", after=lambda: _watch_fetch(found.regrouper, injector))
         return found
 
     manager._open = opened  # type: ignore[method-assign]

@@ -1,11 +1,13 @@
 """Preloaded into the ranks of a drill (ALLRANKS_PRELOAD): fires the plan's faults at the progress mark.
 
 Runs in the rank. The plan is `plan.json` in the folder $ALLRANKS_DRILL; a fault fires once in the life of the
-drill, whoever restarts; each mark of each rank is one line of `steps.RANK.PID`.
+drill, whoever restarts; each mark of each rank is one line of `steps.RANK.PID`. In replicas each step that the managed
+optimizer applied is told with a fingerprint of its parameters, so that replicas can be compared.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -15,6 +17,7 @@ from typing import Any
 from allranks.record.recorder import Recorder
 from allranks.testing.misdeeds import commit
 
+MOST_BYTES = 64 << 20  # of parameters that are fingerprinted
 _folder = Path(os.environ["ALLRANKS_DRILL"])
 _rank = int(os.environ.get("ALLRANKS_RANK") or os.environ.get("RANK") or 0)
 _faults: list[dict[str, Any]] = json.loads((_folder / "plan.json").read_text())["faults"]
@@ -54,4 +57,36 @@ def _fire(index: int, step: int) -> bool:
     return True
 
 
+def _fingerprint(optimizer: Any) -> str | None:
+    """Of all parameters as they are in this rank; None when there are too many to do it in every step."""
+    import torch
+
+    seen, total = hashlib.blake2b(digest_size=8), 0
+    for group in optimizer.param_groups:
+        for value in group["params"]:
+            local = value.to_local() if hasattr(value, "to_local") else value
+            total += local.numel() * local.element_size()
+            if total > MOST_BYTES:
+                return None
+            seen.update(local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()
+
+
+def _compare_replicas() -> None:
+    from allranks.manager.optimizer import OptimizerWrapper
+
+    ordinary = OptimizerWrapper.step
+
+    def step(optimizer: OptimizerWrapper, closure: Any = None) -> bool:
+        number = optimizer.manager.current_step()
+        applied = ordinary(optimizer, closure)
+        if applied and (state := _fingerprint(optimizer)) is not None:
+            tell(at_step=number, state=state, part=int(os.environ.get("RANK", "0")))
+        return applied
+
+    OptimizerWrapper.step = step  # type: ignore[assignment, method-assign]
+
+
+if "REPLICA_GROUP_ID" in os.environ:
+    _compare_replicas()
 Recorder.step = _step  # type: ignore[assignment, method-assign]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import queue
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 PIDFD_GETFD = 438  # the system call's number on every architecture
 PARTITION_S = 3.0
@@ -119,6 +123,42 @@ def _fifo(for_s: float) -> None:
         os.close(write_end)
 
 
+def _file_lock(for_s: float) -> None:
+    with tempfile.NamedTemporaryFile() as held, open(held.name) as wanted:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        fcntl.flock(wanted, fcntl.LOCK_EX)  # another opening of the same file: waits for the first
+
+
+def _network(for_s: float) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        socket.create_connection(silent.getsockname()) as line,
+    ):
+        line.settimeout(for_s or None)
+        line.recv(1)
+
+
+def _store(for_s: float) -> None:
+    from torch.distributed import TCPStore
+
+    patience = timedelta(seconds=for_s or 1e6)
+    TCPStore("127.0.0.1", 0, is_master=True, timeout=patience).wait(["a key that nobody sets"], patience)
+
+
+def _recv(for_s: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.recv(torch.empty(1), src=(dist.get_rank() + 1) % dist.get_world_size())
+
+
+def _extra(for_s: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(3))
+
+
 def _pause(for_s: float) -> None:
     """Burns CPU without Python progress, as a long collection of garbage does."""
     deadline = time.monotonic() + (for_s or 3.0)
@@ -128,39 +168,51 @@ def _pause(for_s: float) -> None:
 
 
 def _partition(for_s: float) -> None:
-    """Cuts every TCP connection of this rank and its helpers, also those made anew, for a while."""
+    """Cuts every TCP connection of this rank and its helpers for a while.
+
+    Connections that the rank makes anew are cut again; helpers are stopped meanwhile, so that they make none.
+    """
     deadline = time.monotonic() + (for_s or PARTITION_S)
+    helpers = [pid for pid in _children() if _cut_connections(pid)]
+    _signal_all(helpers, signal.SIGSTOP)
+    _cut_connections(os.getpid())
 
     def keep_cutting() -> None:
         while time.monotonic() < deadline:
-            _cut_connections()
+            _cut_connections(os.getpid())
             time.sleep(0.02)
+        _signal_all(helpers, signal.SIGCONT)
 
-    _cut_connections()
     threading.Thread(target=keep_cutting, name="partition", daemon=True).start()
 
 
-def _cut_connections() -> None:
-    for pid in (os.getpid(), *_children()):
-        for name in _listing(f"/proc/{pid}/fd"):
-            fd = _copy_of(pid, int(name))
-            if fd >= 0:
-                _shut(fd)
+def _signal_all(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
-def _shut(fd: int) -> None:
+def _cut_connections(pid: int) -> int:
+    """Shuts all connections of a process; returns how many there were."""
+    copies = [_copy_of(pid, int(name)) for name in _listing(f"/proc/{pid}/fd")]
+    return sum(_shut(fd) for fd in copies if fd >= 0)
+
+
+def _shut(fd: int) -> bool:
     """Shuts the connection behind a descriptor that is ours to close; anything else is left alone."""
     try:
         copy = socket.socket(fileno=fd)
     except OSError:
         os.close(fd)
-        return
+        return False
     try:
-        if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
-            copy.getpeername()
-            copy.shutdown(socket.SHUT_RDWR)
+        if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
+            return False
+        copy.getpeername()
+        copy.shutdown(socket.SHUT_RDWR)
+        return True
     except OSError:
-        pass
+        return False
     finally:
         copy.close()
 
@@ -215,5 +267,5 @@ def _slow(for_s: float) -> None:
 MISDEEDS: dict[str, Callable[[float], None]] = {
     "kill": _kill, "exit": _exit, "segfault": _segfault, "raise": _raise, "stop": _stop, "hang": _hang, "busy": _busy,
     "lock": _lock, "gil": _gil, "loader": _loader, "subprocess": _subprocess, "queue": _queue, "fifo": _fifo,
-    "slow": _slow, "pause": _pause, "leave": _leave, "partition": _partition,
+    "file_lock": _file_lock, "network": _network, "store": _store, "recv": _recv, "extra": _extra, "slow": _slow, "pause": _pause, "leave": _leave, "partition": _partition,
 }  # fmt: skip

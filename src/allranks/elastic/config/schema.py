@@ -186,6 +186,9 @@ class Recovery(Section):
     window_s: Seconds = 3600.0
     back_off_s: float = Field(30.0, ge=0, description="least seconds between two actions")
     webhooks: Annotated[list[Address], BeforeValidator(_listed)] = Field(default_factory=list)
+    incident_store: str | None = Field(
+        None, pattern=r"^\w+://", description="URL of an object store; incident folders are copied there"
+    )
 
 
 class Lighthouse(Section):

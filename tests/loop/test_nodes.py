@@ -1,0 +1,64 @@
+"""Two agents, one job: the one that notices first leads, and has the evidence of both."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from allranks.agent.incidents import read_incidents
+from allranks.testing.ranks import free_port
+
+TRAIN = """
+import sys, torch, torch.distributed as dist, allranks
+dist.init_process_group("gloo")
+for step in range(60):
+    allranks.step(step)
+    dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_a_hang_on_one_node_is_one_incident_with_the_evidence_of_both(tmp_path: Path) -> None:
+    """Rank 3 sleeps on node b; whoever leads has four boxes, names rank 3 and restarts the job, which then ends."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "plan.json").write_text(
+        json.dumps({"faults": [{"kind": "hang", "rank": 3, "at_step": 30, "for_s": 0}]})
+    )
+    rendezvous, lighthouse = free_port(), free_port()
+    agents = []
+    for name in "ab":
+        environment = {
+            **os.environ, "ALLRANKS_TOKEN": "t", "ALLRANKS_DIR": str(tmp_path / name), "ALLRANKS_DRILL": str(tmp_path),
+            "ALLRANKS_PRELOAD": "allranks.testing.inject",
+        }  # fmt: skip
+        where = ["--bind" if name == "a" else "--lighthouse", f"127.0.0.1:{lighthouse}"]
+        command = [
+            sys.executable, "-m", "allranks", "run", "--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
+            "--rdzv-endpoint", f"127.0.0.1:{rendezvous}", "--rdzv-id", "two", "--max-restarts", "1", "--notice-s", "3",
+            "--recovery", "on", *where, "--incidents", str(tmp_path / f"incidents-{name}"), str(tmp_path / "train.py"),
+        ]  # fmt: skip
+        with open(tmp_path / f"{name}.log", "w") as log:
+            agents.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    try:
+        codes = [agent.wait(timeout=250) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    logs = [(tmp_path / f"{name}.log").read_text()[-3000:] for name in "ab"]
+    assert (tmp_path / "fired.0").exists(), logs
+    assert codes == [0, 0], logs
+    stories = [story for name in "ab" for story in read_incidents(tmp_path / f"incidents-{name}")]
+    (story,) = [story for story in stories if story["kind"] == "hang"]
+    assert story["verdict"]["ranks"] == [3] and "load_batch_from_slow_storage" in story["verdict"]["where"]
+    assert story["missing"] == [] and story["action"]["done"]
+    folder = Path(story["folder"])
+    assert len(list((folder / "boxes").glob("*.box"))) == 4
+    assert len(list((folder / "stacks").glob("agent-*/bundle.json"))) == 2
