@@ -7,6 +7,7 @@ Each sub-command is one file with `HELP` (one line, in COMMANDS here so that sta
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import sys
@@ -84,8 +85,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run() -> None:
-    """Console entry point."""
-    sys.exit(main())
+    """Console entry point. A reading command never collects garbage and ends without taking apart what it has read:
+    with the rings of a thousand ranks in memory both take longer than the diagnosis."""
+    if sys.argv[1:2] == [] or sys.argv[1] not in READING:
+        sys.exit(main())
+    gc.disable()
+    code = main()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:
+        code = 141
+    os._exit(code)
 
 
 def _import_numpy() -> None:
