@@ -12,6 +12,7 @@ from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointT
 from allranks.checkpoint.choose import choose
 from allranks.checkpoint.file_store import FileStore
 from allranks.checkpoint.opened import opened
+from allranks.errors import CheckpointLoadError
 from allranks.testing.ranks import Ranks
 
 from .jobs import make_job, make_state, same, train_step
@@ -193,6 +194,31 @@ def test_damage_seen_by_one_rank_makes_all_ranks_take_the_older_one(tmp_path: Pa
     """Nobody trains on with another step than the others; only the damaged copy goes to quarantine."""
     with Ranks(_one_sees_damage, 2, (str(tmp_path),)) as ranks:
         assert ranks.values(timeout_s=90) == [(1, 0, True), (1, 1, True)]
+
+
+def _only_one_is_whole(rank: int, world_size: int, folder: str) -> Any:
+    model, optimizer = make_job(seed=1)
+    config = CheckpointConfig(nvme_path=f"{folder}/{rank}", memory_snapshot_interval=0)
+    with CheckpointManager(config) as manager:
+        manager.save_checkpoint(create_checkpoint_state(1, model, optimizer))
+        manager.wait_for_pending_saves(60)
+        if rank == 1:
+            victim = Path(folder) / "1" / "checkpoint_step_00000001" / "rank-00001.safetensors"
+            data = bytearray(victim.read_bytes())
+            data[-1] ^= 1
+            victim.write_bytes(data)
+        train_step(model, optimizer, 2)
+        before = create_checkpoint_state(2, model, optimizer).cpu_copy()
+        manager.group.gather("the damage is done")
+        with pytest.raises(CheckpointLoadError, match=r"every checkpoint is bad.*as they were"):
+            manager.restore(model, optimizer)
+        return same(create_checkpoint_state(2, model, optimizer).model_state_dict, before.model_state_dict)
+
+
+def test_no_rank_changes_its_model_when_another_ranks_only_copy_is_damaged(tmp_path: Path) -> None:
+    """The rank whose bytes were all right must not be left with another step than the others."""
+    with Ranks(_only_one_is_whole, 2, (str(tmp_path),)) as ranks:
+        assert ranks.values(timeout_s=90) == [True, True]
 
 
 def _disagree(rank: int, world_size: int, folder: str) -> str:
