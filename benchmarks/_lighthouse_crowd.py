@@ -36,6 +36,7 @@ class Crowd:
         host, port = address.rsplit(":", 1)
         self._target = (host, int(port))
         self._poll = select.epoll()
+        self._room = memoryview(bytearray(1 << 18))
         self.lights: dict[int, Light] = {}
         self.names = [f"{prefix}-{i:05d}" for i in range(size)]
         self.closed: list[str] = []
@@ -139,7 +140,7 @@ class Crowd:
 
     def _read(self, light: Light, wanted: int) -> bool:
         try:
-            data = light.sock.recv(1 << 18)
+            data = bytes(self._room[: light.sock.recv_into(self._room)])
         except BlockingIOError:
             return False
         except OSError:
@@ -166,6 +167,12 @@ class Crowd:
             start = end
         del light.buffer[:start]
         return found
+
+    def settle(self, seconds: float) -> None:
+        """Reads and acknowledges for a while."""
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            self.pump(0.005)
 
     def drop(self, light: Light) -> None:
         """Closes without a good-bye: a death."""

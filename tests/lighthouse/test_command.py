@@ -17,6 +17,7 @@ import pytest
 from allranks.cli import main
 from allranks.lighthouse.client import Client
 from allranks.model.cluster import Member
+from allranks.testing.ranks import free_port
 
 from .processes import LighthouseProcess
 from .waiting import eventually
@@ -64,6 +65,32 @@ def test_a_given_token_file_is_used_and_kept(tmp_path: Path, capsys: pytest.Capt
         assert main(["lighthouse", "status", line["address"]]) == 2
         assert "no job token" in capsys.readouterr().err
     assert token.exists()
+
+
+def test_a_restarted_lighthouse_has_the_same_token_and_lets_members_come_first(
+    connect: Callable[..., Client], tmp_path: Path
+) -> None:
+    """kill -9 and the same command again: a member comes back by itself, before a newcomer that was faster."""
+    words = ("--json", "--bind", f"127.0.0.1:{free_port()}", "--start-grace-ms", "30000")
+    with serving(*words[:3], "--start-grace-ms", "0", XDG_RUNTIME_DIR=str(tmp_path)) as (line, process):
+        token_file = Path(line["token_file"])
+        token = token_file.read_text().strip()
+        member = connect(line["address"], "a", token=token)
+        assert member.join(Member("a"), 30).number == 1
+        process.kill()
+        process.wait(20)
+    with serving(*words, XDG_RUNTIME_DIR=str(tmp_path)) as (line, process):
+        assert token_file.read_text().strip() == token
+        newcomer = connect(line["address"], "b", token=token)
+        waiting = newcomer.request_quorum(Member("b"))
+        eventually(lambda: member.connected)
+        quorum = member.join(Member("a", step=7), 30)
+        assert waiting.result(30) == quorum
+        assert (quorum.names, quorum.number, quorum.epoch) == (("a", "b"), 2, 2)
+        assert quorum.heal == {"b": "a"}
+        process.terminate()
+        assert process.wait(20) == 0
+    assert token_file.exists()  # they are still there, and know no other
 
 
 def test_status_evict_let_in_and_collect(

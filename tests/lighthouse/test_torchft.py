@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from allranks.lighthouse.grpc_relay import PREFACE, Relay
 from allranks.lighthouse.grpc_wire import (
     BadMessage,
     decode_heartbeat_request,
@@ -23,6 +25,7 @@ from allranks.lighthouse.grpc_wire import (
     encode_quorum_response,
 )
 from allranks.model.cluster import Member, Quorum
+from allranks.testing.ranks import free_port
 
 members = st.builds(
     Member,
@@ -70,6 +73,33 @@ def test_a_quorum_has_the_bytes_that_torchft_expects() -> None:
     )
 
 
+def test_strangers_at_torchfts_port_are_bounded() -> None:
+    """Of those who say nothing the oldest is closed; a client that speaks gets through."""
+
+    async def play() -> None:
+        async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(await reader.read(100))
+            await writer.drain()
+            writer.close()
+
+        closed: list[int] = []
+        inner = await asyncio.start_server(echo, "127.0.0.1", 0)
+        relay = Relay(inner.sockets[0].getsockname()[:2], None, lambda port, clean: closed.append(port), 8)
+        where = await relay.start("127.0.0.1", 0)
+        silent = [await asyncio.open_connection(*where) for _ in range(9)]
+        assert await silent[0][0].read() == b""
+        reader, writer = await asyncio.open_connection(*where)
+        writer.write(PREFACE)
+        assert await reader.read() == PREFACE
+        assert len(closed) == 1
+        for _, line in [*silent, (reader, writer)]:
+            line.close()
+        await relay.close()
+        inner.close()
+
+    asyncio.run(asyncio.wait_for(play(), 120))
+
+
 @pytest.fixture(scope="module")
 def torchft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """torchft 0.2.0 in a folder of its own, beside the torch that is here."""
@@ -92,11 +122,13 @@ def torchft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def lighthouse() -> Iterator[dict[str, str]]:
+def lighthouse(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
     """`allranks lighthouse` with torchft's door; no timeout can tell a death here, only the closed connection."""
+    bind = f"127.0.0.1:{free_port()}"
+    grpc_bind = bind if request.param == "one port" else "127.0.0.1:0"
     command = [
-        sys.executable, "-m", "allranks", "lighthouse", "--bind", "127.0.0.1:0", "--grpc-bind", "127.0.0.1:0",
-        "--min-replicas", "2", "--join-timeout-ms", "600000", "--heartbeat-timeout-ms", "600000", "--json",
+        sys.executable, "-m", "allranks", "lighthouse", "--bind", bind, "--grpc-bind", grpc_bind,
+        "--min_replicas", "2", "--join_timeout_ms", "600000", "--heartbeat_timeout_ms", "600000", "--json",
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
@@ -155,6 +187,7 @@ def go(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("lighthouse", ["one port"], indirect=True)
 def test_torchft_clients_form_a_quorum_lose_a_member_and_regain_it(
     torchft: Path, lighthouse: dict[str, str]
 ) -> None:
@@ -193,15 +226,37 @@ def test_torchft_clients_form_a_quorum_lose_a_member_and_regain_it(
         for each in clients[:2]:
             go(each)
         assert {answer(c) for c in (*clients[:2], late)} == {(3, "a:1,b:1,c:2")}
+        assert "Quorum 3" in _fetch(f"{lighthouse['grpc']}/status"), (
+            "torchft's page is on the port of its calls"
+        )
     finally:
         for each in [*clients, *([late] if late else [])]:
             each.kill()
             each.communicate()
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lighthouse", ["two ports"], indirect=True)
+def test_torchfts_calls_and_page_share_a_port_of_their_own(torchft: Path, lighthouse: dict[str, str]) -> None:
+    """A browser at the port that torchft's clients use sees its fragment of HTML, with the client in it."""
+    assert lighthouse["grpc"] != lighthouse["http"]
+    only = client(torchft, lighthouse["grpc"], "a:1", 1)
+    try:
+        assert only.stdout is not None
+        assert only.stdout.readline() == "alive\n"
+        assert "a:1: step" in _fetch(f"{lighthouse['grpc']}/status")
+    finally:
+        only.kill()
+        only.communicate()
+
+
 def _status(address: str) -> dict[str, list[dict[str, str]]]:
+    found: dict[str, list[dict[str, str]]] = json.loads(_fetch(f"{address}/api/status"))
+    return found
+
+
+def _fetch(url: str) -> str:
     import urllib.request
 
-    with urllib.request.urlopen(f"{address}/api/status", timeout=20) as stream:
-        found: dict[str, list[dict[str, str]]] = json.loads(stream.read())
-        return found
+    with urllib.request.urlopen(url, timeout=20) as stream:
+        return str(stream.read(), "utf-8")

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from allranks.lighthouse.client import Client, ClientOptions
+from allranks.lighthouse.messages import Hello
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
+from allranks.lighthouse.service import Service
 from allranks.lighthouse.web import http_protocol
 from allranks.model.cluster import Incident, Member
 
@@ -24,7 +26,8 @@ TOKEN = "right-token"
 @pytest.fixture
 def lighthouse() -> Iterator[Lighthouse]:
     """A lighthouse with its page, on a free port."""
-    with Lighthouse(Options(), ServerOptions(token=TOKEN), http=http_protocol()) as running:
+    options = Options(heartbeat_timeout_s=60.0)
+    with Lighthouse(options, ServerOptions(token=TOKEN), http=http_protocol()) as running:
         yield running
 
 
@@ -70,6 +73,7 @@ def test_status_metrics_health_and_description_are_served(lighthouse: Lighthouse
     code, kind, body = get(lighthouse, "/metrics")
     assert code == 200 and kind.startswith("text/plain")
     assert "allranks_quorum_members 1" in body.decode()
+    assert 'allranks_events_total{kind="quorum"} 1' in body.decode()
     assert 'allranks_replica_step{replica="r<b>&1"}' in body.decode()
     assert json.loads(get(lighthouse, "/healthz")[2]) == {"ok": True, "leading": True}
     description = json.loads(get(lighthouse, "/openapi.json")[2])
@@ -148,7 +152,8 @@ def test_a_request_in_pieces_and_several_in_one_piece_are_served(lighthouse: Lig
 def test_the_page_is_live_and_escapes_in_a_real_browser(
     lighthouse: Lighthouse, replica: Client, tmp_path: Path
 ) -> None:
-    """Quorum with its reason, the replica, an incident and an eviction appear; nothing is injected, no error logged."""
+    """Quorum with its reason, the replica, an incident and an eviction appear; nothing is injected, no error logged;
+    a thousand replicas are shown, found and acted on."""
     playwright = pytest.importorskip("playwright.sync_api")
     if not Path("/usr/bin/chromium").exists():
         pytest.skip("chromium is not installed (Debian: chromium)")
@@ -174,7 +179,30 @@ def test_the_page_is_live_and_escapes_in_a_real_browser(
         page.fill("#token", TOKEN)
         page.click("button[data-replica]")
         page.locator("button[data-replica]", has_text="let in").wait_for()
+        lighthouse.call(_a_thousand_replicas)
+        page.wait_for_function("document.querySelectorAll('#rows tr').length === 1001")
+        page.fill("#filter", "r0999")
+        page.wait_for_function("document.querySelectorAll('#rows tr').length === 1")
+        page.locator("button[data-replica='r0999']", has_text="evict").click()
+        page.locator("button[data-replica='r0999']", has_text="let in").wait_for()
         page.screenshot(path=str(tmp_path / "page.png"))
         browser.close()
-    assert lighthouse.status().evicted
+    assert set(lighthouse.status().evicted) == {"r<b>&1", "r0999"}
     assert errors == []
+
+
+class Quiet:
+    """A replica that is only there."""
+
+    address = "10.0.0.1:1"
+
+    def deliver(self, message: object, frame: bytes) -> None:
+        """Says nothing."""
+
+    def close(self) -> None:
+        """Goes."""
+
+
+def _a_thousand_replicas(service: Service) -> None:
+    for i in range(1000):
+        service.hello(Quiet(), Hello(replica=f"r{i:04d}", session=f"s{i}", node=f"host-{i // 8}"))

@@ -137,6 +137,7 @@ class NodeAgent:
                     target=self._note_death, args=(self.watch, death), name="allranks-death", daemon=True
                 ).start()
         elif event.kind == "finished":
+            self._ask(lambda client: client.finish(replica_name(event.replica)))
             self._turn_away_latecomers()
         elif event.kind == "started" and event.replica in self._evicted:
             self._evicted.discard(event.replica)

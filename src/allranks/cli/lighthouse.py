@@ -74,7 +74,7 @@ def _server_arguments(group: argparse._ArgumentGroup) -> None:
         "--grpc-bind",
         default="",
         metavar="HOST:PORT",
-        help="also speak torchft's gRPC protocol there (no token)",
+        help="also speak torchft's gRPC protocol there, without a token; may be the same as --bind",
     )
     group.add_argument("--advertise", default="", metavar="HOST:PORT", help="address that others are told")
     group.add_argument("--no-token", action="store_true", help="let everybody in (only sensible on loopback)")
@@ -197,15 +197,15 @@ def make_lighthouse(args: argparse.Namespace, token: str) -> Lighthouse:
     )  # fmt: skip
     endpoints = tuple(part.strip() for part in args.etcd.split(",") if part.strip())
     etcd = EtcdOptions(endpoints, args.job, args.lease_s) if endpoints else None
-    doors = []
+    doors, page = [], http_protocol()
     if args.grpc_bind:
         from allranks.lighthouse.grpc_door import grpc_door
 
         args.grpc_address = ""
-        doors.append(
-            grpc_door(*_bind(args.grpc_bind), lambda address: setattr(args, "grpc_address", address))
-        )
-    return Lighthouse(options, server, etcd=etcd, http=http_protocol(), doors=doors)
+        same = args.grpc_bind == args.bind and port
+        where = ("", 0) if same else _bind(args.grpc_bind)
+        doors.append(grpc_door(*where, lambda address: setattr(args, "grpc_address", address), page))
+    return Lighthouse(options, server, etcd=etcd, http=page, doors=doors)
 
 
 def _bind(text: str) -> tuple[str, int]:
@@ -341,6 +341,8 @@ def _show_status(status: dict[str, Any], as_json: bool) -> int:
     if status["waiting"]:
         print(f"waiting: {status['waiting']}")
     for row in status["replicas"]:
+        if row["state"] == "observer":  # agents, and this very command
+            continue
         step = f"step {row['step']}" if row["step"] >= 0 else ""
         print(
             f"  {row['replica']:<24} {row['state']:<10} {row['node']:<20} {step:<12} heard {row['heard_s']:.1f} s ago"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -24,6 +24,7 @@ class Bulletin:
 
     sessions: Sessions
     history: deque[Event] = field(default_factory=lambda: deque(maxlen=1000))
+    counts: Counter[str] = field(default_factory=Counter)  # of events, by kind, since the start
     _listeners: list[Callable[[Event], None]] = field(default_factory=list)
     _waiting: list[tuple[Notice, frozenset[str]]] = field(default_factory=list)
 
@@ -32,6 +33,7 @@ class Bulletin:
         text = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} …"
         event = Event(time.time(), kind, text, replica, number)
         self.history.append(event)
+        self.counts[kind] += 1
         log.log(logging.WARNING if kind in _LOUD else logging.INFO, text)
         for listener in list(self._listeners):
             try:

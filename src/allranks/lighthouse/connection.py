@@ -27,7 +27,8 @@ from allranks.model.cluster import PROTOCOL_VERSION, Quorum
 
 log = logging.getLogger("allranks.lighthouse")
 
-_HTTP = (b"GET ", b"POST", b"HEAD", b"PUT ", b"DELE", b"OPTI", b"PATC", b"PRI ")
+_HTTP = (b"GET ", b"POST", b"HEAD", b"PUT ", b"DELE", b"OPTI", b"PATC")
+_HTTP2 = b"PRI "
 _WRITE_LIMIT = 8 << 20  # a client that does not read is cut off beyond this
 
 
@@ -51,6 +52,10 @@ _read_beat = msgspec.json.Decoder(_FastBeat).decode
 _read_ack = msgspec.json.Decoder(_FastAck).decode
 
 
+#: Takes a connection over: its transport, and what has arrived so far.
+Taker = Callable[[asyncio.Transport, bytes], None]
+
+
 @dataclass
 class Door:
     """What all connections of one listener share."""
@@ -58,6 +63,7 @@ class Door:
     service: Service
     options: ServerOptions
     http: Callable[[Service, str], asyncio.Protocol] | None = None  # (service, token) -> protocol
+    takers: dict[bytes, Taker] = field(default_factory=dict)  # first four bytes -> another protocol
     strangers: dict[Connection, float] = field(default_factory=dict)  # no hello yet; oldest first
     open: set[Connection] = field(default_factory=set)
     throttle: Throttle = field(default_factory=Throttle)
@@ -262,18 +268,20 @@ class Connection(asyncio.Protocol):
         self.close()
 
     def _other_protocol(self, data: bytes) -> None:
-        door, transport = self._door, self._transport
-        if data[:4] in _HTTP and door.http is not None and transport is not None:
-            door.strangers.pop(self, None)
+        door, transport, start = self._door, self._transport, data[:4]
+        if transport is None or start not in (*_HTTP, *door.takers):
+            what = "gRPC: torchft's clients need --grpc-bind" if start == _HTTP2 else f"{data[:16]!r}"
+            raise BadFrame(f"neither our frames nor HTTP: {what}")
+        door.strangers.pop(self, None)
+        if start in door.takers:
+            door.open.discard(self)
+            door.takers[start](transport, data)
+        elif door.http is not None:
             door.open.discard(self)
             protocol = door.http(door.service, door.options.token)
             transport.set_protocol(protocol)
             protocol.connection_made(transport)
             protocol.data_received(data)
-            return
-        if data[:4] in _HTTP and transport is not None:
+        else:
             transport.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-            door.strangers.pop(self, None)
             self.close()
-            return
-        raise BadFrame(f"neither our frames nor HTTP: {data[:16]!r}")

@@ -11,13 +11,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from allranks.errors import require
-from allranks.lighthouse.grpc_relay import Relay
+from allranks.lighthouse.connection import Taker
+from allranks.lighthouse.grpc_relay import PREFACE, Relay
 from allranks.lighthouse.grpc_wire import (
     BadMessage,
     decode_heartbeat_request,
@@ -27,6 +28,7 @@ from allranks.lighthouse.grpc_wire import (
 from allranks.lighthouse.messages import Hello, Refused
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
+from allranks.lighthouse.sockets import join_address
 from allranks.model.cluster import Quorum
 
 log = logging.getLogger("allranks.lighthouse")
@@ -149,13 +151,17 @@ class TorchftDoor:
 
 
 def grpc_door(
-    host: str, port: int, listening: Callable[[str], None] = lambda address: None
-) -> Callable[[Service, str], contextlib.AbstractAsyncContextManager[None]]:
-    """What `Lighthouse(doors=…)` takes; `listening` is told the bound address, "http://host:port"."""
+    host: str,
+    port: int,
+    listening: Callable[[str], None] = lambda address: None,
+    http: Callable[[Service, str], asyncio.Protocol] | None = None,
+) -> Callable[[Service, str], contextlib.AbstractAsyncContextManager[Mapping[bytes, Taker]]]:
+    """What `Lighthouse(doors=…)` takes; `listening` is told the address, "http://host:port". Host "" means the
+    lighthouse's own port; on another one the page is served too, with `http`."""
     require("grpc", feature="torchft's protocol", extra="grpc")
 
     @asynccontextmanager
-    async def open_door(service: Service, token: str) -> AsyncIterator[None]:
+    async def open_door(service: Service, token: str) -> AsyncIterator[Mapping[bytes, Taker]]:
         import grpc
 
         door = TorchftDoor(service)
@@ -169,16 +175,29 @@ def grpc_door(
         )
         inner = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        door.relay = Relay(("127.0.0.1", inner), door.closed)
-        bound = await door.relay.start(host, port)
-        log.info("torchft's protocol on %s:%d", *bound)
-        listening(f"http://{bound[0]}:{bound[1]}")
+        page = await _serve_page(http, service, token)
+        where = page.sockets[0].getsockname()[:2] if page is not None else None
+        door.relay = Relay(("127.0.0.1", inner), where, door.closed)
+        address = join_address(*await door.relay.start(host, port)) if host else service.address
+        log.info("torchft's protocol on %s", address)
+        listening(f"http://{address}")
         try:
-            yield
+            yield {} if host else {PREFACE: door.relay.take}
         finally:
             for peer in door.peers.values():
                 peer.close()
             await door.relay.close()
+            if page is not None:
+                page.close()
             await server.stop(grace=0.5)
 
     return open_door
+
+
+async def _serve_page(
+    http: Callable[[Service, str], asyncio.Protocol] | None, service: Service, token: str
+) -> asyncio.Server | None:
+    """The page on a loopback port of its own, for the relay."""
+    if http is None:
+        return None
+    return await asyncio.get_running_loop().create_server(lambda: http(service, token), "127.0.0.1", 0)

@@ -35,12 +35,11 @@ def render_metrics(status: Status) -> Iterator[str]:
         "Replicas by state",
         [(f'state="{_text(s)}"', n) for s, n in sorted(states.items())],
     )
-    kinds = Counter(event.kind for event in status.history)
     yield from _metric(
-        "allranks_recent_events",
-        "gauge",
-        "Events in the kept history, by kind",
-        [(f'kind="{_text(k)}"', n) for k, n in sorted(kinds.items())],
+        "allranks_events_total",
+        "counter",
+        "Events since the start, by kind (lost, left, evicted, quorum ...)",
+        [(f'kind="{_text(k)}"', n) for k, n in sorted(status.events.items())],
     )
     yield from _metric(
         "allranks_incidents", "gauge", "Incidents told to this lighthouse", [("", len(status.incidents))]

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import ssl
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
 from allranks.errors import LighthouseError
 from allranks.lighthouse.codec import encode
-from allranks.lighthouse.connection import Connection, Door
+from allranks.lighthouse.connection import Connection, Door, Taker
 from allranks.lighthouse.election import Election, EtcdOptions
 from allranks.lighthouse.kept import Kept
 from allranks.lighthouse.messages import Refused
@@ -30,8 +29,9 @@ from allranks.lighthouse.status import Status
 
 log = logging.getLogger("allranks.lighthouse")
 
-#: Another way in (gRPC): entered once the lighthouse listens, left before it drains.
-OtherDoor = Callable[[Service, str], AbstractAsyncContextManager[object]]
+#: Another way in (gRPC): entered once the lighthouse listens, left before it drains. Gives those who take
+#: connections to our own port over, by the four bytes these begin with.
+OtherDoor = Callable[[Service, str], AbstractAsyncContextManager[Mapping[bytes, Taker]]]
 HttpDoor = Callable[[Service, str], asyncio.Protocol]
 T = TypeVar("T")
 
@@ -138,7 +138,7 @@ class Lighthouse:
             service.start()
             async with AsyncExitStack() as stack:
                 for other in self.doors:
-                    await stack.enter_async_context(other(service, self.server.token))
+                    door.takers |= await stack.enter_async_context(other(service, self.server.token))
                 if self.etcd is not None:
                     await stack.enter_async_context(_elected(self.etcd, service))
                 self._ready.set()
@@ -159,8 +159,6 @@ class Lighthouse:
             ssl=context, backlog=4096, reuse_address=True, **limits,
         )  # fmt: skip
         host, port = server.sockets[0].getsockname()[:2]
-        if host in ("0.0.0.0", "::"):
-            host = socket.gethostname()
         self.address = self.server.advertise or join_address(host, port)
         log.info("listening on %s%s", self.address, " with TLS" if context else "")
         return server

@@ -331,12 +331,12 @@ class Service:
         self.bulletin.event("left", f"{name} left: {reason or 'no reason given'}", name, number)
         self.bulletin.tell(MemberLeft(name, reason, number), targets)
         self.former.soon()
-        if finished or session.session in self._finishing:
-            self._finishing.discard(session.session)
-            self.finish(name)
+        if finished:
+            self._finishing.add(session.session)
+        self._note_finish(name, session.session)
 
     def finish(self, name: str) -> bool:
-        """A member that has left, or is about to, was through with its training; False when it is no such member."""
+        """A member that is gone, or about to go, was through with its training; False when it is no such member."""
         if here := self.state.replicas.get(name):  # its good-bye is still on the way
             self._finishing.add(here.session)
             return True
@@ -346,6 +346,12 @@ class Service:
             self.bulletin.event("finished", f"{name} has finished{over}", name, self.state.number)
             self.former.soon()
         return known
+
+    def _note_finish(self, name: str, session: str) -> None:
+        """It is gone: was it said to be through?"""
+        if session in self._finishing:
+            self._finishing.discard(session)
+            self.finish(name)
 
     def accuse(self, name: str, reason: str) -> bool:
         """Somebody who can see it (its beacon, its agent) says that a replica is dead."""
@@ -402,7 +408,6 @@ class Service:
         number, targets = self._number_of(name), self._concerned(name)
         sessions = self.sessions.drop(name)
         key = sessions[0].session if sessions else ""
-        self._finishing.discard(key)
         heard = min((each.heard for each in sessions), default=now)
         if name in self.state.replicas:
             self.state.lose(now, name, reason, certain)
@@ -416,6 +421,7 @@ class Service:
         self.bulletin.event("lost", f"{name} lost: {reason}", name, number)
         self.bulletin.tell(notice, targets)
         self.former.soon()
+        self._note_finish(name, key)
 
     def _drop(self, session: Session) -> None:
         """Forgets all sessions of a name without telling anybody; closes what is open."""
@@ -519,6 +525,8 @@ class Service:
             up_s=round(self.clock() - self.started, 3),
             slept_s=round(self.awake.slept_s, 3),
             connections=sum(1 for each in self.sessions if each.peer is not None),
+            over=state.over,
+            events=dict(self.bulletin.counts),
         )
 
 

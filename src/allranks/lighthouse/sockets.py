@@ -34,5 +34,7 @@ def split_address(address: str, default_port: int = 29510) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """ "host:port", with brackets around an IPv6 address."""
+    """ "host:port" for others: this machine's name instead of "everywhere", brackets around an IPv6 address."""
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

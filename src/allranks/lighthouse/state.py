@@ -111,7 +111,7 @@ class State:
     def lose(self, now: float, name: str, reason: str, certain: bool) -> None:
         """It died, froze or was cut off."""
         replica = self.replicas.pop(name)
-        self.losses[name] = (*self.losses.get(name, ()), now)
+        self.losses[name] = (*self._recent_losses(now, name), now)
         self._depart(now, replica, reason, certain)
 
     def leave(self, now: float, name: str, reason: str) -> None:
@@ -119,8 +119,8 @@ class State:
         self._depart(now, self.replicas.pop(name), reason, certain=True, left=True)
 
     def finish(self, now: float, name: str) -> bool:
-        """A member that has left was through with its training; False when nothing is known of it."""
-        if name not in self.gone or not self.gone[name].left:
+        """A member that is gone was through with its training; False when nothing is known of it."""
+        if name not in self.gone:
             return False
         self.gone[name] = replace(self.gone[name], finished=True)
         self.finished_at = now
@@ -270,11 +270,13 @@ class State:
             else:
                 self.gone[name] = replace(self.gone[name], certain=True)
 
+    def _recent_losses(self, now: float, name: str) -> list[float]:
+        return [at for at in self.losses.get(name, ()) if now - at < self.options.flap_window_s]
+
     def _cool(self, now: float, name: str) -> None:
         """Back-off of a replica that was lost too often of late."""
         options = self.options
-        recent = [at for at in self.losses.get(name, ()) if now - at < options.flap_window_s]
-        over = len(recent) - options.flap_limit
+        over = len(self._recent_losses(now, name)) - options.flap_limit
         if over > 0:
             pause = min(options.flap_backoff_s * 2.0 ** (over - 1), options.flap_backoff_max_s)
             self.replicas[name].cooling_until = now + pause

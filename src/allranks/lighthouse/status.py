@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from allranks.model.cluster import Incident, Quorum
 
@@ -57,3 +57,5 @@ class Status:
     up_s: float
     slept_s: float
     connections: int
+    over: bool = False  # the training has ended; who asks now is late
+    events: dict[str, int] = field(default_factory=dict)  # how many of each kind since the start
