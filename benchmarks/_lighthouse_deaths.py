@@ -30,17 +30,22 @@ time.sleep(600)
 """
 
 
-def deaths(rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Seconds (or milliseconds) from the fault until the last survivor has read the notice; medians."""
+def deaths(rounds: tuple[int, int], say: Callable[[str], None]) -> dict[str, Any]:
+    """Seconds (or milliseconds) from the fault until the last survivor has read the notice; medians.
+
+    `rounds` of kills, and of faults that only silence tells.
+    """
+    kills, silences = rounds
     numbers: dict[str, Any] = {}
     for kind in ("thread", "beacon"):
-        times = [struck(_kill, 30.0, kind) for _ in range(rounds)]
+        times = [struck(_kill, 30.0, kind) for _ in range(kills)]
         numbers[f"kill_to_all_survivors_ms_{kind}"] = round(1000 * statistics.median(times), 2)
     numbers["kill_s"] = numbers["kill_to_all_survivors_ms_thread"] / 1000
-    numbers["sigstop_s"] = round(statistics.median(struck(_freeze, 1.0, "beacon") for _ in range(2)), 3)
+    frozen = [struck(_freeze, 1.0, "beacon") for _ in range(silences)]
+    numbers["sigstop_s"] = round(statistics.median(frozen), 3)
     try:
         with Namespace() as namespace:
-            cut = [struck(namespace.cut, 1.0, "beacon", namespace) for _ in range(2)]
+            cut = [struck(namespace.cut, 1.0, "beacon", namespace) for _ in range(silences)]
         numbers["cut_network_s"] = round(statistics.median(cut), 3)
     except (OSError, subprocess.SubprocessError) as error:
         say(f"no network namespace here ({error}): the cut network is left out")

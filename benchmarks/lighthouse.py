@@ -110,7 +110,7 @@ def ours(quick: bool, say: Any) -> dict[str, Any]:
             numbers[f"quorum_{size}_server_cpu_s"] = round((cpu_s(pid) - began) / rounds, 5)
             crowd.close()
     say("quorums done")
-    numbers.update(deaths(4 if quick else 15, say))
+    numbers.update(deaths((3, 1) if quick else (15, 3), say))
     return numbers
 
 
