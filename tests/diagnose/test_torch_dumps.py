@@ -194,6 +194,25 @@ def test_a_batch_that_holds_up_its_other_half_leads_to_who_lacks_in_it(tmp_path:
     )
 
 
+def test_who_sent_less_than_in_earlier_rounds_is_guilty_of_the_circle(tmp_path: Path) -> None:
+    """0 sends three messages a round and then receives three; in the third round it sends two."""
+
+    def message(name: str, number: int, state: str = "completed") -> Entry:
+        return entry(name, seq=1, p2p_seq=number, is_p2p=True, state=state, line=20 if "send" in name else 30)
+
+    ranks: dict[int, list[Entry]] = {0: [], 1: []}
+    for turn in (1, 2, 3):
+        count = 3 if turn < 3 else 2
+        for rank, names in ((0, ("send 0->1", "recv 0<-1")), (1, ("recv 1<-0", "send 1->0"))):
+            ranks[rank] += [entry(seq=turn), *(message(names[0], 6 * turn + i) for i in range(count))]
+            if turn < 3:
+                ranks[rank] += [message(names[1], 6 * turn + 3 + i) for i in range(3)]
+    ranks[0].append(message("recv 0<-1", 20, "started"))
+    ranks[1].append(message("recv 1<-0", 20, "started"))
+    ranks = {rank: number(entries) for rank, entries in ranks.items()}
+    assert _answer(_diagnose(write(tmp_path, ranks))) == ("p2p_mismatch", (0,))
+
+
 def test_a_message_of_another_size_is_a_p2p_mismatch(tmp_path: Path) -> None:
     """Both ends are posted and neither ends."""
     ranks = {

@@ -8,7 +8,7 @@ import numpy as np
 
 from allranks.diagnose.absent import explain_ranks, left_out, shifted, wrong_peer
 from allranks.diagnose.context import Context, p2p_text
-from allranks.diagnose.habit import breaks_habit, step_keys, successors
+from allranks.diagnose.habit import breaks_habit, owes_message, step_keys, successors
 from allranks.diagnose.shift import find_stack_shift
 from allranks.diagnose.waits import Blocked
 from allranks.diagnose.words import place, ranks_text, who
@@ -167,13 +167,25 @@ def _p2p_alone(context: Context, ranks: tuple[int, ...], calls: list[Blocked]) -
     that wait for each other the one that left its own round."""
     odd = ranks
     if len(ranks) > 1:
-        odd = tuple(rank for rank in ranks if _left_round(context, rank))
-    if len(odd) != 1 or not all(call.p2p is not None for call in calls):
-        return None
-    if not any(odd[0] in call.missing for call in calls):
+        odd = _debtors(context, calls)
+        if not odd and all(call.p2p is not None for call in calls):
+            odd = tuple(rank for rank in ranks if _left_round(context, rank))
+    if len(odd) != 1 or not any(odd[0] in call.missing for call in calls):
         return None
     finding = explain_ranks(context, context.first_for(odd[0]), odd)
     return replace(finding, cause="p2p_mismatch") if finding.cause == "missing_rank" else finding
+
+
+def _debtors(context: Context, calls: list[Blocked]) -> tuple[int, ...]:
+    """Ranks that posted fewer messages for a partner who waits than at the same call of all their earlier rounds."""
+    found = set()
+    for call in calls:
+        wait = call.p2p
+        if wait is not None and wait.peer in call.missing:
+            row = _first_open(context, wait.peer)
+            if row > 0 and owes_message(context.job.ranks[wait.peer], row, wait.rank, not wait.sends):
+                found.add(wait.peer)
+    return tuple(sorted(found))
 
 
 def _left_round(context: Context, rank: int) -> bool:

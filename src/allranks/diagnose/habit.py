@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from allranks.diagnose.job import RankView
+from allranks.diagnose.ops import Family, is_p2p
+from allranks.model.trace import Flag
 
 _ODD = 0x9E3779B97F4A7C1  # spreads partners over all bits
 
@@ -42,3 +44,33 @@ def is_inserted(view: RankView, row: int) -> bool:
     if not len(usual) or row + 1 >= len(keys) or bool((keys[:row] == keys[row]).any()):
         return False
     return bool((keys[usual] == keys[row + 1]).any())
+
+
+def owes_message(view: RankView, row: int, peer: int, sends: bool) -> bool:
+    """Whether the rank has, at this call with a partner, sent it (or received of it) less than it had at the same
+    call of every earlier round. A round begins with the rank's rarest collective."""
+    calls = view.trace.calls[: row + 1]
+    begins = _rounds(view, row)
+    if len(begins) < 2:
+        return False
+    with_peer = (calls["peer"] == peer) & (view.group[: row + 1] == view.group[row])
+    same = with_peer & (view.family[: row + 1] == view.family[row])
+    other = with_peer & (view.family[: row + 1] == int(Family.SEND if sends else Family.RECV))
+    count, now = int(same[begins[-1] :].sum()), int(other[begins[-1] :].sum())
+    earlier = []
+    for begin, end in zip(begins[:-1].tolist(), begins[1:].tolist(), strict=True):
+        alike = np.flatnonzero(same[begin:end])
+        if len(alike) >= count > 0:
+            earlier.append(int(other[begin : begin + int(alike[count - 1]) + 1].sum()))
+    return bool(earlier) and now < min(earlier)
+
+
+def _rounds(view: RankView, row: int) -> np.ndarray:
+    """Where the rank's rounds begin, before a call: the first with the ring, if nothing was lost."""
+    messages = (view.trace.calls["flags"][:row] & int(Flag.P2P | Flag.COALESCED_PART)) != 0
+    collective = np.flatnonzero(~messages & ~is_p2p(view.family[:row]))
+    own = step_keys(view)[:row][collective]
+    keys, counts = np.unique(own, return_counts=True)
+    begins: np.ndarray = collective[own == keys[np.argmin(counts)]] if len(keys) else collective
+    whole = int(view.trace.calls["begin"][0]) == 1
+    return np.insert(begins, 0, 0) if whole else begins

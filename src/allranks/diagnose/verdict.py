@@ -81,7 +81,9 @@ def _diagnose(
     if options.allow_incomplete_ranks:
         every = [replace(b, absent=(), unsure=tuple(sorted(b.unsure + b.absent))) for b in every]
     hung = [replace(b, index=i) for i, b in enumerate(b for b in every if is_hung(job, b, patience))]
-    context = Context(job, patience, tuple(hung), wait_graph(job, hung), seen, tuple(p2p_mismatches))
+    context = Context(
+        job, patience, tuple(hung), wait_graph(job, hung, p2p_mismatches), seen, tuple(p2p_mismatches)
+    )
     roots = [_with_doubts(context, root, doubts) for root in _roots(context, mismatches)]
     if not roots and not (hung and any(is_paused(job, rank) for rank in job.ranks)):
         from allranks.diagnose.quiet import quiet_roots

@@ -9,7 +9,7 @@ What waits for nothing is where the trouble began: a rank (missing, dead), or a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from allranks.diagnose.job import GroupView, Job, Lane, Now
 from allranks.diagnose.ops import SYNCHRONISING, is_synchronising
-from allranks.diagnose.p2p import P2PWait
+from allranks.diagnose.p2p import P2PMismatch, P2PWait
 from allranks.model.trace import Flag
 
 #: Snapshots this much older than a call cannot tell whether the rank entered it.
@@ -236,15 +236,16 @@ class Graph:
         return sum(1 for node in self.behind(sink) if node >= 0)
 
 
-def wait_graph(job: Job, blocked: list[Blocked]) -> Graph:
-    """Edges of all blocked calls."""
+def wait_graph(job: Job, blocked: list[Blocked], misfits: Sequence[P2PMismatch] = ()) -> Graph:
+    """Edges of all blocked calls. `misfits` are pairs of a send and a receive that can never end."""
     edges: dict[int, list[int]] = {}
     calls_of: dict[int, list[Blocked]] = {}
     for call in blocked:
         for rank in call.rows:
             edges.setdefault(rank, []).append(-1 - call.index)
             calls_of.setdefault(rank, []).append(call)
-    held = _held_up(job, blocked, calls_of)
+    ends = {(m.source, m.send_row) for m in misfits} | {(m.target, m.recv_row) for m in misfits}
+    held = _held_up(job, blocked, calls_of, ends)
     for call in blocked:
         targets = list(call.missing) + list(call.absent)
         if not targets:
@@ -265,10 +266,16 @@ def _earlier(call: Blocked, calls_of: dict[int, list[Blocked]]) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def _held_up(job: Job, blocked: list[Blocked], calls_of: dict[int, list[Blocked]]) -> dict[int, list[int]]:
+def _held_up(
+    job: Job, blocked: list[Blocked], calls_of: dict[int, list[Blocked]], misfits: set[tuple[int, int]]
+) -> dict[int, list[int]]:
     """index of a matched send or receive → nodes of the calls that hold it up, as far as these lead to one that lacks
-    somebody. Where nothing lacks, both ends being posted is all that is known."""
-    guilty = {call.index for call in blocked if call.missing or call.absent}
+    somebody or does not fit. Where there is none, both ends being posted is all that is known."""
+    guilty = {
+        call.index
+        for call in blocked
+        if call.missing or call.absent or (call.p2p and (call.p2p.rank, call.p2p.row) in misfits)
+    }
     found: dict[int, list[int]] = {}
     pending = [call for call in blocked if call.p2p is not None and call.index not in guilty]
     while pending:
