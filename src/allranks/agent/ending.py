@@ -7,7 +7,7 @@ it leaves alone what a rank that died had started.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from allranks.agent.doors import STARTING, STOPPING, replaced
@@ -15,8 +15,11 @@ from allranks.agent.guard import Guard, sweep
 
 
 @contextlib.contextmanager
-def ending_ranks(grace_s: int | None) -> Iterator[None]:
-    """While it is open. `grace_s` lies between SIGTERM and SIGKILL, None is torchrun's choice (30 s)."""
+def ending_ranks(grace_s: int | None, on_stop: Callable[[set[int]], object]) -> Iterator[None]:
+    """While it is open. `grace_s` lies between SIGTERM and SIGKILL, None is torchrun's choice (30 s).
+
+    `on_stop` is told the pids of ranks that are about to be asked to end: that they do is no incident.
+    """
     guard = Guard()
 
     def started(ordinary: Any) -> Any:
@@ -30,10 +33,13 @@ def ending_ranks(grace_s: int | None) -> Iterator[None]:
     def stopped(ordinary: Any) -> Any:
         def close(context: Any, death_sig: Any, timeout: int = 30) -> None:
             ranks = [handler.proc for handler in context.subprocess_handlers.values()]
-            asked = [rank for rank in ranks if rank.poll() is None]
+            asked = {rank.pid for rank in ranks if rank.poll() is None}
+            on_stop(asked)
             ordinary(context, death_sig, timeout if grace_s is None else grace_s)
             for rank in ranks:
-                if rank in asked or rank.poll() != 0:  # one that ended well may have left an upload running
+                if (
+                    rank.pid in asked or rank.poll() != 0
+                ):  # one that ended well may have left an upload running
                     sweep(rank.pid)
                 guard.remove(rank.pid)
 

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from allranks.agent.ending import ending_ranks
@@ -40,6 +41,7 @@ class Launch:
     record: bool = True
     log_dir: str | None = None
     spares: bool = True  # keep warm processes where a restart is possible
+    on_stop: Callable[[set[int]], object] = lambda pids: None  # told which ranks are about to be asked to end
 
 
 def launch(job: Launch) -> int:
@@ -58,7 +60,7 @@ def launch(job: Launch) -> int:
         if at_a_host(args):
             find_host(args)
         with (
-            serving(spares), ending_ranks(grace(args)), meeting_again() as meetings,
+            serving(spares), ending_ranks(grace(args), job.on_stop), meeting_again() as meetings,
             between_meetings(meetings, restarts=may_restart(args)),
         ):  # fmt: skip
             run_through_losses(args, meetings)

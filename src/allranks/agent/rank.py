@@ -9,6 +9,8 @@ import ctypes
 import importlib
 import os
 import signal
+import sys
+import traceback
 
 PR_SET_PDEATHSIG = 1
 
@@ -33,7 +35,12 @@ def main() -> None:
         importlib.import_module(name.strip())
     from allranks.record.__main__ import main as run_recorded
 
-    run_recorded()
+    try:
+        run_recorded()
+    except KeyboardInterrupt as error:  # Ctrl-C reaches every rank: one line of each is enough
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        print(f"interrupted at {frame.filename}:{frame.lineno} in {frame.name}", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,7 @@ def _run(
         stack.callback(stop_timed_stacks, collector)
     if replica_mode:
         return _run_replicas(args, settings, script, torchrun, environment, incidents, Path(log_dir), stack)
+    _need_script(script, torchrun)
     return _run_whole(args, settings, [*torchrun, *script], environment, incidents, log_dir, stack)
 
 
@@ -213,7 +215,8 @@ def _run_whole(
     agent.start()
     stack.callback(agent.close)
     variables = environment.variables()
-    return launch(Launch(tuple(words), variables, not args.no_record, log_dir, not args.no_spares))
+    job = Launch(tuple(words), variables, not args.no_record, log_dir, not args.no_spares)
+    return launch(job if watch is None else replace(job, on_stop=watch.deaths.answered.update))
 
 
 def _run_replicas(
@@ -226,6 +229,7 @@ def _run_replicas(
 
     if args.replicas < 1 or args.nproc_per_replica < 1:
         raise InputError("--replicas and --nproc-per-replica must be at least 1")
+    _need_script(script, torchrun)
     restarts = flag_value(torchrun, "--max-restarts") or str(
         (settings.get("elastic") or {}).get("max_restarts", 100)
     )
@@ -259,6 +263,15 @@ def _run_replicas(
         previous = signal.signal(number, supervisor.note_signal)
         stack.callback(signal.signal, number, previous)
     return supervisor.run()
+
+
+def _need_script(script: list[str], torchrun: list[str]) -> None:
+    """One sentence now instead of a traceback of every rank."""
+    if not has_flag(torchrun, "--module", "-m", "--no-python") and not Path(script[0]).exists():
+        raise InputError(
+            f"there is no script {script[0]}",
+            hint=f"The path counts from {Path.cwd()}. For a module: allranks run -m MODULE.",
+        )
 
 
 def _rank_command(script: list[str], torchrun: list[str], record: bool) -> tuple[str, ...]:
