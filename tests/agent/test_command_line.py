@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from allranks.agent.command_line import arrange, flag_value, from_environment, has_flag
+from allranks.agent.environment import job_token
+from allranks.errors import ConfigurationError
 
 OURS = {"--replicas": True, "--no-watch": False}
 
@@ -54,3 +60,14 @@ def test_variables_of_torchrun_are_read_like_its_flags() -> None:
         "PET": "x",
     }
     assert from_environment(variables, ["--rdzv_id=b"]) == ["--nnodes=2:4", "--no-python"]
+
+
+def test_the_token_of_a_job_is_given_read_or_made(tmp_path: Path) -> None:
+    """The variable, the file that another names, or a new one each time."""
+    (tmp_path / "token").write_text("from the file\n")
+    file = {"ALLRANKS_TOKEN_FILE": str(tmp_path / "token")}
+    assert job_token({**file, "ALLRANKS_TOKEN": "given"}) == "given"
+    assert job_token(file) == "from the file"
+    assert len({job_token({}) for _ in range(3)}) == 3
+    with pytest.raises(ConfigurationError, match="cannot read the job token"):
+        job_token({"ALLRANKS_TOKEN_FILE": str(tmp_path / "none")})

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from allranks.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,15 @@ class JobEnvironment:
         return found
 
 
-def new_token() -> str:
-    """A job token: what a connection must show to the lighthouse."""
+def job_token(environment: Mapping[str, str]) -> str:
+    """What a connection must show to the lighthouse: $ALLRANKS_TOKEN, the file $ALLRANKS_TOKEN_FILE, or a new one."""
+    if token := environment.get("ALLRANKS_TOKEN"):
+        return token
+    if path := environment.get("ALLRANKS_TOKEN_FILE"):
+        try:
+            return Path(path).read_text().strip()
+        except OSError as error:
+            raise ConfigurationError(f"cannot read the job token: {error}") from error
     return secrets.token_urlsafe(24)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.agent.command_line import arrange, flag_value, from_environment, has_flag
-from allranks.agent.environment import JobEnvironment, new_token, write_token
+from allranks.agent.environment import JobEnvironment, job_token, write_token
 from allranks.agent.slurm import replicas_of_node
 from allranks.cli.embedded import embed_lighthouse
 from allranks.cli.job_file import FLAGS as FLAGS_OF_FILE
@@ -174,7 +174,7 @@ def _run(
         or flag_value(torchrun, "--rdzv-id")
         or f"{Path(script[0]).stem}-{time.strftime('%m%d-%H%M%S')}-{os.getpid()}"
     )
-    token = os.environ.get("ALLRANKS_TOKEN") or new_token()
+    token = job_token(os.environ)
     folder = Path(os.environ["ALLRANKS_DIR"]) if os.environ.get("ALLRANKS_DIR") else job_folder(job)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_token(folder / "token", token)

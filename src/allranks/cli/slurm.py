@@ -15,7 +15,7 @@ from pathlib import Path
 
 from allranks.agent import slurm
 from allranks.agent.command_line import arrange, flag_value, has_flag
-from allranks.agent.environment import new_token
+from allranks.agent.environment import job_token
 from allranks.cli.embedded import embed_lighthouse
 from allranks.cli.job_file import chosen_flags, read_settings
 from allranks.cli.run import FLAGS
@@ -104,7 +104,7 @@ def _wrap(args: argparse.Namespace, words: list[str], command: str) -> int:
 
 def _lighthouse(allocation: slurm.Allocation, flags: list[str], stack: ExitStack) -> dict[str, str]:
     """One lighthouse and one token for the agents of all nodes, as the variables that tell them."""
-    found = {"ALLRANKS_TOKEN": os.environ.get("ALLRANKS_TOKEN") or new_token()}
+    found = {"ALLRANKS_TOKEN": job_token(os.environ)}
     if has_flag(flags, "--lighthouse", "--no-lighthouse") or os.environ.get("ALLRANKS_LIGHTHOUSE"):
         return found
     file = flag_value(flags, "--config")
