@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from allranks.lighthouse import codec
-from allranks.lighthouse.codec import EMPTY_BEAT, FIRST_NOTICE, HEAD, PREAMBLE, encode
+from allranks.lighthouse.codec import EMPTY_BEAT, FIRST_NOTICE, HEAD, PREAMBLE, QUORUM, WELCOME, encode
 from allranks.lighthouse.messages import Ack, Beat, Hello, Join
-from allranks.model.cluster import Member, Quorum
+from allranks.model.cluster import Member
 
-WELCOME, QUORUM = codec.WELCOME, next(kind for kind, each in codec.KINDS.items() if each is Quorum)
 LOST = FIRST_NOTICE
 
 

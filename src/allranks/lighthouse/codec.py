@@ -63,6 +63,7 @@ START, HOLD, RELEASE, REPORT = (
     _KIND_OF[kind] for kind in (messages.Start, messages.Hold, messages.Release, messages.Report)
 )
 LEAVE = _KIND_OF[messages.Leave]
+QUORUM = _KIND_OF[cluster.Quorum]
 #: a member is gone: whoever holds sockets of its quorum shuts them
 DEPARTURES = frozenset(_KIND_OF[kind] for kind in (cluster.MemberLost, cluster.MemberLeft, cluster.Evicted))
 EMPTY_BEAT = HEAD.pack(0, BEAT)

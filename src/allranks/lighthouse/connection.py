@@ -16,7 +16,7 @@ from typing import cast
 import msgspec
 
 from allranks.lighthouse import messages
-from allranks.lighthouse.codec import ACK, BEAT, HEAD, PREAMBLE, BadFrame, decode, encode
+from allranks.lighthouse.codec import ACK, BEAT, HEAD, PREAMBLE, QUORUM, BadFrame, decode, encode
 from allranks.lighthouse.commands import carry_out
 from allranks.lighthouse.options import ServerOptions
 from allranks.lighthouse.service import Service
@@ -202,6 +202,8 @@ class Connection(asyncio.Protocol):
             except msgspec.DecodeError as error:
                 raise BadFrame(f"Ack: {error}") from error
             return
+        if kind & 0x7F == QUORUM and session is not None and not self._door.service.state.wants_word:
+            return  # another member was faster; with thousands of them reading each one's word would take seconds
         message, _ = decode(kind, payload, self._door.options.max_frame_bytes)
         if session is None:
             self._hello(message)

@@ -46,7 +46,6 @@ log = logging.getLogger("allranks.lighthouse")
 
 T = TypeVar("T")
 _REMEMBERED = 10_000  # sessions of the past that are still known
-_RECALL_S = 1.0  # how long the answer to a recall is waited for
 _PONG = encode(Pong())
 
 
@@ -76,7 +75,6 @@ class Service:
     _stalled: set[str] = field(default_factory=set)
     _finishing: set[str] = field(default_factory=set)  # sessions said to be through, not gone yet
     _gathering: Current | None = None
-    _yielding: bool = False  # the quorum formed here gives way to the one that a client is about to tell
 
     def __post_init__(self) -> None:
         self.awake = AwakeClock(max_step_s=min(0.5, self.options.heartbeat_timeout_s / 4))
@@ -148,7 +146,8 @@ class Service:
         here = self.state.replicas.get(name)
         stranger = key not in self._lost and (here is None or here.session != key)
         session = self._enter(peer, hello, name, key, observer)
-        recall = self._remember(hello, stranger)
+        last = (hello.epoch, hello.number, hello.round)
+        recall = self.state.hear_of(self.now(), last, stranger)
         state, options = self.state, self.options
         welcome = Welcome(
             self.address, options.beat_s, options.heartbeat_timeout_s, state.epoch, state.number, recall
@@ -199,31 +198,11 @@ class Service:
                 session.peer.deliver(refused, frame)
         self._lose(name, "restarted under the same name", certain=True)
 
-    def _remember(self, hello: Hello, stranger: bool) -> bool:
-        """Numbers never go back: take what a client knows; True: ask it for its last quorum.
-
-        A stranger with a quorum trained before this lighthouse began: a quorum formed here out of nothing, by
-        whoever was faster, gives way to that one.
-        """
-        state = self.state
-        if hello.number > state.number or hello.round > state.round or hello.epoch > state.epoch:
-            state.number = max(state.number, hello.number)
-            state.round = max(state.round, hello.round)
-            state.epoch = max(state.epoch, hello.epoch + 1)
-        known = state.last.round if state.last else 0
-        recall = hello.round > known and hello.round == state.round
-        if stranger and hello.number > 0 and state.last is not None and not state.taken_over:
-            recall = self._yielding = True
-        if recall:  # nobody new may form a quorum of its own before we know who trains already
-            state.settling_until = max(state.settling_until, self.now() + _RECALL_S)
-        return recall
-
     def recalled(self, quorum: Quorum) -> None:
         """A client answers a recall: the quorum that an earlier lighthouse formed."""
         state, last = self.state, self.state.last
         newer = last is None or (quorum.number, quorum.round) > (last.number, last.round)
-        if newer or self._yielding:
-            self._yielding = False
+        if newer or state.yielding:
             displaced = state.veterans - set(quorum.names)
             self.take_over(quorum)
             reason = f"quorum {quorum.number} of an earlier lighthouse trains: it comes first"
@@ -231,10 +210,9 @@ class Service:
 
     def take_over(self, quorum: Quorum, finished: Iterable[str] = ()) -> None:
         """Goes on from a quorum formed by an earlier lighthouse; its members are expected to come back."""
-        now = self.now()
+        now, members = self.now(), {member.replica: member for member in quorum.members}
         for name in self.state.adopt(now, quorum, finished):
-            member = quorum.member(name)
-            assert member is not None
+            member = members[name]
             self.sessions.add(Session(name, member.session, 0, False, member.node, 1, None, now))
         self.former.reason = f"taken over: {quorum.reason}"
         text = f"took over quorum {quorum.number} of {len(quorum.members)} members"

@@ -17,6 +17,8 @@ from allranks.lighthouse.healing import assign_healing
 from allranks.lighthouse.options import Options
 from allranks.model.cluster import Member, Quorum
 
+_WORD_S = 1.0  # how long the word of a client that was in a later quorum is waited for
+
 
 @dataclass(slots=True)
 class Replica:
@@ -63,6 +65,7 @@ class State:
     evicted: dict[str, str] = field(default_factory=dict)  # name -> reason
     losses: dict[str, tuple[float, ...]] = field(default_factory=dict)
     taken_over: bool = False  # False: all quorums so far were formed here, out of nothing
+    yielding: bool = False  # such a quorum gives way to the one that a client is about to tell
     settling_until: float = 0.0  # until then members of an earlier lighthouse's quorum may still turn up
     largest: int = 0  # members of the largest quorum of this training
     finished_at: float = 0.0
@@ -218,10 +221,32 @@ class State:
         for name in before.keys() | self._sessions.keys():
             self._index(name)
 
+    def hear_of(self, now: float, last: tuple[int, int, int], stranger: bool) -> bool:
+        """What a client says of the (epoch, number, round) it was in last; True: ask it for that quorum.
+
+        Numbers never go back. A stranger's quorum is of an earlier lighthouse: one that was formed here out of
+        nothing, by whoever was faster, gives way to it.
+        """
+        epoch, number, round_ = last
+        if number > self.number or round_ > self.round or epoch > self.epoch:
+            self.number, self.round = max(self.number, number), max(self.round, round_)
+            self.epoch = max(self.epoch, epoch + 1)
+        asked = stranger and number > 0 and self.last is not None and not self.taken_over
+        self.yielding = self.yielding or asked
+        asked = asked or (round_ == self.round and self.wants_word)
+        if asked:  # nobody new may form a quorum of its own before we know who trains already
+            self.settling_until = max(self.settling_until, now + _WORD_S)
+        return asked
+
+    @property
+    def wants_word(self) -> bool:
+        """Whether a client knows of a later quorum than we do."""
+        return self.yielding or self.round > (self.last.round if self.last else 0)
+
     def adopt(self, now: float, quorum: Quorum, finished: Iterable[str] = ()) -> list[str]:
         """Takes over a quorum formed by an earlier lighthouse; returns the members expected to come back."""
         self.epoch = max(self.epoch, quorum.epoch + 1)
-        self.taken_over, self.settling_until = True, 0.0
+        self.taken_over, self.yielding, self.settling_until = True, False, 0.0
         for name in quorum.evicted:
             self.evicted.setdefault(name, "evicted before the lighthouse restarted")
         pending = {name: replica.asking for name, replica in self.replicas.items() if replica.asking}
