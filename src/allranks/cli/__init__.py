@@ -11,7 +11,8 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import allranks
 from allranks.errors import AllranksError
@@ -56,9 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; never raises for what the user can mend."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in words if not word.startswith("-")), None)
+    with _one_thread() if name in READING else nullcontext():
+        return _main(words, name)
+
+
+def _main(words: list[str], name: str | None) -> int:
     parser = _parser(name, alone=bool(words) and words[0] == name)
-    if name in READING:
-        _import_numpy()
     if name in COMMANDS:
         module = importlib.import_module(f"allranks.cli.{COMMANDS[name][0]}")
         if hasattr(module, "arrange_words"):  # `run` takes another command's flags as they are
@@ -99,16 +103,18 @@ def run() -> None:
     os._exit(code)
 
 
-def _import_numpy() -> None:
-    """Imports numpy without the threads of its linear algebra: they spin for longer than a small diagnosis takes."""
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Lets numpy be imported without the threads of its linear algebra: they spin for longer than a small diagnosis
+    takes."""
     name = "OPENBLAS_NUM_THREADS"
-    if name in os.environ:
-        return
-    os.environ[name] = "1"
+    before = os.environ.get(name)
+    os.environ[name] = before or "1"
     try:
-        importlib.import_module("numpy")
+        yield
     finally:
-        del os.environ[name]
+        if before is None:
+            del os.environ[name]
 
 
 def _parser(chosen: str | None, *, alone: bool) -> argparse.ArgumentParser:
