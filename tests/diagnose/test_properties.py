@@ -9,8 +9,9 @@ import pytest
 
 from allranks.diagnose import diagnose
 from allranks.diagnose.align import align
+from allranks.diagnose.graph import wait_graph
 from allranks.diagnose.match import find_mismatches
-from allranks.diagnose.waits import find_blocked, wait_graph
+from allranks.diagnose.waits import find_blocked
 from allranks.model.trace import RankTrace
 
 from . import reference

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from allranks.diagnose.graph import Graph
 from allranks.diagnose.job import GroupView, Job, Now
 from allranks.diagnose.liveness import Patience, waited_s
 from allranks.diagnose.p2p import P2PMismatch, P2PWait
-from allranks.diagnose.waits import Blocked, Graph
+from allranks.diagnose.waits import Blocked
 from allranks.diagnose.words import call_text, is_internal, place, ranks_text, user_frame
 from allranks.model.diagnosis import RankNow
 from allranks.model.trace import Frame, State
@@ -42,6 +43,10 @@ class Context:
         """The blocked call that lacks this rank and has been waited in longest."""
         lacking = [b for b in self.blocked if rank in b.missing or rank in b.absent]
         return min(lacking, key=lambda b: (self.began_ns(b), b.index))
+
+    def first_open(self, rank: int) -> int:
+        """The row of the first call that the rank is blocked in, -1 when there is none."""
+        return min((b.rows[rank] for b in self.blocked if rank in b.rows), default=-1)
 
     def call(self, blocked: Blocked) -> str:
         """ "all_reduce #5 of group tp_1", or "send to rank 3 (group pp)"."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
-from allranks.diagnose.absent import explain_ranks, left_out, shifted, wrong_peer
-from allranks.diagnose.context import Context, p2p_text
-from allranks.diagnose.habit import breaks_habit, owes_message, step_keys, successors
+from allranks.diagnose.absent import left_out, shifted
+from allranks.diagnose.context import Context
+from allranks.diagnose.crossed import crossed, one_left_out
+from allranks.diagnose.habit import step_keys, successors
 from allranks.diagnose.shift import find_stack_shift
 from allranks.diagnose.waits import Blocked
-from allranks.diagnose.words import place, ranks_text, who
+from allranks.diagnose.words import ranks_text, who
 from allranks.model.diagnosis import Finding
 
 #: So many earlier rounds of its own must a rank have broken with, where no other rank's order can be compared.
@@ -44,19 +43,14 @@ def explain_cycle(context: Context, sink: tuple[int, ...]) -> Finding:
         )
         return left_out(context, call, tuple(rank for c, rank in skipped if c is call))
     if p2p:
-        return _p2p_alone(context, ranks, calls) or _p2p_cycle(context, ranks, p2p, calls)
+        return one_left_out(context, ranks, calls) or crossed(context, ranks, p2p, calls)
     return _inversion(context, ranks, calls)
 
 
 def _late(context: Context, call: Blocked, ranks: tuple[int, ...]) -> list[int]:
     """Ranks that are not in the call, or came to it only after another one that is blocked."""
     missing = [rank for rank in call.missing if rank in ranks]
-    return missing + [rank for rank, row in call.rows.items() if row != _first_open(context, rank)]
-
-
-def _first_open(context: Context, rank: int) -> int:
-    """The row of the first call that the rank is blocked in, -1 when there is none."""
-    return min((b.rows[rank] for b in context.blocked if rank in b.rows), default=-1)
+    return missing + [rank for rank, row in call.rows.items() if row != context.first_open(rank)]
 
 
 def _skipped(context: Context, call: Blocked, rank: int) -> bool:
@@ -82,7 +76,7 @@ def _skipped(context: Context, call: Blocked, rank: int) -> bool:
                 return len(habit) >= ROUNDS or _witnessed(context, call, rank, row, ())
             # At another line than ever before the round itself may have changed: ask those outside the call.
             return _witnessed(context, call, rank, row, call.waiters)
-    went_on = _first_open(context, rank)
+    went_on = context.first_open(rank)
     return went_on >= 1 and not len(successors(key, went_on)) and _came_directly(context, call, rank, went_on)
 
 
@@ -160,63 +154,3 @@ def _opposed(calls: list[Blocked], call: Blocked) -> list[int]:
         if before and before != set(shared):
             found += shared
     return found
-
-
-def _p2p_alone(context: Context, ranks: tuple[int, ...], calls: list[Blocked]) -> Finding | None:
-    """A circle through one rank: its own call has a partner, whose batch waits for what this rank never posted. Of two
-    that wait for each other the one that left its own round."""
-    odd = ranks
-    if len(ranks) > 1:
-        odd = _debtors(context, calls)
-        if not odd and all(call.p2p is not None for call in calls):
-            odd = tuple(rank for rank in ranks if _left_round(context, rank))
-    if len(odd) != 1 or not any(odd[0] in call.missing for call in calls):
-        return None
-    finding = explain_ranks(context, context.first_for(odd[0]), odd)
-    return replace(finding, cause="p2p_mismatch") if finding.cause == "missing_rank" else finding
-
-
-def _debtors(context: Context, calls: list[Blocked]) -> tuple[int, ...]:
-    """Ranks that posted fewer messages for a partner who waits than at the same call of all their earlier rounds."""
-    found = set()
-    for call in calls:
-        wait = call.p2p
-        if wait is not None and wait.peer in call.missing:
-            row = _first_open(context, wait.peer)
-            if row > 0 and owes_message(context.job.ranks[wait.peer], row, wait.rank, not wait.sends):
-                found.add(wait.peer)
-    return tuple(sorted(found))
-
-
-def _left_round(context: Context, rank: int) -> bool:
-    row = _first_open(context, rank)
-    return row > 0 and breaks_habit(context.job.ranks[rank], row)
-
-
-def _p2p_cycle(context: Context, ranks: tuple[int, ...], p2p: list[Blocked], calls: list[Blocked]) -> Finding:
-    """A circle with a send or receive in it: crossed, to the wrong rank, or without partner."""
-    for call in p2p:
-        crossed = wrong_peer(context, call)
-        if crossed is not None:
-            return crossed
-    p2p = [call for call in p2p if call.missing] or p2p
-    ends = sorted({rank for call in p2p if call.p2p for rank in (call.p2p.rank, call.p2p.peer)} & set(ranks))
-    guilty = tuple(ends) or ranks
-    parts = []
-    for call in p2p[:4]:
-        assert call.p2p is not None
-        at = place(context.job.frames(call.p2p.rank, call.p2p.row))
-        parts.append(
-            f"rank {call.p2p.rank} waits in {p2p_text(call.p2p, context.group(call).label)}{f' at {at}' if at else ''}"
-        )
-    rest = [f"{ranks_text(call.waiters)} in {context.call(call)}" for call in calls if call.p2p is None][:2]
-    sentence = f"{who(context.job, guilty)} wait for each other, no partner posted: " + "; ".join(
-        parts + rest
-    )
-    first = p2p[0]
-    return Finding(
-        "p2p_mismatch", guilty, sentence, "root", context.group(first).label, None, 0.85, context.place(first),
-        context.waiters_behind(guilty), context.waited(first),
-        tuple(entry for call in calls[:6] for entry in context.stacks(call.rows.items())), tuple(parts + rest), (),
-        ("give every send its receive, and post both in one batch_isend_irecv where two ranks exchange",),
-    )  # fmt: skip

@@ -8,10 +8,11 @@ from allranks.diagnose.absent import explain_ranks, shifted
 from allranks.diagnose.align import is_box
 from allranks.diagnose.context import Context
 from allranks.diagnose.disbelief import Doubt
+from allranks.diagnose.graph import wait_graph
 from allranks.diagnose.job import Now
 from allranks.diagnose.shift import find_stack_shift
 from allranks.diagnose.straggler import find_straggler
-from allranks.diagnose.waits import Blocked, wait_graph
+from allranks.diagnose.waits import Blocked
 from allranks.diagnose.words import ranks_text
 from allranks.model.diagnosis import Finding
 

@@ -13,13 +13,14 @@ from allranks.diagnose.absent import explain_ranks
 from allranks.diagnose.align import align
 from allranks.diagnose.context import Context
 from allranks.diagnose.disbelief import Doubt, find_doubts, reopen
+from allranks.diagnose.graph import wait_graph
 from allranks.diagnose.job import GroupView
 from allranks.diagnose.liveness import is_hung, is_paused, usual_pause
 from allranks.diagnose.match import Mismatch, find_mismatches
 from allranks.diagnose.p2p import match_p2p
 from allranks.diagnose.quorums import forget_past_quorums
 from allranks.diagnose.straggler import find_tight_timeout
-from allranks.diagnose.waits import Blocked, find_blocked, wait_graph
+from allranks.diagnose.waits import Blocked, find_blocked
 from allranks.diagnose.words import count, ranks_text, seconds
 from allranks.model.diagnosis import Diagnosis, FileNote, Finding, GroupSummary, RankNow, Status
 from allranks.model.trace import RankTrace

@@ -1,0 +1,72 @@
+"""A circle of waits with sends or receives in it: somebody left a message out, or two are crossed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from allranks.diagnose.absent import explain_ranks, wrong_peer
+from allranks.diagnose.context import Context, p2p_text
+from allranks.diagnose.habit import breaks_habit, owes_message
+from allranks.diagnose.waits import Blocked
+from allranks.diagnose.words import place, ranks_text, who
+from allranks.model.diagnosis import Finding
+
+
+def one_left_out(context: Context, ranks: tuple[int, ...], calls: list[Blocked]) -> Finding | None:
+    """A circle through one rank: its own call has a partner, whose batch waits for what this rank never posted. Of two
+    that wait for each other the one that left its own round."""
+    odd = ranks
+    if len(ranks) > 1:
+        odd = _debtors(context, calls)
+        if not odd and all(call.p2p is not None for call in calls):
+            odd = tuple(rank for rank in ranks if _left_round(context, rank))
+    if len(odd) != 1 or not any(odd[0] in call.missing for call in calls):
+        return None
+    finding = explain_ranks(context, context.first_for(odd[0]), odd)
+    return replace(finding, cause="p2p_mismatch") if finding.cause == "missing_rank" else finding
+
+
+def _debtors(context: Context, calls: list[Blocked]) -> tuple[int, ...]:
+    """Ranks that posted fewer messages for a partner who waits than at the same call of all their earlier rounds."""
+    found = set()
+    for call in calls:
+        wait = call.p2p
+        if wait is not None and wait.peer in call.missing:
+            row = context.first_open(wait.peer)
+            if row > 0 and owes_message(context.job.ranks[wait.peer], row, wait.rank, not wait.sends):
+                found.add(wait.peer)
+    return tuple(sorted(found))
+
+
+def _left_round(context: Context, rank: int) -> bool:
+    row = context.first_open(rank)
+    return row > 0 and breaks_habit(context.job.ranks[rank], row)
+
+
+def crossed(context: Context, ranks: tuple[int, ...], p2p: list[Blocked], calls: list[Blocked]) -> Finding:
+    """A circle with a send or receive in it: crossed, to the wrong rank, or without partner."""
+    for call in p2p:
+        wrong = wrong_peer(context, call)
+        if wrong is not None:
+            return wrong
+    p2p = [call for call in p2p if call.missing] or p2p
+    ends = sorted({rank for call in p2p if call.p2p for rank in (call.p2p.rank, call.p2p.peer)} & set(ranks))
+    guilty = tuple(ends) or ranks
+    parts = []
+    for call in p2p[:4]:
+        assert call.p2p is not None
+        at = place(context.job.frames(call.p2p.rank, call.p2p.row))
+        parts.append(
+            f"rank {call.p2p.rank} waits in {p2p_text(call.p2p, context.group(call).label)}{f' at {at}' if at else ''}"
+        )
+    rest = [f"{ranks_text(call.waiters)} in {context.call(call)}" for call in calls if call.p2p is None][:2]
+    sentence = f"{who(context.job, guilty)} wait for each other, no partner posted: " + "; ".join(
+        parts + rest
+    )
+    first = p2p[0]
+    return Finding(
+        "p2p_mismatch", guilty, sentence, "root", context.group(first).label, None, 0.85, context.place(first),
+        context.waiters_behind(guilty), context.waited(first),
+        tuple(entry for call in calls[:6] for entry in context.stacks(call.rows.items())), tuple(parts + rest), (),
+        ("give every send its receive, and post both in one batch_isend_irecv where two ranks exchange",),
+    )  # fmt: skip
