@@ -113,6 +113,7 @@ def test_a_death_in_whole_job_mode_opens_one_incident_for_all_that_follows(tmp_p
     for rank in (0, 1):
         write_box(tmp_path / "boxes", rank, 0, calls=2, start_ns=time.time_ns())
     dog.look()
+    dog.close()
     (story,) = read_incidents(tmp_path / "incidents")
     assert story["closed"] is not None
 

@@ -13,8 +13,9 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,15 @@ class IncidentFolder:
 
     path: Path
     current: Incident
+    _lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
 
     def update(self, *moments: Moment, **changes: Any) -> Incident:
-        """Adds moments and facts, and writes the file."""
-        timeline = tuple(sorted((*self.current.timeline, *moments), key=lambda moment: moment.at))
-        self.current = replace(self.current, timeline=timeline, **changes)
-        write_atomically(self.path / "incident.json", json.dumps(self.current.to_dict(), indent=1))
-        return self.current
+        """Adds moments and facts, and writes the file. May be called from any thread."""
+        with self._lock:
+            timeline = tuple(sorted((*self.current.timeline, *moments), key=lambda moment: moment.at))
+            self.current = replace(self.current, timeline=timeline, **changes)
+            write_atomically(self.path / "incident.json", json.dumps(self.current.to_dict(), indent=1))
+            return self.current
 
     def discard(self) -> None:
         """It is another node's incident: nothing stays here."""

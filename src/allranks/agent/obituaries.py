@@ -25,6 +25,7 @@ from allranks.report.story import headline
 log = logging.getLogger("allranks.agent")
 
 FLAP_S = 60.0  # a replica that is cut off again within this time has the same trouble
+EXPLAIN_S = 3.0
 ECHO_S = 1.0  # a broken connection is looked at this much later: its cause may still show
 
 
@@ -41,6 +42,8 @@ class Obituaries:
     _known: dict[int, IncidentFolder] = field(default_factory=dict)  # pid -> its incident
     _cut: dict[tuple[int, ...], IncidentFolder] = field(default_factory=dict)  # ranks -> their last partition
     _echo_s: float | None = None  # since when only echoes of a death are heard
+    _explaining: list[threading.Thread] = field(default_factory=list)
+    _closing: threading.Event = field(default_factory=threading.Event)
     _noting: threading.Lock = field(default_factory=threading.Lock)
 
     def note_death(self, death: Death) -> IncidentFolder | None:
@@ -63,8 +66,21 @@ class Obituaries:
         self.teller.publish(opened)
         self.recoveries.add(opened, samples, {death.rank})
         if self.options.whole_job:
-            self._explain_death(opened, samples, gathering)
+            explaining = threading.Thread(
+                target=self._explain_death,
+                args=(opened, samples, gathering),
+                name="allranks-explain",
+                daemon=True,
+            )
+            self._explaining.append(explaining)
+            explaining.start()
         return opened
+
+    def close(self) -> None:
+        """Ends what is under way."""
+        self._closing.set()
+        for thread in self._explaining:
+            thread.join(timeout=30.0)
 
     def note_lost(self, ranks: tuple[int, ...], reason: str, at: float) -> IncidentFolder:
         """The lighthouse lost a replica whose processes run here: the network between them is cut.
@@ -130,7 +146,19 @@ class Obituaries:
     def _explain_death(
         self, opened: IncidentFolder, samples: list[RankSample], gathering: Gathering | None
     ) -> None:
-        """A rank may have died of what another did: calls that do not match are found in the boxes of all."""
+        """A rank may have died of what another did: calls that do not match are found in the boxes of all.
+
+        The evidence is safe; thinking waits until the launcher has started the ranks anew.
+        """
+        self._closing.wait(EXPLAIN_S)
+        try:
+            self._explain(opened, samples, gathering)
+        except Exception:  # a thread's entry: the death itself is told
+            log.exception("%s could not be explained", opened.current.id)
+
+    def _explain(
+        self, opened: IncidentFolder, samples: list[RankSample], gathering: Gathering | None
+    ) -> None:
         found = self.gatherer.examine(opened, {}, samples, gathering)
         cause = (found.verdict or {}).get("cause")
         if cause in PROGRAM_FAULT:

@@ -101,6 +101,7 @@ class Watch:
             self._thread.join(timeout=30.0)
             self._thread = None
             self.deaths.look(read_samples(self.options.folder), self._lines.endings, patience_s=0.0)
+        self.deaths.close()
         self._lines.close()
         for case in (self._standstill, self._behind):
             if case is not None and not case.hung:

@@ -11,23 +11,33 @@ import hashlib
 import json
 import os
 import time
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from allranks.record.recorder import Recorder
 from allranks.testing.misdeeds import commit
 
 MOST_BYTES = 64 << 20  # of parameters that are fingerprinted
 _folder = Path(os.environ["ALLRANKS_DRILL"])
-_rank = int(os.environ.get("ALLRANKS_RANK") or os.environ.get("RANK") or 0)
 _faults: list[dict[str, Any]] = json.loads((_folder / "plan.json").read_text())["faults"]
-_marks = open(_folder / f"steps.{_rank}.{os.getpid()}", "a", buffering=1)  # noqa: SIM115  (lives as long as the rank)
 _original = Recorder.step
+
+
+@cache
+def _rank() -> int:
+    """Asked for late: a warm process is told which rank it is long after it has imported this."""
+    return int(os.environ.get("ALLRANKS_RANK") or os.environ.get("RANK") or 0)
+
+
+@cache
+def _marks() -> TextIO:
+    return open(_folder / f"steps.{_rank()}.{os.getpid()}", "a", buffering=1)
 
 
 def tell(**facts: Any) -> None:
     """A script may report what the drill cannot see: digest="…", samples=[…], loss=…; see `allranks drill --help`."""
-    _marks.write(json.dumps({"at": time.time(), **facts}) + "\n")
+    _marks().write(json.dumps({"at": time.time(), **facts}) + "\n")
 
 
 def _step(recorder: Recorder, number: int, label: str | None = None) -> None:
@@ -36,7 +46,7 @@ def _step(recorder: Recorder, number: int, label: str | None = None) -> None:
         return
     tell(step=number)
     for index, fault in enumerate(_faults):
-        if fault["rank"] != _rank or number < fault["at_step"]:
+        if fault["rank"] != _rank() or number < fault["at_step"]:
             continue
         if fault["kind"] == "slow" and number < fault["at_step"] + 20:
             _fire(index, number)
@@ -53,7 +63,7 @@ def _fire(index: int, step: int) -> bool:
     except FileExistsError:
         return False
     with os.fdopen(handle, "w") as out:
-        out.write(json.dumps({"at": time.time(), "step": step, "rank": _rank, "pid": os.getpid()}))
+        out.write(json.dumps({"at": time.time(), "step": step, "rank": _rank(), "pid": os.getpid()}))
     return True
 
 

@@ -1,0 +1,45 @@
+"""What is preloaded into the ranks of a drill."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from allranks.testing.drill import find_identical, read_marks
+
+SPARE = """
+import os
+import allranks.testing.inject as inject          # a warm process imports this before it knows its rank
+os.environ["RANK"] = "2"
+from allranks.record.options import RecorderOptions
+from allranks.record.recorder import Recorder
+Recorder(RecorderOptions(enabled=False)).step(7)
+"""
+
+
+def test_a_warm_process_marks_steps_under_the_rank_that_it_becomes(tmp_path: Path) -> None:
+    """Its marks and its faults are those of rank 2, not of whatever it was before."""
+    (tmp_path / "plan.json").write_text(
+        json.dumps({"faults": [{"kind": "exit", "rank": 2, "at_step": 7, "for_s": 0}]})
+    )
+    environment = {**os.environ, "ALLRANKS_DRILL": str(tmp_path)}
+    environment.pop("RANK", None)
+    done = subprocess.run([sys.executable, "-c", SPARE], env=environment, check=False, timeout=60)
+    assert done.returncode == 3
+    assert [mark["step"] for mark in read_marks(tmp_path)[2]] == [7]
+    assert json.loads((tmp_path / "fired.0").read_text())["rank"] == 2
+
+
+def test_replicas_are_compared_by_what_they_report_of_the_same_part_and_step() -> None:
+    """The script's own digest and the fingerprint of its parameters are never compared with each other."""
+    same = {
+        0: [{"at_step": 1, "state": "a"}, {"at_step": 1, "digest": "x"}],
+        1: [{"at_step": 1, "state": "a"}],
+    }
+    assert find_identical(same) is True
+    shards = {0: [{"at_step": 1, "state": "a", "part": 0}], 1: [{"at_step": 1, "state": "b", "part": 1}]}
+    assert find_identical(shards) is None
+    assert find_identical({**same, 2: [{"at_step": 1, "state": "b"}]}) is False
