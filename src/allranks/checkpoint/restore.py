@@ -143,10 +143,9 @@ def _optimizer_targets(
     new: dict[str, torch.Tensor] = {}
     if live.optimizer is None:
         return existing, new
-    refs = unflatten(common.get("optimizer_state_dict", {}), _Names())
     parameters = [p for group in live.optimizer.param_groups for p in group["params"]]
     table = checkpoint.table()
-    for number, key, name in _optimizer_entries(refs):
+    for number, key, name in _optimizer_entries(common):
         if not 0 <= number < len(parameters) or name not in table:
             continue
         parameter = parameters[number]
@@ -159,13 +158,15 @@ def _optimizer_targets(
     return existing, new
 
 
-def _optimizer_entries(refs: Any) -> Iterator[tuple[int, str, str]]:
-    states = refs.get("state", {}) if isinstance(refs, dict) else {}
-    for number, entries in states.items():
+def _optimizer_entries(common: Any) -> Iterator[tuple[int, str, str]]:
+    """(number of the parameter, key, name of the tensor) of everything the saved optimizer keeps per parameter."""
+    saved = common.get("optimizer_state_dict", {})
+    state = saved.get("state", {}) if isinstance(saved, dict) else {}
+    for number, entries in state.get("$dict", ()):
         if isinstance(number, int) and isinstance(entries, dict):
             for key, value in entries.items():
-                if isinstance(value, _Name):
-                    yield number, key, str(value)
+                if isinstance(value, dict) and "$tensor" in value:
+                    yield number, key, value["$tensor"]
 
 
 def _install(live: Live, state: CheckpointState) -> None:
@@ -186,20 +187,6 @@ def install_rng(state: CheckpointState) -> None:
 
 def _without_model(common: Any) -> Any:
     return {key: value for key, value in common.items() if key not in ("model_state_dict", *PER_RANK)}
-
-
-class _Name(str):
-    """A tensor's name standing in for the tensor."""
-
-    def numpy(self) -> _Name:
-        return self
-
-
-class _Names(dict[str, Any]):
-    """A mapping that gives every name back."""
-
-    def __missing__(self, key: str) -> _Name:
-        return _Name(key)
 
 
 class _Lenient(dict[str, torch.Tensor]):
