@@ -40,6 +40,7 @@ class Launch:
     environment: dict[str, str]
     record: bool = True
     log_dir: str | None = None
+    quiet: bool = False  # ranks' output only to their log files
     spares: bool = True  # keep warm processes where a restart is possible
     on_stop: Callable[[set[int]], object] = lambda pids: None  # told which ranks are about to be asked to end
 
@@ -54,7 +55,7 @@ def launch(job: Launch) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    args = prepare(torchrun.parse_args(list(job.argv)), record=job.record, log_dir=job.log_dir)
+    args = prepare(torchrun.parse_args(list(job.argv)), job)
     spares = Spares() if job.spares and job.record and may_restart(args) else None
     try:
         if at_a_host(args):
@@ -140,7 +141,7 @@ def may_restart(args: Namespace) -> bool:
     return int(args.max_restarts) > 0 or (high not in ("", low))
 
 
-def prepare(args: Namespace, *, record: bool, log_dir: str | None) -> Namespace:
+def prepare(args: Namespace, job: Launch) -> Namespace:
     """Puts our rank entry before the user's script, and our defaults where the user chose none."""
     namespace = vars(args)
     conf = _parse_conf(namespace.get("rdzv_conf") or "")
@@ -148,9 +149,9 @@ def prepare(args: Namespace, *, record: bool, log_dir: str | None) -> Namespace:
         conf = {**_RENDEZVOUS_DEFAULTS, **conf}
         namespace["rdzv_conf"] = ",".join(f"{key}={value}" for key, value in conf.items())
     if namespace.get("tee") in (None, "0") and namespace.get("redirects") in (None, "0"):
-        namespace["tee"] = "3"
-        namespace["log_dir"] = namespace.get("log_dir") or log_dir
-    if record and not namespace.get("no_python") and not namespace.get("run_path"):
+        namespace["redirects" if job.quiet else "tee"] = "3"
+        namespace["log_dir"] = namespace.get("log_dir") or job.log_dir
+    if job.record and not namespace.get("no_python") and not namespace.get("run_path"):
         module = ["-m"] if namespace.get("module") else []
         script, rest = namespace["training_script"], namespace["training_script_args"]
         namespace["training_script"], namespace["module"] = RANK_MODULE, True

@@ -215,7 +215,7 @@ def _run_whole(
     agent.start()
     stack.callback(agent.close)
     variables = environment.variables()
-    job = Launch(tuple(words), variables, not args.no_record, log_dir, not args.no_spares)
+    job = Launch(tuple(words), variables, not args.no_record, log_dir, args.quiet, not args.no_spares)
     return launch(job if watch is None else replace(job, on_stop=watch.deaths.answered.update))
 
 
