@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from allranks.agent.policy import Case, PolicyOptions, PolicyState, decide_action
+from allranks.agent.policy import Case, PolicyOptions, PolicyState, decide_action, decide_leaving
 
 REPLICA = Case(
     "replica", "stuck_before_collective", (5,), 0.95, ranks_per_replica=2, replicas=4, members=(0, 1, 2, 3)
@@ -60,3 +60,13 @@ def test_actions_are_remembered_within_the_window() -> None:
     state = PolicyState().after(0.0, 2, 100).after(50.0, 2, 100).after(140.0, 3, 100)
     assert state.acted_s == (50.0, 140.0)
     assert state.against == {2: 2, 3: 1}
+
+
+def test_a_node_that_fails_again_and_again_leaves() -> None:
+    """Three failures within the window; a dry run without the permission of the user."""
+    on = PolicyOptions(enabled=True)
+    assert decide_leaving(100.0, [1.0, 50.0], on)[0] is None
+    assert decide_leaving(100.0, [1.0, 50.0, 99.0], on)[0] == "leave_node"
+    assert decide_leaving(4000.0, [1.0, 50.0, 3999.0], on)[0] is None
+    kind, reason = decide_leaving(100.0, [1.0, 50.0, 99.0], PolicyOptions())
+    assert kind == "dry_run" and "would leave the job" in reason

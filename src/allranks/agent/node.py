@@ -75,6 +75,11 @@ class NodeAgent:
         """Carries out what the policy decided; runs on the watch's thread."""
         if action.kind == "command":
             return self._run_command(action, incident)
+        if action.kind == "leave_node":
+            os.kill(
+                os.getpid(), signal.SIGTERM
+            )  # torchrun's agent ends its ranks and leaves the rendezvous open
+            return "this node leaves the job"
         if self.supervisor is not None and action.replica is not None:
             return self._evict(action, incident)
         return self._kill(action)

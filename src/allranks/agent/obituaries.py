@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,13 +13,13 @@ from allranks.agent.deaths import Death, find_deaths, find_first
 from allranks.agent.gatherer import Gatherer
 from allranks.agent.incidents import IncidentFolder, open_incident
 from allranks.agent.lifelines import Ending
-from allranks.agent.policy import PROGRAM_FAULT
+from allranks.agent.policy import PROGRAM_FAULT, decide_leaving
 from allranks.agent.recoveries import Recoveries
 from allranks.agent.sample import RankSample, read_samples
 from allranks.agent.telling import Teller
 from allranks.agent.watch_options import WatchOptions
 from allranks.model.cluster import Gathering
-from allranks.model.incident import Action, Moment
+from allranks.model.incident import Action, Incident, Moment
 from allranks.report.story import headline
 
 log = logging.getLogger("allranks.agent")
@@ -40,6 +40,8 @@ class Obituaries:
     answered: set[int] = field(default_factory=set)  # pids whose end is asked for, or follows from another's
     _born_ns: int = field(default_factory=time.time_ns)  # ranks that started earlier are of another round
     _known: dict[int, IncidentFolder] = field(default_factory=dict)  # pid -> its incident
+    act: Callable[[Action, Incident], str] = lambda action, incident: ""
+    _failures_s: list[float] = field(default_factory=list)  # monotonic, of this node's ranks
     _cut: dict[tuple[int, ...], IncidentFolder] = field(default_factory=dict)  # ranks -> their last partition
     _echo_s: float | None = None  # since when only echoes of a death are heard
     _explaining: list[threading.Thread] = field(default_factory=list)
@@ -66,6 +68,8 @@ class Obituaries:
         self.teller.publish(opened)
         self.recoveries.add(opened, samples, {death.rank})
         if self.options.whole_job:
+            if not death.echo:
+                self.count_failure(opened)
             explaining = threading.Thread(
                 target=self._explain_death,
                 args=(opened, samples, gathering),
@@ -75,6 +79,20 @@ class Obituaries:
             self._explaining.append(explaining)
             explaining.start()
         return opened
+
+    def count_failure(self, opened: IncidentFolder) -> None:
+        """A rank of this node was the cause: a node that fails again and again leaves the job, where it may."""
+        now = time.monotonic()
+        self._failures_s.append(now)
+        kind, why = decide_leaving(now, self._failures_s, self.options.policy)
+        if kind is None or not self.options.may_leave:
+            return
+        log.error("%s: %s", opened.current.id, why)
+        action = Action(kind, why, opened.current.ranks)
+        opened.update(Moment("action", time.time(), why), action=action)
+        self.teller.publish(opened)
+        if kind == "leave_node":
+            self.act(action, opened.current)
 
     def close(self) -> None:
         """Ends what is under way."""

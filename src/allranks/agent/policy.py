@@ -6,6 +6,7 @@ treated as the network's or a device's and never blamed on a rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,6 +26,7 @@ class PolicyOptions:
     max_actions: int = 10  # within window_s
     window_s: float = 3600.0
     back_off_s: float = 30.0  # least time between two actions
+    node_failures: int = 3  # within window_s, of whole-job mode: then the job goes on without this node
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,19 @@ PROGRAM_FAULT = frozenset(
 def back_off_left_s(now_s: float, state: PolicyState, options: PolicyOptions) -> float:
     """Seconds until the next action is allowed; a confirmed hang waits for them instead of being given up."""
     return max(0.0, state.acted_s[-1] + options.back_off_s - now_s) if state.acted_s else 0.0
+
+
+def decide_leaving(
+    now_s: float, failures_s: Sequence[float], options: PolicyOptions
+) -> tuple[ActionKind | None, str]:
+    """Whole-job mode that can do with fewer nodes: whether this one, the cause each time, should leave; None: stay."""
+    recent = [t for t in failures_s if now_s - t < options.window_s]
+    if len(recent) < options.node_failures:
+        return None, f"{len(recent)} failures of this node within {options.window_s:g} s"
+    why = f"ranks of this node were the cause of {len(recent)} failures within {options.window_s:g} s"
+    if not options.enabled:
+        return "dry_run", f"{why}: would leave the job (recovery is not enabled for this mode)"
+    return "leave_node", f"{why}: the job goes on without it"
 
 
 def decide_action(now_s: float, case: Case, state: PolicyState, options: PolicyOptions) -> tuple[Action, str]:

@@ -89,6 +89,8 @@ class Watch:
 
     def start(self) -> None:
         """Starts the thread."""
+        if self.actor is not None:
+            self.deaths.act = self.actor.act
         self._lines.start()
         self._thread = threading.Thread(target=self._run, name="allranks-watch", daemon=True)
         self._thread.start()
@@ -303,6 +305,11 @@ class Watch:
         self._act(opened, action, why, samples)
         self._teller.publish(opened)
         self._recoveries.add(opened, samples, set(action.ranks))
+        restarted = (
+            self.options.whole_job and opened.current.action is not None and opened.current.action.done
+        )
+        if restarted and {s.rank for s in samples} & set(action.ranks):
+            self.deaths.count_failure(opened)
         return True
 
     def _act(self, opened: IncidentFolder, action: Action, why: str, samples: list[RankSample]) -> None:

@@ -25,6 +25,7 @@ class WatchOptions:
     policy: PolicyOptions = field(default_factory=PolicyOptions)
     webhooks: tuple[str, ...] = ()
     collect_stacks: bool = True
+    may_leave: bool = False  # the job can go on with fewer nodes (whole-job mode)
 
     @property
     def whole_job(self) -> bool:

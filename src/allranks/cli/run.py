@@ -208,7 +208,7 @@ def _run_whole(
     watch = (
         None
         if args.no_watch or args.no_record
-        else _watch(args, settings, environment, incidents, "whole_job", stack)
+        else _watch(args, settings, environment, incidents, "whole_job", stack, _elastic(words))
     )
     client = _client(environment, stack)
     agent = NodeAgent(watch, client, company=_company(client, environment))
@@ -289,6 +289,7 @@ def _watch(
     incidents: Path,
     mode: Any,
     stack: ExitStack,
+    may_leave: bool = False,
 ) -> Any:
     from allranks.agent.watch import Watch
     from allranks.agent.watch_options import WatchOptions
@@ -300,7 +301,7 @@ def _watch(
             folder=environment.folder, incidents=incidents, job=environment.job, node=socket.gethostname(), mode=mode,
             ranks_per_replica=args.nproc_per_replica, replicas=args.total_replicas or args.replicas or 1,
             notice=notice_options(args.notice_s, settings), policy=policy_options(args.recovery, settings),
-            webhooks=tuple(args.webhook or recovery.get("webhooks") or ()),
+            webhooks=tuple(args.webhook or recovery.get("webhooks") or ()), may_leave=may_leave,
         )
     )  # fmt: skip
     store = args.incident_store or recovery.get("incident_store")
@@ -353,6 +354,12 @@ def _client(environment: JobEnvironment, stack: ExitStack) -> Any:
         return None
     stack.callback(client.close)
     return client
+
+
+def _elastic(words: list[str]) -> bool:
+    """Whether the job can go on with fewer nodes than it has: --nnodes MIN:MAX."""
+    low, _, high = (flag_value(words, "--nnodes") or "1").partition(":")
+    return high not in ("", low)
 
 
 def _company(client: Any, environment: JobEnvironment) -> Any:

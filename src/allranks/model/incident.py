@@ -11,7 +11,9 @@ from typing import Any, Literal
 SCHEMA = 1
 
 Kind = Literal["hang", "death", "partition", "slow", "request"]
-ActionKind = Literal["none", "dry_run", "collect", "evict", "restart_rank", "restart_job", "command"]
+ActionKind = Literal[
+    "none", "dry_run", "collect", "evict", "restart_rank", "restart_job", "leave_node", "command"
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
