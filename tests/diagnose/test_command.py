@@ -6,9 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from allranks.load import load_paths
+from allranks.model.box_bytes import box_bytes
 
 from .torch_dumps import entry, number, write
 
@@ -189,3 +193,22 @@ def test_a_stack_beside_the_dumps_says_where_the_rank_is(tmp_path: Path) -> None
     body = json.loads(run(str(tmp_path), "--json").stdout)
     assert (body["verdict"]["cause"], body["verdict"]["ranks"]) == ("stuck_before_collective", [1])
     assert "data.py:88" in body["verdict"]["where"]
+
+
+def test_a_job_that_was_killed_while_it_hung_is_told_less_surely(tmp_path: Path) -> None:
+    """All processes are gone, their black boxes tell where they stood, and nothing tells for how long."""
+    gone = subprocess.Popen([sys.executable, "-c", "pass"])
+    gone.wait(60)
+    ranks = {rank: number([entry(seq=1), entry(seq=2, state="started")]) for rank in range(3)}
+    ranks[1] = ranks[1][:1]
+    for trace in load_paths([str(write(tmp_path / "dumps", ranks))]).traces:
+        header = replace(trace.header, host=os.uname().nodename, pid=gone.pid, written_ns=0)
+        box = tmp_path / "boxes" / f"job.a0.r{header.rank}.p{gone.pid}.box"
+        box.parent.mkdir(exist_ok=True)
+        box.write_bytes(box_bytes(replace(trace, header=header)))
+    done = run(str(tmp_path / "boxes"), "--json")
+    verdict = json.loads(done.stdout)["verdict"]
+    assert (done.returncode, verdict["cause"], verdict["ranks"]) == (1, "missing_rank", [1])
+    assert verdict["confidence"] < 0.6
+    assert any("when the processes ended" in text for text in verdict["missing_evidence"])
+    assert not any("allranks stacks" in text for text in verdict["missing_evidence"])

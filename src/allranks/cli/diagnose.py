@@ -86,9 +86,10 @@ def main(args: argparse.Namespace) -> int:
     if args.just_print_entries:
         return _print_entries(args, traces)
     boxes = any(trace.kind.startswith("black box") for trace in traces)
-    live = boxes and not is_post_mortem(traces)
+    ended = boxes and is_post_mortem(traces)
     options = DiagnoseOptions(
-        now_ns=time.time_ns() if live else 0,
+        now_ns=time.time_ns() if boxes and not ended else 0,
+        ended=ended,
         pg_filters=frozenset(args.pg_filters or ()),
         allow_incomplete_ranks=args.allow_incomplete_ranks or bool(args.selected_ranks),
         consequences=max(0, args.mismatch_cap),

@@ -308,8 +308,9 @@ def _base(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding
         "missing_rank", ranks, "", "root", context.group(blocked).label,
         blocked.seq if blocked.seq >= 0 else None, 0.9, at, context.waiters_behind(ranks), context.waited(blocked),
         (*own, *context.stacks(blocked.rows.items())), tuple(evidence),
-        tuple(_where_now(context, rank) for rank in ranks[:2] if rank in context.job.ranks),
-        (f"look at what {ranks_text(ranks)} does between its last call and {at or context.call(blocked)}",),
+        tuple(_where_now(context, r) for r in ranks[:2] if r in context.job.ranks and not context.job.ended),
+        (f"look at what {ranks_text(ranks)} {'does' if len(ranks) == 1 else 'do'} between {_their(ranks)} last call "
+         f"and {at or context.call(blocked)}",),
     )  # fmt: skip
 
 

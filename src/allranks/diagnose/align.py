@@ -19,9 +19,10 @@ from allranks.model.trace import Flag, RankTrace, State
 
 def align(
     traces: Iterable[RankTrace], *, cut: frozenset[int] = frozenset(), now_ns: int = 0,
-    pg_filters: frozenset[str] = frozenset(),
+    pg_filters: frozenset[str] = frozenset(), ended: bool = False,
 ) -> Job:  # fmt: skip
-    """Builds the Job. `cut` are ranks whose file lost its end; `now_ns` is when live black boxes were read."""
+    """Builds the Job. `cut` are ranks whose file lost its end; `now_ns` is when live black boxes were read; `ended`:
+    their processes are gone."""
     tables = Tables()
     by_rank = {t.header.rank: t for t in traces if t.header.rank is not None}
     groups, numbers = resolve_groups(by_rank, pg_filters)
@@ -29,12 +30,13 @@ def align(
     placed = {rank: programs.place(by_rank[rank]) for rank in sorted(by_rank)}
     ranks = {}
     for rank, program in placed.items():
-        ranks[rank] = _view(rank, by_rank[rank], program, numbers[rank], rank in cut, now_ns)
+        seen_ns = _seen_ns(by_rank[rank], now_ns, ended)
+        ranks[rank] = _view(rank, by_rank[rank], program, numbers[rank], rank in cut, seen_ns)
         _add_lanes(ranks[rank], program, numbers[rank], groups)
     expected = expected_ranks(by_rank, groups)
     groups = [_complete(group, ranks, expected) for group in groups]
     world = max((t.header.world_size or 0 for t in by_rank.values()), default=0) or len(expected) or None
-    return Job(ranks, tuple(groups), tables, world, tuple(sorted(expected - set(ranks))), now_ns)
+    return Job(ranks, tuple(groups), tables, world, tuple(sorted(expected - set(ranks))), now_ns, ended)
 
 
 def call_states(calls: np.ndarray) -> np.ndarray:
@@ -65,15 +67,22 @@ def is_box(trace: RankTrace) -> bool:
 
 
 def _view(
-    rank: int, trace: RankTrace, program: Program, numbers: np.ndarray, cut: bool, now_ns: int
+    rank: int, trace: RankTrace, program: Program, numbers: np.ndarray, cut: bool, seen_ns: int
 ) -> RankView:
     start = _start(trace, program)
     mine = slice(start, start + len(trace.calls))
     return RankView(
         rank, trace, call_states(trace.calls), program.family[mine], program.sig[mine], program.stack[mine],
-        numbers[program.local[mine]], cut, now_ns if is_box(trace) and now_ns else trace.header.written_ns,
-        program.has_p2p,
+        numbers[program.local[mine]], cut, seen_ns, program.has_p2p,
     )  # fmt: skip
+
+
+def _seen_ns(trace: RankTrace, now_ns: int, ended: bool) -> int:
+    """When the rank was as its trace shows it; 0 unknown. The black box of a process that was killed tells its last
+    write, not its end."""
+    if is_box(trace) and (now_ns or (ended and not trace.progress.closed)):
+        return now_ns
+    return trace.header.written_ns
 
 
 def _start(trace: RankTrace, program: Program) -> int:

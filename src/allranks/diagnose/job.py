@@ -136,6 +136,7 @@ class Job:
     world_size: int | None
     missing_ranks: tuple[int, ...]  # expected, but without a readable trace
     now_ns: int
+    ended: bool = False  # all processes are gone
 
     def frames(self, rank: int, row: int) -> tuple[Frame, ...]:
         """The stack of a call, innermost first; () when unknown."""

@@ -59,11 +59,14 @@ def waited_s(job: Job, blocked: Blocked) -> float | None:
 
 
 def is_hung(job: Job, blocked: Blocked, patience: Patience) -> bool:
-    """Whether the call has lasted too long; failed calls and calls of unknown age count as such."""
+    """Whether the call has lasted too long; failed calls and calls of unknown age count as such, but when everybody was
+    killed only those that somebody lacks in: the others were about to end."""
     if blocked.failed:
         return True
     wait = waited_s(job, blocked)
-    return wait is None or wait >= patience.limit_s
+    if wait is None:
+        return not job.ended or bool(blocked.missing or blocked.absent)
+    return wait >= patience.limit_s
 
 
 def is_paused(job: Job, rank: int) -> bool:

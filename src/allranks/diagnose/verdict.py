@@ -27,6 +27,10 @@ from allranks.model.trace import RankTrace
 
 #: Below this confidence the status is "unclear", not "fault".
 SURE_ENOUGH = 0.4
+#: What is left of the confidence when a wait may have lasted a moment or an hour.
+UNTIMED = 0.6
+#: Causes that rest on nothing but a wait.
+WAITING = frozenset({"missing_rank", "not_started", "p2p_mismatch", "order_inversion"})
 #: Jobs with more calls than this are examined by their newest calls first, at least so many of each rank; a verdict
 #: of so much confidence settles it.
 LARGE_JOB, MIN_WINDOW, SETTLED = 6_000_000, 128, 0.7
@@ -37,6 +41,7 @@ class DiagnoseOptions:
     """What the caller knows and wants."""
 
     now_ns: int = 0  # when live black boxes were read; 0: the traces are all there is
+    ended: bool = False  # all processes are gone, and nothing tells since when
     pg_filters: frozenset[str] = frozenset()  # names or descriptions; empty: all groups
     allow_incomplete_ranks: bool = False  # a rank without a file is not evidence of its death
     consequences: int = 10  # how many folded findings to list
@@ -72,7 +77,9 @@ def _diagnose(
     traces: list[RankTrace], files: Sequence[FileNote], seen: dict[int, RankNow], options: DiagnoseOptions
 ) -> Diagnosis:
     damaged = frozenset(note.rank for note in files if note.status == "damaged" and note.rank is not None)
-    job = align(traces, cut=damaged, now_ns=options.now_ns, pg_filters=options.pg_filters)
+    job = align(
+        traces, cut=damaged, now_ns=options.now_ns, pg_filters=options.pg_filters, ended=options.ended
+    )
     doubts = find_doubts(job)
     job = reopen(job, doubts)
     mismatches = find_mismatches(job)
@@ -86,6 +93,8 @@ def _diagnose(
         job, patience, tuple(hung), wait_graph(job, hung, p2p_mismatches), seen, tuple(p2p_mismatches)
     )
     roots = [_with_doubts(context, root, doubts) for root in _roots(context, mismatches)]
+    if options.ended:
+        roots = [_at_the_end(root) for root in roots]
     if not roots and not (hung and any(is_paused(job, rank) for rank in job.ranks)):
         from allranks.diagnose.quiet import quiet_roots
 
@@ -173,6 +182,16 @@ def _calls_of(context: Context, sink: tuple[int, ...]) -> list[Blocked]:
     if inside:
         return inside
     return [b for b in context.blocked if set(sink) & (set(b.missing) | set(b.absent))]
+
+
+def _at_the_end(root: Finding) -> Finding:
+    """What was found in the last moment of a job, less sure if nobody knows how long that moment lasted."""
+    if root.waited_s is not None or root.cause not in WAITING:
+        return root
+    when = "when the processes ended: had the job run until it was killed, its ranks were merely a few calls apart"
+    return replace(
+        root, confidence=round(root.confidence * UNTIMED, 2), missing_evidence=(*root.missing_evidence, when)
+    )
 
 
 def _with_doubts(context: Context, root: Finding, doubts: list[Doubt]) -> Finding:
