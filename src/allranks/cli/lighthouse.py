@@ -84,7 +84,10 @@ def _server_arguments(group: argparse._ArgumentGroup) -> None:
         "--client-ca", default="", metavar="PEM", help="mTLS: clients must show a certificate of it"
     )
     group.add_argument(
-        "--ca", default="", metavar="PEM", help="for status and the like: CA of a TLS lighthouse"
+        "--ca",
+        default="",
+        metavar="PEM",
+        help="CA of an https etcd; for status and the like: of a TLS lighthouse",
     )
     group.add_argument(
         "--etcd", default="", metavar="URL,...", help="high availability: endpoints of an etcd"
@@ -171,6 +174,7 @@ def _awaited(lighthouse: Lighthouse) -> bool:
 
 def make_lighthouse(args: argparse.Namespace, token: str) -> Lighthouse:
     """The lighthouse that the command line describes."""
+    from allranks.etcd import parse_endpoints
     from allranks.lighthouse.election import EtcdOptions
     from allranks.lighthouse.options import Options, ServerOptions
     from allranks.lighthouse.server import Lighthouse
@@ -195,8 +199,7 @@ def make_lighthouse(args: argparse.Namespace, token: str) -> Lighthouse:
         host=host, port=port, token=token, advertise=args.advertise, certificate=args.certificate, key=args.key,
         client_ca=args.client_ca,
     )  # fmt: skip
-    endpoints = tuple(part.strip() for part in args.etcd.split(",") if part.strip())
-    etcd = EtcdOptions(endpoints, args.job, args.lease_s) if endpoints else None
+    etcd = EtcdOptions(parse_endpoints(args.etcd), args.job, args.lease_s, args.ca) if args.etcd else None
     doors, page = [], http_protocol()
     if args.grpc_bind:
         from allranks.lighthouse.grpc_door import grpc_door
