@@ -27,11 +27,14 @@ def align(
     by_rank = {t.header.rank: t for t in traces if t.header.rank is not None}
     groups, numbers = resolve_groups(by_rank, pg_filters)
     programs = Programs(tables)
-    placed = {rank: programs.place(by_rank[rank]) for rank in sorted(by_rank)}
+    # All that needs a rank's rows is done at once: they come from afar, and there may be gigabytes of them.
+    placed = {
+        rank: (programs.place(by_rank[rank]), call_states(by_rank[rank].calls)) for rank in sorted(by_rank)
+    }
     ranks = {}
-    for rank, program in placed.items():
+    for rank, (program, states) in placed.items():
         seen_ns = _seen_ns(by_rank[rank], now_ns, ended)
-        ranks[rank] = _view(rank, by_rank[rank], program, numbers[rank], rank in cut, seen_ns)
+        ranks[rank] = _view(rank, by_rank[rank], program, numbers[rank], states, rank in cut, seen_ns)
         _add_lanes(ranks[rank], program, numbers[rank], groups)
     expected = expected_ranks(by_rank, groups)
     groups = [_complete(group, ranks, expected) for group in groups]
@@ -67,12 +70,12 @@ def is_box(trace: RankTrace) -> bool:
 
 
 def _view(
-    rank: int, trace: RankTrace, program: Program, numbers: np.ndarray, cut: bool, seen_ns: int
-) -> RankView:
+    rank: int, trace: RankTrace, program: Program, numbers: np.ndarray, states: np.ndarray, cut: bool, seen_ns: int
+) -> RankView:  # fmt: skip
     start = _start(trace, program)
     mine = slice(start, start + len(trace.calls))
     return RankView(
-        rank, trace, call_states(trace.calls), program.family[mine], program.sig[mine], program.stack[mine],
+        rank, trace, states, program.family[mine], program.sig[mine], program.stack[mine],
         numbers[program.local[mine]], cut, seen_ns, program.has_p2p,
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from allranks.diagnose.words import place, ranks_text, seconds, who
 from allranks.model.diagnosis import Finding
 from allranks.model.trace import State
 
-WINDOW, MIN_COLLECTIVES, EXAMINED_GROUPS, EXAMINED_RANKS = 256, 10, 16, 512
+WINDOW, MIN_COLLECTIVES, EXAMINED_GROUPS, EXAMINED_RANKS = 256, 10, 16, 128
 _TIMED_OUT, _COMPLETED = int(State.TIMED_OUT), int(State.COMPLETED)
 #: A timeout is tight when a call that finished took more than this share of it.
 TIGHT = 0.5
