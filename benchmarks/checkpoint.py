@@ -61,7 +61,9 @@ def main() -> int:
     ratios: dict[str, float] = {}
     numbers: dict[str, Any] = {"left_out": []}
     with (
-        tempfile.TemporaryDirectory(prefix="allranks-bench-", dir=args.folder or ".") as folder,
+        tempfile.TemporaryDirectory(
+            prefix="allranks-bench-", dir=os.path.abspath(args.folder or ".")
+        ) as folder,
         _alone(folder),
     ):
         for size in args.sizes or ([256] if args.quick else [256, 2048]):
@@ -263,6 +265,8 @@ class Bench:
         try:
             server.start()
             self._object_store(server.options())
+        except (OSError, RuntimeError) as error:
+            self.left_out.append(f"object store: {type(error).__name__}: {error}")
         finally:
             server.kill()
 
