@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -193,6 +194,58 @@ def test_nothing_is_asked_of_cuda_while_a_graph_is_captured(tmp_path: Path, engi
     trace = read_trace(writer.box.path)
     assert [bool(int(row["flags"]) & Flag.CAPTURED) for row in trace.calls] == [False, True, True]
     assert set(_states(trace)) == {State.SCHEDULED}
+
+
+class _Asked(_Work):
+    """A Work whose question takes until it is told to answer."""
+
+    def __init__(self, order: list[str]) -> None:
+        super().__init__()
+        self.order, self.entered, self.answer = order, threading.Event(), threading.Event()
+
+    def is_completed(self) -> bool:
+        self.entered.set()
+        assert self.answer.wait(30)
+        self.order.append("asked")
+        return False
+
+
+def test_a_capture_begins_only_after_a_question_that_is_under_way(tmp_path: Path, engine: str) -> None:
+    """The side thread may be asking an event at the very moment at which the program begins to capture."""
+    writer, order = _writer(tmp_path, engine), list[str]()
+    group = GroupState(1, "g", (0,), "nccl", 0, engine == "c")
+    works = [_Asked(order), _Asked(order)]
+    for work in works:
+        writer.pending[id(work)] = (work, writer.begin(group, 1, (0, 0, 0)), group.counters, ())
+
+    def capture() -> None:
+        writer.begin_capture()
+        order.append("captured")
+
+    threads = [threading.Thread(target=writer.sweep, args=(True,)), threading.Thread(target=capture)]
+    threads[0].start()
+    assert works[0].entered.wait(30)
+    threads[1].start()
+    _wait_until(lambda: writer.capturing == 1)
+    works[0].answer.set()
+    for thread in threads:
+        thread.join(30)
+    assert order == ["asked", "captured"]  # and the second work was not asked at all
+
+
+def test_a_work_that_was_waited_for_is_let_go_before_the_device_is_done(tmp_path: Path, engine: str) -> None:
+    """It would keep its tensors in the device's memory; a marker on the stream that waits takes its place."""
+    writer = _writer(tmp_path, engine)
+    group = GroupState(1, "g", (0,), "nccl", 0, engine == "c")
+    work, marker = _Work(), _Work()
+    writer.mark_device = lambda: marker
+    writer.track(work, writer.begin(group, 1, (0, 0, 0)), group)
+    writer.waited(work, writer.pending[id(work)])
+    assert [entry[0] for entry in writer.pending.values()] == [marker]
+    assert _states(read_trace(writer.box.path)) == [State.SCHEDULED]
+    marker.over = True
+    writer.sweep(everything=True)
+    assert _states(read_trace(writer.box.path)) == [State.COMPLETED]
 
 
 def test_a_call_without_a_work_is_followed_by_a_marker_on_the_device(tmp_path: Path, engine: str) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
+import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo  # imported once here, not once in every rank
@@ -15,6 +19,7 @@ import torch.distributed.fsdp  # as above
 
 import allranks
 from allranks.model.trace import REDUCE_OPS, Flag, State
+from allranks.record.read import read_header
 from allranks.testing.ranks import Ranks
 
 from .boxes import last, ops, traces, where
@@ -83,6 +88,66 @@ def test_every_collective_is_recorded_with_its_particulars(folder: Path, engine:
     assert gathered.output_dtypes == ("Float",)
     assert trace.groups[1].ranks == (0, 1)
     assert "_all_ops" in where(trace, last(trace, "barrier"))[0]
+
+
+def _repeats(rank: int, world: int) -> None:
+    group = dist.new_group([2, 1])
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=17)
+    for _ in range(3):
+        dist.all_reduce(torch.ones(2, 3), op=dist.ReduceOp.MIN)
+        dist.broadcast(torch.ones(4, dtype=torch.int64), src=2)
+        dist.all_gather_into_tensor(torch.empty(2 * world), torch.ones(2))
+        dist.reduce_scatter_tensor(torch.empty(2), torch.ones(2 * world), op=dist.ReduceOp.MAX)
+        dist.group.WORLD.allreduce([torch.ones(5)], options).wait()
+        if rank:
+            dist.broadcast(torch.ones(6), src=2, group=group)
+
+
+def test_a_call_made_again_is_recorded_as_the_first_one_was(folder: Path, engine: str) -> None:
+    """The first call of a kind is read in Python, the next ones in C: operator, root, sizes, timeout, stack agree."""
+    for rank, trace in _run(_repeats, folder, world=3).items():
+        columns = [
+            "op",
+            "group",
+            "reduce_op",
+            "root",
+            "shapes",
+            "in_numel",
+            "out_numel",
+            "timeout_ms",
+            "stack",
+            "peer",
+        ]
+        rounds = np.split(trace.calls[columns], 3)
+        assert (rounds[0] == rounds[1]).all() and (rounds[0] == rounds[2]).all()
+        assert set(trace.calls["state"]) == {State.COMPLETED}
+        first = rounds[0]
+        assert [REDUCE_OPS[int(row["reduce_op"])] for row in first[:4]] == ["min", "", "", "max"]
+        assert [int(row["root"]) for row in first] == [-1, 2, -1, -1, -1] + [2] * (rank > 0)
+        assert int(first[4]["timeout_ms"]) == 17_000
+        assert all("_repeats" in where(trace, row) for row in trace.calls)
+        assert list(trace.calls["seq"][trace.calls["group"] == trace.calls["group"][0]]) == list(range(1, 16))
+
+
+def _without_frames(rank: int, world: int) -> None:
+    recorder = allranks.record.current()
+    assert recorder is not None and recorder.path is not None
+    for done in range(1, 4):
+        arguments = ([torch.ones(1)], dist.AllreduceOptions())
+        _thread.start_new_thread(dist.group.WORLD.allreduce, arguments)
+        deadline = time.monotonic() + 60
+        while read_header(recorder.path).calls_completed < done:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+
+def test_a_thread_of_cpp_has_the_stack_of_the_main_thread(folder: Path, engine: str) -> None:
+    """As autograd's threads on a GPU: they have no Python frames at all."""
+    for trace in _run(_without_frames, folder).values():
+        assert ops(trace) == ["all_reduce"] * 3
+        assert all("_without_frames" in where(trace, row) for row in trace.calls)
+        assert all(int(row["thread"]) != trace.header.pid for row in trace.calls)
 
 
 def _p2p(rank: int, world: int) -> None:
@@ -221,13 +286,24 @@ def _coalesced(rank: int, world: int) -> None:
     values: list[Any] = [None] * world
     dist.all_gather_object(values, {"rank": rank})
     dist.broadcast_object_list(values, src=0)
+    dist.gather_object(rank, values if rank == 0 else None, dst=0)
+    dist.scatter_object_list([None], values if rank == 0 else None, src=0)
+    if rank == 0:
+        dist.send_object_list(values, dst=1)
+    else:
+        dist.recv_object_list(values, src=0)
 
 
 def test_coalesced_and_object_collectives_are_recorded_once(folder: Path) -> None:
     """A coalesced group is one call with several tensors; objects show as the tensors that carry them."""
     found = _run(_coalesced, folder)
     trace = found[0]
-    assert ops(trace) == ["allreduce_coalesced", "all_gather", "all_gather", "broadcast", "broadcast"]
+    assert ops(trace) == [
+        "allreduce_coalesced", "all_gather", "all_gather", "broadcast", "broadcast", "all_gather", "gather", "broadcast",
+        "scatter", "scatter", "send", "send",
+    ]  # fmt: skip
+    assert ops(found[1])[-2:] == ["recv", "recv"]
+    assert set(trace.calls["state"]) == {State.COMPLETED}
     assert trace.shapes[int(trace.calls[0]["shapes"])].inputs == ((1,), (2,))
     assert trace.shapes[int(trace.calls[2]["shapes"])].input_dtypes == ("Byte",)
 
@@ -265,6 +341,26 @@ def test_bare_backends_python_groups_and_dist2_are_recorded_once_each(folder: Pa
         assert ops(trace) == ["all_reduce", "all_reduce", "broadcast"]
         assert [int(row["in_numel"]) for row in trace.calls] == [5, 6, 7]
         assert set(trace.calls["state"]) == {State.COMPLETED}
+
+
+def _split(rank: int, world: int) -> None:
+    part = dist.group.WORLD.split_group([1, 2], group_name="part")
+    if part is not None:
+        part.allreduce(torch.ones(3)).wait()
+        last = part.split_group([1], group_name="last")
+        if last is not None:
+            last.allreduce(torch.ones(4)).wait()
+    dist.barrier()
+
+
+def test_a_group_that_was_split_off_knows_its_members(folder: Path) -> None:
+    """By their global ranks, also a part of a part; torch itself forgets them."""
+    found = _run(_split, folder, world=3)
+    members = {
+        rank: [trace.groups[int(row["group"])].ranks for row in trace.calls] for rank, trace in found.items()
+    }
+    world = (0, 1, 2)
+    assert members == {0: [world], 1: [(1, 2), world], 2: [(1, 2), (2,), world]}
 
 
 def test_recording_started_after_the_group_was_made_still_sees_cpp(folder: Path) -> None:

@@ -101,7 +101,11 @@ def _dump(args: argparse.Namespace) -> int:
 
 def _choose(args: argparse.Namespace) -> list[BoxHeader]:
     """The boxes that were asked for: of the newest attempt of each rank, unless all are wanted."""
-    found = [header for path in _places(args) for header in _headers(path)]
+    from allranks.model.blackbox import job_prefix
+
+    found = list({header.path: header for path in _places(args) for header in _headers(path)}.values())
+    if args.job and not args.path:
+        found = [header for header in found if header.path.name.startswith(job_prefix(args.job))]
     if args.pid:
         found = [header for header in found if header.pid in args.pid]
     if args.rank:
@@ -112,7 +116,7 @@ def _choose(args: argparse.Namespace) -> list[BoxHeader]:
             hint="is the job recorded (allranks.record() or allranks run)? `allranks dump --list` shows what there is",
         )
     jobs = sorted({str(header.path.parent) for header in found})
-    if len(jobs) > 1 and not args.list and not args.path and not args.pid:
+    if len(jobs) > 1 and not (args.list or args.path or args.job or args.pid):
         raise InputError(
             f"{len(jobs)} jobs were recorded here: {', '.join(jobs)}", hint="choose one with --job or a path"
         )
@@ -129,16 +133,18 @@ def _places(args: argparse.Namespace) -> list[Path]:
     import os
     from pathlib import Path
 
-    from allranks.record.place import fallback_folder, job_folder, job_folders
+    from allranks.record.place import job_folders
+    from allranks.record.read import boxes_of_process, processes
 
     if args.path:
         if not Path(args.path).exists():
             raise InputError(f"{args.path} does not exist")
         return [Path(args.path)]
-    if args.job:
-        return sorted({job_folder(args.job), fallback_folder(args.job)})
     chosen = os.environ.get("ALLRANKS_DIR")
-    return [Path(chosen)] if chosen else job_folders()
+    folders = [Path(chosen)] if chosen else []
+    folders += job_folders() if args.job or not chosen else []
+    living = args.pid or (processes() if args.job else ())  # these tell where their boxes are
+    return [*folders, *(box for pid in living for box in boxes_of_process(pid))]
 
 
 def _headers(path: Path) -> list[BoxHeader]:

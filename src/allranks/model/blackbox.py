@@ -84,8 +84,13 @@ def knock_address(agent_pid: int) -> str:
 
 def file_name(job: str, attempt: int, rank: int, pid: int) -> str:
     """The name of a rank's black box; never reused by a later attempt or process."""
+    return f"{job_prefix(job)}{attempt}.r{rank}.p{pid}.box"
+
+
+def job_prefix(job: str) -> str:
+    """How the names of a job's black boxes begin."""
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in job) or "job"
-    return f"{safe}.a{attempt}.r{rank}.p{pid}.box"
+    return f"{safe}.a"
 
 
 def whole_rows(

@@ -1,19 +1,28 @@
 /* The hot path of the recorder in C: writes rows, notes their end, finds stacks. Plain CPython API, no torch.
  *
- * Optional: `writer.py` and `stack.py` do the same in Python, a few microseconds slower, and are used when this
- * module was not built. Both write the same bytes; tests/record runs the same tests over both.
+ * Optional: `hook.py`, `writer.py` and `stack.py` do the same in Python, some ten microseconds slower, and are used
+ * when this module was not built. Both write the same bytes; tests/record runs the same tests over both.
  *
- * Ring   begin(...) fills a row in ascending order, `begin` first and `end` last, with a compiler barrier and a
- *        release fence in between, so that a reader in another process never takes a half-written row for whole.
+ * Ring   begin(...) fills a row in ascending order, `begin` first and `end` last, with release fences in between, so
+ *        that a reader in another process never takes a half-written row for whole, on any CPU.
  * Stacks capture(frame) looks a stack up by its code objects and instructions.
  * Counters numbers the calls of one process group.
- * AllReduce, Wait  stand in for ProcessGroup.allreduce and Work.wait in their most frequent form, and hand every
- *        other form to the wrapper written in Python. They hold the GIL throughout, except inside torch.
+ * Collective, Wait  stand in for methods of ProcessGroup and Work in their most frequent form, and hand every other
+ *        form to the wrapper written in Python. They hold the GIL throughout, except inside torch.
+ * Forward  is a method of a twin, which C++ calls.
+ *
+ * Other threads and processes run between two calls and leave the caches cold: what counts here is how few cache
+ * lines a call touches, not how few instructions it takes.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <frameobject.h>
 #include <structmember.h>
+#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030E0000 && !defined(Py_GIL_DISABLED)
+#define Py_BUILD_CORE 1
+#include <internal/pycore_frame.h>
+#undef Py_BUILD_CORE
+#endif
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -44,6 +53,7 @@ static int64_t now_ns(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
+static PyObject *no_parts; /* () */
 static int rings; /* made so far: a forked child that records makes its own, and asks again who it is */
 static _Thread_local uint32_t thread_id;
 static _Thread_local int thread_asked;
@@ -62,6 +72,10 @@ typedef struct {
     PyObject_HEAD
     Py_buffer view;
     uint64_t capacity, next, done;
+    int64_t swept_ns; /* when the calls under way were last looked at */
+    /* The call made last, while nobody else has asked for it: most are waited for at once and need no dict entry. */
+    PyObject *last_work, *last_group; /* NULL: none */
+    uint64_t last_begin;
     long long step;
     unsigned long label;
     int next_field, calls_field, last_field, done_field; /* indices of eight-byte header fields */
@@ -91,12 +105,15 @@ static int Ring_init(Ring *self, PyObject *args, PyObject *kwargs) {
     rings++;
     self->capacity = capacity;
     self->next = self->done = 0;
+    self->swept_ns = 0;
     self->step = -1;
     self->label = 0;
     return 0;
 }
 
 static void Ring_dealloc(Ring *self) {
+    Py_XDECREF(self->last_work);
+    Py_XDECREF(self->last_group);
     if (self->view.obj)
         PyBuffer_Release(&self->view);
     PyTypeObject *type = Py_TYPE(self);
@@ -109,7 +126,7 @@ static Row *row_of(Ring *self, uint64_t begin) {
 }
 
 static void set_field(Ring *self, int index, int64_t value) {
-    ((volatile int64_t *)self->view.buf)[index] = value;
+    atomic_store_explicit((_Atomic int64_t *)self->view.buf + index, value, memory_order_relaxed);
 }
 
 typedef struct {
@@ -205,10 +222,11 @@ static int token_of(PyObject *argument, Ring *self, uint64_t *begin) {
     return 0;
 }
 
-static void mark_started(Ring *self, uint64_t begin) {
+static void mark_started(Ring *self, uint64_t begin, int64_t now) {
     volatile Row *row = row_of(self, begin);
     if (row->begin == begin) {
-        row->started_ns = now_ns();
+        row->started_ns = now;
+        atomic_thread_fence(memory_order_release);
         row->state = STARTED;
     }
 }
@@ -230,7 +248,7 @@ static PyObject *Ring_started(Ring *self, PyObject *argument) {
     uint64_t begin;
     if (token_of(argument, self, &begin) < 0)
         return NULL;
-    mark_started(self, begin);
+    mark_started(self, begin, now_ns());
     Py_RETURN_NONE;
 }
 
@@ -265,6 +283,33 @@ static PyObject *Ring_set_step(Ring *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* Puts the call made last among the others, as (work, number, group, no parts) under the identity of the work. */
+static int hand_over(Ring *self, PyObject *pending) {
+    PyObject *work = self->last_work, *group = self->last_group;
+    if (!work)
+        return 0;
+    self->last_work = self->last_group = NULL;
+    PyObject *key = PyLong_FromVoidPtr(work), *number = PyLong_FromUnsignedLongLong(self->last_begin);
+    PyObject *entry = key && number ? PyTuple_Pack(4, work, number, group, no_parts) : NULL;
+    int failed = !entry || PyDict_SetItem(pending, key, entry) < 0;
+    Py_XDECREF(entry);
+    Py_XDECREF(number);
+    Py_XDECREF(key);
+    Py_DECREF(work);
+    Py_DECREF(group);
+    return failed ? -1 : 0;
+}
+
+static PyObject *Ring_hand_over(Ring *self, PyObject *pending) {
+    if (!PyDict_Check(pending)) {
+        PyErr_SetString(PyExc_TypeError, "calls under way are kept in a dict");
+        return NULL;
+    }
+    if (hand_over(self, pending) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyObject *Ring_release(Ring *self, PyObject *unused) {
     if (self->view.obj)
         PyBuffer_Release(&self->view);
@@ -277,6 +322,7 @@ static PyMethodDef Ring_methods[] = {
     {"finish", (PyCFunction)(void (*)(void))Ring_finish, METH_FASTCALL, "The call is over, in this state."},
     {"finish_part", (PyCFunction)(void (*)(void))Ring_finish_part, METH_FASTCALL, "A part is over, in this state."},
     {"set_step", (PyCFunction)Ring_set_step, METH_VARARGS, "The step and label of the calls from now on."},
+    {"hand_over", (PyCFunction)Ring_hand_over, METH_O, "Puts the call made last among those under way."},
     {"release", (PyCFunction)Ring_release, METH_NOARGS, "Lets go of the memory."},
     {NULL, NULL, 0, NULL},
 };
@@ -291,129 +337,242 @@ static PyType_Slot Ring_slots[] = {
 
 static PyType_Spec Ring_spec = {"allranks.record._fast.Ring", sizeof(Ring), 0, Py_TPFLAGS_DEFAULT, Ring_slots};
 
+/* ---- Frames -------------------------------------------------------------------------------------------------- */
+
+/* Python makes frame objects only when somebody asks for them. Where the layout of its inner frames is known they are
+ * read in place: nothing is allocated, and one cache line is touched per frame instead of four. Other versions take
+ * the public way, which owns a reference to the frame that it stands on. */
+#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030E0000 && !defined(Py_GIL_DISABLED)
+
+typedef struct _PyInterpreterFrame *Frame;
+
+static Frame visible(Frame frame) {
+#if PY_VERSION_HEX >= 0x030C0000
+    while (frame && frame->owner == FRAME_OWNED_BY_CSTACK)
+        frame = frame->previous;
+#endif
+    return frame;
+}
+
+static Frame innermost(PyThreadState *thread) {
+#if PY_VERSION_HEX >= 0x030D0000
+    return visible(thread->current_frame);
+#else
+    return visible(thread->cframe->current_frame);
+#endif
+}
+
+static Frame frame_of(PyObject *object) { return visible(((PyFrameObject *)object)->f_frame); }
+static Frame outer(Frame frame) { return visible(frame->previous); }
+static void drop(Frame frame) {}
+
+static PyCodeObject *code_of(Frame frame) {
+#if PY_VERSION_HEX >= 0x030D0000
+    return (PyCodeObject *)frame->f_executable;
+#else
+    return frame->f_code;
+#endif
+}
+
+static uint64_t place_in(Frame frame) {
+#if PY_VERSION_HEX >= 0x030D0000
+    return (uint64_t)(uintptr_t)frame->instr_ptr;
+#else
+    return (uint64_t)(uintptr_t)frame->prev_instr;
+#endif
+}
+
+#else
+
+typedef PyFrameObject *Frame;
+
+static Frame innermost(PyThreadState *thread) { return PyThreadState_GetFrame(thread); }
+static Frame frame_of(PyObject *object) { return (PyFrameObject *)Py_NewRef(object); }
+static void drop(Frame frame) { Py_XDECREF(frame); }
+
+static Frame outer(Frame frame) {
+    Frame back = PyFrame_GetBack(frame);
+    Py_DECREF(frame);
+    return back;
+}
+
+static PyCodeObject *code_of(Frame frame) {
+    PyCodeObject *code = PyFrame_GetCode(frame);
+    Py_DECREF(code); /* the frame keeps it */
+    return code;
+}
+
+static uint64_t place_in(Frame frame) {
+#if PY_VERSION_HEX >= 0x030B0000
+    return (uint64_t)PyFrame_GetLasti(frame);
+#else
+    return (uint64_t)frame->f_lasti;
+#endif
+}
+
+#endif
+
 /* ---- Stacks -------------------------------------------------------------------------------------------------- */
 
-enum { MAX_DEPTH = 64, MAX_WALK = 96, LIBRARY_FRAMES = 3 };
-enum { TABLE = 1 << 14 }; /* code objects remembered; a power of two, never more than half full */
+enum { MAX_WALK = 96, LIBRARY_FRAMES = 3, MAX_CODES = 8192 }; /* as in stack.py */
+enum { PLUMBING, LIBRARY, USER };
+
+/* One hash table serves both: code objects with their kind, and stacks with their id. It starts small, so that the
+ * few stacks of a training loop share a few cache lines, and is never more than half full. */
+typedef struct {
+    uint64_t key; /* 0: empty */
+    long value;
+} Slot;
 
 typedef struct {
-    PyObject *code; /* owned: its address is the key */
-    int kind;
-} Known;
+    Slot *slots;
+    uint64_t size, used; /* size is a power of two, or 0 */
+} Table;
+
+static Slot *slot_of(const Table *table, uint64_t key) {
+    uint64_t at = (key * 0x9E3779B97F4A7C15u) >> 32;
+    while (table->slots[at & (table->size - 1)].key && table->slots[at & (table->size - 1)].key != key)
+        at++;
+    return &table->slots[at & (table->size - 1)];
+}
+
+static int table_put(Table *table, uint64_t key, long value) {
+    if (2 * (table->used + 1) > table->size) {
+        Table bigger = {PyMem_Calloc(table->size ? 2 * table->size : 64, sizeof(Slot)),
+                        table->size ? 2 * table->size : 64, table->used};
+        if (!bigger.slots)
+            return -1;
+        for (uint64_t i = 0; i < table->size; i++)
+            if (table->slots[i].key)
+                *slot_of(&bigger, table->slots[i].key) = table->slots[i];
+        PyMem_Free(table->slots);
+        *table = bigger;
+    }
+    Slot *slot = slot_of(table, key);
+    table->used += slot->key == 0;
+    *slot = (Slot){key, value};
+    return 0;
+}
 
 typedef struct {
     PyObject_HEAD
-    PyObject *classify; /* called with a code object, returns its kind */
-    PyObject *stacks;   /* bytes of (code, instruction) pairs -> id */
+    PyObject *plumbing_starts, *plumbing_ends, *library_starts; /* tuples of str: how a file name begins or ends */
+    PyThreadState *main; /* whose stack is taken for a call that C++ makes on a thread of its own; may be NULL */
     int depth;
-    int used;
-    Known *table;
+    Table kinds;  /* address of a code object, which is kept alive -> its kind */
+    Table stacks; /* hash of a stack -> its id */
 } Stacks;
 
+static PyThreadState *thread_called(unsigned long ident) {
+    PyThreadState *thread = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
+    while (thread && thread->thread_id != ident)
+        thread = PyThreadState_Next(thread);
+    return thread;
+}
+
+/* Stacks(depth, main_thread_ident, plumbing_starts, plumbing_ends, library_starts) */
 static int Stacks_init(Stacks *self, PyObject *args, PyObject *kwargs) {
-    PyObject *classify;
+    PyObject *starts, *ends, *library;
+    unsigned long ident;
     int depth;
-    if (!PyArg_ParseTuple(args, "Oi", &classify, &depth))
+    if (!PyArg_ParseTuple(args, "ikO!O!O!", &depth, &ident, &PyTuple_Type, &starts, &PyTuple_Type, &ends, &PyTuple_Type,
+                          &library))
         return -1;
-    if (self->table) {
+    if (self->kinds.slots) {
         PyErr_SetString(PyExc_ValueError, "already open");
         return -1;
     }
-    self->table = PyMem_Calloc(TABLE, sizeof(Known));
-    self->stacks = PyDict_New();
-    if (!self->table || !self->stacks) {
+    self->plumbing_starts = Py_NewRef(starts);
+    self->plumbing_ends = Py_NewRef(ends);
+    self->library_starts = Py_NewRef(library);
+    self->main = thread_called(ident);
+    self->depth = depth;
+    if (table_put(&self->kinds, 1, PLUMBING) < 0 || table_put(&self->stacks, 1, 0) < 0) { /* makes room */
         PyErr_NoMemory();
         return -1;
     }
-    self->classify = Py_NewRef(classify);
-    self->depth = depth < MAX_DEPTH ? depth : MAX_DEPTH;
     return 0;
 }
 
 static void Stacks_dealloc(Stacks *self) {
-    if (self->table)
-        for (int i = 0; i < TABLE; i++)
-            Py_XDECREF(self->table[i].code);
-    PyMem_Free(self->table);
-    Py_XDECREF(self->classify);
-    Py_XDECREF(self->stacks);
+    for (uint64_t i = 0; i < self->kinds.size; i++)
+        if (self->kinds.slots[i].key > 1)
+            Py_DECREF((PyObject *)(uintptr_t)self->kinds.slots[i].key);
+    PyMem_Free(self->kinds.slots);
+    PyMem_Free(self->stacks.slots);
+    Py_XDECREF(self->plumbing_starts);
+    Py_XDECREF(self->plumbing_ends);
+    Py_XDECREF(self->library_starts);
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free((PyObject *)self);
     Py_DECREF(type);
 }
 
-/* The kind of a code object; asks Python once. A full table leaves out what is new (kind 0). */
-static int kind_of(Stacks *self, PyObject *code) {
-    uintptr_t slot = ((uintptr_t)code >> 4) * 0x9E3779B97F4A7C15u >> 50;
-    while (self->table[slot].code) {
-        if (self->table[slot].code == code)
-            return self->table[slot].kind;
-        slot = (slot + 1) & (TABLE - 1);
-    }
-    if (self->used >= TABLE / 2)
-        return 0;
-    PyObject *answer = PyObject_CallOneArg(self->classify, code);
-    if (!answer)
-        return -1;
-    int kind = (int)PyLong_AsLong(answer);
-    Py_DECREF(answer);
-    if (kind < 0)
-        return -1;
-    slot = ((uintptr_t)code >> 4) * 0x9E3779B97F4A7C15u >> 50; /* Python ran: another thread may have filled it */
-    while (self->table[slot].code) {
-        if (self->table[slot].code == code)
-            return kind;
-        slot = (slot + 1) & (TABLE - 1);
-    }
-    self->table[slot].code = Py_NewRef(code);
-    self->table[slot].kind = kind;
-    self->used++;
+static int touches(PyObject *name, PyObject *parts, int direction) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(parts); i++)
+        if (PyUnicode_Tailmatch(name, PyTuple_GET_ITEM(parts, i), 0, PY_SSIZE_T_MAX, direction) == 1)
+            return 1;
+    return 0;
+}
+
+/* The kind of a code object, worked out once. Runs no Python code, so that no other thread moves meanwhile.
+ * A full table leaves out what is new. */
+static long kind_of(Stacks *self, PyCodeObject *code) {
+    Slot *slot = slot_of(&self->kinds, (uint64_t)(uintptr_t)code);
+    if (slot->key)
+        return slot->value;
+    PyObject *name = code->co_filename;
+    long kind = touches(name, self->plumbing_starts, -1) || touches(name, self->plumbing_ends, +1) ? PLUMBING
+                : touches(name, self->library_starts, -1)                                          ? LIBRARY
+                                                                                                   : USER;
+    PyErr_Clear();
+    if (self->kinds.used > MAX_CODES || table_put(&self->kinds, (uint64_t)(uintptr_t)code, kind) < 0)
+        return PLUMBING;
+    Py_INCREF(code); /* its address is the key */
     return kind;
 }
 
-/* The key of the stack that starts at frame, as bytes. */
-static PyObject *key_of(Stacks *self, PyObject *start) {
-    uint64_t key[2 * MAX_DEPTH];
-    int left = self->depth, library = LIBRARY_FRAMES, walked = MAX_WALK, size = 0;
-    PyFrameObject *frame = (PyFrameObject *)Py_NewRef(start);
+static uint64_t mixed(uint64_t hash, uint64_t word) {
+    hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
+    return hash ^ hash >> 29;
+}
+
+/* A hash of the frames that are kept of the stack that starts here, by code object and instruction; 0 when none is.
+ * 64 bits are taken for the stack itself: two of 20,000 stacks share one with a probability of 1e-11. */
+static uint64_t key_of(Stacks *self, Frame frame) {
+    int left = self->depth, library = LIBRARY_FRAMES, walked = MAX_WALK;
+    uint64_t hash = 0;
     while (frame && left && walked--) {
-        PyCodeObject *code = PyFrame_GetCode(frame);
-        int kind = kind_of(self, (PyObject *)code);
-        if (kind < 0) {
-            Py_DECREF(code);
-            Py_DECREF(frame);
-            return NULL;
-        }
-        if (kind == 2 || (kind == 1 && library)) {
-            library -= kind == 1;
+        PyCodeObject *code = code_of(frame);
+        long kind = kind_of(self, code);
+        if (kind == USER || (kind == LIBRARY && library)) {
+            library -= kind == LIBRARY;
             left--;
-            key[size++] = (uint64_t)(uintptr_t)code;
-            key[size++] = (uint64_t)PyFrame_GetLasti(frame);
+            hash = mixed(mixed(hash, (uint64_t)(uintptr_t)code), place_in(frame));
         }
-        Py_DECREF(code);
-        PyFrameObject *back = PyFrame_GetBack(frame);
-        Py_DECREF(frame);
-        frame = back;
+        frame = outer(frame);
     }
-    Py_XDECREF(frame);
-    return PyBytes_FromStringAndSize((char *)key, size * (Py_ssize_t)sizeof(uint64_t));
+    drop(frame);
+    return left == self->depth ? 0 : hash > 1 ? hash : 2;
 }
 
-/* The id of the stack at frame; -1 when it is new, -2 with an exception. */
-static long find_stack(Stacks *self, PyObject *frame) {
-    PyObject *key = key_of(self, frame);
-    if (!key)
-        return -2;
-    PyObject *found = PyDict_GetItemWithError(self->stacks, key);
-    long id = found ? PyLong_AsLong(found) : -1;
-    Py_DECREF(key);
-    return PyErr_Occurred() ? -2 : id;
+static long id_of(Stacks *self, uint64_t key) {
+    Slot *slot = key ? slot_of(&self->stacks, key) : NULL;
+    return !slot ? 0 : slot->key ? slot->value : -1;
 }
 
-/* capture(frame) -> id, or -1 when this stack is new. */
+/* The id of the stack of this call; 0 when there is none, -1 when it is new. */
+static long find_stack(Stacks *self) {
+    PyThreadState *here = PyThreadState_Get();
+    uint64_t key = key_of(self, innermost(here));
+    if (!key && self->main && here != self->main)
+        key = key_of(self, innermost(self->main));
+    return id_of(self, key);
+}
+
+/* capture(frame) -> id; 0 without frames of interest, -1 when this stack is new. */
 static PyObject *Stacks_capture(Stacks *self, PyObject *frame) {
-    long id = PyFrame_Check(frame) ? find_stack(self, frame) : 0;
-    return id == -2 ? NULL : PyLong_FromLong(id);
+    return PyLong_FromLong(PyFrame_Check(frame) ? id_of(self, key_of(self, frame_of(frame))) : 0);
 }
 
 /* remember(frame, id): the stack that starts here has this id. */
@@ -422,13 +581,12 @@ static PyObject *Stacks_remember(Stacks *self, PyObject *const *args, Py_ssize_t
         PyErr_SetString(PyExc_TypeError, "remember takes a frame and an id");
         return NULL;
     }
-    PyObject *key = key_of(self, args[0]);
-    if (!key)
+    long id = PyLong_AsLong(args[1]);
+    if (id == -1 && PyErr_Occurred())
         return NULL;
-    int failed = PyDict_SetItem(self->stacks, key, args[1]);
-    Py_DECREF(key);
-    if (failed)
-        return NULL;
+    uint64_t key = key_of(self, frame_of(args[0]));
+    if (key && table_put(&self->stacks, key, id) < 0)
+        return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 
@@ -455,20 +613,24 @@ typedef struct {
     long long number, seq, p2p_seq, op_id, timeout_ms;
     char blocking;
     PyObject *batch; /* numbers of the open coalesced group, or None */
+    PyObject *ranks; /* tuple: global ranks in group order */
 } Counters;
 
 static int Counters_init(Counters *self, PyObject *args, PyObject *kwargs) {
     int blocking;
-    if (!PyArg_ParseTuple(args, "LLp", &self->number, &self->timeout_ms, &blocking))
+    PyObject *ranks;
+    if (!PyArg_ParseTuple(args, "LLpO!", &self->number, &self->timeout_ms, &blocking, &PyTuple_Type, &ranks))
         return -1;
     self->blocking = (char)blocking;
     self->seq = self->p2p_seq = self->op_id = 0;
     Py_XSETREF(self->batch, Py_NewRef(Py_None));
+    Py_XSETREF(self->ranks, Py_NewRef(ranks));
     return 0;
 }
 
 static void Counters_dealloc(Counters *self) {
     Py_XDECREF(self->batch);
+    Py_XDECREF(self->ranks);
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free((PyObject *)self);
     Py_DECREF(type);
@@ -503,19 +665,32 @@ static PyType_Slot Counters_slots[] = {
 static PyType_Spec Counters_spec = {
     "allranks.record._fast.Counters", sizeof(Counters), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, Counters_slots};
 
-/* ---- AllReduce and Wait -------------------------------------------------------------------------------------- */
+/* ---- Collective, Wait and Forward ---------------------------------------------------------------------------- */
 
 static PyTypeObject *ring_type, *stacks_type, *counters_type;
-static PyObject *str_shape, *str_dtype, *str_reduce_op, *no_parts;
+static PyObject *str_shape, *str_dtype, *str_original;
 
-/* Both: `original` is torch's function, `slow` the wrapper in Python, `failed` is told of an error of `original`. */
+enum { NOWHERE = -1, SWEEP_NS = 1000000 /* between two looks at the calls under way; as in writer.py */ };
+
+/* Where an options object of torch keeps its fields: the address of the C++ value stands at `value_at` in the Python
+ * object, the fields at these places in the value (inplace.py finds them and tries them out). NOWHERE: it has none. */
+typedef struct {
+    PyTypeObject *type;
+    int value_at, reduce_at, root_at, timeout_at;
+} Layout;
+
+/* A recorded method of torch: `original` is torch's function, `slow` the wrapper in Python, `failed` is told of an
+ * error of `original`. The fields from `groups` on are not used by Wait. */
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
-    PyObject *original, *slow, *failed, *pending, *groups, *shapes, *options_type, *sweep, *no_work;
+    PyObject *original, *slow, *failed, *pending;
     Ring *ring;
+    PyObject *groups, *shapes, *sweep, *no_work;
     Stacks *stacks; /* NULL: no stacks */
+    Layout layout;
     long long op;
+    char moved; /* takes (output, input, options), not ([tensor], options) */
     char enabled, direct;
 } Method;
 
@@ -524,13 +699,13 @@ static void Method_dealloc(Method *self) {
     Py_XDECREF(self->slow);
     Py_XDECREF(self->failed);
     Py_XDECREF(self->pending);
+    Py_XDECREF(self->ring);
     Py_XDECREF(self->groups);
     Py_XDECREF(self->shapes);
-    Py_XDECREF(self->options_type);
     Py_XDECREF(self->sweep);
     Py_XDECREF(self->no_work);
-    Py_XDECREF(self->ring);
     Py_XDECREF(self->stacks);
+    Py_XDECREF(self->layout.type);
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free((PyObject *)self);
     Py_DECREF(type);
@@ -543,149 +718,191 @@ static PyObject *Method_get(PyObject *self, PyObject *instance, PyObject *type) 
     return PyMethod_New(self, instance);
 }
 
-/* Tells `failed(key, error)` of the exception that is set, and sets it again. */
-static void tell_failure(Method *self, PyObject *key) {
-    PyObject *kind, *error, *trace;
-    PyErr_Fetch(&kind, &error, &trace);
-    PyErr_NormalizeException(&kind, &error, &trace);
-    PyObject *answer = PyObject_CallFunctionObjArgs(self->failed, key, error ? error : Py_None, NULL);
+/* What Python answers to a notice is of no use to us. */
+static void ask(PyObject *answer) {
     if (!answer)
         PyErr_Clear();
     Py_XDECREF(answer);
+}
+
+/* Tells `failed(number, error)` of the exception that is set, and sets it again. */
+static void tell_failure(Method *self, unsigned long long number) {
+    PyObject *kind, *error, *trace;
+    PyErr_Fetch(&kind, &error, &trace);
+    PyErr_NormalizeException(&kind, &error, &trace);
+    ask(PyObject_CallFunction(self->failed, "KO", number, error ? error : Py_None));
     PyErr_Restore(kind, error, trace);
 }
 
-/* The row of a call with one tensor and an options object; 0 with no exception left: use `slow`. */
-static uint64_t begin_all_reduce(Method *self, Counters *group, PyObject *tensor, PyObject *options) {
-    Call call = {.op = self->op, .root = -1, .peer = -1};
-    uint64_t begin = 0;
-    PyObject *shape = PyObject_GetAttr(tensor, str_shape), *dtype = PyObject_GetAttr(tensor, str_dtype);
-    PyObject *key = shape && dtype ? PyTuple_Pack(2, shape, dtype) : NULL;
-    PyObject *known = key ? PyDict_GetItemWithError(self->shapes, key) : NULL;
-    PyObject *operation = known ? PyObject_GetAttr(options, str_reduce_op) : NULL;
-    Py_hash_t reduce = operation ? PyObject_Hash(operation) : -1;
-    if (!known || reduce < 0 || reduce > 8 || read_shapes(known, &call) < 0)
-        goto done;
-    if (self->stacks) {
-        PyFrameObject *frame = PyEval_GetFrame(); /* borrowed: the caller's, as C functions have none */
-        call.stack = frame ? find_stack(self->stacks, (PyObject *)frame) : 0;
-        if (call.stack <= 0)
-            goto done; /* new, or on a thread without Python frames */
+/* Root, operator and timeout of an options object, read in place; 0 when Python must look at it. */
+static int read_options(const Layout *layout, PyObject *options, const Counters *group, Call *call) {
+    if (Py_TYPE(options) != layout->type)
+        return 0;
+    const char *value = *(char **)((char *)options + layout->value_at);
+    int64_t timeout, root;
+    if (!value)
+        return 0;
+    memcpy(&timeout, value + layout->timeout_at, sizeof timeout);
+    if (timeout > 0)
+        return 0; /* a timeout of its own */
+    if (layout->reduce_at != NOWHERE) {
+        uint8_t reduce = *(const uint8_t *)(value + layout->reduce_at);
+        call->reduce_op = reduce + 1;
+        if (reduce > 8)
+            return 0;
     }
-    call.reduce_op = reduce + 1;
+    if (layout->root_at != NOWHERE) {
+        memcpy(&root, value + layout->root_at, sizeof root);
+        if (root < 0 || root >= PyTuple_GET_SIZE(group->ranks))
+            return 0;
+        call->root = PyLong_AsLongLong(PyTuple_GET_ITEM(group->ranks, root));
+    }
+    return 1;
+}
+
+/* The tensors of a call as the key of their sizes and dtypes; NULL when these are not the arguments we know. */
+static PyObject *key_of_tensors(const Method *self, PyObject *const *args) {
+    PyObject *first = args[1], *second = NULL;
+    if (self->moved)
+        second = args[2];
+    else if (PyList_CheckExact(first) && PyList_GET_SIZE(first) == 1)
+        first = PyList_GET_ITEM(first, 0);
+    else
+        return NULL;
+    Py_INCREF(first); /* a tensor of the user's own class may run Python code and change the list */
+    PyObject *parts[4] = {PyObject_GetAttr(first, str_shape), PyObject_GetAttr(first, str_dtype), NULL, NULL};
+    int count = 2, whole = parts[0] && parts[1];
+    Py_DECREF(first);
+    if (second && whole) {
+        parts[2] = PyObject_GetAttr(second, str_shape);
+        parts[3] = PyObject_GetAttr(second, str_dtype);
+        count = 4;
+        whole = parts[2] && parts[3];
+    }
+    PyObject *key = whole ? PyTuple_New(count) : NULL;
+    for (int i = 0; i < count; i++)
+        if (key)
+            PyTuple_SET_ITEM(key, i, parts[i]);
+        else
+            Py_XDECREF(parts[i]);
+    return key;
+}
+
+/* What is known of a call before it is made; 0 with no exception left: use `slow`. */
+static int describe(Method *self, Counters *group, PyObject *const *args, Call *call) {
+    if (!read_options(&self->layout, args[self->moved ? 3 : 2], group, call))
+        return 0;
+    PyObject *key = key_of_tensors(self, args);
+    PyObject *known = key ? PyDict_GetItemWithError(self->shapes, key) : NULL;
+    int fine = known && read_shapes(known, call) == 0;
+    Py_XDECREF(key);
+    PyErr_Clear();
+    call->stack = fine && self->stacks ? find_stack(self->stacks) : 0;
+    return fine && call->stack >= 0;
+}
+
+/* The counters of a group that Python has met and that stands in no coalesced batch; else NULL. */
+static Counters *known_group(Method *self, PyObject *group) {
+    PyObject *key = PyLong_FromVoidPtr(group);
+    PyObject *found = key ? PyDict_GetItemWithError(self->groups, key) : NULL;
+    Py_XDECREF(key);
+    PyErr_Clear();
+    if (!found || !PyObject_TypeCheck(found, counters_type) || ((Counters *)found)->batch != Py_None)
+        return NULL;
+    return (Counters *)Py_NewRef(found);
+}
+
+/* The library has answered. Other calls may have ended meanwhile: they are looked at once in a while. */
+static void follow(Method *self, Counters *group, PyObject *work, uint64_t begin) {
+    Ring *ring = self->ring;
+    if (work == Py_None) { /* over, or queued on the device: Python knows how to follow it */
+        ask(PyObject_CallFunction(self->no_work, "KO", (unsigned long long)begin, (PyObject *)group));
+        return;
+    }
+    int64_t now = now_ns();
+    if (group->blocking)
+        mark_started(ring, begin, now);
+    if (hand_over(ring, self->pending) < 0)
+        PyErr_Clear();
+    ring->last_work = Py_NewRef(work);
+    ring->last_group = Py_NewRef((PyObject *)group);
+    ring->last_begin = begin;
+    if (PyDict_GET_SIZE(self->pending) && now - ring->swept_ns > SWEEP_NS) {
+        ring->swept_ns = now;
+        ask(PyObject_CallNoArgs(self->sweep));
+    }
+}
+
+static PyObject *Collective_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
+    Method *self = (Method *)callable;
+    if (!self->enabled)
+        return PyObject_Vectorcall(self->original, args, flags, names);
+    Call call = {.op = self->op, .root = -1, .peer = -1};
+    int usual = self->direct && !names && PyVectorcall_NARGS(flags) == (self->moved ? 4 : 3) && self->ring->view.obj;
+    Counters *group = usual ? known_group(self, args[0]) : NULL;
+    if (!group || !describe(self, group, args, &call)) {
+        Py_XDECREF(group);
+        return PyObject_Vectorcall(self->slow, args, flags, names);
+    }
     call.group = group->number;
     call.timeout_ms = group->timeout_ms;
     call.seq = ++group->seq;
     call.op_id = ++group->op_id;
-    begin = write_row(self->ring, &call);
-done:
-    PyErr_Clear();
-    Py_XDECREF(operation);
-    Py_XDECREF(key);
-    Py_XDECREF(shape);
-    Py_XDECREF(dtype);
-    return begin;
-}
-
-/* Keeps (work, number, group, no parts) under the identity of the work. */
-static int keep(Method *self, PyObject *work, PyObject *number, PyObject *group) {
-    PyObject *key = PyLong_FromVoidPtr(work);
-    PyObject *entry = key ? PyTuple_Pack(4, work, number, group, no_parts) : NULL;
-    int failed = !entry || PyDict_SetItem(self->pending, key, entry) < 0;
-    Py_XDECREF(key);
-    Py_XDECREF(entry);
-    return failed;
-}
-
-static PyObject *AllReduce_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
-    Method *self = (Method *)callable;
-    if (!self->enabled)
-        return PyObject_Vectorcall(self->original, args, flags, names);
-    if (!self->direct || names || PyVectorcall_NARGS(flags) != 3 || (PyObject *)Py_TYPE(args[2]) != self->options_type ||
-        !PyList_CheckExact(args[1]) || PyList_GET_SIZE(args[1]) != 1 || !self->ring->view.obj)
-        return PyObject_Vectorcall(self->slow, args, flags, names);
-    PyObject *key = PyLong_FromVoidPtr(args[0]);
-    Counters *group = key ? (Counters *)PyDict_GetItemWithError(self->groups, key) : NULL;
-    Py_XDECREF(key);
-    if (!group || !PyObject_TypeCheck((PyObject *)group, counters_type) || group->batch != Py_None) {
-        PyErr_Clear();
-        return PyObject_Vectorcall(self->slow, args, flags, names);
-    }
-    Py_INCREF(group);
-    if (PyDict_GET_SIZE(self->pending)) {
-        PyObject *swept = PyObject_CallNoArgs(self->sweep);
-        if (!swept)
-            PyErr_Clear();
-        Py_XDECREF(swept);
-    }
-    PyObject *tensor = Py_NewRef(PyList_GET_ITEM(args[1], 0));
-    uint64_t begin = begin_all_reduce(self, group, tensor, args[2]);
-    Py_DECREF(tensor);
-    PyObject *number = begin ? PyLong_FromUnsignedLongLong(begin) : NULL;
-    if (!number) {
-        PyErr_Clear();
-        Py_DECREF(group);
-        return PyObject_Vectorcall(self->slow, args, flags, names);
-    }
+    uint64_t begin = write_row(self->ring, &call);
     PyObject *work = PyObject_Vectorcall(self->original, args, flags, names);
     if (!work)
-        tell_failure(self, number);
-    else if (work == Py_None) { /* over, or queued on the device: Python knows how to follow it */
-        PyObject *answer = PyObject_CallFunctionObjArgs(self->no_work, number, (PyObject *)group, NULL);
-        if (!answer)
-            PyErr_Clear();
-        Py_XDECREF(answer);
-    }
-    else {
-        if (group->blocking)
-            mark_started(self->ring, begin);
-        if (keep(self, work, number, (PyObject *)group))
-            PyErr_Clear();
-    }
-    Py_DECREF(number);
+        tell_failure(self, begin);
+    else if (self->ring->view.obj)
+        follow(self, group, work, begin);
     Py_DECREF(group);
     return work;
+}
+
+/* The program's wait() for the call made last, which is not among the others: it ends here. */
+static PyObject *wait_for_last(Method *self, PyObject *const *args, size_t flags, PyObject *names) {
+    Ring *ring = self->ring;
+    uint64_t begin = ring->last_begin;
+    PyObject *work = ring->last_work;
+    ring->last_work = NULL;
+    Py_CLEAR(ring->last_group);
+    PyObject *result = PyObject_Vectorcall(self->original, args, flags, names);
+    if (!result)
+        tell_failure(self, begin);
+    else if (ring->view.obj)
+        mark_finished(ring, begin, COMPLETED, 1);
+    Py_DECREF(work);
+    return result;
 }
 
 static PyObject *Wait_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
     Method *self = (Method *)callable;
     if (!self->enabled || PyVectorcall_NARGS(flags) < 1 || !self->ring->view.obj)
         return PyObject_Vectorcall(self->original, args, flags, names);
-    PyObject *key = PyLong_FromVoidPtr(args[0]);
-    PyObject *entry = key ? PyDict_GetItemWithError(self->pending, key) : NULL;
-    if (!entry) {
-        PyErr_Clear();
-        Py_XDECREF(key);
-        return PyObject_Vectorcall(self->original, args, flags, names);
+    if (args[0] == self->ring->last_work) {
+        if (((Counters *)self->ring->last_group)->blocking)
+            return wait_for_last(self, args, flags, names);
+        if (hand_over(self->ring, self->pending) < 0)
+            PyErr_Clear();
     }
-    Counters *group = (Counters *)PyTuple_GET_ITEM(entry, 2);
-    if (PyTuple_GET_SIZE(PyTuple_GET_ITEM(entry, 3)) || !PyObject_TypeCheck((PyObject *)group, counters_type) ||
-        !group->blocking) {
-        Py_DECREF(key);
-        return PyObject_Vectorcall(self->slow, args, flags, names);
-    }
-    Py_INCREF(entry);
-    PyObject *result = PyObject_Vectorcall(self->original, args, flags, names);
-    if (!result)
-        tell_failure(self, key);
-    else if (PyDict_GetItemWithError(self->pending, key) == entry && self->ring->view.obj) {
-        uint64_t begin = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(entry, 1));
-        if (PyDict_DelItem(self->pending, key) == 0 && begin)
-            mark_finished(self->ring, begin, COMPLETED, 1);
-        PyErr_Clear();
-    }
-    Py_DECREF(entry);
-    Py_DECREF(key);
-    return result;
+    return PyObject_Vectorcall(PyDict_GET_SIZE(self->pending) ? self->slow : self->original, args, flags, names);
 }
 
 static int check_parts(Method *self) {
-    return PyObject_TypeCheck(self->ring, ring_type) && PyDict_Check(self->pending) &&
-           (!self->stacks || PyObject_TypeCheck(self->stacks, stacks_type)) &&
-           (!self->groups || PyDict_Check(self->groups)) && (!self->shapes || PyDict_Check(self->shapes));
+    if (PyObject_TypeCheck(self->ring, ring_type) && PyDict_Check(self->pending) &&
+        (!self->stacks || PyObject_TypeCheck(self->stacks, stacks_type)) &&
+        (!self->groups || PyDict_Check(self->groups)) && (!self->shapes || PyDict_Check(self->shapes)))
+        return 0;
+    PyErr_SetString(PyExc_TypeError, "these are not parts of this module");
+    return -1;
 }
 
-static void hold_parts(Method *self) {
+/* Takes what was parsed, and holds it. */
+static int take_parts(Method *self, Method *given, vectorcallfunc call) {
+    if (check_parts(given) < 0)
+        return -1;
+    given->enabled = given->direct = 1;
+    memcpy(&self->original, &given->original, sizeof(Method) - offsetof(Method, original));
+    self->vectorcall = call;
     Py_INCREF(self->original);
     Py_INCREF(self->slow);
     Py_INCREF(self->failed);
@@ -693,31 +910,29 @@ static void hold_parts(Method *self) {
     Py_INCREF(self->ring);
     Py_XINCREF(self->groups);
     Py_XINCREF(self->shapes);
-    Py_XINCREF(self->options_type);
     Py_XINCREF(self->sweep);
     Py_XINCREF(self->no_work);
     Py_XINCREF(self->stacks);
-    self->enabled = self->direct = 1;
+    Py_XINCREF(self->layout.type);
+    return 0;
 }
 
-/* AllReduce(original, slow, failed, pending, ring, groups, shapes, options_type, sweep, no_work, stacks or None, op) */
-static int AllReduce_init(Method *self, PyObject *args, PyObject *kwargs) {
+/* Collective(original, slow, failed, pending, ring, groups, shapes, sweep, no_work, stacks or None, op, moved, layout),
+ * layout = (options_type, value_at, reduce_at, root_at, timeout_at) */
+static int Collective_init(Method *self, PyObject *args, PyObject *kwargs) {
     Method given = {.op = 0};
-    if (self->original || !PyArg_ParseTuple(args, "OOOOOOOOOOOL", &given.original, &given.slow, &given.failed,
-                                            &given.pending, &given.ring, &given.groups, &given.shapes,
-                                            &given.options_type, &given.sweep, &given.no_work, &given.stacks,
-                                            &given.op))
+    int moved;
+    if (self->original)
+        return -1;
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOLp(O!iiii)", &given.original, &given.slow, &given.failed, &given.pending,
+                          &given.ring, &given.groups, &given.shapes, &given.sweep, &given.no_work, &given.stacks,
+                          &given.op, &moved, &PyType_Type, &given.layout.type, &given.layout.value_at,
+                          &given.layout.reduce_at, &given.layout.root_at, &given.layout.timeout_at))
         return -1;
     if ((PyObject *)given.stacks == Py_None)
         given.stacks = NULL;
-    if (!check_parts(&given)) {
-        PyErr_SetString(PyExc_TypeError, "AllReduce takes parts of this module");
-        return -1;
-    }
-    memcpy(&self->original, &given.original, sizeof(Method) - offsetof(Method, original));
-    self->vectorcall = AllReduce_call;
-    hold_parts(self);
-    return 0;
+    given.moved = (char)moved;
+    return take_parts(self, &given, Collective_call);
 }
 
 /* Wait(original, slow, failed, pending, ring) */
@@ -726,14 +941,7 @@ static int Wait_init(Method *self, PyObject *args, PyObject *kwargs) {
     if (self->original || !PyArg_ParseTuple(args, "OOOOO", &given.original, &given.slow, &given.failed, &given.pending,
                                             &given.ring))
         return -1;
-    if (!check_parts(&given)) {
-        PyErr_SetString(PyExc_TypeError, "Wait takes parts of this module");
-        return -1;
-    }
-    memcpy(&self->original, &given.original, sizeof(Method) - offsetof(Method, original));
-    self->vectorcall = Wait_call;
-    hold_parts(self);
-    return 0;
+    return take_parts(self, &given, Wait_call);
 }
 
 static PyMemberDef Method_members[] = {
@@ -749,12 +957,65 @@ static PyMemberDef Method_members[] = {
             {Py_tp_call, PyVectorcall_Call}, {Py_tp_members, Method_members}, {Py_tp_doc, doc}, {0, NULL},            \
     }
 
-static PyType_Slot AllReduce_slots[] = METHOD_SLOTS(AllReduce_init, "ProcessGroup.allreduce, recorded.");
+static PyType_Slot Collective_slots[] = METHOD_SLOTS(Collective_init, "A collective of ProcessGroup or Backend, recorded.");
 static PyType_Slot Wait_slots[] = METHOD_SLOTS(Wait_init, "Work.wait, recorded.");
 
 enum { METHOD_FLAGS = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR };
-static PyType_Spec AllReduce_spec = {"allranks.record._fast.AllReduce", sizeof(Method), 0, METHOD_FLAGS, AllReduce_slots};
+static PyType_Spec Collective_spec = {"allranks.record._fast.Collective", sizeof(Method), 0, METHOD_FLAGS, Collective_slots};
 static PyType_Spec Wait_spec = {"allranks.record._fast.Wait", sizeof(Method), 0, METHOD_FLAGS, Wait_slots};
+
+/* A method of a twin (twin.py): calls the method of the same name of `self.original`. */
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    PyObject *name;
+} ForwardMethod;
+
+static PyObject *Forward_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
+    Py_ssize_t count = PyVectorcall_NARGS(flags);
+    PyObject *passed[8];
+    if (count < 1 || count > 8 || names) {
+        PyErr_SetString(PyExc_TypeError, "C++ calls a twin with at most 7 arguments");
+        return NULL;
+    }
+    passed[0] = PyObject_GetAttr(args[0], str_original);
+    if (!passed[0])
+        return NULL;
+    memcpy(passed + 1, args + 1, (size_t)(count - 1) * sizeof *args);
+    PyObject *result = PyObject_VectorcallMethod(((ForwardMethod *)callable)->name, passed, (size_t)count, NULL);
+    Py_DECREF(passed[0]);
+    return result;
+}
+
+/* Forward(name) */
+static int Forward_init(ForwardMethod *self, PyObject *args, PyObject *kwargs) {
+    PyObject *name;
+    if (self->name || !PyArg_ParseTuple(args, "U", &name))
+        return -1;
+    self->name = Py_NewRef(name);
+    self->vectorcall = Forward_call;
+    return 0;
+}
+
+static void Forward_dealloc(ForwardMethod *self) {
+    Py_XDECREF(self->name);
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+static PyMemberDef Forward_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(ForwardMethod, vectorcall), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot Forward_slots[] = {
+    {Py_tp_init, Forward_init},           {Py_tp_dealloc, Forward_dealloc},
+    {Py_tp_descr_get, Method_get},        {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_members, Forward_members},     {Py_tp_doc, "A method of a twin."},
+    {0, NULL},
+};
+static PyType_Spec Forward_spec = {"allranks.record._fast.Forward", sizeof(ForwardMethod), 0, METHOD_FLAGS, Forward_slots};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_fast", "The hot path of the recorder.", -1, NULL};
 
@@ -772,10 +1033,11 @@ PyMODINIT_FUNC PyInit__fast(void) {
     counters_type = (PyTypeObject *)add_type(made, "Counters", &Counters_spec);
     str_shape = PyUnicode_InternFromString("shape");
     str_dtype = PyUnicode_InternFromString("dtype");
-    str_reduce_op = PyUnicode_InternFromString("reduceOp");
+    str_original = PyUnicode_InternFromString("original");
     no_parts = PyTuple_New(0);
-    if (!ring_type || !stacks_type || !counters_type || !str_shape || !str_dtype || !str_reduce_op || !no_parts ||
-        PyModule_AddIntConstant(made, "VERSION", 1) < 0 || !add_type(made, "AllReduce", &AllReduce_spec) || !add_type(made, "Wait", &Wait_spec))
+    if (!ring_type || !stacks_type || !counters_type || !str_shape || !str_dtype || !str_original || !no_parts ||
+        PyModule_AddIntConstant(made, "VERSION", 2) < 0 || !add_type(made, "Collective", &Collective_spec) ||
+        !add_type(made, "Wait", &Wait_spec) || !add_type(made, "Forward", &Forward_spec))
         return NULL;
     return made;
 }

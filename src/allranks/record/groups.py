@@ -63,7 +63,7 @@ class GroupState:
         self.ranks = ranks  # global ranks in group order; () = unknown
         self.backend = backend
         self.mixed = "," in backend  # "cpu:gloo,cuda:nccl": what wait() means depends on the tensor
-        self.counters = make_counters(number, timeout_ms, backend in WAITS_BLOCK, accelerate)
+        self.counters = make_counters(number, timeout_ms, backend in WAITS_BLOCK, ranks, accelerate)
         self.parts: list[int] = []  # numbers of the calls in the open coalesced group
         self.ref: weakref.ref[Any] | None = None
 
@@ -72,19 +72,26 @@ class GroupState:
         return self.ranks[group_rank] if 0 <= group_rank < len(self.ranks) else group_rank
 
 
-def make_counters(number: int, timeout_ms: int, blocking: bool, accelerate: bool) -> Any:
+def make_counters(
+    number: int, timeout_ms: int, blocking: bool, ranks: tuple[int, ...], accelerate: bool
+) -> Any:
     """Counters in C when that was built and is wanted, else in Python."""
     module = fast(accelerate)
     if module is not None:
-        return module.Counters(number, timeout_ms, blocking)
+        return module.Counters(number, timeout_ms, blocking, ranks)
     return PyCounters(number, timeout_ms, blocking)
 
 
-def describe_group(group: Any, world_size: int) -> tuple[str, str, tuple[int, ...], str]:
-    """(name, description, global ranks, backend) of a ProcessGroup or a bare Backend, as far as it tells."""
+def describe_group(
+    group: Any, world_size: int, members: tuple[int, ...] = ()
+) -> tuple[str, str, tuple[int, ...], str]:
+    """(name, description, global ranks, backend) of a ProcessGroup or a bare Backend, as far as it tells.
+
+    `members` are its ranks as far as we know them ourselves: torch does not tell those of a group that was split off.
+    """
     name = _text(group, "group_name") or _text(getattr(group, "options", None), "group_name")
     desc = _text(group, "group_desc")
-    return name, desc, _ranks(group, world_size), _backend(group)
+    return name, desc, _ranks(group, world_size, members), _backend(group)
 
 
 def _text(group: Any, attribute: str) -> str:
@@ -94,20 +101,23 @@ def _text(group: Any, attribute: str) -> str:
         return ""
 
 
-def _ranks(group: Any, world_size: int) -> tuple[int, ...]:
+def _ranks(group: Any, world_size: int, members: tuple[int, ...]) -> tuple[int, ...]:
     from torch.distributed import distributed_c10d
 
     mapping = distributed_c10d._world.pg_group_ranks.get(group)
     if mapping:
         return tuple(sorted(mapping, key=mapping.__getitem__))
-    for attribute in ("options", "_allranks_options"):
-        listed = getattr(getattr(group, attribute, None), "global_ranks_in_group", None)
-        if listed:
-            return tuple(int(rank) for rank in listed)
+    if members:
+        return members
+    listed = getattr(getattr(group, "options", None), "global_ranks_in_group", None)
+    if listed:
+        return tuple(int(rank) for rank in listed)
     try:
         size = int(group.size())
     except Exception:  # as above
         return ()
+    if world_size < 0 and distributed_c10d.is_initialized():
+        world_size = distributed_c10d.get_world_size()
     return tuple(range(size)) if size == world_size or world_size < 0 else ()
 
 

@@ -26,14 +26,22 @@ from allranks.record.compiler import hide_from_compiler
 from allranks.record.dtypes import dtype_name
 from allranks.record.engine import fast
 from allranks.record.groups import GroupState, describe_group, timeout_ms
+from allranks.record.inplace import layout_of
+from allranks.record.marker import EventMarker
 from allranks.record.ring import Shapes
 from allranks.record.writer import CallWriter, warn_once
 
 #: Modules whose code runs under a collective.
 OURS = tuple(
     f"allranks.record.{name}"
-    for name in ("hook", "twin", "writer", "ring", "stack", "calls", "groups", "box", "dtypes")
+    for name in ("hook", "twin", "writer", "ring", "stack", "calls", "groups", "box", "dtypes", "marker")
 )
+#: Methods that `_fast.c` can read, with the class of their options; MOVED are those of (output, input, options).
+MOVED = {
+    "_allgather_base": c10d.AllgatherOptions, "all_gather_single": c10d.AllgatherOptions,
+    "_reduce_scatter_base": c10d.ReduceScatterOptions, "reduce_scatter_single": c10d.ReduceScatterOptions,
+}  # fmt: skip
+FAST: dict[str, Any] = {"allreduce": c10d.AllreduceOptions, "broadcast": c10d.BroadcastOptions, **MOVED}
 MAX_SHAPES = 100_000  # distinct sizes remembered; further ones are worked out on every call
 
 
@@ -52,9 +60,10 @@ class Hook:
         self._groups: dict[int, GroupState] = {}  # by id of the group object, which is alive while it is here
         self._counters: dict[int, Any] = {}  # the same groups' counters, for the part in C
         self._shapes: dict[tuple[Any, ...], Shapes] = {}
-        self._one_shape: dict[
-            tuple[Any, Any], Shapes
-        ] = {}  # of one tensor that is input and output, for the part in C
+        # For the part in C: by shape and dtype of a tensor that is input and output, or of one output and one input.
+        self._plain_shapes: dict[tuple[Any, ...], Shapes] = {}
+        # Ranks of groups that were split off and have made no call yet.
+        self._members: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._twins: Any = None
         self._lost: set[str] = set()
@@ -72,11 +81,12 @@ class Hook:
                     continue
                 original = getattr(owner, method)
                 wrapper = self._wrap(original, op, reader)
-                if method == "allreduce":
-                    wrapper = self._fast_allreduce(original, wrapper)
-                self._replace(owner, method, wrapper)
+                self._replace(owner, method, self._fast_collective(original, wrapper, method, op))
             self._replace(owner, "_start_coalescing", self._wrap_start(owner._start_coalescing))
             self._replace(owner, "_end_coalescing", self._wrap_end(owner._end_coalescing))
+        if hasattr(c10d.ProcessGroup, "split_group"):
+            split = c10d.ProcessGroup.split_group
+            self._replace(c10d.ProcessGroup, "split_group", self._wrap_split(split))
         works = [
             kind for kind in vars(c10d).values() if isinstance(kind, type) and issubclass(kind, c10d.Work)
         ]
@@ -142,7 +152,8 @@ class Hook:
     def _meet(self, group: Any) -> GroupState:
         writer = self.writer
         assert writer is not None
-        name, desc, ranks, backend = describe_group(group, writer.box.get("world_size"))
+        members = self._members.pop(group, ())
+        name, desc, ranks, backend = describe_group(group, writer.box.get("world_size"), members)
         number = writer.box.append(Item.GROUP, [name, desc, list(ranks), backend])
         state = GroupState(number, name, ranks, backend, timeout_ms(group), writer.accelerate)
         self.adopt(group, state)
@@ -196,8 +207,13 @@ class Hook:
         )
         if len(self._shapes) < MAX_SHAPES:
             self._shapes[key] = found
-            if len(call.inputs) == 1 and call.outputs is call.inputs:
-                self._one_shape[(call.inputs[0].shape, call.inputs[0].dtype)] = found
+            if (
+                len(call.inputs) == len(call.outputs) == 1
+                and not call.input_splits
+                and not call.output_splits
+            ):
+                tensors = call.inputs if call.outputs is call.inputs else (*call.outputs, *call.inputs)
+                self._plain_shapes[tuple(part for t in tensors for part in (t.shape, t.dtype))] = found
         return found
 
     # -- wrappers -----------------------------------------------------------------------------------------------
@@ -220,7 +236,7 @@ class Hook:
                     group, number_of_op, shapes_of(call), call.reduce_op,
                     call.root if call.root < 0 else group.global_rank(call.root),
                     call.peer if call.peer < 0 else group.global_rank(call.peer),
-                    call.p2p, call.timeout_ms, getframe(1),
+                    call.p2p, call.timeout_ms, getframe(),
                 )  # fmt: skip
             except Exception as error:  # ours, never the user's
                 fault(error)
@@ -235,18 +251,20 @@ class Hook:
 
         return wrapper
 
-    def _fast_allreduce(self, original: Callable[..., Any], slow: Callable[..., Any]) -> Any:
-        """The most frequent call by far, in C: one tensor with an options object. The rest takes `slow`."""
+    def _fast_collective(
+        self, original: Callable[..., Any], slow: Callable[..., Any], method: str, op: str
+    ) -> Any:
+        """The most frequent calls in C, in the form that torch.distributed makes them; the rest takes `slow`."""
         writer = self.writer
         assert writer is not None
         module = fast(writer.accelerate)
-        if module is None:
+        layout = layout_of(FAST[method]) if module is not None and method in FAST else None
+        if module is None or layout is None:
             return slow
         stacks = writer.stacks.engine if writer.stacks is not None else None
-        op = writer.box.intern(Item.NAME, "all_reduce")
-        return module.AllReduce(
-            original, slow, writer.failed, writer.pending, writer.ring, self._counters, self._one_shape,
-            c10d.AllreduceOptions, writer.sweep, writer.no_work, stacks, op,
+        return module.Collective(
+            original, slow, writer.failed, writer.pending, writer.ring, self._counters, self._plain_shapes,
+            writer.sweep, writer.no_work, stacks, writer.box.intern(Item.NAME, op), method in MOVED, layout,
         )  # fmt: skip
 
     def _fast_wait(self, original: Callable[..., Any], slow: Callable[..., Any]) -> Any:
@@ -256,12 +274,12 @@ class Hook:
         module = fast(writer.accelerate)
         if module is None:
             return slow
-        return module.Wait(original, slow, writer.wait_failed, writer.pending, writer.ring)
+        return module.Wait(original, slow, writer.failed, writer.pending, writer.ring)
 
     def _wrap_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         writer = self.writer
         assert writer is not None
-        pending, finish, hook = writer.pending, writer.finish, self
+        pending, hook = writer.pending, self
 
         def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
             entry = pending.get(id(self))
@@ -272,9 +290,7 @@ class Hook:
             except BaseException as error:
                 writer.wait_failed(id(self), error)
                 raise
-            over = entry[2].blocking or (not writer.capturing and self.is_completed())
-            if over and pending.pop(id(self), None) is not None:
-                finish(entry[1], entry[3])
+            writer.waited(self, entry)
             return result
 
         return wait
@@ -303,7 +319,7 @@ class Hook:
                 return original(self, *args, **kwargs)
             try:
                 group = hook.group(self)
-                number, parts = writer.begin_end(group, op, sys._getframe(1))
+                number, parts = writer.begin_end(group, op, sys._getframe())
             except Exception as error:  # ours
                 hook._fault(error)
                 return original(self, *args, **kwargs)
@@ -317,12 +333,30 @@ class Hook:
 
         return _end_coalescing
 
+    def _wrap_split(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        hook = self
+
+        def split_group(self: Any, ranks: Any, *args: Any, **kwargs: Any) -> Any:
+            part = original(self, ranks, *args, **kwargs)
+            if part is not None and hook.writer is not None:
+                try:
+                    parent = hook.group(self)
+                    hook._members[part] = tuple(parent.global_rank(int(rank)) for rank in ranks)
+                except Exception as error:  # ours
+                    hook._fault(error)
+            return part
+
+        return split_group
+
     def capturing(self, change: int) -> None:
         """One more or one less CUDA graph is being captured."""
         writer = self.writer
         if writer is None:
             return
-        writer.capturing = max(0, writer.capturing + change)
+        if change > 0:
+            writer.begin_capture()
+        else:
+            writer.capturing = max(0, writer.capturing - 1)
         for _, _, wrapper, _ in self._replaced:
             if hasattr(wrapper, "direct"):
                 wrapper.direct = not writer.capturing
@@ -357,32 +391,3 @@ def _on_cpu(call: Call, op: str) -> bool:
     """Whether a call of a group with several backends goes to the one for CPU tensors."""
     tensor = next(iter(call.inputs or call.outputs), None)
     return op == "monitored_barrier" if tensor is None else bool(tensor.is_cpu)
-
-
-class EventMarker:
-    """A CUDA event behind a call that NCCL put on the current stream without giving out a Work. Events are reused."""
-
-    _free: list[Any] = []
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    @classmethod
-    def make(cls) -> EventMarker | None:
-        """A marker on the current stream; None when there is no device, or while a graph is captured."""
-        if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
-            return None
-        try:
-            event = cls._free.pop()
-        except IndexError:
-            event = torch.cuda.Event()
-        event.record()
-        return cls(event)
-
-    def is_completed(self) -> bool:
-        """Whether the device has come past it; asked no more after the first yes."""
-        if not self._event.query():
-            return False
-        if len(self._free) < 64:
-            self._free.append(self._event)
-        return True

@@ -20,6 +20,7 @@ import allranks
 from allranks.errors import require
 from allranks.model.blackbox import Item, file_name
 from allranks.record.box import Box
+from allranks.record.engine import fast
 from allranks.record.groups import GroupState
 from allranks.record.options import RecorderOptions
 from allranks.record.place import fallback_folder, job_folder, remove_old
@@ -240,7 +241,7 @@ class Recorder:
             "host": socket.gethostname(),
             "job": options.job,
             "backend": "",
-            "versions": _versions(),
+            "versions": _versions(options.accelerate),
             "argv": [word[:200] for word in sys.argv[:20]],
         }
         box.append(Item.META, self._facts)
@@ -249,7 +250,8 @@ class Recorder:
         """The first group tells the rank, the world and the backend when the environment did not."""
         assert self.box is not None
         if not self._facts["backend"] and state.backend:
-            self._facts = {**self._facts, "backend": state.backend, "versions": _versions(state.backend)}
+            versions = _versions(self.options.accelerate, state.backend)
+            self._facts = {**self._facts, "backend": state.backend, "versions": versions}
             self.box.append(Item.META, self._facts)
         import torch.distributed as dist
 
@@ -279,9 +281,10 @@ class Recorder:
             warn_once(f"recording is off after an error of its own, training goes on: {error!r}")
 
 
-def _versions(backend: str = "") -> dict[str, str]:
+def _versions(accelerate: bool, backend: str = "") -> dict[str, str]:
     """Versions of the libraries that took part."""
-    found = {"allranks": allranks.__version__, "python": sys.version.split()[0]}
+    engine = "C" if fast(accelerate) is not None else "Python"
+    found = {"allranks": allranks.__version__, "recorder": engine, "python": sys.version.split()[0]}
     torch = sys.modules.get("torch")
     if torch is not None:
         found["torch"] = str(torch.__version__)

@@ -96,6 +96,9 @@ class PyRing:
         """The step and label of the calls from now on."""
         self._step, self._label = step, label
 
+    def hand_over(self, pending: object) -> None:
+        """The part in C keeps the call made last to itself; here all of them are in `pending` anyway."""
+
     def release(self) -> None:
         """Lets go of the memory."""
         self._words.release()

@@ -25,7 +25,7 @@ MAX_WALK = 96  # as in _fast.c
 MAX_STACKS = 20_000  # distinct stacks remembered; further ones are recorded without a stack
 MAX_CODES = 8_192  # code objects remembered; as in _fast.c
 
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PLUMBING_STARTS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, "<frozen")
 _LIBRARY_ROOTS = tuple(
     {
         path + os.sep
@@ -50,7 +50,7 @@ class Stacks:
         self._depth = depth
         self._main = threading.main_thread().ident or 0
         self._count = 0
-        self.engine = _make_engine(depth, accelerate)
+        self.engine = _make_engine(depth, self._main, accelerate)
 
     def at(self, frame: FrameType | None) -> int:
         """The id of the stack that starts at `frame`; 0 when there is none or the table is full.
@@ -132,10 +132,10 @@ class PyEngine:
         return kind
 
 
-def _make_engine(depth: int, accelerate: bool) -> Any:
+def _make_engine(depth: int, main: int, accelerate: bool) -> Any:
     module = fast(accelerate)
     if module is not None:
-        return module.Stacks(kind_of, depth)
+        return module.Stacks(depth, main, _PLUMBING_STARTS, _PLUMBING_ENDS, _LIBRARY_ROOTS)
     return PyEngine(depth)
 
 
@@ -159,6 +159,6 @@ def describe(start: FrameType, depth: int) -> list[list[object]]:
 def kind_of(code: CodeType) -> int:
     """Whether a code object is the user's, a library's, or plumbing that says nothing."""
     file = code.co_filename
-    if file.startswith((_HERE, "<frozen")) or file.endswith(_PLUMBING_ENDS):
+    if file.startswith(_PLUMBING_STARTS) or file.endswith(_PLUMBING_ENDS):
         return PLUMBING
     return LIBRARY if file.startswith(_LIBRARY_ROOTS) else USER

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
+from allranks.record.engine import fast
+
 if TYPE_CHECKING:
     from allranks.record.hook import Hook
 
@@ -66,9 +68,10 @@ def _forward(method: str) -> Callable[..., Any]:
         return WaitedWork(work) if silent and work is not None and self.waits_block() else work
 
     call.__name__ = method
-    return call
+    return call if silent or _fast is None else _fast.Forward(method)
 
 
+_fast = fast(True)
 for _method in METHODS:
     if hasattr(c10d.ProcessGroup, _method):
         setattr(Twin, _method, _forward(_method))  # their code is that of `call`, nested in `_forward`

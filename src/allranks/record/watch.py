@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from allranks.record.recorder import Recorder
 
 MAX_TIMEOUT_DUMPS = 3  # the first timeouts tell the story; later ones are its consequences
-_SOURCE_LINE = re.compile(r"^(\[[^\]\s]*:\d+\]\s*)+")  # "[/build/gloo/pair.cc:553] " says less than what follows
+_SOURCE_LINE = re.compile(
+    r"^(\[[^\]\s]*:\d+\]\s*)+"
+)  # "[/build/gloo/pair.cc:553] " says less than what follows
 _recorders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -85,8 +87,7 @@ class Watch:
                 writer = self._recorder.writer
                 if writer is None:
                     return
-                if writer.pending:
-                    writer.sweep(everything=True)
+                writer.sweep(everything=True)
         except Exception:  # a thread's entry: recording goes on without it
             if not sys.is_finalizing():
                 traceback.print_exc()
@@ -182,7 +183,9 @@ def _place(trace: TracebackType | None) -> str:
     place = ""
     for frame, line in traceback.walk_tb(trace):
         file = frame.f_code.co_filename
-        if not any(part in file for part in ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")):
+        if not any(
+            part in file for part in ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
+        ):
             place = f" ({os.path.basename(file)}:{line})"
     return place
 

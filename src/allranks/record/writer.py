@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +28,8 @@ Entry = tuple[Any, int, Any, tuple[int, ...]]
 P2P, PART, END, CAPTURED = (
     int(flag) for flag in (Flag.P2P, Flag.COALESCED_PART, Flag.COALESCED_END, Flag.CAPTURED)
 )
+#: Calls under way are looked at on a later call, not more often than this (as in _fast.c) and so many at once.
+SWEEP_NS, SWEEP_CALLS = 1_000_000, 4
 COMPLETED, FAILED, TIMED_OUT = int(State.COMPLETED), int(State.FAILED), int(State.TIMED_OUT)
 
 
@@ -45,6 +49,10 @@ class CallWriter:
         self.accelerate = options.accelerate
         self.label = 0
         self.capturing = 0  # CUDA graph captures in progress: no event may be queried
+        self.asking = (
+            threading.RLock()
+        )  # held while works and events are queried; never waited for without a limit
+        self._swept_ns = 0
         self.on_timeout: Callable[[bool], None] | None = None  # told whether the timeout is news
         self.original_wait: Callable[[Any], Any] | None = None  # Work.wait as it was before it was wrapped
         self.mark_device: Callable[[], Any] | None = None  # a marker behind all that is queued on the device
@@ -54,8 +62,6 @@ class CallWriter:
         reduce_op: int = 0, root: int = -1, peer: int = -1, p2p: bool = False, timeout_ms: int = 0, frame: Any = None,
     ) -> int:  # fmt: skip
         """Writes the row of a call that is about to be made; returns its number."""
-        if self.pending:
-            self.sweep()
         counters = group.counters
         flags, p2p_seq = 0, 0
         if counters.batch is not None:
@@ -97,7 +103,16 @@ class CallWriter:
         owner = CPU_SIDE if on_cpu and group.mixed else counters
         if owner.blocking:
             self.ring.started(number)
-        self.pending[id(work)] = (work, number, owner, parts)
+        self._keep(work, number, owner, parts)
+
+    def _keep(self, work: Any, number: int, counters: Any, parts: tuple[int, ...]) -> None:
+        """Adds a call to those under way, and looks at the oldest of them when that is due."""
+        self.pending[id(work)] = (work, number, counters, parts)
+        if len(self.pending) > 1:
+            now = time.monotonic_ns()
+            if now - self._swept_ns > SWEEP_NS:
+                self._swept_ns = now
+                self.sweep()
 
     def no_work(self, number: int, counters: Any, parts: tuple[int, ...] = ()) -> None:
         """The library returned no Work: the call is over, or it is queued on the device and a marker follows it."""
@@ -107,7 +122,24 @@ class CallWriter:
         if marker is None:
             self.finish(number, parts)
         else:
-            self.pending[id(marker)] = (marker, number, counters, parts)
+            self._keep(marker, number, counters, parts)
+
+    def waited(self, work: Any, entry: Entry) -> None:
+        """The program's wait() has returned: the call is over, or the device has yet to come past this point.
+
+        In the latter case a marker takes the place of the Work, which would keep its tensors in the device's memory.
+        """
+        _, number, counters, parts = entry
+        over = counters.blocking
+        marker = None
+        if not over and not self.capturing:
+            marker = self.mark_device() if self.mark_device is not None else None
+            over = marker is None and work.is_completed()
+        if (over or marker is not None) and self.pending.pop(id(work), None) is not None:
+            if marker is None:
+                self.finish(number, parts)
+            else:
+                self._keep(marker, number, counters, parts)
 
     def finish(self, number: int, parts: tuple[int, ...] = (), state: int = COMPLETED) -> None:
         """Notes the end of a call and of those that end with it."""
@@ -141,30 +173,49 @@ class CallWriter:
             self.on_timeout(True)
 
     def sweep(self, everything: bool = False) -> None:
-        """Notes the calls that have ended: of the two oldest on every call, of all in the side thread."""
-        if self.capturing:
-            return
+        """Notes the calls that have ended: the oldest ones now and then on a call, all of them in the side thread."""
         pending = self.pending
-        oldest = self.box.get("next_id") - self.box.capacity
-        for key in list(pending) if everything else list(itertools.islice(pending, 2)):
-            entry = pending.get(key)
-            if entry is None:
-                continue
-            if entry[1] <= oldest:  # the ring has given its row away: some works never say that they are over
-                pending.pop(key, None)
-                continue
-            try:
-                if not entry[0].is_completed():
-                    continue
-                error = self._outcome(entry)
-            except Exception as raised:  # a Work may raise what its call ended with
-                error = raised
-            if pending.pop(key, None) is None:
-                continue  # the program's own wait() was quicker
-            if error is None:
-                self.finish(entry[1], entry[3])
-            else:
-                self.failed(entry[1], error, entry[3])
+        self.ring.hand_over(pending)
+        if not pending or not self.asking.acquire(timeout=1.0 if everything else 0.0):
+            return  # nothing to do, or another thread is at it
+        try:
+            oldest = self.box.get("next_id") - self.box.capacity
+            for key in list(pending) if everything else list(itertools.islice(pending, SWEEP_CALLS)):
+                if self.capturing:
+                    return
+                if not self._settle(key, oldest) and not everything:
+                    return
+        finally:
+            self.asking.release()
+
+    def _settle(self, key: int, oldest: int) -> bool:
+        """Notes the end of one call; False when it is still under way. Calls up to `oldest` have lost their row."""
+        pending = self.pending
+        entry = pending.get(key)
+        if entry is None:
+            return True
+        if entry[1] <= oldest:  # some works never say that they are over
+            pending.pop(key, None)
+            return True
+        try:
+            if not entry[0].is_completed():
+                return False
+            error = self._outcome(entry)
+        except Exception as raised:  # a Work may raise what its call ended with
+            error = raised
+        if pending.pop(key, None) is None:
+            return True  # the program's own wait() was quicker
+        if error is None:
+            self.finish(entry[1], entry[3])
+        else:
+            self.failed(entry[1], error, entry[3])
+        return True
+
+    def begin_capture(self) -> None:
+        """A CUDA graph is about to be captured: from the return of this on no event is queried."""
+        self.capturing += 1
+        if self.asking.acquire(timeout=1.0):
+            self.asking.release()
 
     def _outcome(self, entry: Entry) -> BaseException | None:
         """How a completed Work ended, without blocking: None is success."""
