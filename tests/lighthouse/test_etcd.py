@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -87,6 +88,30 @@ def test_a_standby_takes_over_when_the_leader_is_killed(
     assert all(client.lighthouse == standby.address for client in replicas.clients)
     assert sum(isinstance(notice, LeaderMoved) for notice in replicas.notices) == 3
     assert not [notice for notice in replicas.notices if isinstance(notice, MemberLost)]
+
+
+@pytest.mark.soak
+def test_a_leader_that_was_frozen_past_its_lease_leads_nobody_when_it_wakes(
+    stack: ExitStack, run_lighthouse: RunLighthouse, etcd: Callable[[int], EtcdCluster]
+) -> None:
+    """It believes to lead when it thaws; the standby has led on, and there is one quorum of one epoch."""
+    words = ("--etcd", etcd(1).endpoints, "--lease-s", "1", "--heartbeat-timeout-ms", "2000")
+    leader = run_lighthouse(*words)
+    leader.wait_log("leading in epoch 1")
+    standby = run_lighthouse(*words)
+    replicas = Replicas(stack, (leader.address, standby.address), "a", "b")
+    first = replicas.form(0)
+    leader.kill(signal.SIGSTOP)
+    standby.wait_log("leading in epoch 2")
+    second = replicas.form(1, failed=1)
+    assert (second.number, second.epoch) == (first.number + 1, 2)
+    leader.kill(signal.SIGCONT)
+    leader.wait_log("no longer leading")
+    third = replicas.form(2, failed=1)
+    assert (third.number, third.epoch) == (second.number + 1, 2)
+    assert all(client.lighthouse == standby.address for client in replicas.clients)
+    assert not [notice for notice in replicas.notices if isinstance(notice, MemberLost)]
+    assert f"quorum {second.number}:" not in leader.log() and f"quorum {third.number}:" not in leader.log()
 
 
 def test_a_leader_that_is_stopped_hands_over_without_waiting_for_its_lease(

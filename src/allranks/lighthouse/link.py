@@ -272,7 +272,7 @@ class Link:
             return
         now, limit = self._reactor.clock.now, self._welcome.timeout_s
         if self._pinged and now - self._pinged > limit:
-            self._broken(f"the lighthouse is silent for {now - self._heard:.1f} s")
+            self._broken(f"the lighthouse is silent for {now - self._heard:.1f} s", silent=True)
             return
         ping = now - self._heard >= limit / 2
         if ping and not self._pinged:
@@ -289,8 +289,12 @@ class Link:
                 self.options.heartbeat_s or self._welcome.beat_s, self._send_beat
             )
 
-    def _broken(self, reason: str) -> None:
-        """The line is cut: tell it once, then try the next address, at first at once, later with pauses."""
+    def _broken(self, reason: str, silent: bool = False) -> None:
+        """The line is cut: tell it once, then try the next address, at first at once, later with pauses.
+
+        The same one comes first when it closed the line (a blip), last when it is silent: a frozen lighthouse
+        still takes connections and would cost us the time to wait for its word.
+        """
         was_up = self.up
         self._shut()
         if self._closed:
@@ -302,7 +306,10 @@ class Link:
             self._receive(frame[HEAD.size - 1], frame[HEAD.size :])
         if was_up:
             self._failures = 0
-            self._detour = self._detour or self.address  # a blip: the same one first
+            if silent:
+                self._next += self.options.addresses[self._next % len(self.options.addresses)] == self.address
+            else:
+                self._detour = self._detour or self.address
         rounds = self._failures // max(1, len(self.options.addresses))
         pause = min(_FIRST_PAUSE_S * 2.0**rounds, _LAST_PAUSE_S) * random.uniform(0.5, 1.5)
         self._reactor.later(0.0 if was_up or (self._detour and not self._failures) else pause, self._connect)

@@ -59,6 +59,13 @@ class Options:
         """How often replicas beat, resolved."""
         return self.heartbeat_s or min(1.0, self.heartbeat_timeout_s / 5)
 
+    @property
+    def return_s(self) -> float:
+        """How long members of a quorum that was taken over have to come back: a client asks a silent lighthouse
+        for a sign of life after half a timeout, gives it up after another whole one, both to within a beat, and
+        pauses between attempts."""
+        return 1.5 * self.heartbeat_timeout_s + 2 * self.beat_s + 2.0
+
     def allows(self, size: int) -> bool:
         """Whether a quorum may have `size` members."""
         return (

@@ -211,9 +211,10 @@ class Service:
     def take_over(self, quorum: Quorum, finished: Iterable[str] = ()) -> None:
         """Goes on from a quorum formed by an earlier lighthouse; its members are expected to come back."""
         now, members = self.now(), {member.replica: member for member in quorum.members}
+        heard = now + self.options.return_s - self.options.heartbeat_timeout_s
         for name in self.state.adopt(now, quorum, finished):
             member = members[name]
-            self.sessions.add(Session(name, member.session, 0, False, member.node, 1, None, now))
+            self.sessions.add(Session(name, member.session, 0, False, member.node, 1, None, heard))
         self.former.reason = f"taken over: {quorum.reason}"
         text = f"took over quorum {quorum.number} of {len(quorum.members)} members"
         self.bulletin.event("quorum", text, number=quorum.number)
@@ -276,7 +277,9 @@ class Service:
         self.state.withdraw(name)
         self.former.soon()
         ages = {
-            each.replica: self.awake.now - each.heard for who in missing for each in self.sessions.of(who)
+            each.replica: max(0.0, self.awake.now - each.heard)
+            for who in missing
+            for each in self.sessions.of(who)
         }
         heard = ", ".join(f"{who} last heard {age:.1f} s ago" for who, age in ages.items())
         return Waiting(reason + (f" ({heard})" if heard else ""), missing)
@@ -378,7 +381,8 @@ class Service:
         replica = self.state.replicas.get(session.replica)
         expected = replica is not None and not replica.connected
         what = "did not come back to the new lighthouse" if expected else "nothing heard"
-        self._lose(session.replica, f"{what} for {now - session.heard:.2f} s", certain=False)
+        since = replica.since if replica is not None and expected else session.heard
+        self._lose(session.replica, f"{what} for {now - since:.2f} s", certain=False)
 
     def _lose(self, name: str, reason: str, certain: bool) -> None:
         """A replica is gone: note it, tell the others (its own other ranks too), decide again."""

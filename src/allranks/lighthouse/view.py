@@ -50,7 +50,7 @@ def _row(replica: Replica, ranks: list[Session], standing: str, now: float) -> R
         progress=min((each.progress for each in ranks), default=-1),
         idle_s=round(max((each.idle_s for each in ranks), default=0.0), 3),
         health=next((each.health for each in ranks if each.health), ""),
-        heard_s=round(now - min((each.heard for each in ranks), default=replica.since), 3),
+        heard_s=round(max(0.0, now - min((each.heard for each in ranks), default=replica.since)), 3),
         address=next((each.peer.address for each in ranks if each.peer), ""),
         ranks=sum(1 for each in ranks if each.peer),
     )
