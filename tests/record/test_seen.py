@@ -19,7 +19,7 @@ import torch.distributed.fsdp  # as above
 
 import allranks
 from allranks.model.trace import REDUCE_OPS, Flag, State
-from allranks.record.read import read_header
+from allranks.record.read import read_header, read_trace
 from allranks.testing.ranks import Ranks
 
 from .boxes import last, ops, traces, where
@@ -128,6 +128,28 @@ def test_a_call_made_again_is_recorded_as_the_first_one_was(folder: Path, engine
         assert int(first[4]["timeout_ms"]) == 17_000
         assert all("_repeats" in where(trace, row) for row in trace.calls)
         assert list(trace.calls["seq"][trace.calls["group"] == trace.calls["group"][0]]) == list(range(1, 16))
+
+
+def _two_backends(rank: int, world: int) -> None:
+    dist.init_process_group("cpu:gloo,cuda:gloo", rank=rank, world_size=world)
+    recorder = allranks.record()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(2))
+        dist.all_gather_into_tensor(torch.empty(2 * world), torch.ones(2))
+    assert recorder.path is not None
+    states = read_trace(recorder.path).calls["state"]
+    assert set(states) == {State.COMPLETED}  # at once: a CPU tensor's wait() means the end
+
+
+def test_in_a_group_with_two_backends_calls_on_cpu_tensors_end_with_their_wait(
+    folder: Path, engine: str
+) -> None:
+    """Also when they are recorded in C, as all but the first are."""
+    with Ranks(_two_backends, 2, backend=None) as ranks:
+        ranks.values()
+    for trace in traces(folder).values():
+        assert ops(trace) == ["all_reduce", "all_gather_into_tensor"] * 3
+        assert (trace.calls["started_ns"] > 0).all()
 
 
 def _without_frames(rank: int, world: int) -> None:

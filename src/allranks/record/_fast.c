@@ -614,6 +614,7 @@ typedef struct {
     char blocking;
     PyObject *batch; /* numbers of the open coalesced group, or None */
     PyObject *ranks; /* tuple: global ranks in group order */
+    PyObject *cpu_side; /* Counters that stand for calls on CPU tensors when these have a backend of their own, or None */
 } Counters;
 
 static int Counters_init(Counters *self, PyObject *args, PyObject *kwargs) {
@@ -625,12 +626,14 @@ static int Counters_init(Counters *self, PyObject *args, PyObject *kwargs) {
     self->seq = self->p2p_seq = self->op_id = 0;
     Py_XSETREF(self->batch, Py_NewRef(Py_None));
     Py_XSETREF(self->ranks, Py_NewRef(ranks));
+    Py_XSETREF(self->cpu_side, Py_NewRef(Py_None));
     return 0;
 }
 
 static void Counters_dealloc(Counters *self) {
     Py_XDECREF(self->batch);
     Py_XDECREF(self->ranks);
+    Py_XDECREF(self->cpu_side);
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free((PyObject *)self);
     Py_DECREF(type);
@@ -653,6 +656,7 @@ static PyMemberDef Counters_members[] = {
     {"timeout_ms", T_LONGLONG, offsetof(Counters, timeout_ms), 0, "Timeout of the group; 0 unknown."},
     {"blocking", T_BOOL, offsetof(Counters, blocking), READONLY, "wait() returns when the call is over."},
     {"batch", T_OBJECT, offsetof(Counters, batch), 0, "Numbers of the open coalesced group, or None."},
+    {"cpu_side", T_OBJECT, offsetof(Counters, cpu_side), 0, "Stand for calls on CPU tensors, or None."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -668,7 +672,7 @@ static PyType_Spec Counters_spec = {
 /* ---- Collective, Wait and Forward ---------------------------------------------------------------------------- */
 
 static PyTypeObject *ring_type, *stacks_type, *counters_type;
-static PyObject *str_shape, *str_dtype, *str_original;
+static PyObject *str_shape, *str_dtype, *str_is_cpu, *str_original;
 
 enum { NOWHERE = -1, SWEEP_NS = 1000000 /* between two looks at the calls under way; as in writer.py */ };
 
@@ -812,6 +816,19 @@ static Counters *known_group(Method *self, PyObject *group) {
     return (Counters *)Py_NewRef(found);
 }
 
+/* Which side of the group this call went to: in one with several backends the tensor decides. Borrowed. */
+static Counters *side_of(Counters *group, PyObject *tensors) {
+    if (!PyObject_TypeCheck(group->cpu_side, counters_type))
+        return group;
+    PyObject *tensor = PyList_CheckExact(tensors) && PyList_GET_SIZE(tensors) ? PyList_GET_ITEM(tensors, 0) : tensors;
+    Py_INCREF(tensor);
+    PyObject *answer = PyObject_GetAttr(tensor, str_is_cpu);
+    int on_cpu = answer == Py_True;
+    Py_DECREF(tensor);
+    ask(answer);
+    return on_cpu ? (Counters *)group->cpu_side : group;
+}
+
 /* The library has answered. Other calls may have ended meanwhile: they are looked at once in a while. */
 static void follow(Method *self, Counters *group, PyObject *work, uint64_t begin) {
     Ring *ring = self->ring;
@@ -853,7 +870,7 @@ static PyObject *Collective_call(PyObject *callable, PyObject *const *args, size
     if (!work)
         tell_failure(self, begin);
     else if (self->ring->view.obj)
-        follow(self, group, work, begin);
+        follow(self, side_of(group, args[1]), work, begin);
     Py_DECREF(group);
     return work;
 }
@@ -1033,10 +1050,11 @@ PyMODINIT_FUNC PyInit__fast(void) {
     counters_type = (PyTypeObject *)add_type(made, "Counters", &Counters_spec);
     str_shape = PyUnicode_InternFromString("shape");
     str_dtype = PyUnicode_InternFromString("dtype");
+    str_is_cpu = PyUnicode_InternFromString("is_cpu");
     str_original = PyUnicode_InternFromString("original");
     no_parts = PyTuple_New(0);
-    if (!ring_type || !stacks_type || !counters_type || !str_shape || !str_dtype || !str_original || !no_parts ||
-        PyModule_AddIntConstant(made, "VERSION", 2) < 0 || !add_type(made, "Collective", &Collective_spec) ||
+    if (!ring_type || !stacks_type || !counters_type || !str_shape || !str_dtype || !str_is_cpu || !str_original || !no_parts ||
+        PyModule_AddIntConstant(made, "VERSION", 3) < 0 || !add_type(made, "Collective", &Collective_spec) ||
         !add_type(made, "Wait", &Wait_spec) || !add_type(made, "Forward", &Forward_spec))
         return NULL;
     return made;

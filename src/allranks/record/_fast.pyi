@@ -56,6 +56,7 @@ class Stacks:
 class Counters:
     batch: tuple[int, int] | None
     timeout_ms: int
+    cpu_side: Counters | None
     def __init__(self, number: int, timeout_ms: int, blocking: bool, ranks: tuple[int, ...], /) -> None: ...
     @property
     def number(self) -> int: ...

@@ -19,13 +19,24 @@ WAITS_BLOCK = frozenset({"gloo", "mpi", "fake"})  # backends whose wait() return
 class PyCounters:
     """The numbers of one group's calls, in Python; `_fast.c` has the same."""
 
-    __slots__ = ("_ops", "_p2ps", "_seqs", "batch", "blocking", "last_seq", "number", "timeout_ms")
+    __slots__ = (
+        "_ops",
+        "_p2ps",
+        "_seqs",
+        "batch",
+        "blocking",
+        "cpu_side",
+        "last_seq",
+        "number",
+        "timeout_ms",
+    )
 
     def __init__(self, number: int, timeout_ms: int, blocking: bool) -> None:
         self.number = number  # id of the group in the black box
         self.timeout_ms = timeout_ms
         self.blocking = blocking  # wait() returns when the call is over
         self.last_seq = 0
+        self.cpu_side: Any = None  # stands for calls on CPU tensors when these have a backend of their own
         self.batch: tuple[int, int] | None = (
             None  # (seq, p2p_seq) of the open coalesced group, 0 = not drawn yet
         )
@@ -64,6 +75,8 @@ class GroupState:
         self.backend = backend
         self.mixed = "," in backend  # "cpu:gloo,cuda:nccl": what wait() means depends on the tensor
         self.counters = make_counters(number, timeout_ms, backend in WAITS_BLOCK, ranks, accelerate)
+        if self.mixed:
+            self.counters.cpu_side = make_counters(number, timeout_ms, True, ranks, accelerate)
         self.parts: list[int] = []  # numbers of the calls in the open coalesced group
         self.ref: weakref.ref[Any] | None = None
 

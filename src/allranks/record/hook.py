@@ -171,8 +171,7 @@ class Hook:
 
         state.ref = weakref.ref(group, forget)
         groups[key] = state
-        if not state.mixed:
-            counters[key] = state.counters
+        counters[key] = state.counters
 
     def shapes(self, call: Call) -> Shapes:
         """Sizes and dtypes of a call, interned."""
@@ -246,7 +245,10 @@ class Hook:
             except BaseException as error:
                 writer.failed(number, error)
                 raise
-            writer.returned(work, number, group, on_cpu=group.mixed and _on_cpu(call, op))
+            try:
+                writer.returned(work, number, group, on_cpu=group.mixed and _on_cpu(call, op))
+            except Exception as error:  # ours, or of a device that is broken
+                fault(error)
             return work
 
         return wrapper
@@ -290,7 +292,10 @@ class Hook:
             except BaseException as error:
                 writer.wait_failed(id(self), error)
                 raise
-            writer.waited(self, entry)
+            try:
+                writer.waited(self, entry)
+            except Exception as error:  # as above
+                hook._fault(error)
             return result
 
         return wait
@@ -328,7 +333,10 @@ class Hook:
             except BaseException as error:
                 writer.failed(number, error, parts)
                 raise
-            writer.returned(work, number, group, parts)
+            try:
+                writer.returned(work, number, group, parts)
+            except Exception as error:  # as above
+                hook._fault(error)
             return work
 
         return _end_coalescing

@@ -10,8 +10,10 @@ import torch
 class EventMarker:
     """A CUDA event behind what is queued on the current stream. Events and streams are reused: both are dear."""
 
+    __slots__ = ("_device", "_event")
     _free: dict[int, list[Any]] = {}  # events by device: one cannot be recorded on another's stream
     _streams: dict[tuple[int, int, int], Any] = {}
+    _ready = False  # CUDA is in use in this process; it stays so
 
     def __init__(self, event: Any, device: int) -> None:
         self._event = event
@@ -20,7 +22,11 @@ class EventMarker:
     @classmethod
     def make(cls) -> EventMarker | None:
         """A marker on the current stream; None when there is no device, or while a graph is captured."""
-        if not torch.cuda.is_initialized() or torch._C._cuda_isCurrentStreamCapturing():
+        if not cls._ready:
+            if not torch.cuda.is_initialized():
+                return None
+            cls._ready = True
+        if torch._C._cuda_isCurrentStreamCapturing():
             return None
         key = torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())
         stream = cls._streams.get(key)

@@ -17,7 +17,7 @@ from typing import Any
 
 from allranks.model.trace import Flag, State
 from allranks.record.box import Box
-from allranks.record.groups import GroupState, PyCounters
+from allranks.record.groups import GroupState
 from allranks.record.options import RecorderOptions
 from allranks.record.ring import Shapes, make_ring
 from allranks.record.stack import Stacks
@@ -31,11 +31,6 @@ P2P, PART, END, CAPTURED = (
 #: Calls under way are looked at on a later call, not more often than this (as in _fast.c) and so many at once.
 SWEEP_NS, SWEEP_CALLS = 1_000_000, 4
 COMPLETED, FAILED, TIMED_OUT = int(State.COMPLETED), int(State.FAILED), int(State.TIMED_OUT)
-
-
-CPU_SIDE = PyCounters(
-    0, 0, True
-)  # calls of a group with several backends that went to the one for CPU tensors
 
 
 class CallWriter:
@@ -100,7 +95,7 @@ class CallWriter:
         counters = group.counters
         if counters.batch is not None or (self.capturing and not counters.blocking):
             return  # the end of the coalesced group tells for all of it; a captured call has no end of its own
-        owner = CPU_SIDE if on_cpu and group.mixed else counters
+        owner = counters.cpu_side if on_cpu and group.mixed else counters
         if owner.blocking:
             self.ring.started(number)
         self._keep(work, number, owner, parts)
@@ -154,7 +149,7 @@ class CallWriter:
         if work is not None:
             self.track(work, number, group, parts, on_cpu)
         else:
-            self.no_work(number, CPU_SIDE if on_cpu and group.mixed else group.counters, parts)
+            self.no_work(number, group.counters.cpu_side if on_cpu and group.mixed else group.counters, parts)
 
     def wait_failed(self, key: int, error: BaseException) -> None:
         """The program's wait() for this Work raised."""
