@@ -12,6 +12,7 @@ import pytest
 from allranks.errors import InputError
 from allranks.model.blackbox import HEADER_BYTES, Item, ring_bytes
 from allranks.model.trace import CALL, Flag, State
+from allranks.record import place
 from allranks.record.box import Box
 from allranks.record.decode import BoxBytes, decode
 from allranks.record.read import copy_box, read_header, read_trace
@@ -200,3 +201,16 @@ def test_files_and_folders_are_private(folder: Path) -> None:
     with pytest.raises(FileExistsError):
         _box(folder / "deep" / "x.box")
     assert box.path.stat().st_size == HEADER_BYTES + ring_bytes(32) + (1 << 16)
+
+
+def test_our_own_folder_is_closed_when_somebody_has_opened_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below the folder that holds this user's jobs nothing is readable by others."""
+    monkeypatch.setattr(place, "SHARED_MEMORY", tmp_path)
+    folder = place.job_folder("4711")
+    folder.mkdir(parents=True)
+    for path in (folder, folder.parent):
+        path.chmod(0o777)
+    place.make_folder(folder)
+    assert [path.stat().st_mode & 0o777 for path in (folder.parent, folder)] == [0o700, 0o700]

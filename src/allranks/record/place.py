@@ -30,7 +30,7 @@ def job_folder(job: str) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the folder, 0700 if new; refuses one that another user owns or that is a link."""
+    """Makes the folder, 0700 if new or below our own; refuses one that another user owns or that is a link."""
     missing = [folder, *folder.parents]
     missing = missing[: next((i for i, path in enumerate(missing) if path.exists()), len(missing))]
     for path in reversed(missing):
@@ -46,6 +46,8 @@ def _check_ours(folder: Path) -> None:
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to uid {facts.st_uid}, not to us")
+    if stat.S_IMODE(facts.st_mode) & 0o077:
+        folder.chmod(0o700)
 
 
 def reserve_file(path: Path, size: int) -> int:
