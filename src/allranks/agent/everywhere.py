@@ -10,6 +10,7 @@ from pathlib import Path
 from allranks.agent.company import PARTS_S, Company
 from allranks.agent.incidents import new_id
 from allranks.agent.overview import find_job, read_job
+from allranks.agent.sample import process_state
 from allranks.errors import AllranksError, InputError
 from allranks.lighthouse.client import Client, ClientOptions
 
@@ -32,7 +33,10 @@ def find_lighthouse(job: str | None) -> tuple[str, str] | None:
         folder = find_job(job)
     except InputError:
         return None
-    address = str(read_job(folder).get("lighthouse") or "")
+    facts = read_job(folder)
+    address, agent = str(facts.get("lighthouse") or ""), facts.get("pid")
+    if not isinstance(agent, int) or process_state(agent) in ("", "Z", "X"):
+        return None  # the job is over
     try:
         token = (folder / "token").read_text().strip()
     except OSError:
