@@ -19,6 +19,7 @@ from allranks.cli import main
 from allranks.errors import EtcdError, InputError
 from allranks.etcd import Etcd, parse_endpoints
 from allranks.testing.ranks import free_port
+from proc import parent_of
 
 pytestmark = pytest.mark.skipif(
     shutil.which("etcd") is None, reason="etcd is not installed (Debian: etcd-server)"
@@ -128,7 +129,7 @@ def test_torchrun_meets_on_etcd_v3_and_survives_the_loss_of_a_node(tmp_path: Pat
         for path in seen.glob("1.*"):
             os.kill(int(path.suffix[1:]), signal.SIGKILL)
         for path in seen.glob("0.*"):
-            if nodes[0].poll() is None and _parent(int(path.suffix[1:])) != nodes[0].pid:
+            if nodes[0].poll() is None and parent_of(int(path.suffix[1:])) != nodes[0].pid:
                 os.kill(int(path.suffix[1:]), signal.SIGKILL)
         assert nodes[0].wait(timeout=90) == 0
         assert any(p.read_text() == "1 1" for p in seen.iterdir()), [p.read_text() for p in seen.iterdir()]
@@ -137,13 +138,6 @@ def test_torchrun_meets_on_etcd_v3_and_survives_the_loss_of_a_node(tmp_path: Pat
             if node.poll() is None:
                 node.terminate()
             node.wait(timeout=40)
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-    except OSError:
-        return 0
 
 
 def _wait(condition: object, limit_s: float) -> None:

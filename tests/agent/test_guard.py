@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+
+from proc import gone
 
 pytestmark = pytest.mark.timeout(100)  # for hanging only
 
@@ -31,16 +32,9 @@ guard.close()
 """
 
 
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def _wait_until_gone(*pids: int) -> None:
     deadline = time.monotonic() + 60
-    while any(_alive(pid) for pid in pids):
+    while not all(gone(pid) for pid in pids):
         assert time.monotonic() < deadline, "an orphan"
         time.sleep(0.01)
 
@@ -54,12 +48,12 @@ def test_what_a_rank_has_started_ends_with_the_agent(end: str) -> None:
     assert agent.stdout is not None
     child, free, rank, other, guard = map(int, agent.stdout.readline().split())
     try:
-        assert _alive(child) and _alive(guard)
+        assert not gone(child) and not gone(guard)
         if end == "killed":
             agent.kill()
         agent.communicate("\n" if end == "closed" else None, timeout=60)
         _wait_until_gone(rank, child, guard)
-        assert _alive(free) and _alive(other)
+        assert not gone(free) and not gone(other)
     finally:
         os.killpg(other, signal.SIGKILL)
     _wait_until_gone(free, other)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from allranks.elastic.index import BuildRequest, TokenIndexFile, build_index
+from proc import children_of, gone
 
 from .corpus import build_command, plain_loop, texts, tokens_of, write_jsonl
 
@@ -29,19 +30,7 @@ def _journal_lines(output: Path) -> int:
 
 
 def _alive(pids: list[int]) -> list[int]:
-    found = []
-    for pid in pids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except OSError:
-            continue
-        if state not in "ZX":
-            found.append(pid)
-    return found
-
-
-def _children_of(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [pid for pid in pids if not gone(pid)]
 
 
 @pytest.mark.parametrize("packing", ["", ".gz"])
@@ -62,7 +51,7 @@ def test_a_killed_build_goes_on_where_it_was(
     deadline = time.monotonic() + 60
     while _journal_lines(output) < 4 and time.monotonic() < deadline:
         time.sleep(0.002)
-    children = _children_of(first.pid)
+    children = children_of(first.pid)
     first.send_signal(number)
     assert first.wait(timeout=30) == (-9 if number == signal.SIGKILL else 130)
     assert len(children) == 2
@@ -132,7 +121,7 @@ def test_a_killed_worker_is_reported_and_the_build_can_go_on(tmp_path: Path, tok
     deadline = time.monotonic() + 60
     while _journal_lines(output) < 3 and time.monotonic() < deadline:
         time.sleep(0.002)
-    children = _children_of(build.pid)
+    children = children_of(build.pid)
     os.kill(children[0], signal.SIGKILL)
     _, said = build.communicate(timeout=60)
     assert build.returncode == 2

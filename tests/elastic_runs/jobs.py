@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from proc import gone, parent_of
+
 TRAIN = Path(__file__).parent / "train.py"
 LIMIT_S = 300.0  # for hanging only
 
@@ -151,11 +153,6 @@ class Job:
         return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in self.logs)
 
 
-def parent_of(pid: int) -> int:
-    """The parent of a running process."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-
-
 def listening(pid: int) -> set[int]:
     """The TCP ports at which a process listens."""
     links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
@@ -166,14 +163,6 @@ def listening(pid: int) -> set[int]:
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in links:
                 found.add(int(fields[1].rpartition(":")[2], 16))
     return found
-
-
-def gone(pid: int) -> bool:
-    """Whether a process has ended (a zombie has)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
-    except OSError:
-        return True
 
 
 def assert_same_run(job: Job, undisturbed: list[float]) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from allranks.testing.ranks import free_port
+from proc import gone
 
 from .conftest import LAST
-from .jobs import Job, assert_same_run, gone
+from .jobs import Job, assert_same_run
 from .train import EVERY
 
 pytestmark = pytest.mark.timeout(400)  # for hanging only

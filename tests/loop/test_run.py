@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from allranks.agent.sample import read_samples
+from proc import gone
 
 HEAD = """
 import os, sys, time
@@ -84,15 +85,8 @@ def test_ctrl_c_ends_everything_and_is_no_incident(tmp_path: Path) -> None:
     code, output = finish(process)
     assert code == 130, output
     assert output.count("interrupted at") == 2 and "Traceback" not in output, output
-    assert not any(_runs(pid) for pid in pids)
+    assert all(gone(pid) for pid in pids)
     assert not list(tmp_path.glob("incidents/*")), output
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize(
