@@ -12,7 +12,6 @@ import ctypes
 import errno
 import fcntl
 import os
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -120,7 +119,7 @@ class FileStore:
     def quarantine(self, name: str, reason: str) -> str:
         folder = self.root / QUARANTINE
         folder.mkdir(exist_ok=True)
-        target = folder / f"{name}-{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(3)}"
+        target = folder / f"{name}-{time.strftime('%Y%m%dT%H%M%S')}-{os.urandom(3).hex()}"
         try:
             (self.root / name).rename(target)
         except FileNotFoundError:
@@ -185,6 +184,10 @@ class FileSource:
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.bytes = os.fstat(self._fd).st_size
+
+    def expect(self, start: int, length: int) -> None:
+        """Threads that read one file at several places would make the kernel give up its own reading ahead."""
+        os.posix_fadvise(self._fd, start, length, os.POSIX_FADV_WILLNEED)
 
     def read_into(self, start: int, view: memoryview) -> None:
         done = 0

@@ -20,7 +20,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there are as many as tensors, and the helper is to be small
 class Shard:
     """A rectangular piece of a tensor. `shape` is the whole tensor's, `offsets` and `sizes` the piece's.
 
@@ -42,7 +42,7 @@ class Shard:
         return self.sizes == self.shape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Placed:
     """A shard and where its bytes start, counted from the first byte of the file."""
 

@@ -21,7 +21,7 @@ SCHEMA = 1
 _HEAD = b'{"checksum": "sha256:'
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredShard:
     """A shard and where its bytes are. `file` is relative to the checkpoint (`../` leads into an older one)."""
 
@@ -115,9 +115,11 @@ def decode_manifest(data: bytes, path: str) -> Manifest:
 def encode_index(index: Index) -> bytes:
     """The bytes of an index file."""
     shards = [
-        {**asdict(stored.shard), "file": stored.file, "start": stored.start, "checksum": stored.checksum}
-        for stored in index.shards
-    ]
+        {"name": s.shard.name, "dtype": s.shard.dtype, "shape": s.shard.shape, "offsets": s.shard.offsets,
+         "sizes": s.shard.sizes, "bytes": s.shard.bytes, "view": s.shard.view, "file": s.file, "start": s.start,
+         "checksum": s.checksum}
+        for s in index.shards
+    ]  # fmt: skip
     return _seal(
         {
             "rank": index.rank, "algorithm": index.algorithm, "files": [asdict(file) for file in index.files],

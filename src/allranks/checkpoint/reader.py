@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,8 @@ BATCH_BYTES = 32 << 20
 #: Neighbouring shards on a disk are read together: a few hundred calls instead of thousands.
 RUN_BYTES = 4 << 20
 MOST_IN_A_RUN = 512  # a vectored read takes 1024 pieces
+#: What a disk is told to begin with before it is needed.
+RUNS_AHEAD = 8
 #: Requests for runs of shards under way at once.
 RUNS = 4
 #: Shards from this size on are read first: one of them at the end would leave the other threads without work.
@@ -67,20 +70,43 @@ def prepare(checkpoint: Opened, targets: Sequence[Target]) -> Prepared:
     near = [item for item in items if not sources[item.stored.file].wide_reads]
     live = _runs([item for item in near if item.live], RUN_BYTES)
     new = _runs([item for item in near if not item.live], RUN_BYTES)
-    in_threads(cores(), _large_first([*live, *new]), lambda: _Check(checkpoint))
+    runs = _large_first([*live, *new])
+    ahead = _Ahead(checkpoint, runs)
+    in_threads(cores(), runs, lambda: _Check(checkpoint, ahead))
     staged: list[tuple[Item, torch.Tensor]] = []
     in_threads(RUNS, _runs(far, BATCH_BYTES), lambda: _Fetch(checkpoint, staged))
     return Prepared(checkpoint, live, staged)
 
 
+class _Ahead:
+    """Tells the disk what comes, a few runs before it is needed. All threads share one."""
+
+    def __init__(self, checkpoint: Opened, runs: Sequence[list[Item]]) -> None:
+        self.checkpoint = checkpoint
+        self._coming = list(runs)
+        self._coming.reverse()
+        for _ in range(RUNS_AHEAD):
+            self.move_on()
+
+    def move_on(self) -> None:
+        """One run more."""
+        with suppress(IndexError):
+            run = self._coming.pop()
+            first, last = run[0].stored, run[-1].stored
+            length = last.start + last.shard.bytes - first.start
+            self.checkpoint.source(first.file).expect(first.start, length)
+
+
 class _Check:
     """Reads what goes into new tensors; only checks what goes into live ones. One per thread, as the others."""
 
-    def __init__(self, checkpoint: Opened) -> None:
+    def __init__(self, checkpoint: Opened, ahead: _Ahead) -> None:
         self.checkpoint = checkpoint
+        self.ahead = ahead
         self.scratch = memoryview(bytearray(READ_BYTES))
 
     def __call__(self, run: list[Item]) -> None:
+        self.ahead.move_on()
         if run[0].live:
             self.checkpoint.check_run([(item.index, item.stored) for item in run], self.scratch)
             return

@@ -64,8 +64,8 @@ class Inbox:
 
 
 def job_to_json(job: SaveJob) -> dict[str, Any]:
-    """A job as JSON."""
-    return asdict(job)
+    """A job as JSON; the skeletons in it are not copied."""
+    return {**vars(job), "store": asdict(job.store), "attempt": asdict(job.attempt)}
 
 
 def job_from_json(raw: dict[str, Any]) -> SaveJob:
