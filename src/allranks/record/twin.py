@@ -39,14 +39,6 @@ class Twin(c10d.ProcessGroup):
     original: Any
     waits_block: Callable[[], bool]  # gloo: wait() returns when the call is over
 
-    def getSize(self) -> int:
-        """Asked by C++."""
-        return int(self.original.size())
-
-    def getRank(self) -> int:
-        """Asked by C++."""
-        return int(self.original.rank())
-
 
 class WaitedWork(c10d.Work):
     """Hands C++ a Work whose wait() goes through Python: gloo's reduce_scatter never says by itself that it is over."""
