@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 
 from allranks.agent import gatherer as gatherer_module
 from allranks.agent.deaths import Death
-from allranks.agent.examine import Examination, verdict_on
+from allranks.agent.examine import Examination, nearest_line, verdict_on
 from allranks.agent.incidents import read_incidents
 from allranks.agent.keeping import Keeper
 from allranks.agent.node import NodeAgent
@@ -24,7 +24,7 @@ from allranks.agent.replicas import Event, ReplicaOptions, Request, Supervisor
 from allranks.agent.watch import Watch
 from allranks.agent.watch_options import WatchOptions
 from allranks.model.incident import Action, Incident
-from allranks.model.stacks import RankState, StacksReport
+from allranks.model.stacks import ChildState, RankState, StacksReport
 
 from .boxes import write_box
 
@@ -231,3 +231,12 @@ def test_incident_folders_are_copied_to_an_object_store_as_they_grow(tmp_path: P
     keeper.close()
     assert bucket.blobs == {"i-1/boxes/0.box": b"box"}
     assert keeper._copy(folder) == 0
+
+
+def test_the_line_nearest_the_hang_is_the_users_also_in_a_dataloader_worker() -> None:
+    """A rank that waits for its worker is at the line of the worker; a worker in a library says nothing."""
+    worker = ChildState(1, 7, "sleep", "data.py:88 in __getitem__", "")
+    rank = RankState(0, "dataloader_wait", "train.py:20 in main", "", children=(worker,))
+    assert nearest_line(rank) == "data.py:88 in __getitem__ (DataLoader worker 1)"
+    idle = replace(worker, cause="queue_wait", where="queues.py:107 in get")
+    assert nearest_line(replace(rank, children=(idle,))) == "train.py:20 in main"
