@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": set(),
     "elastic": {"checkpoint"},
     "compat": {"checkpoint", "elastic"},
-    "doctor": {"stacks", "load", "lighthouse.client", "checkpoint", "etcd"},
+    "doctor": {"stacks", "load", "lighthouse.client", "checkpoint", "etcd", "record.engine"},
     "manager": {"record", "checkpoint", "lighthouse.client"},
     "agent": {"record", "load", "stacks", "diagnose", "report", "lighthouse.client", "etcd"},
     "frtrace": {"load", "diagnose"},

@@ -47,7 +47,8 @@ def run_checks(options: DoctorOptions) -> list[Check]:
         machine.check_environment, machine.check_python, machine.check_gpus, machine.check_network,
         machine.check_limits, storage.check_shared_memory, storage.check_folders, services.check_ports,
         services.check_etcd, services.check_lighthouse, services.check_object_store, services.check_clock,
-        evidence.check_stack_tools, evidence.check_torch_settings, evidence.check_recorder_folder,
+        evidence.check_stack_tools, evidence.check_torch_settings, evidence.check_recorder,
+        evidence.check_recorder_folder,
     ):  # fmt: skip
         try:
             found += part(options)
