@@ -73,13 +73,15 @@ def main() -> int:
     """Until standard input ends."""
     raise_open_files()
     strangers = Strangers(sys.argv[1], int(sys.argv[2]))
-    most, last = 0, time.monotonic()
-    while not select.select([sys.stdin], [], [], 0)[0]:
-        strangers.fill(RATE // 20)
-        strangers.listen(0.05)
+    most, last, dripped = 0, time.monotonic(), time.monotonic()
+    while not select.select([sys.stdin], [], [], 0.02)[0]:
+        now = time.monotonic()
+        strangers.fill(int(min(now - last, 0.1) * RATE))
+        last = now
+        strangers.listen(0.0)
         most = max(most, strangers.held)
-        if time.monotonic() - last >= 1.0:
-            last = time.monotonic()
+        if now - dripped >= 1.0:
+            dripped = now
             strangers.drip()
     print(json.dumps({"knocked": strangers.knocked, "closed": strangers.closed, "most_open": most}))
     return 0
