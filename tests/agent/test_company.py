@@ -14,6 +14,7 @@ from allranks.agent.company import Company
 from allranks.agent.mailbox import Mailbox, send_part
 from allranks.agent.node import NodeAgent
 from allranks.agent.parts import pack_part, unpack_part
+from allranks.agent.replicas import ReplicaOptions, Request, Supervisor
 from allranks.agent.watch import Watch
 from allranks.agent.watch_options import WatchOptions
 from allranks.errors import InputError
@@ -21,7 +22,7 @@ from allranks.lighthouse.client import Client, ClientOptions
 from allranks.lighthouse.gathering import FOLLOW_S, Current, decide_gathering
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
-from allranks.model.cluster import CollectEvidence, Gathering
+from allranks.model.cluster import CollectEvidence, Evicted, Gathering
 
 from .boxes import write_box
 
@@ -136,3 +137,31 @@ def test_one_node_leads_and_gets_the_boxes_of_the_other(tmp_path: Path) -> None:
                 client.close()
             for _, _, agent in nodes:
                 agent.close()
+
+
+class Replicas(Supervisor):
+    """A supervisor that starts nothing and remembers what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(ReplicaOptions((), 2, first_replica=2, total_replicas=4))
+        self.asked: list[Request] = []
+
+    def request(self, request: Request) -> None:
+        self.asked.append(request)
+
+
+def test_a_replica_that_another_node_evicted_in_our_common_incident_is_started_again_here(
+    tmp_path: Path,
+) -> None:
+    """What a person evicted stays out, and so does what is not ours."""
+    ranks = Replicas()
+    company = Company(Client(ClientOptions(("127.0.0.1:1",), TOKEN, "agent-b")), TOKEN)
+    company._asked.add("20260101-000000-hang")
+    agent = NodeAgent(None, None, ranks, company)
+    for replica, reason in (
+        ("replica-3", "20260101-000000-hang: sleep of rank 3"),
+        ("replica-2", "a person wants it so"),
+        ("replica-0", "20260101-000000-hang: sleep of rank 0"),
+    ):
+        agent._noticed(Evicted(replica, reason))
+    assert [(request.action, request.replica) for request in ranks.asked] == [("restart", 3)]
