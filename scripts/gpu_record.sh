@@ -5,6 +5,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD/src:$PWD/carry/site${PYTHONPATH:+:$PYTHONPATH}"
 export OUT="${OUT:-$(mktemp -d)}"
+mkdir -p "$OUT"
 PYTHON="${PYTHON:-python3}"
 
 # The part in C, when there is a compiler; without it the same is done in Python.
@@ -12,8 +13,7 @@ SUFFIX=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUF
 INCLUDE=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
 BUILT="src/allranks/record/_fast$SUFFIX"
 if [ ! -e "$BUILT" ] || [ src/allranks/record/_fast.c -nt "$BUILT" ]; then
-    rm -f "$BUILT"
-    cc -O2 -fPIC -shared -I"$INCLUDE" src/allranks/record/_fast.c -o "$BUILT" 2>"$OUT/cc.txt" \
-        && echo "built the part in C" || echo "no compiler: recording in pure Python"
+    cc -O2 -fPIC -shared -I"$INCLUDE" src/allranks/record/_fast.c -o "$BUILT.new" 2>"$OUT/cc.txt" \
+        && mv "$BUILT.new" "$BUILT" && echo "built the part in C" || echo "no compiler: recording in pure Python"
 fi
 exec timeout 170 "$PYTHON" scripts/gpu_record.py

@@ -18,7 +18,12 @@
 #include <Python.h>
 #include <frameobject.h>
 #include <structmember.h>
-#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030E0000 && !defined(Py_GIL_DISABLED)
+#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030E0000 && !defined(Py_GIL_DISABLED) && defined(__has_include)
+#if __has_include(<internal/pycore_frame.h>)
+#define FRAMES_IN_PLACE
+#endif
+#endif
+#ifdef FRAMES_IN_PLACE
 #define Py_BUILD_CORE 1
 #include <internal/pycore_frame.h>
 #undef Py_BUILD_CORE
@@ -342,7 +347,7 @@ static PyType_Spec Ring_spec = {"allranks.record._fast.Ring", sizeof(Ring), 0, P
 /* Python makes frame objects only when somebody asks for them. Where the layout of its inner frames is known they are
  * read in place: nothing is allocated, and one cache line is touched per frame instead of four. Other versions take
  * the public way, which owns a reference to the frame that it stands on. */
-#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030E0000 && !defined(Py_GIL_DISABLED)
+#ifdef FRAMES_IN_PLACE
 
 typedef struct _PyInterpreterFrame *Frame;
 
