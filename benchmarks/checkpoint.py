@@ -1,6 +1,6 @@
 """How much training time a checkpoint costs, how long until it is safe, and how fast it comes back.
 
-    python benchmarks/checkpoint.py [--quick] [--json] [--sizes 256 2048]
+    python benchmarks/checkpoint.py [--quick] [--json] [--sizes 256 2048] [--parts saves loads memory tiers store]
 
 Model and Adam state of 256 MiB and 2 GiB (`--quick`: 256 MiB) in one process with one compute thread. Peers in
 the same run: torch.save, safetensors, DCP (save, async_save with a thread and with a process, its default and its
@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,8 @@ from _checkpoint_peers import dcp, plain, torch_checkpointing
 SLOW = {"safetensors", "dcp_async_thread", "dcp_async_process", "allranks_read_back"}
 #: What the goals are about; the others are left out when a quick run is late.
 NEEDED = ("allranks", "dcp_async_thread_best", "dcp_async_process_best")
+#: What can be measured on its own, where a whole run takes too long.
+PARTS = ("saves", "loads", "memory", "tiers", "store")
 #: The loads need one of DCP's own.
 DCP_SAVED = "dcp_async_process_best"
 
@@ -52,6 +54,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="256 MiB only, within a minute")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--sizes", type=int, nargs="+", help="MiB of state")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="measure only these")
     parser.add_argument("--folder", help="where to write (default: a temporary folder here)")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -69,7 +72,7 @@ def main() -> int:
         for size in args.sizes or ([256] if args.quick else [256, 2048]):
             rounds = 2 if args.quick or size > 512 else 3
             bench = Bench(size, Path(folder), rounds, began + 30 if args.quick else None)
-            found, measured = bench.run()
+            found, measured = bench.run(args.parts)
             ratios.update({f"{key}_{size}mb": value for key, value in found.items()})
             numbers[f"{size}mb"] = measured
             numbers["left_out"] += bench.left_out
@@ -95,20 +98,34 @@ class Bench:
         self.job = Job(size_mb)
         self.numbers: dict[str, Any] = {"state_mb": self.job.bytes / MB, "tensors": len(self.job.tensors())}
 
-    def run(self) -> tuple[dict[str, float], dict[str, Any]]:
-        """(ratios, numbers)."""
+    def run(self, parts: Sequence[str]) -> tuple[dict[str, float], dict[str, Any]]:
+        """(ratios, numbers) of the parts asked for."""
         self.numbers.update(save_floors(self.job, self.folder, self.rounds))
+        self.numbers["saves"] = {}
+        if "saves" in parts or "loads" in parts:
+            self.saves_and_loads(parts)
+        if "memory" in parts:
+            self.memory()
+        if "tiers" in parts:
+            self.other_tiers()
+        if "store" in parts:
+            self.object_store()
+        return self.ratios(), self.numbers
+
+    def saves_and_loads(self, parts: Sequence[str]) -> None:
+        """The saves, and loads of what they have left; loads alone save once first."""
         methods = self.methods()
         try:
-            self.saves(methods)
-            self.loads()
+            if "saves" in parts:
+                self.saves(methods)
+            else:
+                for method in [method for method in methods if method.name in ("allranks", DCP_SAVED)]:
+                    self.idle(method, 1)
+            if "loads" in parts:
+                self.loads()
         finally:
             for method in methods:
                 method.close()
-        self.memory()
-        self.other_tiers()
-        self.object_store()
-        return self.ratios(), self.numbers
 
     def late(self, what: str, more_s: float = 0.0) -> bool:
         """Whether there is no time left for something optional."""
@@ -144,7 +161,7 @@ class Bench:
                 if method.name not in NEEDED and self.late(f"{method.name}, round {number}"):
                     continue
                 _add(found.setdefault(method.name, {}), self.one(method, number))
-        self.numbers["saves"] = {name: _medians(entry) for name, entry in found.items()}
+        self.numbers["saves"].update({name: _medians(entry) for name, entry in found.items()})
 
     def works(self, method: Method) -> bool:
         """Whether a peer can save at all on this machine; if not, it is left out and said."""
@@ -294,32 +311,44 @@ class Bench:
         self.numbers["object_put_allranks_s"] = statistics.median(times["ours"])
 
     def ratios(self) -> dict[str, float]:
-        """What the goals are about. Smaller is better, but for object_store."""
-        n, saves, loads = self.numbers, self.numbers["saves"], self.numbers["loads"]
+        """What the goals are about, as far as it was measured. Smaller is better, but for object_store."""
+        n = self.numbers
+        found = {
+            **self._save_ratios(n["saves"], n["raw_write_fsync_s"]),
+            **self._load_ratios(n.get("loads", {})),
+        }
+        if "memory_beyond_staged" in n:
+            found["memory_beyond_staged"] = n["memory_beyond_staged"]
+        if "object_put_raw_s" in n:
+            found["object_store_vs_raw"] = n["object_put_raw_s"] / n["object_put_allranks_s"]
+        return {key: round(value, 3) for key, value in found.items()}
+
+    def _save_ratios(self, saves: dict[str, dict[str, float]], raw_write_s: float) -> dict[str, float]:
         peers = {name: entry for name, entry in saves.items() if name.startswith("dcp")}
+        if not peers:
+            return {}
         ours = saves["allranks"]
         best = min(max(entry["lost_s"], 1e-3) for entry in peers.values())
         found = {
             "lost_vs_dcp_best": max(ours["lost_s"], 0.0) / best,
             "stall_vs_dcp_best": ours["stall_s"] / min(entry["stall_s"] for entry in peers.values()),
-            "total_vs_raw_write": ours["total_s"] / n["raw_write_fsync_s"],
+            "total_vs_raw_write": ours["total_s"] / raw_write_s,
             "total_vs_dcp_best": ours["total_s"] / min(entry["total_s"] for entry in peers.values()),
-            "memory_beyond_staged": n["memory_beyond_staged"],
         }
+        if "allranks_read_back" in saves:
+            found["total_read_back_vs_raw_write"] = saves["allranks_read_back"]["total_s"] / raw_write_s
+        return found
+
+    def _load_ratios(self, loads: dict[str, float]) -> dict[str, float]:
+        found = {}
         model = 1 / 3  # of the state; the rest, Adam's, does not exist yet in a new job
-        for warmth in ("warm", "cold"):
+        for warmth in ("warm", "cold") if loads else ():
             raw, fresh = loads[f"raw_{warmth}_s"], loads[f"raw_fresh_{warmth}_s"]
             here, new = loads[f"allranks_in_place_{warmth}_s"], loads[f"allranks_restart_{warmth}_s"]
             found[f"load_{warmth}_vs_raw_read"] = here / raw
             found[f"load_{warmth}_vs_dcp"] = here / loads[f"dcp_{warmth}_s"]
             found[f"restart_{warmth}_vs_raw_read"] = new / (model * raw + (1 - model) * fresh)
-        if "allranks_read_back" in saves:
-            found["total_read_back_vs_raw_write"] = (
-                saves["allranks_read_back"]["total_s"] / n["raw_write_fsync_s"]
-            )
-        if "object_put_raw_s" in n:
-            found["object_store_vs_raw"] = n["object_put_raw_s"] / n["object_put_allranks_s"]
-        return {key: round(value, 3) for key, value in found.items()}
+        return found
 
     def _fresh(self, method: Method, kind: str) -> Path:
         path = self.folder / f"{method.name}-{kind}"
@@ -384,7 +413,7 @@ def _print(result: dict[str, Any]) -> None:
         print(f"  {'':<26}{'lost s':>9}{'stall s':>9}{'total s':>9}")
         for name, row in entry["saves"].items():
             print(f"  {name:<26}{row['lost_s']:>9.3f}{row['stall_s']:>9.3f}{row['total_s']:>9.3f}")
-        print("  loads: " + ", ".join(f"{key} {value:.3f}" for key, value in entry["loads"].items()))
+        print("  loads: " + ", ".join(f"{key} {value:.3f}" for key, value in entry.get("loads", {}).items()))
     print("\nratios:")
     for key, value in result["ratios"].items():
         print(f"  {key:<34}{value:>8.3f}")
