@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointState, NVMeBackend
+from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointState, NVMeBackend, wire
 from allranks.checkpoint.file_store import FileStore
+from allranks.checkpoint.helper import Helper
 from allranks.checkpoint.manifest import MANIFEST, decode_manifest
 from allranks.testing.ranks import Ranks
 from allranks.testing.ranks import signal as mark
@@ -168,3 +170,30 @@ def test_a_crash_after_any_system_call_leaves_the_old_or_the_new_checkpoint(tmp_
             break
         limit += 1
     assert outcomes == {1, 2} and limit > 10
+
+
+def test_a_rank_that_died_with_replies_unread_is_heard_to_its_end() -> None:
+    """The kernel reports a reset once: what the rank had sent still counts, and then comes the end."""
+    rank, helper = socket.socketpair()
+    with helper:
+        wire.send(helper, {"kind": "saved"})  # never read
+        wire.send(rank, {"kind": "drop", "id": 1})
+        rank.close()
+        inbox = wire.Inbox(helper)
+        assert inbox.receive() == {"kind": "drop", "id": 1}
+        assert inbox.receive() is None
+
+
+def test_a_helper_whose_rank_talks_nonsense_ends_with_its_workers() -> None:
+    """The error is raised, and no thread waits for saves that will never come."""
+    rank, other = socket.socketpair()
+    with rank, other:
+        helper = Helper(other)
+        waiting = helper.queue_of("file:///nowhere")
+        rank.sendall((1 << 31).to_bytes(4, "big"))
+        with pytest.raises(ValueError, match="bytes"):
+            helper.serve()
+        assert waiting.empty()
+        assert not any(worker.is_alive() for worker in helper.workers)
+        if helper.parent is not None:
+            os.close(helper.parent)

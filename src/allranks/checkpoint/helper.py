@@ -1,8 +1,8 @@
 """The helper process: hashes, writes and uploads what a rank has copied into shared memory. Torch-free.
 
 One per rank, started as `python -m allranks.checkpoint.helper` with a socket as descriptor 3. Each store has a
-thread that works off one save after the other, so that a slow upload does not hold up the disk. When the rank goes away, however it dies, the helper finishes the saves
-it was given (it holds the memory itself), and ends.
+thread that works off one save after the other, so that a slow upload does not hold up the disk. When the rank goes
+away, however it dies, the helper finishes the saves it was given (it holds the memory itself), and ends.
 """
 
 from __future__ import annotations
@@ -48,12 +48,14 @@ class Helper:
 
     def serve(self) -> None:
         """Works until the rank closes its side, and whatever it has given is done."""
-        while (message := self.inbox.receive()) is not None:
-            self.handle(message)
-        for waiting in self.queues.values():
-            waiting.put(None)
-        for worker in self.workers:
-            worker.join()
+        try:
+            while (message := self.inbox.receive()) is not None:
+                self.handle(message)
+        finally:  # also after a message that made no sense: no worker may outlive the one who feeds it
+            for waiting in self.queues.values():
+                waiting.put(None)
+            for worker in self.workers:
+                worker.join()
 
     def handle(self, message: dict[str, Any]) -> None:
         """Does what one message asks."""

@@ -42,7 +42,10 @@ class Inbox:
             message = self._take()
             if message is not None:
                 return message
-            data, fds, _, _ = socket.recv_fds(self._sock, 1 << 20, 8)
+            try:
+                data, fds, _, _ = socket.recv_fds(self._sock, 1 << 20, 8)
+            except ConnectionResetError:  # died with our replies unread; said once, what it sent comes after
+                continue
             self.fds += fds
             if not data:
                 return None
