@@ -96,7 +96,7 @@ def _cards(incident: Incident) -> Iterator[str]:
     names = {
         "noticed": "until noticed",
         "evidence": "collecting evidence",
-        "recovered": "until training went on",
+        "recovered": "from action to training",
     }
     facts += [
         (_seconds(incident.durations_s[key]), text)
