@@ -2,7 +2,8 @@
 
     _loop_script.py OUT STEPS WIDTH
 
-Rank 0 leaves the times of its steps and the CPU seconds of the whole job (launcher, ranks, helpers) per step.
+Rank 0 leaves the times of its steps, and the CPU seconds per second that the ranks and everything around them
+(launcher, agent, lighthouse, helpers) used meanwhile.
 """
 
 from __future__ import annotations
@@ -23,17 +24,39 @@ import allranks
 WARM_UP = 20
 
 
-def job_cpu_s(root: int) -> float:
-    """CPU seconds of a process and everything below it."""
+def cpu_s(pid: int) -> float:
+    """CPU seconds of one process; 0 when it has gone."""
     try:
-        fields = Path(f"/proc/{root}/stat").read_text().rsplit(")", 1)[1].split()
-        children = [
-            int(w) for p in Path(f"/proc/{root}/task").glob("*/children") for w in p.read_text().split()
-        ]
+        tasks = [(task / "schedstat").read_text().split()[0] for task in Path(f"/proc/{pid}/task").iterdir()]
     except OSError:
         return 0.0
-    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return own + sum(job_cpu_s(child) for child in children)
+    return sum(map(int, tasks)) / 1e9
+
+
+def family(root: int) -> list[int]:
+    """A process and everything below it."""
+    try:
+        tasks = Path(f"/proc/{root}/task").glob("*/children")
+        children = [int(word) for path in tasks for word in path.read_text().split()]
+    except OSError:
+        return []
+    return [root, *(pid for child in children for pid in family(child))]
+
+
+def is_rank(pid: int, launcher: int) -> bool:
+    """Whether it runs this script as a child of the launcher."""
+    try:
+        parent = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]
+        return int(parent) == launcher and Path(__file__).name in Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False
+
+
+def job_cpu_s() -> tuple[float, float]:
+    """CPU seconds so far of (the ranks, everything around them)."""
+    launcher = os.getppid()
+    used = [(cpu_s(pid), is_rank(pid, launcher)) for pid in family(launcher)]
+    return sum(s for s, rank in used if rank), sum(s for s, rank in used if not rank)
 
 
 def plain(model: nn.Module) -> tuple[nn.Module, Callable[[], None], Callable[[], None], bool]:
@@ -66,10 +89,10 @@ def main() -> None:
     model, zero_grad, step, reports = managed(body) if "REPLICA_GROUP_ID" in os.environ else plain(body)
     batch = torch.randn(64, width)
     mark = allranks.step if "ALLRANKS_DRILL" in os.environ else lambda number: None
-    times, cpu = [], 0.0
+    times, cpu, begun = [], (0.0, 0.0), 0.0
     for number in range(WARM_UP + steps):
         if number == WARM_UP and reports:
-            cpu = job_cpu_s(os.getppid())
+            cpu, begun = job_cpu_s(), time.perf_counter()
         begin = time.perf_counter()
         mark(number)
         zero_grad()
@@ -77,8 +100,10 @@ def main() -> None:
         step()
         times.append(time.perf_counter() - begin)
     if reports:
-        used = (job_cpu_s(os.getppid()) - cpu) / steps
-        out.write_text(json.dumps({"step_s": times[WARM_UP:], "cpu_s": used}))
+        took = time.perf_counter() - begun
+        ranks, around = (now - then for now, then in zip(job_cpu_s(), cpu, strict=True))
+        facts = {"step_s": times[WARM_UP:], "ranks_cpu": ranks / took, "around_cpu": around / took}
+        out.write_text(json.dumps(facts))
     if dist.is_initialized():
         dist.destroy_process_group()
 
