@@ -52,14 +52,15 @@ def repaired_hook(state, bucket):  # type: ignore[no-untyped-def]
 
 def make_manager(job: dict, load, save):  # type: ignore[no-untyped-def, type-arg]
     options = {"min_replica_size": 1, "rank": 0, "world_size": 1, "replica_id": job["name"],
-               "lighthouse_addr": job["lighthouse"], "load_state_dict": load, "state_dict": save}  # fmt: skip
+               "lighthouse_addr": job["lighthouse"], "load_state_dict": load, "state_dict": save,
+               "hostname": job.get("host", "127.0.0.1")}  # fmt: skip
     if job.get("asynchronous") is not None:
         options["use_async_quorum"] = job["asynchronous"]
     if LIBRARY == "allranks":
         return torchft.Manager(proactive_recovery=job.get("proactive", True), **options).start()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     options |= {"pg": torchft.ProcessGroupGloo(timeout=timedelta(seconds=60)), "store_addr": "127.0.0.1",
-                "store_port": store.port, "hostname": "127.0.0.1"}  # fmt: skip
+                "store_port": store.port}  # fmt: skip
     manager = torchft.Manager(**options)
     manager.benchmark_store = store
     return manager
@@ -75,7 +76,8 @@ def train(job: dict) -> None:  # type: ignore[type-arg]
     model = build(job["width"], job["layers"])
     for layer in list(model)[: 2 * job.get("frozen", 0)]:
         layer.requires_grad_(False)
-    inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.001)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    inner = torch.optim.SGD(trained, lr=0.001, momentum=job.get("momentum", 0.0))
 
     def load(state):  # type: ignore[no-untyped-def]
         model.load_state_dict(state["model"])

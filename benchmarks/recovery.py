@@ -4,8 +4,9 @@
 
 allranks and torchft 0.2.0 (in its own virtual environment, its crashing DDP hook repaired) train the same model
 on the same machine, two replicas over gloo, both at their default settings. Each number is the median of its
-rounds. Faults: kill -9, good-bye, SIGSTOP, a hanging main thread (evicted through the lighthouse), a killed
-lighthouse. Also: healing a 100 MB model, the cost of a step, crashes of survivors.
+rounds. Faults: kill -9, good-bye, SIGSTOP, a cut network (where network namespaces can be made), a hanging main
+thread (evicted through the lighthouse), a killed lighthouse. Also: healing a 100 MB model, rounds of both
+libraries in turn; the cost of a step; crashes of survivors; members lost by mistake on a busy machine.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from _lighthouse_torchft import find_server
 
 HERE = Path(__file__).parent
 TINY = {"width": 64, "layers": 2, "steps": 10**9, "compute_s": 0.005}
-# 100.8 MB of state, a twelfth of it trained: the step itself is short, so that a pause shows.
-HEAVY = {"width": 1024, "layers": 24, "frozen": 22, "steps": 10**9, "rows": 2}
+# 100.8 MB of parameters, all of them trained; as much again of optimizer state; a twelfth trained (a short step).
+HEAVY = {"width": 1024, "layers": 24, "steps": 10**9, "rows": 2}
+HEAVIER = {**HEAVY, "momentum": 0.9}
+HEAVY_FROZEN = {**HEAVY, "frozen": 22}
 LIMIT_S = 90.0
 
 
@@ -89,6 +92,7 @@ class Library:
     name: str
     python: str
     folder: Path
+    prefix: tuple[str, ...] = ()  # of the command: puts its workers into another network
     zygote: subprocess.Popen[str] | None = None
     count: int = 0
     running: list[Replica] = field(default_factory=list)
@@ -96,7 +100,7 @@ class Library:
     def open(self) -> None:
         env = {**os.environ, "RUST_LOG": "off", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
         self.zygote = subprocess.Popen(
-            [self.python, str(HERE / "_recovery_worker.py"), self.name], stdin=subprocess.PIPE,
+            [*self.prefix, self.python, str(HERE / "_recovery_worker.py"), self.name], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env,
         )  # fmt: skip
 
@@ -132,18 +136,19 @@ class Library:
 class Lighthouse:
     """Our lighthouse or torchft's, as a process of its own, at its defaults but for the smallest quorum."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, host: str = "127.0.0.1") -> None:
         self.library = library
+        self.host = host
         self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def address(self) -> str:
         scheme = "http://" if self.library.name == "torchft" else ""
-        return f"{scheme}127.0.0.1:{self.port}"
+        return f"{scheme}{self.host}:{self.port}"
 
     def start(self) -> None:
-        bind = f"127.0.0.1:{self.port}"
+        bind = f"{self.host}:{self.port}"
         if self.library.name == "torchft":
             script = Path(self.library.python).with_name("torchft_lighthouse")
             command = [str(script), "--min_replicas", "1", "--bind", bind]
@@ -157,7 +162,7 @@ class Lighthouse:
         )
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+            with contextlib.suppress(OSError), socket.create_connection((self.host, self.port), 1):
                 return
             time.sleep(0.05)
         raise RuntimeError(f"the lighthouse of {self.library.name} does not listen")
@@ -259,29 +264,114 @@ def lighthouse_away(library: Library, for_s: float) -> tuple[float, int]:
         )
 
 
-def heal(library: Library, rounds: int) -> dict[str, float]:
-    """A replica of a 100 MB model dies and comes back: ready -> healed -> first common step; the other's pause."""
-    healed, joined, stall, normal = [], [], [], []
+def heal(libraries: list[Library], model: dict[str, object], rounds: int) -> dict[str, dict[str, float]]:
+    """A replica of a 100 MB model dies and comes back: ready -> healed -> first common step; the other's pause.
+
+    Rounds of the libraries in turn: what else the machine does meanwhile hits all of them alike.
+    """
+    found: dict[str, list[dict[str, float]]] = {library.name: [] for library in libraries}
     for _ in range(rounds):
-        with pair(library, HEAVY, warm=5) as (survivor, victim, lighthouse):
-            usual = [e.at for e in survivor.events() if e.kind == "commit"]
-            normal.append(statistics.median(b - a for a, b in itertools.pairwise(usual)))
-            at = time.monotonic()
-            os.kill(victim.pid, signal.SIGKILL)
-            survivor.wait("commit", after=at, participants=1, count=3)
-            back = library.start("b", lighthouse.address, **HEAVY)
-            ready = back.wait("ready").at
-            healed.append(back.wait("healed").at - ready)
-            full = survivor.wait("commit", after=ready, participants=2, count=3)
-            joined.append(back.wait("commit", after=ready, participants=2).at - ready)
-            stall.append(longest_gap(survivor, ready, full.at))
+        for library in libraries:
+            found[library.name].append(heal_once(library, model))
     return {
-        "healed_s": statistics.median(healed),
-        "first_common_step_s": statistics.median(joined),
-        "longest_stall_s": statistics.median(stall),
-        "stall_beyond_a_step_s": statistics.median(stall) - statistics.median(normal),
-        "normal_step_s": statistics.median(normal),
+        name: {what: statistics.median(one[what] for one in taken) for what in taken[0]}
+        for name, taken in found.items()
     }
+
+
+def heal_once(library: Library, model: dict[str, object]) -> dict[str, float]:
+    with pair(library, model, warm=5) as (survivor, victim, lighthouse):
+        usual = [e.at for e in survivor.events() if e.kind == "commit" and e.participants == 2]
+        normal = statistics.median(b - a for a, b in itertools.pairwise(usual))
+        at = time.monotonic()
+        os.kill(victim.pid, signal.SIGKILL)
+        survivor.wait("commit", after=at, participants=1, count=3)
+        back = library.start("b", lighthouse.address, **model)
+        ready = back.wait("ready").at
+        healed = back.wait("healed").at - ready
+        full = survivor.wait("commit", after=ready, participants=2, count=3)
+        joined = back.wait("commit", after=ready, participants=2).at - ready
+        stall = longest_gap(survivor, ready, full.at)
+    return {
+        "healed_s": healed,
+        "first_common_step_s": joined,
+        "longest_stall_s": stall,
+        "stall_beyond_a_step_s": stall - normal,
+        "normal_step_s": normal,
+    }
+
+
+def busy(library: Library, seconds: float) -> tuple[int, int]:
+    """Default settings, and four processes that never rest: steps with a member missing, and steps retried."""
+    with pair(library, TINY) as (first, _second, _lighthouse):
+        code = "while True: pass"
+        hogs = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2 * (os.cpu_count() or 2))]
+        try:
+            at = time.monotonic()
+            time.sleep(seconds)
+            first.wait("commit", after=time.monotonic())
+        finally:
+            for hog in hogs:
+                hog.kill()
+                hog.wait()
+        seen = [e for e in first.events() if e.at > at]
+    return (
+        sum(e.kind == "commit" and e.participants != 2 for e in seen),
+        sum(e.kind == "retry" for e in seen),
+    )
+
+
+@contextlib.contextmanager
+def second_network() -> Iterator[tuple[str, str, str] | None]:
+    """(name, our address, address inside) of a network namespace; None where none can be made."""
+    name, third = f"allranks{os.getpid()}", os.getpid() % 250
+    here, there = f"10.213.{third}.1", f"10.213.{third}.2"
+    made = [
+        f"ip netns add {name}",
+        f"ip link add ar{third}h type veth peer name eth0 netns {name}",
+        f"ip addr add {here}/30 dev ar{third}h",
+        f"ip link set ar{third}h up",
+        f"ip -n {name} addr add {there}/30 dev eth0",
+        f"ip -n {name} link set eth0 up",
+        f"ip -n {name} link set lo up",
+    ]
+    try:
+        for command in made:
+            subprocess.run(command.split(), check=True, capture_output=True)
+        ok = True
+    except (OSError, subprocess.CalledProcessError):
+        ok = False
+    try:
+        yield (name, here, there) if ok else None
+    finally:
+        with contextlib.suppress(OSError):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def cut(library: Library) -> float | None:
+    """The victim's network goes away; its process and its connections stay. None: no namespaces here."""
+    with second_network() as network:
+        if network is None:
+            return None
+        name, here, there = network
+        far = Library(library.name, library.python, library.folder, ("ip", "netns", "exec", name))
+        lighthouse = Lighthouse(library, here)
+        try:
+            far.open()
+            far.wait_ready()
+            far.count = 10_000
+            lighthouse.start()
+            survivor = library.start("a", lighthouse.address, host=here, **TINY)
+            victim = far.start("b", lighthouse.address, host=there, **TINY)
+            for replica in (survivor, victim):
+                replica.wait("commit", participants=2, count=10)
+            at = time.monotonic()
+            subprocess.run(["ip", "-n", name, "link", "set", "eth0", "down"], check=True)
+            return survivor.wait("commit", after=at, participants=1).at - at
+        finally:
+            library.end()
+            far.close()
+            lighthouse.kill()
 
 
 def longest_gap(replica: Replica, after: float, until: float) -> float:
@@ -346,15 +436,33 @@ def measure(library: Library, quick: bool, numbers: dict[str, float]) -> None:
         times, retries = leave(library, 1 if quick else 5)
         note("leave_s", statistics.median(times))
         note("leave_retried_steps", retries)
-    for what, value in heal(library, 1 if quick else 5).items():
-        note(f"heal_{what}", value)
-    if ours or not quick:
         note("freeze_s", freeze(library))
     if ours:
+        found = cut(library)
+        if found is not None:
+            note("cut_s", found)
         note("hang_evicted_s", hang(library))
         gap, retries = lighthouse_away(library, 1.0 if quick else 3.0)
         note("lighthouse_away_gap_s", gap)
         note("lighthouse_away_retried_steps", retries)
+        missing, retries = busy(library, 3.0 if quick else 15.0)
+        note("busy_steps_with_a_member_missing", missing)
+        note("busy_retried_steps", retries)
+
+
+def measure_healing(libraries: list[Library], quick: bool, numbers: dict[str, float]) -> None:
+    """Under `NAME_heal_...` with all parameters trained; `heal_momentum` and `heal_frozen` beside it."""
+    parts = {"heal": (HEAVY, 1 if quick else 7)}
+    if not quick:
+        parts |= {"heal_momentum": (HEAVIER, 3), "heal_frozen": (HEAVY_FROZEN, 3)}
+    for part, (model, rounds) in parts.items():
+        for name, values in heal(libraries, model, rounds).items():
+            for what, value in values.items():
+                numbers[f"{name}_{part}_{what}"] = round(value, 4)
+                say(f"  {name} {part}_{what}: {value:.4f}")
+
+
+_HEALING = ("healed_s", "longest_stall_s", "stall_beyond_a_step_s", "first_common_step_s")
 
 
 def ratios(numbers: dict[str, float]) -> dict[str, float]:
@@ -363,9 +471,7 @@ def ratios(numbers: dict[str, float]) -> dict[str, float]:
         "kill_s",
         "leave_s",
         "freeze_s",
-        "heal_healed_s",
-        "heal_longest_stall_s",
-        "heal_stall_beyond_a_step_s",
+        *(f"{part}_{what}" for part in ("heal", "heal_momentum", "heal_frozen") for what in _HEALING),
     ):
         ours, theirs = numbers.get(f"allranks_{what}"), numbers.get(f"torchft_{what}")
         if ours is not None and theirs:
@@ -410,6 +516,7 @@ def main() -> int:
             for library in libraries:
                 say(f"{library.name}:")
                 measure(library, args.quick, numbers)
+            measure_healing(libraries, args.quick, numbers)
             costs = step_cost([plain, *libraries], 500 if args.quick else 1000, 1 if args.quick else 4)
             numbers |= {f"step_{name}_ms": round(value, 3) for name, value in costs.items()}
             if args.only != "torchft":

@@ -59,6 +59,7 @@ def stall(proactive: bool, number: int) -> float:
                 env={**env, "ALLRANKS_REPLICA": name},
                 stdout=subprocess.PIPE,
                 text=True,
+                start_new_session=True,  # Ctrl-C is ours; we end them
             )
             for name in ("survivor", "victim")
         ]
@@ -91,4 +92,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    worker() if "worker" in sys.argv[1:] else main()
+    try:
+        worker() if "worker" in sys.argv[1:] else main()
+    except KeyboardInterrupt:
+        sys.exit(130)

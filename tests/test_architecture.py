@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compat": {"checkpoint", "elastic"},
     "doctor": {"stacks", "load", "lighthouse.client", "checkpoint", "etcd", "record.engine"},
     "manager": {"record", "checkpoint", "lighthouse.client"},
+    "torchft": {"manager", "lighthouse"},
     "agent": {"record", "load", "stacks", "diagnose", "report", "lighthouse.client", "etcd"},
     "frtrace": {"load", "diagnose"},
     "testing": {"*"},

@@ -74,8 +74,8 @@ class Course:
 class LighthouseProcess:
     """A lighthouse in a forked child of its own."""
 
-    def __init__(self, options: Options, port: int = 0) -> None:
-        self.options, self.port = options, port
+    def __init__(self, options: Options, port: int = 0, host: str = "127.0.0.1") -> None:
+        self.options, self.port, self.host = options, port, host
         self.address = ""
         self.pid = 0
 
@@ -92,7 +92,7 @@ class LighthouseProcess:
         self.pid = os.fork()
         if self.pid == 0:
             os.close(read_end)
-            _serve(self.options, self.port, write_end)
+            _serve(self.options, ServerOptions(host=self.host, port=self.port), write_end)
         os.close(write_end)
         with os.fdopen(read_end) as said:
             self.address = said.readline().strip()
@@ -107,13 +107,13 @@ class LighthouseProcess:
             self.pid = 0
 
 
-def _serve(options: Options, port: int, write_end: int) -> None:
+def _serve(options: Options, server: ServerOptions, write_end: int) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     if os.environ.get("ALLRANKS_TEST_LOG"):
         logging.basicConfig(level=logging.INFO, format="%(asctime)s lighthouse %(message)s", force=True)
     try:
-        lighthouse = Lighthouse(options, ServerOptions(port=port)).start()
+        lighthouse = Lighthouse(options, server).start()
         os.write(write_end, f"{lighthouse.address}\n".encode())
         os.close(write_end)
         while True:

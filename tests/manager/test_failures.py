@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from allranks.lighthouse.options import Options
+from allranks.manager.ballot_box import BallotBox
 from allranks.testing.faults import Fault
 
 from .cluster import Cluster, Job, LighthouseProcess, Result, undisturbed
@@ -100,3 +102,26 @@ def test_all_but_one_killed_leave_one_that_trains_on(lighthouse: LighthouseProce
         cluster.killed("a", "b")
         results = cluster.results()
     assert results["c"].step >= 4
+
+
+@pytest.mark.parametrize("place", ["inside allreduce", "before vote", "before apply"])
+def test_quorums_too_large_for_the_ballot_box_vote_by_allreduce(
+    lighthouse: LighthouseProcess, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More voters than MAX_VOTERS (one, here): the same faults, the same equal states."""
+    for module in ("generation", "regroup"):
+        monkeypatch.setattr(f"allranks.manager.{module}.MAX_VOTERS", 1)
+    meet = BallotBox.meet
+
+    def meet_nobody(box: BallotBox, name: str, number: int, place: int, others: Any, *rest: Any) -> None:
+        assert not others, "the ballot box is used"
+        meet(box, name, number, place, others, *rest)
+
+    monkeypatch.setattr(BallotBox, "meet", meet_nobody)
+    fault = Fault("kill", "b", at_step=4, at=place)
+    job = Job(script=(3, 2), faults=(fault,), arm_at=3, own_weights=True)
+    with Cluster(lighthouse, job) as cluster:
+        cluster.start("a", "b", "c")
+        cluster.killed("b")
+        results = cluster.results()
+    assert_equal_states(results)

@@ -13,7 +13,6 @@ from allranks.errors import HealingFailed
 from allranks.manager.heal_fetch import Fetch, Source
 from allranks.manager.heal_serve import HealServer
 from allranks.manager.heal_state import Offer, make_offer, stripes
-from allranks.manager.heal_wire import Segment
 
 SECRET = b"known to members only"
 
@@ -100,11 +99,11 @@ class Dying(HealServer):
 
     left = 2
 
-    def _send_stripe(self, connection: socket.socket, offer: Offer, segments: list[Segment]) -> None:
+    def _send_stripe(self, connection: socket.socket, offer: Offer, *rest: Any) -> None:
         if self.left == 0:
             raise OSError("gone")
         self.left -= 1
-        super()._send_stripe(connection, offer, segments)
+        super()._send_stripe(connection, offer, *rest)
 
 
 def test_a_source_that_dies_is_replaced_without_starting_over(server: HealServer) -> None:
@@ -128,8 +127,11 @@ def test_a_source_that_dies_is_replaced_without_starting_over(server: HealServer
 class Lying(HealServer):
     """A source whose memory changes between checksum and sending."""
 
-    def _send_stripe(self, connection: socket.socket, offer: Offer, segments: list[Segment]) -> None:
-        super()._send_stripe(_Flipping(connection), offer, segments)  # type: ignore[arg-type]
+    times = 1_000_000
+
+    def _send_stripe(self, connection: socket.socket, offer: Offer, *rest: Any) -> None:
+        lies, self.times = self.times > 0, self.times - 1
+        super()._send_stripe(_Flipping(connection) if lies else connection, offer, *rest)  # type: ignore[arg-type]
 
 
 class _Flipping:
@@ -138,7 +140,7 @@ class _Flipping:
 
     def sendall(self, data: Any) -> None:
         flipped = bytearray(data)
-        if len(flipped) > 1000:
+        if isinstance(data, memoryview) and len(flipped) > 1000:
             flipped[500] ^= 1
         self.real.sendall(flipped)
 
@@ -155,6 +157,50 @@ def test_a_flipped_bit_is_noticed_and_the_stripe_taken_elsewhere(server: HealSer
         assert same(healing.state(), state())
     finally:
         lying.close()
+
+
+def test_a_stripe_damaged_once_is_asked_for_again(server: HealServer) -> None:
+    """A single source: one bad moment of it must not end the healing."""
+    lying = Lying(secret=SECRET).start()
+    lying.times = 1
+    try:
+        lying.offer(make_offer((1, 5), state()))
+        healing = fetch()
+        healing.run([Source(lying.address, SECRET, "liar")])
+        assert lying.times < 1
+        assert same(healing.state(), state())
+    finally:
+        lying.close()
+
+
+def test_a_source_that_only_sends_damage_is_given_up() -> None:
+    """Nothing is asked for again and again without end."""
+    lying = Lying(secret=SECRET).start()
+    try:
+        lying.offer(make_offer((1, 5), state()))
+        with pytest.raises(HealingFailed, match="damaged"):
+            fetch().run([Source(lying.address, SECRET, "liar")])
+    finally:
+        lying.close()
+
+
+def test_a_fetch_that_cannot_even_connect_is_called_off_at_once() -> None:
+    """A source whose machine does not answer: `cancel` ends the connecting, not only the receiving."""
+    with socket.socket() as full:  # listens, and its queue is full: whoever connects now waits
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        crowd = [socket.socket() for _ in range(3)]
+        for one in crowd:
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        healing = Fetch((1, 5), dict, timeout_s=40.0)
+        healing.begin([Source(f"127.0.0.1:{full.getsockname()[1]}", SECRET)])
+        healing.cancel()
+        with pytest.raises(HealingFailed):
+            healing.finish()
+        assert healing.cancelled
+        for one in crowd:
+            one.close()
 
 
 def test_a_stranger_gets_nothing(server: HealServer) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+import torch
 
 from allranks.errors import GroupAborted
+from allranks.manager.future import sure
 from allranks.manager.work import wait_while
 
 
@@ -46,3 +48,38 @@ def test_an_operation_of_a_broken_group_is_given_up() -> None:
     """It does not end though its group is gone."""
     with pytest.raises(GroupAborted):
         wait_while(Slow(ends=False), lambda: False)
+
+
+def test_an_operation_whose_peer_has_closed_its_connection_is_given_up() -> None:
+    """gloo does not always notice; the group itself is not known to be broken yet."""
+    with pytest.raises(GroupAborted):
+        wait_while(Slow(ends=False), lambda: True, gone=lambda: True)
+
+
+def test_a_sure_future_holds_the_value_of_the_one_inside() -> None:
+    """Nothing is told when all went well."""
+    inner: torch.futures.Future[int] = torch.futures.Future()
+    told: list[Exception] = []
+    outer = sure(inner, 0, 30.0, told.append)
+    inner.set_result(5)
+    assert (outer.wait(), told) == (5, [])
+
+
+def test_a_sure_future_holds_the_default_after_an_error() -> None:
+    """And the error is told once."""
+    inner: torch.futures.Future[int] = torch.futures.Future()
+    told: list[Exception] = []
+    outer = sure(inner, 7, 30.0, told.append)
+    inner.set_exception(ValueError("broken"))
+    assert outer.wait() == 7
+    assert ["broken" in str(error) for error in told] == [True]
+
+
+def test_a_sure_future_does_not_wait_for_one_that_never_comes() -> None:
+    """Its limit makes it the default; what comes later changes nothing."""
+    inner: torch.futures.Future[int] = torch.futures.Future()
+    told: list[Exception] = []
+    outer = sure(inner, 7, 0.01, told.append)
+    assert outer.wait() == 7
+    inner.set_result(5)
+    assert [type(error) for error in told] == [TimeoutError]

@@ -231,3 +231,27 @@ def test_options_come_from_the_argument_then_the_environment_then_the_default(
     assert (found.lighthouse, found.timeout_s, found.quorum_timeout_s, found.connect_timeout_s, found.proactive) == (
         "10.0.0.1:29510", 7.0, 3.0, 60.0, False,
     )  # fmt: skip
+
+
+def _trains_like_torchft(rank: int, world: int) -> bool:
+    from allranks.torchft.coordination import LighthouseServer
+    from allranks.torchft.manager import Manager
+    from allranks.torchft.process_group import ProcessGroupGloo
+
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    manager = Manager(
+        ProcessGroupGloo(), None, None, 1, lighthouse_addr=server.address(), rank=0, world_size=1
+    )
+    manager.start_quorum()
+    committed = manager.should_commit()
+    manager.shutdown()
+    server.shutdown()
+    return committed
+
+
+def test_torchft_imports_work_with_one_word_changed() -> None:
+    """Its modules are there; what is left out says what to use instead."""
+    with Ranks(_trains_like_torchft, 1, backend=None) as ranks:
+        assert ranks.values(LIMIT_S) == [True]
+    with pytest.raises(AttributeError, match="use ProcessGroupNCCL"):
+        _ = torchft.ProcessGroupBabyNCCL

@@ -51,7 +51,7 @@ def cast(backend: Any, voters: int, vote: Vote, usable: Callable[[], bool]) -> T
     """Votes and waits for the sum; raises RuntimeError or GroupAborted when the group broke."""
     ballot = torch.tensor([1, int(vote.good), int(vote.news), vote.step, vote.step * vote.step])
     options = dist.AllreduceOptions()
-    wait_while(backend.allreduce([ballot], options), usable)
+    wait_while(backend.allreduce([ballot], options), usable, backend.peer_gone)
     count, good, news, steps, squares = ballot.tolist()
     if count != voters or steps != vote.step * voters or squares != vote.step * vote.step * voters:
         raise ManagerError(

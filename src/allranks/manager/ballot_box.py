@@ -28,6 +28,7 @@ from allranks.manager.sockets import SocketSet
 
 MAX_VOTERS = 32
 _FORM = struct.Struct("!q??")  # step, good, news
+_LOOK_S = 0.05  # how often we look whether who should call has gone elsewhere
 _REMEMBERED = 8  # early callers of that many meetings
 
 
@@ -52,15 +53,18 @@ class BallotBox:
     _lines: list[socket.socket] = field(default_factory=list)
     _error: str = ""
 
-    def meet(self, name: str, number: int, place: int, others: Sequence[Booth], limit_s: float) -> None:
-        """Connects to every other voter: we call those before us, those after us call."""
+    def meet(
+        self, name: str, number: int, place: int, others: Sequence[Booth], limit_s: float,
+        gone: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        """Connects to every other voter: we call those before us, those after us call, unless one is `gone`."""
         self.abort("the members changed")
         with self._changed:
             self._error = ""
             self._sockets = SocketSet(number)
         deadline = time.monotonic() + limit_s
         lines = [self._call(name, place, booth, deadline) for booth in others if booth.place < place]
-        lines += self._await(name, {booth.place for booth in others if booth.place > place}, deadline)
+        lines += self._await(name, {booth.place for booth in others if booth.place > place}, deadline, gone)
         with self._changed:
             if self._error:
                 raise GroupAborted(self._error)
@@ -137,14 +141,16 @@ class BallotBox:
             raise GroupAborted(self._error or f"voter {booth.place}: {error}") from None
         return line
 
-    def _await(self, name: str, places: set[int], deadline: float) -> list[socket.socket]:
+    def _await(
+        self, name: str, places: set[int], deadline: float, gone: Callable[[], bool]
+    ) -> list[socket.socket]:
         found: dict[int, socket.socket] = {}
         with self._changed:
             while not self._error:
                 found |= self._early.pop(name, {})
-                if places <= set(found) or time.monotonic() > deadline:
+                if places <= set(found) or time.monotonic() > deadline or gone():
                     break
-                self._changed.wait(max(0.0, deadline - time.monotonic()))
+                self._changed.wait(max(0.0, min(_LOOK_S, deadline - time.monotonic())))
         for line in found.values():
             self._own(line)
         if self._error:

@@ -23,6 +23,7 @@ from allranks.manager.manager import Manager
 from allranks.manager.work import ManagedWork
 
 _FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early; as torch's DDP
+_LARGE_BYTES = 64 << 10  # gradients of this size are worth a call each
 _IGNORED = {
     "device_ids", "output_device", "dim", "broadcast_buffers", "init_sync", "find_unused_parameters",
     "check_reduction", "gradient_as_bucket_view", "static_graph", "process_group", "device_mesh",
@@ -41,14 +42,23 @@ class Bucket:
 
     def fill(self, divisor: int) -> torch.Tensor:
         """Copies the local gradients (zeros where there are none), divided, into the flat buffer."""
+        if any(_same_place(p.grad, part) for p, part in zip(self.parameters, self.slices, strict=False)):
+            self.forget()  # gradients that add up over steps or backwards: the reduction must not touch them
         buffer = self._allocate()
-        present = [(part, p.grad) for part, p in zip(self.slices, self.parameters, strict=True)]
-        for part, gradient in present:
-            if gradient is None:
+        present: list[torch.Tensor] = []
+        local: list[torch.Tensor] = []
+        for part, p in zip(self.slices, self.parameters, strict=True):
+            if p.grad is None:
                 part.zero_()
-        pairs = [(part, gradient) for part, gradient in present if gradient is not None]
-        if pairs:
-            torch._foreach_copy_([part for part, _ in pairs], [gradient for _, gradient in pairs])
+            else:
+                present.append(part)
+                local.append(p.grad)
+        if divisor > 1 and buffer.device.type == "cpu" and buffer.nbytes > _LARGE_BYTES * len(present):
+            for part, gradient in zip(present, local, strict=True):
+                torch.div(gradient, divisor, out=part)  # one pass over memory
+            return buffer
+        if local:
+            torch._foreach_copy_(present, local)
         if divisor > 1:
             buffer.div_(divisor)
         return buffer
@@ -63,11 +73,9 @@ class Bucket:
         self.slices.clear()
 
     def spread(self) -> None:
-        """Copies the reduced gradients back."""
-        for p in self.parameters:
-            if p.grad is None:
-                p.grad = torch.empty_like(p, memory_format=torch.preserve_format)
-        torch._foreach_copy_([p.grad for p in self.parameters], self.slices)
+        """The reduced gradients become `param.grad`, where they lie: no copy."""
+        for p, part in zip(self.parameters, self.slices, strict=True):
+            p.grad = part
 
     def _allocate(self) -> torch.Tensor:
         if self.buffer is None:
@@ -76,7 +84,7 @@ class Bucket:
             self.buffer = torch.empty(length, dtype=first.dtype, device=first.device)
             offset = 0
             for p in self.parameters:
-                self.slices.append(self.buffer[offset : offset + p.numel()].view(p.shape))
+                self.slices.append(_shaped_like(p, self.buffer[offset : offset + p.numel()]))
                 offset += p.numel()
         return self.buffer
 
@@ -163,13 +171,14 @@ class DistributedDataParallel(nn.Module):
         while self._next < len(self._buckets):
             self._reduce_next()
         while not self._all_arrived():
+            for bucket in self._buckets:
+                bucket.forget()
             if any(issuer is not self._pass for issuer in attempt.issuers):
                 return  # other collectives of this step cannot be repeated: it fails
             generation = manager.training.rebind(attempt, manager._patience_s)
             if generation is None:
                 return
             for bucket in self._buckets:
-                bucket.forget()
                 bucket.work = self._start(bucket, generation)
         self._reduced = True
         for bucket in self._buckets:
@@ -188,6 +197,16 @@ class DistributedDataParallel(nn.Module):
             self._begin()
             self._finish()
             self._reduced = False
+
+
+def _same_place(gradient: torch.Tensor | None, part: torch.Tensor) -> bool:
+    return gradient is not None and part.numel() > 0 and gradient.data_ptr() == part.data_ptr()
+
+
+def _shaped_like(p: nn.Parameter, flat: torch.Tensor) -> torch.Tensor:
+    """A view with the parameter's strides (channels last ...), as optimizers want their gradients."""
+    dense = torch.empty_like(p, device="meta", memory_format=torch.preserve_format).stride() == p.stride()
+    return flat.as_strided(p.shape, p.stride(), flat.storage_offset()) if dense else flat.view(p.shape)
 
 
 def cut(parameters: list[nn.Parameter], cap_bytes: int) -> list[Bucket]:

@@ -1,8 +1,8 @@
 """The receiving side of healing: takes one state from several sources at once, stripe by stripe.
 
 Runs in a rank. One named thread per source takes stripes from a common list, so a fast source does more; a
-source that dies puts its stripe back and the others go on. `run` may be called again with other sources: what
-has arrived is kept as long as the wanted state is the same.
+source that dies puts its stripe back and the others go on. `begin` may be called again with other sources after
+`finish`: what has arrived is kept as long as the wanted state is the same.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from allranks.checkpoint.checksum import new_hasher
 from allranks.errors import AllranksError, HealingFailed
+from allranks.manager.heal_staging import Staging
 from allranks.manager.heal_state import Landing, Layout, make_landing, stripes
 from allranks.manager.heal_wire import (
     HealWireError,
@@ -32,6 +33,8 @@ from allranks.manager.plan import Position
 
 MAX_SOURCES = 4
 _AHEAD = 2  # stripes asked for before the first has arrived
+_CONNECT_S = 10.0
+_DAMAGED = 3  # stripes that may arrive damaged from one source before it is given up
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,9 @@ class Fetch:
     _lock: threading.Condition = field(default_factory=threading.Condition)
     _cancelled: threading.Event = field(default_factory=threading.Event)
     _sockets: set[socket.socket] = field(default_factory=set)
+    _threads: list[threading.Thread] = field(default_factory=list)
+    _running: int = 0  # of them
+    _before: int = 0  # bytes that had arrived when it began
 
     @property
     def complete(self) -> bool:
@@ -66,21 +72,51 @@ class Fetch:
         return self._landing is not None and not self._left and self._flying == 0
 
     @property
+    def begun(self) -> bool:
+        """Whether `finish` is still owed."""
+        return bool(self._threads)
+
+    @property
+    def fruitless(self) -> bool:
+        """Whether nothing has arrived since it began."""
+        return self.received_bytes == self._before
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was called off since it began."""
+        return self._cancelled.is_set()
+
+    @property
     def total_bytes(self) -> int:
         return self._landing.layout.total_bytes if self._landing else 0
 
     def run(self, sources: Sequence[Source]) -> None:
         """Fetches what is missing; raises HealingFailed when these sources cannot provide it."""
+        self.begin(sources)
+        self.finish()
+
+    def begin(self, sources: Sequence[Source]) -> None:
+        """Starts to fetch what is missing."""
         self._cancelled.clear()
         self.failures.clear()
-        threads = [
+        self._before = self.received_bytes
+        self._threads = [
             threading.Thread(target=self._pull, args=(source,), name=f"allranks-heal-{source.name}", daemon=True)
             for source in sources[:MAX_SOURCES]
         ]  # fmt: skip
-        for thread in threads:
+        self._running = len(self._threads)
+        for thread in self._threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+
+    def finish(self) -> None:
+        """Waits for what `begin` has started; raises HealingFailed when it did not bring everything."""
+        with self._lock:  # every thread has its own limits
+            self._lock.wait_for(lambda: self.complete or self.cancelled or self._running == 0)
+        for thread in self._threads:
+            while thread.is_alive():
+                self._cut()  # again and again: it may be just about to connect
+                thread.join(0.02)
+        self._threads = []
         if not self.complete:
             why = "; ".join(self.failures) or ("cancelled" if self._cancelled.is_set() else "no source")
             raise HealingFailed(
@@ -90,8 +126,11 @@ class Fetch:
             )
 
     def cancel(self) -> None:
-        """Ends `run` soon, from any thread; what has arrived is kept."""
+        """Ends `finish` soon, from any thread; what has arrived is kept."""
         self._cancelled.set()
+        self._cut()
+
+    def _cut(self) -> None:
         with self._lock:
             self._lock.notify_all()
             for sock in self._sockets:
@@ -108,42 +147,60 @@ class Fetch:
 
     def _pull(self, source: Source) -> None:
         asked: collections.deque[tuple[Segment, ...]] = collections.deque()
-        sock: socket.socket | None = None
+        sock = self._socket(source)
         try:
-            sock = self._connect(source)
+            self._connect(sock, source)
             greet_as_client(sock, source.secret)
             self._agree_on_layout(sock)
-            while not self._cancelled.is_set():
-                while len(asked) < _AHEAD and (stripe := self._take()) is not None:
-                    asked.append(stripe)
-                    self._ask(sock, stripe)
-                if asked:
-                    self._receive(sock, asked[0])
-                    asked.popleft()
-                    with self._lock:
-                        self._flying -= 1
-                        self._lock.notify_all()
-                elif self._finished():
-                    return
+            self._take_stripes(sock, asked)
         except (OSError, HealWireError, AllranksError, ValueError, KeyError, TypeError) as error:
             self.failures.append(f"{source.name or source.address}: {error}")
         finally:
+            self._hand_back(asked)
             with self._lock:
-                self._left.extendleft(reversed(asked))
-                self._flying -= len(asked)
+                self._sockets.discard(sock)
+                self._running -= 1
                 self._lock.notify_all()
-                if sock is not None:
-                    self._sockets.discard(sock)
-            if sock is not None:
-                sock.close()
+            sock.close()
 
-    def _connect(self, source: Source) -> socket.socket:
-        host, _, port = source.address.rpartition(":")
-        sock = socket.create_connection((host, int(port)), timeout=min(self.timeout_s, 10.0))
-        tune(sock, self.timeout_s)
+    def _take_stripes(self, sock: socket.socket, asked: collections.deque[tuple[Segment, ...]]) -> None:
+        staging, damaged = Staging(), 0
+        while not self._cancelled.is_set():
+            while len(asked) < _AHEAD and (stripe := self._take()) is not None:
+                asked.append(stripe)
+                self._ask(sock, stripe)
+            if asked:
+                sound = self._receive(sock, asked[0], staging)
+                stripe = asked.popleft()
+                damaged += not sound
+                self._hand_back([] if sound else [stripe], landed=sound)
+                if damaged >= _DAMAGED:
+                    raise HealWireError(f"{damaged} stripes arrived damaged")
+            elif self._finished():
+                return
+
+    def _hand_back(self, stripes: Sequence[tuple[Segment, ...]], landed: bool = False) -> None:
+        """Stripes that did not arrive are for whoever asks next; one that has `landed` flies no more."""
+        with self._lock:
+            self._left.extendleft(reversed(stripes))
+            self._flying -= len(stripes) + landed
+            self._lock.notify_all()
+
+    def _socket(self, source: Source) -> socket.socket:
+        """Known to `cancel` before it connects: that can be ended too."""
+        family = socket.AF_INET6 if source.address.count(":") > 1 else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
         with self._lock:
             self._sockets.add(sock)
         return sock
+
+    def _connect(self, sock: socket.socket, source: Source) -> None:
+        host, _, port = source.address.rpartition(":")
+        if self._cancelled.is_set():
+            raise HealWireError("called off")
+        tune(sock, min(self.timeout_s, _CONNECT_S))
+        sock.connect((host, int(port)))
+        sock.settimeout(self.timeout_s)
 
     def _agree_on_layout(self, sock: socket.socket) -> None:
         """The first source's layout counts; one that describes another state is not used."""
@@ -155,8 +212,10 @@ class Fetch:
         layout = Layout.from_json(answer)
         with self._lock:
             if self._landing is None:
-                self._landing = make_landing(layout, self.own_state(), self.device)
+                landing = make_landing(layout, self.own_state(), self.device)
+                # In this order: `complete` is asked without the lock.
                 self._left.extend(stripes(layout))
+                self._landing = landing
             elif self._landing.layout.notes != layout.notes:
                 raise HealWireError("this source holds other tensors than the first one")
 
@@ -180,18 +239,17 @@ class Fetch:
         segments = [[part.tensor, part.offset, part.length] for part in stripe]
         send_frame(sock, {"want": "stripe", "term": term, "step": step, "segments": segments})
 
-    def _receive(self, sock: socket.socket, stripe: tuple[Segment, ...]) -> None:
+    def _receive(self, sock: socket.socket, stripe: tuple[Segment, ...], staging: Staging) -> bool:
+        """Takes one stripe to where it belongs; False when its checksum is wrong."""
         assert self._landing is not None
         answer = read_frame(sock)
         if not answer.get("ok"):
             raise HealWireError(str(answer.get("why", "refused")))
-        views = self._landing.views(stripe)
-        read_into(sock, views)
         hasher = new_hasher(str(answer["algorithm"]))
-        for view in views:
-            hasher.update(view)
-        if hasher.hexdigest() != answer["checksum"]:
-            raise HealWireError("a stripe arrived damaged")
-        self._landing.settle(stripe, views)
+        read_into(sock, self._landing.views(stripe, staging), hasher)
+        if hasher.hexdigest() != read_frame(sock)["checksum"]:
+            return False
+        self._landing.settle(stripe, staging)
         with self._lock:
             self.received_bytes += sum(part.length for part in stripe)
+        return True

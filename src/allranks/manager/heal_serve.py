@@ -1,7 +1,7 @@
 """The source side of healing: a small server in every rank that streams the offered state to members.
 
 Runs in a rank: one named thread accepts, one per connection sends; both live in blocking socket calls, outside
-the GIL. Bytes go from the training tensors to the socket; nothing is copied on the way (see heal_state).
+the GIL. Bytes go from the training tensors to the socket; nothing is copied on the way but what lies on a device.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allranks.checkpoint.checksum import best_algorithm, new_hasher
+from allranks.manager.heal_staging import Staging
 from allranks.manager.heal_state import Offer
 from allranks.manager.heal_wire import (
     HealWireError,
@@ -21,6 +22,7 @@ from allranks.manager.heal_wire import (
     greet_as_server,
     read_frame,
     send_frame,
+    send_from,
     tune,
 )
 from allranks.manager.plan import Position
@@ -111,11 +113,12 @@ class HealServer:
             thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
+        staging = Staging()
         try:
             tune(connection, self.timeout_s)
             greet_as_server(connection, self.secret)
             while (request := read_frame(connection)).get("want") != "ballot":
-                self._answer(connection, request)
+                self._answer(connection, request, staging)
             connection = self._hand_over(connection, request)
         except (OSError, HealWireError, ValueError, KeyError, TypeError):
             pass  # the receiver is gone or talks nonsense; it is told by the closed connection
@@ -135,7 +138,7 @@ class HealServer:
         self.on_ballot(name, place, socket.socket(fileno=connection.detach()))
         return connection
 
-    def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
+    def _answer(self, connection: socket.socket, request: dict[str, Any], staging: Staging) -> None:
         position = (int(request["term"]), int(request["step"]))
         offer = self._wait_for(position, float(request.get("wait_s", 0.0)))
         if offer is None:
@@ -143,20 +146,18 @@ class HealServer:
         elif request["want"] == "layout":
             send_frame(connection, {"ok": True, **offer.layout.to_json()})
         else:
-            self._send_stripe(connection, offer, [Segment(*item) for item in request["segments"]])
+            self._send_stripe(connection, offer, [Segment(*item) for item in request["segments"]], staging)
 
-    def _send_stripe(self, connection: socket.socket, offer: Offer, segments: list[Segment]) -> None:
-        views = offer.read(segments)
+    def _send_stripe(
+        self, connection: socket.socket, offer: Offer, segments: list[Segment], staging: Staging
+    ) -> None:
         algorithm = best_algorithm()
         hasher = new_hasher(algorithm)
-        for view in views:
-            hasher.update(view)
+        send_frame(connection, {"ok": True, "algorithm": algorithm})
+        self.sent_bytes += send_from(connection, offer.read(segments, staging), hasher)
         if self._offer is not offer:
-            raise HealWireError("withdrawn")
-        send_frame(connection, {"ok": True, "algorithm": algorithm, "checksum": hasher.hexdigest()})
-        for view in views:
-            connection.sendall(view)
-            self.sent_bytes += len(view)
+            raise HealWireError("withdrawn")  # some of it may be of the next state: it is not vouched for
+        send_frame(connection, {"checksum": hasher.hexdigest()})
 
     def _wait_for(self, position: Position, wait_s: float) -> Offer | None:
         deadline = time.monotonic() + min(wait_s, self.timeout_s)

@@ -6,13 +6,14 @@ what has no contiguous CPU bytes; the rest is read from, or received into, the t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from allranks.checkpoint.tensors import flatten, memory_of, unflatten
+from allranks.manager.heal_staging import Staging
 from allranks.manager.heal_wire import HealWireError, Segment
 from allranks.manager.plan import Position
 
@@ -71,19 +72,17 @@ class Offer:
     layout: Layout
     tensors: tuple[torch.Tensor, ...]
 
-    def read(self, segments: Sequence[Segment]) -> list[memoryview]:
-        """The bytes of the segments; live memory for CPU tensors, a fresh copy for device tensors."""
-        views = []
+    def read(self, segments: Sequence[Segment], staging: Staging) -> Iterator[memoryview]:
+        """The bytes of the segments, one after the other; each valid until the next is asked for."""
         for segment in segments:
             tensor = self.tensors[segment.tensor]
             end = segment.offset + segment.length
             if not 0 <= segment.offset <= end <= self.layout.notes[segment.tensor].nbytes:
                 raise HealWireError(f"segment {segment} lies outside its tensor")
             if tensor.device.type == "cpu":
-                views.append(memory_of(tensor)[segment.offset : end])
+                yield memory_of(tensor)[segment.offset : end]
             else:
-                views.append(memory_of(_bytes_of(tensor)[segment.offset : end].cpu()))
-        return views
+                yield staging.fetch(_bytes_of(tensor)[segment.offset : end])
 
 
 def make_offer(position: Position, state: Any, copy: bool = False) -> Offer:
@@ -111,24 +110,31 @@ class Landing:
     values: dict[str, torch.Tensor]  # what load_state_dict will see
     locals: tuple[torch.Tensor, ...]  # contiguous memory in layout order
 
-    def views(self, segments: Sequence[Segment]) -> list[memoryview]:
-        """Writable bytes for CPU tensors; a scratch buffer for device tensors (see `settle`)."""
-        found = []
+    def views(self, segments: Sequence[Segment], staging: Staging) -> list[memoryview]:
+        """Writable bytes: the tensors' own on the CPU, room beside a device for its tensors (see `settle`)."""
+        room, used, found = self._room(segments, staging), 0, []
         for segment in segments:
             local = self.locals[segment.tensor]
             if local.device.type == "cpu":
                 found.append(memory_of(local)[segment.offset : segment.offset + segment.length])
             else:
-                found.append(memoryview(bytearray(segment.length)))
+                found.append(room[used : used + segment.length])
+                used += segment.length
         return found
 
-    def settle(self, segments: Sequence[Segment], views: Sequence[memoryview]) -> None:
-        """Brings scratch bytes onto their device. Nothing to do on the CPU: they are there already."""
-        for segment, view in zip(segments, views, strict=True):
+    def settle(self, segments: Sequence[Segment], staging: Staging) -> None:
+        """Brings checked bytes onto their device. Nothing to do on the CPU: they are there already."""
+        used = 0
+        for segment in segments:
             local = self.locals[segment.tensor]
-            if local.device.type != "cpu" and segment.length:
-                fresh = torch.frombuffer(view, dtype=torch.uint8)
-                _bytes_of(local)[segment.offset : segment.offset + segment.length].copy_(fresh)
+            if local.device.type != "cpu":
+                target = _bytes_of(local)[segment.offset : segment.offset + segment.length]
+                staging.store(used, target)
+                used += segment.length
+
+    def _room(self, segments: Sequence[Segment], staging: Staging) -> memoryview:
+        far = [part.length for part in segments if self.locals[part.tensor].device.type != "cpu"]
+        return staging.room(sum(far)) if far else memoryview(b"")
 
     def state(self) -> Any:
         """The fetched state, for load_state_dict."""
@@ -179,7 +185,10 @@ def _place(
     if mine is not None:
         local = local_of(mine)
         fits = local.dtype == dtype and tuple(local.shape) == note.shape and local.is_contiguous()
-        if fits and (local is not mine) == bool(note.whole):
+        small = (
+            note.nbytes <= SMALL_BYTES and not note.whole
+        )  # a forward may be changing it: load_state_dict will
+        if fits and not small and (local is not mine) == bool(note.whole):
             return mine, local.detach()
         device = local.device
     fresh = torch.empty(note.shape, dtype=dtype, device=device)

@@ -2,7 +2,7 @@
 
 Both ends prove that they know the source's secret, which travels only inside the quorum (lighthouse, job
 token): HMAC over a nonce of the other side. Then requests and answers: four bytes of length and JSON; an
-answer to "stripe" is followed by the raw bytes. No pickle anywhere.
+answer to "stripe" is followed by the raw bytes and a frame with their checksum. No pickle anywhere.
 """
 
 from __future__ import annotations
@@ -12,15 +12,20 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MAGIC = b"allranks-heal-1\n"
+from allranks.checkpoint.checksum import Hasher
+
+MAGIC = b"allranks-heal-2\n"
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 MAX_FRAME_BYTES = 64 << 20  # a skeleton of a very large model; stripes are not frames
 BUFFER_BYTES = 4 << 20
+PIECE_BYTES = (
+    512 << 10
+)  # sent or received, and hashed, while it is in the cache: one pass over memory, not two
 
 
 class HealWireError(Exception):
@@ -85,15 +90,33 @@ def read_exactly(sock: socket.socket, length: int) -> bytes:
     return bytes(data)
 
 
-def read_into(sock: socket.socket, views: Sequence[memoryview]) -> None:
+def read_into(sock: socket.socket, views: Sequence[memoryview], hasher: Hasher | None = None) -> None:
     """Fills the views one after the other, straight from the socket."""
-    for view in views:
+    for piece in _pieces(views):
         filled = 0
-        while filled < len(view):
-            count = sock.recv_into(view[filled:], min(len(view) - filled, BUFFER_BYTES))
+        while filled < len(piece):
+            count = sock.recv_into(piece[filled:])
             if count == 0:
                 raise HealWireError("the other side closed the connection")
             filled += count
+        if hasher is not None:
+            hasher.update(piece)
+
+
+def send_from(sock: socket.socket, views: Iterable[memoryview], hasher: Hasher) -> int:
+    """Sends the views one after the other; says how many bytes they were."""
+    sent = 0
+    for piece in _pieces(views):
+        hasher.update(piece)
+        sock.sendall(piece)
+        sent += len(piece)
+    return sent
+
+
+def _pieces(views: Iterable[memoryview]) -> Iterator[memoryview]:
+    for view in views:
+        for start in range(0, len(view), PIECE_BYTES):
+            yield view[start : start + PIECE_BYTES]
 
 
 def tune(sock: socket.socket, timeout_s: float) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from allranks import record
 from allranks.errors import GroupAborted, HealingFailed, ManagerError, RetriesExhausted
 from allranks.manager.ballot import Vote
+from allranks.manager.future import sure
 from allranks.manager.generation import Attempt, Generation
 from allranks.manager.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.heal_fetch import Fetch
@@ -97,6 +98,7 @@ class Manager:
         self._before_vote: list[Callable[[], None]] = []
         self._opened: Opened | None = None
         self._failures = 0
+        self._settled: torch.cuda.Event | None = None  # on a GPU: the state stands still once it has passed
         self._volatile = False  # the state changes between commits: offers must be copies
         self._life = threading.Lock()
         self.training.eager = self.options.world_size == 1
@@ -134,6 +136,9 @@ class Manager:
             self.training.seen = max(self.training.seen, self.training.term)
 
     def _read_state(self) -> dict[str, Any]:
+        """From any thread, while the state stands still: also on the device, where the last step may still run."""
+        if self._settled is not None:
+            self._settled.synchronize()
         user = {key: save() for key, (_, save) in self._functions.items()}
         return {"user": user, "manager": self.state_dict()}
 
@@ -157,6 +162,7 @@ class Manager:
         opened = self._open()
         opened.regrouper.shrink_only = shrink_only
         first = self.training.generation is None
+        self._mark_settled()
         self.training.rest()
         opened.regrouper.make_offer_if_due()
         self.training.begin()
@@ -199,6 +205,7 @@ class Manager:
             tensor,
             lambda error: self._group_failed(attempt, generation, error),
             lambda: generation.usable,
+            generation.group.peer_gone,
         )
         attempt.works.append(work)
         return work
@@ -218,6 +225,7 @@ class Manager:
 
     def step_applied(self) -> None:
         """The optimizer has changed the parameters: the state stands still again."""
+        self._mark_settled()
         self.training.rest()
         if self._opened is not None:
             self._opened.regrouper.make_offer_if_due()
@@ -236,16 +244,9 @@ class Manager:
     def wrap_future(
         self, fut: torch.futures.Future[Any], default: Any, timeout: Seconds | None = None
     ) -> torch.futures.Future[Any]:
-        """A future that holds `default` instead of an error; the error is reported."""
-
-        def swallow(done: torch.futures.Future[Any]) -> Any:
-            try:
-                return done.value()
-            except Exception as error:
-                self.report_error(error)
-                return default
-
-        return fut.then(swallow)
+        """A future that holds `default` when `fut` fails or takes longer than `timeout`; that fails the step."""
+        limit_s = self.options.timeout_s if timeout is None else seconds(timeout)
+        return sure(fut, default, limit_s, self.report_error)
 
     # ---- questions ----
 
@@ -317,6 +318,12 @@ class Manager:
                 self._opened = opened.start(self._secret, self._read_state, lambda: self._volatile)
                 atexit.register(self.shutdown)
             return self._opened
+
+    def _mark_settled(self) -> None:
+        """Everything that this thread has given to the GPU so far belongs to the state that stands."""
+        if torch.cuda.is_initialized():
+            self._settled = torch.cuda.Event()
+            self._settled.record()
 
     def _bound(self) -> Generation:
         attempt = self.training.attempt
@@ -414,9 +421,12 @@ class Manager:
             if key in state["user"]:
                 load(state["user"][key])
         with self.training.changed:
+            if opened.regrouper.fetch is not fetch:
+                return False  # the next group wants another state, which is landing already
             self.training.batches = int(state["manager"]["batches_committed"])
-        self.training.healed(generation, fetch.position)
-        opened.regrouper.fetch = None
+            self.training.healed(generation, fetch.position)
+            if self.training.generation is generation:  # else the next group may be about to ask for it again
+                opened.regrouper.fetch = None
         return True
 
     def _fetched(self, opened: Opened, generation: Generation) -> Fetch | None:

@@ -6,6 +6,7 @@ ended by a notice of the lighthouse about the quorum in question, and nothing wa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from allranks.errors import AllranksError, GroupAborted, HealingFailed, ManagerError
 from allranks.lighthouse.client import Client
 from allranks.manager.ballot_box import MAX_VOTERS, BallotBox, Booth
+from allranks.manager.cpp_log import silenced
 from allranks.manager.generation import Generation
 from allranks.manager.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.heal_fetch import Fetch, Source
@@ -28,14 +30,16 @@ from allranks.manager.heal_state import make_offer
 from allranks.manager.inside import InsideReplica
 from allranks.manager.meeting import Meeting
 from allranks.manager.options import ManagerOptions, WorldSizeMode
-from allranks.manager.plan import NOWHERE, Claim, Plan, ReplicaClaim, decide
+from allranks.manager.plan import FRESH, NOWHERE, Claim, Plan, Position, ReplicaClaim, decide
 from allranks.manager.sockets import abort_connecting
 from allranks.manager.training import TrainingState
 from allranks.model.cluster import Member, Quorum
 
 log = logging.getLogger("allranks.manager")
 
-_HEAL_TRIES = 3
+_HEAL_TRIES = 10
+_FRUITLESS_TRIES = 3
+_STORE_S = 1.0
 
 
 @dataclass(eq=False)
@@ -57,7 +61,7 @@ class Regrouper:
     shrink_only: bool = False
     _offer_due: Generation | None = None
     _ticket: Any = None  # of the quorum that we are waiting for
-    _heal_failures: int = 0
+    _heal_failures: int = 0  # since we were healed last
     _meeting_port: int = 0  # of the store where the group is being made
     _guard: threading.Lock = field(default_factory=threading.Lock)
 
@@ -76,7 +80,7 @@ class Regrouper:
 
     def interrupt(self, number: int, reason: str) -> None:
         """A member of the quorum that is being made, or heals us, is gone: do not wait for it."""
-        if self.training.forming == number:
+        if number and self.training.forming == number:
             threading.Thread(
                 target=self._stop_forming, args=(number, reason), name="allranks-abort", daemon=True
             ).start()
@@ -94,13 +98,19 @@ class Regrouper:
             self.fetch.cancel()
 
     def _stop_forming(self, number: int, reason: str) -> None:
-        """Ends the making of a group. Again and again: its sockets may not exist at the first try."""
+        """Ends the making of a group. Again and again: its sockets may not exist at the first try.
+
+        Under the lock: the next group, which may be in the making a moment later, must not be hit.
+        """
         deadline = time.monotonic() + self.options.connect_timeout_s
-        while self.training.forming == number and time.monotonic() < deadline:
-            self.box.abort(reason)
-            self.control.abort(reason)
-            self.group.abort(reason)
-            abort_connecting((), (self._meeting_port,))
+        while time.monotonic() < deadline:
+            with self.training.changed:
+                if self.training.forming != number:
+                    return
+                self.box.abort(reason)
+                self.control.abort(reason)
+                self.group.abort(reason)
+                abort_connecting((), (self._meeting_port,))
             time.sleep(0.005)
 
     def make_offer_if_due(self) -> None:
@@ -126,6 +136,7 @@ class Regrouper:
             except (AllranksError, RuntimeError, OSError, TimeoutError) as error:
                 if self.training.closing or time.monotonic() > deadline:
                     raise
+                self.training.form(0)
                 log.warning("quorum %d could not connect (%s): asking again", quorum.number, _short(error))
                 self._let_go(old, _short(error))
                 continue
@@ -190,14 +201,19 @@ class Regrouper:
         if lost:
             raise GroupAborted(lost)
         self._let_go(old, "the members changed")
-        self._connect(quorum, plan, said, index)
         generation = Generation(quorum, plan, index, self.options.rank, self.group, self.box, self.control)
         generation.loaded = not generation.heals
-        if generation.heals:
-            self._prepare_fetch(plan)
         rolls = (index, self.options.rank) in plan.rolls_forward
         if index in plan.sources and plan.healing:
             self._offer(generation, later=rolls)
+        if generation.heals and plan.top != FRESH:  # a fresh state is worth keeping until the group is there
+            self._begin(self._prepare_fetch(plan.top), generation)
+        try:
+            with silenced():
+                self._connect(quorum, plan, said, index)
+        except BaseException:
+            self._pause_fetch()
+            raise
         self.training.publish(generation, rolls)
         return generation
 
@@ -239,7 +255,8 @@ class Regrouper:
         ]
         if len(voters) <= MAX_VOTERS:
             name = f"{quorum.epoch}.{quorum.number}"
-            self.box.meet(name, quorum.number, first, others_booths, self.options.connect_timeout_s)
+            limit_s = self.options.connect_timeout_s
+            self.box.meet(name, quorum.number, first, others_booths, limit_s, self.group.peer_gone)
         elif self.control is not self.group:
             ports = tuple(claim.control_port for place, (claim, _) in enumerate(voters) if place != first)
             control_store = dist.PrefixStore(f"{prefix}/control", store)
@@ -248,40 +265,59 @@ class Regrouper:
     def _reach_store(self, address: str) -> dist.Store:
         """A new client of the primary's store (also when that is us: aborting cuts clients, not the server).
 
-        Tried with a plain socket first: torch goes on trying a dead address for twice its timeout.
+        Tried with a plain socket first, and then with little patience: torch goes on trying a dead address for
+        twice its timeout, and nothing can end that.
         """
         host, _, port = address.rpartition(":")
         self._meeting_port = int(port)
         limit_s = min(self.options.connect_timeout_s, 10.0)
         with socket.create_connection((host, int(port)), timeout=limit_s):
             pass
-        return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=limit_s))
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_STORE_S))
+        store.set_timeout(timedelta(seconds=limit_s))
+        return store
 
     # ---- the state ----
 
-    def _prepare_fetch(self, plan: Plan) -> None:
-        if self.fetch is None or self.fetch.position != plan.top:
-            self.fetch = Fetch(plan.top, self.read_state, timeout_s=self.options.timeout_s)
+    def _prepare_fetch(self, top: Position) -> Fetch:
+        if self.fetch is None or self.fetch.position != top:
+            self.fetch = Fetch(top, self.read_state, timeout_s=self.options.timeout_s)
+        return self.fetch
+
+    def _begin(self, fetch: Fetch, generation: Generation) -> None:
+        """Starts to fetch, unless everything is here or on its way already."""
+        if not fetch.complete and not fetch.begun:
+            self.training.healing()
+            fetch.begin(self._sources(generation))
+
+    def _pause_fetch(self) -> None:
+        """The group did not come about, or is gone: nothing more may land in our state until the next one."""
+        fetch = self.fetch
+        if fetch is not None:
+            fetch.cancel()
+            with contextlib.suppress(HealingFailed):
+                fetch.finish()
 
     def _take_state(self, generation: Generation) -> None:
         """Fetches the state if we must heal; the training thread will load it."""
-        if generation.usable and generation.heals:
-            self._heal(generation)
+        with self.training.changed:  # it may be loading what came for the group before, and then let go of it
+            wanted = generation.usable and not generation.loaded
+            fetch = self._prepare_fetch(generation.plan.top) if wanted else None
+        if fetch is None:
+            self._pause_fetch()
+        else:
+            self._heal(generation, fetch)
 
-    def _heal(self, generation: Generation) -> None:
-        fetch = self.fetch
-        if fetch is None or generation.loaded:
-            return
-        self.training.healing()
+    def _heal(self, generation: Generation, fetch: Fetch) -> None:
         began = time.monotonic()
         try:
-            if not fetch.complete:
-                fetch.run(self._sources(generation))
+            self._begin(fetch, generation)
+            fetch.finish()
         except HealingFailed as error:
-            self._heal_failures += 1
+            self._heal_failures += not fetch.cancelled  # one that was called off proves nothing
             if self.training.break_group(generation, f"healing failed: {error}"):
                 log.warning("%s", error)
-            if self._heal_failures >= _HEAL_TRIES and not fetch.received_bytes:
+            if self._heal_failures >= (_FRUITLESS_TRIES if fetch.fruitless else _HEAL_TRIES):
                 self.training.finish_regrouping(error)
             return
         self._heal_failures = 0

@@ -14,14 +14,15 @@ from allranks.errors import GroupAborted
 _SLICE = timedelta(seconds=0.2)
 
 
-def wait_while(work: Any, usable: Callable[[], bool]) -> None:
+def wait_while(work: Any, usable: Callable[[], bool], gone: Callable[[], bool] = lambda: False) -> None:
     """Waits for a raw work as long as its group is usable; raises RuntimeError when it failed or is given up.
 
-    gloo can miss that its sockets were shut (seen: a send that had just been queued) and would then sit there
-    until the group's timeout. A work that is not done soon after its group broke is left alone.
+    gloo can miss that its sockets were shut, by us or by a peer (seen: a send that had just been queued), and would
+    then sit there until the group's timeout. A work that is not done soon after its group broke, or after a peer is
+    `gone`, is left alone.
     """
+    doomed = not usable()
     while True:
-        doomed = not usable()
         try:
             work.wait(_SLICE)
             return
@@ -31,6 +32,7 @@ def wait_while(work: Any, usable: Callable[[], bool]) -> None:
                 return
             if doomed:
                 raise GroupAborted("the group broke and its pending operation was given up") from None
+            doomed = not usable() or gone()
 
 
 def wait_on_device(work: Any, usable: Callable[[], bool]) -> None:
@@ -45,6 +47,8 @@ def wait_on_device(work: Any, usable: Callable[[], bool]) -> None:
         time.sleep(pause_s)
         pause_s = min(0.002, pause_s * 1.5)
     work.wait()
+    if not usable():  # an aborted work counts as completed too
+        raise GroupAborted("the group broke while its operation was pending")
 
 
 class ManagedWork:
@@ -56,11 +60,13 @@ class ManagedWork:
         tensor: torch.Tensor,
         on_error: Callable[[Exception], None],
         usable: Callable[[], bool] = lambda: True,
+        gone: Callable[[], bool] = lambda: False,
     ) -> None:
         self._work = work  # None: nothing was started, the step has failed already
         self._tensor = tensor
         self._on_error = on_error
         self._usable = usable
+        self._gone = gone
         self.failed = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -68,7 +74,10 @@ class ManagedWork:
         work, self._work = self._work, None
         if work is not None:
             try:
-                (wait_on_device if self._tensor.is_cuda else wait_while)(work, self._usable)
+                if self._tensor.is_cuda:
+                    wait_on_device(work, self._usable)
+                else:
+                    wait_while(work, self._usable, self._gone)
             except (RuntimeError, GroupAborted) as error:
                 self.failed = True
                 self._on_error(error)

@@ -1,8 +1,7 @@
 """For scripts written for torchft: `import allranks.torchft as torchft` and go on. Needs torch.
 
-The names that mean the same. Left out: ProcessGroupBaby* (aborting in place makes a child process needless),
-ProcessGroupXCCL, quantized allreduce, the parameter server, the torchx component, and torchft's checkpoint
-transports (healing is built in). docs/manager.md says more.
+The names that mean the same, also under torchft's modules (`from allranks.torchft.local_sgd import DiLoCo`). What
+is left out says why when it is asked for; docs/manager.md says more.
 """
 
 from __future__ import annotations
@@ -41,3 +40,20 @@ __all__ = [
     "managed_device_mesh",
     "replicate",
 ]
+
+_LEFT_OUT = {
+    "ProcessGroupBabyNCCL": "groups are aborted in place, no child process is needed: use ProcessGroupNCCL",
+    "ProcessGroupBabyGloo": "groups are aborted in place, no child process is needed: use ProcessGroupGloo",
+    "ProcessGroupBabyXCCL": "there is no XCCL here: use ProcessGroupNCCL or ProcessGroupGloo",
+    "ProcessGroupXCCL": "there is no XCCL here: use ProcessGroupNCCL or ProcessGroupGloo",
+    "HTTPTransport": "healing is built in: leave checkpoint_transport away",
+    "PGTransport": "healing is built in: leave checkpoint_transport away",
+    "ParameterServer": "nothing here does its work",
+}
+
+
+def __getattr__(name: str) -> object:
+    why = _LEFT_OUT.get(name)
+    raise AttributeError(
+        f"allranks.torchft leaves out {name}: {why}" if why else f"module 'allranks.torchft' has no {name!r}"
+    )
