@@ -93,13 +93,25 @@ def make_offer(position: Position, state: Any, copy: bool = False) -> Offer:
         local = local_of(tensor)
         whole = tuple(tensor.shape) if local is not tensor else ()
         nbytes = local.numel() * local.element_size()
-        if copy or nbytes <= SMALL_BYTES:
-            local = local.detach().clone(memory_format=torch.contiguous_format)
+        if (
+            nbytes <= SMALL_BYTES
+        ):  # to the host: a copy on the device would have to be waited for by its readers
+            local = local.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        elif copy or not local.is_contiguous():
+            local = _settled_copy(local.detach())
         notes.append(
             TensorNote(name, str(local.dtype).removeprefix("torch."), tuple(local.shape), nbytes, whole)
         )
-        tensors.append(local.detach().contiguous())
+        tensors.append(local.detach())
     return Offer(position, Layout(flat.skeleton, tuple(notes)), tuple(tensors))
+
+
+def _settled_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that is there when this returns: it is read over other streams than the one it was made on."""
+    fresh = tensor.clone(memory_format=torch.contiguous_format)
+    if fresh.device.type == "cuda":
+        torch.cuda.current_stream(fresh.device).synchronize()
+    return fresh
 
 
 @dataclass(frozen=True)
