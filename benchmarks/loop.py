@@ -29,7 +29,7 @@ from allranks.testing.plan import KINDS, make_plan
 RATIOS = ("step_time_whole", "step_time_replicas", "around_whole", "around_replicas")
 SCRIPT = Path(__file__).with_name("_loop_script.py")
 REPLICAS = 3
-WIDTH = 512  # of the model whose step is measured: some 25 ms on a slow core
+WIDTH = 1024  # of the model whose step is measured: some 40 ms on a slow core
 QUICK = ("kill",)
 FULL = (
     "kill",

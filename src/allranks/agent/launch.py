@@ -30,6 +30,8 @@ _CURE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # torchrun waits 30 s for late nodes and 15 s for dead ones; both are measured in idle GPUs. With fewer than 5 s for
 # dead ones, nodes of a heavily loaded machine were taken for dead.
 _RENDEZVOUS_DEFAULTS = {"last_call_timeout": "2", "keep_alive_interval": "1", "keep_alive_max_attempt": "5"}
+# A sign of life costs the agent 5 ms of CPU: a node that is alone gives none that anybody would miss.
+_ALONE_DEFAULTS = {"last_call_timeout": "2", "keep_alive_interval": "60"}
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ def prepare(args: Namespace, job: Launch) -> Namespace:
     namespace = vars(args)
     conf = _parse_conf(namespace.get("rdzv_conf") or "")
     if namespace.get("rdzv_backend") != "static" or namespace.get("standalone"):
-        conf = {**_RENDEZVOUS_DEFAULTS, **conf}
+        alone = namespace.get("standalone") or str(namespace.get("nnodes")) in ("1", "1:1")
+        conf = {**(_ALONE_DEFAULTS if alone else _RENDEZVOUS_DEFAULTS), **conf}
         namespace["rdzv_conf"] = ",".join(f"{key}={value}" for key, value in conf.items())
     if namespace.get("tee") in (None, "0") and namespace.get("redirects") in (None, "0"):
         namespace["redirects" if job.quiet else "tee"] = "3"
