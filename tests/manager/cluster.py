@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
@@ -108,6 +109,7 @@ class LighthouseProcess:
 
 
 def _serve(options: Options, server: ServerOptions, write_end: int) -> None:
+    gc.freeze()  # as in the ranks: the parent's garbage is not ours
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     if os.environ.get("ALLRANKS_TEST_LOG"):

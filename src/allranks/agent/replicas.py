@@ -149,7 +149,8 @@ class Supervisor:
             while not self._over():
                 self._start_due()
                 for key, _ in self._selector.select(self._timeout()):
-                    key.data()
+                    if self._selector.get_map().get(key.fileobj) == key:  # not ended by one before it
+                        key.data()
                 self._serve_requests()
                 self._kill_overdue()
                 self._stop_latecomers()

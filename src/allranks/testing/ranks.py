@@ -12,6 +12,7 @@ process; each rank is a child that runs `function(rank, world_size, *args)` and 
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import select
@@ -134,6 +135,7 @@ class Ranks:
         global _mark
         code = 1
         try:
+            gc.freeze()  # what the parent has not yet collected is not ours to close: its descriptors may be in use here
             # A child of pytest must not run its handlers or be interrupted by its alarm.
             signals.setitimer(signals.ITIMER_REAL, 0)
             signals.signal(signals.SIGALRM, signals.SIG_DFL)
