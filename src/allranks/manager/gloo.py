@@ -18,6 +18,9 @@ import torch.distributed as dist
 from allranks.manager.meeting import Meeting
 from allranks.manager.sockets import SocketSet, abort_connecting, listening_ports
 
+#: gloo waits so long for a member that never calls: where there is no socket yet, nothing can be cut.
+CONNECT_S = 5.0
+
 _creation = threading.Lock()
 
 
@@ -48,13 +51,14 @@ class GlooMesh:
         port = self.port
         options = dist.ProcessGroupGloo._Options()
         options._devices = [self._device]
-        options._timeout = timedelta(seconds=timeout_s)
+        options._timeout = timedelta(seconds=min(timeout_s, CONNECT_S))
         options.group_name = meeting.name
         options.global_ranks_in_group = list(meeting.global_ranks)
         with self._lock:
             self._connecting = meeting.remote_ports
         try:
             backend = dist.ProcessGroupGloo(meeting.store, meeting.rank, meeting.world_size, options)
+            backend._set_default_timeout(timedelta(seconds=timeout_s))
             sockets = SocketSet(meeting.number)
             sockets.take([port], meeting.remote_ports)
         finally:

@@ -39,7 +39,7 @@ log = logging.getLogger("allranks.manager")
 
 _HEAL_TRIES = 10
 _FRUITLESS_TRIES = 3
-_STORE_S = 1.0
+_STORE_S = 3.0
 
 
 @dataclass(eq=False)
