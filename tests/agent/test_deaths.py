@@ -7,15 +7,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from allranks.agent import gatherer
 from allranks.agent.deaths import Death, find_deaths, find_first
+from allranks.agent.examine import Examination
 from allranks.agent.incidents import read_incidents
 from allranks.agent.lifelines import Ending, Lifelines
 from allranks.agent.node import NodeAgent
+from allranks.agent.notice import NoticeOptions
 from allranks.agent.replicas import ReplicaOptions, Supervisor
 from allranks.agent.sample import read_samples
 from allranks.agent.watch import Watch
@@ -155,3 +159,36 @@ def test_a_lost_replica_whose_process_runs_is_a_partition(tmp_path: Path, runnin
     assert [(s["kind"], s["ranks"], s["verdict"]["cause"]) for s in stories] == (
         [("partition", [1], "none_finished")] if running else []
     )
+
+
+def test_a_death_is_told_while_a_standstill_is_examined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks stand still and their stacks take for ever to read: one is killed, and its incident does not wait."""
+    dog = watch(tmp_path, poll_s=0.05, notice=NoticeOptions(floor_s=0.1, warm_up_s=0.1))
+    examining, told = threading.Event(), threading.Event()
+
+    def examine(*args: object, **kwargs: object) -> Examination:
+        examining.set()
+        told.wait(60)
+        return Examination()
+
+    monkeypatch.setattr(gatherer, "examine", examine)
+    dog.join(None, lambda incident: told.set() if incident.kind == "death" else None)
+    ranks = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
+    try:
+        for rank, process in enumerate(ranks):
+            write_box(tmp_path / "boxes", rank, 7, pid=process.pid, start_ns=time.time_ns())
+        dog.start()
+        assert examining.wait(60)
+        ranks[1].kill()
+        assert told.wait(30)
+    finally:
+        dog.close()
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    death, standstill = sorted(read_incidents(tmp_path / "incidents"), key=lambda story: story["kind"])
+    assert (death["kind"], death["verdict"]["ranks"]) == ("death", [1])
+    assert standstill["kind"] == "slow"
+    assert "rank 1 ended while it was looked at" in standstill["timeline"][-1]["text"]

@@ -106,7 +106,7 @@ def test_a_second_hang_soon_after_waits_for_the_back_off_in_one_incident(
     answer_with(monkeypatch, Examination(verdict=VERDICT))
     hand = Hand()
     watch = trained(tmp_path, hand, policy=PolicyOptions(back_off_s=0.5))
-    watch._policy = watch._policy.after(time.monotonic(), 0, 3600)
+    watch.inquiries._policy = watch.inquiries._policy.after(time.monotonic(), 0, 3600)
     look(watch, 8.1)
     look(watch, 10.7)
     assert hand.done == []
@@ -131,8 +131,8 @@ def test_a_stopped_replica_that_the_others_left_behind_is_replaced(
         for rank in (0, 2):
             write_box(tmp_path / "boxes", rank, moment)
         look(watch, moment / 10)
-        if watch._behind is not None:
-            watch._behind.next_s = 0.0
+        if watch.inquiries._behind is not None:
+            watch.inquiries._behind.next_s = 0.0
     assert [(action.kind, action.replica, action.ranks) for action in hand.done] == [("evict", 1, (1,))]
     (story,) = read_incidents(tmp_path / "incidents")
     assert (story["kind"], story["verdict"]["cause"], story["step"]) == ("hang", "stopped", 30)

@@ -186,7 +186,7 @@ class NodeAgent:
         assert self.watch is not None
         try:
             if wanted.upload and self.company is not None:
-                self.company.contribute(wanted, self.watch.collect_part)
+                self.company.contribute(wanted, self.watch.gatherer.collect_part)
             else:
                 self.watch.collect_now(f"asked for by the lighthouse: {wanted.reason}")
         except Exception:
