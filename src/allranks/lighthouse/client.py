@@ -61,6 +61,7 @@ from allranks.model.cluster import (
     Notice,
     Quorum,
 )
+from allranks.model.nodes import Presence, Succession
 
 __all__ = ["Client", "ClientOptions"]
 
@@ -245,6 +246,15 @@ class Client:
         """Asks all other agents for their part of an incident; says who leads (another may have been first)."""
         body = self._command(Command(next(self._ids), "gather", body=json.dumps(asdict(wanted))))
         return Gathering(str(body["incident"]), str(body["lead"]), tuple(body["agents"]))
+
+    def present(self, presence: Presence) -> Succession:
+        """An agent says which ranks its node has; learns who speaks if the lighthouse goes with its own node."""
+        body = self._command(Command(next(self._ids), "present", body=json.dumps(asdict(presence))))
+        return Succession(_presence(body.get("host")), str(body.get("heir") or ""))
+
+    def presence(self, agent: str) -> Presence | None:
+        """What an agent, perhaps a lost one, has told of its node; None when nothing is known."""
+        return _presence(self._command(Command(next(self._ids), "presence", agent)).get("node"))
 
     def tell_incident(self, incident: Incident) -> None:
         """Tells what was found."""
@@ -458,6 +468,13 @@ class Client:
                 null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
                 os.dup2(null, each, inheritable=False)
                 os.close(null)
+
+
+def _presence(found: Any) -> Presence | None:
+    if not isinstance(found, dict):
+        return None
+    ranks = tuple(int(rank) for rank in found.get("ranks") or ())
+    return Presence(str(found["agent"]), str(found["node"]), ranks, bool(found.get("lighthouse")))
 
 
 _alive: weakref.WeakSet[Client] = weakref.WeakSet()

@@ -11,6 +11,7 @@ from allranks.lighthouse.codec import BadFrame, load
 from allranks.lighthouse.messages import Command, Result
 from allranks.lighthouse.service import Service
 from allranks.model.cluster import CollectEvidence, Incident
+from allranks.model.nodes import Presence
 
 
 def carry_out(service: Service, command: Command, reply: Callable[[Result], None]) -> None:
@@ -45,6 +46,14 @@ def _answer(service: Service, command: Command) -> Result:
             return Result(command.id, False, str(error))
         found = service.gather(wanted)
         return Result(command.id, True, msgspec.json.encode(found).decode())
+    if command.action == "present":
+        try:
+            presence = load(Presence, command.body.encode())
+        except BadFrame as error:
+            return Result(command.id, False, str(error))
+        return Result(command.id, True, msgspec.json.encode(service.nodes.note(presence)).decode())
+    if command.action == "presence" and name:
+        return Result(command.id, True, msgspec.json.encode({"node": service.nodes.find(name)}).decode())
     if command.action == "collect":
         return Result(command.id, True, json.dumps({"incident": service.collect(reason, command.replicas)}))
     if command.action == "accuse" and name:

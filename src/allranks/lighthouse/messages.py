@@ -77,7 +77,8 @@ class Ack:
 
 @dataclass(frozen=True)
 class Command:
-    """An action: status, evict, let_in, finish, collect, gather, accuse, incident. Answered by Result."""
+    """An action: status, evict, let_in, finish, collect, gather, accuse, incident, present, presence. Answered by
+    Result."""
 
     id: int
     action: str

@@ -21,9 +21,10 @@ from allranks.lighthouse.bulletin import Bulletin
 from allranks.lighthouse.codec import encode
 from allranks.lighthouse.detect import AwakeClock, find_silent
 from allranks.lighthouse.former import Former, Keep, Timers
-from allranks.lighthouse.gathering import Current, decide_gathering
+from allranks.lighthouse.gathering import AGENT, Current, decide_gathering
 from allranks.lighthouse.kept import Kept
 from allranks.lighthouse.messages import Beat, Hello, Pong, Refused, Waiting, Welcome
+from allranks.lighthouse.nodes import CUT_BACK_S, SILENT_BACK_S, Nodes
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.sessions import Peer, Session, Sessions, deliver
 from allranks.lighthouse.state import State
@@ -62,6 +63,7 @@ class Service:
     draining: bool = False
     started: float = 0.0
     incidents: deque[Incident] = field(default_factory=lambda: deque(maxlen=200))
+    nodes: Nodes = field(default_factory=Nodes)
     awake: AwakeClock = field(init=False)
     state: State = field(init=False)
     sessions: Sessions = field(init=False)
@@ -305,6 +307,10 @@ class Service:
         name = session.replica
         if session.observer or name not in self.state.replicas:
             self._drop(session)
+            if session.observer and name.startswith(AGENT):
+                self.nodes.leave(name)
+                self.bulletin.tell(MemberLeft(name, reason), self.sessions.observers)
+                self.former.soon()
             return
         number, targets = self._number_of(name), self._concerned(name)
         self.state.leave(self.now(), name, reason)
@@ -353,7 +359,7 @@ class Service:
         if current is not session or session.peer is not None or self.draining:
             return
         if session.observer:
-            self._drop(session)
+            self._lose_observer(session, CUT_BACK_S if session.cut else 0.0)
             return
         where = f" (rank {session.rank})" if session.connections > 1 else ""
         how = "was cut and did not come back" if session.cut else "closed without a good-bye"
@@ -376,13 +382,41 @@ class Service:
 
     def _lose_silent(self, session: Session, now: float) -> None:
         if session.observer:
-            self._drop(session)
+            self._lose_observer(session, SILENT_BACK_S)
             return
         replica = self.state.replicas.get(session.replica)
         expected = replica is not None and not replica.connected
         what = "did not come back to the new lighthouse" if expected else "nothing heard"
         since = replica.since if replica is not None and expected else session.heard
         self._lose(session.replica, f"{what} for {now - since:.2f} s", certain=False)
+
+    def _lose_observer(self, session: Session, patience_s: float) -> None:
+        """An agent that is gone took its node's ranks with it: the others are told, unless it comes back in time."""
+        name = session.replica
+        self._drop(session)
+        if not name.startswith(AGENT):
+            return
+        if patience_s:
+            self.timers.call_later(patience_s, self._tell_node_lost, session, False)
+        else:
+            self._tell_node_lost(session, True)
+
+    def _tell_node_lost(self, session: Session, certain: bool) -> None:
+        name = session.replica
+        if name in self.sessions.observers or self.draining or not self.leading:
+            return
+        now = self.now()
+        found = self.nodes.lose(name, session.node)
+        reason = (
+            "its agent's connection closed without a good-bye"
+            if certain
+            else f"nothing heard of its agent for {now - session.heard:.1f} s"
+        )
+        self.bulletin.event("lost", f"node {found.node} lost: {reason}", name)
+        ms = round((now - session.heard) * 1000, 3)
+        notice = MemberLost(name, reason, session.session, ms=ms, certain=certain)
+        self.bulletin.tell(notice, self.sessions.observers)
+        self.former.soon()
 
     def _lose(self, name: str, reason: str, certain: bool) -> None:
         """A replica is gone: note it, tell the others (its own other ranks too), decide again."""
