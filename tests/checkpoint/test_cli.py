@@ -70,9 +70,18 @@ def test_verify_finds_every_damaged_tensor_and_exits_1(
     result = _json(capsys, "verify", str(store), code=1)
     bad = {one["step"]: one["problems"] for one in result["checkpoints"]}
     assert bad[1] == bad[3] == [] and len(bad[2]) == 2
-    assert main(["checkpoint", "verify", str(store), "--quarantine"]) == 1
-    assert "DAMAGED" in capsys.readouterr().out
+    moved = _json(capsys, "verify", str(store), "--quarantine", code=1)["checkpoints"][1]["quarantined"]
+    assert Path(moved).parent == store / "quarantine" and (Path(moved) / "manifest.json").exists()
     assert _json(capsys, "verify", str(store))["ok"] is True
+
+
+def test_verify_never_passes_what_is_not_there(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint without its manifest is damaged; a place without any checkpoint is a wrong address."""
+    (store / "checkpoint_step_00000002" / "manifest.json").unlink()
+    assert main(["checkpoint", "verify", str(store / "checkpoint_step_00000002")]) == 1
+    assert "DAMAGED" in (text := capsys.readouterr().out) and "manifest.json is missing" in text
+    assert main(["checkpoint", "verify", str(store.parent)]) == 2
+    assert "no checkpoints in" in capsys.readouterr().err
 
 
 def test_prune_keeps_the_newest(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,6 +95,37 @@ def test_prune_keeps_the_newest(store: Path, capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         main(["checkpoint", "prune", str(store), "--keep", "0"])
     assert os.listdir(store) == ["checkpoint_step_00000003"]
+
+
+def test_prune_never_removes_the_last_good_one(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A newest one that is damaged does not count: the older good one stays, whatever --keep says."""
+    victim = store / "checkpoint_step_00000003" / "rank-00000.safetensors"
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(data)
+    result = _json(capsys, "prune", str(store), "--keep", "1")
+    assert result["removed"] == ["checkpoint_step_00000001"]
+    assert "damaged and not counted: checkpoint_step_00000003" in result["reason"]
+    assert NVMeBackend(store).cleanup_old_checkpoints(keep_last=1) == []
+    assert same_state(NVMeBackend(store).load("checkpoint_step_00000002"), make_state(2, seed=2))
+
+
+def test_nothing_is_replaced_without_force(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """copy and import onto a checkpoint that is there are refused; --force replaces it."""
+    torch.save({"model": {"w": torch.ones(2)}, "step": 3}, tmp_path / "other.pt")
+    copy = [
+        "checkpoint",
+        "copy",
+        str(store / "checkpoint_step_00000001"),
+        str(store / "checkpoint_step_00000003"),
+    ]
+    for words in (copy, ["checkpoint", "import", str(tmp_path / "other.pt"), str(store)]):
+        assert main(words) == 2
+        assert "exists already\n--force" in capsys.readouterr().err
+        assert main([*words, "--force"]) == 0
+    assert list(NVMeBackend(store).load("checkpoint_step_00000003").model_state_dict) == ["w"]
 
 
 def test_copy_goes_between_a_folder_and_a_bucket_and_back(

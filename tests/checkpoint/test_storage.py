@@ -297,7 +297,8 @@ def test_retention_keeps_the_newest_and_never_the_unreadable_or_the_last() -> No
     """A pure decision with its reason."""
     found = [Kept("a", 1, True), Kept("b", 2, True), Kept("c", 3, False), Kept("d", 4, True)]
     assert decide(found, 2).remove == ("a",)
-    assert decide(found, 2).reason == "keeping the newest 2: steps 1 are surplus"
+    assert decide(found, 2).reason == "keeping the newest 2: steps 1 are surplus; damaged and not counted: c"
+    assert decide(found, 1, spare="a").remove == ("b",)
     assert decide(found, 1).remove == ("a", "b")
     assert decide([Kept("a", 1, True), Kept("c", 3, False)], 1).remove == ()
     assert decide(found, 0).remove == ()

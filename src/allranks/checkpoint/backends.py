@@ -22,11 +22,12 @@ from allranks.checkpoint.legacy import is_legacy, load_legacy
 from allranks.checkpoint.opened import opened
 from allranks.checkpoint.plan import find_pieces, local_tensors, make_plan
 from allranks.checkpoint.restore import read_state
-from allranks.checkpoint.retention import look, prune
+from allranks.checkpoint.retention import decide, look, look_closely, remove
 from allranks.checkpoint.snapshot import flatten_state
 from allranks.checkpoint.staging import Stager
 from allranks.checkpoint.state import CheckpointState
 from allranks.checkpoint.store import Attempt, Store, StoreSpec, open_store
+from allranks.checkpoint.survey import verify_checkpoint
 from allranks.checkpoint.writer import SaveJob, write_checkpoint
 from allranks.errors import AllranksError, CheckpointLoadError, CheckpointSaveError, CheckpointValidationError
 
@@ -107,9 +108,14 @@ class Backend:
         return found[-1] if found else None
 
     def cleanup_old_checkpoints(self, keep_last: int = 3) -> list[str]:
-        """Removes all but the newest; never the last good one, nor one being read. Returns what it removed."""
+        """Removes all but the newest; never the last good one, nor one being read. Returns what it removed.
+
+        The newest is read and checked first: one that turns out damaged does not count as kept.
+        """
         self.settle("")
-        return prune(self.store, max(1, keep_last))[0]
+        store = self.store
+        found = look_closely(store, lambda name: not verify_checkpoint(store, name).problems)
+        return remove(store, decide(found, max(1, keep_last)))[0]
 
     def _name(self, path: str) -> str:
         base = self.store.path_of("").rstrip("/")

@@ -18,6 +18,7 @@ from allranks.checkpoint.opened import opened
 from allranks.checkpoint.restore import read_state
 from allranks.checkpoint.state import CheckpointState, state_of
 from allranks.checkpoint.store import StoreSpec, checkpoint_name, open_store, split_address
+from allranks.checkpoint.survey import has_manifest
 from allranks.errors import InputError
 
 
@@ -54,11 +55,11 @@ def export_checkpoint(
 
 def import_checkpoint(
     source: str | Path, store: str, *, step: int | None = None, name: str | None = None,
-    config: CheckpointLoadConfig | None = None, options: Mapping[str, str] | None = None,
+    config: CheckpointLoadConfig | None = None, options: Mapping[str, str] | None = None, force: bool = False,
 ) -> str:  # fmt: skip
     """Turns a `.pt`, a `.safetensors` or a plain DCP folder into a checkpoint of ours; returns its path.
 
-    A bare state_dict becomes the model of a state without optimizer.
+    A bare state_dict becomes the model of a state without optimizer. Never replaces one without `force`.
     """
     path = Path(source)
     raw = _read(path, config or CheckpointLoadConfig())
@@ -68,7 +69,10 @@ def import_checkpoint(
     if step is not None:
         state.step = step
     backend = Backend(StoreSpec(store, dict(options or {})))
-    return backend.save(state, name or checkpoint_name(state.step))
+    target = name or checkpoint_name(state.step)
+    if not force and has_manifest(backend.store, target):
+        raise InputError(f"'{backend.store.path_of(target)}' exists already", hint="--force replaces it")
+    return backend.save(state, target)
 
 
 def _read(path: Path, config: CheckpointLoadConfig) -> Any:

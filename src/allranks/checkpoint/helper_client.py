@@ -150,9 +150,7 @@ def _send_order(running: _Running, number: int, order: Order) -> None:
         wire.send(running.sock, {"kind": "drop", "id": gone})
     if order.layout not in running.layouts:
         running.layouts.add(order.layout)
-        wire.send(
-            running.sock, {"kind": "layout", "id": order.layout, "shards": wire.shards_to_json(order.shards)}
-        )
+        wire.send(running.sock, {"kind": "layout", "id": order.layout, "shards": order.shards})
     wire.send(
         running.sock,
         {

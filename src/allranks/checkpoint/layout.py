@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 PAGE_BYTES = 4096
 
@@ -20,11 +21,10 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)  # there are as many as tensors, and the helper is to be small
-class Shard:
+class Shard(NamedTuple):
     """A rectangular piece of a tensor. `shape` is the whole tensor's, `offsets` and `sizes` the piece's.
 
-    `dtype` is the safetensors name; `view` names the torch dtype where safetensors has none (stored as bytes,
+    A tuple, since there are as many as tensors: made and kept at a third of an object's cost. `dtype` is the safetensors name; `view` names the torch dtype where safetensors has none (stored as bytes,
     `sizes` then still count elements), and is empty otherwise.
     """
 

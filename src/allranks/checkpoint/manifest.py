@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from allranks.checkpoint.layout import Shard
 from allranks.errors import CheckpointDamaged, CheckpointValidationError
@@ -21,14 +21,17 @@ SCHEMA = 1
 _HEAD = b'{"checksum": "sha256:'
 
 
-@dataclass(frozen=True, slots=True)
-class StoredShard:
+class StoredShard(NamedTuple):
     """A shard and where its bytes are. `file` is relative to the checkpoint (`../` leads into an older one)."""
 
     shard: Shard
     file: str
     start: int
     checksum: str
+
+
+#: What each row of an index says about a shard; rows instead of objects read twice as fast.
+_COLUMNS = [*Shard._fields, *StoredShard._fields[1:]]
 
 
 @dataclass(frozen=True)
@@ -113,24 +116,28 @@ def decode_manifest(data: bytes, path: str) -> Manifest:
 
 
 def encode_index(index: Index) -> bytes:
-    """The bytes of an index file. Shards become text one by one: thousands of dicts would double the helper."""
+    """The bytes of an index file. Shards become text one by one: thousands of lists would double the helper."""
     head = _dump(
         {
             "rank": index.rank, "algorithm": index.algorithm, "files": [asdict(file) for file in index.files],
-            "common": index.common, "own": index.own,
+            "common": index.common, "own": index.own, "columns": _COLUMNS,
         }
     )  # fmt: skip
-    shards = ",".join(_dump(_entry(stored)) for stored in index.shards)
-    return _seal(f'{head[:-1]},"shards":[{shards}]}}')
+    rows = ",".join(_dump([*stored.shard, *stored[1:]]) for stored in index.shards)
+    return _seal(f'{head[:-1]},"shards":[{rows}]}}')
 
 
 def decode_index(data: bytes, path: str) -> Index:
     """Reads and checks an index file."""
     raw = _unseal(data, path)
     try:
+        if raw["columns"] != _COLUMNS:
+            raise CheckpointValidationError(
+                f"unknown columns {raw['columns']}", path=path, hint="upgrade allranks"
+            )
         return Index(
             raw["rank"], raw["algorithm"], tuple(DataFile(**file) for file in raw["files"]),
-            tuple(_stored(entry) for entry in raw["shards"]), raw["common"], raw["own"],
+            tuple(_stored(*row) for row in raw["shards"]), raw["common"], raw["own"],
         )  # fmt: skip
     except (KeyError, TypeError) as error:
         raise CheckpointDamaged(f"not an index: {error}", path=path) from error
@@ -140,20 +147,12 @@ def _part(raw: dict[str, Any]) -> Part:
     return Part(**{**raw, "references": tuple(raw["references"])})
 
 
-def _stored(entry: dict[str, Any]) -> StoredShard:
-    shard = Shard(
-        entry["name"], entry["dtype"], tuple(entry["shape"]), tuple(entry["offsets"]), tuple(entry["sizes"]),
-        entry["bytes"], entry["view"],
-    )  # fmt: skip
-    return StoredShard(shard, entry["file"], entry["start"], entry["checksum"])
-
-
-def _entry(stored: StoredShard) -> dict[str, Any]:
-    shard = stored.shard
-    return {
-        "name": shard.name, "dtype": shard.dtype, "shape": shard.shape, "offsets": shard.offsets, "sizes": shard.sizes,
-        "bytes": shard.bytes, "view": shard.view, "file": stored.file, "start": stored.start, "checksum": stored.checksum,
-    }  # fmt: skip
+def _stored(
+    name: str, dtype: str, shape: list[int], offsets: list[int], sizes: list[int], length: int, view: str,
+    file: str, start: int, checksum: str,
+) -> StoredShard:  # fmt: skip
+    shard = Shard(name, dtype, tuple(shape), tuple(offsets), tuple(sizes), length, view)
+    return StoredShard(shard, file, start, checksum)
 
 
 def _dump(value: Any) -> str:

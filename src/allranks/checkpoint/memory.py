@@ -61,15 +61,18 @@ class MemorySnapshotBackend:
 
     def get_stats(self) -> dict[str, Any]:
         """The numbers above as one dict."""
+        ready, used = self._ready(), self.memory_usage_bytes()
         return {
-            "num_snapshots": self.num_snapshots,
+            "num_snapshots": len(ready),
             "max_snapshots": self.max_snapshots,
-            "latest_step": self.latest_step,
-            "latest_timestamp": self.latest_timestamp,
-            "memory_usage_bytes": self.memory_usage_bytes(),
-            "memory_usage_mb": self.memory_usage_bytes() / _MB,
+            "memory_bytes": used,
+            "memory_mb": used / _MB,
             "max_memory_mb": self.max_memory_mb,
-            "steps": self.steps(),
+            "oldest_step": ready[0].step if ready else None,
+            "latest_step": ready[-1].step if ready else None,
+            "oldest_timestamp": ready[0].timestamp if ready else None,
+            "latest_timestamp": ready[-1].timestamp if ready else None,
+            "steps": [snapshot.step for snapshot in ready],
         }
 
     def save(self, state: CheckpointState) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -27,8 +27,7 @@ from allranks.checkpoint.tensors import memory_of
 from allranks.errors import CheckpointValidationError
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """A chunk to fill: `tensor` is its memory, `offsets` its place in the whole tensor.
 
     A `live` one belongs to a running model: it must not change before everything is known to be right.
@@ -40,8 +39,7 @@ class Target:
     live: bool = False
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """A region of a stored shard and the view it belongs into."""
 
     offsets: tuple[int, ...]
@@ -49,7 +47,7 @@ class Region:
     view: torch.Tensor
 
 
-@dataclass
+@dataclass(slots=True)
 class Item:
     """One stored shard to read, and where its content goes. `live`: some of it into a running model."""
 
@@ -64,7 +62,7 @@ class Item:
         if len(self.regions) != 1 or self.regions[0].lengths != shard.sizes:
             return None
         view = self.regions[0].view
-        if view.device.type != "cpu" or not view.is_contiguous() or view.dtype != stored_dtype(shard):
+        if not view.is_cpu or not view.is_contiguous() or view.dtype != stored_dtype(shard):
             return None
         return memory_of(view)
 
@@ -83,7 +81,7 @@ def targets_of(tensors: Mapping[str, torch.Tensor], live: bool) -> list[Target]:
     for name, tensor in tensors.items():
         for part, offsets in zip(local_parts(tensor), _local_offsets(tensor), strict=True):
             if part.numel() or tensor.numel() == 0:
-                found.append(Target(name, part.detach(), offsets, live))
+                found.append(Target(name, part.detach() if part.requires_grad else part, offsets, live))
     return found
 
 
@@ -142,7 +140,7 @@ def _regions(
     checkpoint: Opened, target: Target, stored: list[tuple[Index, StoredShard]]
 ) -> list[tuple[Index, StoredShard, Region]]:
     """The saved regions that make up a target."""
-    sizes = tuple(target.tensor.shape)
+    sizes: tuple[int, ...] = target.tensor.shape
     for index, one in stored:  # the usual case: saved in the same layout
         if one.shard.offsets == target.offsets and one.shard.sizes == sizes:
             return [(index, one, Region((0,) * len(sizes), sizes, target.tensor))]
@@ -151,7 +149,7 @@ def _regions(
         o + s > w for o, s, w in zip(target.offsets, sizes, shape, strict=True)
     ):
         raise CheckpointValidationError(
-            f"{target.name} is saved with shape {shape}, wanted are {sizes} at {target.offsets}",
+            f"{target.name} is saved with shape {shape}, wanted are {tuple(sizes)} at {target.offsets}",
             invalid_keys=(target.name,), path=checkpoint.path,
         )  # fmt: skip
     chunks = [

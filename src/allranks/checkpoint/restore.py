@@ -151,9 +151,9 @@ def _optimizer_targets(
         parameter = parameters[number]
         known = live.optimizer.state.get(parameter, {}).get(key)
         shard = table[name][0][1].shard
-        if isinstance(known, torch.Tensor) and tuple(known.shape) == shard.shape:
+        if isinstance(known, torch.Tensor) and known.shape == shard.shape:
             existing[name] = known
-        elif tuple(parameter.shape) == shard.shape:
+        elif parameter.shape == shard.shape:
             new[name] = torch.empty_like(parameter, dtype=stored_dtype(shard), requires_grad=False)
     return existing, new
 

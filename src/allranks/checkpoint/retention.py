@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from allranks.checkpoint.manifest import MANIFEST, decode_manifest
 from allranks.checkpoint.store import Store
@@ -27,26 +27,33 @@ class Decision:
     reason: str
 
 
-def decide(found: Sequence[Kept], keep_last: int) -> Decision:
-    """Keeps the newest `keep_last` valid ones, all invalid ones (they are for quarantine), and always one.
+def decide(found: Sequence[Kept], keep_last: int, spare: str = "") -> Decision:
+    """Keeps the newest `keep_last` valid ones, all invalid ones (they are for quarantine), always one, and `spare`.
 
     `keep_last` of 0 or less keeps everything.
     """
     valid = sorted((kept for kept in found if kept.valid), key=lambda kept: kept.step)
     if keep_last <= 0:
         return Decision((), "retention is off: everything is kept")
-    surplus = valid[: max(0, len(valid) - keep_last)]
+    surplus = [kept for kept in valid[: max(0, len(valid) - keep_last)] if kept.name != spare]
+    damaged = [kept.name for kept in found if not kept.valid]
+    aside = f"; damaged and not counted: {', '.join(damaged)}" if damaged else ""
     if not surplus:
-        return Decision((), f"{len(valid)} of at most {keep_last} checkpoints: nothing to remove")
+        return Decision((), f"{len(valid)} of at most {keep_last} checkpoints: nothing to remove{aside}")
     steps = ", ".join(str(kept.step) for kept in surplus)
     return Decision(
-        tuple(kept.name for kept in surplus), f"keeping the newest {keep_last}: steps {steps} are surplus"
+        tuple(kept.name for kept in surplus),
+        f"keeping the newest {keep_last}: steps {steps} are surplus{aside}",
     )
 
 
-def prune(store: Store, keep_last: int) -> tuple[list[str], list[str]]:
-    """Removes surplus checkpoints; returns (removed, left because somebody reads them)."""
-    decision = decide(look(store), keep_last)
+def prune(store: Store, keep_last: int, spare: str = "") -> tuple[list[str], list[str]]:
+    """Removes surplus checkpoints, but never `spare`; returns (removed, left because somebody reads them)."""
+    return remove(store, decide(look(store), keep_last, spare))
+
+
+def remove(store: Store, decision: Decision) -> tuple[list[str], list[str]]:
+    """Acts on a decision; returns (removed, left because somebody reads them)."""
     removed: list[str] = []
     left: list[str] = []
     for name in decision.remove:
@@ -70,3 +77,13 @@ def look(store: Store) -> list[Kept]:
         except FileNotFoundError:
             continue
     return found
+
+
+def look_closely(store: Store, good: Callable[[str], bool]) -> list[Kept]:
+    """As `look`, but `good` is asked about the newest, and the next older, until one is: others do not count."""
+    found = {kept.name: kept for kept in look(store)}
+    for kept in sorted((one for one in found.values() if one.valid), key=lambda one: -one.step):
+        if good(kept.name):
+            break
+        found[kept.name] = replace(kept, valid=False)
+    return list(found.values())

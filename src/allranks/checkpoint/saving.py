@@ -127,6 +127,8 @@ class Saves:
             log.info("saved %s: %d bytes in %.2f s", saved.path, saved.bytes, saved.total_s)
             for name in saved.left:
                 log.info("kept %s beyond keep_last_n: it is being read", name)
+            if saved.problem:
+                log.warning("saved %s, but older ones could not be removed: %s", saved.path, saved.problem)
             announced.set_result(saved)
         else:
             assert isinstance(error, CheckpointSaveError)

@@ -69,6 +69,15 @@ def list_checkpoints(store: Store) -> list[Listed]:
     return sorted(found, key=lambda one: (one.step, one.name))
 
 
+def has_manifest(store: Store, name: str) -> bool:
+    """Whether a store has a checkpoint of that name, valid or not."""
+    try:
+        store.read(name, MANIFEST)
+        return True
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def verify_checkpoint(store: Store, name: str, progress: Progress = lambda _: None) -> Verified:
     """Reads everything and compares every checksum; goes on after the first problem."""
     try:

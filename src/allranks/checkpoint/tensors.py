@@ -48,9 +48,9 @@ def unflatten(skeleton: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable, without a copy. The tensor must outlive the view."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not tensor.is_cpu or not tensor.is_contiguous():
         raise ValueError(f"need a contiguous CPU tensor, got {tensor.device} with strides {tensor.stride()}")
-    length = tensor.numel() * tensor.element_size()
+    length = tensor.nbytes
     if length == 0:
         return memoryview(bytearray())
     block = (ctypes.c_char * length).from_address(tensor.data_ptr())

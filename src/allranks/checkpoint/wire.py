@@ -78,16 +78,11 @@ def job_from_json(raw: dict[str, Any]) -> SaveJob:
     )  # fmt: skip
 
 
-def shards_to_json(shards: list[Shard]) -> list[dict[str, Any]]:
-    """Shards as JSON."""
-    return [asdict(shard) for shard in shards]
-
-
-def shards_from_json(raw: list[dict[str, Any]]) -> list[Shard]:
-    """The shards again."""
+def shards_from_json(raw: list[list[Any]]) -> list[Shard]:
+    """The shards again; as JSON a shard is a list."""
     return [
-        Shard(**{**entry, **{key: tuple(entry[key]) for key in ("shape", "offsets", "sizes")}})
-        for entry in raw
+        Shard(name, dtype, tuple(shape), tuple(offsets), tuple(sizes), length, view)
+        for name, dtype, shape, offsets, sizes, length, view in raw
     ]
 
 

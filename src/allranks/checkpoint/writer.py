@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from allranks.checkpoint.checksum import checksum, identifies_content
+from allranks.checkpoint.failure import reason_of
 from allranks.checkpoint.layout import FileLayout, Placed, lay_out
 from allranks.checkpoint.manifest import (
     MANIFEST,
@@ -71,6 +72,7 @@ class Saved:
     total_s: float
     removed: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+    problem: str = ""  # why older ones could not be removed; this one is safe all the same
 
 
 class Peers(Exception):
@@ -96,14 +98,25 @@ def write_checkpoint(
         raise
     finally:
         store.leave(job.attempt)
-    removed, left = prune(store, job.keep_last) if job.rank == job.ranks[0] else ([], [])
-    if job.rank == job.ranks[0]:
-        store.tidy()
+    removed, left, problem = _keep_house(job, store) if job.rank == job.ranks[0] else ([], [], "")
     done = time.monotonic()
     saved = Saved(
-        store.path_of(job.attempt.name), layout.bytes, reused, wrote - began, done - began, tuple(removed), tuple(left)
+        store.path_of(job.attempt.name), layout.bytes, reused, wrote - began, done - began, tuple(removed), tuple(left),
+        problem,
     )  # fmt: skip
     return saved, index
+
+
+def _keep_house(job: SaveJob, store: Store) -> tuple[list[str], list[str], str]:
+    """(removed, left, what went wrong): old ones that cannot be removed do not make this save a failed one."""
+    removed: list[str] = []
+    left: list[str] = []
+    try:
+        removed, left = prune(store, job.keep_last, spare=job.attempt.name)
+        store.tidy()
+    except OSError as error:
+        return removed, left, reason_of(error)
+    return removed, left, ""
 
 
 def _write_part(

@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify.add_argument("--quarantine", action="store_true", help="move damaged ones out of the way")
     copy = _action(actions, "copy", "copy a checkpoint to another store, verified on the way")
     copy.add_argument("checkpoint", help=one)
-    copy.add_argument("target", help="STORE, or STORE/NAME to rename it")
+    copy.add_argument("target", help="STORE, or STORE/checkpoint_step_N to rename it")
+    copy.add_argument("--force", action="store_true", help="replace one of that name")
     copy.add_argument(
         "--target-option",
         action="append",
@@ -47,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep", "--keep-last", type=_positive, required=True, metavar="N", help="how many to keep"
     )
     prune.add_argument("--dry-run", action="store_true", help="only say what would go")
+    prune.add_argument(
+        "--no-verify",
+        action="store_true",
+        help="do not read the newest first; a damaged one then counts as kept",
+    )
     export = _action(actions, "export", "write one file: .safetensors (the model) or .pt (everything)")
     export.add_argument("checkpoint", help=one)
     export.add_argument("file", help="where to; the suffix decides the kind")
@@ -54,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     take = _action(actions, "import", "make a checkpoint of a .pt, a .safetensors or a plain DCP folder")
     take.add_argument("file", help="the file or folder")
     take.add_argument("store", help=_ADDRESS)
+    take.add_argument("--force", action="store_true", help="replace a checkpoint of that step")
     take.add_argument("--step", type=int, help="the step to give it (default: the one in the file, or 0)")
     take.add_argument(
         "--trusted-source", action="store_true", help="unpickle freely: RUNS CODE the file may hold"
@@ -128,27 +135,30 @@ def _show(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from allranks.checkpoint.survey import verify_checkpoint
 
-    results = []
+    results, moved = [], {}
     with _store_and_names(args.checkpoint, args.option) as (store, names):
         for name in names:
             with _bar(f"verify {name}", _bytes_of(store, name), args.json) as progress:
                 result = verify_checkpoint(store, name, progress)
             results.append(result)
             if result.problems and args.quarantine:
-                print(f"moved to {store.quarantine(name, '; '.join(result.problems))}", file=sys.stderr)
+                moved[result.path] = store.quarantine(name, "; ".join(result.problems))
+    if not results:  # a mistyped address must not pass for "all is well"
+        raise InputError(f"no checkpoints in '{args.checkpoint}'", hint="is the address right?")
     bad = [result for result in results if result.problems]
     if args.json:
-        print(json.dumps({"schema": 1, "ok": not bad, "checkpoints": [asdict(result) for result in results]}))
+        entries = [{**asdict(result), "quarantined": moved.get(result.path, "")} for result in results]
+        print(json.dumps({"schema": 1, "ok": not bad, "checkpoints": entries}))
         return 1 if bad else 0
     for result in results:
         if result.problems:
             print(f"DAMAGED {result.path}")
             for problem in result.problems:
                 print(f"  {problem}")
+            if result.path in moved:
+                print(f"  moved to {moved[result.path]}")
         else:
             print(f"ok      {result.path}: {result.tensors} tensors, {_size(result.bytes)}")
-    if not results:
-        print(f"no checkpoints in {args.checkpoint}")
     return 1 if bad else 0
 
 
@@ -162,6 +172,7 @@ def _copy(args: argparse.Namespace) -> int:
             base, new_name = head, tail
         options = args.target_option or args.option
         with _store(base, options, must_exist=False) as target:
+            _refuse_existing(target, new_name, args.force)
             with _bar(f"copy {name}", _bytes_of(source, name), args.json) as progress:
                 manifest = copy_checkpoint(source, name, target, new_name, progress)
             path = target.path_of(new_name)
@@ -173,11 +184,17 @@ def _copy(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    from allranks.checkpoint.retention import decide, look, prune
+    from allranks.checkpoint.retention import decide, look_closely, remove
+    from allranks.checkpoint.survey import verify_checkpoint
 
     with _store(args.store, args.option) as store:
-        decision = decide(look(store), args.keep)
-        removed, left = ([], []) if args.dry_run else prune(store, args.keep)
+
+        def good(name: str) -> bool:
+            with _bar(f"verify {name}", _bytes_of(store, name), args.json) as progress:
+                return args.no_verify or not verify_checkpoint(store, name, progress).problems
+
+        decision = decide(look_closely(store, good), args.keep)
+        removed, left = ([], []) if args.dry_run else remove(store, decision)
     if args.json:
         print(
             json.dumps(
@@ -216,7 +233,7 @@ def _import(args: argparse.Namespace) -> int:
 
     trust = CheckpointLoadConfig(trusted_source=args.trusted_source)
     path = import_checkpoint(
-        args.file, args.store, step=args.step, config=trust, options=_options(args.option)
+        args.file, args.store, step=args.step, config=trust, options=_options(args.option), force=args.force
     )
     print(json.dumps({"schema": 1, "path": path}) if args.json else f"Wrote {path}")
     return 0
@@ -262,22 +279,24 @@ def _checkpoint(address: str, options: list[str]) -> Iterator[tuple[Store, str]]
 @contextmanager
 def _store_and_names(address: str, options: list[str]) -> Iterator[tuple[Store, list[str]]]:
     """Either one checkpoint of a store, or all of a store, oldest step first."""
-    from allranks.checkpoint.manifest import MANIFEST
-    from allranks.checkpoint.survey import list_checkpoints
+    from allranks.checkpoint.survey import has_manifest, list_checkpoints
 
     head, tail = split_address(address if "://" in address else str(Path(address).absolute()))
     if tail and ("://" in head or Path(head).is_dir()):
         with _store(head, options) as store:
-            try:
-                store.read(tail, MANIFEST)
-                one = True
-            except (FileNotFoundError, NotADirectoryError):
-                one = False
-            if one:
+            # by its name it is meant to be a checkpoint: without a manifest a bad one, not an empty store
+            if tail.startswith("checkpoint_step_") or has_manifest(store, tail):
                 yield store, [tail]
                 return
     with _store(address, options) as store:
         yield store, [listed.name for listed in list_checkpoints(store)]
+
+
+def _refuse_existing(store: Store, name: str, force: bool) -> None:
+    from allranks.checkpoint.survey import has_manifest
+
+    if not force and has_manifest(store, name):
+        raise InputError(f"'{store.path_of(name)}' exists already", hint="--force replaces it")
 
 
 def _tensors(checkpoint: Any) -> dict[str, dict[str, Any]]:
