@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,3 +55,11 @@ def same_state(one: CheckpointState, other: CheckpointState) -> bool:
         same(getattr(one, name), getattr(other, name))
         for name in ("step", "epoch", "model_state_dict", "optimizer_state_dict", "lr_scheduler_state_dict")
     )
+
+
+def flip(path: Path, *positions: int, bit: int = 0) -> None:
+    """Flips one bit of a file at each position, as a bad disk does."""
+    data = bytearray(path.read_bytes())
+    for position in positions:
+        data[position] ^= 1 << bit
+    path.write_bytes(data)

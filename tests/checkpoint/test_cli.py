@@ -21,7 +21,7 @@ from allranks.checkpoint.opened import opened
 from allranks.cli import main
 from allranks.errors import CheckpointValidationError
 
-from .jobs import make_state, same, same_state
+from .jobs import flip, make_state, same, same_state
 from .s3server import S3Server
 
 
@@ -62,11 +62,7 @@ def test_verify_finds_every_damaged_tensor_and_exits_1(
 ) -> None:
     """One bad checkpoint does not hide the good ones; --quarantine moves it away."""
     assert _json(capsys, "verify", str(store))["ok"] is True
-    victim = store / "checkpoint_step_00000002" / "rank-00000.safetensors"
-    data = bytearray(victim.read_bytes())
-    data[-1] ^= 1
-    data[-8000] ^= 1
-    victim.write_bytes(data)
+    flip(store / "checkpoint_step_00000002" / "rank-00000.safetensors", -1, -8000)
     result = _json(capsys, "verify", str(store), code=1)
     bad = {one["step"]: one["problems"] for one in result["checkpoints"]}
     assert bad[1] == bad[3] == [] and len(bad[2]) == 2
@@ -99,10 +95,7 @@ def test_prune_keeps_the_newest(store: Path, capsys: pytest.CaptureFixture[str])
 
 def test_prune_never_removes_the_last_good_one(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A newest one that is damaged does not count: the older good one stays, whatever --keep says."""
-    victim = store / "checkpoint_step_00000003" / "rank-00000.safetensors"
-    data = bytearray(victim.read_bytes())
-    data[-1] ^= 1
-    victim.write_bytes(data)
+    flip(store / "checkpoint_step_00000003" / "rank-00000.safetensors", -1)
     result = _json(capsys, "prune", str(store), "--keep", "1")
     assert result["removed"] == ["checkpoint_step_00000001"]
     assert "damaged and not counted: checkpoint_step_00000003" in result["reason"]
@@ -214,10 +207,7 @@ def test_plain_dcp_loads_ours_through_our_reader_and_notices_damage(store: Path)
     assert same(state["model_state_dict.0.weight"], make_state(3, seed=3).model_state_dict["0.weight"])
     with opened(FileStore(store), path.name) as checkpoint:
         start = next(s.start for _, s in checkpoint.shards() if s.shard.name == "model_state_dict.0.weight")
-    victim = path / "rank-00000.safetensors"
-    data = bytearray(victim.read_bytes())
-    data[start] ^= 1
-    victim.write_bytes(data)
+    flip(path / "rank-00000.safetensors", start)
     with pytest.raises(BaseException, match=r"model_state_dict\.0\.weight .* does not match its checksum"):
         dcp.load(state, storage_reader=StorageReader(str(path)), no_dist=True)
 

@@ -15,7 +15,7 @@ from allranks.checkpoint.opened import opened
 from allranks.errors import CheckpointLoadError
 from allranks.testing.ranks import Ranks
 
-from .jobs import make_job, make_state, same, train_step
+from .jobs import flip, make_job, make_state, same, train_step
 
 #: 10 rows over 4, 3 and 2 ranks: uneven shards, and an empty one where 4 ranks share 3 rows.
 WIDTH = 10
@@ -179,10 +179,7 @@ def _one_sees_damage(rank: int, world_size: int, folder: str) -> Any:
             train_step(model, optimizer, step)
         manager.wait_for_pending_saves(60)
         if rank == 1:
-            victim = Path(folder) / "1" / "checkpoint_step_00000002" / "rank-00001.safetensors"
-            data = bytearray(victim.read_bytes())
-            data[-1] ^= 1
-            victim.write_bytes(data)
+            flip(Path(folder) / "1" / "checkpoint_step_00000002" / "rank-00001.safetensors", -1)
         manager.group.gather("the damage is done")
         state = manager.restore(model, optimizer)
         assert state is not None
@@ -203,10 +200,7 @@ def _only_one_is_whole(rank: int, world_size: int, folder: str) -> Any:
         manager.save_checkpoint(create_checkpoint_state(1, model, optimizer))
         manager.wait_for_pending_saves(60)
         if rank == 1:
-            victim = Path(folder) / "1" / "checkpoint_step_00000001" / "rank-00001.safetensors"
-            data = bytearray(victim.read_bytes())
-            data[-1] ^= 1
-            victim.write_bytes(data)
+            flip(Path(folder) / "1" / "checkpoint_step_00000001" / "rank-00001.safetensors", -1)
         train_step(model, optimizer, 2)
         before = create_checkpoint_state(2, model, optimizer).cpu_copy()
         manager.group.gather("the damage is done")

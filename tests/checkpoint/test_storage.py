@@ -32,7 +32,7 @@ from allranks.checkpoint.tensors import memory_of
 from allranks.checkpoint.writer import SaveJob, write_checkpoint
 from allranks.errors import CheckpointLoadError, CheckpointSaveError, CheckpointValidationError
 
-from .jobs import make_job, make_state, same, same_state, train_step
+from .jobs import flip, make_job, make_state, same, same_state, train_step
 
 
 def _big(step: int) -> CheckpointState:
@@ -133,10 +133,7 @@ def test_a_flipped_bit_anywhere_is_noticed_and_the_older_one_is_loaded(tmp_path:
             for position in {0, 7, 8, 100, 4096, size // 2, size - 2, size - 1} & set(range(size)):
                 shutil.rmtree(newest, ignore_errors=True)
                 shutil.copytree(backup, newest)
-                victim = newest / file.name
-                data = bytearray(victim.read_bytes())
-                data[position] ^= 1 << (position % 8)
-                victim.write_bytes(data)
+                flip(newest / file.name, position, bit=position % 8)
                 loaded = manager.load_checkpoint()
                 assert loaded is not None and same_state(loaded, make_state(1)), (file.name, position)
                 assert not newest.exists()
@@ -192,9 +189,7 @@ def test_a_restore_that_finds_nothing_good_leaves_the_running_job_as_it_was(tmp_
         victim = tmp_path / "checkpoint_step_00000003" / "rank-00000.safetensors"
         with opened(FileStore(tmp_path), "checkpoint_step_00000003") as checkpoint:
             live = [stored for _, stored in checkpoint.shards() if "state_dict" in stored.shard.name]
-        data = bytearray(victim.read_bytes())
-        data[max(live, key=lambda stored: stored.start).start] ^= 1
-        victim.write_bytes(data)
+        flip(victim, max(live, key=lambda stored: stored.start).start)
         train_step(model, optimizer, 4)
         before = create_checkpoint_state(4, model, optimizer).cpu_copy()
         with pytest.raises(CheckpointLoadError, match="Model and optimizer are as they were"):
@@ -248,10 +243,7 @@ class LyingDisk(FileStore):
         super().write(attempt, file, pieces, length)
         if file.endswith(".safetensors") and self.lies:
             self.lies -= 1
-            path = self._folder(attempt) / file
-            data = bytearray(path.read_bytes())
-            data[len(data) // 2] ^= 4
-            path.write_bytes(data)
+            flip(self._folder(attempt) / file, length // 2, bit=2)
 
 
 def _write_to(disk: FileStore, state: CheckpointState, retries: int, read_back: bool) -> None:
