@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,13 +56,13 @@ class Desk:
             await asyncio.sleep(0)
 
 
-def on_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     """Runs an asynchronous test."""
 
-    def run() -> None:
-        asyncio.run(asyncio.wait_for(test(), 60))
+    @functools.wraps(test)
+    def run(**given: object) -> None:
+        asyncio.run(asyncio.wait_for(test(**given), 60))
 
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
 
 
@@ -87,6 +88,24 @@ async def test_nobody_forms_a_quorum_while_a_recall_is_on_its_way() -> None:
         "b": "expected",
         "x": "asking",
     }
+
+
+@on_loop
+@pytest.mark.parametrize("given_up", [True, False])
+async def test_members_are_told_when_another_gives_their_group_up(given_up: bool) -> None:
+    """Only then: a member that asks again because somebody waits to come in is no reason to stop in a step."""
+    desk = Desk()
+    (a, a_peer), (b, b_peer) = desk.enter("a"), desk.enter("b")
+    for session in (a, b):
+        desk.service.join(session, Member(session.replica))
+    await desk.settle()
+    assert b_peer.of(Quorum)
+    desk.service.join(a, Member("a", commit_failures=int(given_up)))
+    await desk.settle()
+    await asyncio.sleep(0.2)
+    told = [notice for notice in b_peer.of(QuorumWanted) if notice.broken]
+    assert [(notice.number, "a gave up" in notice.reason) for notice in told] == [(1, True)] * given_up
+    assert not a_peer.of(QuorumWanted)
 
 
 @on_loop

@@ -54,7 +54,7 @@ def _reconfigure(rank: int, world: int, folder: Path, rounds: int) -> tuple[int,
 
 def _held() -> tuple[int, int, float]:
     for _ in range(100):  # burials are aside
-        if not any(thread.name == "allranks-bury" for thread in threading.enumerate()):
+        if not any(thread.name in ("allranks-bury", "allranks-making") for thread in threading.enumerate()):
             break
         threading.Event().wait(0.02)
     gc.collect()
@@ -102,6 +102,27 @@ def _abort_blocked(rank: int, world: int, folder: Path) -> str:
 def test_a_blocked_collective_ends_when_its_group_is_aborted(tmp_path: Path) -> None:
     """gloo's own abort wakes nobody; ours does, and later calls say why."""
     with Ranks(_abort_blocked, 2, args=(tmp_path,), backend=None) as ranks:
+        assert ranks.values(LIMIT_S) == ["the test says so", "stayed away"]
+
+
+def _abort_forming(rank: int, world: int, folder: Path) -> str:
+    group = ProcessGroupGloo(timeout=600, host="127.0.0.1")
+    store = dist.FileStore(str(folder / "s"), world)
+    if rank == 1:
+        store.get("aborted")  # never comes
+        return "stayed away"
+    threading.Timer(0.2, lambda: group.abort("the test says so")).start()
+    try:
+        group.meet(Meeting(store, rank, world, 1))
+        return "met"
+    except GroupAborted as error:
+        store.set("aborted", "1")
+        return str(error)
+
+
+def test_waiting_for_a_member_that_never_comes_ends_when_the_group_is_aborted(tmp_path: Path) -> None:
+    """There is no socket to cut, and gloo listens to nobody: the waiting is left behind."""
+    with Ranks(_abort_forming, 2, args=(tmp_path,), backend=None) as ranks:
         assert ranks.values(LIMIT_S) == ["the test says so", "stayed away"]
 
 

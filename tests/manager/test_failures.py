@@ -10,7 +10,10 @@ import pytest
 
 from allranks.lighthouse.options import Options
 from allranks.manager.ballot_box import BallotBox
+from allranks.manager.regroup import Regrouper
+from allranks.model.cluster import Quorum
 from allranks.testing.faults import Fault
+from allranks.testing.ranks import signal as mark
 
 from .cluster import Cluster, Job, LighthouseProcess, Result, undisturbed
 
@@ -54,11 +57,8 @@ def test_a_replica_killed_at_any_place_of_a_step_costs_nothing(
     assert_like_undisturbed(job, results["a"])
 
 
-@pytest.mark.parametrize(
-    "place", ["before allreduce", "inside allreduce", "half vote", "inside vote", "before apply"]
-)
-def test_three_replicas_lose_one_and_stay_equal(lighthouse: LighthouseProcess, place: str) -> None:
-    """The two survivors agree on every bit although only one of them may have seen the last vote."""
+def lose_one_of_three(lighthouse: LighthouseProcess, place: str) -> None:
+    """The one in the middle is killed at `place`; the two survivors agree on every bit."""
     fault = Fault("kill", "b", at_step=4, at=place)
     job = Job(script=(3, 2), faults=(fault,), arm_at=3, own_weights=True)
     with Cluster(lighthouse, job) as cluster:
@@ -66,6 +66,14 @@ def test_three_replicas_lose_one_and_stay_equal(lighthouse: LighthouseProcess, p
         cluster.killed("b")
         results = cluster.results()
     assert_equal_states(results)
+
+
+@pytest.mark.parametrize(
+    "place", ["before allreduce", "inside allreduce", "half vote", "inside vote", "before apply"]
+)
+def test_three_replicas_lose_one_and_stay_equal(lighthouse: LighthouseProcess, place: str) -> None:
+    """The two survivors agree on every bit although only one of them may have seen the last vote."""
+    lose_one_of_three(lighthouse, place)
 
 
 def test_a_killed_replica_comes_back_heals_and_trains_on(lighthouse: LighthouseProcess) -> None:
@@ -104,6 +112,28 @@ def test_all_but_one_killed_leave_one_that_trains_on(lighthouse: LighthouseProce
     assert results["c"].step >= 4
 
 
+def test_members_that_wait_for_one_that_gave_the_group_up_ask_again_with_it(
+    lighthouse: LighthouseProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lives and is not going to call: the lighthouse tells those who would wait for the whole limit."""
+    connect, given_up = Regrouper._connect, []
+
+    def give_up_once(regrouper: Regrouper, quorum: Quorum, *rest: Any) -> None:
+        if regrouper.options.replica_id == "b" and len(quorum.members) == 3 and not given_up:
+            given_up.append(quorum.number)
+            mark("gave up")
+            raise RuntimeError("given up by the test")
+        connect(regrouper, quorum, *rest)
+
+    monkeypatch.setattr(Regrouper, "_connect", give_up_once)
+    job = Job(script=(3,), own_weights=True, timeout_s=600.0)
+    with Cluster(lighthouse, job) as cluster:
+        cluster.start("a", "b", "c")
+        cluster.wait_for("gave up", "b")
+        results = cluster.results()
+    assert_equal_states(results)
+
+
 @pytest.mark.parametrize("place", ["inside allreduce", "before vote", "before apply"])
 def test_quorums_too_large_for_the_ballot_box_vote_by_allreduce(
     lighthouse: LighthouseProcess, place: str, monkeypatch: pytest.MonkeyPatch
@@ -118,10 +148,4 @@ def test_quorums_too_large_for_the_ballot_box_vote_by_allreduce(
         meet(box, name, number, place, others, *rest)
 
     monkeypatch.setattr(BallotBox, "meet", meet_nobody)
-    fault = Fault("kill", "b", at_step=4, at=place)
-    job = Job(script=(3, 2), faults=(fault,), arm_at=3, own_weights=True)
-    with Cluster(lighthouse, job) as cluster:
-        cluster.start("a", "b", "c")
-        cluster.killed("b")
-        results = cluster.results()
-    assert_equal_states(results)
+    lose_one_of_three(lighthouse, place)

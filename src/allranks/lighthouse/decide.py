@@ -158,6 +158,19 @@ def find_wanted(state: State, options: Options) -> str:
     return f"{listed(waiting)} wait{'s' if len(waiting) == 1 else ''} to come in"
 
 
+def find_broken(state: State) -> str:
+    """Why members that do not ask should at once: others of their quorum have given its group up. "": they need not."""
+    if not state.idle_veterans:
+        return ""
+    given_up = [
+        name for name, replica in state.asking_veterans.items()
+        if replica.asking is not None and replica.asking.commit_failures
+    ]  # fmt: skip
+    if not given_up:
+        return ""
+    return f"{listed(given_up)} gave up the group of quorum {state.number} and ask{'s' if len(given_up) == 1 else ''} again"
+
+
 def listed(names: Iterable[str]) -> str:
     """Names for a sentence: the first few, sorted, then a count."""
     found = list(names)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from allranks.lighthouse.bulletin import Bulletin
 from allranks.lighthouse.codec import encode
-from allranks.lighthouse.decide import Form, Wait, decide, find_wanted
+from allranks.lighthouse.decide import Form, Wait, decide, find_broken, find_wanted
 from allranks.lighthouse.kept import Kept
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.sessions import Sessions
@@ -23,6 +23,7 @@ from allranks.model.cluster import Quorum, QuorumFormed, QuorumWanted
 log = logging.getLogger("allranks.lighthouse")
 
 _LASTING_S = 1.0  # a wait this long is worth a line in the log
+_TOGETHER_S = 0.05  # members that lose one of them ask again within moments: no need to tell them to
 
 #: Keeps it safe. Raises when that fails or this lighthouse does not lead.
 Keep = Callable[[Kept], Awaitable[None]]
@@ -54,6 +55,7 @@ class Former:
     _rule: str = "nobody"
     _told: tuple[str, int] = ("", -1)
     _wanted: tuple[int, str] = (-1, "")
+    _hurried: int = -1  # the quorum whose members were told, or are about to be, that its group is given up
     _planned: bool = False
     _timer: asyncio.TimerHandle | None = None
     _saving: asyncio.Task[None] | None = None
@@ -191,6 +193,20 @@ class Former:
             self._wanted = (self.state.number, reason)
             self.bulletin.tell(QuorumWanted(reason, self.state.number), self.state.idle_veterans)
             self.bulletin.flush()
+        if self._hurried != self.state.number and find_broken(self.state):
+            self._hurried = self.state.number
+            self.timers.call_later(_TOGETHER_S, self._hurry, self.state, self.state.number)
+
+    def _hurry(self, state: State, number: int) -> None:
+        """Tells members that still wait in a group, or for one, that another has given it up."""
+        if state is not self.state or number != state.number:
+            return
+        reason = find_broken(state)
+        if not reason:
+            self._hurried = -1
+            return
+        self.bulletin.tell(QuorumWanted(reason, number, broken=True), state.idle_veterans)
+        self.bulletin.flush()
 
     def _plan(self, until: float | None, now: float | None = None) -> None:
         """One timer for the next moment at which time alone changes a decision."""

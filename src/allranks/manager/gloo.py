@@ -16,10 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from allranks.manager.meeting import Meeting
-from allranks.manager.sockets import SocketSet, abort_connecting, listening_ports
-
-#: gloo waits so long for a member that never calls: where there is no socket yet, nothing can be cut.
-CONNECT_S = 5.0
+from allranks.manager.sockets import SocketSet, abort_connecting, inodes, listening_ports
 
 _creation = threading.Lock()
 
@@ -33,7 +30,7 @@ class GlooMesh:
     _device: Any = None
     _port: int = 0
     _sockets: SocketSet | None = None
-    _connecting: tuple[int, ...] | None = None  # remote ports of the group that is being made
+    _connecting: Meeting | None = None  # of the group that is being made
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -47,25 +44,34 @@ class GlooMesh:
         return self._port
 
     def connect(self, meeting: Meeting, timeout_s: float) -> Any:
-        """Makes the backend: all members must do so at the same time."""
+        """Makes the backend: all members must do so at the same time. One that was aborted meanwhile is cut."""
         port = self.port
         options = dist.ProcessGroupGloo._Options()
         options._devices = [self._device]
-        options._timeout = timedelta(seconds=min(timeout_s, CONNECT_S))
+        options._timeout = timedelta(seconds=meeting.limit_s or timeout_s)
         options.group_name = meeting.name
         options.global_ranks_in_group = list(meeting.global_ranks)
         with self._lock:
-            self._connecting = meeting.remote_ports
+            self._connecting = meeting
+        ports = [port], meeting.remote_ports
+        before = inodes(*ports)  # of groups that were abandoned while they were made
         try:
             backend = dist.ProcessGroupGloo(meeting.store, meeting.rank, meeting.world_size, options)
             backend._set_default_timeout(timedelta(seconds=timeout_s))
             sockets = SocketSet(meeting.number)
-            sockets.take([port], meeting.remote_ports)
-        finally:
+            sockets.take(*ports, before)
+        except BaseException:
             with self._lock:
-                self._connecting = None
+                if self._connecting is meeting:
+                    self._connecting = None
+            raise
         with self._lock:
-            self._sockets = sockets
+            wanted = self._connecting is meeting
+            if wanted:
+                self._connecting, self._sockets = None, sockets
+        if not wanted:
+            sockets.abort()
+            sockets.close()
         return backend
 
     def descriptors(self) -> list[int]:
@@ -82,9 +88,9 @@ class GlooMesh:
         """Ends the group, finished or in the making."""
         with self._lock:
             sockets, self._sockets = self._sockets, None
-            connecting = self._connecting
+            connecting, self._connecting = self._connecting, None
         if connecting is not None:
-            abort_connecting([self._port], connecting)
+            abort_connecting([self._port], connecting.remote_ports)
         if sockets is not None:
             sockets.abort()
             sockets.close()

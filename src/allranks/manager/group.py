@@ -19,6 +19,7 @@ import torch.distributed as dist
 from allranks.errors import GroupAborted
 from allranks.manager.burial import bury, ended, finish
 from allranks.manager.gloo import GlooMesh
+from allranks.manager.making import Making
 from allranks.manager.meeting import Meeting, Seconds, seconds
 
 
@@ -34,6 +35,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
         self._meeting: Meeting | None = None
         self._error: Exception | None = None
         self._works: deque[Any] = deque()  # operations that may still be running
+        self._making: Making[Any] | None = None
         self._guard = threading.Lock()
 
     # ---- life ----
@@ -53,27 +55,36 @@ class ReconfigurableGroup(dist.ProcessGroup):
         address, _, prefix = store_addr.partition("/")
         host, _, port = address.rpartition(":")
         store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self.timeout_s))
+        self.choose_device()
         self.meet(Meeting(dist.PrefixStore(prefix, store), rank, world_size, quorum_id or 0))
 
     def meet(self, meeting: Meeting) -> None:
         """Takes the old backend down and makes a new one with these members; raises when they do not come."""
         self.abort()
+        making = Making(lambda: self._make(meeting), self._discard)
         with self._guard:
-            self._error = None
-            self._meeting = meeting
-        backend = self._make(meeting)
+            self._error, self._meeting, self._making = None, meeting, making
+        backend = making.result()
         with self._guard:
-            if self._error is not None:
-                raise GroupAborted(f"the group of quorum {meeting.number} was aborted while it was made")
-            self._backend = backend
+            self._making = None
+            aborted = self._error is not None
+            if not aborted:
+                self._backend = backend
+        if aborted:
+            self._discard(backend)
+            raise GroupAborted(f"the group of quorum {meeting.number} was aborted while it was made")
+        self._connected(meeting)
 
     def abort(self, reason: str = "aborted") -> None:
         """Ends pending operations with an error, here and at the peers; any thread, any number of times."""
         with self._guard:
             backend, self._backend = self._backend, None
             works, self._works = self._works, deque()
+            making, self._making = self._making, None
             if self._error is None:
                 self._error = GroupAborted(reason)
+        if making is not None:
+            making.abandon(GroupAborted(reason))
         self._take_down(backend)
         if backend is not None:
             bury(backend, works)
@@ -86,6 +97,9 @@ class ReconfigurableGroup(dist.ProcessGroup):
     def errored(self) -> Exception | None:
         """Why the group cannot be used, or None."""
         return self._error
+
+    def choose_device(self) -> None:
+        """On the training thread, before the first group: its current device is the group's. Not for CPU tensors."""
 
     def settle(self) -> None:
         """Waits until the device has done what was given to it. Nothing to do for CPU tensors."""
@@ -195,7 +209,15 @@ class ReconfigurableGroup(dist.ProcessGroup):
         return backend
 
     def _make(self, meeting: Meeting) -> Any:
+        """On a thread that may be abandoned: changes nothing that the next group would use."""
         raise NotImplementedError
+
+    def _connected(self, meeting: Meeting) -> None:
+        """The new backend is in use from now on."""
+
+    def _discard(self, backend: Any) -> None:
+        """It was made, but nobody wants it any more."""
+        bury(backend, ())
 
     def _take_down(self, backend: Any) -> None:
         raise NotImplementedError
@@ -213,10 +235,11 @@ class ProcessGroupGloo(ReconfigurableGroup):
         self.on_connected: Callable[[list[int], int], None] | None = None
 
     def _make(self, meeting: Meeting) -> Any:
-        made = self.mesh.connect(meeting, self.timeout_s)
+        return self.mesh.connect(meeting, self.timeout_s)
+
+    def _connected(self, meeting: Meeting) -> None:
         if self.on_connected is not None:
             self.on_connected(self.mesh.descriptors(), meeting.number)
-        return made
 
     def _take_down(self, backend: Any) -> None:
         self.mesh.abort()

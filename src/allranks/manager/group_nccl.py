@@ -29,20 +29,25 @@ _SURVIVE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORIN
 
 
 class ProcessGroupNCCL(ReconfigurableGroup):
-    """One NCCL communicator on one device (default: the current one at the first step)."""
+    """One NCCL communicator on one device (default: the training thread's current one)."""
 
     backend_name = "nccl"
 
     def __init__(self, timeout: Seconds = 60.0, device: torch.device | None = None) -> None:
         super().__init__(timeout)
         self.device = device
+        self._connecting: Any = None  # a backend that waits for its members
+
+    def choose_device(self) -> None:
+        if self.device is None and torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
 
     def settle(self) -> None:
         """Waits for the stream: only then it is known that the gradients are reduced."""
         torch.cuda.current_stream(self.device).synchronize()
 
     def _make(self, meeting: Meeting) -> Any:
-        device = self.device or torch.device("cuda", torch.cuda.current_device())
+        device = self.device or torch.device("cuda", 0)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=self.timeout_s)
         options.global_ranks_in_group = list(meeting.global_ranks or range(meeting.world_size))
@@ -52,10 +57,17 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         with torch.cuda.device(device), _environment(_SURVIVE):
             backend = dist.ProcessGroupNCCL(meeting.store, meeting.rank, meeting.world_size, options)
             backend._set_sequence_number_for_group()
+            self._connecting = backend
             backend.eager_connect_single_device(device)
         return backend
 
+    def _discard(self, backend: Any) -> None:
+        self._take_down(backend)
+        super()._discard(backend)
+
     def _take_down(self, backend: Any) -> None:
+        connecting, self._connecting = self._connecting, None
+        backend = backend if backend is not None else connecting
         if backend is not None:
             attend(threading.Thread(target=_abort, args=(backend,), name="allranks-nccl-abort", daemon=True))
 

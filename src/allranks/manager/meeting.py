@@ -27,3 +27,4 @@ class Meeting:
     remote_ports: tuple[int, ...] = ()  # gloo listeners of the other members
     name: str = ""  # of the group, as black boxes and verdicts say it
     global_ranks: tuple[int, ...] = ()  # of the members in group order; () = not known
+    limit_s: float = 0.0  # of waiting for the others; 0 = that of the group's operations

@@ -55,6 +55,7 @@ class Opened:
     def start(self, secret: str, read_state: Callable[[], Any], copy_offers: Callable[[], bool]) -> Opened:
         """Connects to the lighthouse and starts the regrouping thread."""
         options = self.options
+        self.group.choose_device()
         inside = InsideReplica(
             options.rank, options.world_size, self._inside_store(), lambda: self.training.closing
         )
@@ -164,6 +165,8 @@ class Opened:
         """On the client's thread: note, wake, return."""
         if isinstance(notice, (MemberLost, MemberLeft, Evicted)):
             self._somebody_went(notice)
+        elif isinstance(notice, QuorumWanted) and notice.broken:
+            self._broken(notice)
         elif isinstance(notice, QuorumWanted):
             self._wanted(notice)
         elif isinstance(notice, ConnectionLost):
@@ -175,6 +178,12 @@ class Opened:
         act = self.options.proactive or isinstance(notice, MemberLeft)
         if self.training.lost(notice.number, notice.reason, act):
             log.warning("quorum %d: %s is gone: %s", notice.number, notice.replica, notice.reason)
+        self.regrouper.interrupt(notice.number, notice.reason)
+
+    def _broken(self, notice: QuorumWanted) -> None:
+        """A member has given this quorum up: its group cannot work for us either."""
+        if self.training.lost(notice.number, notice.reason, act=True):
+            log.warning("quorum %d: %s", notice.number, notice.reason)
         self.regrouper.interrupt(notice.number, notice.reason)
 
     def _wanted(self, notice: QuorumWanted) -> None:

@@ -28,6 +28,7 @@ from allranks.manager.heal_fetch import Fetch, Source
 from allranks.manager.heal_serve import HealServer
 from allranks.manager.heal_state import make_offer
 from allranks.manager.inside import InsideReplica
+from allranks.manager.making import Making
 from allranks.manager.meeting import Meeting
 from allranks.manager.options import ManagerOptions, WorldSizeMode
 from allranks.manager.plan import FRESH, NOWHERE, Claim, Plan, Position, ReplicaClaim, decide
@@ -39,7 +40,7 @@ log = logging.getLogger("allranks.manager")
 
 _HEAL_TRIES = 10
 _FRUITLESS_TRIES = 3
-_STORE_S = 3.0
+_STORE_S = 10.0  # of reaching the store of the member where all meet
 
 
 @dataclass(eq=False)
@@ -63,6 +64,7 @@ class Regrouper:
     _ticket: Any = None  # of the quorum that we are waiting for
     _heal_failures: int = 0  # since we were healed last
     _meeting_port: int = 0  # of the store where the group is being made
+    _reaching: Making[dist.Store] | None = None
     _guard: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> None:
@@ -98,7 +100,7 @@ class Regrouper:
             self.fetch.cancel()
 
     def _stop_forming(self, number: int, reason: str) -> None:
-        """Ends the making of a group. Again and again: its sockets may not exist at the first try.
+        """Ends the making of a group. Again and again: it may be on its way from one wait to the next.
 
         Under the lock: the next group, which may be in the making a moment later, must not be hit.
         """
@@ -110,6 +112,8 @@ class Regrouper:
                 self.box.abort(reason)
                 self.control.abort(reason)
                 self.group.abort(reason)
+                if self._reaching is not None:
+                    self._reaching.abandon(GroupAborted(reason))
                 abort_connecting((), (self._meeting_port,))
             time.sleep(0.005)
 
@@ -125,9 +129,10 @@ class Regrouper:
     def _regroup(self) -> Generation:
         deadline = time.monotonic() + self.options.quorum_timeout_s
         began = time.monotonic()
+        failed = False
         while True:
             old = self.training.generation
-            broken = old is not None and not old.usable
+            broken = failed or (old is not None and not old.usable)
             quorum = self._ask(deadline, broken)
             if old is not None and old.usable and old.quorum.order == quorum.order:
                 return old
@@ -139,6 +144,7 @@ class Regrouper:
                 self.training.form(0)
                 log.warning("quorum %d could not connect (%s): asking again", quorum.number, _short(error))
                 self._let_go(old, _short(error))
+                failed = True
                 continue
             level = logging.WARNING if broken else logging.INFO
             took_ms = (time.monotonic() - began) * 1e3
@@ -245,7 +251,8 @@ class Regrouper:
         own_store = dist.PrefixStore(f"{prefix}/{rank}", store)
         beside = _known(replica.ranks[rank].global_rank for replica in said)
         name = f"replicas/{quorum.number}" + (f"/{rank}" if self.options.world_size > 1 else "")
-        self.group.meet(Meeting(own_store, index, len(said), quorum.number, places, name, beside))
+        limit_s = self.options.connect_timeout_s
+        self.group.meet(Meeting(own_store, index, len(said), quorum.number, places, name, beside, limit_s))
         first = sum(len(replica.ranks) for replica in said[:index]) + rank
         voters = [(claim, bytes.fromhex(replica.secret)) for replica in said for claim in replica.ranks]
         others_booths = [
@@ -255,27 +262,24 @@ class Regrouper:
         ]
         if len(voters) <= MAX_VOTERS:
             name = f"{quorum.epoch}.{quorum.number}"
-            limit_s = self.options.connect_timeout_s
             self.box.meet(name, quorum.number, first, others_booths, limit_s, self.group.peer_gone)
         elif self.control is not self.group:
             ports = tuple(claim.control_port for place, (claim, _) in enumerate(voters) if place != first)
             control_store = dist.PrefixStore(f"{prefix}/control", store)
-            self.control.meet(Meeting(control_store, first, len(voters), quorum.number, ports))
+            self.control.meet(
+                Meeting(control_store, first, len(voters), quorum.number, ports, limit_s=limit_s)
+            )
 
     def _reach_store(self, address: str) -> dist.Store:
-        """A new client of the primary's store (also when that is us: aborting cuts clients, not the server).
-
-        Tried with a plain socket first, and then with little patience: torch goes on trying a dead address for
-        twice its timeout, and nothing can end that.
-        """
+        """A new client of the primary's store (also when that is us: aborting cuts clients, not the server)."""
         host, _, port = address.rpartition(":")
         self._meeting_port = int(port)
-        limit_s = min(self.options.connect_timeout_s, 10.0)
-        with socket.create_connection((host, int(port)), timeout=limit_s):
-            pass
-        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_STORE_S))
-        store.set_timeout(timedelta(seconds=limit_s))
-        return store
+        limit_s = min(self.options.connect_timeout_s, _STORE_S)
+        self._reaching = Making(lambda: _open_store(host, int(port), limit_s))
+        try:
+            return self._reaching.result()
+        finally:
+            self._reaching = None
 
     # ---- the state ----
 
@@ -333,6 +337,13 @@ class Regrouper:
             found.append(Source(address, bytes.fromhex(said.secret), members[place].replica))
         turn = generation.plan.healing.index(generation.index) % len(found)
         return found[turn:] + found[:turn]
+
+
+def _open_store(host: str, port: int, limit_s: float) -> dist.Store:
+    """Tried with a plain socket first: torch goes on trying a dead address for twice its timeout."""
+    with socket.create_connection((host, port), timeout=limit_s):
+        pass
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
 
 
 def _known(ranks: Iterable[int]) -> tuple[int, ...]:

@@ -30,9 +30,14 @@ class SocketSet:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     aborted: bool = False
 
-    def take(self, local_ports: Iterable[int], remote_ports: Iterable[int]) -> None:
-        """Duplicates every connected socket of this process with one of these ports on the right side."""
-        found = find_connected(frozenset(local_ports), frozenset(remote_ports))
+    def take(
+        self, local_ports: Iterable[int], remote_ports: Iterable[int], without: frozenset[int] = frozenset()
+    ) -> None:
+        """Duplicates every connected socket of this process with one of these ports on the right side.
+
+        `without`: inodes of sockets that belong to somebody else.
+        """
+        found = find_connected(frozenset(local_ports), frozenset(remote_ports), without)
         with self._lock:
             self._held += [held for _, held in found]
             self._originals += [fd for fd, _ in found]
@@ -96,7 +101,7 @@ class SocketSet:
 
 
 def find_connected(
-    local_ports: frozenset[int], remote_ports: frozenset[int]
+    local_ports: frozenset[int], remote_ports: frozenset[int], without: frozenset[int] = frozenset()
 ) -> list[tuple[int, socket.socket]]:
     """(descriptor, duplicate) of every connected TCP socket with such a local or remote port.
 
@@ -107,11 +112,20 @@ def find_connected(
         held = _duplicate(int(name))
         if held is None:
             continue
-        if _matches(held, local_ports, remote_ports):
+        if _matches(held, local_ports, remote_ports) and _inode(held) not in without:
             found.append((int(name), held))
         else:
             held.close()
     return found
+
+
+def inodes(local_ports: Iterable[int], remote_ports: Iterable[int]) -> frozenset[int]:
+    """What tells the connected sockets with such ports from later ones."""
+    found = [held for _, held in find_connected(frozenset(local_ports), frozenset(remote_ports))]
+    numbers = frozenset(_inode(held) for held in found)
+    for held in found:
+        held.close()
+    return numbers
 
 
 def abort_connecting(local_ports: Iterable[int], remote_ports: Iterable[int]) -> int:
@@ -158,6 +172,10 @@ def _duplicate(fd: int) -> socket.socket | None:
         return held
     held.close()
     return None
+
+
+def _inode(held: socket.socket) -> int:
+    return os.fstat(held.fileno()).st_ino
 
 
 def _matches(held: socket.socket, local_ports: frozenset[int], remote_ports: frozenset[int]) -> bool:

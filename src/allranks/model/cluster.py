@@ -97,10 +97,14 @@ class MemberLeft:
 
 @dataclass(frozen=True)
 class QuorumWanted:
-    """Members should call join() at their next step boundary: somebody waits to come in, or one was lost."""
+    """Members should call join() at their next step boundary: somebody waits to come in, or one was lost.
+
+    `broken`: at once, for a member of quorum `number` has given its group up and asks again.
+    """
 
     reason: str
     number: int = 0
+    broken: bool = False
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import signal as signals
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -27,6 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from allranks.agent.rank import die_with_parent
 
 _mark: Callable[[str], None] | None = None
 
@@ -121,8 +124,11 @@ class Ranks:
 
     def _fork(self, rank: int, port: int) -> None:
         read_end, write_end = os.pipe()
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
         pid = os.fork()
         if pid == 0:
+            if parent is not None:  # the kernel watches the thread that forked, not its process
+                die_with_parent(parent)
             os.close(read_end)
             for fd in self._pipes.values():
                 os.close(fd)
