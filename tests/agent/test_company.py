@@ -64,7 +64,7 @@ def test_a_part_that_grows_when_unpacked_or_is_none_is_refused(tmp_path: Path) -
 
 
 def test_the_mailbox_wants_the_token_and_takes_only_what_is_expected(tmp_path: Path) -> None:
-    """A stranger gets 401, a part of an incident that is over 410, and a silent node is named."""
+    """A stranger gets 401, a part of an incident that is over 410, a silent node is named, a lost one not waited for."""
     (tmp_path / "boxes").mkdir()
     (tmp_path / "boxes" / "0.box").write_bytes(b"box")
     data = pack_part(tmp_path, [])
@@ -76,6 +76,9 @@ def test_the_mailbox_wants_the_token_and_takes_only_what_is_expected(tmp_path: P
             send_part(box.address, "i-1", "agent-a", "wrong", data)
         send_part(box.address, "i-1", "agent-a", TOKEN, data)
         assert box.wait("i-1", ("agent-a", "agent-b"), 0.0) == ["agent-b: no evidence within 0 s"]
+        box.expect("i-2", tmp_path / "in")
+        box.give_up("agent-b")
+        assert box.wait("i-2", ("agent-b",), 3600.0) == ["agent-b: no evidence, it is gone"]
         with pytest.raises(urllib.error.HTTPError, match="410"):
             send_part(box.address, "i-1", "agent-b", TOKEN, data)
     finally:

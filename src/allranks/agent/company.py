@@ -67,6 +67,11 @@ class Company:
         assert self._mailbox is not None
         return self._mailbox.wait(gathering.incident, gathering.agents, limit_s)
 
+    def give_up(self, agent: str) -> None:
+        """An agent is gone: its part will not come."""
+        if self._mailbox is not None:
+            self._mailbox.give_up(agent)
+
     def contribute(self, wanted: CollectEvidence, collect: Callable[[Path, bool], list[str]]) -> None:
         """Another leads: `collect(folder, stacks)` gathers our part, which goes to it."""
         self._asked.add(wanted.incident)

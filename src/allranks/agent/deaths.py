@@ -17,7 +17,9 @@ _ASKED = frozenset(
 _EXCEPTION = re.compile(r"exception: (?P<kind>\w+)(?: \((?P<where>[^()]*:\d+)\))?(?:: ?(?P<text>.*))?", re.S)
 #: What a rank says whose peer went before it.
 _ECHO = re.compile(
-    r"gloo|nccl|Dist(Backend|Network|Store)Error|Connection (closed|reset|refused)|Broken pipe|socket", re.I
+    r"gloo|nccl|Dist(Backend|Network|Store)Error|Connection (closed|reset|refused)|Broken pipe|socket"
+    r"|(Read|Write)v? error \[",
+    re.I,
 )
 
 

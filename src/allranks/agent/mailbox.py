@@ -43,6 +43,7 @@ class Mailbox:
         self.address = ""
         self._awaited: dict[str, _Awaited] = {}
         self._over: set[str] = set()  # incidents that were waited for
+        self._gone: set[str] = set()  # senders that are not waited for any more
         self._changed = threading.Condition()
         self._server: ThreadingHTTPServer | None = None
 
@@ -79,12 +80,24 @@ class Mailbox:
         deadline = time.monotonic() + limit_s
         with self._changed:
             awaited = self._awaited[incident]
-            while not awaited.heard.issuperset(senders) and (left := deadline - time.monotonic()) > 0:
+            while not (awaited.heard | self._gone).issuperset(senders):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
                 self._changed.wait(left)
             del self._awaited[incident]
             self._over.add(incident)
             silent = sorted(set(senders) - awaited.heard)
-            return [*awaited.missing, *(f"{name}: no evidence within {limit_s:g} s" for name in silent)]
+            why = {
+                name: ", it is gone" if name in self._gone else f" within {limit_s:g} s" for name in silent
+            }
+            return [*awaited.missing, *(f"{name}: no evidence{why[name]}" for name in silent)]
+
+    def give_up(self, sender: str) -> None:
+        """It is gone: nobody waits for its part."""
+        with self._changed:
+            self._gone.add(sender)
+            self._changed.notify_all()
 
     def take(self, incident: str, sender: str, data: bytes) -> bool:
         """A part has come; False when nobody waits for it (any more). A fast one waits until it is expected."""

@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 
 from allranks.agent.company import Company
 from allranks.agent.deaths import Death
+from allranks.agent.neighbours import AWAY_S, Neighbours
+from allranks.agent.node_losses import NodeLosses
+from allranks.agent.obituaries import ECHO_S
 from allranks.agent.replicas import Event, Request, Supervisor
 from allranks.agent.sample import process_state, read_samples
 from allranks.agent.watch import Watch
 from allranks.errors import AllranksError
 from allranks.lighthouse.client import Client
-from allranks.model.cluster import CollectEvidence, Evicted, MemberLost
+from allranks.model.cluster import CollectEvidence, Evicted, MemberLeft, MemberLost
 from allranks.model.cluster import Incident as Told
 from allranks.model.incident import Action, Incident
 from allranks.report.story import headline
@@ -48,6 +51,8 @@ class NodeAgent:
     client: Client | None = None
     supervisor: Supervisor | None = None
     company: Company | None = None  # None: this node's agent is the only one, or there is no lighthouse
+    holds_lighthouse: bool = False  # in this process: it goes with this node
+    _neighbours: Neighbours | None = None
     _evicted: set[int] = field(default_factory=set)
     _told: dict[str, str] = field(default_factory=dict)
 
@@ -59,15 +64,33 @@ class NodeAgent:
             self.watch.start()
         if self.client is not None:
             self.client.subscribe(self._noticed)
+            self._meet_neighbours(self.client)
         if self.supervisor is not None:
             self.supervisor.on_event = self._happened
 
     def close(self) -> None:
         """Stops watching; the supervisor and the lighthouse belong to the caller."""
+        if self._neighbours is not None:
+            self._neighbours.close()
         if self.watch is not None:
             self.watch.close()
         if self.company is not None:
             self.company.close()
+
+    def _meet_neighbours(self, client: Client) -> None:
+        if self.watch is None:
+            return
+        watch, options = self.watch, self.watch.options
+        neighbours = Neighbours(client, options.folder, options.node, self.holds_lighthouse)
+        losses = NodeLosses(
+            options, watch.gatherer, watch.teller, watch.recoveries, watch.deaths, client.options.replica
+        )
+        neighbours.on_lost = losses.note
+        # while the lighthouse is away, what broke the connections between ranks may be the end of its node
+        watch.deaths.echo_patience_s = lambda: ECHO_S + (AWAY_S if neighbours.host_is_away else 0.0)
+        client.subscribe(neighbours.noticed)
+        neighbours.start()
+        self._neighbours = neighbours
 
     # actions, asked for by the watch
 
@@ -167,6 +190,8 @@ class NodeAgent:
 
     def _noticed(self, notice: object) -> None:
         """What the lighthouse says; runs on the client's thread: be quick."""
+        if isinstance(notice, (MemberLost, MemberLeft)) and self.company is not None:
+            self.company.give_up(notice.replica)
         if isinstance(notice, CollectEvidence) and self.watch is not None:
             threading.Thread(
                 target=self._collect, args=(notice,), name="allranks-collect", daemon=True

@@ -26,6 +26,7 @@ log = logging.getLogger("allranks.agent")
 
 FLAP_S = 60.0  # a replica that is cut off again within this time has the same trouble
 EXPLAIN_S = 3.0
+ECHO_OF_S = 60.0  # the loss of a node may be known this much later than the connections to it broke
 ECHO_S = 1.0  # a broken connection is looked at this much later: its cause may still show
 
 
@@ -45,6 +46,8 @@ class Obituaries:
     _cut: dict[tuple[int, ...], IncidentFolder] = field(default_factory=dict)  # ranks -> their last partition
     _echo_s: float | None = None  # since when only echoes of a death are heard
     _explaining: list[threading.Thread] = field(default_factory=list)
+    _echo: IncidentFolder | None = None  # the last incident that was opened for echoes alone
+    echo_patience_s: Callable[[], float] = lambda: ECHO_S
     _closing: threading.Event = field(default_factory=threading.Event)
     _noting: threading.Lock = field(default_factory=threading.Lock)
 
@@ -64,21 +67,35 @@ class Obituaries:
                 opened.discard()
                 return None
             self._known[death.pid] = opened
+            self._echo = opened if death.echo else None
         log.error("%s: %s", opened.current.id, headline(opened.current))
         self.teller.publish(opened)
         self.recoveries.add(opened, samples, {death.rank})
         if self.options.whole_job:
             if not death.echo:
                 self.count_failure(opened)
-            explaining = threading.Thread(
-                target=self._explain_death,
-                args=(opened, samples, gathering),
-                name="allranks-explain",
-                daemon=True,
-            )
-            self._explaining.append(explaining)
-            explaining.start()
+            self.explain_later(lambda: self._explain(opened, samples, gathering))
         return opened
+
+    def explain_later(self, explain: Callable[[], object]) -> None:
+        """The evidence is safe; thinking, and waiting for the parts of others, comes when the launcher has started the
+        ranks anew."""
+
+        def work() -> None:
+            self._closing.wait(EXPLAIN_S)
+            try:
+                explain()
+            except Exception:  # a thread's entry: the death itself is told
+                log.exception("an incident could not be explained")
+
+        explaining = threading.Thread(target=work, name="allranks-explain", daemon=True)
+        self._explaining.append(explaining)
+        explaining.start()
+
+    def take_echo(self, at: float) -> IncidentFolder | None:
+        """The incident that was opened a moment before `at` for broken connections alone: now their cause is known."""
+        echo, self._echo = self._echo, None
+        return echo if echo is not None and at - echo.current.opened < ECHO_OF_S else None
 
     def count_failure(self, opened: IncidentFolder) -> None:
         """A rank of this node was the cause: a node that fails again and again leaves the job, where it may."""
@@ -161,22 +178,10 @@ class Obituaries:
         )  # fmt: skip
         return opened
 
-    def _explain_death(
-        self, opened: IncidentFolder, samples: list[RankSample], gathering: Gathering | None
-    ) -> None:
-        """A rank may have died of what another did: calls that do not match are found in the boxes of all.
-
-        The evidence is safe; thinking waits until the launcher has started the ranks anew.
-        """
-        self._closing.wait(EXPLAIN_S)
-        try:
-            self._explain(opened, samples, gathering)
-        except Exception:  # a thread's entry: the death itself is told
-            log.exception("%s could not be explained", opened.current.id)
-
     def _explain(
         self, opened: IncidentFolder, samples: list[RankSample], gathering: Gathering | None
     ) -> None:
+        """A rank may have died of what another did: calls that do not match are found in the boxes of all."""
         found = self.gatherer.examine(opened, {}, samples, gathering)
         cause = (found.verdict or {}).get("cause")
         if cause in PROGRAM_FAULT:
@@ -185,7 +190,7 @@ class Obituaries:
         self.teller.publish(opened)
 
     def look(
-        self, samples: list[RankSample], endings: Mapping[int, Ending], patience_s: float = ECHO_S
+        self, samples: list[RankSample], endings: Mapping[int, Ending], patience_s: float | None = None
     ) -> None:
         """Whole-job mode: all deaths. Replica mode: ranks that raised; the supervisor tells of the others."""
         found = find_deaths(samples, endings, since_ns=self._born_ns, raised_only=not self.options.whole_job)
@@ -194,7 +199,8 @@ class Obituaries:
         if first is None:
             self._echo_s = None
             return
-        if first.echo and now - (self._echo_s or now) < patience_s:
+        patience = self.echo_patience_s() if patience_s is None else patience_s
+        if first.echo and now - (self._echo_s or now) < patience:
             self._echo_s = self._echo_s or now
             return
         self._echo_s = None

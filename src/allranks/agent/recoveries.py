@@ -51,13 +51,17 @@ class Recoveries:
             if before and len(moved) == len(before):
                 step = max((s.step for s in samples), default=-1)
                 opened.update(
-                    Moment("recovered", time.time(), f"{len(moved)} ranks train again, step {step}"),
+                    Moment("recovered", time.time(), f"{_count(moved)} again, step {step}"),
                     closed=time.time(), durations_s={**opened.current.durations_s, "recovered": took},
                 )  # fmt: skip
                 self._waiting.remove(waiting)
                 yield opened
             elif not before or took > PATIENCE_S:
                 self._waiting.remove(waiting)
+
+
+def _count(ranks: list[int]) -> str:
+    return "1 rank trains" if len(ranks) == 1 else f"{len(ranks)} ranks train"
 
 
 def _further(now: Mark, before: Mark) -> bool:

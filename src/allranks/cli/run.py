@@ -211,7 +211,8 @@ def _run_whole(
         else _watch(args, settings, environment, incidents, "whole_job", stack, _elastic(words))
     )
     client = _client(environment, stack)
-    agent = NodeAgent(watch, client, company=_company(client, environment))
+    company = _company(client, environment)
+    agent = NodeAgent(watch, client, company=company, holds_lighthouse=_given_lighthouse(args) == "")
     agent.start()
     stack.callback(agent.close)
     variables = environment.variables()
@@ -256,7 +257,8 @@ def _run_replicas(
         else _watch(args, settings, environment, incidents, "replica", stack)
     )
     client = _client(environment, stack)
-    agent = NodeAgent(watch, client, supervisor, _company(client, environment))
+    company = _company(client, environment)
+    agent = NodeAgent(watch, client, supervisor, company, holds_lighthouse=_given_lighthouse(args) == "")
     agent.start()
     stack.callback(agent.close)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -321,9 +323,9 @@ def _lighthouse(
     args: argparse.Namespace, settings: dict[str, Any], token: str, replica_mode: bool, stack: ExitStack
 ) -> str:
     """The address of the lighthouse to use; starts one in this process unless told otherwise."""
-    given = args.lighthouse or os.environ.get("ALLRANKS_LIGHTHOUSE", "")
+    given = _given_lighthouse(args)
     if given:
-        return str(given)
+        return given
     if args.no_lighthouse:
         if replica_mode:
             raise InputError(
@@ -333,6 +335,10 @@ def _lighthouse(
         return ""
     replicas = args.total_replicas or args.replicas or 0
     return embed_lighthouse(args.bind, token, args.min_replicas, replicas, settings, stack)
+
+
+def _given_lighthouse(args: argparse.Namespace) -> str:
+    return str(args.lighthouse or os.environ.get("ALLRANKS_LIGHTHOUSE", ""))
 
 
 def _client(environment: JobEnvironment, stack: ExitStack) -> Any:

@@ -9,7 +9,7 @@ from allranks.model.nodes import Presence, Succession
 _REMEMBERED = 256  # lost nodes whose ranks are still known
 
 #: An agent whose line broke by an error, or that is silent, may come back by itself within this time.
-CUT_BACK_S, SILENT_BACK_S = 1.0, 5.0
+CUT_BACK_S, SILENT_BACK_S = 0.4, 5.0
 
 
 @dataclass

@@ -407,11 +407,9 @@ class Service:
             return
         now = self.now()
         found = self.nodes.lose(name, session.node)
-        reason = (
-            "its agent's connection closed without a good-bye"
-            if certain
-            else f"nothing heard of its agent for {now - session.heard:.1f} s"
-        )
+        heard = f"nothing heard of its agent for {now - session.heard:.1f} s"
+        how = "was cut and did not come back" if session.cut else "closed without a good-bye"
+        reason = f"its agent's connection {how}" if certain or session.cut else heard
         self.bulletin.event("lost", f"node {found.node} lost: {reason}", name)
         ms = round((now - session.heard) * 1000, 3)
         notice = MemberLost(name, reason, session.session, ms=ms, certain=certain)
