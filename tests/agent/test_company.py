@@ -19,10 +19,10 @@ from allranks.agent.watch import Watch
 from allranks.agent.watch_options import WatchOptions
 from allranks.errors import InputError
 from allranks.lighthouse.client import Client, ClientOptions
-from allranks.lighthouse.gathering import FOLLOW_S, Current, decide_gathering
+from allranks.lighthouse.gathering import Current, decide_gathering
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
-from allranks.model.cluster import CollectEvidence, Evicted, Gathering
+from allranks.model.cluster import FOLLOW_S, CollectEvidence, Evicted, Gathering
 
 from .boxes import write_box
 
@@ -96,6 +96,9 @@ def test_the_first_agent_that_notices_leads_until_it_is_gone_or_silent() -> None
     assert decide_gathering(1.0, later, Current(mine, 0.0), observers) == (mine, False)
     assert decide_gathering(FOLLOW_S, later, Current(mine, 0.0), observers)[0].lead == "agent-b"
     assert decide_gathering(1.0, later, Current(mine, 0.0), {"agent-b"})[0].lead == "agent-b"
+    another = CollectEvidence("i-2", "killed", lead="agent-b", follow_s=5.0)
+    assert decide_gathering(1.0, another, Current(mine, 0.0), observers)[0].lead == "agent-a"
+    assert decide_gathering(6.0, another, Current(mine, 0.0), observers)[0].lead == "agent-b"
     asked = CollectEvidence("i-3", "", lead="command-x", alone=False)
     assert decide_gathering(1.0, asked, Current(mine, 0.0), observers)[0].agents == ("agent-a", "agent-b")
 

@@ -16,7 +16,7 @@ from allranks.agent.mailbox import Mailbox, own_address, send_part
 from allranks.agent.parts import pack_part
 from allranks.errors import AllranksError
 from allranks.lighthouse.client import Client
-from allranks.model.cluster import CollectEvidence, Gathering
+from allranks.model.cluster import FOLLOW_S, CollectEvidence, Gathering
 
 log = logging.getLogger("allranks.agent")
 
@@ -43,14 +43,22 @@ class Company:
             self._mailbox.close()
             self._mailbox = None
 
-    def ask(self, incident: str, reason: str, *, stacks: bool = True, alone: bool = True) -> Gathering | None:
+    def ask(
+        self,
+        incident: str,
+        reason: str,
+        *,
+        stacks: bool = True,
+        alone: bool = True,
+        follow_s: float = FOLLOW_S,
+    ) -> Gathering | None:
         """Who leads, and who else was asked; None when the lighthouse cannot say (then we are on our own)."""
         if not self.client.connected:
             return None
         try:
             upload = self._open()
             wanted = CollectEvidence(
-                incident, reason, lead=self.name, upload=upload, stacks=stacks, alone=alone
+                incident, reason, lead=self.name, upload=upload, stacks=stacks, alone=alone, follow_s=follow_s
             )
             return self.client.gather(wanted)
         except (AllranksError, OSError) as error:

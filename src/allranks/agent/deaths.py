@@ -34,6 +34,7 @@ class Death:
     where: str = ""  # the line that raised, "" for a sudden death
     text: str = ""  # of the exception, cut short
     echo: bool = False
+    seen: float = 0.0  # epoch seconds: when the agent knew of it; 0 = now
 
     @property
     def sentence(self) -> str:
@@ -76,8 +77,9 @@ def _ended(sample: RankSample, ending: Ending | None) -> Death | None:
     if ending is None or ending.code is None:
         if sample.closed:
             return None
-        at = ending.at if ending else sample.last_ns / 1e9
-        return Death(sample.rank, sample.pid, at, "ended without a goodbye")
+        at, seen = (ending.at, ending.at) if ending else (sample.last_ns / 1e9, 0.0)
+        return Death(sample.rank, sample.pid, at, "ended without a goodbye", seen=seen)
     if ending.code in _ASKED:
         return None
-    return Death(sample.rank, sample.pid, ending.at, ending.words, echo=ending.code == -signal.SIGABRT)
+    echo = ending.code == -signal.SIGABRT
+    return Death(sample.rank, sample.pid, ending.at, ending.words, echo=echo, seen=ending.at)

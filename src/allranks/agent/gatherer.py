@@ -10,7 +10,7 @@ from allranks.agent.examine import Examination, Others, collect_stacks, examine
 from allranks.agent.incidents import IncidentFolder, copy_boxes
 from allranks.agent.sample import RankSample, read_samples
 from allranks.agent.watch_options import WatchOptions
-from allranks.model.cluster import Gathering
+from allranks.model.cluster import FOLLOW_S, Gathering
 
 
 @dataclass
@@ -20,9 +20,15 @@ class Gatherer:
     options: WatchOptions
     company: Company | None = None
 
-    def ask(self, opened: IncidentFolder, reason: str, *, stacks: bool = True) -> Gathering | None:
-        """Asks the agents of other nodes for their part; None when there are none."""
-        found = self.company.ask(opened.current.id, reason, stacks=stacks) if self.company else None
+    def ask(
+        self, opened: IncidentFolder, reason: str, *, stacks: bool = True, follow_s: float = FOLLOW_S
+    ) -> Gathering | None:
+        """Asks the agents of other nodes for their part; None when there are none.
+
+        `follow_s`: what another one asked for within this time before is the same incident.
+        """
+        company = self.company
+        found = company.ask(opened.current.id, reason, stacks=stacks, follow_s=follow_s) if company else None
         if found is None or not (found.agents or self.follows(found)):
             return None
         if not self.follows(found) and self.company is not None:

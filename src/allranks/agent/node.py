@@ -158,12 +158,10 @@ class NodeAgent:
         """A replica's process came, went or was replaced; runs on the supervisor's thread: be quick."""
         if event.kind == "rank_exited" and event.exit_code and not event.expected:
             at = time.time()
-            self._ask(lambda client: client.accuse(replica_name(event.replica), event.detail))
-            if self.watch is not None:
-                death = Death(event.rank or 0, event.pid or 0, at, event.detail)
-                threading.Thread(
-                    target=self._note_death, args=(self.watch, death), name="allranks-death", daemon=True
-                ).start()
+            death = Death(event.rank or 0, event.pid or 0, at, event.detail, seen=at)
+            threading.Thread(
+                target=self._note_death, args=(event.replica, death), name="allranks-death", daemon=True
+            ).start()
         elif event.kind == "finished":
             self._ask(lambda client: client.finish(replica_name(event.replica)))
             self._turn_away_latecomers()
@@ -182,9 +180,12 @@ class NodeAgent:
             if replica not in joined:
                 self.supervisor.request(Request("stop", replica, "the training is over"))
 
-    def _note_death(self, watch: Watch, death: Death) -> None:
+    def _note_death(self, replica: int, death: Death) -> None:
+        """The lighthouse first: it tells the survivors."""
         try:
-            watch.deaths.note_death(death)
+            self._ask(lambda client: client.accuse(replica_name(replica), death.reason))
+            if self.watch is not None:
+                self.watch.deaths.note_death(death)
         except Exception:  # a full disk, say: the death itself is known to the lighthouse and in the log
             log.exception("the evidence of %s could not be kept", death.sentence)
 

@@ -18,7 +18,7 @@ from allranks.agent.recoveries import Recoveries
 from allranks.agent.sample import RankSample, read_samples
 from allranks.agent.telling import Teller
 from allranks.agent.watch_options import WatchOptions
-from allranks.model.cluster import Gathering
+from allranks.model.cluster import FOLLOW_S, Gathering
 from allranks.model.incident import Action, Incident, Moment
 from allranks.report.story import headline
 
@@ -26,6 +26,7 @@ log = logging.getLogger("allranks.agent")
 
 FLAP_S = 60.0  # a replica that is cut off again within this time has the same trouble
 EXPLAIN_S = 3.0
+SAME_S = 5.0  # a death on another node this much later is another one; an echo is heard for longer
 ECHO_OF_S = 60.0  # the loss of a node may be known this much later than the connections to it broke
 ECHO_S = 1.0  # a broken connection is looked at this much later: its cause may still show
 
@@ -61,7 +62,11 @@ class Obituaries:
             samples = read_samples(self.options.folder)
             opened = self._open_death(death, samples)
             gathering = (
-                self.gatherer.ask(opened, death.sentence, stacks=False) if self.options.whole_job else None
+                self.gatherer.ask(
+                    opened, death.sentence, stacks=False, follow_s=SAME_S if not death.echo else FOLLOW_S
+                )
+                if self.options.whole_job
+                else None
             )
             if self.gatherer.follows(gathering):
                 opened.discard()
@@ -149,7 +154,7 @@ class Obituaries:
         return opened
 
     def _open_death(self, death: Death, samples: list[RankSample]) -> IncidentFolder:
-        noticed = time.time()
+        noticed = death.seen or time.time()
         step = max((s.step for s in samples), default=-1)
         opened = open_incident(
             self.options.incidents, kind="death", job=self.options.job, reason=death.sentence, node=self.options.node,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from allranks.model.cluster import CollectEvidence, Gathering
 
-FOLLOW_S = 120.0
 AGENT = "agent-"  # how the names of agents begin; other observers have no evidence
 
 
@@ -32,7 +31,7 @@ def decide_gathering(
         and current is not None
         and current.gathering.lead != wanted.lead
         and current.gathering.lead in observers
-        and now_s - current.asked_s < FOLLOW_S
+        and now_s - current.asked_s < wanted.follow_s
     ):
         return current.gathering, False
     agents = sorted(name for name in observers if name.startswith(AGENT) and name != wanted.lead)

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 #: Spoken in the hello. Raised when a message changes in a way that an older peer would misread.
 PROTOCOL_VERSION = 1
 
+#: How long after one agent's asking another's may be about the same hang.
+FOLLOW_S = 120.0
+
 
 @dataclass(frozen=True)
 class Member:
@@ -148,6 +151,7 @@ class CollectEvidence:
     upload: str = ""  # http://HOST:PORT of its mailbox
     stacks: bool = True  # False: black boxes are enough
     alone: bool = True  # another agent that notices the same meanwhile follows instead of leading too
+    follow_s: float = FOLLOW_S  # whoever leads and asked within this time before has noticed the same
 
 
 @dataclass(frozen=True)
