@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from allranks.agent.logs import Terminal
 from allranks.agent.replicas import Event, ReplicaOptions, Request, Supervisor
 from allranks.agent.restarts import RestartHistory, RestartOptions, decide_restart
 
@@ -155,6 +157,26 @@ def test_output_is_prefixed_on_the_terminal_and_plain_in_the_file(
     assert code == 0
     assert capfdbinary.readouterr().out == b"[rank 0] one\n[rank 0] two\n"
     assert (tmp_path / "logs" / "rank0.log").read_bytes() == b"one\ntwo\n"
+
+
+def test_a_terminal_that_takes_nothing_holds_up_nobody_and_says_what_it_left_out() -> None:
+    """Nobody reads the pipe while twenty megabytes are written; later the reader gets what fits, in order."""
+    reading, writing = os.pipe()
+    terminal = Terminal(writing)
+    terminal.start()
+    for number in range(20):
+        terminal.write(b"%02d " % number + b"x" * (1 << 20) + b"\n")
+    got: list[bytes] = []
+    reader = threading.Thread(target=lambda: got.extend(iter(lambda: os.read(reading, 1 << 20), b"")))
+    reader.start()
+    terminal.close()
+    os.close(writing)
+    reader.join(60)
+    os.close(reading)
+    lines = b"".join(got).splitlines()
+    shown = [int(line[:2]) for line in lines if line.endswith(b"x")]
+    assert shown == list(range(len(shown))) and 1 <= len(shown) < 20
+    assert b"%d lines left out" % (20 - len(shown)) in lines[-1]
 
 
 def test_back_off_grows_and_a_long_healthy_run_forgives() -> None:

@@ -3,11 +3,73 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 MAX_LINE_BYTES = 1 << 16
+MAX_WAITING_BYTES = 8 << 20  # of lines that the terminal has not taken yet
+CLOSE_S = 2.0
+
+
+class Terminal:
+    """Writes to a terminal or pipe on a thread of its own: one that takes nothing (Ctrl-S, a full pipe) holds up nobody.
+
+    `start()` and `close()` own the thread. What does not fit is left out, and said; the log files have it.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = (
+            fd  # not a Python file: its lock, held by a write that blocks, would stop the interpreter's end
+        )
+        self._waiting: deque[bytes] = deque()
+        self._size = self._left_out = 0
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="allranks-terminal", daemon=True)
+
+    def start(self) -> None:
+        """Begins to write."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Writes what is waiting, within a short time."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(CLOSE_S)
+
+    def write(self, lines: bytes) -> None:
+        """Soon; never blocks."""
+        with self._changed:
+            if self._size + len(lines) > MAX_WAITING_BYTES:
+                self._left_out += lines.count(b"\n")
+                return
+            self._waiting.append(lines)
+            self._size += len(lines)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while (lines := self._next()) is not None:
+            try:
+                while lines:
+                    lines = lines[os.write(self._fd, lines) :]
+            except OSError:
+                return  # nobody reads any more
+
+    def _next(self) -> bytes | None:
+        """What to write next; None when all is written and it is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if not self._waiting:
+                return None
+            lines = b"".join(self._waiting)
+            self._waiting.clear()
+            left_out, self._size, self._left_out = self._left_out, 0, 0
+        note = f"[allranks] {left_out} lines left out: the terminal does not keep up; the logs have them\n"
+        return lines + note.encode() if left_out else lines
 
 
 @dataclass
@@ -16,7 +78,7 @@ class LogPump:
 
     fd: int
     prefix: str
-    terminal: BinaryIO | None
+    terminal: Terminal | None
     file: BinaryIO | None
     _rest: bytes = field(default=b"")
 
@@ -67,11 +129,7 @@ class LogPump:
                 self.file = None  # a full disk must not stop training; the terminal still has the lines
         if self.terminal is not None:
             head = self.prefix.encode()
-            try:
-                self.terminal.write(b"".join(head + line + b"\n" for line in lines))
-                self.terminal.flush()
-            except (BrokenPipeError, ValueError):
-                self.terminal = None
+            self.terminal.write(b"".join(head + line + b"\n" for line in lines))
 
 
 def open_log(folder: Path | None, name: str) -> BinaryIO | None:

@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 from allranks.agent.guard import Guard, sweep
-from allranks.agent.logs import LogPump, open_log
+from allranks.agent.logs import LogPump, Terminal, open_log
 from allranks.agent.restarts import RestartHistory, RestartOptions, decide_restart
 
 log = logging.getLogger("allranks.agent")
@@ -99,6 +99,7 @@ class Supervisor:
     _wake: tuple[socket.socket, socket.socket] | None = None
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _guard: Guard = field(default_factory=Guard)
+    _terminal: Terminal | None = None
     _signal: int = 0
     _finished_s: float | None = None  # when the first replica finished by itself: the training is over
 
@@ -145,6 +146,9 @@ class Supervisor:
         first = self.options.first_replica
         self._replicas = {n: _Replica(n) for n in range(first, first + self.options.replicas)}
         self._guard.start()
+        if not self.options.quiet:
+            self._terminal = Terminal(sys.stdout.fileno())
+            self._terminal.start()
         try:
             while not self._over():
                 self._start_due()
@@ -160,6 +164,8 @@ class Supervisor:
         finally:
             self._stop_all()
             self._guard.close()
+            if self._terminal is not None:
+                self._terminal.close()
             self._selector.close()
             for end in self._wake:
                 end.close()
@@ -219,7 +225,7 @@ class Supervisor:
         pump = LogPump(
             fd,
             f"[rank {number}] ",
-            None if self.options.quiet else _terminal(),
+            self._terminal,
             open_log(self.options.log_folder, f"rank{number}.log"),
         )
         rank = _Rank(number, process, os.pidfd_open(process.pid), pump)
@@ -400,10 +406,6 @@ def _send(rank: _Rank, number: int) -> None:
         signal.pidfd_send_signal(rank.pidfd, number)
     except (ProcessLookupError, OSError):
         pass
-
-
-def _terminal() -> BinaryIO:
-    return sys.stdout.buffer
 
 
 def _free_port() -> int:
