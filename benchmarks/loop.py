@@ -91,7 +91,7 @@ def healthy(seconds: float, folder: Path, notice_s: float) -> DrillResult:
     pace = 0.1
     stress = [
         subprocess.Popen([sys.executable, "-c", "while True: sum(range(10000))"])
-        for _ in range(2 * (os.cpu_count() or 1))
+        for _ in range(2 * len(os.sched_getaffinity(0)))
     ]
     out = folder / "out"
     out.mkdir(parents=True)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 CPU = "--cpu" in sys.argv
 OUT = Path(next((word for word in sys.argv[1:] if not word.startswith("--")), "."))
@@ -121,7 +122,7 @@ class Replica:
 
 
 def main() -> int:
-    results: dict[str, object] = {}
+    results: dict[str, Any] = {}
     verdicts: dict[str, bool] = {}
     (OUT / "stop").unlink(missing_ok=True)
     lighthouse = subprocess.Popen(
@@ -149,6 +150,23 @@ def main() -> int:
             results[f"ready_to_healed_{number}_s"] = round(replicas["r1"].wait("healed") - ready, 3)
             back = replicas["r1"].wait("commit", ready, REPLICAS)
             results[f"ready_to_common_step_{number}_s"] = round(back - ready, 3)
+        results["killed_while_joining_s"] = []
+        for delay_s in (
+            0.05,
+            0.2,
+            0.4,
+        ):  # the communicator with it is being made, or it heals, or has just begun
+            replicas.pop("r1").process.kill()
+            joining = Replica("r1", address)
+            joining.wait("ready")
+            time.sleep(delay_s)
+            at = time.monotonic()
+            joining.process.send_signal(signal.SIGKILL)
+            times = [one.wait("commit", at, REPLICAS - 1) - at for one in replicas.values()]
+            results["killed_while_joining_s"].append([round(value, 3) for value in times])
+            replicas["r1"] = Replica("r1", address)
+            replicas["r1"].wait("commit", at, REPLICAS)
+        verdicts["a replica killed while it joins does not stop the others"] = True
         frozen = replicas.pop("r2")
         at = time.monotonic()
         frozen.process.send_signal(signal.SIGSTOP)
