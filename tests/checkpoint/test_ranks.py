@@ -205,7 +205,7 @@ def _only_one_is_whole(rank: int, world_size: int, folder: str) -> Any:
         before = create_checkpoint_state(2, model, optimizer).cpu_copy()
         manager.group.gather("the damage is done")
         with pytest.raises(CheckpointLoadError, match=r"(?s)every checkpoint is bad.*as they were"):
-            manager.restore(model, optimizer)
+            manager.restore(model, optimizer, check_first=True)
         return same(create_checkpoint_state(2, model, optimizer).model_state_dict, before.model_state_dict)
 
 

@@ -179,24 +179,53 @@ def test_when_every_checkpoint_is_bad_the_error_names_them_all(tmp_path: Path) -
     assert len(list((tmp_path / "quarantine").iterdir())) == 2
 
 
-def test_a_restore_that_finds_nothing_good_leaves_the_running_job_as_it_was(tmp_path: Path) -> None:
-    """The last tensor of the only checkpoint is damaged: not one of the tensors before it may have been touched."""
+def _damage_last_tensor(folder: Path, step: int) -> None:
+    """What is read last of a checkpoint; everything before it is right."""
+    name = f"checkpoint_step_{step:08d}"
+    with opened(FileStore(folder), name) as checkpoint:
+        parts = [stored for _, stored in checkpoint.shards() if "state_dict" in stored.shard.name]
+    flip(folder / name / "rank-00000.safetensors", max(parts, key=lambda stored: stored.start).start)
+
+
+@pytest.mark.parametrize("check_first", [True, False])
+def test_a_restore_that_finds_nothing_good_says_what_the_model_holds(
+    tmp_path: Path, check_first: bool
+) -> None:
+    """With check_first not one tensor before the damaged one may have been touched; without, the error says so."""
     model, optimizer = make_job(seed=1)
     config = CheckpointConfig(nvme_path=tmp_path, memory_snapshot_interval=0)
     with CheckpointManager(config) as manager:
         manager.save_checkpoint(create_checkpoint_state(3, model, optimizer))
         assert manager.wait_for_pending_saves()
-        victim = tmp_path / "checkpoint_step_00000003" / "rank-00000.safetensors"
-        with opened(FileStore(tmp_path), "checkpoint_step_00000003") as checkpoint:
-            live = [stored for _, stored in checkpoint.shards() if "state_dict" in stored.shard.name]
-        flip(victim, max(live, key=lambda stored: stored.start).start)
+        _damage_last_tensor(tmp_path, 3)
         train_step(model, optimizer, 4)
         before = create_checkpoint_state(4, model, optimizer).cpu_copy()
-        with pytest.raises(CheckpointLoadError, match="Model and optimizer are as they were"):
-            manager.restore(model, optimizer)
+        text = "Model and optimizer are as they were" if check_first else "THE MODEL HOLDS PARTS OF STEP 3"
+        with pytest.raises(CheckpointLoadError, match=text):
+            manager.restore(model, optimizer, check_first=check_first)
     after = create_checkpoint_state(4, model, optimizer)
-    assert same(after.model_state_dict, before.model_state_dict)
-    assert same(after.optimizer_state_dict, before.optimizer_state_dict)
+    assert same(after.model_state_dict, before.model_state_dict) is check_first
+    if check_first:
+        assert same(after.optimizer_state_dict, before.optimizer_state_dict)
+
+
+@pytest.mark.parametrize("check_first", [True, False])
+def test_nothing_of_a_damaged_checkpoint_is_left_when_the_older_one_is_good(
+    tmp_path: Path, check_first: bool
+) -> None:
+    """The newest is damaged at its end: model and optimizer hold the older one, bit for bit."""
+    model, optimizer = make_job(seed=1)
+    config = CheckpointConfig(nvme_path=tmp_path, memory_snapshot_interval=0)
+    with CheckpointManager(config) as manager:
+        older = create_checkpoint_state(1, model, optimizer).cpu_copy()
+        for step in (1, 2):
+            manager.save_checkpoint(create_checkpoint_state(step, model, optimizer))
+            train_step(model, optimizer, step)
+        assert manager.wait_for_pending_saves()
+        _damage_last_tensor(tmp_path, 2)
+        state = manager.restore(model, optimizer, check_first=check_first)
+    assert state is not None and state.step == 1
+    assert same_state(create_checkpoint_state(1, model, optimizer), older)
 
 
 def test_an_optimizer_that_does_not_fit_is_refused_before_the_model_is_touched(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ except ImportError:  # pragma: no cover - exercised where the extra is missing
 PIECE_BYTES = 4 << 20
 #: Read and hashed at once: what was just read is still in the core's own cache, and the GIL changes hands seldom.
 READ_BYTES = 512 << 10
+#: Neighbouring shards are read and checked together up to this size: one read for a layer's weight and bias.
+TOGETHER_BYTES = 1 << 20
 
 
 class Hasher(Protocol):
@@ -57,16 +59,20 @@ def best_algorithm() -> str:
 
 def new_hasher(algorithm: str) -> Hasher:
     """A hasher by name; a name this installation cannot compute is an error that names the cure."""
-    if algorithm == "xxh3_128" and algorithm not in _MAKERS:
+    make = _MAKERS.get(algorithm)
+    if make is not None:
+        return make()
+    if algorithm == "xxh3_128":
         raise MissingExtra("verifying xxh3_128 checksums", "fast")
-    if algorithm not in _MAKERS:
-        raise ValueError(f"unknown checksum algorithm {algorithm!r}")
-    return _MAKERS[algorithm]()
+    raise ValueError(f"unknown checksum algorithm {algorithm!r}")
 
 
 def checksum(data: bytes | memoryview, algorithm: str) -> str:
     """The checksum of a buffer as hex digits; frees the GIL while it works."""
     hasher = new_hasher(algorithm)
+    if len(data) <= PIECE_BYTES:
+        hasher.update(data)
+        return hasher.hexdigest()
     for start in range(0, len(data), PIECE_BYTES):
         hasher.update(data[start : start + PIECE_BYTES])
     return hasher.hexdigest()

@@ -39,7 +39,7 @@ class Loader:
         self._torn: Candidate | None = None  # what a live model holds a part of, and no more than a part
         self._stores: dict[str, Store] = {}
 
-    def load_newest(self, into: tuple[Live, bool] | None) -> CheckpointState | None:
+    def load_newest(self, into: Live | None) -> CheckpointState | None:
         """Tries what all ranks can see, newest first; None when there is nothing at all. Collective."""
         try:
             return self._load_newest(into)
@@ -47,7 +47,7 @@ class Loader:
             for store in self._stores.values():
                 store.close()
 
-    def _load_newest(self, into: tuple[Live, bool] | None) -> CheckpointState | None:
+    def _load_newest(self, into: Live | None) -> CheckpointState | None:
         choice = choose(self.group.gather(self._view()))
         if not choice.candidates:
             log.info("nothing to load: %s", choice.reason)
@@ -135,7 +135,7 @@ class Loader:
                 continue
         return found
 
-    def _left(self, into: tuple[Live, bool] | None) -> str:
+    def _left(self, into: Live | None) -> str:
         """What a failed load has done to the model, in words."""
         if into is None:
             return ""
@@ -143,16 +143,16 @@ class Loader:
             return ". Model and optimizer are as they were"
         return f". THE MODEL HOLDS PARTS OF STEP {self._torn.step}: build it anew before training"
 
-    def _attempt(
-        self, candidate: Candidate, into: tuple[Live, bool] | None
-    ) -> tuple[CheckpointState | None, str]:
-        """Every rank reads and checks; only if all of them succeed does any of them change its model."""
+    def _attempt(self, candidate: Candidate, into: Live | None) -> tuple[CheckpointState | None, str]:
+        """Every rank reads and checks; only if all of them succeed does any of them take it as its state."""
+        if into is not None:
+            into.torn = False
         with ExitStack() as held:
             finish, problem = self._together(candidate, lambda: self._prepare(candidate, into, held))
-            if finish is None or problem:
-                return None, problem
-            state, problem = self._together(candidate, finish)
-            if problem and into is not None:
+            state = None
+            if finish is not None and not problem:
+                state, problem = self._together(candidate, finish)
+            if problem and into is not None and into.torn:
                 self._torn = candidate
             return (None if problem else state), problem
 
@@ -183,28 +183,25 @@ class Loader:
         raise CheckpointLoadError("; ".join(texts), tier=candidate.tier, path=candidate.name)
 
     def _prepare(
-        self, candidate: Candidate, into: tuple[Live, bool] | None, held: ExitStack
+        self, candidate: Candidate, into: Live | None, held: ExitStack
     ) -> Callable[[], CheckpointState]:
-        """Reads and checks a candidate; calling the result changes the model. `held` keeps it from removal."""
+        """Reads and checks a candidate; calling the result does the rest. `held` keeps it from removal."""
         if candidate.tier == "MEMORY":
             return self._prepare_memory(candidate.step, into, held)
         checkpoint = held.enter_context(opened(self._stores[candidate.tier], candidate.name))
         if into is None:
             state = read_state(checkpoint, self.group.rank)
             return lambda: state
-        live, strict = into
-        return prepare_into(checkpoint, live, self.group.rank, strict)
+        return prepare_into(checkpoint, into, self.group.rank)
 
-    def _prepare_memory(
-        self, step: int, into: tuple[Live, bool] | None, held: ExitStack
-    ) -> Callable[[], CheckpointState]:
+    def _prepare_memory(self, step: int, into: Live | None, held: ExitStack) -> Callable[[], CheckpointState]:
         assert self.memory is not None
         snapshot = self.memory.find(step)
         if snapshot is None:
             raise FileNotFoundError(f"the snapshot of step {step} is gone")
         held.callback(snapshot.release)
         snapshot.check()
-        return snapshot.to_state if into is None else lambda: copy_into(snapshot, into[0])
+        return snapshot.to_state if into is None else lambda: copy_into(snapshot, into)
 
     def _put_away(self, candidate: Candidate, reason: str) -> None:
         """Takes a damaged candidate out of sight: a file into quarantine, memory back to the pool."""

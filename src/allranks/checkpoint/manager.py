@@ -195,15 +195,19 @@ class CheckpointManager:
     def restore(
         self, model: Any, optimizer: Any = None, lr_scheduler: Any = None, *,
         tier: CheckpointTier | None = None, strict: bool = True, restore_rng: bool = True,
+        check_first: bool = False,
     ) -> CheckpointState | None:  # fmt: skip
         """Loads the newest checkpoint straight into model and optimizer, each rank only its own shards.
 
-        Returns the state (tensors are the live ones), or None when there is no checkpoint. Nothing changes before
-        every byte that every rank needs was found right: if all are bad, CheckpointLoadError, and the model as it was.
+        Returns the state (tensors are the live ones), or None when there is no checkpoint. Every byte is checked as
+        it is read; of a bad one nothing is kept, since the next older one is read over it. If all are bad,
+        CheckpointLoadError says whether the model holds parts of one. With `check_first` it never does: everything
+        is read twice, and changes only when every byte that every rank needs was found right.
         """
         self._settle()
         loader = self._loader(tier)
-        state = loader.load_newest((Live(model, optimizer, lr_scheduler), strict))
+        live = Live(model, optimizer, lr_scheduler, strict=strict, check_first=check_first)
+        state = loader.load_newest(live)
         self.restored_from = CheckpointTier[loader.taken.tier] if loader.taken is not None else None
         if state is not None and restore_rng:
             install_rng(state)

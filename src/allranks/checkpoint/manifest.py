@@ -123,7 +123,7 @@ def encode_index(index: Index) -> bytes:
             "common": index.common, "own": index.own, "columns": _COLUMNS,
         }
     )  # fmt: skip
-    rows = ",".join(_dump([*stored.shard, *stored[1:]]) for stored in index.shards)
+    rows = ",".join(_dump(_row(stored)) for stored in index.shards)
     return _seal(f'{head[:-1]},"shards":[{rows}]}}')
 
 
@@ -147,12 +147,25 @@ def _part(raw: dict[str, Any]) -> Part:
     return Part(**{**raw, "references": tuple(raw["references"])})
 
 
+def _row(stored: StoredShard) -> list[Any]:
+    """A shard as the columns say; null for the offsets and sizes of a whole tensor."""
+    shard = stored.shard
+    place = [None, None] if shard.whole else [shard.offsets, shard.sizes]
+    return [shard.name, shard.dtype, shard.shape, *place, shard.bytes, shard.view, *stored[1:]]
+
+
 def _stored(
-    name: str, dtype: str, shape: list[int], offsets: list[int], sizes: list[int], length: int, view: str,
-    file: str, start: int, checksum: str,
+    name: str, dtype: str, shape: list[int], offsets: list[int] | None, sizes: list[int] | None, length: int,
+    view: str, file: str, start: int, checksum: str,
 ) -> StoredShard:  # fmt: skip
-    shard = Shard(name, dtype, tuple(shape), tuple(offsets), tuple(sizes), length, view)
-    return StoredShard(shard, file, start, checksum)
+    whole = tuple(shape)
+    if offsets is None or sizes is None:
+        return StoredShard(
+            Shard(name, dtype, whole, (0,) * len(whole), whole, length, view), file, start, checksum
+        )
+    return StoredShard(
+        Shard(name, dtype, whole, tuple(offsets), tuple(sizes), length, view), file, start, checksum
+    )
 
 
 def _dump(value: Any) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from allranks.checkpoint.checksum import READ_BYTES, Sums, again, checksum, new_hasher
+from allranks.checkpoint.checksum import READ_BYTES, TOGETHER_BYTES, again, checksum, new_hasher
 from allranks.checkpoint.manifest import (
     MANIFEST,
     DataFile,
@@ -36,7 +36,7 @@ class Opened:
     name: str
     manifest: Manifest
     indexes: tuple[Index, ...]
-    progress: Callable[[int], None] = lambda _: None  # told the bytes of every shard that was checked
+    progress: Callable[[int], None] | None = None  # told the bytes of every shard that was checked
     _sources: dict[str, Source] = field(default_factory=dict)
     _requests: ThreadPoolExecutor | None = None
     _table: dict[str, list[tuple[Index, StoredShard]]] | None = None
@@ -70,34 +70,42 @@ class Opened:
 
     def read_shard(self, index: Index, stored: StoredShard, view: memoryview) -> None:
         """Reads a shard's bytes into `view` and checks them; CheckpointDamaged names what is damaged."""
-        source, hasher = self.source(stored.file), new_hasher(index.algorithm)
-        try:
-            if source.wide_reads and len(view) > REQUEST_BYTES:
+        source = self.source(stored.file)
+        if source.wide_reads:
+            with self._whole(stored):
                 self._read_parallel(source, stored.start, view)
-                hasher.update(view)
-            else:
-                for at in range(0, len(view), READ_BYTES):
-                    piece = view[at : at + READ_BYTES]
-                    source.read_into(stored.start + at, piece)
-                    hasher.update(piece)
-        except EOFError as error:
-            raise self._cut_short(stored, error) from error
-        self._compare(hasher.hexdigest(), stored)
+            self.check(index, stored, view)
+        else:
+            pieces = (view[at : at + READ_BYTES] for at in range(0, len(view), READ_BYTES))
+            self._check_pieces(index, stored, pieces)
+
+    def read_run(self, run: Sequence[tuple[Index, StoredShard, memoryview]]) -> None:
+        """Reads neighbouring shards of one file, each into its own memory, and checks them: with one read if they
+        are small and in the page cache."""
+        first, last = run[0][1], run[-1][1]
+        small = last.start + last.shard.bytes - first.start <= TOGETHER_BYTES
+        if small and self.source(first.file).read_cached(first.start, [view for _, _, view in run]):
+            for index, stored, view in run:
+                self.check(index, stored, view)
+            return
+        for index, stored, view in run:
+            self.read_shard(index, stored, view)
 
     def check_run(self, run: Sequence[tuple[Index, StoredShard]], scratch: memoryview) -> None:
-        """Reads neighbouring shards of one file through `scratch`, again and again, and checks them."""
+        """Reads neighbouring shards of one file through `scratch` and checks them: with one read if they fit in."""
         first, last = run[0][1], run[-1][1]
-        sums = Sums([(index.algorithm, stored.shard.bytes) for index, stored in run])
-        source, at = self.source(first.file), first.start
-        try:
-            for piece in again(scratch, last.start + last.shard.bytes - first.start):
-                source.read_into(at, piece)
-                sums.update(piece)
-                at += len(piece)
-        except EOFError as error:
-            raise self._cut_short(last, error) from error
-        for (_, stored), found in zip(run, sums.digests(), strict=True):
-            self._compare(found, stored)
+        length = last.start + last.shard.bytes - first.start
+        if length > len(scratch):
+            for index, stored in run:
+                self._check_pieces(index, stored, again(scratch[:READ_BYTES], stored.shard.bytes))
+            return
+        with self._whole(last):
+            self.source(first.file).read_into(first.start, scratch[:length])
+        at = 0
+        for index, stored in run:
+            end = at + stored.shard.bytes
+            self.check(index, stored, scratch[at:end])
+            at = end
 
     def check(self, index: Index, stored: StoredShard, view: memoryview) -> None:
         """Checks bytes that were read some other way."""
@@ -111,13 +119,35 @@ class Opened:
         if self._requests is not None:
             self._requests.shutdown()
 
+    def _check_pieces(self, index: Index, stored: StoredShard, pieces: Iterable[memoryview]) -> None:
+        """Reads a shard piece by piece; each is hashed while it is in the core's cache."""
+        source, hasher, at = self.source(stored.file), new_hasher(index.algorithm), stored.start
+        with self._whole(stored):
+            for piece in pieces:
+                source.read_into(at, piece)
+                hasher.update(piece)
+                at += len(piece)
+        self._compare(hasher.hexdigest(), stored)
+
+    @contextmanager
+    def _whole(self, stored: StoredShard) -> Iterator[None]:
+        """A file that ends too early is a damaged one."""
+        try:
+            yield
+        except EOFError as error:
+            raise self._damaged(f"{stored.file} is cut short: {error}", stored.shard.name) from error
+
     def _compare(self, found: str, stored: StoredShard) -> None:
-        self.progress(stored.shard.bytes)
+        if self.progress is not None:
+            self.progress(stored.shard.bytes)
         if found != stored.checksum:
             where = f"{stored.shard.name} in {stored.file} at byte {stored.start}"
             raise self._damaged(f"{where} does not match its checksum", stored.shard.name)
 
     def _read_parallel(self, source: Source, start: int, view: memoryview) -> None:
+        if len(view) <= REQUEST_BYTES:
+            source.read_into(start, view)
+            return
         if self._requests is None:
             self._requests = ThreadPoolExecutor(REQUESTS, "allranks-ranges")
         offsets = range(0, len(view), REQUEST_BYTES)
@@ -127,9 +157,6 @@ class Opened:
         ]
         for job in jobs:
             job.result()
-
-    def _cut_short(self, stored: StoredShard, error: EOFError) -> CheckpointDamaged:
-        return self._damaged(f"{stored.file} is cut short: {error}", stored.shard.name)
 
     def _open(self, file: str) -> Source:
         known = next((f for index in self.indexes for f in index.files if f.file == file), None)
@@ -158,7 +185,7 @@ class Opened:
 
 
 @contextmanager
-def opened(store: Store, name: str, progress: Callable[[int], None] = lambda _: None) -> Iterator[Opened]:
+def opened(store: Store, name: str, progress: Callable[[int], None] | None = None) -> Iterator[Opened]:
     """Opens a checkpoint for reading and protects it from removal meanwhile."""
     with ExitStack() as stack:
         try:

@@ -1,34 +1,34 @@
 """Reads tensors out of a checkpoint, whole or just the chunks a rank needs, and checks every byte it uses.
 
-A running model changes only when everything it is to get is known to be right. What lies on a disk is read twice
-for that: through a small buffer to check it, then out of the page cache straight into the tensors (and checked again
-where it is no longer there). What comes over a network comes once, and waits in memory until all of it is there.
+Everything goes straight into its tensor and is checked while it is in the core's cache. Targets that are `live` change
+only when everything is known to be right: what lies on a disk is read twice for that, through a small buffer to check
+it, then out of the page cache into the tensors (and checked again where it is no longer there); what comes over a
+network comes once, and waits in memory until all of it is there.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from allranks.checkpoint.checksum import READ_BYTES
+from allranks.checkpoint.checksum import TOGETHER_BYTES
 from allranks.checkpoint.manifest import Index, StoredShard
 from allranks.checkpoint.opened import Opened
 from allranks.checkpoint.parallel import cores, in_threads
-from allranks.checkpoint.regions import Item, Target, empty_for, new_targets, reading_list, stored_dtype
+from allranks.checkpoint.regions import Item, empty_for, new_targets, reading_list, stored_dtype
 from allranks.checkpoint.tensors import memory_of
 from allranks.errors import CheckpointDamaged
 
 #: Neighbouring small shards are fetched together from stores where a read is a request.
 BATCH_BYTES = 32 << 20
-#: Neighbouring shards on a disk are read together: a few hundred calls instead of thousands.
-RUN_BYTES = 4 << 20
 MOST_IN_A_RUN = 512  # a vectored read takes 1024 pieces
 #: What a disk is told to begin with before it is needed.
-RUNS_AHEAD = 8
+AHEAD_BYTES = 32 << 20
+#: How often it is looked whether that is necessary: what lies in the page cache needs no disk.
+PROBE_BYTES = 8 << 20
 #: Requests for runs of shards under way at once.
 RUNS = 4
 #: Shards from this size on are read first: one of them at the end would leave the other threads without work.
@@ -53,62 +53,77 @@ class Prepared:
 def read_whole(checkpoint: Opened, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """New CPU tensors with the whole content of the named ones, in the order asked for."""
     targets = new_targets(checkpoint, names)
-    prepare(checkpoint, targets).finish()
+    prepare(checkpoint, reading_list(checkpoint, targets)).finish()
     return {target.name: target.tensor for target in targets}
 
 
-def prepare(checkpoint: Opened, targets: Sequence[Target]) -> Prepared:
-    """Fills the new targets and checks what the live ones are to get.
+def prepare(checkpoint: Opened, items: Sequence[Item]) -> Prepared:
+    """Fills the targets of a reading list, but for live ones: what they are to get is only checked.
 
-    Raises CheckpointValidationError if anything is missing or does not fit, CheckpointDamaged if any byte is
-    not what was written.
+    Raises CheckpointDamaged if any byte is not what was written.
     """
-    items = reading_list(checkpoint, targets)
     # opened and checked here, not in several threads at once
-    sources = {file: checkpoint.source(file) for file in dict.fromkeys(item.stored.file for item in items)}
-    far = [item for item in items if sources[item.stored.file].wide_reads]
-    near = [item for item in items if not sources[item.stored.file].wide_reads]
-    live = _runs([item for item in near if item.live], RUN_BYTES)
-    new = _runs([item for item in near if not item.live], RUN_BYTES)
+    far = {
+        file
+        for file in dict.fromkeys(item.stored.file for item in items)
+        if checkpoint.source(file).wide_reads
+    }
+    near = [item for item in items if item.stored.file not in far] if far else items
+    live = _runs([item for item in near if item.live], TOGETHER_BYTES)
+    new = _runs([item for item in near if not item.live], TOGETHER_BYTES)
     runs = _large_first([*live, *new])
     ahead = _Ahead(checkpoint, runs)
-    in_threads(cores(), runs, lambda: _Check(checkpoint, ahead))
+    in_threads(cores(), enumerate(runs), lambda: _Read(checkpoint, ahead))
     staged: list[tuple[Item, torch.Tensor]] = []
-    in_threads(RUNS, _runs(far, BATCH_BYTES), lambda: _Fetch(checkpoint, staged))
+    fetched = _runs([item for item in items if item.stored.file in far], BATCH_BYTES)
+    in_threads(RUNS, fetched, lambda: _Fetch(checkpoint, staged))
     return Prepared(checkpoint, live, staged)
 
 
 class _Ahead:
-    """Tells the disk what comes, a few runs before it is needed. All threads share one."""
+    """Has the disk begin with what comes, from the first run on that is not in the page cache. Shared by all threads."""
 
     def __init__(self, checkpoint: Opened, runs: Sequence[list[Item]]) -> None:
         self.checkpoint = checkpoint
-        self._coming = list(runs)
-        self._coming.reverse()
-        for _ in range(RUNS_AHEAD):
-            self.move_on()
+        self.runs = runs
+        self._ends = list(itertools.accumulate(_length(run) for run in runs))
+        self._told = 0  # how many runs the disk knows of
+        self._calm = 0  # up to here nothing is looked at: what lay before it was in the page cache
 
-    def move_on(self) -> None:
-        """One run more."""
-        with suppress(IndexError):
-            run = self._coming.pop()
-            first, last = run[0].stored, run[-1].stored
-            length = last.start + last.shard.bytes - first.start
-            self.checkpoint.source(first.file).expect(first.start, length)
+    def reach(self, number: int) -> None:
+        """The run of this number is about to be read."""
+        if self._ends[number] < self._calm:
+            return
+        last = self.runs[number][-1].stored
+        probe = memoryview(bytearray(1))
+        if self.checkpoint.source(last.file).read_cached(last.start + last.shard.bytes - 1, [probe]):
+            self._calm = self._ends[number] + PROBE_BYTES
+            return
+        told, enough = max(self._told, number), self._ends[number] + AHEAD_BYTES
+        while told < len(self.runs) and self._ends[told] <= enough:
+            first = self.runs[told][0].stored
+            self.checkpoint.source(first.file).expect(first.start, _length(self.runs[told]))
+            told += 1
+        self._told = max(told, self._told)
 
 
-class _Check:
-    """Reads what goes into new tensors; only checks what goes into live ones. One per thread, as the others."""
+class _Read:
+    """Reads and checks runs; what goes into live tensors is only checked. One per thread, as the others."""
 
     def __init__(self, checkpoint: Opened, ahead: _Ahead) -> None:
         self.checkpoint = checkpoint
         self.ahead = ahead
-        self.scratch = memoryview(bytearray(READ_BYTES))
+        self.scratch = memoryview(bytearray(TOGETHER_BYTES))
 
-    def __call__(self, run: list[Item]) -> None:
-        self.ahead.move_on()
+    def __call__(self, numbered: tuple[int, list[Item]]) -> None:
+        number, run = numbered
+        self.ahead.reach(number)
         if run[0].live:
             self.checkpoint.check_run([(item.index, item.stored) for item in run], self.scratch)
+            return
+        direct = [(item.index, item.stored, item.direct) for item in run if item.direct is not None]
+        if len(direct) == len(run):
+            self.checkpoint.read_run(direct)
             return
         for item in run:
             _put(item, self.checkpoint.read_shard)
@@ -121,8 +136,7 @@ class _Fill:
         self.checkpoint = checkpoint
 
     def __call__(self, run: list[Item]) -> None:
-        views = [item.direct_view() for item in run]
-        whole = [view for view in views if view is not None]
+        whole = [item.direct for item in run if item.direct is not None]
         source = self.checkpoint.source(run[0].stored.file)
         if len(whole) == len(run) and source.read_cached(run[0].stored.start, whole):
             return
@@ -132,9 +146,8 @@ class _Fill:
 
 def _put(item: Item, read: Callable[[Index, StoredShard, memoryview], None]) -> None:
     """Reads an item straight into its place if that is one piece of memory, else by way of a tensor of its own."""
-    direct = item.direct_view()
-    if direct is not None:
-        read(item.index, item.stored, direct)
+    if item.direct is not None:
+        read(item.index, item.stored, item.direct)
         return
     whole = empty_for(item.stored.shard)
     read(item.index, item.stored, memory_of(whole))
@@ -149,6 +162,9 @@ class _Fetch:
         self.staged = staged
 
     def __call__(self, run: list[Item]) -> None:
+        if len(run) == 1 and not run[0].live:
+            _put(run[0], self.checkpoint.read_shard)
+            return
         for item, whole in self._fetched(run):
             if item.live:
                 self.staged.append((item, whole))
@@ -186,6 +202,11 @@ def _tensor_over(buffer: bytearray, at: int, item: Item) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=at).view(shard.sizes)
 
 
+def _length(run: Sequence[Item]) -> int:
+    first, last = run[0].stored, run[-1].stored
+    return last.start + last.shard.bytes - first.start
+
+
 def _large_first(runs: Sequence[list[Item]]) -> list[list[Item]]:
     """In the order of the files, but for the large ones."""
     return sorted(runs, key=lambda run: run[0].stored.shard.bytes < LARGE_BYTES)
@@ -194,17 +215,15 @@ def _large_first(runs: Sequence[list[Item]]) -> list[list[Item]]:
 def _runs(items: Iterable[Item], limit: int) -> list[list[Item]]:
     """Neighbouring shards of one file in runs of at most `limit` bytes (one shard may be longer)."""
     runs: list[list[Item]] = []
-    for _, group in itertools.groupby(items, key=lambda item: item.stored.file):
-        run: list[Item] = []
-        for item in group:
-            if not run or not _joins(run, item, limit):
-                run = []
-                runs.append(run)
-            run.append(item)
+    file, start, end = "", 0, -1  # of the run that grows
+    for item in items:
+        stored = item.stored
+        stop = stored.start + stored.shard.bytes
+        follows = stored.start == end and stored.file == file
+        if follows and stop - start <= limit and len(runs[-1]) < MOST_IN_A_RUN:
+            runs[-1].append(item)
+        else:
+            runs.append([item])
+            file, start = stored.file, stored.start
+        end = stop
     return runs
-
-
-def _joins(run: list[Item], item: Item, limit: int) -> bool:
-    first, last, stored = run[0].stored, run[-1].stored, item.stored
-    follows = last.start + last.shard.bytes == stored.start and len(run) < MOST_IN_A_RUN
-    return follows and stored.start + stored.shard.bytes - first.start <= limit

@@ -30,7 +30,7 @@ from allranks.errors import CheckpointValidationError
 class Target(NamedTuple):
     """A chunk to fill: `tensor` is its memory, `offsets` its place in the whole tensor.
 
-    A `live` one belongs to a running model: it must not change before everything is known to be right.
+    A `live` one must not change before everything is known to be right.
     """
 
     name: str
@@ -49,22 +49,16 @@ class Region(NamedTuple):
 
 @dataclass(slots=True)
 class Item:
-    """One stored shard to read, and where its content goes. `live`: some of it into a running model."""
+    """One stored shard to read, and where its content goes. `live`: some of it into a live target.
+
+    `direct` is the destination's own memory, where the whole shard goes into one contiguous place of the same type.
+    """
 
     index: Index
     stored: StoredShard
     regions: list[Region]
-    live: bool = False
-
-    def direct_view(self) -> memoryview | None:
-        """The destination's own memory, if the whole shard goes into one contiguous place of the same type."""
-        shard = self.stored.shard
-        if len(self.regions) != 1 or self.regions[0].lengths != shard.sizes:
-            return None
-        view = self.regions[0].view
-        if not view.is_cpu or not view.is_contiguous() or view.dtype != stored_dtype(shard):
-            return None
-        return memory_of(view)
+    live: bool
+    direct: memoryview | None = None
 
     def place(self, whole: torch.Tensor) -> None:
         """Copies the wanted regions out of the whole shard."""
@@ -79,9 +73,12 @@ def targets_of(tensors: Mapping[str, torch.Tensor], live: bool) -> list[Target]:
     """The local chunks of tensors (DTensor, ShardedTensor, plain), as DCP places them."""
     found = []
     for name, tensor in tensors.items():
+        if type(tensor) is torch.Tensor and not tensor.requires_grad:  # the usual case, of thousands
+            found.append(Target(name, tensor, (0,) * tensor.dim(), live))
+            continue
         for part, offsets in zip(local_parts(tensor), _local_offsets(tensor), strict=True):
             if part.numel() or tensor.numel() == 0:
-                found.append(Target(name, part.detach() if part.requires_grad else part, offsets, live))
+                found.append(Target(name, part.detach(), offsets, live))
     return found
 
 
@@ -101,15 +98,24 @@ def reading_list(checkpoint: Opened, targets: Sequence[Target]) -> list[Item]:
     """
     require(checkpoint, [target.name for target in targets])
     table = checkpoint.table()
-    items: dict[int, Item] = {}
+    items: dict[int, Item] = {}  # by the stored shard: the table holds each once
     for target in targets:
         for index, stored, region in _regions(checkpoint, target, table[target.name]):
-            item = items.get(id(stored))  # the table holds each stored shard once
+            item = items.get(id(stored))
             if item is None:
-                item = items[id(stored)] = Item(index, stored, [])
-            item.regions.append(region)
-            item.live = item.live or target.live
+                direct = _direct_view(stored.shard, region)
+                items[id(stored)] = Item(index, stored, [region], target.live, direct)
+            else:
+                item.regions.append(region)
+                item.live, item.direct = item.live or target.live, None
     return sorted(items.values(), key=lambda item: (item.stored.file, item.stored.start))
+
+
+def _direct_view(shard: Shard, region: Region) -> memoryview | None:
+    view = region.view
+    if region.lengths != shard.sizes or view.dtype != stored_dtype(shard):
+        return None
+    return memory_of(view) if view.is_cpu and view.is_contiguous() else None
 
 
 def require(checkpoint: Opened, names: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ from allranks.checkpoint.manifest import Index
 from allranks.checkpoint.opened import Opened
 from allranks.checkpoint.plan import local_parts
 from allranks.checkpoint.reader import prepare, read_whole
-from allranks.checkpoint.regions import new_targets, stored_dtype, targets_of
+from allranks.checkpoint.regions import new_targets, reading_list, stored_dtype, targets_of
 from allranks.checkpoint.snapshot import Snapshot
 from allranks.checkpoint.state import (
     FROM_THE_FIRST,
@@ -26,12 +26,21 @@ from allranks.errors import CheckpointValidationError
 
 
 class Live:
-    """The parts of a running job that a restore writes into."""
+    """The parts of a job that a restore writes into, and how.
 
-    def __init__(self, model: Any, optimizer: Any = None, lr_scheduler: Any = None) -> None:
+    `check_first`: nothing is written before every byte was found right. `torn` while they hold a part of something.
+    """
+
+    def __init__(
+        self, model: Any, optimizer: Any = None, lr_scheduler: Any = None, *, strict: bool = True,
+        check_first: bool = False,
+    ) -> None:  # fmt: skip
         self.model = unwrap(model)
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
+        self.strict = strict
+        self.check_first = check_first
+        self.torn = False
 
 
 def read_state(checkpoint: Opened, rank: int) -> CheckpointState:
@@ -42,27 +51,31 @@ def read_state(checkpoint: Opened, rank: int) -> CheckpointState:
     return _assemble(common, own, rank, tensors)
 
 
-def prepare_into(checkpoint: Opened, live: Live, rank: int, strict: bool) -> Callable[[], CheckpointState]:
-    """Reads and checks this rank's chunks; model and optimizer change, in place, when the result is called.
+def prepare_into(checkpoint: Opened, live: Live, rank: int) -> Callable[[], CheckpointState]:
+    """Reads and checks this rank's chunks, with `check_first` without a change to any tensor of the model.
 
-    Raises CheckpointValidationError (also CheckpointDamaged) with the model untouched. The result returns the
+    Raises CheckpointValidationError (also CheckpointDamaged). Calling the result does the rest, and returns the
     state around the live tensors.
     """
     common, own = skeletons(checkpoint, rank)
     _check_optimizer(live, common)
-    kept = _model_targets(live, common, strict)
+    kept = _model_targets(live, common, live.strict)
     existing, new = _optimizer_targets(checkpoint, live, common)
     kept.update(existing)
     private = [name for part in own.values() for name in tensor_names(part)]
     others = [name for name in tensor_names(_without_model(common)) if name not in kept and name not in new]
     rest = new_targets(checkpoint, [*others, *private])
-    prepared = prepare(checkpoint, [*targets_of(kept, True), *targets_of(new, False), *rest])
+    items = reading_list(checkpoint, [*targets_of(kept, live.check_first), *targets_of(new, False), *rest])
+    live.torn = not live.check_first
+    prepared = prepare(checkpoint, items)
     tensors = _Lenient({**kept, **new, **{target.name: target.tensor for target in rest}})
 
     def finish() -> CheckpointState:
+        live.torn = True
         prepared.finish()
         state = _assemble(common, own, rank, tensors)
         _install(live, state)
+        live.torn = False
         return state
 
     return finish

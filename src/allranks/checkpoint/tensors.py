@@ -81,12 +81,12 @@ def array_names(skeleton: Json) -> list[str]:
 
 
 def _encode(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Json:
+    if isinstance(value, torch.Tensor):
+        return {"$tensor": _keep(value.detach(), path, tensors)}
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
-    if isinstance(value, torch.Tensor):
-        return {"$tensor": _keep(value.detach(), path, tensors)}
     if isinstance(value, np.ndarray):
         return {"$ndarray": _keep(_from_numpy(value, path), path, tensors)}
     if isinstance(value, Mapping):
@@ -175,15 +175,15 @@ def _decode(value: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
-        tag, body = next(iter(value.items()))
+        [(tag, body)] = value.items()
+        if tag == "$tensor":
+            return tensors[body]
         if tag.startswith("$"):
             return _decode_tagged(tag, body, tensors)
     return {key: _decode(item, tensors) for key, item in value.items()}
 
 
 def _decode_tagged(tag: str, body: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if tag == "$tensor":
-        return tensors[body]
     if tag == "$ndarray":
         return tensors[body].numpy()
     if tag == "$dict":
