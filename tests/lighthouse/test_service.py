@@ -109,6 +109,28 @@ async def test_members_are_told_when_another_gives_their_group_up(given_up: bool
 
 
 @on_loop
+@pytest.mark.parametrize("asked", [True, False])
+async def test_members_are_called_again_for_a_newcomer_that_died_and_came_back(asked: bool) -> None:
+    """Same name, same quorum, another life; whether or not the members had come already for the first one."""
+    desk = Desk()
+    a, a_peer = desk.enter("a")
+    desk.service.join(a, Member("a"))
+    await desk.settle()
+    for life in (1, 2):
+        x, x_peer = desk.enter("x", session=f"x.{life}")
+        desk.service.join(x, Member("x"))
+        await desk.settle()
+        assert len(a_peer.of(QuorumWanted)) == life
+        desk.service.disconnected(x, x_peer, clean=True)
+        desk.service.accuse("x", "killed")
+        await desk.settle()
+        if asked:
+            desk.service.join(a, Member("a"))
+            await desk.settle()
+    assert a_peer.of(Quorum)[-1].names == ("a",)
+
+
+@on_loop
 async def test_what_an_older_client_recalls_does_not_replace_what_is_known() -> None:
     """Numbers never go back."""
     desk = Desk()

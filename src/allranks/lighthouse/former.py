@@ -54,7 +54,7 @@ class Former:
     waiting: str = ""
     _rule: str = "nobody"
     _told: tuple[str, int] = ("", -1)
-    _wanted: tuple[int, str] = (-1, "")
+    _wanted: tuple[int, str] = (-1, "")  # round and reason for which members were called last
     _hurried: int = -1  # the quorum whose members were told, or are about to be, that its group is given up
     _planned: bool = False
     _timer: asyncio.TimerHandle | None = None
@@ -189,8 +189,10 @@ class Former:
     def _call_members(self) -> None:
         """Tells training members, once per newcomer, that somebody waits for them."""
         reason = find_wanted(self.state, self.options)
-        if reason and (self.state.number, reason) != self._wanted:
-            self._wanted = (self.state.number, reason)
+        if not reason:
+            self._wanted = (-1, "")  # who comes next, perhaps under the same name, is another newcomer
+        elif (self.state.round, reason) != self._wanted:
+            self._wanted = (self.state.round, reason)
             self.bulletin.tell(QuorumWanted(reason, self.state.number), self.state.idle_veterans)
             self.bulletin.flush()
         if self._hurried != self.state.number and find_broken(self.state):

@@ -1,7 +1,9 @@
 """NCCL for GPU tensors: the communicator is aborted and made again in place, the process lives on.
 
 Runs in a rank with a GPU. `abort` ends the kernels that wait for a dead peer, so that the stream goes on; the
-step is then tried again with a new communicator over the members that are left.
+step is then tried again with a new communicator over the members that are left. torch's watchdog tells every
+peer that goes with a C++ stack trace: its log is silent while such a group is in use, unless TORCH_CPP_LOG_LEVEL
+is set. What goes wrong is raised, and told by the manager.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from allranks.manager.burial import attend
+from allranks.manager.cpp_log import silenced
 from allranks.manager.group import ReconfigurableGroup
 from allranks.manager.meeting import Meeting, Seconds
 
@@ -37,6 +40,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         super().__init__(timeout)
         self.device = device
         self._connecting: Any = None  # a backend that waits for its members
+        self._quiet = contextlib.ExitStack()
 
     def choose_device(self) -> None:
         if self.device is None and torch.cuda.is_available():
@@ -45,6 +49,16 @@ class ProcessGroupNCCL(ReconfigurableGroup):
     def settle(self) -> None:
         """Waits for the stream: only then it is known that the gradients are reduced."""
         torch.cuda.current_stream(self.device).synchronize()
+
+    def meet(self, meeting: Meeting) -> None:
+        self._quiet.close()
+        if "TORCH_CPP_LOG_LEVEL" not in os.environ:
+            self._quiet.enter_context(silenced())
+        super().meet(meeting)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._quiet.close()
 
     def _make(self, meeting: Meeting) -> Any:
         device = self.device or torch.device("cuda", 0)
