@@ -5,7 +5,8 @@ false alarm, what a healthy job under CPU stress was accused of, and what the wh
 the same script under torchrun and under `allranks run` (recording, watch, lighthouse; in replicas also the Manager),
 in short runs that take turns, compared pair by pair.
 
-    benchmarks/loop.py [--quick] [--json] [--rounds N] [--kinds hang,kill,…] [--healthy-s S] [--overhead-rounds N]
+    benchmarks/loop.py [--quick] [--json] [--rounds N] [--kinds hang,kill,…] [--whole kill,…] [--together]
+        [--healthy-s S] [--overhead-rounds N]
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 from allranks.testing import demo_train
-from allranks.testing.drill import DrillResult, run_drill
+from allranks.testing.drill import DrillResult, FaultResult, run_drill
 from allranks.testing.plan import KINDS, make_plan
 
 RATIOS = ("step_time_whole", "step_time_replicas", "around_whole", "around_replicas")
@@ -192,10 +194,27 @@ def summary(results: list[DrillResult], calm: DrillResult | None, cost: dict[str
     numbers |= {name: value for name, value in cost.items() if name not in ratios}
     if judged:
         ratios |= {"right_rank": len(ranks) / len(judged), "right_cause": len(causes) / len(judged)}
+    numbers["kinds"] = by_kind(judged)
     return {
         "name": "loop", "ratios": ratios, "numbers": numbers,
         "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]},
     }  # fmt: skip
+
+
+def by_kind(judged: list[FaultResult]) -> dict[str, dict[str, Any]]:
+    """Kind -> samples, how many named the right rank and cause, and the notice and recovery times."""
+    found: dict[str, dict[str, Any]] = {}
+    for fault in judged:
+        row = found.setdefault(
+            fault.kind, {"samples": 0, "right_rank": 0, "right_cause": 0, "noticed_s": [], "recovered_s": []}
+        )
+        named = (fault.verdict or {}).get("ranks")
+        row["samples"] += 1
+        row["right_rank"] += named == [fault.rank] or (fault.kind == "partition" and named == [])
+        row["right_cause"] += bool(fault.verdict_right)
+        row["noticed_s"] += [] if fault.noticed_s is None else [round(fault.noticed_s, 3)]
+        row["recovered_s"] += [] if fault.recovered_s is None else [round(fault.recovered_s, 2)]
+    return found
 
 
 def main() -> int:
@@ -206,6 +225,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one job with one kill")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=1, help="times through the matrix")
+    parser.add_argument(
+        "--first-round", type=int, default=0, help="another number draws other ranks and steps"
+    )
+    parser.add_argument(
+        "--together", action="store_true", help="all kinds of a round in one job, one after the other"
+    )
     parser.add_argument("--kinds", default="", help="only these, separated by commas; none: no drill")
     parser.add_argument(
         "--whole", default=",".join(WHOLE), help="kinds in whole-job mode, separated by commas"
@@ -225,12 +250,12 @@ def main() -> int:
     )
     folder = Path(tempfile.mkdtemp(prefix="allranks-loop-"))
     results = []
-    for round_ in range(args.rounds):
-        batches = [kinds] if args.quick else [[kind] for kind in kinds]
+    for round_ in range(args.first_round, args.first_round + args.rounds):
+        batches = [kinds] if args.quick or args.together else [[kind] for kind in kinds]
         for number, batch in enumerate(batches):
             result = drill(
                 batch,
-                100 * round_ + number,
+                seed(batch, round_),
                 folder / f"{round_}-{number}",
                 notice_s=args.notice_s,
                 pace_s=0.1,
@@ -239,7 +264,7 @@ def main() -> int:
             show(result)
         for number, kind in enumerate([kind for kind in args.whole.split(",") if kind and not args.quick]):
             place = folder / f"whole-{round_}-{number}"
-            results.append(drill_whole(kind, 100 * round_ + number, place, notice_s=args.notice_s))
+            results.append(drill_whole(kind, seed([kind], round_), place, notice_s=args.notice_s))
             show(results[-1])
     calm = (
         healthy(args.healthy_s, folder / "healthy", args.notice_s)
@@ -255,9 +280,16 @@ def main() -> int:
     if args.json:
         print(json.dumps(found))
     else:
+        for kind, row in found["numbers"].pop("kinds").items():
+            print(f"{kind:>26}  {row}")
         for name, value in {**found["ratios"], **found["numbers"]}.items():
             print(f"{name:>26}  {value}")
     return 0
+
+
+def seed(kinds: list[str], round_: int) -> int:
+    """The same for the same kinds and round, whatever else is run."""
+    return zlib.crc32(",".join(kinds).encode()) % 10_000 + round_
 
 
 def show(result: DrillResult) -> None:

@@ -75,24 +75,30 @@ def test_settings_that_lose_evidence_are_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     found = evidence.check_torch_settings(DoctorOptions())
     assert status(found, "TORCH_FR_BUFFER_SIZE") == "warning"
-    assert status(found, "NCCL async errors") == "problem"
+    assert status(found, "TORCH_NCCL_ASYNC_ERROR_HANDLING") == "problem"
+    assert "unset TORCH_NCCL_ASYNC_ERROR_HANDLING" in [check.cure for check in found]
 
 
 @pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
-def test_etcd_is_checked_for_life_and_for_stale_rendezvous(tmp_path: Path) -> None:
-    """A real etcd, alive with an old key, then stopped."""
+def test_etcd_is_checked_for_life_and_for_stale_rendezvous(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real etcd, alive with an old key and one that a running job writes; then stopped."""
     from allranks.etcd import Etcd
 
     server = etcd_server.start(tmp_path, port=0)
     gateway = Etcd((server.client,))
     gateway.put("/allranks/rdzv/old-job", b"x")
-    gateway.close()
+    gateway.put("/allranks/rdzv/running", b"1")
+    monkeypatch.setattr(services.time, "sleep", lambda s: gateway.put("/allranks/rdzv/running", b"2"))
     options = DoctorOptions(etcd=server.client.removeprefix("http://"))
     alive = services.check_etcd(options)
+    monkeypatch.undo()
+    gateway.close()
     assert etcd_server.stop(tmp_path)
     assert status(alive, "etcd") == "ok"
-    assert status(alive, "rendezvous keys") == "warning"
-    assert "old-job" in alive[-1].detail
+    assert [check.status for check in alive if check.name == "rendezvous keys"] == ["ok", "warning"]
+    assert "old-job" in alive[-1].detail and "running" not in alive[-1].detail
     assert status(services.check_etcd(options), "etcd") == "problem"
 
 
@@ -113,13 +119,16 @@ def test_all_checks_run_on_this_machine_and_a_broken_one_hides_no_other(
 def test_the_command_reports_as_json_with_its_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A problem gives exit 1; the cure is in the object; `--fix` repairs it."""
+    """A problem gives exit 1 and its cure is in the object; `--fix` repairs it and tells how it is then."""
     config = tmp_path / "job.yaml"
     config.write_text(f"checkpoint:\n  nvme_path: {tmp_path}/ckpt\n")
-    assert main(["doctor", "--json", "--config", str(config), "--fix"]) == 1
+    assert main(["doctor", "--json", "--config", str(config)]) == 1
     answer = json.loads(capsys.readouterr().out)
-    assert answer["fixed"] == [f"made {tmp_path}/ckpt"]
-    assert any("mkdir" in check["cure"] for check in answer["checks"])
+    (folder,) = [check for check in answer["checks"] if check["name"] == f"folder {tmp_path}/ckpt"]
+    assert (folder["status"], folder["cure"]) == ("problem", f"mkdir -p {tmp_path}/ckpt")
+    assert main(["doctor", "--json", "--config", str(config), "--fix"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["fixed"] == [f"made {tmp_path}/ckpt"] and answer["problems"] == 0
     assert (tmp_path / "ckpt").is_dir()
 
 
@@ -133,6 +142,8 @@ def test_explain_prints_the_cause_and_what_to_do(tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out
     assert out.startswith("A disk or a quota is full")
     assert "rank 3" in out
+    assert main(["doctor", "explain", "--json", str(log)]) == 1
+    capsys.readouterr()
     assert main(["doctor", "explain", str(log), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["first"]["id"] == "disk_full"
 

@@ -1,4 +1,4 @@
-"""`allranks doctor`: checks before a job; `allranks doctor explain LOG…`: the first cause after one."""
+"""`allranks doctor`: checks before a job, `… compare` between its nodes, `… explain LOG…` the first cause after one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from allranks.doctor.checks import Check, DoctorOptions, run_checks
 from allranks.doctor.explain import Explanation, Match, explain, parse_line, read_lines
@@ -27,8 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="*",
-        metavar="explain LOG",
-        help="explain LOG…: find the first cause in logs (files, folders, - for standard input)",
+        metavar="explain LOG | compare ANSWER",
+        help="explain LOG…: find the first cause in logs (files, folders, - for standard input); compare ANSWER…: "
+        "what differs between nodes, from their `doctor --json`",
     )
     parser.add_argument(
         "--etcd",
@@ -62,13 +64,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+_SWITCHES = frozenset({"--fix", "--json", "--help", "-h"})  # all other flags take a value
+
+
+def arrange_words(words: Sequence[str]) -> list[str]:
+    """Puts flags before the words, wherever they were typed: argparse takes the words in one piece only."""
+    flags: list[str] = []
+    plain: list[str] = []
+    rest = iter(words[1:])
+    for word in rest:
+        if word == "-" or not word.startswith("-"):
+            plain.append(word)
+        else:
+            flags.append(word)
+            if word not in _SWITCHES and "=" not in word:
+                flags += [value for value in (next(rest, None),) if value is not None]
+    return [words[0], *flags, *plain]
+
+
 def main(args: argparse.Namespace) -> int:
     """0 nothing wrong, 1 problem or cause found, 2 could not run."""
-    if args.what and args.what[0] != "explain":
+    commands = {"explain": _explain, "compare": _compare}
+    if args.what and args.what[0] not in commands:
         raise InputError(
-            f"unknown word {args.what[0]!r}", hint="Use `allranks doctor` or `allranks doctor explain LOG…`."
+            f"unknown word {args.what[0]!r}",
+            hint="Use `allranks doctor`, `allranks doctor explain LOG…` or `allranks doctor compare ANSWER…`.",
         )
-    return _explain(args) if args.what else _check(args)
+    return commands[args.what[0]](args) if args.what else _check(args)
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -80,15 +102,34 @@ def _check(args: argparse.Namespace) -> int:
         options = _with_config(options, args.config)
     found = run_checks(options)
     fixed = [_fix(check) for check in found if args.fix and check.fix and check.status != "ok"]
+    if fixed:
+        found = run_checks(options)  # what is told is how it is now
+    from allranks.doctor.nodes import read_facts
+    from allranks.doctor.services import clock_offset_s
+
+    return _tell(found, args, fixed=fixed, facts=read_facts(clock_offset_s(options)) if args.json else {})
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from allranks.doctor.nodes import compare, read_files
+
+    if len(args.what) < 2:
+        raise InputError(
+            "no answers were given", hint="srun -N 4 allranks doctor --json | allranks doctor compare -"
+        )
+    return _tell(compare(read_files(args.what[1:], sys.stdin)), args)
+
+
+def _tell(found: list[Check], args: argparse.Namespace, **more: Any) -> int:
     problems = sum(check.status == "problem" for check in found)
     if args.json:
         checks = [{k: v for k, v in asdict(check).items() if k != "fix"} for check in found]
-        print(json.dumps({"schema": 1, "problems": problems, "checks": checks, "fixed": fixed}))
+        print(json.dumps({"schema": 1, "problems": problems, "checks": checks, **more}))
     else:
+        for text in more.get("fixed", ()):
+            print(f"fixed: {text}")
         for line in render_checks(found, colour=_colour()):
             print(line)
-        for text in fixed:
-            print(f"fixed: {text}")
     return 1 if problems else 0
 
 
@@ -112,6 +153,8 @@ def _with_config(options: DoctorOptions, path: Path) -> DoctorOptions:
         changes["checkpoint_folders"] = (*options.checkpoint_folders, str(checkpoint["nvme_path"]))
     if checkpoint.get("s3_bucket"):
         changes["s3"] = f"{checkpoint['s3_bucket']}/{checkpoint.get('s3_prefix') or ''}".rstrip("/")
+    if checkpoint.get("s3_endpoint_url") and not options.s3_endpoint:
+        changes["s3_endpoint"] = str(checkpoint["s3_endpoint_url"])
     if str(elastic.get("rdzv_backend", "")).startswith("etcd"):
         changes["etcd"] = elastic.get("rdzv_endpoint", "")
     return replace(options, **changes)  # type: ignore[arg-type]

@@ -8,9 +8,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from allranks.doctor.checks import Check, DoctorOptions
+from allranks.doctor.checks import Check, DoctorOptions, Status
+from allranks.doctor.ptrace import may_read_siblings
 
 CAP_SYS_PTRACE = 19
+MIN_BOX_BYTES = 32 << 20  # a few boxes
 
 
 def check_stack_tools(options: DoctorOptions) -> list[Check]:
@@ -46,14 +48,18 @@ def _check_ptrace() -> Check:
         scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
     except (OSError, ValueError):
         scope = 0
-    capable = _has_capability(CAP_SYS_PTRACE)
-    if capable or scope == 0:
+    able = may_read_siblings()
+    if able is None:
+        able = scope == 0 or _has_capability(CAP_SYS_PTRACE)
+    if able:
         return Check("ptrace", "ok", "stacks of other processes of this user can be read")
+    why = f"yama ptrace_scope is {scope}" if scope else "the kernel or the container forbids it"
     return Check(
         "ptrace",
         "problem",
-        f"yama ptrace_scope is {scope} and this process lacks CAP_SYS_PTRACE",
-        "sysctl kernel.yama.ptrace_scope=0, or give the container --cap-add=SYS_PTRACE",
+        f"a process may not read another's stack: {why}, and CAP_SYS_PTRACE is missing",
+        "sysctl kernel.yama.ptrace_scope=0 on the node, or give the container --cap-add=SYS_PTRACE "
+        "(Kubernetes: securityContext.capabilities.add: [SYS_PTRACE])",
     )
 
 
@@ -67,66 +73,56 @@ def _has_capability(number: int) -> bool:
     return False
 
 
+#: torch reads these words as "no"
+_OFF = frozenset({"0", "n", "no", "f", "false", "off"})
+_ON = frozenset({"1", "y", "yes", "t", "true", "on"})
+#: (variable, values that hurt, status, what it costs); the cure is to unset it
+_SETTINGS: tuple[tuple[str, frozenset[str], Status, str], ...] = (
+    ("TORCH_FR_BUFFER_SIZE", frozenset({"0"}), "warning", "torch's own flight recorder is off (allranks records anyway, torch's ring adds CUDA timing)"),
+    ("TORCH_NCCL_TRACE_BUFFER_SIZE", frozenset({"0"}), "warning", "torch's own flight recorder is off (allranks records anyway, torch's ring adds CUDA timing)"),
+    ("TORCH_NCCL_DUMP_ON_TIMEOUT", _OFF, "warning", "a timed-out rank writes no dump"),
+    ("TORCH_NCCL_ENABLE_MONITORING", _OFF, "warning", "a watchdog that hangs itself is not noticed, and writes no dump"),
+    ("NCCL_RAS_ENABLE", _OFF, "warning", "NCCL's RAS is off: the cheapest look at a GPU hang is lost"),
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", _OFF, "problem", "a failed collective waits for ever"),
+    ("NCCL_ASYNC_ERROR_HANDLING", _OFF, "problem", "a failed collective waits for ever"),
+    ("TORCH_NCCL_BLOCKING_WAIT", _ON, "warning", "ranks wait inside every collective, and a timeout only raises: no dump"),
+    ("CUDA_LAUNCH_BLOCKING", _ON, "warning", "every kernel waits: training is slow and may deadlock with NCCL"),
+    ("ALLRANKS_RECORD", _OFF, "warning", "ranks keep no black box: hangs are neither noticed nor explained"),
+)  # fmt: skip
+
+
 def check_torch_settings(options: DoctorOptions) -> list[Check]:
     """Variables that throw evidence away, or turn a hang into a silent wait."""
-    found = []
     get = os.environ.get
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
-        if get(name) == "0":
-            found.append(
-                Check(
-                    name,
-                    "warning",
-                    "torch's own flight recorder is off",
-                    f"unset {name} (allranks records anyway, torch's ring adds CUDA timing)",
-                )
-            )
-    if (get("TORCH_FR_BUFFER_SIZE") or "").isdigit() and int(get("TORCH_FR_BUFFER_SIZE") or 0) > 1_000_000:
-        found.append(
-            Check(
-                "TORCH_FR_BUFFER_SIZE",
-                "warning",
-                f"{get('TORCH_FR_BUFFER_SIZE')} is a number of entries, not of bytes",
-                "export TORCH_FR_BUFFER_SIZE=2000",
-            )
-        )
-    if get("TORCH_NCCL_DUMP_ON_TIMEOUT") in ("0", "false"):
-        found.append(
-            Check(
-                "TORCH_NCCL_DUMP_ON_TIMEOUT",
-                "warning",
-                "a timed-out rank writes no dump",
-                "unset TORCH_NCCL_DUMP_ON_TIMEOUT",
-            )
-        )
-    if get("NCCL_RAS_ENABLE") == "0":
-        found.append(
-            Check(
-                "NCCL_RAS_ENABLE",
-                "warning",
-                "NCCL's RAS is off: the cheapest look at a GPU hang is lost",
-                "unset NCCL_RAS_ENABLE",
-            )
-        )
-    if get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0" or get("NCCL_ASYNC_ERROR_HANDLING") == "0":
-        found.append(
-            Check(
-                "NCCL async errors",
-                "problem",
-                "a failed collective waits for ever",
-                "unset TORCH_NCCL_ASYNC_ERROR_HANDLING and NCCL_ASYNC_ERROR_HANDLING",
-            )
-        )
-    if get("CUDA_LAUNCH_BLOCKING") == "1":
-        found.append(
-            Check(
-                "CUDA_LAUNCH_BLOCKING",
-                "warning",
-                "every kernel waits: training is slow and may deadlock with NCCL",
-                "unset CUDA_LAUNCH_BLOCKING after debugging",
-            )
-        )
+    found = [
+        Check(name, status, f"is {get(name)!r}: {cost}", f"unset {name}")
+        for name, bad, status, cost in _SETTINGS
+        if (get(name) or "").strip().lower() in bad
+    ]
+    size = get("TORCH_FR_BUFFER_SIZE") or get("TORCH_NCCL_TRACE_BUFFER_SIZE") or ""
+    if size.isdigit() and int(size) > 1_000_000:
+        text = f"{size} is a number of entries, not of bytes"
+        found.append(Check("TORCH_FR_BUFFER_SIZE", "warning", text, "export TORCH_FR_BUFFER_SIZE=2000"))
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        if get(name):
+            found += _check_dump_folder(name, Path(get(name) or "").parent)
     return found or [Check("torch settings", "ok", "nothing that loses evidence is set")]
+
+
+def _check_dump_folder(name: str, folder: Path) -> list[Check]:
+    """torch does not make the folder of its dumps; without it they are lost."""
+
+    def make() -> str:
+        folder.mkdir(parents=True)
+        return f"made {folder}"
+
+    if not folder.exists():
+        text = f"torch's dumps go to {folder}, which does not exist: they are lost"
+        return [Check(name, "problem", text, f"mkdir -p {folder}", make)]
+    if not os.access(folder, os.W_OK | os.X_OK):
+        text = f"torch's dumps go to {folder}, which cannot be written: they are lost"
+        return [Check(name, "problem", text, f"export {name} to a place that this user can write")]
+    return []
 
 
 def check_recorder(options: DoctorOptions) -> list[Check]:
@@ -172,6 +168,16 @@ def check_recorder_folder(options: DoctorOptions) -> list[Check]:
                 "problem",
                 f"{folder} cannot be written: nothing will be recorded",
                 "export ALLRANKS_DIR to a folder of this user",
+            )
+        ]
+    free = shutil.disk_usage(folder).free
+    if free < MIN_BOX_BYTES:
+        return [
+            Check(
+                "black box folder",
+                "problem",
+                f"{folder} is full ({free >> 20} MiB free): ranks cannot keep black boxes",
+                f"Remove left-over files (du -sh {folder}/*), or export ALLRANKS_DIR to a folder with space",
             )
         ]
     return [Check("black box folder", "ok", str(folder))]

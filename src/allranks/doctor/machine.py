@@ -241,6 +241,16 @@ def check_limits(options: DoctorOptions) -> list[Check]:
                 + ("" if enough else " (the hard limit too: limits.conf)"),
             )
         )
+    tasks = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if tasks != resource.RLIM_INFINITY and tasks < 8192:
+        found.append(
+            Check(
+                "processes",
+                "warning",
+                f"ulimit -u is {tasks}; a rank has dozens of threads and its loaders",
+                "ulimit -u unlimited (limits.conf, or docker --ulimit nproc=-1)",
+            )
+        )
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if Path("/sys/class/infiniband").exists() and locked != resource.RLIM_INFINITY:
         found.append(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import socket
 import time
 import urllib.error
@@ -16,6 +18,7 @@ from allranks.errors import EtcdError
 from allranks.etcd import Etcd, parse_endpoints
 
 CLOCK_LIMIT_S = 2.0
+STALE_S = 3.0
 
 
 def check_ports(options: DoctorOptions) -> list[Check]:
@@ -81,17 +84,29 @@ def check_etcd(options: DoctorOptions) -> list[Check]:
 
 
 def _stale_keys(etcd: Etcd) -> list[Check]:
-    keys = list(etcd.get_prefix("/allranks/rdzv/"))
-    if not keys:
+    """A rendezvous of a job that runs is written every second; one that nobody writes is of a run that is over."""
+    prefix = "/allranks/rdzv/"
+    before = etcd.get_prefix(prefix)
+    if not before:
         return []
-    names = ", ".join(key.rsplit("/", 1)[1] for key in keys[:5])
+    time.sleep(STALE_S)
+    now = etcd.get_prefix(prefix)
+    old = sorted(key for key in now if key in before and now[key].revision == before[key].revision)
+    alive = [key for key in now if key not in old]
+    found = [Check("rendezvous keys", "ok", f"{len(alive)} of running jobs")] if alive else []
+    if not old:
+        return found
+    names = [key.removeprefix(prefix) for key in old]
     return [
+        *found,
         Check(
             "rendezvous keys",
             "warning",
-            f"{len(keys)} rendezvous of earlier runs are kept in etcd: {names}",
-            "Use a new --rdzv-id; they expire by themselves within a day, or: etcdctl del --prefix /allranks/rdzv/ID",
-        )
+            f"stale: nobody has written {', '.join(names[:5])}{' …' if len(names) > 5 else ''} for {STALE_S:g} s; "
+            "a new job with the same --rdzv-id may join what is over",
+            f"Use a new --rdzv-id, or remove it: etcdctl del --prefix {prefix}{names[0]} "
+            "(they expire by themselves within a day)",
+        ),
     ]
 
 
@@ -109,7 +124,7 @@ def check_lighthouse(options: DoctorOptions) -> list[Check]:
             Check(
                 "lighthouse",
                 "problem",
-                f"{first} does not answer: {error}",
+                f"{first} does not answer: {getattr(error, 'reason', error)}",
                 f"allranks lighthouse --bind {first}",
             )
         ]
@@ -125,13 +140,11 @@ def check_object_store(options: DoctorOptions) -> list[Check]:
     except ImportError:
         return [Check("object store", "problem", "the client is not installed", "pip install 'allranks[s3]'")]
     bucket, _, prefix = options.s3.removeprefix("s3://").partition("/")
-    extra: dict[str, Any] = {}
+    limit = f"{options.timeout_s:g}s"
+    extra: dict[str, Any] = {"client_options": {"timeout": limit, "connect_timeout": limit}}
     if options.s3_endpoint:
-        extra = {
-            "endpoint": options.s3_endpoint,
-            "client_options": {"allow_http": True},
-            "virtual_hosted_style_request": False,
-        }
+        extra["client_options"]["allow_http"] = True
+        extra |= {"endpoint": options.s3_endpoint, "virtual_hosted_style_request": False}
     store = S3Store(bucket, retry_config={"max_retries": 1}, **extra)
     key = f"{prefix.rstrip('/')}/.allranks-doctor-{os.getpid()}".lstrip("/")
     steps = (
@@ -145,42 +158,76 @@ def check_object_store(options: DoctorOptions) -> list[Check]:
             action()
         except StopIteration:
             continue
-        except Exception as error:
-            text = str(error).splitlines()[0][:300]
-            return [
-                Check(
-                    f"object store {options.s3}",
-                    "problem",
-                    f"{permission} failed: {text}",
-                    f"Allow {permission} on arn:aws:s3:::{bucket}"
-                    + ("" if permission == "s3:ListBucket" else f"/{prefix}*")
-                    + ", or check credentials, region and endpoint",
-                )
-            ]
+        except Exception as error:  # of any store and any layer below it
+            return [_store_problem(error, permission, f"{bucket}/{prefix}" if prefix else bucket, options)]
     return [Check(f"object store {options.s3}", "ok", "can put, get, list and delete")]
 
 
+#: what an object store's error says -> the cure; {bucket}, {endpoint}
+_STORE_CURES = (
+    (r"InvalidAccessKeyId", "The access key is not known there: check AWS_ACCESS_KEY_ID, and that it belongs to {endpoint}"),
+    (r"SignatureDoesNotMatch", "The secret key is wrong: check AWS_SECRET_ACCESS_KEY (and the region)"),
+    (r"ExpiredToken", "The credentials have expired: log in again, or use a role that renews them"),
+    (r"169\.254\.169\.254|no credentials", "No credentials were found: export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the node a role"),
+    (r"NoSuchBucket|404 Not Found", "There is no bucket {bucket} at {endpoint}: create it, or check its name, region and endpoint"),
+    (r"PermanentRedirect|AuthorizationHeaderMalformed|301 Moved", "The bucket is in another region: export AWS_REGION to it"),
+    (r"403 Forbidden", "Allow {permission} on arn:aws:s3:::{path} to these credentials (IAM policy or bucket policy)"),
+    (r"error sending request|dns|connect|timed out", "{endpoint} does not answer: check --s3-endpoint, DNS, proxies and firewalls"),
+)  # fmt: skip
+
+
+def _store_problem(error: Exception, permission: str, place: str, options: DoctorOptions) -> Check:
+    """What the error itself says, else the permission that is missing."""
+    text = " ".join(str(error).split()).split(" Debug source:")[0]
+    bucket = place.partition("/")[0]
+    path = bucket if permission == "s3:ListBucket" else f"{place}*" if "/" in place else f"{place}/*"
+    endpoint = options.s3_endpoint or "the store"
+    found = next((cure for pattern, cure in _STORE_CURES if re.search(pattern, text, re.I)), "{text}")
+    cure = found.format(
+        bucket=bucket, endpoint=endpoint, permission=permission, path=path, text="Check the store"
+    )
+    code = re.search(r"<Code>(\w+)</Code>", text)
+    status = re.search(r"status code: (\d+ [A-Za-z ]+)", text)
+    said = status[1].strip() + (f" ({code[1]})" if code else "") if status else text[:300]
+    return Check(f"object store {options.s3}", "problem", f"{permission} failed: {said}", cure)
+
+
 def check_clock(options: DoctorOptions) -> list[Check]:
-    """This node's clock against the lighthouse's: timelines of incidents compare clocks of nodes."""
+    """This node's clock: kept by NTP, and against the lighthouse's (timelines of incidents compare clocks of nodes)."""
+    found = []
+    if _unsynchronised():
+        text = "the kernel says that nothing keeps this node's clock right"
+        found.append(Check("clock", "warning", text, "Start chrony or systemd-timesyncd on this node"))
+    if not (options.lighthouse or os.environ.get("ALLRANKS_LIGHTHOUSE")):
+        return found or [
+            Check("clock", "ok", "kept by NTP (give --lighthouse to compare it with the others)")
+        ]
+    offset = clock_offset_s(options)
+    if offset is None:
+        return [*found, Check("clock", "skipped", "the lighthouse did not tell its time")]
+    if abs(offset) > CLOCK_LIMIT_S:
+        text = f"{offset:+.1f} s against the lighthouse"
+        return [*found, Check("clock", "problem", text, "Start chrony or ntpd on this node")]
+    return [*found, Check("clock", "ok", f"within {CLOCK_LIMIT_S:g} s of the lighthouse")]
+
+
+def clock_offset_s(options: DoctorOptions) -> float | None:
+    """Seconds by which this node is ahead of the lighthouse (its answers tell whole seconds); None without an answer."""
     address = options.lighthouse or os.environ.get("ALLRANKS_LIGHTHOUSE", "")
-    if not address:
-        return [Check("clock", "skipped", "needs a lighthouse to compare with")]
     first = address.split(",")[0].removeprefix("http://")
+    if not first:
+        return None
     try:
         with urllib.request.urlopen(f"http://{first}/healthz", timeout=options.timeout_s) as answer:
             date = answer.headers.get("Date")
     except (OSError, ValueError):
-        return [Check("clock", "skipped", "the lighthouse does not answer")]
-    if not date:
-        return [Check("clock", "skipped", "the lighthouse did not tell its time")]
-    offset = time.time() - parsedate_to_datetime(date).timestamp()
-    if abs(offset) > CLOCK_LIMIT_S:
-        return [
-            Check(
-                "clock",
-                "warning",
-                f"{offset:+.1f} s against the lighthouse",
-                "Start chrony or ntpd on this node",
-            )
-        ]
-    return [Check("clock", "ok", f"within {CLOCK_LIMIT_S:g} s of the lighthouse")]
+        return None
+    return time.time() - parsedate_to_datetime(date).timestamp() if date else None
+
+
+def _unsynchronised() -> bool:
+    """adjtimex(2) without changing anything; it answers 5 when the clock is not synchronised."""
+    try:
+        return bool(ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512)) == 5)
+    except (OSError, AttributeError):
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -69,6 +70,13 @@ def _check_folder(path: Path) -> Check:
     try:
         speed = _write_speed(path)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return Check(
+                name,
+                "problem",
+                f"full: {error.strerror}",
+                f"allranks checkpoint prune {path} --keep-last N, or remove what is not needed (du -sh {path}/*; df -h {path})",
+            )
         return Check(
             name,
             "problem",
@@ -78,7 +86,9 @@ def _check_folder(path: Path) -> Check:
     free = shutil.disk_usage(path).free
     text = f"{free / 2**30:.1f} GiB free, {speed:.0f} MB/s with fsync"
     if free < 10 << 30:
-        return Check(name, "warning", text, "allranks checkpoint prune PATH --keep-last N, or a larger disk")
+        return Check(
+            name, "warning", text, f"allranks checkpoint prune {path} --keep-last N, or a larger disk"
+        )
     if speed < SLOW_MB_S:
         return Check(
             name,

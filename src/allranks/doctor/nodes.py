@@ -1,0 +1,140 @@
+"""What must be the same on all nodes of a job: told by each node, compared on one of them.
+
+srun -N 4 allranks doctor --json | allranks doctor compare -
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from allranks.doctor.checks import Check
+from allranks.errors import InputError
+
+#: fact -> (what differs costs, the cure)
+_MUST_AGREE = {
+    "nccl": (
+        "ncclCommInitRank fails or hangs between different NCCL versions",
+        "pip install the same nvidia-nccl package everywhere, or use one image",
+    ),
+    "torch": ("ranks of different torch versions do not talk to each other", "Use one image or environment"),
+    "allranks": ("agents and lighthouse of different versions may refuse each other", "Use one image or environment"),
+    "cuda": ("kernels differ between nodes", "Use one image or environment"),
+}  # fmt: skip
+_SHOULD_AGREE = {
+    "python": ("pickled objects may not be read elsewhere", "Use one image or environment"),
+    "driver": ("the slowest or oldest driver decides what works", "Install the same driver on all nodes"),
+    "gpus": ("ranks get different hardware: the slowest decides", "Choose nodes of one kind"),
+}
+CLOCK_LIMIT_S = 2.0
+
+
+def read_facts(clock_offset_s: float | None = None) -> dict[str, str | float | None]:
+    """What this node tells the others; `clock_offset_s` is against the lighthouse, None when it was not asked."""
+    return {
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "allranks": _version("allranks"),
+        "torch": _version("torch"),
+        "nccl": _version("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"),
+        "cuda": _version("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime-cu11"),
+        **_gpus(),
+        "clock_offset_s": clock_offset_s,
+    }
+
+
+def read_answers(lines: Iterable[str], name: str) -> list[dict[str, object]]:
+    """The `facts` of doctor answers: one JSON object per line, or one alone over many lines."""
+    text = "\n".join(lines)
+    try:
+        found = [json.loads(text)]
+    except ValueError:
+        try:
+            found = [json.loads(line) for line in text.splitlines() if line.strip()]
+        except ValueError as error:
+            raise InputError(f"{name} holds no answers of `allranks doctor --json`: {error}") from error
+    facts = [answer.get("facts") for answer in found if isinstance(answer, dict)]
+    if not facts or not all(isinstance(each, dict) for each in facts):
+        raise InputError(f"{name} holds no answers of `allranks doctor --json`")
+    return facts  # type: ignore[return-value]
+
+
+def compare(nodes: Sequence[Mapping[str, object]]) -> list[Check]:
+    """One check per fact, and the clocks."""
+    found = [_agree(nodes, fact, "problem", *words) for fact, words in _MUST_AGREE.items()]
+    found += [_agree(nodes, fact, "warning", *words) for fact, words in _SHOULD_AGREE.items()]
+    return [*found, _clocks(nodes)]
+
+
+def _agree(nodes: Sequence[Mapping[str, object]], fact: str, worst: str, cost: str, cure: str) -> Check:
+    values: dict[str, list[str]] = {}
+    for node in nodes:
+        values.setdefault(str(node.get(fact) or "none"), []).append(str(node.get("host")))
+    if len(values) == 1:
+        value = next(iter(values))
+        status = "skipped" if value == "none" else "ok"
+        return Check(f"{fact} across nodes", status, f"{value} on all {len(nodes)}")  # type: ignore[arg-type]
+    groups = sorted(values.items(), key=lambda item: (-len(item[1]), item[0]))
+    text = "; ".join(f"{value} on {_some(hosts)}" for value, hosts in groups)
+    return Check(f"{fact} across nodes", worst, f"{text}: {cost}", cure)  # type: ignore[arg-type]
+
+
+def _clocks(nodes: Sequence[Mapping[str, object]]) -> Check:
+    known = [(n["clock_offset_s"], str(n.get("host"))) for n in nodes]
+    offsets = sorted((float(o), host) for o, host in known if isinstance(o, (int, float)))
+    if len(offsets) < 2:
+        return Check("clocks across nodes", "skipped", "needs `allranks doctor --lighthouse` on each node")
+    (low, first), (high, last) = offsets[0], offsets[-1]
+    text = f"{high - low:.1f} s between {first} and {last}"
+    if high - low > CLOCK_LIMIT_S:
+        return Check("clocks across nodes", "problem", text, "Start chrony or ntpd on all nodes")
+    return Check("clocks across nodes", "ok", text)
+
+
+def _some(hosts: list[str]) -> str:
+    return ", ".join(sorted(hosts)[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+
+
+def _version(*packages: str) -> str | None:
+    for package in packages:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _gpus() -> dict[str, str | None]:
+    if shutil.which("nvidia-smi") is None:
+        return {"driver": None, "gpus": None}
+    try:
+        out = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=10.0, check=False,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return {"driver": None, "gpus": None}
+    rows = [line.split(",", 1) for line in out.splitlines() if "," in line]
+    if not rows:
+        return {"driver": None, "gpus": None}
+    return {"driver": rows[0][0].strip(), "gpus": f"{len(rows)} x {rows[0][1].strip()}"}
+
+
+def read_files(paths: Sequence[str], stdin: Iterable[str]) -> list[dict[str, object]]:
+    """The facts in files, or in standard input for "-"."""
+    found = []
+    for path in paths:
+        if path == "-":
+            found += read_answers(stdin, "standard input")
+        elif not os.path.exists(path):
+            raise InputError(f"no such file: {path}")
+        else:
+            found += read_answers(Path(path).read_text(errors="replace").splitlines(), path)
+    return found
