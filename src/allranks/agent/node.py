@@ -231,7 +231,10 @@ class NodeAgent:
         ):
             return {}
         size = self.watch.options.ranks_per_replica
-        return {rank: pid for rank, pid in self.supervisor.pids().items() if rank // size == replica}
+        # a process that has made no call yet is not the one that was lost: its line is the next life's
+        trained = {s.pid for s in read_samples(self.watch.options.folder) if s.calls_started}
+        found = {rank: pid for rank, pid in self.supervisor.pids().items() if rank // size == replica}
+        return found if trained.issuperset(found.values()) else {}
 
     def _look_after(self, notice: MemberLost, before: dict[int, int], at: float) -> None:
         """A replica was lost a moment ago: if its processes run on, it is cut off. A frozen one is the watch's case."""
