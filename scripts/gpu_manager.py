@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,7 +107,7 @@ class Replica:
     def events(self) -> list[list[str]]:
         return [line.split() for line in self.path.read_text().splitlines() if line.count(" ") == 4]
 
-    def wait(self, kind: str, after: float = 0.0, participants: int = 0, limit_s: float = 60.0) -> float:
+    def wait(self, kind: str, after: float = 0.0, participants: int = 0, limit_s: float = 30.0) -> float:
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             for at, what, _, count, _ in self.events():
@@ -119,6 +120,16 @@ class Replica:
 
     def errors(self) -> str:
         return Path(f"{self.path}.err").read_text()[-1500:]
+
+
+def stacks_of(pid: int) -> str:
+    """Where a worker stands, from py-spy if it is here."""
+    spy = shutil.which("py-spy") or str(Path(__file__).parent.parent / "carry" / "py-spy")
+    try:
+        words = [spy, "dump", "--native", "--pid", str(pid)]
+        return subprocess.run(words, capture_output=True, text=True, timeout=30, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"no stacks of {pid}: {error}"
 
 
 def main() -> int:
@@ -191,6 +202,8 @@ def main() -> int:
         results["retried_steps"] = sum(event[1] == "retry" for event in replicas["r0"].events())
     except (RuntimeError, TimeoutError) as error:
         verdicts[f"no error: {error}"] = False
+        for one in replicas.values():
+            print(stacks_of(one.process.pid))
     finally:
         for one in replicas.values():
             if one.process.poll() is None:

@@ -39,7 +39,6 @@ class ProcessGroupNCCL(ReconfigurableGroup):
     def __init__(self, timeout: Seconds = 60.0, device: torch.device | None = None) -> None:
         super().__init__(timeout)
         self.device = device
-        self._connecting: Any = None  # a backend that waits for its members
         self._quiet = contextlib.ExitStack()
 
     def choose_device(self) -> None:
@@ -61,18 +60,26 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         self._quiet.close()
 
     def _make(self, meeting: Meeting) -> Any:
+        """The communicator is ready when this returns.
+
+        torch would wait for that in the first collective, holding a lock that its abort needs too: a member that
+        dies meanwhile would stop the training thread. Here only this thread waits, and can be abandoned.
+        """
         device = self.device or torch.device("cuda", 0)
+        limit_s = meeting.limit_s or self.timeout_s
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=self.timeout_s)
         options.global_ranks_in_group = list(meeting.global_ranks or range(meeting.world_size))
         options.group_name = meeting.name or f"allranks_{meeting.number}"
         if hasattr(options, "config"):
-            options.config.blocking = False  # a blocking communicator cannot be aborted while it connects
-        with torch.cuda.device(device), _environment(_SURVIVE):
+            options.config.blocking = False  # a blocking communicator waits without a limit
+        environment = {**_SURVIVE, "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, int(limit_s)))}
+        with torch.cuda.device(device), _environment(environment):
             backend = dist.ProcessGroupNCCL(meeting.store, meeting.rank, meeting.world_size, options)
             backend._set_sequence_number_for_group()
-            self._connecting = backend
             backend.eager_connect_single_device(device)
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                backend.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions())
         return backend
 
     def _discard(self, backend: Any) -> None:
@@ -80,8 +87,6 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         super()._discard(backend)
 
     def _take_down(self, backend: Any) -> None:
-        connecting, self._connecting = self._connecting, None
-        backend = backend if backend is not None else connecting
         if backend is not None:
             attend(threading.Thread(target=_abort, args=(backend,), name="allranks-nccl-abort", daemon=True))
 
