@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,8 @@ def summary(results: list[DrillResult], calm: DrillResult | None, cost: dict[str
         "jobs_finished": sum(r.exit_code == 0 for r in results),
         "jobs": len(results),
     }
+    if calm:
+        numbers["healthy_exit_code"] = calm.exit_code
     ratios = {name: value for name, value in cost.items() if name in RATIOS}
     numbers |= {name: value for name, value in cost.items() if name not in ratios}
     if judged:
@@ -266,17 +269,21 @@ def main() -> int:
             place = folder / f"whole-{round_}-{number}"
             results.append(drill_whole(kind, seed([kind], round_), place, notice_s=args.notice_s))
             show(results[-1])
+    began = time.monotonic()
     calm = (
         healthy(args.healthy_s, folder / "healthy", args.notice_s)
         if args.healthy_s and not args.quick
         else None
     )
+    calm_s = time.monotonic() - began
     cost = {}
     if args.overhead_rounds:
         cost = overhead(
             1 if args.quick else args.overhead_rounds, 60 if args.quick else 300, folder / "overhead"
         )
     found = summary(results, calm, cost)
+    if calm:
+        found["numbers"]["healthy_s"] = round(calm_s, 1)
     if args.json:
         print(json.dumps(found))
     else:
