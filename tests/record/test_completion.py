@@ -71,6 +71,32 @@ def test_a_call_that_timed_out_is_not_completed_and_leaves_a_dump(
     assert (folder / "dumps" / "timeout.a0.1.fr" / "rank_0").exists()  # torch's own ring, beside ours
 
 
+def _waits_in_slices(rank: int, world: int, sliced: str) -> None:
+    allranks.record()
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        _wait_until(lambda: Path(sliced).exists())
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    if rank == 0:
+        for limit in ((timedelta(milliseconds=20),), (timedelta(milliseconds=1),)):
+            with pytest.raises(RuntimeError, match="imed out"):
+                work.wait(*limit)
+        Path(sliced).touch()
+    work.wait()
+
+
+def test_a_wait_with_a_limit_of_its_own_does_not_end_the_call(
+    folder: Path, tmp_path: Path, engine: str
+) -> None:
+    """Rank 0 looks twice, in vain; the call goes on and completes, and nothing was dumped for a timeout."""
+    with Ranks(_waits_in_slices, 2, (str(tmp_path / "sliced"),), timeout_s=30) as ranks:
+        ranks.join(timeout_s=60)
+    assert (tmp_path / "sliced").exists()  # the fault fired
+    for trace in traces(folder).values():
+        assert _states(trace) == [State.COMPLETED, State.COMPLETED]
+    assert not (folder / "dumps").exists()
+
+
 def _peer_dies(rank: int, world: int) -> None:
     allranks.record()
     dist.all_reduce(torch.ones(1))

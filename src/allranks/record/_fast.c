@@ -901,7 +901,8 @@ static PyObject *Wait_call(PyObject *callable, PyObject *const *args, size_t fla
     if (!self->enabled || PyVectorcall_NARGS(flags) < 1 || !self->ring->view.obj)
         return PyObject_Vectorcall(self->original, args, flags, names);
     if (args[0] == self->ring->last_work) {
-        if (((Counters *)self->ring->last_group)->blocking)
+        int limited = PyVectorcall_NARGS(flags) > 1 || names; /* the call may go on after its time is over */
+        if (((Counters *)self->ring->last_group)->blocking && !limited)
             return wait_for_last(self, args, flags, names);
         if (hand_over(self->ring, self->pending) < 0)
             PyErr_Clear();

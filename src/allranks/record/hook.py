@@ -290,7 +290,7 @@ class Hook:
             try:
                 result = original(self, *args, **kwargs)
             except BaseException as error:
-                writer.wait_failed(id(self), error)
+                writer.wait_failed(self, error, limited=bool(args or kwargs))
                 raise
             try:
                 writer.waited(self, entry)

@@ -151,8 +151,19 @@ class CallWriter:
         else:
             self.no_work(number, group.counters.cpu_side if on_cpu and group.mixed else group.counters, parts)
 
-    def wait_failed(self, key: int, error: BaseException) -> None:
-        """The program's wait() for this Work raised."""
+    def wait_failed(self, work: Any, error: BaseException, limited: bool) -> None:
+        """The program's wait() for this Work raised. `limited`: with a limit of its own, after which the call may still
+        be under way (Manager waits in slices of time)."""
+        key = id(work)
+        known = self.pending.get(key)
+        if (
+            limited
+            and known is not None
+            and known[2].blocking
+            and is_timeout(error)
+            and not work.is_completed()
+        ):
+            return
         entry = self.pending.pop(key, None)
         if entry is not None:
             self.failed(entry[1], error, entry[3])
