@@ -7,9 +7,10 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 
-from allranks.model.job import JobView
+from allranks.model.job import JobView, RankRow
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,11 +53,13 @@ def _show(view: JobView, as_json: bool, live: bool) -> None:
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     if live and sys.stdout.isatty():
         sys.stdout.write("\x1b[H\x1b[2J")
-    height = os.get_terminal_size().lines if sys.stdout.isatty() else 10_000
-    print("\n".join(render(view, colour=colour, height=height)), flush=True)
+    size = os.get_terminal_size() if sys.stdout.isatty() else os.terminal_size((10_000, 10_000))
+    print("\n".join(render(view, colour=colour, height=size.lines, width=size.columns)), flush=True)
 
 
-def render(view: JobView, *, colour: bool = False, height: int = 10_000) -> Iterator[str]:
+def render(
+    view: JobView, *, colour: bool = False, height: int = 10_000, width: int = 10_000
+) -> Iterator[str]:
     """The screen: a headline, the table (the most silent ranks first when it does not fit), incidents."""
     alive = [row for row in view.rows if row.alive]
     speeds = [row.steps_per_s for row in alive if row.steps_per_s is not None]
@@ -70,25 +73,33 @@ def render(view: JobView, *, colour: bool = False, height: int = 10_000) -> Iter
     room = max(5, height - 6 - len(view.incidents))
     if len(rows) > room:
         rows = sorted(rows, key=lambda row: (row.alive, -(row.silent_s or 0.0)))[:room]
+    waiters = Counter(rank for row in alive for rank in row.waits_for)
     for row in rows:
-        yield _line(row, colour)
+        yield _line(row, waiters[row.rank], colour, width)
     if len(rows) < len(view.rows):
         yield f"      … and {len(view.rows) - len(rows)} more"
     for text in view.incidents:
-        yield f"incident {text}"
+        yield _cut(f"incident {text}", width)
 
 
-def _line(row: object, colour: bool) -> str:
-    from allranks.model.job import RankRow
-
-    assert isinstance(row, RankRow)
+def _line(row: RankRow, waiters: int, colour: bool, width: int) -> str:
+    """One rank; one that others wait for stands out."""
     silent = f"{row.silent_s:.1f} s" if row.silent_s is not None and row.alive else "-"
     waits = f", waits for rank {_ranks(row.waits_for)}" if row.waits_for else ""
     phase = f" [{row.phase}]" if row.phase else ""
     text = f"{row.rank:>5} {row.pid:>8} {row.step if row.step >= 0 else '-':>8} {row.calls_completed:>9} {silent:>8}  {row.doing}{waits}{phase}"
-    if colour and not row.alive:
-        return f"\x1b[31m{text}\x1b[0m" if row.doing == "died" else f"\x1b[2m{text}\x1b[0m"
-    return text
+    if waiters and row.alive:
+        text += f"  <- {waiters} {'rank waits' if waiters == 1 else 'ranks wait'} for it"
+    text = _cut(text, width)
+    if not colour:
+        return text
+    code = "31" if row.doing == "died" or (waiters and row.alive) else "2" if not row.alive else ""
+    return f"\x1b[{code}m{text}\x1b[0m" if code else text
+
+
+def _cut(text: str, width: int) -> str:
+    """Fits one line of the screen."""
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
