@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from collections import Counter
@@ -53,7 +54,7 @@ def _show(view: JobView, as_json: bool, live: bool) -> None:
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     if live and sys.stdout.isatty():
         sys.stdout.write("\x1b[H\x1b[2J")
-    size = os.get_terminal_size() if sys.stdout.isatty() else os.terminal_size((10_000, 10_000))
+    size = shutil.get_terminal_size() if sys.stdout.isatty() else os.terminal_size((10_000, 10_000))
     print("\n".join(render(view, colour=colour, height=size.lines, width=size.columns)), flush=True)
 
 
