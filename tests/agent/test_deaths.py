@@ -18,6 +18,7 @@ from allranks.agent.deaths import Death, find_deaths, find_first
 from allranks.agent.examine import Examination
 from allranks.agent.incidents import read_incidents
 from allranks.agent.lifelines import Ending, Lifelines
+from allranks.agent.memory_kills import MemoryKills
 from allranks.agent.node import NodeAgent
 from allranks.agent.notice import NoticeOptions
 from allranks.agent.replicas import ReplicaOptions, Supervisor
@@ -193,3 +194,21 @@ def test_a_death_is_told_while_a_standstill_is_examined(
     assert (death["kind"], death["verdict"]["ranks"]) == ("death", [1])
     assert standstill["kind"] == "slow"
     assert "rank 1 ended while it was looked at" in standstill["timeline"][-1]["text"]
+
+
+def test_a_kill_of_the_kernel_for_lack_of_memory_is_said(tmp_path: Path) -> None:
+    """The kernel's counter has moved since the last death; a later kill without that is only a kill."""
+    dog = watch(tmp_path)
+    counter = tmp_path / "vmstat"
+    counter.write_text("pgfault 9\noom_kill 3\n")
+    dog.deaths.memory_kills = MemoryKills(counter)
+    counter.write_text("pgfault 9\noom_kill 4\n")
+    for rank in (0, 1):
+        write_box(tmp_path / "boxes", rank, 7, pid=GONE + rank)
+        opened = dog.deaths.note_death(Death(rank, GONE + rank, time.time(), "died of SIGKILL"))
+        assert opened is not None
+    dog.close()
+    starved, killed = read_incidents(tmp_path / "incidents")
+    assert starved["reason"] == "rank 0 died of SIGKILL: the kernel ended it for lack of memory"
+    assert killed["reason"] == "rank 1 died of SIGKILL"
+    assert [moment["name"] for moment in killed["timeline"]][-3:] == ["died", "noticed", "evidence"]

@@ -6,13 +6,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from allranks.agent.deaths import Death, find_deaths, find_first
 from allranks.agent.gatherer import Gatherer
 from allranks.agent.incidents import IncidentFolder, open_incident
 from allranks.agent.lifelines import Ending
+from allranks.agent.memory_kills import MemoryKills
 from allranks.agent.policy import PROGRAM_FAULT, decide_leaving
 from allranks.agent.recoveries import Recoveries
 from allranks.agent.sample import RankSample, read_samples
@@ -42,6 +43,7 @@ class Obituaries:
     answered: set[int] = field(default_factory=set)  # pids whose end is asked for, or follows from another's
     _born_ns: int = field(default_factory=time.time_ns)  # ranks that started earlier are of another round
     _known: dict[int, IncidentFolder] = field(default_factory=dict)  # pid -> its incident
+    memory_kills: MemoryKills = field(default_factory=MemoryKills)
     act: Callable[[Action, Incident], str] = lambda action, incident: ""
     _failures_s: list[float] = field(default_factory=list)  # monotonic, of this node's ranks
     _cut: dict[tuple[int, ...], IncidentFolder] = field(default_factory=dict)  # ranks -> their last partition
@@ -155,7 +157,12 @@ class Obituaries:
 
     def _open_death(self, death: Death, samples: list[RankSample]) -> IncidentFolder:
         noticed = death.seen or time.time()
+        starved = self.memory_kills.new()
+        if starved and "SIGKILL" in death.reason:
+            word = "it" if starved == 1 else f"{starved} processes"
+            death = replace(death, reason=f"{death.reason}: the kernel ended {word} for lack of memory")
         step = max((s.step for s in samples), default=-1)
+        own = next((s for s in samples if s.pid == death.pid), None)
         opened = open_incident(
             self.options.incidents, kind="death", job=self.options.job, reason=death.sentence, node=self.options.node,
             ranks=(death.rank,), step=step,
@@ -176,7 +183,11 @@ class Obituaries:
         else:
             replica = death.rank // self.options.ranks_per_replica
             action = Action("restart_rank", "the supervisor starts it again", (death.rank,), replica)
+        if own is not None and own.last_ns:
+            last = f"step {own.step}" if own.step >= 0 else f"call {own.calls_completed}"
+            opened.update(Moment("last good step", min(own.last_ns / 1e9, death.at), last))
         opened.update(
+            Moment("evidence", time.time(), f"{len(samples) - len(missing)} black boxes"),
             Moment("died", death.at, death.sentence), Moment("noticed", max(noticed, death.at), "by its agent"),
             verdict=verdict, missing=tuple(missing), action=action,
             durations_s={"noticed": max(0.0, noticed - death.at)},
