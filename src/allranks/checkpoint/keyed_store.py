@@ -197,9 +197,6 @@ class BlobSource:
         self.key = key
         self.bytes = blobs.size(key)
 
-    def expect(self, start: int, length: int) -> None:
-        """A request more would not help."""
-
     def read_into(self, start: int, view: memoryview) -> None:
         if start + len(view) > self.bytes:
             raise EOFError(f"{self.key} ends at byte {self.bytes}, {start + len(view)} wanted")

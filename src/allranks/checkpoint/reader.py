@@ -8,7 +8,6 @@ network comes once, and waits in memory until all of it is there.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,10 +24,8 @@ from allranks.errors import CheckpointDamaged
 #: Neighbouring small shards are fetched together from stores where a read is a request.
 BATCH_BYTES = 32 << 20
 MOST_IN_A_RUN = 512  # a vectored read takes 1024 pieces
-#: What a disk is told to begin with before it is needed.
-AHEAD_BYTES = 32 << 20
-#: How often it is looked whether that is necessary: what lies in the page cache needs no disk.
-PROBE_BYTES = 8 << 20
+#: What one thread reads in a row at most, so that the kernel reads ahead for it.
+ROW_BYTES = 32 << 20
 #: Requests for runs of shards under way at once.
 RUNS = 4
 #: Shards from this size on are read first: one of them at the end would leave the other threads without work.
@@ -71,56 +68,28 @@ def prepare(checkpoint: Opened, items: Sequence[Item]) -> Prepared:
     near = [item for item in items if item.stored.file not in far] if far else items
     live = _runs([item for item in near if item.live], TOGETHER_BYTES)
     new = _runs([item for item in near if not item.live], TOGETHER_BYTES)
-    runs = _large_first([*live, *new])
-    ahead = _Ahead(checkpoint, runs)
-    in_threads(cores(), enumerate(runs), lambda: _Read(checkpoint, ahead))
+    in_threads(cores(), _rows([*live, *new]), lambda: _Read(checkpoint))
     staged: list[tuple[Item, torch.Tensor]] = []
     fetched = _runs([item for item in items if item.stored.file in far], BATCH_BYTES)
     in_threads(RUNS, fetched, lambda: _Fetch(checkpoint, staged))
     return Prepared(checkpoint, live, staged)
 
 
-class _Ahead:
-    """Has the disk begin with what comes, from the first run on that is not in the page cache. Shared by all threads."""
-
-    def __init__(self, checkpoint: Opened, runs: Sequence[list[Item]]) -> None:
-        self.checkpoint = checkpoint
-        self.runs = runs
-        self._ends = list(itertools.accumulate(_length(run) for run in runs))
-        self._told = 0  # how many runs the disk knows of
-        self._calm = 0  # up to here nothing is looked at: what lay before it was in the page cache
-
-    def reach(self, number: int) -> None:
-        """The run of this number is about to be read."""
-        if self._ends[number] < self._calm:
-            return
-        last = self.runs[number][-1].stored
-        probe = memoryview(bytearray(1))
-        if self.checkpoint.source(last.file).read_cached(last.start + last.shard.bytes - 1, [probe]):
-            self._calm = self._ends[number] + PROBE_BYTES
-            return
-        told, enough = max(self._told, number), self._ends[number] + AHEAD_BYTES
-        while told < len(self.runs) and self._ends[told] <= enough:
-            first = self.runs[told][0].stored
-            self.checkpoint.source(first.file).expect(first.start, _length(self.runs[told]))
-            told += 1
-        self._told = max(told, self._told)
-
-
 class _Read:
-    """Reads and checks runs; what goes into live tensors is only checked. One per thread, as the others."""
+    """Reads and checks runs in a row; what goes into live tensors is only checked. One per thread, as the others."""
 
-    def __init__(self, checkpoint: Opened, ahead: _Ahead) -> None:
+    def __init__(self, checkpoint: Opened) -> None:
         self.checkpoint = checkpoint
-        self.ahead = ahead
         self.scratch = memoryview(bytearray(TOGETHER_BYTES))
 
-    def __call__(self, numbered: tuple[int, list[Item]]) -> None:
-        number, run = numbered
-        self.ahead.reach(number)
-        if run[0].live:
-            self.checkpoint.check_run([(item.index, item.stored) for item in run], self.scratch)
-            return
+    def __call__(self, row: Sequence[list[Item]]) -> None:
+        for run in row:
+            if run[0].live:
+                self.checkpoint.check_run([(item.index, item.stored) for item in run], self.scratch)
+            else:
+                self._read(run)
+
+    def _read(self, run: list[Item]) -> None:
         direct = [(item.index, item.stored, item.direct) for item in run if item.direct is not None]
         if len(direct) == len(run):
             self.checkpoint.read_run(direct)
@@ -200,6 +169,21 @@ def _tensor_over(buffer: bytearray, at: int, item: Item) -> torch.Tensor:
     dtype = stored_dtype(shard)
     count = shard.bytes // dtype.itemsize
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=at).view(shard.sizes)
+
+
+def _rows(runs: Sequence[list[Item]]) -> list[list[list[Item]]]:
+    """Runs in rows, in the order of the files, a few for every thread; the large ones first, each on its own."""
+    ordered = _large_first(runs)
+    limit = min(ROW_BYTES, sum(_length(run) for run in runs) // (4 * cores()))
+    rows: list[list[list[Item]]] = []
+    length = limit
+    for run in ordered:
+        if length >= limit:
+            rows.append([])
+            length = 0
+        rows[-1].append(run)
+        length += _length(run)
+    return rows
 
 
 def _length(run: Sequence[Item]) -> int:

@@ -51,17 +51,19 @@ class Region(NamedTuple):
 class Item:
     """One stored shard to read, and where its content goes. `live`: some of it into a live target.
 
-    `direct` is the destination's own memory, where the whole shard goes into one contiguous place of the same type.
+    The whole of it goes to `direct`, the memory of a tensor, or else the `regions` of it that are wanted to theirs.
     """
 
     index: Index
     stored: StoredShard
-    regions: list[Region]
     live: bool
     direct: memoryview | None = None
+    regions: Sequence[Region] = ()
 
     def place(self, whole: torch.Tensor) -> None:
-        """Copies the wanted regions out of the whole shard."""
+        """Copies what is wanted out of the whole shard."""
+        if self.direct is not None:
+            self.direct[:] = memory_of(whole)
         for region in self.regions:
             view = whole
             for dim, (offset, length) in enumerate(zip(region.offsets, region.lengths, strict=True)):
@@ -98,24 +100,36 @@ def reading_list(checkpoint: Opened, targets: Sequence[Target]) -> list[Item]:
     """
     require(checkpoint, [target.name for target in targets])
     table = checkpoint.table()
-    items: dict[int, Item] = {}  # by the stored shard: the table holds each once
+    items: list[Item] = []
+    cut: dict[
+        int, Item
+    ] = {}  # by the stored shard, which the table holds once: several targets may need parts of it
     for target in targets:
-        for index, stored, region in _regions(checkpoint, target, table[target.name]):
-            item = items.get(id(stored))
+        saved = table[target.name]
+        whole = _whole(saved, target)
+        if whole is not None:
+            items.append(whole)
+            continue
+        for index, stored, region in _regions(checkpoint, target, saved):
+            item = cut.get(id(stored))
             if item is None:
-                direct = _direct_view(stored.shard, region)
-                items[id(stored)] = Item(index, stored, [region], target.live, direct)
+                cut[id(stored)] = Item(index, stored, target.live, None, [region])
             else:
-                item.regions.append(region)
-                item.live, item.direct = item.live or target.live, None
-    return sorted(items.values(), key=lambda item: (item.stored.file, item.stored.start))
+                item.regions = [*item.regions, region]
+                item.live = item.live or target.live
+    items += cut.values()
+    return sorted(items, key=lambda item: (item.stored.file, item.stored.start))
 
 
-def _direct_view(shard: Shard, region: Region) -> memoryview | None:
-    view = region.view
-    if region.lengths != shard.sizes or view.dtype != stored_dtype(shard):
-        return None
-    return memory_of(view) if view.is_cpu and view.is_contiguous() else None
+def _whole(saved: list[tuple[Index, StoredShard]], target: Target) -> Item | None:
+    """The usual case: the chunk was saved as it is wanted, and goes into one piece of memory of the same type."""
+    tensor = target.tensor
+    for index, stored in saved:
+        shard = stored.shard
+        if shard.sizes == tensor.shape and shard.offsets == target.offsets:
+            fits = tensor.dtype == stored_dtype(shard) and tensor.is_cpu and tensor.is_contiguous()
+            return Item(index, stored, target.live, memory_of(tensor)) if fits else None
+    return None
 
 
 def require(checkpoint: Opened, names: Iterable[str]) -> None:

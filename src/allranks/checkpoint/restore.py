@@ -158,28 +158,36 @@ def _optimizer_targets(
         return existing, new
     parameters = [p for group in live.optimizer.param_groups for p in group["params"]]
     table = checkpoint.table()
-    for number, key, name in _optimizer_entries(common):
-        if not 0 <= number < len(parameters) or name not in table:
+    for number, names in _optimizer_entries(common):
+        if not 0 <= number < len(parameters):
             continue
         parameter = parameters[number]
-        known = live.optimizer.state.get(parameter, {}).get(key)
-        shard = table[name][0][1].shard
-        if isinstance(known, torch.Tensor) and known.shape == shard.shape:
-            existing[name] = known
-        elif parameter.shape == shard.shape:
-            new[name] = torch.empty_like(parameter, dtype=stored_dtype(shard), requires_grad=False)
+        there = live.optimizer.state.get(parameter, {})
+        for key, name in names:
+            if name not in table:
+                continue
+            known, shard = there.get(key), table[name][0][1].shard
+            if isinstance(known, torch.Tensor) and known.shape == shard.shape:
+                existing[name] = known
+            elif parameter.shape == shard.shape:
+                new[name] = torch.empty_like(parameter, dtype=stored_dtype(shard), requires_grad=False)
     return existing, new
 
 
-def _optimizer_entries(common: Any) -> Iterator[tuple[int, str, str]]:
-    """(number of the parameter, key, name of the tensor) of everything the saved optimizer keeps per parameter."""
+def _optimizer_entries(common: Any) -> Iterator[tuple[int, list[tuple[str, str]]]]:
+    """(number of the parameter, [(key, name of the tensor)]) of what the saved optimizer keeps per parameter."""
     saved = common.get("optimizer_state_dict", {})
     state = saved.get("state", {}) if isinstance(saved, dict) else {}
     for number, entries in state.get("$dict", ()):
         if isinstance(number, int) and isinstance(entries, dict):
-            for key, value in entries.items():
-                if isinstance(value, dict) and "$tensor" in value:
-                    yield number, key, value["$tensor"]
+            yield (
+                number,
+                [
+                    (key, value["$tensor"])
+                    for key, value in entries.items()
+                    if isinstance(value, dict) and "$tensor" in value
+                ],
+            )
 
 
 def _install(live: Live, state: CheckpointState) -> None:

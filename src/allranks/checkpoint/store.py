@@ -40,9 +40,6 @@ class Source(Protocol):
     bytes: int
     wide_reads: bool  # each read is a request: fetch neighbouring shards together
 
-    def expect(self, start: int, length: int) -> None:
-        """These bytes will be read soon: a disk may begin."""
-
     def read_into(self, start: int, view: memoryview) -> None: ...
     def read_cached(self, start: int, views: Sequence[memoryview]) -> bool:
         """Fills the views, one after the other, out of this machine's memory; False if not all of it is there."""

@@ -20,6 +20,7 @@ import torch
 
 #: What json.dumps takes. The skeleton is one of these.
 Json: TypeAlias = Any
+_NESTED = (dict, list)  # what may hold more; the rest, thousands of numbers in a state, is passed over
 
 
 class Unstorable(TypeError):
@@ -59,25 +60,28 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 def tensor_names(skeleton: Json) -> list[str]:
     """Every tensor name a skeleton refers to, in order."""
-    if isinstance(skeleton, list):
-        return [name for item in skeleton for name in tensor_names(item)]
-    if not isinstance(skeleton, dict):
-        return []
-    for tag in ("$tensor", "$ndarray"):
-        if tag in skeleton:
-            return [skeleton[tag]]
-    return [name for item in skeleton.values() for name in tensor_names(item)]
+    found: list[str] = []
+    _collect(skeleton, ("$tensor", "$ndarray"), found)
+    return found
 
 
 def array_names(skeleton: Json) -> list[str]:
     """Of these, the ones that stand for a numpy array."""
-    if isinstance(skeleton, list):
-        return [name for item in skeleton for name in array_names(item)]
-    if not isinstance(skeleton, dict):
-        return []
-    if "$ndarray" in skeleton:
-        return [skeleton["$ndarray"]]
-    return [name for item in skeleton.values() for name in array_names(item)]
+    found: list[str] = []
+    _collect(skeleton, ("$ndarray",), found)
+    return found
+
+
+def _collect(value: Json, tags: tuple[str, ...], found: list[str]) -> None:
+    if isinstance(value, dict):
+        for tag in tags:
+            if tag in value:
+                found.append(value[tag])
+                return
+        value = value.values()
+    for item in value:
+        if type(item) in _NESTED:
+            _collect(item, tags, found)
 
 
 def _encode(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Json:
@@ -171,7 +175,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 
 def _decode(value: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
+        return [_decode(item, tensors) if type(item) in _NESTED else item for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
