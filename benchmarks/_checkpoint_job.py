@@ -52,11 +52,13 @@ class Job:
 
 @dataclass
 class Method:
-    """One way to save. `start(folder, step)` begins a save; `close` ends helpers."""
+    """One way to save. `start(folder, step)` begins a save; `close` ends helpers. `stands`: nothing goes on after
+    `start`, the whole save is a stall."""
 
     name: str
     start: Callable[[Path, int], Started]
     close: Callable[[], Any] = lambda: None
+    stands: bool = False
 
 
 def nothing() -> None:

@@ -35,7 +35,7 @@ def plain(job: Job) -> list[Method]:
         os.close(fd)
         return nothing, nothing
 
-    return [Method("torch_save", torch_save), Method("safetensors", safetensors)]
+    return [Method("torch_save", torch_save, stands=True), Method("safetensors", safetensors, stands=True)]
 
 
 def dcp(job: Job) -> list[Method]:
@@ -66,7 +66,7 @@ def dcp(job: Job) -> list[Method]:
         return Method(name, start, stager.close if stager else nothing)
 
     return [
-        Method("dcp_save", sync), asynchronous("thread", False), asynchronous("thread", True),
+        Method("dcp_save", sync, stands=True), asynchronous("thread", False), asynchronous("thread", True),
         asynchronous("process", False), asynchronous("process", True),
     ]  # fmt: skip
 

@@ -25,6 +25,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,7 @@ from _checkpoint_peers import dcp, plain, torch_checkpointing
 
 #: Peers that never come out best; measured without --quick.
 SLOW = {"safetensors", "dcp_async_thread", "dcp_async_process", "allranks_read_back"}
-#: What the goals are about; the others are left out when a quick run is late.
+#: What the goals are about: measured in every round. The others once, and not at all when a quick run is late.
 NEEDED = ("allranks", "dcp_async_thread_best", "dcp_async_process_best")
 #: What can be measured on its own, where a whole run takes too long.
 PARTS = ("saves", "loads", "memory", "tiers", "store")
@@ -114,17 +115,20 @@ class Bench:
 
     def saves_and_loads(self, parts: Sequence[str]) -> None:
         """The saves, and loads of what they have left; loads alone save once first."""
-        methods = self.methods()
+        ours, self.manager = to_disk(self.job, self.folder / "ours")
+        peers = [ours, *dcp(self.job)]
+        needed = [method for method in peers if method.name in NEEDED]
         try:
-            if "saves" in parts:
-                self.saves(methods)
-            else:
-                for method in [method for method in methods if method.name in ("allranks", DCP_SAVED)]:
+            for method in needed:  # warm-up: processes start, buffers are allocated
+                if "saves" in parts or method.name in ("allranks", DCP_SAVED):
                     self.idle(method, 1)
+            if "saves" in parts:
+                self.saves(needed)
+                self.once(self.others([method for method in peers if method.name not in NEEDED]))
             if "loads" in parts:
                 self.loads()
         finally:
-            for method in methods:
+            for method in needed:
                 method.close()
 
     def late(self, what: str, more_s: float = 0.0) -> bool:
@@ -134,63 +138,58 @@ class Bench:
         self.left_out.append(f"{what}: no time left in --quick")
         return True
 
-    def methods(self) -> list[Method]:
-        """Ours to the disk and every peer that is installed."""
-        ours, self.manager = to_disk(self.job, self.folder / "ours")
-        careful, _ = to_disk(self.job, self.folder / "ours_read_back", read_back=True)
-        found = [ours, careful, *plain(self.job), *dcp(self.job)]
+    def others(self, peers: list[Method]) -> list[Method]:
+        """Every other way to save that is installed, but for the slow ones of a quick run."""
         if self.soft_deadline is None:
-            return [*found, *torch_checkpointing(self.job, self.left_out)]
-        self.left_out += [f"{method.name}: only without --quick" for method in found if method.name in SLOW]
-        self.left_out.append("torch_checkpointing: only without --quick")
-        return [method for method in found if method.name not in SLOW]
+            careful, _ = to_disk(self.job, self.folder / "ours_read_back", read_back=True)
+            return [careful, *plain(self.job), *peers, *torch_checkpointing(self.job, self.left_out)]
+        self.left_out += [f"{name}: only without --quick" for name in (*sorted(SLOW), "torch_checkpointing")]
+        return [method for method in (*plain(self.job), *peers) if method.name not in SLOW]
 
     def saves(self, methods: list[Method]) -> None:
         """Lost time, stall and total of each; interleaved, so that a busy machine hits all of them alike."""
         found: dict[str, dict[str, list[float]]] = {}
-        methods.sort(key=lambda method: method.name not in NEEDED)
-        for method in list(methods):  # warm-up: processes start, buffers are allocated
-            if method.name in NEEDED:
-                self.idle(method, 1)
-            elif self.soft_deadline is None and not self.works(method):
-                methods.remove(method)
         for number in range(1, self.rounds + 1):
             if number > 1 and self.late(f"round {number}"):
                 break
             for method in methods:
-                if method.name not in NEEDED and self.late(f"{method.name}, round {number}"):
-                    continue
                 _add(found.setdefault(method.name, {}), self.one(method, number))
         self.numbers["saves"].update({name: _medians(entry) for name, entry in found.items()})
 
-    def works(self, method: Method) -> bool:
-        """Whether a peer can save at all on this machine; if not, it is left out and said."""
-        try:
-            self.idle(method, 1)
-            return True
-        except Exception as error:
-            self.left_out.append(f"{method.name}: {type(error).__name__}: {error}")
-            return False
+    def once(self, methods: list[Method]) -> None:
+        """The peers that never come out best, one after the other; one that cannot save here is left out, and said."""
+        for method in methods:
+            if self.late(method.name):
+                continue
+            try:
+                if not method.stands:
+                    self.idle(method, 1)
+                self.numbers["saves"][method.name] = self.one(method, 1)
+            except Exception as error:
+                self.left_out.append(f"{method.name}: {type(error).__name__}: {error}")
+            finally:
+                method.close()  # its buffers are as large as the state
 
     def one(self, method: Method, number: int) -> dict[str, float]:
         """One save during training, one with the process idle."""
         job = self.job
         path = self._fresh(method, "busy")
-        steps = 3 if self.soft_deadline is None else 2
+        steps = 3 if self.soft_deadline is None and self.size_mb <= 512 else 2
         baseline = [timed(job.step) for _ in range(steps)]
         began = time.perf_counter()
         copied, durable = method.start(path, 2 * number)
         stall = time.perf_counter() - began
-        done = threading.Event()
-        threading.Thread(target=lambda: (durable(), done.set()), daemon=True).start()
+        durably: Future[Any] = Future()
+        threading.Thread(target=_settle, args=(durably, durable), daemon=True).start()
         count = 0
-        while not done.is_set() or count < steps:
+        while not durably.done() or count < steps:
             job.step(copied if count == 0 else lambda: None)
             count += 1
         window = time.perf_counter() - began
+        durably.result()
         baseline += [timed(job.step) for _ in range(steps)]
         shutil.rmtree(path, ignore_errors=True)
-        total = self.idle(method, 2 * number + 1)
+        total = stall if method.stands else self.idle(method, 2 * number + 1)
         per_step = statistics.median(baseline)
         return {"lost_s": window - count * per_step, "stall_s": stall, "total_s": total, "step_s": per_step}
 
@@ -354,6 +353,14 @@ class Bench:
         path = self.folder / f"{method.name}-{kind}"
         shutil.rmtree(path, ignore_errors=True)
         return path
+
+
+def _settle(future: Future[Any], act: Callable[[], Any]) -> None:
+    """The result of an act, or its error: whoever looks at the future must not wait for ever."""
+    try:
+        future.set_result(act())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def _add(found: dict[str, list[float]], values: dict[str, float]) -> None:
