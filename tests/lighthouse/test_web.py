@@ -172,7 +172,9 @@ def test_the_page_is_live_and_escapes_in_a_real_browser(
         page.locator("#rows td", has_text="r<b>&1").first.wait_for()
         assert "Quorum 1" in page.inner_text("#reason")
         lighthouse.call(
-            lambda service: service.tell_incident(Incident("i1", "rank 5 <script>alert(1)</script> is stuck"))
+            lambda service: service.agents.tell_incident(
+                Incident("i1", "rank 5 <script>alert(1)</script> is stuck")
+            )
         )
         page.wait_for_selector(".incident")
         assert "<script>alert(1)</script> is stuck" in page.inner_text("#incidents")

@@ -44,23 +44,27 @@ def _answer(service: Service, command: Command) -> Result:
             wanted = load(CollectEvidence, command.body.encode())
         except BadFrame as error:
             return Result(command.id, False, str(error))
-        found = service.gather(wanted)
+        found = service.agents.gather(wanted)
         return Result(command.id, True, msgspec.json.encode(found).decode())
     if command.action == "present":
         try:
             presence = load(Presence, command.body.encode())
         except BadFrame as error:
             return Result(command.id, False, str(error))
-        return Result(command.id, True, msgspec.json.encode(service.nodes.note(presence)).decode())
+        return Result(command.id, True, msgspec.json.encode(service.agents.nodes.note(presence)).decode())
     if command.action == "presence" and name:
-        return Result(command.id, True, msgspec.json.encode({"node": service.nodes.find(name)}).decode())
+        return Result(
+            command.id, True, msgspec.json.encode({"node": service.agents.nodes.find(name)}).decode()
+        )
     if command.action == "collect":
-        return Result(command.id, True, json.dumps({"incident": service.collect(reason, command.replicas)}))
+        return Result(
+            command.id, True, json.dumps({"incident": service.agents.collect(reason, command.replicas)})
+        )
     if command.action == "accuse" and name:
         return Result(command.id, True, json.dumps({"lost": service.accuse(name, reason)}))
     if command.action == "incident":
         try:
-            service.tell_incident(load(Incident, command.body.encode()))
+            service.agents.tell_incident(load(Incident, command.body.encode()))
         except BadFrame as error:
             return Result(command.id, False, str(error))
         return Result(command.id, True, "{}")

@@ -2,7 +2,7 @@
 
 No sockets here: clients are `Peer`s (sessions.py), time comes from an AwakeClock, timers from the event loop.
 Runs on the loop's thread only. Seams for the web page and other doors: `snapshot()`, `subscribe()`,
-`evict()`, `let_in()`, `collect()`, `tell_incident()`; a door of another protocol also uses `hello()`,
+`evict()`, `let_in()`, and `agents` (evidence, incidents); a door of another protocol also uses `hello()`,
 `join()`, `heard()`, `leave()` and `disconnected()` with a Peer of its own.
 """
 
@@ -12,29 +12,25 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from allranks.lighthouse.agents import Agents
 from allranks.lighthouse.bulletin import Bulletin
 from allranks.lighthouse.codec import encode
 from allranks.lighthouse.detect import AwakeClock, find_silent
 from allranks.lighthouse.former import Former, Keep, Timers
-from allranks.lighthouse.gathering import AGENT, Current, decide_gathering
 from allranks.lighthouse.kept import Kept
 from allranks.lighthouse.messages import Beat, Hello, Pong, Refused, Waiting, Welcome
-from allranks.lighthouse.nodes import CUT_BACK_S, SILENT_BACK_S, Nodes
+from allranks.lighthouse.nodes import CUT_BACK_S, SILENT_BACK_S
 from allranks.lighthouse.options import Options
-from allranks.lighthouse.sessions import Peer, Session, Sessions, deliver
+from allranks.lighthouse.sessions import Peer, Session, Sessions, deliver, merged, signed
 from allranks.lighthouse.state import State
 from allranks.lighthouse.status import Event, Status
 from allranks.lighthouse.view import replica_rows
 from allranks.model.cluster import (
-    CollectEvidence,
     Evicted,
-    Gathering,
-    Incident,
     LetIn,
     Member,
     MemberLeft,
@@ -62,13 +58,12 @@ class Service:
     leader: str = ""  # where clients are sent while we do not lead
     draining: bool = False
     started: float = 0.0
-    incidents: deque[Incident] = field(default_factory=lambda: deque(maxlen=200))
-    nodes: Nodes = field(default_factory=Nodes)
     awake: AwakeClock = field(init=False)
     state: State = field(init=False)
     sessions: Sessions = field(init=False)
     bulletin: Bulletin = field(init=False)
     former: Former = field(init=False)
+    agents: Agents = field(init=False)
     _lost: dict[str, MemberLost] = field(default_factory=dict)  # sessions declared lost
     _retired: dict[str, str] = field(default_factory=dict)  # sessions replaced by a restart
     _sweep_timer: asyncio.TimerHandle | None = None
@@ -76,7 +71,6 @@ class Service:
     _audience: tuple[frozenset[str], frozenset[str], frozenset[str]] = (frozenset(), frozenset(), frozenset())
     _stalled: set[str] = field(default_factory=set)
     _finishing: set[str] = field(default_factory=set)  # sessions said to be through, not gone yet
-    _gathering: Current | None = None
 
     def __post_init__(self) -> None:
         self.awake = AwakeClock(max_step_s=min(0.5, self.options.heartbeat_timeout_s / 4))
@@ -86,6 +80,8 @@ class Service:
         self.former = Former(
             self.options, self.timers, self.now, self.state, self.sessions, self.bulletin, active=self.leading
         )
+        serving = lambda: self.leading and not self.draining  # noqa: E731
+        self.agents = Agents(self.sessions, self.bulletin, self.timers, self.now, serving)
 
     # ---- life -------------------------------------------------------------------------------------------
 
@@ -260,11 +256,11 @@ class Service:
         ):
             session.peer.deliver(last, encode(last))
             return None
-        session.asking = _signed(member, session)
+        session.asking = signed(member, session)
         session.step = max(session.step, member.step)
         ranks = self.sessions.of(name)
         if name in self.state.replicas and sum(1 for each in ranks if each.asking) >= session.connections:
-            self.state.ask(self.now(), name, _merged(ranks) if len(ranks) > 1 else session.asking)
+            self.state.ask(self.now(), name, merged(ranks) if len(ranks) > 1 else session.asking)
             self.former.soon()
         return None
 
@@ -298,7 +294,7 @@ class Service:
             self._stalled.add(session.replica)
             text = f"{session.replica} makes no progress for {session.idle_s:.1f} s at step {session.step}"
             self.bulletin.event("stalled", text, session.replica)
-            self.collect(text, [session.replica])
+            self.agents.collect(text, [session.replica])
 
     # ---- going ------------------------------------------------------------------------------------------
 
@@ -307,10 +303,8 @@ class Service:
         name = session.replica
         if session.observer or name not in self.state.replicas:
             self._drop(session)
-            if session.observer and name.startswith(AGENT):
-                self.nodes.leave(name)
-                self.bulletin.tell(MemberLeft(name, reason), self.sessions.observers)
-                self.former.soon()
+            if session.observer:
+                self.agents.leave(name, reason)
             return
         number, targets = self._number_of(name), self._concerned(name)
         self.state.leave(self.now(), name, reason)
@@ -359,7 +353,8 @@ class Service:
         if current is not session or session.peer is not None or self.draining:
             return
         if session.observer:
-            self._lose_observer(session, CUT_BACK_S if session.cut else 0.0)
+            self._drop(session)
+            self.agents.lose(session, CUT_BACK_S if session.cut else 0.0)
             return
         where = f" (rank {session.rank})" if session.connections > 1 else ""
         how = "was cut and did not come back" if session.cut else "closed without a good-bye"
@@ -382,39 +377,14 @@ class Service:
 
     def _lose_silent(self, session: Session, now: float) -> None:
         if session.observer:
-            self._lose_observer(session, SILENT_BACK_S)
+            self._drop(session)
+            self.agents.lose(session, SILENT_BACK_S)
             return
         replica = self.state.replicas.get(session.replica)
         expected = replica is not None and not replica.connected
         what = "did not come back to the new lighthouse" if expected else "nothing heard"
         since = replica.since if replica is not None and expected else session.heard
         self._lose(session.replica, f"{what} for {now - since:.2f} s", certain=False)
-
-    def _lose_observer(self, session: Session, patience_s: float) -> None:
-        """An agent that is gone took its node's ranks with it: the others are told, unless it comes back in time."""
-        name = session.replica
-        self._drop(session)
-        if not name.startswith(AGENT):
-            return
-        if patience_s:
-            self.timers.call_later(patience_s, self._tell_node_lost, session, False)
-        else:
-            self._tell_node_lost(session, True)
-
-    def _tell_node_lost(self, session: Session, certain: bool) -> None:
-        name = session.replica
-        if name in self.sessions.observers or self.draining or not self.leading:
-            return
-        now = self.now()
-        found = self.nodes.lose(name, session.node)
-        heard = f"nothing heard of its agent for {now - session.heard:.1f} s"
-        how = "was cut and did not come back" if session.cut else "closed without a good-bye"
-        reason = f"its agent's connection {how}" if certain or session.cut else heard
-        self.bulletin.event("lost", f"node {found.node} lost: {reason}", name)
-        ms = round((now - session.heard) * 1000, 3)
-        notice = MemberLost(name, reason, session.session, ms=ms, certain=certain)
-        self.bulletin.tell(notice, self.sessions.observers)
-        self.former.soon()
 
     def _lose(self, name: str, reason: str, certain: bool) -> None:
         """A replica is gone: note it, tell the others (its own other ranks too), decide again."""
@@ -487,33 +457,6 @@ class Service:
         self.former.soon()
         return True
 
-    def collect(self, reason: str, replicas: Iterable[str] = ()) -> str:
-        """Asks agents (observers) and the named replicas for evidence; returns the incident's id."""
-        names = tuple(replicas)
-        incident = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
-        self.bulletin.event("collect", f"evidence wanted: {reason}", ", ".join(names))
-        targets = self.sessions.observers | set(names or self.sessions.by_replica)
-        self.bulletin.tell(CollectEvidence(incident, reason, names), targets)
-        self.former.soon()
-        return incident
-
-    def gather(self, wanted: CollectEvidence) -> Gathering:
-        """Asks all agents but the leading one to send it their part of an incident; says who leads."""
-        now = self.now()
-        found, new = decide_gathering(now, wanted, self._gathering, self.sessions.observers)
-        if wanted.alone and found.lead == wanted.lead:
-            self._gathering = Current(found, now)
-        if new:
-            self.bulletin.event("collect", f"evidence wanted of {len(found.agents)} agents: {wanted.reason}")
-            self.bulletin.tell(wanted, found.agents)
-            self.former.soon()
-        return found
-
-    def tell_incident(self, incident: Incident) -> None:
-        """An agent tells what it found."""
-        self.incidents.append(incident)
-        self.bulletin.event("incident", incident.sentence, ", ".join(incident.replicas))
-
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Calls `listener` for every event, on the loop's thread; the returned function ends that."""
         return self.bulletin.subscribe(listener)
@@ -535,31 +478,13 @@ class Service:
             lost={name: gone.reason for name, gone in state.gone.items() if not gone.finished},
             evicted=dict(state.evicted),
             history=tuple(self.bulletin.history),
-            incidents=tuple(self.incidents),
+            incidents=tuple(self.agents.incidents),
             up_s=round(self.clock() - self.started, 3),
             slept_s=round(self.awake.slept_s, 3),
             connections=sum(1 for each in self.sessions if each.peer is not None),
             over=state.over,
             events=dict(self.bulletin.counts),
         )
-
-
-def _signed(member: Member, session: Session) -> Member:
-    """A member speaks for itself only: name and session are the connection's."""
-    if member.replica == session.replica and member.session == session.session and member.node:
-        return member
-    return replace(member, replica=session.replica, session=session.session, node=member.node or session.node)
-
-
-def _merged(ranks: list[Session]) -> Member:
-    """What the replica says, of what its ranks said: the lowest rank speaks, failures and wishes add up."""
-    members = [each.asking for each in sorted(ranks, key=lambda each: each.rank) if each.asking]
-    return replace(
-        members[0],
-        shrink_only=any(member.shrink_only for member in members),
-        commit_failures=max(member.commit_failures for member in members),
-        step=min(member.step for member in members),
-    )
 
 
 def _note(book: dict[str, T], key: str, value: T) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from allranks.lighthouse.codec import encode
@@ -121,3 +121,21 @@ def deliver(session: Session, batch: dict[int, tuple[Notice, bytes]]) -> None:
     if session.peer is not None:
         for notice, frame in batch.values():
             session.peer.deliver(notice, frame)
+
+
+def signed(member: Member, session: Session) -> Member:
+    """A member speaks for itself only: name and session are the connection's."""
+    if member.replica == session.replica and member.session == session.session and member.node:
+        return member
+    return replace(member, replica=session.replica, session=session.session, node=member.node or session.node)
+
+
+def merged(ranks: list[Session]) -> Member:
+    """What the replica says, of what its ranks said: the lowest rank speaks, failures and wishes add up."""
+    members = [each.asking for each in sorted(ranks, key=lambda each: each.rank) if each.asking]
+    return replace(
+        members[0],
+        shrink_only=any(member.shrink_only for member in members),
+        commit_failures=max(member.commit_failures for member in members),
+        step=min(member.step for member in members),
+    )

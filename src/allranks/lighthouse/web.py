@@ -153,7 +153,7 @@ class Web:
             done = self.service.let_in(found.group(1))
             return _done({"let_in": done}) if done else _error(404, f"{found.group(1)} is not evicted")
         if request.path == "/api/collect":
-            return _done({"incident": self.service.collect(reason, asked.replicas)})
+            return _done({"incident": self.service.agents.collect(reason, asked.replicas)})
         return _error(404, f"there is no action {request.path}")
 
     def _evict(self, name: str, reason: str) -> Answer:
