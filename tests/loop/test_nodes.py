@@ -6,11 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from allranks.agent.incidents import read_incidents
+from allranks.agent.sample import read_samples
+from allranks.testing import demo_train
 from allranks.testing.ranks import free_port
 
 TRAIN = """
@@ -62,3 +66,68 @@ def test_a_hang_on_one_node_is_one_incident_with_the_evidence_of_both(tmp_path: 
     folder = Path(story["folder"])
     assert len(list((folder / "boxes").glob("*.box"))) == 4
     assert len(list((folder / "stacks").glob("agent-*/bundle.json"))) == 2
+
+
+LONG = """
+import time, torch, torch.distributed as dist, allranks
+dist.init_process_group("gloo")
+for step in range(100_000):
+    allranks.step(step)
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mode", ["whole job", "replicas"])
+def test_a_node_that_dies_with_its_ranks_is_one_incident_and_the_others_go_on(
+    tmp_path: Path, mode: str
+) -> None:
+    """Node b is killed as by a power cut; node a names it with its ranks and who waited, and trains again."""
+    (tmp_path / "train.py").write_text(LONG)
+    (tmp_path / "out").mkdir()
+    rendezvous, lighthouse = free_port(), free_port()
+    agents = []
+    for number, name in enumerate("ab"):
+        where = ["--bind" if name == "a" else "--lighthouse", f"127.0.0.1:{lighthouse}"]
+        whole = [
+            "--nnodes", "1:2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "two", "--max-restarts", "3",
+            "--rdzv-endpoint", f"127.0.0.1:{rendezvous}", "--rdzv-conf", f"is_host={name == 'a'}", str(tmp_path / "train.py"),
+        ]  # fmt: skip
+        replicas = [
+            "--replicas", "2", "--first-replica", str(2 * number), "--total-replicas", "4", demo_train.__file__,
+            "--steps", "100000", "--pace-s", "0.05", "--out", str(tmp_path / "out"),
+        ]  # fmt: skip
+        command = [
+            sys.executable, "-m", "allranks", "run", *where, "--incidents", str(tmp_path / f"incidents-{name}"),
+            *(whole if mode == "whole job" else replicas),
+        ]  # fmt: skip
+        environment = {**os.environ, "ALLRANKS_TOKEN": "t", "ALLRANKS_DIR": str(tmp_path / name)}
+        with open(tmp_path / f"{name}.log", "w") as log:
+            agents.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    try:
+        wait_until(
+            lambda: [s.step > 20 for name in "ab" for s in read_samples(tmp_path / name)] == [True] * 4, 120
+        )
+        agents[1].kill()
+        wait_until(lambda: "recovered" in str(read_incidents(tmp_path / "incidents-a")), 120)
+        wait_until(lambda: "lost node" in str(read_incidents(tmp_path / "incidents-a")), 60)
+    finally:
+        for agent in agents:
+            agent.terminate()
+        for agent in agents:
+            agent.wait(60)
+    (story,) = read_incidents(tmp_path / "incidents-a")
+    assert (story["kind"], story["ranks"]) == ("death", [2, 3])
+    assert story["step"] > 20 and story["closed"] is not None
+    if mode == "whole job":  # replicas may be told before they make the next call
+        assert "ranks 0, 1 waited in all_reduce" in story["verdict"]["sentence"]
+
+
+def wait_until(true: Callable[[], bool], limit_s: float) -> None:
+    """Looks often, for a limited time."""
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -233,9 +233,9 @@ class Inquiries:
         self.teller.publish(opened)  # the story so far is safe before anything is killed
         self._act(opened, action, why, samples)
         self.teller.publish(opened)
-        self.recoveries.add(opened, samples, set(action.ranks))
         done = opened.current.action
         restarted = self.options.whole_job and done is not None and done.done
+        self.recoveries.add(opened, samples, set(action.ranks), reborn=restarted)
         if restarted and {s.rank for s in samples} & set(action.ranks):
             self.deaths.count_failure(opened)
         return True

@@ -27,6 +27,7 @@ LOOK_S = 2.0  # how often our ranks are looked at
 TELL_S = (
     10.0  # how often they are told although nothing has changed, and those of the lighthouse's node asked for
 )
+YOUNG_S = 10.0
 AWAY_S = 3.0  # a lighthouse that is away for this long has gone with its node
 
 
@@ -52,6 +53,7 @@ class Neighbours:
     on_lost: Callable[[Loss], object] = lambda loss: None
     _succession: Succession = field(default_factory=Succession)
     _told: tuple[tuple[int, ...], float] = ((), float("-inf"))  # ranks, when (monotonic)
+    _changed_s: float = field(default_factory=time.monotonic)  # when they were others
     _away_s: float | None = None  # monotonic: since when there is no lighthouse
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -102,7 +104,9 @@ class Neighbours:
                 log.exception("this node's ranks could not be told")
 
     def _pause(self) -> float:
-        return LOOK_S / 10 if self._away_s is not None or not self._told[0] else LOOK_S
+        """Ranks that start come one after the other: often at first, and while the lighthouse is away."""
+        young = time.monotonic() - self._changed_s < YOUNG_S
+        return LOOK_S / 10 if self._away_s is not None or young else LOOK_S
 
     def _turn(self, now_s: float) -> None:
         if self.client.connected:
@@ -116,6 +120,8 @@ class Neighbours:
         known, at = self._told
         if ranks == known and now_s - at < TELL_S:
             return
+        if ranks != known:
+            self._changed_s = now_s
         us = Presence(self.client.options.replica, self.node, ranks, self.holds_lighthouse)
         self._succession = self.client.present(us)
         self._told = (ranks, now_s)

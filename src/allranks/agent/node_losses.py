@@ -24,7 +24,7 @@ from allranks.report.story import headline
 
 log = logging.getLogger("allranks.agent")
 
-RECENT_S = 60.0  # a call that broke longer before the loss has nothing to do with it
+RECENT_S, LATER_S = 60.0, 1.0  # a call made longer before the loss, or after it, has nothing to do with it
 
 
 @dataclass
@@ -98,11 +98,14 @@ class NodeLosses:
         )  # fmt: skip
         log.error("%s: %s", opened.current.id, headline(opened.current))
         self.teller.publish(opened)
-        self.recoveries.add(opened, samples, set(ranks))
+        self.recoveries.add(opened, samples, set(ranks), reborn=self.options.whole_job)
 
     def _explain(
         self, opened: IncidentFolder, loss: Loss, samples: list[RankSample], gathering: Gathering | None
     ) -> None:
+        opened.keep_boxes(
+            [Path(s.path) for s in samples]
+        )  # once more: now they hold what the loss did to them
         found = self.gatherer.examine(opened, {}, samples, gathering)
         lost = f"black boxes of {_ranks(loss.node.ranks)}: they lie on the lost node"
         opened.update(missing=(*opened.current.missing, *found.missing, lost))
@@ -118,7 +121,8 @@ class NodeLosses:
             boxes = load_paths([str(opened.path / "boxes")], LoadOptions())
         except AllranksError:  # none can be read: said by the diagnosis
             return ""
-        return find_waiting(boxes.traces, int((loss.at - RECENT_S) * 1e9))
+        since, until = (int((loss.at + s) * 1e9) for s in (-RECENT_S, LATER_S))
+        return find_waiting(boxes.traces, since, until)
 
 
 def describe(loss: Loss) -> str:
@@ -129,12 +133,13 @@ def describe(loss: Loss) -> str:
     return f"node {node} with {_ranks(ranks)} is dead, frozen or cut off: {loss.reason}"
 
 
-def find_waiting(traces: Iterable[RankTrace], since_ns: int) -> str:
+def find_waiting(traces: Iterable[RankTrace], since_ns: int, until_ns: int) -> str:
     """Which ranks were in which call that is open or broke: "ranks 0, 1 waited in all_reduce #57 of default_pg"."""
     found: dict[str, list[int]] = {}
     for trace in traces:
         calls = trace.calls
-        unfinished = calls[(calls["state"] != State.COMPLETED) & (calls["created_ns"] >= since_ns)]
+        around = (calls["created_ns"] >= since_ns) & (calls["created_ns"] <= until_ns)
+        unfinished = calls[(calls["state"] != State.COMPLETED) & around]
         if trace.header.rank is None or not len(unfinished):
             continue
         call = unfinished[unfinished["created_ns"].argmax()]

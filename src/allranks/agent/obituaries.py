@@ -77,7 +77,7 @@ class Obituaries:
             self._echo = opened if death.echo else None
         log.error("%s: %s", opened.current.id, headline(opened.current))
         self.teller.publish(opened)
-        self.recoveries.add(opened, samples, {death.rank})
+        self.recoveries.add(opened, samples, {death.rank}, reborn=self.options.whole_job)
         if self.options.whole_job:
             if not death.echo:
                 self.count_failure(opened)

@@ -11,14 +11,14 @@ from allranks.agent.sample import RankSample
 from allranks.model.incident import Moment
 
 PATIENCE_S = 600.0
-Mark = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class _Waiting:
     opened: IncidentFolder
-    before: dict[int, Mark]  # of the ranks that must go on
+    before: dict[int, RankSample]  # of the ranks that must go on
     since_s: float
+    reborn: bool  # only new processes count: the old ones may do a last step before they end
 
 
 @dataclass
@@ -27,11 +27,13 @@ class Recoveries:
 
     _waiting: list[_Waiting] = field(default_factory=list)
 
-    def add(self, opened: IncidentFolder, samples: list[RankSample], guilty: set[int]) -> None:
-        """From now on. When all went at once, their next lives count."""
-        survivors = {s.rank: s.mark for s in samples if s.rank not in guilty and s.alive and not s.closed}
-        everybody = {s.rank: s.mark for s in samples}
-        self._waiting.append(_Waiting(opened, survivors or everybody, time.monotonic()))
+    def add(
+        self, opened: IncidentFolder, samples: list[RankSample], guilty: set[int], *, reborn: bool = False
+    ) -> None:
+        """From now on. When all went at once, their next lives count; with `reborn`, always."""
+        survivors = {s.rank: s for s in samples if s.rank not in guilty and s.alive and not s.closed}
+        everybody = {s.rank: s for s in samples}
+        self._waiting.append(_Waiting(opened, survivors or everybody, time.monotonic(), reborn))
 
     def recent(self, for_s: float) -> bool:
         """Whether something has been answered within this time and has not recovered: worth a closer look."""
@@ -43,10 +45,10 @@ class Recoveries:
 
     def look(self, samples: list[RankSample]) -> Iterator[IncidentFolder]:
         """Closes and gives back those whose survivors all train again; forgets those that never will."""
-        marks = {s.rank: s.mark for s in samples}
+        now = {s.rank: s for s in samples}
         for waiting in list(self._waiting):
             before, opened = waiting.before, waiting.opened
-            moved = [rank for rank, mark in before.items() if rank in marks and _further(marks[rank], mark)]
+            moved = [r for r, old in before.items() if r in now and _further(now[r], old, waiting.reborn)]
             took = time.monotonic() - waiting.since_s
             if before and len(moved) == len(before):
                 step = max((s.step for s in samples), default=-1)
@@ -64,6 +66,8 @@ def _count(ranks: list[int]) -> str:
     return "1 rank trains" if len(ranks) == 1 else f"{len(ranks)} ranks train"
 
 
-def _further(now: Mark, before: Mark) -> bool:
+def _further(now: RankSample, before: RankSample, reborn: bool) -> bool:
     """Completed calls or steps went on (a new process counts from zero again and also trains)."""
-    return now[0] > before[0] or now[2] > before[2] or (now[1] < before[1] and now[2] > 0)
+    if reborn or now.calls_started < before.calls_started:
+        return (now.pid, now.start_ns) != (before.pid, before.start_ns) and now.calls_completed > 0
+    return now.step > before.step or now.calls_completed > before.calls_completed
