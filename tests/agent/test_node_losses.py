@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from allranks.agent.incidents import read_incidents
-from allranks.agent.neighbours import Loss
+from allranks.agent.neighbours import Loss, Neighbours
 from allranks.agent.node_losses import describe
+from allranks.lighthouse.client import Client, ClientOptions
 from allranks.lighthouse.nodes import Nodes
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
@@ -99,6 +100,39 @@ def test_a_lighthouse_that_goes_with_its_node_is_missed_and_one_agent_tells_it(t
         assert "its agent held the lighthouse" in story["reason"]
     assert len(read_incidents(tmp_path / "incidents")) == 1
     assert "told by agent-a" in (tmp_path / "c.log").read_text()
+
+
+def test_a_lighthouse_that_ends_in_good_order_with_its_agent_is_not_missed(tmp_path: Path) -> None:
+    """Its agent says good-bye first: those that are left know that nothing was lost."""
+    lighthouse = Lighthouse(Options(), ServerOptions(token=TOKEN)).start()
+    clients = [
+        Client(ClientOptions((lighthouse.address,), TOKEN, f"agent-{name}", name, role="observer", beacon=False)).start()
+        for name in "hb"
+    ]  # fmt: skip
+    host, left = clients
+    met = Neighbours(left, tmp_path, "b", holds_lighthouse=False)
+    left.subscribe(met.noticed)
+    try:
+        host.present(Presence("agent-h", "h", (0, 1), lighthouse=True))
+        met.start()
+        wait_until(lambda: met._host() is not None)
+        host.close()
+        lighthouse.close()
+        wait_until(lambda: not left.connected)
+        assert not met.host_is_away
+    finally:
+        met.close()
+        left.close()
+        host.close()
+        lighthouse.close()
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Looks often, for a limited time."""
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_the_heir_is_the_first_agent_that_does_not_hold_the_lighthouse() -> None:
