@@ -47,7 +47,7 @@ def main() -> None:
         )
         agent = NodeAgent(watch, client, company=Company(client, TOKEN), holds_lighthouse=held is not None)
         agent.start()
-        while client.presence(options.replica) is None:
+        while not (known := client.presence(options.replica)) or len(known.ranks) < len(ranks):
             time.sleep(0.02)
         print(address, flush=True)
         sys.stdin.read()

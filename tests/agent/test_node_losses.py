@@ -102,7 +102,7 @@ def test_a_lighthouse_that_goes_with_its_node_is_missed_and_one_agent_tells_it(t
     assert "told by agent-a" in (tmp_path / "c.log").read_text()
 
 
-def test_a_lighthouse_that_ends_in_good_order_with_its_agent_is_not_missed(tmp_path: Path) -> None:
+def test_a_lighthouse_that_ends_in_good_order_with_its_agent_is_not_missed() -> None:
     """Its agent says good-bye first: those that are left know that nothing was lost."""
     lighthouse = Lighthouse(Options(), ServerOptions(token=TOKEN)).start()
     clients = [
@@ -110,7 +110,7 @@ def test_a_lighthouse_that_ends_in_good_order_with_its_agent_is_not_missed(tmp_p
         for name in "hb"
     ]  # fmt: skip
     host, left = clients
-    met = Neighbours(left, tmp_path, "b", holds_lighthouse=False)
+    met = Neighbours(left, lambda: (2,), "b", holds_lighthouse=False)
     left.subscribe(met.noticed)
     try:
         host.present(Presence("agent-h", "h", (0, 1), lighthouse=True))

@@ -12,9 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from allranks.agent.sample import read_samples
 from allranks.errors import AllranksError
 from allranks.lighthouse.client import Client
 from allranks.model.cluster import ConnectionLost, MemberLeft, MemberLost
@@ -47,7 +45,7 @@ class Neighbours:
     """`start()` and `close()` own the thread allranks-neighbours. `noticed` is called with what the lighthouse says."""
 
     client: Client
-    folder: Path  # black boxes of this node's ranks
+    ranks: Callable[[], tuple[int, ...]]  # that run on this node now; cheap
     node: str
     holds_lighthouse: bool
     on_lost: Callable[[Loss], object] = lambda loss: None
@@ -116,7 +114,7 @@ class Neighbours:
             self._miss_lighthouse(now_s - self._away_s)
 
     def _tell(self, now_s: float) -> None:
-        ranks = tuple(s.rank for s in read_samples(self.folder) if s.alive and not s.closed)
+        ranks = self.ranks()
         known, at = self._told
         if ranks == known and now_s - at < TELL_S:
             return

@@ -81,7 +81,7 @@ class NodeAgent:
         if self.watch is None:
             return
         watch, options = self.watch, self.watch.options
-        neighbours = Neighbours(client, options.folder, options.node, self.holds_lighthouse)
+        neighbours = Neighbours(client, lambda: watch.ranks, options.node, self.holds_lighthouse)
         losses = NodeLosses(
             options, watch.gatherer, watch.teller, watch.recoveries, watch.deaths, client.options.replica
         )

@@ -46,6 +46,7 @@ class Watch:
     history: History = field(init=False)
     deaths: Obituaries = field(init=False)
     inquiries: Inquiries = field(init=False)
+    ranks: tuple[int, ...] = ()  # that ran at the last look
     _lines: Lifelines = field(default_factory=Lifelines)
     _stop: bool = False
     _thread: threading.Thread | None = None
@@ -111,7 +112,9 @@ class Watch:
         """One turn: read, tell deaths, decide. A suspicion is examined beside it (before `start`: in this call)."""
         now = time.monotonic() if now_s is None else now_s
         samples = read_samples(self.options.folder)
-        self._lines.hold(s.pid for s in samples if s.alive and not s.closed)
+        running = [s for s in samples if s.alive and not s.closed]
+        self.ranks = tuple(s.rank for s in running)
+        self._lines.hold(s.pid for s in running)
         self.history.observe(now, samples)
         self.deaths.look(samples, self._lines.endings)
         for opened in self.recoveries.look(samples):
