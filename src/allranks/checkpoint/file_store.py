@@ -200,6 +200,13 @@ class FileSource:
                 raise EOFError(f"{self.path} ends at byte {start + done}, {len(view) - done} bytes missing")
             done += got
 
+    def read_views(self, start: int, views: Sequence[memoryview]) -> None:
+        if os.preadv(self._mine(), views, start) == sum(map(len, views)):
+            return
+        for view in views:  # cut short by a signal, or by the file's end
+            self.read_into(start, view)
+            start += len(view)
+
     def read_cached(self, start: int, views: Sequence[memoryview]) -> bool:
         try:
             got = os.preadv(self._mine(), views, start, os.RWF_NOWAIT)

@@ -202,6 +202,11 @@ class BlobSource:
             raise EOFError(f"{self.key} ends at byte {self.bytes}, {start + len(view)} wanted")
         self.blobs.get_range(self.key, start, view)
 
+    def read_views(self, start: int, views: Sequence[memoryview]) -> None:
+        for view in views:
+            self.read_into(start, view)
+            start += len(view)
+
     def read_cached(self, start: int, views: Sequence[memoryview]) -> bool:
         return False
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,7 +43,8 @@ class Loader:
     def load_newest(self, into: Live | None) -> CheckpointState | None:
         """Tries what all ranks can see, newest first; None when there is nothing at all. Collective."""
         try:
-            return self._load_newest(into)
+            with _no_collections():
+                return self._load_newest(into)
         finally:
             for store in self._stores.values():
                 store.close()
@@ -219,6 +221,18 @@ class Loader:
         log.warning(
             "[%s] %s is damaged (%s): %s, not deleted", store.tier, store.path_of(name), reason, place
         )
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """A load makes many small objects and no cycles: collecting garbage in between took an eighth of its time."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def _kind(error: BaseException) -> str:

@@ -80,16 +80,17 @@ class Opened:
             self._check_pieces(index, stored, pieces)
 
     def read_run(self, run: Sequence[tuple[Index, StoredShard, memoryview]]) -> None:
-        """Reads neighbouring shards of one file, each into its own memory, and checks them: with one read if they
-        are small and in the page cache."""
+        """Reads neighbouring shards of one file, each into its own memory, and checks them: small ones with one
+        read."""
         first, last = run[0][1], run[-1][1]
-        small = last.start + last.shard.bytes - first.start <= TOGETHER_BYTES
-        if small and self.source(first.file).read_cached(first.start, [view for _, _, view in run]):
+        if last.start + last.shard.bytes - first.start > TOGETHER_BYTES:
             for index, stored, view in run:
-                self.check(index, stored, view)
+                self.read_shard(index, stored, view)
             return
+        with self._whole(last):
+            self.source(first.file).read_views(first.start, [view for _, _, view in run])
         for index, stored, view in run:
-            self.read_shard(index, stored, view)
+            self.check(index, stored, view)
 
     def check_run(self, run: Sequence[tuple[Index, StoredShard]], scratch: memoryview) -> None:
         """Reads neighbouring shards of one file through `scratch` and checks them: with one read if they fit in."""

@@ -90,7 +90,9 @@ class _Read:
                 self._read(run)
 
     def _read(self, run: list[Item]) -> None:
-        direct = [(item.index, item.stored, item.direct) for item in run if item.direct is not None]
+        direct = [
+            (item.index, item.stored, memory_of(item.direct)) for item in run if item.direct is not None
+        ]
         if len(direct) == len(run):
             self.checkpoint.read_run(direct)
             return
@@ -105,7 +107,7 @@ class _Fill:
         self.checkpoint = checkpoint
 
     def __call__(self, run: list[Item]) -> None:
-        whole = [item.direct for item in run if item.direct is not None]
+        whole = [memory_of(item.direct) for item in run if item.direct is not None]
         source = self.checkpoint.source(run[0].stored.file)
         if len(whole) == len(run) and source.read_cached(run[0].stored.start, whole):
             return
@@ -116,7 +118,7 @@ class _Fill:
 def _put(item: Item, read: Callable[[Index, StoredShard, memoryview], None]) -> None:
     """Reads an item straight into its place if that is one piece of memory, else by way of a tensor of its own."""
     if item.direct is not None:
-        read(item.index, item.stored, item.direct)
+        read(item.index, item.stored, memory_of(item.direct))
         return
     whole = empty_for(item.stored.shard)
     read(item.index, item.stored, memory_of(whole))

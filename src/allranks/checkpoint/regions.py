@@ -23,7 +23,6 @@ from allranks.checkpoint.manifest import Index, StoredShard
 from allranks.checkpoint.opened import Opened
 from allranks.checkpoint.plan import TORCH_DTYPES, local_parts
 from allranks.checkpoint.state import is_dtensor
-from allranks.checkpoint.tensors import memory_of
 from allranks.errors import CheckpointValidationError
 
 
@@ -51,19 +50,19 @@ class Region(NamedTuple):
 class Item:
     """One stored shard to read, and where its content goes. `live`: some of it into a live target.
 
-    The whole of it goes to `direct`, the memory of a tensor, or else the `regions` of it that are wanted to theirs.
-    """
+    The whole of it goes to `direct`, a contiguous CPU tensor of its type, or else the `regions` that are wanted to
+    theirs."""
 
     index: Index
     stored: StoredShard
     live: bool
-    direct: memoryview | None = None
+    direct: torch.Tensor | None = None
     regions: Sequence[Region] = ()
 
     def place(self, whole: torch.Tensor) -> None:
         """Copies what is wanted out of the whole shard."""
         if self.direct is not None:
-            self.direct[:] = memory_of(whole)
+            self.direct.copy_(whole)
         for region in self.regions:
             view = whole
             for dim, (offset, length) in enumerate(zip(region.offsets, region.lengths, strict=True)):
@@ -128,7 +127,7 @@ def _whole(saved: list[tuple[Index, StoredShard]], target: Target) -> Item | Non
         shard = stored.shard
         if shard.sizes == tensor.shape and shard.offsets == target.offsets:
             fits = tensor.dtype == stored_dtype(shard) and tensor.is_cpu and tensor.is_contiguous()
-            return Item(index, stored, target.live, memory_of(tensor)) if fits else None
+            return Item(index, stored, target.live, tensor) if fits else None
     return None
 
 

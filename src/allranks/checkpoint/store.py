@@ -41,6 +41,9 @@ class Source(Protocol):
     wide_reads: bool  # each read is a request: fetch neighbouring shards together
 
     def read_into(self, start: int, view: memoryview) -> None: ...
+    def read_views(self, start: int, views: Sequence[memoryview]) -> None:
+        """Fills the views, one after the other; at most 1024 of them."""
+
     def read_cached(self, start: int, views: Sequence[memoryview]) -> bool:
         """Fills the views, one after the other, out of this machine's memory; False if not all of it is there."""
 
