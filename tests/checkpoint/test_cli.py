@@ -132,6 +132,14 @@ def test_copy_goes_between_a_folder_and_a_bucket_and_back(
     assert there["path"] == f"{url}/checkpoint_step_00000002"
     assert [one["step"] for one in _json(capsys, "ls", url, *words)["checkpoints"]] == [2]
     assert _json(capsys, "verify", url, *words)["ok"] is True
+    assert _json(capsys, "show", url, *words)["tensors"]["model_state_dict.0.weight"]["shape"] == [16, 16]
+    assert _json(capsys, "prune", url, "--keep", "1", *words)["removed"] == []
+    out = tmp_path / "model.safetensors"
+    assert _json(capsys, "export", url, str(out), *words)["bytes"] == out.stat().st_size
+    assert main(["checkpoint", "verify", f"{url}/checkpoint_step_00000009", *words]) == 1
+    assert "manifest.json is missing" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", f"s3://{bucket}/nothing", *words]) == 2
+    assert "no checkpoints in" in capsys.readouterr().err
     back = tmp_path / "back" / "checkpoint_step_00000099"
     assert _json(capsys, "copy", f"{url}/checkpoint_step_00000002", str(back), *words)["step"] == 2
     assert same_state(NVMeBackend(tmp_path / "back").load("checkpoint_step_00000099"), make_state(2, seed=2))
