@@ -48,8 +48,11 @@ class _Crc32:
 
 
 _MAKERS: dict[str, Callable[[], Hasher]] = {"crc32": _Crc32, "sha256": hashlib.sha256}
+#: The same in one call, without an object: for the thousands of small tensors of a state.
+_AT_ONCE: dict[str, Callable[[bytes | memoryview], str]] = {}
 if xxhash is not None:
     _MAKERS["xxh3_128"] = xxhash.xxh3_128
+    _AT_ONCE["xxh3_128"] = xxhash.xxh3_128_hexdigest
 
 
 def best_algorithm() -> str:
@@ -69,10 +72,9 @@ def new_hasher(algorithm: str) -> Hasher:
 
 def checksum(data: bytes | memoryview, algorithm: str) -> str:
     """The checksum of a buffer as hex digits; frees the GIL while it works."""
+    if len(data) <= TOGETHER_BYTES and algorithm in _AT_ONCE:
+        return _AT_ONCE[algorithm](data)
     hasher = new_hasher(algorithm)
-    if len(data) <= PIECE_BYTES:
-        hasher.update(data)
-        return hasher.hexdigest()
     for start in range(0, len(data), PIECE_BYTES):
         hasher.update(data[start : start + PIECE_BYTES])
     return hasher.hexdigest()
