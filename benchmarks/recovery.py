@@ -6,7 +6,8 @@ allranks and torchft 0.2.0 (in its own virtual environment, its crashing DDP hoo
 on the same machine, two replicas over gloo, both at their default settings. Each number is the median of its
 rounds. Faults: kill -9, good-bye, SIGSTOP, a cut network (where network namespaces can be made), a hanging main
 thread (evicted through the lighthouse), a killed lighthouse. Also: healing a 100 MB model, rounds of both
-libraries in turn; the cost of a step; crashes of survivors; members lost by mistake on a busy machine.
+libraries in turn (the stall also against its floor: a step of both, and the state over bare sockets); the cost of
+a step; crashes of survivors; members lost by mistake on a busy machine.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from _recovery_replicas import HERE, Library, Lighthouse, Replica, pair, say, se
 
 TINY = {"width": 64, "layers": 2, "steps": 10**9, "compute_s": 0.005}
 # 100.8 MB of parameters, all of them trained; as much again of optimizer state; a twelfth trained (a short step).
+HEAVY_GB = 0.1008
 HEAVY = {"width": 1024, "layers": 24, "steps": 10**9, "rows": 2}
 HEAVIER = {**HEAVY, "momentum": 0.9}
 HEAVY_FROZEN = {**HEAVY, "frozen": 22}
@@ -293,6 +295,12 @@ def ratios(numbers: dict[str, float]) -> dict[str, float]:
     ours, theirs = numbers.get("step_overhead_allranks_ms"), numbers.get("step_overhead_torchft_ms")
     if ours is not None and theirs is not None and theirs > 0:
         found["step_overhead_vs_torchft"] = round(max(ours, 0.0) / theirs, 3)
+    stall = numbers.get("allranks_heal_longest_stall_s")
+    if (
+        stall is not None and "loopback_gb_per_s" in numbers
+    ):  # a step together cannot begin before the state is there
+        floor = numbers["allranks_heal_normal_step_s"] + HEAVY_GB / numbers["loopback_gb_per_s"]
+        found["heal_stall_vs_floor"] = round(stall / floor, 3)
     if "heal_gb_per_s" in numbers:
         found["heal_bandwidth_vs_loopback"] = round(
             numbers["heal_gb_per_s"] / numbers["loopback_gb_per_s"], 3
