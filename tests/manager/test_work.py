@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import ExitStack
 from datetime import timedelta
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from allranks.errors import GroupAborted
 from allranks.manager.future import sure
+from allranks.manager.group_nccl import environment
 from allranks.manager.work import wait_while
 
 
@@ -83,3 +86,18 @@ def test_a_sure_future_does_not_wait_for_one_that_never_comes() -> None:
     assert outer.wait() == 7
     inner.set_result(5)
     assert [type(error) for error in told] == [TimeoutError]
+
+
+def test_variables_of_an_abandoned_making_stay_until_the_next_is_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two at once, the first one ends first; what the user has set is neither changed nor taken away."""
+    monkeypatch.setenv("ALLRANKS_TEST_HIS", "his")
+    monkeypatch.delenv("ALLRANKS_TEST_OURS", raising=False)
+    values = {"ALLRANKS_TEST_HIS": "ours", "ALLRANKS_TEST_OURS": "1"}
+    with ExitStack() as second:
+        with environment(values):
+            second.enter_context(environment(values))
+        assert (os.environ["ALLRANKS_TEST_HIS"], os.environ["ALLRANKS_TEST_OURS"]) == ("his", "1")
+    assert os.environ["ALLRANKS_TEST_HIS"] == "his"
+    assert "ALLRANKS_TEST_OURS" not in os.environ

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -29,6 +30,8 @@ log = logging.getLogger("allranks.manager")
 
 #: Read by torch when a group is made: its watchdog must not end the process when we abort the group.
 _SURVIVE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_lock = threading.Lock()
+_users: Counter[str] = Counter()  # of variables that we have set
 
 
 class ProcessGroupNCCL(ReconfigurableGroup):
@@ -73,8 +76,8 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         options.group_name = meeting.name or f"allranks_{meeting.number}"
         if hasattr(options, "config"):
             options.config.blocking = False  # a blocking communicator waits without a limit
-        environment = {**_SURVIVE, "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, int(limit_s)))}
-        with torch.cuda.device(device), _environment(environment):
+        variables = {**_SURVIVE, "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, int(limit_s)))}
+        with torch.cuda.device(device), environment(variables):
             backend = dist.ProcessGroupNCCL(meeting.store, meeting.rank, meeting.world_size, options)
             backend._set_sequence_number_for_group()
             backend.eager_connect_single_device(device)
@@ -92,15 +95,26 @@ class ProcessGroupNCCL(ReconfigurableGroup):
 
 
 @contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for a moment; what the user has set is left alone."""
-    ours = {name: value for name, value in values.items() if name not in os.environ}
-    os.environ.update(ours)
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables for a while; what the user has set is left alone.
+
+    Several threads at once: one that was abandoned must not take them away from the next.
+    """
+    with _lock:
+        for name, value in values.items():
+            if name in _users or name not in os.environ:
+                _users[name] += 1
+                os.environ.setdefault(name, value)
+        ours = [name for name in values if name in _users]
     try:
         yield
     finally:
-        for name in ours:
-            os.environ.pop(name, None)
+        with _lock:
+            for name in ours:
+                _users[name] -= 1
+                if not _users[name]:
+                    del _users[name]
+                    os.environ.pop(name, None)
 
 
 def _abort(backend: Any) -> None:
