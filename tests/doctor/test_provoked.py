@@ -127,3 +127,4 @@ def test_what_differs_between_nodes_is_named_with_the_nodes(
     assert json.loads(capsys.readouterr().out)["problems"] == 2
     (tmp_path / "log").write_text("no answer")
     assert main(["doctor", "compare", str(tmp_path / "log")]) == 2
+    assert main(["doctor", "compare", str(tmp_path)]) == 2  # a folder

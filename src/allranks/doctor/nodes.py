@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import shutil
 import socket
@@ -133,8 +132,10 @@ def read_files(paths: Sequence[str], stdin: Iterable[str]) -> list[dict[str, obj
     for path in paths:
         if path == "-":
             found += read_answers(stdin, "standard input")
-        elif not os.path.exists(path):
-            raise InputError(f"no such file: {path}")
-        else:
-            found += read_answers(Path(path).read_text(errors="replace").splitlines(), path)
+            continue
+        try:
+            text = Path(path).read_text(errors="replace")
+        except OSError as error:
+            raise InputError(f"cannot read {path}: {error.strerror}") from error
+        found += read_answers(text.splitlines(), path)
     return found
