@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from allranks.errors import AllranksError
 from allranks.lighthouse.client import Client
 from allranks.model.cluster import ConnectionLost, MemberLeft, MemberLost
-from allranks.model.nodes import Presence, Succession
+from allranks.model.nodes import AGENT, Presence, Succession
 
 log = logging.getLogger("allranks.agent")
 
-AGENT = "agent-"  # how the names of agents begin
 LOOK_S = 2.0  # how often our ranks are looked at
 TELL_S = (
     10.0  # how often they are told although nothing has changed, and those of the lighthouse's node asked for

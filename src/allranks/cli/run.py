@@ -22,6 +22,7 @@ from allranks.cli.embedded import embed_lighthouse
 from allranks.cli.job_file import FLAGS as FLAGS_OF_FILE
 from allranks.cli.job_file import heartbeats, notice_options, policy_options, read_settings, take_defaults
 from allranks.errors import InputError
+from allranks.model.nodes import AGENT
 
 EPILOG = """\
 Every flag of torchrun is accepted (--nnodes, --nproc-per-node, --rdzv-backend c10d|etcd-v2|etcd-v3|static,
@@ -350,7 +351,7 @@ def _client(environment: JobEnvironment, stack: ExitStack) -> Any:
 
     options = ClientOptions(
         addresses=tuple(environment.lighthouse.split(",")), token=environment.token,
-        replica=f"agent-{socket.gethostname()}-{os.getpid()}", node=socket.gethostname(), role="observer", beacon=False,
+        replica=f"{AGENT}{socket.gethostname()}-{os.getpid()}", node=socket.gethostname(), role="observer", beacon=False,
     )  # fmt: skip
     client = Client(options)
     try:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 
 from allranks.lighthouse.bulletin import Bulletin
 from allranks.lighthouse.former import Timers
-from allranks.lighthouse.gathering import AGENT, Current, decide_gathering
+from allranks.lighthouse.gathering import Current, decide_gathering
 from allranks.lighthouse.nodes import Nodes
 from allranks.lighthouse.sessions import Session, Sessions
 from allranks.model.cluster import CollectEvidence, Gathering, Incident, MemberLeft, MemberLost
+from allranks.model.nodes import AGENT
 
 
 @dataclass

@@ -10,8 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from allranks.model.cluster import CollectEvidence, Gathering
-
-AGENT = "agent-"  # how the names of agents begin; other observers have no evidence
+from allranks.model.nodes import AGENT
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+AGENT = "agent-"  # how the names of agents begin; other observers have no evidence, and no node
+
 
 @dataclass(frozen=True)
 class Presence:
