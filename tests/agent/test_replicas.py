@@ -161,9 +161,11 @@ def test_output_is_prefixed_on_the_terminal_and_plain_in_the_file(
     assert (tmp_path / "logs" / "rank0.log").read_bytes() == b"one\ntwo\n"
 
 
-def test_a_terminal_that_takes_nothing_holds_up_nobody_and_says_what_it_left_out() -> None:
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_terminal_that_takes_nothing_holds_up_nobody_and_says_what_it_left_out(blocking: bool) -> None:
     """Nobody reads the pipe while twenty megabytes are written; later the reader gets what fits, in order."""
     reading, writing = os.pipe()
+    os.set_blocking(writing, blocking)
     terminal = Terminal(writing)
     terminal.start()
     for number in range(20):

@@ -55,6 +55,12 @@ def test_tensors_leave_by_the_path_they_had() -> None:
     assert unflatten(flat.skeleton, flat.tensors)["optim"]["state"][0]["step"] == 3.0
 
 
+@pytest.mark.parametrize("skeleton", [5, "text", None, {}, [], [[3]]])
+def test_a_skeleton_without_tensors_names_none(skeleton: object) -> None:
+    """Also one that no state of ours would have."""
+    assert tensor_names(skeleton) == []
+
+
 def test_two_paths_that_read_the_same_keep_two_tensors() -> None:
     """The key "a.b" and the path a → b do not overwrite each other."""
     flat = flatten({"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -55,9 +56,17 @@ class Terminal:
         while (lines := self._next()) is not None:
             try:
                 while lines:
-                    lines = lines[os.write(self._fd, lines) :]
+                    lines = lines[self._write(lines) :]
             except OSError:
                 return  # nobody reads any more
+
+    def _write(self, lines: bytes) -> int:
+        """As os.write; a terminal that another program made non-blocking is waited for."""
+        try:
+            return os.write(self._fd, lines)
+        except BlockingIOError:
+            select.select([], [self._fd], [], 1.0)
+            return 0
 
     def _next(self) -> bytes | None:
         """What to write next; None when all is written and it is closed."""

@@ -79,6 +79,8 @@ def _collect(value: Json, tags: tuple[str, ...], found: list[str]) -> None:
                 found.append(value[tag])
                 return
         value = value.values()
+    elif not isinstance(value, list):
+        return
     for item in value:
         if type(item) in _NESTED:
             _collect(item, tags, found)
