@@ -10,7 +10,7 @@ import torch
 
 from allranks.manager.heal_fetch import Fetch, Source
 from allranks.manager.heal_serve import HealServer
-from allranks.manager.heal_state import make_offer
+from allranks.manager.heal_state import LiveState, make_offer
 
 BYTES = 100 << 20
 ROUNDS = 5
@@ -60,7 +60,7 @@ def healing(state: torch.Tensor, landing: torch.Tensor) -> float:
     address = os.read(read_end, 100).decode()
 
     def receive() -> None:
-        Fetch((1, 1), lambda: {"w": landing}).run([Source(address, b"s")])
+        Fetch((1, 1), LiveState(lambda: {"w": landing})).run([Source(address, b"s")])
 
     found = best(receive)
     os.kill(child, signal.SIGKILL)

@@ -12,7 +12,7 @@ import torch
 from allranks.errors import HealingFailed
 from allranks.manager.heal_fetch import Fetch, Source
 from allranks.manager.heal_serve import HealServer
-from allranks.manager.heal_state import Offer, make_offer, stripes
+from allranks.manager.heal_state import LiveState, Offer, make_offer, stripes
 
 SECRET = b"known to members only"
 
@@ -39,7 +39,7 @@ def server() -> Iterator[HealServer]:
 
 
 def fetch(position: tuple[int, int] = (1, 5), own: Any = None) -> Fetch:
-    return Fetch(position, lambda: own if own is not None else {}, timeout_s=5.0)
+    return Fetch(position, LiveState(lambda: own if own is not None else {}), timeout_s=5.0)
 
 
 def same(first: Any, second: Any) -> bool:
@@ -77,6 +77,18 @@ def test_large_tensors_are_offered_without_a_copy() -> None:
     }
     assert places["weights.w0"] == live["weights"]["w0"].data_ptr()
     assert places["half"] != live["half"].data_ptr()
+
+
+def test_what_a_forward_may_change_is_copied_at_both_ends(server: HealServer) -> None:
+    """Large buffers of a wrapped module: its forward would write into what is being sent, or has just landed."""
+    live, own = state(), state(fill=7.0)
+    server.offer(make_offer((1, 5), live, moving=frozenset([live["weights"]["w0"].data_ptr()])))
+    live["weights"]["w0"].fill_(-1.0)
+    place = own["weights"]["w0"].data_ptr()
+    healing = Fetch((1, 5), LiveState(lambda: own, lambda: frozenset([place])), timeout_s=5.0)
+    healing.run([Source(server.address, SECRET)])
+    assert torch.all(own["weights"]["w0"] == 7.0)  # until load_state_dict brings it in
+    assert same(healing.state(), state())
 
 
 def test_the_work_is_shared_by_all_sources() -> None:
@@ -193,7 +205,7 @@ def test_a_fetch_that_cannot_even_connect_is_called_off_at_once() -> None:
         for one in crowd:
             one.setblocking(False)
             one.connect_ex(full.getsockname())
-        healing = Fetch((1, 5), dict, timeout_s=40.0)
+        healing = Fetch((1, 5), LiveState(dict), timeout_s=40.0)
         healing.begin([Source(f"127.0.0.1:{full.getsockname()[1]}", SECRET)])
         healing.cancel()
         with pytest.raises(HealingFailed):
@@ -227,7 +239,7 @@ def test_garbage_does_not_hurt_the_server(server: HealServer) -> None:
 def test_a_withdrawn_or_other_state_is_not_sent(server: HealServer) -> None:
     """Only the very state that was asked for; the receiver is told why not."""
     server.offer(make_offer((1, 6), state()))
-    waiting = Fetch((1, 5), dict, timeout_s=0.2)
+    waiting = Fetch((1, 5), LiveState(dict), timeout_s=0.2)
     with pytest.raises(HealingFailed, match="is not offered"):
         waiting.run([Source(server.address, SECRET)])
 

@@ -46,6 +46,27 @@ def test_one_that_comes_late_heals_from_all_that_are_ahead() -> None:
     old = replica(Claim(term=3, step=40, seen=3))
     plan = decide([old, replica(Claim()), old], number=4)
     assert (plan.sources, plan.healing, plan.participants) == ((0, 2), (1,), (0, 1, 2))
+    assert plan.late == ()
+
+
+def test_one_that_would_heal_beside_its_first_step_counts_later() -> None:
+    """The others need not wait for it to compute."""
+    plan = decide([replica(Claim(term=3, step=40, seen=3)), replica(Claim(), beside=True)], number=4)
+    assert (plan.healing, plan.participants, plan.late) == ((1,), (0, 1), (1,))
+
+
+@pytest.mark.parametrize("options", [{"min_replicas": 2}, {"min_replicas": 1, "fixed": True}])
+def test_it_heals_first_where_its_gradients_are_needed_or_places_are_fixed(
+    options: dict[str, object],
+) -> None:
+    """Two are wanted and only one holds the state: its zeros would be one too few."""
+    ahead = replica(Claim(term=3, step=40, seen=3), beside=True, **options)
+    assert decide([ahead, replica(Claim(), beside=True, **options)], number=4).late == ()
+
+
+def test_at_the_very_start_nobody_is_late() -> None:
+    """All begin together: the first step counts for all."""
+    assert decide([replica(Claim(), beside=True)] * 3, number=1).late == ()
 
 
 def test_members_beyond_a_fixed_number_are_spares() -> None:
@@ -101,7 +122,9 @@ def test_a_replica_whose_ranks_disagree_heals_as_a_whole() -> None:
 
 def test_claims_survive_their_way_through_the_lighthouse() -> None:
     """Encoded and decoded they are the same; fields of a newer version are dropped."""
-    said = replica(Claim(1, 2, 3, 4, True, "h:1", 5, 6, True), secret="ab", min_replicas=2, fixed=True)
+    said = replica(
+        Claim(1, 2, 3, 4, True, "h:1", 5, 6, True), secret="ab", min_replicas=2, fixed=True, beside=True
+    )
     assert ReplicaClaim.decode(said.encode()) == said
     assert ReplicaClaim.decode(said.encode().replace('"secret"', '"novelty":1,"secret"')) == said
 
@@ -117,8 +140,13 @@ claims = some.builds(
 
 
 @given(
-    some.lists(some.builds(lambda claim: replica(claim), claims), min_size=1, max_size=5), some.integers(0, 9)
-)
+    some.lists(
+        some.builds(
+            lambda claim, beside, least: replica(claim, beside=beside, min_replicas=least),
+            claims, some.booleans(), some.integers(1, 3),
+        ), min_size=1, max_size=5,
+    ), some.integers(0, 9),
+)  # fmt: skip
 def test_every_plan_leaves_all_members_at_one_state(members: list[ReplicaClaim], number: int) -> None:
     """Each member holds the top already, rolls forward to it, or heals from one that does; terms grow."""
     plan = decide(members, number)
@@ -134,7 +162,8 @@ def test_every_plan_leaves_all_members_at_one_state(members: list[ReplicaClaim],
         rolled = (claim.pending, claim.step + 1) if (index, 0) in plan.rolls_forward else claim.position
         assert rolled == plan.top
     assert set(plan.sources).isdisjoint(plan.healing)
-    assert plan.participants
+    assert set(plan.participants) - set(plan.late)
+    assert set(plan.late) <= set(plan.healing)
 
 
 @given(some.lists(claims.map(lambda claim: replace(claim, torn=False)), min_size=2, max_size=4))

@@ -4,18 +4,22 @@ Runs in a rank. Parameters are put into buckets in reverse order, the same in ev
 rebuilding: a replica that joined a moment ago must cut its gradients as the others do). A bucket is reduced as
 soon as its last gradient is there. `param.grad` keeps the local gradient until the whole backward has been
 reduced: when a member dies in between, the survivors reduce once more among themselves and lose nothing.
+
+A replica that heals beside its first step gives zeros: its forward runs on a state that is still arriving, and
+its backward ends where the module's output begins, since nobody would want its gradients.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from allranks.errors import ConfigurationError
 from allranks.manager.generation import Generation
@@ -37,6 +41,7 @@ class Bucket:
     parameters: list[nn.Parameter]
     buffer: torch.Tensor | None = None
     slices: list[torch.Tensor] = field(default_factory=list)
+    clean: bool = False  # nothing but zeros in the buffer
     missing: int = 0  # gradients not yet there in this backward
     work: ManagedWork | None = None
 
@@ -45,6 +50,7 @@ class Bucket:
         if any(_same_place(p.grad, part) for p, part in zip(self.parameters, self.slices, strict=False)):
             self.forget()  # gradients that add up over steps or backwards: the reduction must not touch them
         buffer = self._allocate()
+        self.clean = False
         present: list[torch.Tensor] = []
         local: list[torch.Tensor] = []
         for part, p in zip(self.slices, self.parameters, strict=True):
@@ -65,11 +71,22 @@ class Bucket:
 
     def empty(self) -> torch.Tensor:
         """The buffer with nothing in it: what a replica gives that does not take part."""
-        return self._allocate().zero_()
+        self.prepare()
+        self.clean = False  # others will put in what they have
+        assert self.buffer is not None
+        return self.buffer
+
+    def prepare(self) -> None:
+        """Touches the memory, so that the first step, for which others may wait, need not."""
+        buffer = self._allocate()
+        if not self.clean:
+            buffer.zero_()
+            self.clean = True
 
     def forget(self) -> None:
         """Takes a new buffer next time: an operation that was given up may still hold the old one."""
         self.buffer = None
+        self.clean = False
         self.slices.clear()
 
     def spread(self) -> None:
@@ -108,7 +125,7 @@ class DistributedDataParallel(nn.Module):
             [p for p in module.parameters() if p.requires_grad], int(bucket_cap_mb * (1 << 20))
         )
         for bucket in self._buckets:
-            bucket.empty()  # touched once here rather than in the first step, for which others may wait
+            bucket.prepare()
         self._home = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._synchronises = True
         self._open = False  # a backward is running
@@ -117,9 +134,12 @@ class DistributedDataParallel(nn.Module):
         self._pass = object()  # names one backward among the step's collectives
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self._home]
         manager._before_vote.append(self._reduce_missing)
+        manager._wrapped.append(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        output = self.module(*args, **kwargs)
+        in_vain = not torch.compiler.is_compiling() and self._manager[0]._backward_is_in_vain()
+        return self._cut_off(output) if in_vain and not _any_wants_grad((args, kwargs)) else output
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -130,17 +150,41 @@ class DistributedDataParallel(nn.Module):
         finally:
             self._synchronises = before
 
+    def _cut_off(self, output: Any) -> Any:
+        """The output without the graph behind it; a backward that comes here reduces zeros."""
+        if not _any_wants_grad(output):
+            return output
+        self._manager[0].training.attempt.empty = True
+        anchor = torch.zeros((), requires_grad=True)
+
+        def cut(value: torch.Tensor) -> torch.Tensor:
+            if not value.requires_grad:
+                return value
+            end: torch.Tensor = _End.apply(anchor, value.detach(), self._ended)
+            return end
+
+        return tree_map_only(torch.Tensor, cut, output)
+
     # ---- called by autograd ----
 
     def _ready(self, parameter: nn.Parameter) -> None:
         if not self._synchronises:
             return
-        if not self._open:
-            self._begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._enter()
         self._home[parameter].missing -= 1
         while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
             self._reduce_next()
+
+    def _ended(self) -> None:
+        if self._synchronises:
+            self._enter()
+            while self._next < len(self._buckets):
+                self._reduce_next()
+
+    def _enter(self) -> None:
+        if not self._open:
+            self._begin()
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _begin(self) -> None:
         self._open = True
@@ -197,6 +241,28 @@ class DistributedDataParallel(nn.Module):
             self._begin()
             self._finish()
             self._reduced = False
+
+
+class _End(torch.autograd.Function):
+    """Where a graph was cut: calls back when a backward gets here, and ends it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, value: torch.Tensor, reached: Callable[[], None]
+    ) -> torch.Tensor:
+        ctx.reached = reached
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
+        ctx.reached()
+        return None, None, None
+
+
+def _any_wants_grad(tree: Any) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(tree))
 
 
 def _same_place(gradient: torch.Tensor | None, part: torch.Tensor) -> bool:

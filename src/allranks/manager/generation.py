@@ -26,6 +26,7 @@ class Generation:
     broken: str = ""  # why, in the words of who noticed
     over: bool = False  # replaced by a later one: its end is no accident
     loaded: bool = True  # the state to train on is in place; False while healing
+    together: bool = False  # its first step is behind it: those who came late hold the state too
 
     @property
     def number(self) -> int:
@@ -42,8 +43,9 @@ class Generation:
 
     @property
     def participants(self) -> tuple[int, ...]:
-        """Whose gradients count."""
-        return self.plan.participants
+        """Whose gradients count in this step."""
+        late = () if self.together else self.plan.late
+        return tuple(index for index in self.plan.participants if index not in late)
 
     @property
     def participates(self) -> bool:
@@ -80,6 +82,8 @@ class Attempt:
     """One try at a step by the training thread."""
 
     generation: Generation | None = None  # bound at the first collective
+    committed: bool = False
+    empty: bool = False  # its gradients were not computed, for nobody was to count on them
     error: Exception | None = None  # ours alone: we go on with the collectives and vote no
     spoiled: str = ""  # the group broke, or we computed on an old state: no vote
     issuers: list[object] = field(default_factory=list)  # who issued each collective, in order

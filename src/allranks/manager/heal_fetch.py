@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from allranks.checkpoint.checksum import new_hasher
 from allranks.errors import AllranksError, HealingFailed
 from allranks.manager.heal_staging import Staging
-from allranks.manager.heal_state import Landing, Layout, make_landing, stripes
+from allranks.manager.heal_state import Landing, Layout, LiveState, make_landing, stripes
 from allranks.manager.heal_wire import (
     HealWireError,
     Segment,
@@ -48,10 +48,10 @@ class Source:
 
 @dataclass(eq=False)
 class Fetch:
-    """One healing. `own_state` gives our tensors, into which the bytes go directly."""
+    """One healing. `live` gives our tensors, into which the bytes go directly."""
 
     position: Position
-    own_state: Callable[[], Any]
+    live: LiveState
     timeout_s: float = 60.0
     device: torch.device | None = None
     received_bytes: int = 0
@@ -212,7 +212,7 @@ class Fetch:
         layout = Layout.from_json(answer)
         with self._lock:
             if self._landing is None:
-                landing = make_landing(layout, self.own_state(), self.device)
+                landing = make_landing(layout, self.live.read(), self.device, self.live.moving())
                 # In this order: `complete` is asked without the lock.
                 self._left.extend(stripes(layout))
                 self._landing = landing

@@ -1,12 +1,13 @@
 """A rank's live state as bytes on the way: which tensors there are, and where their bytes lie.
 
-Nothing is copied here but what may change under our hands (small tensors: batch-norm statistics, counters) and
-what has no contiguous CPU bytes; the rest is read from, or received into, the tensors that train.
+Nothing is copied here but what may change under our hands (buffers of the wrapped modules, and all small tensors:
+they may be counters) and what has no contiguous CPU bytes; the rest is read from, or received into, the tensors
+that train.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,19 @@ from allranks.manager.plan import Position
 #: Tensors up to this size are copied when they are offered: forward may change them (buffers, counters).
 SMALL_BYTES = 64 << 10
 STRIPE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """How the state of a rank is got at, from any thread, while it stands still."""
+
+    read: Callable[[], Any]
+    moving: Callable[[], frozenset[int]] = frozenset  # addresses of tensors that a forward may change
+    volatile: Callable[[], bool] = bool  # whether all of it may change between commits
+
+    def offer(self, position: Position) -> Offer:
+        """Makes it fetchable as it stands now."""
+        return make_offer(position, self.read(), self.volatile(), self.moving())
 
 
 @dataclass(frozen=True)
@@ -85,7 +99,9 @@ class Offer:
                 yield staging.fetch(_bytes_of(tensor)[segment.offset : end])
 
 
-def make_offer(position: Position, state: Any, copy: bool = False) -> Offer:
+def make_offer(
+    position: Position, state: Any, copy: bool = False, moving: frozenset[int] = frozenset()
+) -> Offer:
     """Makes a state fetchable. `copy` takes a whole copy: for states that change before the next commit."""
     flat = flatten(state)
     notes, tensors = [], []
@@ -97,7 +113,7 @@ def make_offer(position: Position, state: Any, copy: bool = False) -> Offer:
             nbytes <= SMALL_BYTES
         ):  # to the host: a copy on the device would have to be waited for by its readers
             local = local.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        elif copy or not local.is_contiguous():
+        elif copy or not local.is_contiguous() or local.data_ptr() in moving:
             local = _settled_copy(local.detach())
         notes.append(
             TensorNote(name, str(local.dtype).removeprefix("torch."), tuple(local.shape), nbytes, whole)
@@ -153,12 +169,14 @@ class Landing:
         return unflatten(self.layout.skeleton, self.values)
 
 
-def make_landing(layout: Layout, own_state: Any, device: torch.device | None = None) -> Landing:
-    """Prepares memory for a layout, reusing the tensors of our own state."""
+def make_landing(
+    layout: Layout, own_state: Any, device: torch.device | None = None, moving: frozenset[int] = frozenset()
+) -> Landing:
+    """Prepares memory for a layout, reusing the tensors of our own state that no forward may be changing."""
     own = flatten(own_state).tensors
     values, locals_ = {}, []
     for note in layout.notes:
-        value, local = _place(note, own, device)
+        value, local = _place(note, own, device, moving)
         values[note.name] = value
         locals_.append(local)
     return Landing(layout, values, tuple(locals_))
@@ -190,17 +208,19 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _place(
-    note: TensorNote, own: Mapping[str, torch.Tensor], device: torch.device | None
+    note: TensorNote,
+    own: Mapping[str, torch.Tensor],
+    device: torch.device | None,
+    moving: frozenset[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mine = own.get(note.name)
     dtype = _dtype(note.dtype)
     if mine is not None:
         local = local_of(mine)
         fits = local.dtype == dtype and tuple(local.shape) == note.shape and local.is_contiguous()
-        small = (
-            note.nbytes <= SMALL_BYTES and not note.whole
-        )  # a forward may be changing it: load_state_dict will
-        if fits and not small and (local is not mine) == bool(note.whole):
+        # A forward may be changing it: then load_state_dict will bring it in.
+        moves = local.data_ptr() in moving or (note.nbytes <= SMALL_BYTES and not note.whole)
+        if fits and not moves and (local is not mine) == bool(note.whole):
             return mine, local.detach()
         device = local.device
     fresh = torch.empty(note.shape, dtype=dtype, device=device)

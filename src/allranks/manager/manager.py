@@ -25,6 +25,7 @@ from allranks.manager.future import sure
 from allranks.manager.generation import Attempt, Generation
 from allranks.manager.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.heal_fetch import Fetch
+from allranks.manager.heal_state import LiveState
 from allranks.manager.meeting import Seconds, seconds
 from allranks.manager.opened import Opened
 from allranks.manager.options import ManagerOptions, WorldSizeMode, from_environment
@@ -96,6 +97,7 @@ class Manager:
         self.training = TrainingState()
         self._functions: dict[str, tuple[LoadFunction, SaveFunction]] = {}
         self._before_vote: list[Callable[[], None]] = []
+        self._wrapped: list[torch.nn.Module] = []
         self._opened: Opened | None = None
         self._failures = 0
         self._settled: torch.cuda.Event | None = None  # on a GPU: the state stands still once it has passed
@@ -141,6 +143,10 @@ class Manager:
             self._settled.synchronize()
         user = {key: save() for key, (_, save) in self._functions.items()}
         return {"user": user, "manager": self.state_dict()}
+
+    def _moving_places(self) -> frozenset[int]:
+        """Where a forward may write: buffers of the wrapped modules."""
+        return frozenset(buffer.data_ptr() for module in self._wrapped for buffer in module.buffers())
 
     def allow_state_dict_read(self) -> None:
         """torchft's lock around state reads. Here the state is read only while it stands still."""
@@ -315,7 +321,8 @@ class Manager:
                 if self.training.closing:
                     raise ManagerError("this manager was shut down")
                 opened = Opened(self.options, self.training, self.group)
-                self._opened = opened.start(self._secret, self._read_state, lambda: self._volatile)
+                live = LiveState(self._read_state, self._moving_places, lambda: self._volatile)
+                self._opened = opened.start(self._secret, live)
                 atexit.register(self.shutdown)
             return self._opened
 
@@ -324,6 +331,15 @@ class Manager:
         if torch.cuda.is_initialized():
             self._settled = torch.cuda.Event()
             self._settled.record()
+
+    def _backward_is_in_vain(self) -> bool:
+        """Whether this replica heals beside the step and gives zeros.
+
+        Of several wrapped modules one backward may run through all, in an order that only it knows.
+        """
+        generation = self.training.generation
+        late = generation is not None and not generation.loaded and not generation.participates
+        return late and len(self._wrapped) == 1
 
     def _bound(self) -> Generation:
         attempt = self.training.attempt

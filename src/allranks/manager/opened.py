@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -18,6 +17,7 @@ from allranks.lighthouse.client import Client, ClientOptions
 from allranks.manager.ballot_box import BallotBox
 from allranks.manager.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.heal_serve import HealServer
+from allranks.manager.heal_state import LiveState
 from allranks.manager.inside import InsideReplica
 from allranks.manager.options import ManagerOptions
 from allranks.manager.regroup import Regrouper
@@ -52,7 +52,7 @@ class Opened:
     _thread: threading.Thread | None = None
     _reported: float = 0.0
 
-    def start(self, secret: str, read_state: Callable[[], Any], copy_offers: Callable[[], bool]) -> Opened:
+    def start(self, secret: str, live: LiveState) -> Opened:
         """Connects to the lighthouse and starts the regrouping thread."""
         options = self.options
         self.group.choose_device()
@@ -73,8 +73,7 @@ class Opened:
             box=self._box(),
             server=self.server,
             store_address=self._host_store() if inside.speaks else "",
-            read_state=read_state,
-            copy_offers=copy_offers,
+            live=live,
         )
         self.client.subscribe(self._hear)
         self._thread = threading.Thread(target=self.regrouper.run, name="allranks-regroup", daemon=True)

@@ -51,6 +51,7 @@ class ReplicaClaim:
     min_replicas: int = 1
     init_sync: bool = True
     fixed: bool = False  # members beyond min_replicas are spares: they give zeros
+    beside: bool = False  # it would rather heal beside its first step, giving zeros, than hold the others up
 
     def encode(self) -> str:
         """As JSON, for the free text of a lighthouse member."""
@@ -77,6 +78,7 @@ class Plan:
     healing: tuple[int, ...]
     sources: tuple[int, ...]  # hold `top`, now or as soon as they have rolled forward
     participants: tuple[int, ...]  # whose gradients count; the others are spares and give zeros
+    late: tuple[int, ...] = ()  # of these: who heals beside the first step, and counts from the second on
     rolls_forward: frozenset[tuple[int, int]] = field(default_factory=frozenset)  # (replica, rank)
     reason: str = ""
 
@@ -94,16 +96,18 @@ def decide(members: Sequence[ReplicaClaim], number: int = 0) -> Plan:
     healing = [index for index in range(len(members)) if index not in sources]
     healing = [index for index in healing if not (places[index] == top and not members[index].init_sync)]
     participants = _participants(members)
+    late = () if fresh else _late(members, healing)
     term = max(1 + max(claim.seen for member in members for claim in member.ranks), number)
     rolls = {(replica, rank) for replica, rank in rolls if replica not in healing}
     steady = [index for index in sources if not any(replica == index for replica, _ in rolls)]
-    reason = _reason(members, top, steady or sources, healing, participants, rolls)
+    reason = _reason(members, top, steady or sources, healing, participants, late, rolls)
     return Plan(
         term=term,
         top=top,
         healing=tuple(healing),
         sources=tuple(steady or sources),
         participants=tuple(participants),
+        late=late,
         rolls_forward=frozenset(rolls),
         reason=reason,
     )
@@ -152,12 +156,20 @@ def _participants(members: Sequence[ReplicaClaim]) -> list[int]:
     return everyone[:wanted] if any(member.fixed for member in members) else everyone
 
 
+def _late(members: Sequence[ReplicaClaim], healing: Sequence[int]) -> tuple[int, ...]:
+    """Who heals beside the first step: those who would, if the others are enough without them."""
+    late = tuple(index for index in healing if members[index].beside)
+    enough = len(members) - len(late) >= max(member.min_replicas for member in members)
+    return late if enough and not any(member.fixed for member in members) else ()
+
+
 def _reason(
     members: Sequence[ReplicaClaim],
     top: Position,
     sources: Sequence[int],
     healing: Sequence[int],
     participants: Sequence[int],
+    late: Sequence[int],
     rolls: set[tuple[int, int]],
 ) -> str:
     if top == NOWHERE:
@@ -166,7 +178,8 @@ def _reason(
     if rolls:
         parts.append(f"step {top[1]} was committed before the failure: {len(rolls)} ranks roll forward")
     if healing:
-        parts.append(f"{_names(healing)} heal from {_names(sources)}")
+        beside = " beside their first step" if late else ""
+        parts.append(f"{_names(healing)} heal from {_names(sources)}{beside}")
     if len(participants) < len(members):
         parts.append(f"gradients of {_names(participants)} count")
     return "; ".join(parts)

@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -26,7 +26,7 @@ from allranks.manager.generation import Generation
 from allranks.manager.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.heal_fetch import Fetch, Source
 from allranks.manager.heal_serve import HealServer
-from allranks.manager.heal_state import make_offer
+from allranks.manager.heal_state import LiveState
 from allranks.manager.inside import InsideReplica
 from allranks.manager.making import Making
 from allranks.manager.meeting import Meeting
@@ -56,8 +56,7 @@ class Regrouper:
     box: BallotBox
     server: HealServer
     store_address: str  # of the store hosted by rank 0 of this replica; the primary's is the meeting place
-    read_state: Callable[[], Any]
-    copy_offers: Callable[[], bool]  # whether the state may change between commits
+    live: LiveState
     fetch: Fetch | None = None
     shrink_only: bool = False
     _offer_due: Generation | None = None
@@ -122,7 +121,7 @@ class Regrouper:
         with self._guard:
             generation, self._offer_due = self._offer_due, None
         if generation is not None and generation.usable:
-            self.server.offer(make_offer(generation.plan.top, self.read_state(), self.copy_offers()))
+            self.server.offer(self.live.offer(generation.plan.top))
 
     # ---- the quorum ----
 
@@ -169,6 +168,7 @@ class Regrouper:
             min_replicas=options.min_replica_size,
             init_sync=options.init_sync,
             fixed=options.world_size_mode is WorldSizeMode.FIXED_WITH_SPARES,
+            beside=options.use_async_quorum and self.training.eager,
         )
         return Member(
             replica=options.replica_id,
@@ -229,7 +229,7 @@ class Regrouper:
             with self._guard:
                 self._offer_due = generation
         else:
-            self.server.offer(make_offer(generation.plan.top, self.read_state(), self.copy_offers()))
+            self.server.offer(self.live.offer(generation.plan.top))
 
     def _let_go(self, old: Generation | None, reason: str) -> None:
         """Takes the previous group down, so that nobody waits in it for us."""
@@ -285,7 +285,7 @@ class Regrouper:
 
     def _prepare_fetch(self, top: Position) -> Fetch:
         if self.fetch is None or self.fetch.position != top:
-            self.fetch = Fetch(top, self.read_state, timeout_s=self.options.timeout_s)
+            self.fetch = Fetch(top, self.live, timeout_s=self.options.timeout_s)
         return self.fetch
 
     def _begin(self, fetch: Fetch, generation: Generation) -> None:

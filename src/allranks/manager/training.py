@@ -65,6 +65,8 @@ class TrainingState:
                 and not old.spoiled
             ):
                 self._break(old.generation, "a step was abandoned in the middle")
+            if old.committed and old.generation is not None:
+                old.generation.together = True
             self.attempt = Attempt()
             self.phase = Phase.COMPUTING
             self.verdict, self.claimed_pending = None, False
@@ -85,7 +87,8 @@ class TrainingState:
                     attempt.spoiled = self.wanted or "the members change"
                     return None
                 generation = self._wait_for_group(limit_s)
-                if generation.heals and not generation.loaded and generation.participates:
+                stale = attempt.empty or (generation.heals and not generation.loaded)
+                if stale and generation.participates:
                     attempt.spoiled = "computed on a state that had to be healed"
                     return None
                 attempt.generation = generation
@@ -106,7 +109,7 @@ class TrainingState:
             self.phase = Phase.COMPUTING
             self.changed.notify_all()
             generation = self._wait_for_group(limit_s)
-            if generation.heals:
+            if (generation.heals or attempt.empty) and generation.participates:
                 attempt.spoiled = "this replica is behind and must heal"
                 return None
             attempt.generation = generation
@@ -188,6 +191,7 @@ class TrainingState:
 
     def _commit(self, term: int) -> None:
         self.term, self.step = term, self.step + 1
+        self.attempt.committed = True
         self.phase = Phase.APPLYING
 
     def rest(self) -> None:

@@ -1,0 +1,213 @@
+"""A replica that comes to running ones: it heals beside its first step, gives nothing in it and costs them nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import allranks.torchft as torchft
+from allranks.lighthouse.options import Options
+from allranks.manager.ballot_box import BallotBox
+from allranks.manager.generation import Attempt, Generation
+from allranks.manager.group import ProcessGroupGloo
+from allranks.manager.plan import Claim, ReplicaClaim, decide
+from allranks.manager.training import TrainingState
+from allranks.model.cluster import Member, Quorum
+from allranks.testing.ranks import Ranks
+
+from .cluster import LIMIT_S, LighthouseProcess, batch, fingerprint
+
+ALONE, TOGETHER = 3, 3  # steps that are made
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseProcess]:
+    with LighthouseProcess(Options(min_replicas=1, heartbeat_timeout_s=2.0)) as running:
+        yield running
+
+
+class Net(nn.Module):
+    """Answers with a dict, and counts its forwards in a buffer too large to be taken for a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 4)
+        self.seen: torch.Tensor
+        self.register_buffer("seen", torch.zeros(40_000))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        self.seen.add_(1)
+        return {"out": self.last(self.first(x).tanh()), "rows": len(x)}
+
+
+@dataclass
+class Course:
+    """What one replica saw, step by step."""
+
+    steps: list[tuple[int, int, bool]] = field(default_factory=list)  # step, participants, whether it counted
+    backwards: list[int] = field(default_factory=list)  # that reached the first layer, in each step
+    state: str = ""
+    seen: float = 0.0
+
+
+def state_of(model: Net, inner: torch.optim.Optimizer) -> str:
+    model.seen.zero_()  # buffers are each replica's own
+    return fingerprint(model, inner)
+
+
+def loss_of(answer: dict[str, Any]) -> torch.Tensor:
+    answer["out"].mul_(2.0)  # in place, as scripts do
+    loss: torch.Tensor = answer["out"].square().sum() / answer["rows"]
+    return loss
+
+
+def build() -> tuple[Net, torch.optim.Optimizer]:
+    torch.set_num_threads(1)
+    torch.manual_seed(7)
+    model = Net()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _train(rank: int, world: int, address: str, folder: str, how: str) -> Course:
+    model, inner = build()
+    if rank == 1:
+        nn.init.constant_(model.first.weight, 3.0)  # only healing brings the others' weights
+        while not Path(folder, "go").exists():
+            time.sleep(0.01)
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
+    manager = torchft.Manager(
+        load_state_dict=load, state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+        min_replica_size=1, lighthouse_addr=address, replica_id=f"r{rank}", rank=0, world_size=1, timeout=30,
+        quorum_timeout=30, use_async_quorum=how != "heal first",
+    )  # fmt: skip
+    ddp = torchft.DistributedDataParallel(manager, model, bucket_cap_mb=0.001)
+    optimizer = torchft.Optimizer(manager, inner)
+    course, reached = Course(), [0]
+    model.first.weight.register_hook(lambda gradient: reached.__setitem__(0, reached[0] + 1))
+    together = 0
+    while together < TOGETHER:
+        reached[0] = 0
+        optimizer.zero_grad()
+        step = manager.current_step()
+        x = batch(step, 8)
+        if how == "two backwards":
+            with ddp.no_sync():
+                (loss_of(ddp(x)) / 2).backward()
+            (loss_of(ddp(x)) / 2).backward()
+        else:
+            loss_of(ddp(x.requires_grad_(how == "inputs want gradients"))).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        count, counted = manager.num_participants(), manager.is_participating()
+        if optimizer.step():
+            course.steps.append((manager.current_step() - 1, count, counted))
+            assert (manager.num_participants(), manager.is_participating()) == (count, counted)
+            course.backwards.append(reached[0])
+            together += count == 2
+        if rank == 0 and manager.current_step() == ALONE:
+            Path(folder, "go").touch()
+        time.sleep(0.005)
+    course.seen = float(model.seen.min())
+    course.state = state_of(model, inner)
+    manager.shutdown()
+    return course
+
+
+def _alone(rank: int, world: int, steps: int) -> str:
+    model, inner = build()
+    for step in range(steps):
+        inner.zero_grad()
+        loss_of(model(batch(step, 8))).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        inner.step()
+    return state_of(model, inner)
+
+
+def run(lighthouse: LighthouseProcess, folder: Path, how: str) -> tuple[Course, Course]:
+    """Both courses; their states are equal, and those of one that trained alone on the same batches."""
+    with Ranks(_train, 2, args=(lighthouse.address, str(folder), how), backend=None) as ranks:
+        there, late = ranks.values(LIMIT_S)
+    with Ranks(_alone, 1, args=(there.steps[-1][0] + 1,), backend=None) as ranks:
+        alone = ranks.values(LIMIT_S)[0]
+    assert there.state == late.state == alone
+    assert [count for _, count, _ in there.steps[-TOGETHER:]] == [2] * TOGETHER
+    return there, late
+
+
+@pytest.mark.parametrize("how", ["one backward", "two backwards"])
+def test_it_gives_nothing_in_its_first_step_and_computes_no_gradients(
+    lighthouse: LighthouseProcess, tmp_path: Path, how: str
+) -> None:
+    """The others' mean is over themselves; its parameters follow because the gradients reach it too."""
+    there, late = run(lighthouse, tmp_path, how)
+    joined = late.steps[0][0]
+    assert late.steps[0] == (joined, 1, False)
+    assert (joined, 1, True) in there.steps
+    each = 2 if how == "two backwards" else 1
+    assert late.backwards == [0] + [each] * TOGETHER
+    assert late.seen >= ALONE  # healed, not its own count
+
+
+def test_a_script_that_wants_gradients_of_its_inputs_gets_them(
+    lighthouse: LighthouseProcess, tmp_path: Path
+) -> None:
+    """Then the backward runs as always, and still counts for nothing in the first step."""
+    _, late = run(lighthouse, tmp_path, "inputs want gradients")
+    assert late.steps[0][1:] == (1, False)
+    assert late.backwards[0] == 1
+
+
+def test_without_an_asynchronous_quorum_it_heals_first_and_counts_at_once(
+    lighthouse: LighthouseProcess, tmp_path: Path
+) -> None:
+    """The others wait for its healing and its first step; no gradient is lost."""
+    _, late = run(lighthouse, tmp_path, "heal first")
+    assert late.steps[0][1:] == (2, True)
+    assert late.backwards[0] == 1
+
+
+def made(claim: ReplicaClaim) -> Generation:
+    """A generation of two in which replica 1 is we."""
+    claims = [ReplicaClaim(ranks=(Claim(term=1, step=5, seen=1),)), claim]
+    members = tuple(Member(replica=f"r{place}") for place in range(2))
+    group = ProcessGroupGloo()
+    return Generation(Quorum(2, 1, members), decide(claims, 2), 1, 0, group, BallotBox(), group)
+
+
+def test_gradients_that_were_not_computed_are_never_counted() -> None:
+    """A group made since the forward counts on us: the step is tried again instead of reducing zeros."""
+    behind, equal = Claim(term=0, step=0), Claim(term=1, step=5, seen=1)
+    late, first, healthy = (
+        ReplicaClaim(ranks=(claim,), beside=beside)
+        for claim, beside in ((behind, True), (behind, False), (equal, True))
+    )
+    for claim, bound in ((late, True), (first, False), (healthy, False)):
+        training, attempt = TrainingState(), Attempt(empty=True)
+        training.generation, training.attempt = made(claim), attempt
+        assert (training.bind(attempt, 1.0) is not None) is bound
+        assert bool(attempt.spoiled) is not bound
+        assert (training.rebind(attempt, 1.0) is not None) is bound
+
+
+def test_who_came_late_counts_from_the_second_step_on() -> None:
+    """The group's first commit is what makes them equal; one that fails does not."""
+    training = TrainingState()
+    generation = training.generation = made(ReplicaClaim(ranks=(Claim(),), beside=True))
+    for committed, participants in ((False, (0,)), (True, (0,)), (False, (0, 1)), (True, (0, 1))):
+        attempt = training.begin()
+        assert training.bind(attempt, 1.0) is generation
+        assert generation.participants == participants
+        if committed:
+            assert training.passed(generation, 1.0)
+        assert generation.participants == participants  # also for who asks after the step
+        training.rest()
