@@ -46,8 +46,9 @@ def test_a_killed_build_goes_on_where_it_was(
         source = packed
     output = tmp_path / "big.index"
     first = subprocess.Popen(
-        build_command(source, output, tokenizer_file, "--workers", "2"), stderr=subprocess.DEVNULL
-    )
+        build_command(source, output, tokenizer_file, "--workers", "2"), stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background
+    )  # fmt: skip
     deadline = time.monotonic() + 60
     while _journal_lines(output) < 4 and time.monotonic() < deadline:
         time.sleep(0.002)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from allranks.elastic.config import validate_config, validate_s3_access
+from allranks.elastic.config.s3 import _judge
 from checkpoint.s3server import KEY, SECRET, Proxy, S3Server
 
 pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
@@ -67,3 +68,17 @@ def test_a_server_that_is_not_there_is_a_warning_not_a_verdict(tmp_path: Path) -
     """Nobody listens: we could not tell, within the limit."""
     result = validate_s3_access("b", endpoint="http://127.0.0.1:9")
     assert result.valid and "Could not verify S3 bucket 'b'" in result.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Error performing GET http://h:4030/b in 100.403841ms - HTTP error: error sending request", "Could not verify"),
+        ("Error performing PUT http://h:1/b/401-404 in 1ms - HTTP error: connection closed", "Could not verify"),
+        ("Error performing PUT http://169.254.169.254/ in 1ms - status code: 404 Not Found", "not configured"),
+    ],
+)  # fmt: skip
+def test_digits_in_a_time_a_port_or_a_name_are_no_refusal(text: str, said: str) -> None:
+    """Only a status that the store itself has sent is a verdict on its bucket."""
+    sentence, fatal = _judge(text, "b", "s3:PutObject")
+    assert said in sentence and not fatal

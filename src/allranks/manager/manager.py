@@ -443,6 +443,7 @@ class Manager:
             self.training.healed(generation, fetch.position)
             if self.training.generation is generation:  # else the next group may be about to ask for it again
                 opened.regrouper.fetch = None
+        record.step(self.training.step)
         return True
 
     def _fetched(self, opened: Opened, generation: Generation) -> Fetch | None:

@@ -88,10 +88,10 @@ def _compare_replicas() -> None:
     ordinary = OptimizerWrapper.step
 
     def step(optimizer: OptimizerWrapper, closure: Any = None) -> bool:
-        number = optimizer.manager.current_step()
         applied = ordinary(optimizer, closure)
         if applied and (state := _fingerprint(optimizer)) is not None:
-            tell(at_step=number, state=state, part=int(os.environ.get("RANK", "0")))
+            made = optimizer.manager.current_step() - 1  # known only now: it may have healed on the way
+            tell(at_step=made, state=state, part=int(os.environ.get("RANK", "0")))
         return applied
 
     OptimizerWrapper.step = step  # type: ignore[assignment, method-assign]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ from allranks.elastic.config.problem import ValidationResult, result_of
 from allranks.errors import MissingExtra, require
 
 _CREDENTIALS = "Configure credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or attach an IAM role"
+_STATUS = re.compile(r"status code: (\d{3})")
+_ROLE_SERVER = "169.254.169.254"  # asked for the credentials of a machine's role
 
 
 def validate_s3_access(
@@ -66,19 +69,18 @@ def _probe(store: Any, bucket: str) -> ValidationResult:
 
 def _judge(text: str, bucket: str, action: str) -> tuple[str, bool]:
     """(sentence, whether it is an error)."""
-    low = text.lower()
-    if "nosuchbucket" in low:
+    found = _STATUS.search(text)  # what the server said; elsewhere digits may be a port or a time
+    status = int(found[1]) if found and _ROLE_SERVER not in text else 0
+    if status == 404:
         return f"S3 bucket '{bucket}' does not exist. Create it: aws s3 mb s3://{bucket}", True
-    if "403" in low or "accessdenied" in low or "forbidden" in low or "signaturedoesnotmatch" in low:
+    if status == 403:
         return (
             f"Access denied to S3 bucket '{bucket}'. Check IAM permissions: {action} is missing, "
             "or the credentials are wrong",
             True,
         )
-    if "401" in low or "unauthorized" in low:
+    if status == 401:
         return f"Access denied to S3 bucket '{bucket}': credentials refused. {_CREDENTIALS}", True
-    if "404" in low or "not found" in low:
-        return f"S3 bucket '{bucket}' does not exist. Create it: aws s3 mb s3://{bucket}", True
-    if "credential" in low or "169.254.169.254" in low:
+    if not status and ("credential" in text.lower() or _ROLE_SERVER in text):
         return f"AWS credentials not configured, cannot check S3 bucket '{bucket}'. {_CREDENTIALS}", False
     return f"Could not verify S3 bucket '{bucket}' ({action}): {text.splitlines()[0][:200]}", False
