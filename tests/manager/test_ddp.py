@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,28 @@ def test_buckets_are_reduced_while_the_backward_still_runs(lighthouse: Lighthous
     with Ranks(_overlap, 2, args=(lighthouse.address,), backend=None) as ranks:
         for seen in ranks.values(LIMIT_S):
             assert "reduce" in seen[: seen.index("first layer's gradient")]
+
+
+def _spent(rank: int, world: int, address: str) -> list[list[bool]]:
+    manager, model = make_manager(address, f"r{rank}"), net()
+    made: list[weakref.ref[torch.Tensor]] = []
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: made.append(weakref.ref(p.grad)))
+    ddp = torchft.DistributedDataParallel(manager, model, bucket_cap_mb=0.01)
+    seen = []
+    for _ in range(3):
+        manager.start_quorum()
+        model.zero_grad()
+        ddp(batch(rank, 8)).square().mean().backward()
+        seen.append([one() is not None for one in made])
+        assert manager.should_commit()
+    manager.shutdown()
+    return seen
+
+
+def test_local_gradients_are_let_go_when_the_next_are_there(lighthouse: LighthouseProcess) -> None:
+    """Not before: their memory would go back to the kernel in every step. Not later: it would add up."""
+    with Ranks(_spent, 2, args=(lighthouse.address,), backend=None) as ranks:
+        assert ranks.values(LIMIT_S) == [[[True], [False, True], [False, False, True]]] * 2
 
 
 class Branching(nn.Module):

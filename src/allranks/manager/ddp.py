@@ -42,6 +42,7 @@ class Bucket:
     buffer: torch.Tensor | None = None
     slices: list[torch.Tensor] = field(default_factory=list)
     clean: bool = False  # nothing but zeros in the buffer
+    spent: list[torch.Tensor | None] = field(default_factory=list)  # local gradients that were reduced
     missing: int = 0  # gradients not yet there in this backward
     work: ManagedWork | None = None
 
@@ -51,6 +52,7 @@ class Bucket:
             self.forget()  # gradients that add up over steps or backwards: the reduction must not touch them
         buffer = self._allocate()
         self.clean = False
+        self.spent.clear()
         present: list[torch.Tensor] = []
         local: list[torch.Tensor] = []
         for part, p in zip(self.slices, self.parameters, strict=True):
@@ -90,7 +92,13 @@ class Bucket:
         self.slices.clear()
 
     def spread(self) -> None:
-        """The reduced gradients become `param.grad`, where they lie: no copy."""
+        """The reduced gradients become `param.grad`, where they lie: no copy.
+
+        On the CPU the local ones are let go only when the next are there: freed all at once they would go back to
+        the kernel, to be faulted in again in every step (a quarter of the step, for 100 MB of them).
+        """
+        if self.parameters[0].device.type == "cpu":
+            self.spent = [p.grad for p in self.parameters]
         for p, part in zip(self.parameters, self.slices, strict=True):
             p.grad = part
 
