@@ -77,6 +77,7 @@ def build() -> tuple[Net, torch.optim.Optimizer]:
 
 def _train(rank: int, world: int, address: str, folder: str, how: str) -> Course:
     model, inner = build()
+    scaler = {"scale": 1.0}  # as a GradScaler's: the gradients mean nothing without it
     if rank == 1:
         nn.init.constant_(model.first.weight, 3.0)  # only healing brings the others' weights
         while not Path(folder, "go").exists():
@@ -85,11 +86,15 @@ def _train(rank: int, world: int, address: str, folder: str, how: str) -> Course
     def load(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])
+        scaler.update(state["scaler"])
+
+    def save() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": inner.state_dict(), "scaler": dict(scaler)}
 
     manager = torchft.Manager(
-        load_state_dict=load, state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
-        min_replica_size=1, lighthouse_addr=address, replica_id=f"r{rank}", rank=0, world_size=1, timeout=30,
-        quorum_timeout=30, use_async_quorum=how != "heal first",
+        load_state_dict=load, state_dict=save, min_replica_size=1, lighthouse_addr=address,
+        replica_id=f"r{rank}", rank=0, world_size=1, timeout=30, quorum_timeout=30,
+        use_async_quorum=how != "heal first",
     )  # fmt: skip
     ddp = torchft.DistributedDataParallel(manager, model, bucket_cap_mb=0.001)
     optimizer = torchft.Optimizer(manager, inner)
@@ -103,13 +108,17 @@ def _train(rank: int, world: int, address: str, folder: str, how: str) -> Course
         x = batch(step, 8)
         if how == "two backwards":
             with ddp.no_sync():
-                (loss_of(ddp(x)) / 2).backward()
-            (loss_of(ddp(x)) / 2).backward()
+                (loss_of(ddp(x)) / 2 * scaler["scale"]).backward()
+            (loss_of(ddp(x)) / 2 * scaler["scale"]).backward()
         else:
-            loss_of(ddp(x.requires_grad_(how == "inputs want gradients"))).backward()
+            (loss_of(ddp(x.requires_grad_(how == "inputs want gradients"))) * scaler["scale"]).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad /= scaler["scale"]
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         count, counted = manager.num_participants(), manager.is_participating()
         if optimizer.step():
+            scaler["scale"] *= 2  # a power of two: no bit is lost
             course.steps.append((manager.current_step() - 1, count, counted))
             assert (manager.num_participants(), manager.is_participating()) == (count, counted)
             course.backwards.append(reached[0])

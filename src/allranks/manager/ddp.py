@@ -6,7 +6,8 @@ soon as its last gradient is there. `param.grad` keeps the local gradient until 
 reduced: when a member dies in between, the survivors reduce once more among themselves and lose nothing.
 
 A replica that heals beside its first step gives zeros: its forward runs on a state that is still arriving, and
-its backward ends where the module's output begins, since nobody would want its gradients.
+its backward ends where the module's output begins, since nobody would want its gradients. When the backward
+returns, its state is whole and its gradients are the others': clipping and unscaling do there what they do.
 """
 
 from __future__ import annotations
@@ -159,7 +160,10 @@ class DistributedDataParallel(nn.Module):
             self._synchronises = before
 
     def _cut_off(self, output: Any) -> Any:
-        """The output without the graph behind it; a backward that comes here reduces zeros."""
+        """The output without the graph behind it; a backward that comes here reduces zeros.
+
+        All ends of one backward run into the anchor, on the CPU: so that backward ends on the training thread.
+        """
         if not _any_wants_grad(output):
             return output
         self._manager[0].training.attempt.empty = True
@@ -235,6 +239,7 @@ class DistributedDataParallel(nn.Module):
         self._reduced = True
         for bucket in self._buckets:
             bucket.spread()
+        manager._bring_in_late_state()
 
     def _all_arrived(self) -> bool:
         arrived = True
@@ -262,9 +267,9 @@ class _End(torch.autograd.Function):
         return value.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         ctx.reached()
-        return None, None, None
+        return torch.zeros(()), None, None
 
 
 def _any_wants_grad(tree: Any) -> bool:

@@ -322,7 +322,7 @@ class Manager:
                     raise ManagerError("this manager was shut down")
                 opened = Opened(self.options, self.training, self.group)
                 live = LiveState(self._read_state, self._moving_places, lambda: self._volatile)
-                self._opened = opened.start(self._secret, live)
+                self._opened = opened.start(self._secret, live, lambda: bool(self._wrapped))
                 atexit.register(self.shutdown)
             return self._opened
 
@@ -416,6 +416,12 @@ class Manager:
         return (
             generation is not None and generation.usable and not generation.loaded and generation.participates
         )
+
+    def _bring_in_late_state(self) -> None:
+        """What heals beside this step must be there before the script does anything with the gradients."""
+        generation = self.training.attempt.generation
+        if generation is not None and generation.usable and not generation.loaded:
+            self._load_healed(generation)
 
     def _load_healed(self, generation: Generation) -> bool:
         """Waits for the fetched state and loads it, on the training thread; False when the group broke first."""

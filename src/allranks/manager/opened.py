@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -52,7 +53,7 @@ class Opened:
     _thread: threading.Thread | None = None
     _reported: float = 0.0
 
-    def start(self, secret: str, live: LiveState) -> Opened:
+    def start(self, secret: str, live: LiveState, may_come_late: Callable[[], bool]) -> Opened:
         """Connects to the lighthouse and starts the regrouping thread."""
         options = self.options
         self.group.choose_device()
@@ -74,6 +75,7 @@ class Opened:
             server=self.server,
             store_address=self._host_store() if inside.speaks else "",
             live=live,
+            may_come_late=may_come_late,
         )
         self.client.subscribe(self._hear)
         self._thread = threading.Thread(target=self.regrouper.run, name="allranks-regroup", daemon=True)

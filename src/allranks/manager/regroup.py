@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -57,6 +57,7 @@ class Regrouper:
     server: HealServer
     store_address: str  # of the store hosted by rank 0 of this replica; the primary's is the meeting place
     live: LiveState
+    may_come_late: Callable[[], bool]  # a wrapped module will bring a state in that arrives beside the step
     fetch: Fetch | None = None
     shrink_only: bool = False
     _offer_due: Generation | None = None
@@ -168,7 +169,7 @@ class Regrouper:
             min_replicas=options.min_replica_size,
             init_sync=options.init_sync,
             fixed=options.world_size_mode is WorldSizeMode.FIXED_WITH_SPARES,
-            beside=options.use_async_quorum and self.training.eager,
+            beside=options.use_async_quorum and self.training.eager and self.may_come_late(),
         )
         return Member(
             replica=options.replica_id,
