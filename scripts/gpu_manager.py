@@ -37,6 +37,7 @@ def worker(name: str) -> None:
     """Trains until `stop` appears; one line per event: time kind step participants extra."""
     import hashlib
     import logging
+    import threading
 
     import torch
     from torch import nn
@@ -62,7 +63,7 @@ def worker(name: str) -> None:
     def load(state: dict) -> None:
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])
-        say("healed")
+        say("healed", extra=threading.current_thread().name)
 
     manager = Manager(
         group, load, lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
@@ -106,6 +107,9 @@ class Replica:
 
     def events(self) -> list[list[str]]:
         return [line.split() for line in self.path.read_text().splitlines() if line.count(" ") == 4]
+
+    def commits(self) -> list[float]:
+        return [float(event[0]) for event in self.events() if event[1] == "commit"]
 
     def wait(self, kind: str, after: float = 0.0, participants: int = 0, limit_s: float = 30.0) -> float:
         deadline = time.monotonic() + limit_s
@@ -161,6 +165,12 @@ def main() -> int:
             results[f"ready_to_healed_{number}_s"] = round(replicas["r1"].wait("healed") - ready, 3)
             back = replicas["r1"].wait("commit", ready, REPLICAS)
             results[f"ready_to_common_step_{number}_s"] = round(back - ready, 3)
+            around = [at for at in replicas["r0"].commits() if ready - 1.0 < at <= back + 1.0]
+            results[f"stall_of_the_others_{number}_s"] = round(
+                max(b - a for a, b in itertools.pairwise(around)), 3
+            )
+            threads = [event[4] for event in replicas["r1"].events() if event[1] == "healed"]
+            verdicts["a joining replica loads its state on the training thread"] = threads == ["MainThread"]
         results["killed_while_joining_s"] = []
         for delay_s in (
             0.05,
@@ -197,7 +207,7 @@ def main() -> int:
         results["exit_codes"] = codes
         said = [path for path in OUT.glob("r*.err") if "frame #" in path.read_text()]
         verdicts["no C++ stack trace is printed at the user"] = not said
-        steps = [float(event[0]) for event in replicas["r0"].events() if event[1] == "commit"]
+        steps = replicas["r0"].commits()
         results["step_s"] = round(sorted(b - a for a, b in itertools.pairwise(steps))[len(steps) // 2], 4)
         results["retried_steps"] = sum(event[1] == "retry" for event in replicas["r0"].events())
     except (RuntimeError, TimeoutError) as error:
