@@ -70,6 +70,7 @@ def worker(name: str) -> None:
         min_replica_size=1, rank=0, world_size=1, replica_id=name, timeout=60, quorum_timeout=60,
     )  # fmt: skip
     ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
+    model(torch.randn(16, WIDTH, device=device)).sum().item()  # loads kernels before anybody waits for us
     manager.start()
     say("ready")
     flag = torch.zeros(1, device=device)
@@ -172,11 +173,8 @@ def main() -> int:
             threads = [event[4] for event in replicas["r1"].events() if event[1] == "healed"]
             verdicts["a joining replica loads its state on the training thread"] = threads == ["MainThread"]
         results["killed_while_joining_s"] = []
-        for delay_s in (
-            0.05,
-            0.2,
-            0.4,
-        ):  # the communicator with it is being made, or it heals, or has just begun
+        # The communicator with it is being made, or it heals, or its first step has just begun.
+        for delay_s in (0.05, 0.2, 0.4, 0.6, 0.8, 1.0):
             replicas.pop("r1").process.kill()
             joining = Replica("r1", address)
             joining.wait("ready")

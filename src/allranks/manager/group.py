@@ -37,6 +37,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
         self._works: deque[Any] = deque()  # operations that may still be running
         self._making: Making[Any] | None = None
         self._guard = threading.Lock()
+        self._gate = threading.Lock()  # held while the current backend takes an operation
 
     # ---- life ----
 
@@ -69,7 +70,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
             self._making = None
             aborted = self._error is not None
             if not aborted:
-                self._backend = backend
+                self._backend, self._gate = backend, threading.Lock()
         if aborted:
             self._discard(backend)
             raise GroupAborted(f"the group of quorum {meeting.number} was aborted while it was made")
@@ -78,14 +79,14 @@ class ReconfigurableGroup(dist.ProcessGroup):
     def abort(self, reason: str = "aborted") -> None:
         """Ends pending operations with an error, here and at the peers; any thread, any number of times."""
         with self._guard:
-            backend, self._backend = self._backend, None
+            backend, gate, self._backend = self._backend, self._gate, None
             works, self._works = self._works, deque()
             making, self._making = self._making, None
             if self._error is None:
                 self._error = GroupAborted(reason)
         if making is not None:
             making.abandon(GroupAborted(reason))
-        self._take_down(backend)
+        self._take_down(backend, gate)
         if backend is not None:
             bury(backend, works)
 
@@ -135,27 +136,29 @@ class ReconfigurableGroup(dist.ProcessGroup):
             if opts is not None:
                 options.reduceOp = opts
             opts = options
-        return self._track(self._live.allreduce(tensors, opts))
+        return self._issue("allreduce", tensors, opts)
+
+    def allreduce_in(self, number: int, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> Any:
+        """In the group of that quorum and no other: by the time of the call another may have been made."""
+        return self._issue("allreduce", tensors, options, number=number)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        return self._track(self._live.allreduce_coalesced(tensors, opts))
+        return self._issue("allreduce_coalesced", tensors, opts)
 
     def allgather(
         self, output_tensors: list[list[torch.Tensor]], input_tensor: list[torch.Tensor], opts: Any = None
     ) -> Any:
-        return self._track(
-            self._live.allgather(output_tensors, input_tensor, opts or dist.AllgatherOptions())
-        )
+        return self._issue("allgather", output_tensors, input_tensor, opts or dist.AllgatherOptions())
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
-        return self._track(
-            self._live.allgather_into_tensor_coalesced(outputs, inputs, opts or dist.AllgatherOptions())
+        return self._issue(
+            "allgather_into_tensor_coalesced", outputs, inputs, opts or dist.AllgatherOptions()
         )
 
     def broadcast(self, tensor_list: list[torch.Tensor], opts: Any = None) -> Any:
-        return self._track(self._live.broadcast(tensor_list, opts or dist.BroadcastOptions()))
+        return self._issue("broadcast", tensor_list, opts or dist.BroadcastOptions())
 
     def broadcast_one(self, tensor: torch.Tensor, root: int) -> Any:
         options = dist.BroadcastOptions()
@@ -165,31 +168,31 @@ class ReconfigurableGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any = None
     ) -> Any:
-        return self._track(
-            self._live.reduce_scatter(output_tensors, input_tensors, opts or dist.ReduceScatterOptions())
+        return self._issue(
+            "reduce_scatter", output_tensors, input_tensors, opts or dist.ReduceScatterOptions()
         )
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
         options = opts or dist.ReduceScatterOptions()
-        return self._track(self._live.reduce_scatter_tensor_coalesced(outputs, inputs, options))
+        return self._issue("reduce_scatter_tensor_coalesced", outputs, inputs, options)
 
     def alltoall_base(
         self, output: torch.Tensor, input: torch.Tensor, output_split: list[int], input_split: list[int],
         opts: Any = None,
     ) -> Any:  # fmt: skip
         options = opts or dist.AllToAllOptions()
-        return self._track(self._live.alltoall_base(output, input, output_split, input_split, options))
+        return self._issue("alltoall_base", output, input, output_split, input_split, options)
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._track(self._live.barrier(opts or dist.BarrierOptions()))
+        return self._issue("barrier", opts or dist.BarrierOptions())
 
     def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int) -> Any:
-        return self._track(self._live.send(tensors, dst_rank, tag))
+        return self._issue("send", tensors, dst_rank, tag)
 
     def recv(self, tensors: list[torch.Tensor], src_rank: int, tag: int) -> Any:
-        return self._track(self._live.recv(tensors, src_rank, tag))
+        return self._issue("recv", tensors, src_rank, tag)
 
     # ---- for the backends ----
 
@@ -201,12 +204,18 @@ class ReconfigurableGroup(dist.ProcessGroup):
         works.append(work)
         return work
 
-    @property
-    def _live(self) -> Any:
-        backend = self._backend
+    def _issue(self, operation: str, *arguments: Any, number: int | None = None) -> Any:
+        """Gives an operation to the backend, unless that is another than the caller has in mind."""
+        with self._guard:
+            backend, gate, meeting = self._backend, self._gate, self._meeting
         if backend is None:
             raise self._error or GroupAborted("the process group was never configured")
-        return backend
+        if number is not None and (meeting is None or meeting.number != number):
+            raise GroupAborted("the members changed")
+        with gate:
+            if self._backend is not backend:  # taken down while we waited for the gate
+                raise self._error or GroupAborted("the members changed")
+            return self._track(getattr(backend, operation)(*arguments))
 
     def _make(self, meeting: Meeting) -> Any:
         """On a thread that may be abandoned: changes nothing that the next group would use."""
@@ -219,7 +228,8 @@ class ReconfigurableGroup(dist.ProcessGroup):
         """It was made, but nobody wants it any more."""
         bury(backend, ())
 
-    def _take_down(self, backend: Any) -> None:
+    def _take_down(self, backend: Any, gate: threading.Lock) -> None:
+        """Ends what waits in the backend; may be None. `gate` is held while it takes an operation."""
         raise NotImplementedError
 
 
@@ -241,7 +251,7 @@ class ProcessGroupGloo(ReconfigurableGroup):
         if self.on_connected is not None:
             self.on_connected(self.mesh.descriptors(), meeting.number)
 
-    def _take_down(self, backend: Any) -> None:
+    def _take_down(self, backend: Any, gate: threading.Lock) -> None:
         self.mesh.abort()
 
     def peer_gone(self) -> bool:

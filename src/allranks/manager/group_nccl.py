@@ -28,8 +28,14 @@ from allranks.manager.meeting import Meeting, Seconds
 log = logging.getLogger("allranks.manager")
 
 
-#: Read by torch when a group is made: its watchdog must not end the process when we abort the group.
-_SURVIVE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+#: Read by torch when a group is made: its watchdog must not end the process when we abort the group. And by NCCL:
+#: it must connect all at once, not at the first call that needs another algorithm (see `_make`).
+_SURVIVE = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "NCCL_RUNTIME_CONNECT": "0",
+}
+_TAKEN_S = 2.0  # more than a GPU needs to be given an operation
 _lock = threading.Lock()
 _users: Counter[str] = Counter()  # of variables that we have set
 
@@ -66,7 +72,8 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         """The communicator is ready when this returns.
 
         torch would wait for that in the first collective, holding a lock that its abort needs too: a member that
-        dies meanwhile would stop the training thread. Here only this thread waits, and can be abandoned.
+        dies meanwhile would stop the training thread. Here only this thread waits, and can be abandoned. The same
+        holds for connections that NCCL would make later, beside a collective: torch asks until they are there.
         """
         device = self.device or torch.device("cuda", 0)
         limit_s = meeting.limit_s or self.timeout_s
@@ -86,12 +93,14 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         return backend
 
     def _discard(self, backend: Any) -> None:
-        self._take_down(backend)
+        self._take_down(backend, threading.Lock())
         super()._discard(backend)
 
-    def _take_down(self, backend: Any) -> None:
+    def _take_down(self, backend: Any, gate: threading.Lock) -> None:
         if backend is not None:
-            attend(threading.Thread(target=_abort, args=(backend,), name="allranks-nccl-abort", daemon=True))
+            attend(
+                threading.Thread(target=_abort, args=(backend, gate), name="allranks-nccl-abort", daemon=True)
+            )
 
 
 @contextlib.contextmanager
@@ -117,9 +126,17 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
                     os.environ.pop(name, None)
 
 
-def _abort(backend: Any) -> None:
-    """NCCL's abort may take hundreds of milliseconds: never on the thread that listens to the lighthouse."""
+def _abort(backend: Any, gate: threading.Lock) -> None:
+    """NCCL's abort may take hundreds of milliseconds: never on the thread that listens to the lighthouse.
+
+    Not while the backend takes an operation, which it does without its peers: torch would go on asking the dead
+    communicator whether it has been taken. Only a queue that is full would need the abort to move on.
+    """
+    taken = gate.acquire(timeout=_TAKEN_S)
     try:
         backend.abort()
     except RuntimeError as error:
         log.debug("NCCL abort: %s", str(error).splitlines()[0])
+    finally:
+        if taken:
+            gate.release()

@@ -202,7 +202,7 @@ class Manager:
         options.reduceOp = dist.ReduceOp.SUM if reduce_op == dist.ReduceOp.AVG else reduce_op
         attempt.issuers.append(issuer)
         try:
-            raw = generation.group.allreduce([tensor], options)
+            raw = generation.group.allreduce_in(generation.number, [tensor], options)
         except Exception as error:
             self._group_failed(attempt, generation, error)
             return ManagedWork(None, tensor, lambda error: None)

@@ -1,0 +1,132 @@
+"""What is given to a backend while it is taken down or replaced; a stand-in plays NCCL, which needs a GPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from allranks.errors import GroupAborted
+from allranks.manager import group_nccl
+from allranks.manager.group_nccl import ProcessGroupNCCL
+from allranks.manager.meeting import Meeting
+
+
+class Slow:
+    """A backend that takes an operation only when told to, and says in which order things happened."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.entered, self.take, self.over = threading.Event(), threading.Event(), threading.Event()
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        self.entered.set()
+        assert self.take.wait(10)
+        self.order.append("taken")
+        return dist.Work()
+
+    def abort(self) -> None:
+        self.order.append("aborted")
+        self.over.set()
+
+
+class Group(ProcessGroupNCCL):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Slow] = []
+
+    def _make(self, meeting: Meeting) -> Slow:
+        self.made.append(Slow())
+        return self.made[-1]
+
+
+def meet(group: Group, number: int) -> Slow:
+    group.meet(Meeting(dist.HashStore(), 0, 1, number))
+    return group.made[-1]
+
+
+def beside(call: Callable[[], Any]) -> tuple[threading.Thread, list[Exception]]:
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, errors
+
+
+def test_an_abort_waits_until_the_operation_is_taken() -> None:
+    """torch would otherwise ask a communicator that is gone, again and again, whether it has been."""
+    group = Group()
+    backend = meet(group, 1)
+    thread, errors = beside(lambda: group.allreduce([torch.ones(1)]))
+    assert backend.entered.wait(10)
+    group.abort("a member died")
+    late, refused = beside(lambda: group.allreduce([torch.ones(1)]))
+    late.join(10)
+    assert [str(error) for error in refused] == ["a member died"]
+    time.sleep(0.05)
+    assert backend.order == []
+    backend.take.set()
+    assert backend.over.wait(10)
+    thread.join(10)
+    assert (backend.order, errors) == (["taken", "aborted"], [])
+    group.shutdown()
+
+
+def test_an_operation_that_waited_at_the_gate_is_not_given_to_a_dead_backend() -> None:
+    """Two threads issue; the group is aborted while the second waits for the first."""
+    group = Group()
+    backend = meet(group, 1)
+    first, _ = beside(lambda: group.allreduce([torch.ones(1)]))
+    assert backend.entered.wait(10)
+    second, refused = beside(lambda: group.allreduce([torch.ones(1)]))
+    time.sleep(0.05)
+    group.abort("a member died")
+    backend.take.set()
+    for thread in (first, second):
+        thread.join(10)
+    assert backend.over.wait(10)
+    assert sorted(backend.order) == ["aborted", "taken"]
+    assert [str(error) for error in refused] == ["a member died"]
+    group.shutdown()
+
+
+def test_an_operation_that_is_never_taken_does_not_hold_up_the_abort_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A full queue: only the abort makes room."""
+    monkeypatch.setattr(group_nccl, "_TAKEN_S", 0.05)
+    group = Group()
+    backend = meet(group, 1)
+    thread, _ = beside(lambda: group.allreduce([torch.ones(1)]))
+    assert backend.entered.wait(10)
+    group.abort("a member died")
+    assert backend.over.wait(10)
+    backend.take.set()
+    thread.join(10)
+    assert backend.order == ["aborted", "taken"]
+    group.shutdown()
+
+
+def test_an_operation_meant_for_one_group_is_never_given_to_the_next() -> None:
+    """Between the decision and the call the group may have been replaced."""
+    group = Group()
+    meet(group, 1)
+    backend = meet(group, 2)
+    backend.take.set()
+    with pytest.raises(GroupAborted, match="the members changed"):
+        group.allreduce_in(1, [torch.ones(1)], dist.AllreduceOptions())
+    assert backend.order == []
+    group.allreduce_in(2, [torch.ones(1)], dist.AllreduceOptions())
+    assert backend.order == ["taken"]
+    group.shutdown()
