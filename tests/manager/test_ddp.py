@@ -195,11 +195,15 @@ def _with_child(rank: int, world: int, address: str, folder: Path) -> int:
     model = net()
     ddp = torchft.DistributedDataParallel(manager, model)
     optimizer = torchft.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in range(40):
+    together = alone = 0
+    while alone < 3:
         optimizer.zero_grad()
-        ddp(batch(step, 8)).square().mean().backward()
-        optimizer.step()
-        if rank == 1 and step == 5:
+        ddp(batch(manager.current_step(), 8)).square().mean().backward()
+        count = manager.num_participants()
+        if optimizer.step():
+            together += count == 2
+            alone += together > 0 and count == 1
+        if rank == 1 and together == 3:
             child = os.fork()
             if child == 0:
                 signal.pause()
