@@ -127,7 +127,7 @@ def heal_once(library: Library, model: dict[str, object]) -> dict[str, float]:
         back = library.start("b", lighthouse.address, **model)
         ready = back.wait("ready").at
         healed = back.wait("healed").at - ready
-        full = survivor.wait("commit", after=ready, participants=2, count=3)
+        full = survivor.wait("commit", after=ready, participants=2, count=2)
         joined = back.wait("commit", after=ready, participants=2).at - ready
         stall = longest_gap(survivor, ready, full.at)
     return {

@@ -239,9 +239,9 @@ class DistributedDataParallel(nn.Module):
         self._reduced = True
         for bucket in self._buckets:
             bucket.spread()
-        manager._bring_in_late_state()
 
     def _all_arrived(self) -> bool:
+        self._manager[0]._bring_in_late_state()
         arrived = True
         for bucket in self._buckets:
             arrived = bucket.work is not None and bucket.work.wait() and arrived
