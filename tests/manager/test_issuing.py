@@ -83,14 +83,31 @@ def test_an_abort_waits_until_the_operation_is_taken() -> None:
     group.shutdown()
 
 
+class Gate:
+    """A lock that tells of everybody who comes to it."""
+
+    def __init__(self) -> None:
+        self.came = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+
+    def __enter__(self) -> None:
+        self.came.release()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 def test_an_operation_that_waited_at_the_gate_is_not_given_to_a_dead_backend() -> None:
     """Two threads issue; the group is aborted while the second waits for the first."""
     group = Group()
     backend = meet(group, 1)
+    gate = group._gate = Gate()  # type: ignore[assignment]
     first, _ = beside(lambda: group.allreduce([torch.ones(1)]))
     assert backend.entered.wait(10)
     second, refused = beside(lambda: group.allreduce([torch.ones(1)]))
-    time.sleep(0.05)
+    assert gate.came.acquire(timeout=10) and gate.came.acquire(timeout=10)
     group.abort("a member died")
     backend.take.set()
     for thread in (first, second):
