@@ -6,8 +6,8 @@ allranks and torchft 0.2.0 (in its own virtual environment, its crashing DDP hoo
 on the same machine, two replicas over gloo, both at their default settings. Each number is the median of its
 rounds. Faults: kill -9, good-bye, SIGSTOP, a cut network (where network namespaces can be made), a hanging main
 thread (evicted through the lighthouse), a killed lighthouse. Also: healing a 100 MB model, rounds of both
-libraries in turn (the stall also against its floor: a step of both, and the state over bare sockets); the cost of
-a step; crashes of survivors; members lost by mistake on a busy machine.
+libraries in turn (the stall also against its floor, an ordinary step of the two); the cost of a step; crashes of
+survivors; members lost by mistake on a busy machine.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Bucket:
         """The reduced gradients become `param.grad`, where they lie: no copy.
 
         On the CPU the local ones are let go only when the next are there: freed all at once they would go back to
-        the kernel, to be faulted in again in every step (a quarter of the step, for 100 MB of them).
+        the kernel, to be faulted in again in every step.
         """
         if self.parameters[0].device.type == "cpu":
             self.spent = [p.grad for p in self.parameters]
