@@ -149,6 +149,24 @@ def test_a_launcher_is_no_rank_and_workers_are_not_its_children() -> None:
     assert [(t.pid, t.rank, t.child) for t in chosen] == [(11, 0, None), (12, 1, None), (13, 1, 0)]
 
 
+def test_a_rank_in_a_folder_named_allranks_is_found_and_our_own_tools_are_not() -> None:
+    """`git clone` makes a folder of that name; only the program itself is a tool, wherever it is installed."""
+    ranks = [
+        "/home/u/allranks/.venv/bin/python -u /home/u/allranks/examples/train.py --out /tmp/allranks out",
+        "python -u -m allranks.agent.rank train.py",
+        "python train.py --profiler py-spy",
+    ]
+    tools = [
+        "/home/u/allranks/.venv/bin/python /home/u/allranks/.venv/bin/allranks stacks --all-nodes",
+        "/usr/bin/python3.11 -u -m allranks run --replicas 2 train.py",
+        "python -S -s -m allranks.lighthouse.beacon --fd 3",
+        "/usr/local/bin/allranks watch",
+        "/x/bin/py-spy dump --pid 7",
+    ]
+    entries = [_entry(pid, 1, title, RANK=str(pid)) for pid, title in enumerate([*ranks, *tools], 2)]
+    assert [target.title for target in choose(entries, [], Selection())] == ranks
+
+
 def test_a_black_box_belongs_to_the_process_that_started_when_it_says() -> None:
     """A pid used again by another process does not inherit the box; a pid inside a container is matched."""
     box = Box(Path("a.box"), 5, 8, 7, 70, 1.0, "job")

@@ -22,7 +22,8 @@ NOT_RANKS = (
     r"^sglang::(router|http_server|tokenizer|detokenizer|data_parallel_controller|multi_tokenizer)",
     r"^VLLM::(APIServer|DPCoordinator|Router)",
     r"sglang_router|launch_router|vllm[-_]router|nginx|envoy",
-    r"\bpy-spy\b|\bcuda-gdb\b|\ballranks\b",
+    # Tools, known by the program that runs; the same word in a path or an argument says nothing.
+    r"^(\S*/)?(python[\d.]*\s+(-\w+\s+)*(\S*/)?)?(py-spy|cuda-gdb|allranks(\.\w+\.(beacon|spare))?)(\s|$)",
 )
 #: When nothing else is found.
 FALLBACK = r"python.*sglang"
