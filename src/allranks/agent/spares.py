@@ -67,17 +67,17 @@ class Spares:
         self._started_s = 0.0
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._closed = False
+        self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Starts the thread. It lives until `close`: the kernel counts the thread that started a rank as its parent."""
-        self._thread = threading.Thread(target=self._keep_up, name="allranks-spares", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="allranks-spares", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Ends the spares that were not needed."""
-        self._closed = True
+        self._closed.set()
         self._wake.set()
         with self._lock:
             idle, self._idle = self._idle, []
@@ -112,11 +112,20 @@ class Spares:
         with self._lock:
             return self._idle.pop(0) if self._idle else None
 
+    def _run(self) -> None:
+        """The thread: whatever becomes of a spare, it stays until `close`, since ranks would end with it."""
+        try:
+            self._keep_up()
+        except Exception:  # a thread's entry
+            log.exception("no more spare processes are started: restarts will be slower")
+        self._closed.wait()
+
     def _keep_up(self) -> None:
-        while not self._closed:
+        """Makes what is missing; returns when a spare failed."""
+        while not self._closed.is_set():
             self._wake.wait()
             self._wake.clear()
-            while not self._closed:
+            while not self._closed.is_set():
                 with self._lock:
                     missing = self._wanted - len(self._idle)
                     left = self._started_s + self.delay_s - time.monotonic()
@@ -151,7 +160,7 @@ class Spares:
 
     def _keep(self, spare: _Spare) -> bool:
         with self._lock:
-            if not self._closed:
+            if not self._closed.is_set():
                 self._idle.append(spare)
                 return True
         spare.drop()
@@ -160,10 +169,10 @@ class Spares:
     def _warm(self, process: subprocess.Popen[bytes], ready: int) -> bool:
         """Waits for the word. A spare that ends instead is the last one: something is wrong with all of them."""
         deadline = time.monotonic() + READY_S
-        while not self._closed and time.monotonic() < deadline:
+        while not self._closed.is_set() and time.monotonic() < deadline:
             if select.select([ready], [], [], 0.2)[0]:
                 break
-        if not self._closed and os.read(ready, 1) != b"r":
+        if not self._closed.is_set() and os.read(ready, 1) != b"r":
             log.warning("a spare process (pid %d) ended: restarts will be slower", process.pid)
             return False
         return True
