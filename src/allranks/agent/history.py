@@ -32,6 +32,10 @@ class History:
         """Some do not move, the others do."""
         return notice.left_behind(now_s, time.time_ns(), self._state, samples, self.options)[0]
 
+    def not_retrying(self, samples: list[RankSample]) -> tuple[int, ...]:
+        """Some have begun the step again, these have not."""
+        return notice.not_retrying(self._state, samples)
+
     def excuse(self, times: int = 1) -> None:
         """A look did not settle it: more patience, each time."""
         with self._lock:

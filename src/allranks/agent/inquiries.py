@@ -117,6 +117,8 @@ class Inquiries:
         if not case.looks:
             log.warning("%s: %s", case.opened.current.id, suspicion.reason)
         found = self.gather(case.opened, samples, gathering=gathering)
+        if self.options.mode == "replica":
+            found = self._blame_not_retrying(case, suspicion, found)
         hung, reason = self._judge(case, suspicion, found, samples)
         if hung is None:
             self.history.excuse()
@@ -126,6 +128,19 @@ class Inquiries:
             self._standstill = None
             # The same standstill is not reported twice: a new suspicion needs a whole further limit.
             self.history.excuse(times=4)
+
+    def _blame_not_retrying(self, case: _Inquiry, suspicion: Suspicion, found: Examination) -> Examination:
+        """After a regroup the boxes show new groups and new calls: who has not moved since before it is the suspect,
+        unless its stack says that it waits for another rank."""
+        stuck = self.history.not_retrying(read_samples(self.options.folder))
+        named = (found.verdict or {}).get("ranks") or ()
+        if not stuck or (named and set(named) <= set(stuck)):
+            return found
+        verdict = verdict_on(list(stuck), found.stacks, suspicion.reason)
+        if verdict is None or verdict["confidence"] < self.options.policy.min_confidence:
+            return found
+        case.opened.update(verdict=verdict, ranks=tuple(verdict["ranks"]))
+        return replace(found, verdict=verdict)
 
     def _follow(self, case: _Inquiry, gathering: Gathering) -> None:
         """Another node noticed the same before us: it explains and acts, and has our part."""
@@ -205,9 +220,11 @@ class Inquiries:
         ended = find_ended(suspects, after, guilty, self.options.whole_job)
         if ended is not None:
             return False, f"rank {ended} ended while it was looked at: its own incident tells"
-        marks = {s.rank: s.mark for s in after}
-        moved = any(marks.get(s.rank, s.mark) != s.mark for s in suspects)
-        case.looks.append(Look(time.monotonic(), suspicion.quiet_s, found.stacks, moved))
+        now, progress = {s.rank: s for s in after}, self.options.notice.progress
+        pairs = [(s, now[s.rank]) for s in suspects if s.rank in now]
+        moved = any(progress(a) != progress(b) for a, b in pairs)
+        calling = any(a.calls_completed != b.calls_completed and a.step_ns == b.step_ns for a, b in pairs)
+        case.looks.append(Look(time.monotonic(), suspicion.quiet_s, found.stacks, moved, calling))
         hung, reason = judge(case.looks, self.options.notice.cap_s)
         case.hung = hung is True
         log.info("%s: look %d: %s", case.opened.current.id, len(case.looks), reason)

@@ -30,6 +30,7 @@ class Look:
     quiet_s: float
     report: StacksReport | None
     moved: bool  # some rank made progress while we looked
+    calling: bool = False  # some rank completed calls of the same attempt at its step
 
 
 def judge(looks: list[Look], cap_s: float) -> tuple[bool | None, str]:
@@ -37,6 +38,8 @@ def judge(looks: list[Look], cap_s: float) -> tuple[bool | None, str]:
     last = looks[-1]
     if last.moved:
         return False, "a rank made progress while we looked: slow, not hung"
+    if last.calling and last.quiet_s < cap_s:
+        return None, "no step was done, but calls of it are being completed: looking again"
     if len(looks) < 2:
         return None, "one look cannot tell stuck from slow: looking again"
     if last.report is None:

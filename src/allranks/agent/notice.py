@@ -1,14 +1,20 @@
 """Knows a standstill by evidence: nobody makes progress for longer than this job's own history allows.
 
-Pure: samples and the clock come in, a suspicion and its reason go out. A suspicion is not yet a hang: the
+Progress is a committed step where steps are tried again (replica mode), else a step mark or a completed call. Pure: samples and the clock come in, a suspicion and its reason go out. A suspicion is not yet a hang: the
 agent looks at stacks and CPU next, since a slow rank (compiling, evaluating, saving) also stands still.
 """
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, field, replace
 
 from allranks.agent.sample import RankSample
+
+MANAGER_TIMEOUT_S = 60.0  # `retry_s` of replica mode unless the job sets another
+FIRST_LOOK, SECOND_LOOK = 0.7, 0.85  # of `retry_s`: both looks at a hang see the calls that wait for it
+BEGUN = 2  # changes: one when the first step begins, one when it is done
+TRAINED = 3  # changes: a replica that joined has loaded its state and then made a step
 
 
 @dataclass(frozen=True)
@@ -21,10 +27,19 @@ class NoticeOptions:
     warm_up_s: float = 60.0  # limit before the job has a history: first steps, compilation
     warm_up_marks: int = 20  # steps or completed calls of a rank that make a history
     memory: int = 64  # silences remembered per rank
+    first_steps_s: float | None = None  # limit between the first step and a history; None: warm_up_s
+    retry_s: float | None = (
+        None  # ranks give a collective up after this long and try the step again; None: never
+    )
 
     def __post_init__(self) -> None:
         if not 0 < self.floor_s <= self.cap_s:
             raise ValueError(f"floor_s ({self.floor_s}) must be positive and not above cap_s ({self.cap_s})")
+
+    def progress(self, sample: RankSample) -> tuple[int, int, int]:
+        """What must change for the rank to have made progress: calls of a step that is tried again are none."""
+        by_step = self.retry_s is not None and sample.step >= 0
+        return (sample.step, 0, 0) if by_step else sample.mark
 
 
 @dataclass(frozen=True)
@@ -36,6 +51,9 @@ class RankHistory:
     changed_s: float
     changes: int = 0  # steps or completed calls seen
     silences_s: tuple[float, ...] = ()
+    marked_ns: int = (
+        0  # epoch: the rank's own time of the mark; a later one of the same step is another attempt
+    )
 
 
 @dataclass(frozen=True)
@@ -70,18 +88,18 @@ def observe(
     ranks = dict(state.ranks)
     excused = state.excused
     for sample in samples:
-        known = ranks.get(sample.rank)
+        known, mark = ranks.get(sample.rank), options.progress(sample)
         if known is None or known.pid != sample.pid:
-            ranks[sample.rank] = RankHistory(sample.pid, sample.mark, now_s)
-        elif known.mark != sample.mark:
+            ranks[sample.rank] = RankHistory(sample.pid, mark, now_s, marked_ns=sample.step_ns)
+        elif known.mark != mark:
             silence = now_s - known.changed_s
             # start-up is slower than anything later: it would make the job look slow for ever
             settled = known.changes >= options.warm_up_marks
             silences = known.silences_s if settled else ()
             if settled and known.changed_s >= state.cured_s:
                 silences = (*silences, silence)[-options.memory :]
-            gained = max(1, sample.step - known.mark[0], sample.calls_completed - known.mark[2])
-            ranks[sample.rank] = RankHistory(sample.pid, sample.mark, now_s, known.changes + gained, silences)
+            changes = known.changes + max(1, mark[0] - known.mark[0], mark[2] - known.mark[2])
+            ranks[sample.rank] = RankHistory(sample.pid, mark, now_s, changes, silences, sample.step_ns)
             excused = 0
     present = {sample.rank for sample in samples}
     return replace(state, ranks={r: h for r, h in ranks.items() if r in present}, excused=excused)
@@ -90,12 +108,29 @@ def observe(
 def limit_s(state: NoticeState, options: NoticeOptions) -> float:
     """How long this job may be silent before we look closer."""
     histories = [h for h in state.ranks.values() if h.changes >= options.warm_up_marks]
-    if not histories:  # a replica that has just been restarted does not make the others slow
-        base = max(options.floor_s, options.warm_up_s)
-    else:
+    longest = usual = 0.0
+    if histories:  # a replica that has just been restarted does not make the others slow
         longest = max((max(h.silences_s) for h in histories if h.silences_s), default=0.0)
+        usual = max((statistics.median(h.silences_s) for h in histories if h.silences_s), default=0.0)
         base = max(options.floor_s, options.factor * longest)
-    return min(options.cap_s, base * (1 + state.excused / 2))
+    else:
+        begun = any(h.changes >= BEGUN for h in state.ranks.values())
+        base = max(options.floor_s, _first_steps_s(options) if begun else options.warm_up_s)
+    limit = min(base, _before_retry_s(FIRST_LOOK, usual, options)) * (1 + state.excused / 2)
+    if state.excused == 1:
+        limit = min(limit, _before_retry_s(SECOND_LOOK, usual, options))
+    return min(options.cap_s, limit)
+
+
+def _first_steps_s(options: NoticeOptions) -> float:
+    return options.warm_up_s if options.first_steps_s is None else options.first_steps_s
+
+
+def _before_retry_s(share: float, usual_s: float, options: NoticeOptions) -> float:
+    """The others reach the collective after a usual step, wait there for `retry_s`, and what they show is gone."""
+    if options.retry_s is None:
+        return options.cap_s
+    return max(options.floor_s * (1 if share == FIRST_LOOK else 1.5), usual_s + share * options.retry_s)
 
 
 def notice(
@@ -155,10 +190,19 @@ def left_behind(
     return Suspicion(since, now_s - since, limit, tuple(s.rank for s in behind), reason=reason), reason
 
 
+def not_retrying(state: NoticeState, samples: list[RankSample]) -> tuple[int, ...]:
+    """After a regroup without a committed step: ranks that have not begun another attempt, while others have."""
+    running = [s for s in samples if s.alive and not s.closed and s.step >= 0 and s.rank in state.ranks]
+    again = {s.rank for s in running if s.step_ns > state.ranks[s.rank].marked_ns}
+    return tuple(s.rank for s in running if s.rank not in again) if again else ()
+
+
 def _own_limit_s(known: RankHistory, options: NoticeOptions) -> float:
     """By the rank's own history: the others' was lengthened when they waited for it in vain."""
-    if known.changes < options.warm_up_marks:
+    if known.changes < TRAINED:
         return options.cap_s
+    if known.changes < options.warm_up_marks:
+        return min(options.cap_s, max(options.floor_s, _first_steps_s(options)))
     return min(options.cap_s, max(options.floor_s, options.factor * max(known.silences_s, default=0.0)))
 
 

@@ -31,6 +31,7 @@ class RankSample:
     closed: str = ""  # how it said goodbye; "" while running or after a sudden death
     closed_ns: int = 0
     attempt: int = 0
+    step_ns: int = 0  # of the last step mark
 
     @property
     def mark(self) -> tuple[int, int, int]:
@@ -79,6 +80,7 @@ def read_sample(path: Path) -> RankSample | None:
         closed=head["closed"].split(b"\0")[0].decode("utf-8", "replace"),
         closed_ns=head["closed_ns"],
         attempt=head["attempt"],
+        step_ns=head["step_ns"],
     )
 
 

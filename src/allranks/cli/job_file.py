@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from allranks.errors import InputError
+
 if TYPE_CHECKING:
     from allranks.agent.notice import NoticeOptions
     from allranks.agent.policy import PolicyOptions
@@ -90,12 +92,29 @@ def policy_options(how: str | None, settings: Settings) -> PolicyOptions:
     )
 
 
-def notice_options(floor_s: float | None, settings: Settings) -> NoticeOptions:
-    """When silence is looked at; `floor_s` is --notice-s or None."""
+def manager_timeout_s(environment: Mapping[str, str]) -> float:
+    """How long managers of this job wait for a collective, unless the script says otherwise."""
+    from allranks.agent.notice import MANAGER_TIMEOUT_S
+
+    for name in ("ALLRANKS_TIMEOUT_S", "TORCHFT_TIMEOUT_SEC"):
+        if text := environment.get(name):
+            try:
+                return float(text)
+            except ValueError:
+                raise InputError(f"{name}={text!r} is not a number of seconds") from None
+    return MANAGER_TIMEOUT_S
+
+
+def notice_options(floor_s: float | None, settings: Settings, retry_s: float | None = None) -> NoticeOptions:
+    """When silence is looked at; `floor_s` is --notice-s or None, `retry_s` the managers' timeout in replica mode."""
     from allranks.agent.notice import NoticeOptions
 
     debug, recovery = settings.get("debug") or {}, settings.get("recovery") or {}
-    floor = floor_s or recovery.get("notice_s") or debug.get("hang_floor_s") or NoticeOptions.floor_s
-    cap = max(float(debug.get("hang_cap_s") or NoticeOptions.cap_s), float(floor))
+    asked = floor_s or recovery.get("notice_s")
+    floor = float(asked or debug.get("hang_floor_s") or NoticeOptions.floor_s)
+    cap = max(float(debug.get("hang_cap_s") or NoticeOptions.cap_s), floor)
     warm_up = float(debug.get("startup_s") or NoticeOptions.warm_up_s)
-    return NoticeOptions(floor_s=float(floor), cap_s=cap, warm_up_s=warm_up)
+    first_steps = floor if asked else None
+    return NoticeOptions(
+        floor_s=floor, cap_s=cap, warm_up_s=warm_up, first_steps_s=first_steps, retry_s=retry_s
+    )

@@ -20,7 +20,14 @@ from allranks.agent.environment import JobEnvironment, job_token, write_token
 from allranks.agent.slurm import replicas_of_node
 from allranks.cli.embedded import embed_lighthouse
 from allranks.cli.job_file import FLAGS as FLAGS_OF_FILE
-from allranks.cli.job_file import heartbeats, notice_options, policy_options, read_settings, take_defaults
+from allranks.cli.job_file import (
+    heartbeats,
+    manager_timeout_s,
+    notice_options,
+    policy_options,
+    read_settings,
+    take_defaults,
+)
 from allranks.errors import InputError
 from allranks.model.nodes import AGENT
 
@@ -298,12 +305,13 @@ def _watch(
     from allranks.agent.watch_options import WatchOptions
 
     recovery = settings.get("recovery") or {}
+    retry_s = manager_timeout_s(os.environ) if mode == "replica" else None
     assert environment.folder is not None
     watch = Watch(
         WatchOptions(
             folder=environment.folder, incidents=incidents, job=environment.job, node=socket.gethostname(), mode=mode,
             ranks_per_replica=args.nproc_per_replica, replicas=args.total_replicas or args.replicas or 1,
-            notice=notice_options(args.notice_s, settings), policy=policy_options(args.recovery, settings),
+            notice=notice_options(args.notice_s, settings, retry_s), policy=policy_options(args.recovery, settings),
             webhooks=tuple(args.webhook or recovery.get("webhooks") or ()), may_leave=may_leave,
         )
     )  # fmt: skip
