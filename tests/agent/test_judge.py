@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from allranks.agent.judge import Look, judge
 from allranks.model.stacks import RankState, StackFrame, StacksReport
 
@@ -56,3 +58,24 @@ def test_when_all_wait_for_each_other_it_is_a_hang() -> None:
     report = StacksReport(hung=True, culprits=(), sentence="")
     looks = [Look(0, 10, report, False), Look(5, 15, report, False)]
     assert judge(looks, 300)[0] is True
+
+
+def test_calls_of_a_long_step_buy_time_until_the_cap() -> None:
+    """An evaluation between two steps: no step is done, but its collectives complete."""
+    looks = [look(n, "sleep", "load") for n in range(3)]
+    assert judge([*looks[:2], replace(looks[2], calling=True)], 300)[0] is None
+    assert judge([*looks[:2], replace(looks[2], calling=True, quiet_s=301)], 300)[0] is True
+
+
+def test_a_pause_of_all_ranks_is_not_a_hang_until_the_cap() -> None:
+    """Everybody loads data or evaluates: nobody waits for anybody. Once one waits for another it is a hang."""
+
+    def looks(*causes: str, quiet_s: float = 15) -> list[Look]:
+        ranks = {rank: RankState(rank, cause, "train.py:10 in f", "") for rank, cause in enumerate(causes)}
+        guilty = tuple(rank for rank, cause in enumerate(causes) if cause == "sleep")
+        report = StacksReport(hung=True, culprits=guilty, sentence="", ranks=ranks)
+        return [Look(0, 10, report, False), Look(5, quiet_s, report, False)]
+
+    assert judge(looks("sleep", "sleep", "sleep"), 300)[0] is None
+    assert judge(looks("sleep", "sleep", "sleep", quiet_s=300), 300)[0] is True
+    assert judge(looks("collective_wait", "sleep", "sleep"), 300)[0] is True

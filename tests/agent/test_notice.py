@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from allranks.agent.notice import (
+    MANAGER_TIMEOUT_S,
     NoticeOptions,
     NoticeState,
     cure,
     excuse,
     left_behind,
     limit_s,
+    not_retrying,
     notice,
     observe,
 )
 from allranks.agent.sample import RankSample
 
 OPTIONS = NoticeOptions(floor_s=10, cap_s=300, factor=4, warm_up_s=60, warm_up_marks=5)
+
+
+REPLICAS = replace(OPTIONS, retry_s=MANAGER_TIMEOUT_S)
 
 
 def sample(rank: int, step: int, **facts: object) -> RankSample:
@@ -26,11 +35,13 @@ def sample(rank: int, step: int, **facts: object) -> RankSample:
     return RankSample(**{**base, **facts})  # type: ignore[arg-type]
 
 
-def trained(step_s: float, steps: int = 30, ranks: int = 3) -> tuple[float, NoticeState]:
+def trained(
+    step_s: float, steps: int = 30, ranks: int = 3, options: NoticeOptions = OPTIONS
+) -> tuple[float, NoticeState]:
     """The clock and the state after a job has stepped evenly."""
     now, state = 0.0, NoticeState()
     for step in range(steps):
-        state = observe(now, state, [sample(r, step) for r in range(ranks)], OPTIONS)
+        state = observe(now, state, [sample(r, step) for r in range(ranks)], options)
         now += step_s
     return now - step_s, state
 
@@ -185,3 +196,87 @@ def test_a_replica_that_starts_while_the_others_have_finished_gets_the_warm_up()
     state = observe(now, state, samples, OPTIONS)
     assert look(now + 59, state, samples)[0] is False
     assert look(now + 61, state, samples)[0] is True
+
+
+def silent_until_noticed(options: NoticeOptions, now: float, state: NoticeState, step: int) -> float:
+    """Rank 1 hangs in `step`. The others give up after the managers' timeout, regroup and try the step again, for ever:
+    calls and groups come and go. Seconds until it is noticed."""
+    for half in range(2 * 300):
+        attempt = int(half / 2 / MANAGER_TIMEOUT_S)
+        calls = 2 * step + 5 * attempt
+        again = {"calls_started": calls + 1, "calls_completed": calls, "step_ns": attempt + 1}
+        samples = [sample(0, step, **again), sample(1, step, calls_started=calls), sample(2, step, **again)]
+        state = observe(now + half / 2, state, samples, options)
+        if notice(now + half / 2, 10**18, state, samples, options)[0] is not None:
+            return half / 2
+    raise AssertionError("never noticed")
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 19, 60])
+def test_a_hang_is_noticed_before_the_managers_give_the_collective_up(steps: int) -> None:
+    """At default flags in any step, the first one too."""
+    options = NoticeOptions(retry_s=MANAGER_TIMEOUT_S)
+    now, state = trained(0.15, steps, options=options)
+    assert silent_until_noticed(options, now, state, steps - 1) < 0.8 * MANAGER_TIMEOUT_S
+
+
+def test_a_hang_after_a_long_pause_is_noticed_before_the_managers_give_the_collective_up() -> None:
+    """Four times the pause would be longer than their timeout."""
+    now, state = trained(0.15, 40, options=REPLICAS)
+    now += 20
+    state = observe(now, state, [sample(r, 40) for r in range(3)], REPLICAS)
+    assert 20 < silent_until_noticed(REPLICAS, now, state, 40) < 0.8 * MANAGER_TIMEOUT_S
+
+
+def test_a_regroup_without_a_committed_step_is_no_progress() -> None:
+    """A limit longer than the timeout (asked for, or the script has a shorter timeout) is reached all the same."""
+    options = replace(REPLICAS, floor_s=100)
+    now, state = trained(0.15, options=options)
+    assert 100 <= silent_until_noticed(options, now, state, 29) <= 101
+
+
+def test_both_looks_at_a_hang_come_before_the_managers_give_up() -> None:
+    """The second one waits half a limit more, but not until what it should see is gone."""
+    state = observe(0.0, NoticeState(), [sample(0, 0)], REPLICAS)
+    first, second, third = (limit_s(replace(state, excused=times), REPLICAS) for times in range(3))
+    assert first < second < MANAGER_TIMEOUT_S < third
+
+
+def test_slow_steps_are_no_suspicion_in_replica_mode() -> None:
+    """Steps of 50 s are this job's rhythm: the others begin to wait for a hung rank only after 50 s."""
+    _, state = trained(50, options=REPLICAS)
+    assert 50 < limit_s(state, REPLICAS) < 50 + MANAGER_TIMEOUT_S
+
+
+def test_the_silence_that_was_asked_for_is_obeyed_from_the_second_step() -> None:
+    """--notice-s: the first step may compile and wait for others to start, any later one is looked at."""
+    options = replace(REPLICAS, floor_s=5, first_steps_s=5)
+    _, starting = trained(0.15, 1, options=options)
+    assert limit_s(starting, options) > 30
+    now, state = trained(0.15, 3, options=options)
+    assert silent_until_noticed(options, now, state, 2) == 5
+
+
+def test_the_managers_timeout_is_the_one_that_managers_have() -> None:
+    """Two parts that do not import each other agree."""
+    from allranks.manager.options import ManagerOptions
+
+    assert ManagerOptions.timeout_s == MANAGER_TIMEOUT_S
+
+
+def test_after_a_regroup_who_has_not_begun_another_attempt_is_suspected() -> None:
+    """Ranks 0 and 2 have marked the same step again; rank 1 has not moved since before."""
+    now, state = trained(0.15, options=REPLICAS)
+    before = [sample(r, 29) for r in range(3)]
+    assert not_retrying(observe(now + 9, state, before, REPLICAS), before) == ()
+    after = [sample(0, 29, step_ns=7), sample(1, 29), sample(2, 29, step_ns=7)]
+    assert not_retrying(observe(now + 70, state, after, REPLICAS), after) == (1,)
+
+
+def test_a_rank_that_froze_in_its_first_steps_is_left_behind_soon() -> None:
+    """It has trained: it is not on its way in, and does not get the five minutes of one that is."""
+    now, state = trained(0.15, 4, options=REPLICAS)
+    samples = [sample(0, 90), sample(1, 3), sample(2, 90)]
+    state = observe(now + 61, state, samples, REPLICAS)
+    found, _ = left_behind(now + 61, 10**18, state, samples, REPLICAS)
+    assert found is not None and found.quiet == (1,)

@@ -64,7 +64,7 @@ def trained(tmp_path: Path, hand: Hand, **options: Any) -> Watch:
     watch = Watch(
         WatchOptions(
             boxes, tmp_path / "incidents", "job", mode="replica", replicas=3, collect_stacks=False,
-            notice=NoticeOptions(floor_s=5, warm_up_marks=5), **options,
+            notice=NoticeOptions(floor_s=5, warm_up_marks=5, retry_s=60), **options,
         ),
         actor=hand,
     )  # fmt: skip
@@ -116,6 +116,27 @@ def test_a_second_hang_soon_after_waits_for_the_back_off_in_one_incident(
         look(watch, now)
     assert [action.replica for action in hand.done] == [1]
     assert len(read_incidents(tmp_path / "incidents")) == 1
+
+
+def test_a_replica_that_has_not_moved_since_before_a_regroup_is_evicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 0 and 2 gave step 30 up and try it again in a new group, where the boxes accuse nobody; rank 1 sleeps."""
+    ranks = {
+        r: RankState(r, "sleep" if r == 1 else "collective_wait", "data.py:3 in load", "") for r in range(3)
+    }
+    report = StacksReport(hung=True, culprits=(1,), sentence="", ranks=ranks)
+    wrong = {"cause": "not_started", "ranks": [0], "confidence": 0.9, "sentence": "rank 0 has not begun"}
+    answer_with(monkeypatch, Examination(stacks=report, verdict=wrong))
+    hand = Hand()
+    watch = trained(tmp_path, hand)
+    for rank in (0, 2):
+        write_box(tmp_path / "boxes", rank, 30, calls=70, step_ns=2)
+    for tenths in range(31, 120):
+        look(watch, tenths / 10)
+    assert [(action.kind, action.replica, action.ranks) for action in hand.done] == [("evict", 1, (1,))]
+    (story,) = read_incidents(tmp_path / "incidents")
+    assert (story["verdict"]["cause"], story["ranks"]) == ("sleep", [1])
 
 
 def test_a_stopped_replica_that_the_others_left_behind_is_replaced(

@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 
 from allranks.agent.timed_stacks import collection
-from allranks.cli.job_file import heartbeats, notice_options, policy_options, quorum_times, take_defaults
+from allranks.cli.job_file import (
+    heartbeats,
+    manager_timeout_s,
+    notice_options,
+    policy_options,
+    quorum_times,
+    take_defaults,
+)
 from allranks.elastic.config import load_config
+from allranks.errors import InputError
 from allranks.lighthouse.options import Options
 from allranks.stacks.debug_config import (
     _TOP,
@@ -67,6 +75,21 @@ def test_every_key_of_debug_recovery_and_lighthouse_has_a_reader() -> None:
         _settings(recovery={"notice_s": 33})["recovery"]["notice_s"]
         == notice_options(None, _settings(recovery={"notice_s": 33})).floor_s
     )
+
+
+def test_a_silence_that_was_asked_for_holds_from_the_first_steps() -> None:
+    """--notice-s and recovery.notice_s; nothing asked: the first steps have the time of the start."""
+    assert notice_options(5, {}).first_steps_s == 5
+    assert notice_options(None, _settings(recovery={"notice_s": 33})).first_steps_s == 33
+    assert notice_options(None, {}).first_steps_s is None
+
+
+def test_the_managers_timeout_is_taken_from_the_environment() -> None:
+    """As the managers take it; what is no number is named."""
+    assert manager_timeout_s({}) == 60
+    assert manager_timeout_s({"TORCHFT_TIMEOUT_SEC": "9"}) == 9
+    with pytest.raises(InputError, match="ALLRANKS_TIMEOUT_S='soon' is not a number of seconds"):
+        manager_timeout_s({"ALLRANKS_TIMEOUT_S": "soon"})
 
 
 def test_heartbeats_reach_torchrun() -> None:

@@ -52,6 +52,8 @@ def judge(looks: list[Look], cap_s: float) -> tuple[bool | None, str]:
         )
     if last.quiet_s >= cap_s:
         return True, f"no progress for {last.quiet_s:.1f} s, more than the {cap_s:g} s that anything may take"
+    if 1 < len(last.report.ranks) == len(guilty):
+        return None, "all ranks are busy on their own and none waits for another: looking again"
     for state in guilty:
         answer = _patience(state, looks)
         if answer:
