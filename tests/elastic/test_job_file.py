@@ -88,6 +88,7 @@ def test_the_managers_timeout_is_taken_from_the_environment() -> None:
     """As the managers take it; what is no number is named."""
     assert manager_timeout_s({}) == 60
     assert manager_timeout_s({"TORCHFT_TIMEOUT_SEC": "9"}) == 9
+    assert manager_timeout_s({"ALLRANKS_TIMEOUT_S": "600"}) == 60
     with pytest.raises(InputError, match="ALLRANKS_TIMEOUT_S='soon' is not a number of seconds"):
         manager_timeout_s({"ALLRANKS_TIMEOUT_S": "soon"})
 

@@ -93,13 +93,16 @@ def policy_options(how: str | None, settings: Settings) -> PolicyOptions:
 
 
 def manager_timeout_s(environment: Mapping[str, str]) -> float:
-    """How long managers of this job wait for a collective, unless the script says otherwise."""
+    """After how long managers of this job may give a collective up, unless the script says otherwise.
+
+    Never more than the default: a group that the script makes itself has that one, whatever the manager's is.
+    """
     from allranks.agent.notice import MANAGER_TIMEOUT_S
 
     for name in ("ALLRANKS_TIMEOUT_S", "TORCHFT_TIMEOUT_SEC"):
         if text := environment.get(name):
             try:
-                return float(text)
+                return min(MANAGER_TIMEOUT_S, float(text))
             except ValueError:
                 raise InputError(f"{name}={text!r} is not a number of seconds") from None
     return MANAGER_TIMEOUT_S
