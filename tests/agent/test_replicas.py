@@ -184,6 +184,30 @@ def test_a_terminal_that_takes_nothing_holds_up_nobody_and_says_what_it_left_out
     assert left_out > 0 and len(shown) + left_out == 20
 
 
+def test_a_replica_that_trained_before_it_was_killed_comes_back_at_once() -> None:
+    """However often it is killed; one that fails before it trains waits longer each time."""
+    options = RestartOptions(storm_failures=99)
+    history = RestartHistory()
+    for number in range(5):
+        history = history.after_failure(number * 40.0, 39.0, options, trained=True).after_restart()
+        assert decide_restart(history, options)[0] == 0.0
+
+
+def test_only_a_replica_that_was_killed_is_asked_whether_it_trained(tmp_path: Path) -> None:
+    """An exception of the script comes again: it gets the back-off, however well the replica trained before."""
+    ends = "import os, signal, sys; os.kill(os.getpid(), signal.SIGKILL) if KILLED else sys.exit(1)"
+    for killed, delays in ((True, ["after 0 s"] * 3), (False, ["after 0 s", "after 0.5 s", "after 1 s"])):
+        command = (sys.executable, "-c", ends.replace("KILLED", str(killed)))
+        told: list[Event] = []
+        supervisor = Supervisor(
+            ReplicaOptions(command, 1, restarts=RestartOptions(max_restarts=3), log_folder=tmp_path),
+            on_event=told.append,
+            trained=lambda replica: True,
+        )
+        supervisor.run()
+        assert [e.detail.split(", ")[-1] for e in told if e.kind == "restarting"] == delays
+
+
 def test_back_off_grows_and_a_long_healthy_run_forgives() -> None:
     """Pure: delays double up to the limit; a healthy hour resets them."""
     options = RestartOptions(max_delay_s=4, storm_failures=99)

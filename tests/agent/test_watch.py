@@ -224,6 +224,16 @@ def test_when_the_training_is_over_a_replica_on_its_way_back_is_turned_away(tmp_
     assert [(request.action, request.replica) for request in ranks.asked] == [("stop", 1)]
 
 
+def test_a_replica_has_trained_when_its_calls_and_steps_went_on_for_a_while(tmp_path: Path) -> None:
+    """Replica 1 trained for a minute, replica 2 died in its first steps, replica 0 has just started."""
+    watch = trained(tmp_path, Hand())
+    agent = NodeAgent(watch, None, Ranks())
+    write_box(tmp_path / "boxes", 0, -1, calls=0, start_ns=10**18)
+    write_box(tmp_path / "boxes", 1, 900, start_ns=10**18, step_ns=10**18 + 60 * 10**9)
+    write_box(tmp_path / "boxes", 2, 900, calls=4, start_ns=10**18, step_ns=10**18 + 60 * 10**9)
+    assert [agent.has_trained(replica) for replica in range(3)] == [False, True, False]
+
+
 class Bucket:
     """Blobs in a dict; the first put fails."""
 

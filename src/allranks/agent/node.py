@@ -30,6 +30,8 @@ log = logging.getLogger("allranks.agent")
 
 #: A dying process closes its connections a moment before it is gone: only then is a lost one known to be cut off.
 STILL_THERE_S = 0.3
+#: A replica that was killed after this much training has nothing wrong with itself and comes back at once.
+TRAINED_S, TRAINED_CALLS = 10.0, 20
 
 
 def replica_name(number: int) -> str:
@@ -67,6 +69,7 @@ class NodeAgent:
             self._meet_neighbours(self.client)
         if self.supervisor is not None:
             self.supervisor.on_event = self._happened
+            self.supervisor.trained = self.has_trained
 
     def close(self) -> None:
         """Stops watching; the supervisor and the lighthouse belong to the caller."""
@@ -168,6 +171,16 @@ class NodeAgent:
         elif event.kind == "started" and event.replica in self._evicted:
             self._evicted.discard(event.replica)
             self._ask(lambda client: client.let_in(replica_name(event.replica)))
+
+    def has_trained(self, replica: int) -> bool:
+        """Whether the newest processes of a replica trained for a while; from their black boxes."""
+        if self.watch is None:
+            return False
+        size = self.watch.options.ranks_per_replica
+        own = [s for s in read_samples(self.watch.options.folder) if s.rank // size == replica]
+        return bool(own) and all(
+            s.calls_completed >= TRAINED_CALLS and s.step_ns - s.start_ns >= TRAINED_S * 1e9 for s in own
+        )
 
     def _turn_away_latecomers(self) -> None:
         """The training is over: a replica that was on its way back would begin it anew, alone."""

@@ -86,6 +86,7 @@ class _Replica:
     kill_at_s: float = 0.0
     after_stop: Literal["restart", "stop", "set_aside"] = "restart"
     reason: str = ""
+    raised: bool = False  # it ended by itself with an exit code, which may come again; else it was killed
 
 
 @dataclass
@@ -94,6 +95,7 @@ class Supervisor:
 
     options: ReplicaOptions
     on_event: Callable[[Event], None] = lambda event: None
+    trained: Callable[[int], bool] = lambda replica: False  # whether its last processes trained for a while
     _replicas: dict[int, _Replica] = field(default_factory=dict)
     _requests: queue.SimpleQueue[Request] = field(default_factory=queue.SimpleQueue)
     _wake: tuple[socket.socket, socket.socket] | None = None
@@ -183,6 +185,7 @@ class Supervisor:
         port = _free_port()
         replica.ranks = [self._spawn(replica, local, port) for local in range(self.options.ranks_per_replica)]
         replica.state, replica.started_s, replica.start_at_s = "running", now, None
+        replica.raised = False
         pids = ", ".join(str(rank.process.pid) for rank in replica.ranks)
         self._tell(Event("started", replica.number, now, f"pid {pids}", pid=replica.ranks[0].process.pid))
 
@@ -262,6 +265,7 @@ class Supervisor:
             ),
         )
         if code != 0 and replica.state == "running":
+            replica.raised = code > 0
             self._begin_stop(replica, "restart", f"rank {rank.number} {detail}", grace_s=1.0)
         if not replica.ranks:
             self._ended(replica, now)
@@ -277,7 +281,9 @@ class Supervisor:
             replica.state = "finished"
             self._tell(Event("stopped", replica.number, now, replica.reason))
             return
-        replica.history = replica.history.after_failure(now, now - replica.started_s, self.options.restarts)
+        trained = not replica.raised and self.trained(replica.number)
+        ran_s = now - replica.started_s
+        replica.history = replica.history.after_failure(now, ran_s, self.options.restarts, trained)
         delay, why = decide_restart(replica.history, self.options.restarts)
         if replica.after_stop == "set_aside":
             delay, why = None, f"set aside: {replica.reason}"

@@ -32,9 +32,11 @@ class RestartHistory:
     failures_in_row: int = 0
     failed_at_s: tuple[float, ...] = field(default=())
 
-    def after_failure(self, now_s: float, ran_s: float, options: RestartOptions) -> RestartHistory:
-        """The history once the replica has failed after running for `ran_s`."""
-        row = 1 if ran_s >= options.healthy_after_s else self.failures_in_row + 1
+    def after_failure(
+        self, now_s: float, ran_s: float, options: RestartOptions, trained: bool = False
+    ) -> RestartHistory:
+        """The history once the replica has failed after running for `ran_s`; `trained`: well, until it was killed."""
+        row = 1 if trained or ran_s >= options.healthy_after_s else self.failures_in_row + 1
         recent = tuple(t for t in self.failed_at_s if now_s - t <= options.storm_window_s)
         return RestartHistory(self.restarts, row, (*recent, now_s))
 
