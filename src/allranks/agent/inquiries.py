@@ -118,7 +118,7 @@ class Inquiries:
             log.warning("%s: %s", case.opened.current.id, suspicion.reason)
         found = self.gather(case.opened, samples, gathering=gathering)
         if self.options.mode == "replica":
-            found = self._blame_not_retrying(case, suspicion, found)
+            found = self._blame_unmoved(case, suspicion, found)
         hung, reason = self._judge(case, suspicion, found, samples)
         if hung is None:
             self.history.excuse()
@@ -129,18 +129,19 @@ class Inquiries:
             # The same standstill is not reported twice: a new suspicion needs a whole further limit.
             self.history.excuse(times=4)
 
-    def _blame_not_retrying(self, case: _Inquiry, suspicion: Suspicion, found: Examination) -> Examination:
+    def _blame_unmoved(self, case: _Inquiry, suspicion: Suspicion, found: Examination) -> Examination:
         """After a regroup the boxes show new groups and new calls: who has not moved since before it is the suspect,
-        unless its stack says that it waits for another rank."""
-        stuck = self.history.not_retrying(read_samples(self.options.folder))
-        named = (found.verdict or {}).get("ranks") or ()
-        if not stuck or (named and set(named) <= set(stuck)):
+        and who has made steps is not "not started". Only stacks that show no wait for another rank count."""
+        samples, verdict = read_samples(self.options.folder), found.verdict or {}
+        named, suspects = set(verdict.get("ranks") or ()), self.history.not_retrying(samples)
+        marked = {s.rank for s in samples if s.step >= 0}
+        if named and named <= set(suspects or named):
+            suspects = tuple(sorted(named)) if verdict["cause"] == "not_started" and named <= marked else ()
+        better = verdict_on(list(suspects), found.stacks, suspicion.reason)
+        if better is None or better["confidence"] < self.options.policy.min_confidence:
             return found
-        verdict = verdict_on(list(stuck), found.stacks, suspicion.reason)
-        if verdict is None or verdict["confidence"] < self.options.policy.min_confidence:
-            return found
-        case.opened.update(verdict=verdict, ranks=tuple(verdict["ranks"]))
-        return replace(found, verdict=verdict)
+        case.opened.update(verdict=better, ranks=tuple(better["ranks"]))
+        return replace(found, verdict=better)
 
     def _follow(self, case: _Inquiry, gathering: Gathering) -> None:
         """Another node noticed the same before us: it explains and acts, and has our part."""
