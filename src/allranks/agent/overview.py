@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from allranks.agent.incidents import read_incidents
-from allranks.agent.sample import RankSample, read_samples
+from allranks.agent.sample import RankSample, is_alive, read_sample, read_samples
 from allranks.errors import InputError
 from allranks.load import LoadOptions, load_paths
 from allranks.model.job import JobView, RankRow
@@ -25,6 +25,17 @@ JOB_FILE = "job.json"
 def write_job(folder: Path, facts: dict[str, Any]) -> None:
     """What `allranks run` leaves in the job's folder for others to find."""
     (folder / JOB_FILE).write_text(json.dumps(facts))
+
+
+def set_aside_earlier(folder: Path) -> None:
+    """Before a run writes here: renames the boxes of dead ranks of an earlier run of the same name."""
+    agent = read_job(folder).get("pid")
+    if isinstance(agent, int) and is_alive(agent, 0):
+        return  # another agent of this job: its dead ranks are evidence
+    for path in folder.glob("*.box"):
+        sample = read_sample(path)
+        if sample is not None and not sample.alive:
+            path.replace(path.with_name(f"{path.name}.earlier"))
 
 
 def read_job(folder: Path) -> dict[str, Any]:

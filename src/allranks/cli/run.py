@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from allranks.cli.job_file import (
     read_settings,
     take_defaults,
 )
+from allranks.elastic.torchrun import ElasticTrainingConfig
 from allranks.errors import InputError
 from allranks.model.nodes import AGENT
 
@@ -61,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="job configuration (YAML); flags win over it"
     )
-    parser.add_argument("--job", metavar="ID", help="name of the job (default: --rdzv-id, else made up)")
+    parser.add_argument(
+        "--job", metavar="ID", help="name of the job (default: $ALLRANKS_JOB_ID, --rdzv-id, else made up)"
+    )
     parser.add_argument(
         "--replicas",
         type=int,
@@ -166,7 +169,7 @@ def _run(
     script: list[str],
     stack: ExitStack,
 ) -> int:
-    from allranks.agent.overview import write_job
+    from allranks.agent.overview import set_aside_earlier, write_job
     from allranks.agent.timed_stacks import start_timed_stacks, stop_timed_stacks
     from allranks.record.place import job_folder
 
@@ -176,15 +179,12 @@ def _run(
         args.first_replica = first if args.first_replica is None else args.first_replica
         args.total_replicas = args.total_replicas or total
     torchrun = [*from_environment(os.environ, torchrun), *torchrun]
+    job = find_job_name(args.job, os.environ, torchrun, settings, script[0])
     torchrun = [*_torchrun_from(settings, torchrun), *torchrun]
-    job = (
-        args.job
-        or flag_value(torchrun, "--rdzv-id")
-        or f"{Path(script[0]).stem}-{time.strftime('%m%d-%H%M%S')}-{os.getpid()}"
-    )
     token = job_token(os.environ)
     folder = Path(os.environ["ALLRANKS_DIR"]) if os.environ.get("ALLRANKS_DIR") else job_folder(job)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    set_aside_earlier(folder)
     write_token(folder / "token", token)
     lighthouse = _lighthouse(args, settings, token, replica_mode, stack)
     keep = args.snapshots if args.snapshots is not None else not replica_mode
@@ -401,6 +401,29 @@ def _snapshot_keeper(token: str, torchrun: list[str], stack: ExitStack) -> str:
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """The job configuration as plain data, checked as a whole; {} without one."""
     return {} if args.config is None else read_settings(args.config)
+
+
+def find_job_name(
+    given: str | None,
+    environment: Mapping[str, str],
+    torchrun: list[str],
+    settings: dict[str, Any],
+    script: str,
+) -> str:
+    """--job, $ALLRANKS_JOB_ID, the rendezvous id, else a name of its own.
+
+    A job file always has a rendezvous id. Its default names a job only where nodes meet somewhere and must agree.
+    """
+    elastic = settings.get("elastic") or {}
+    meets = elastic.get("rdzv_endpoint") or has_flag(torchrun, "--rdzv-endpoint")
+    default = elastic.get("rdzv_id") == ElasticTrainingConfig.rdzv_id and not meets
+    return (
+        given
+        or environment.get("ALLRANKS_JOB_ID")
+        or flag_value(torchrun, "--rdzv-id")
+        or ("" if default else elastic.get("rdzv_id"))
+        or f"{Path(script).stem}-{time.strftime('%m%d-%H%M%S')}-{os.getpid()}"
+    )
 
 
 def _torchrun_from(settings: dict[str, Any], given: list[str]) -> list[str]:
