@@ -196,6 +196,41 @@ def test_a_death_is_told_while_a_standstill_is_examined(
     assert "rank 1 ended while it was looked at" in standstill["timeline"][-1]["text"]
 
 
+def test_the_watch_goes_on_while_the_lighthouse_does_not_answer_about_a_death(tmp_path: Path) -> None:
+    """Rank 1 dies and the question who leads its incident hangs: a rank that starts meanwhile is seen."""
+    dog = watch(tmp_path, poll_s=0.05)
+    asked, answer = threading.Event(), threading.Event()
+
+    def ask(*args: object, **kwargs: object) -> None:
+        asked.set()
+        answer.wait(60)
+
+    dog.gatherer.ask = ask  # type: ignore[method-assign]
+    ranks = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
+    try:
+        for rank, process in enumerate(ranks):
+            write_box(tmp_path / "boxes", rank, 7, pid=process.pid, start_ns=time.time_ns())
+        dog.start()
+        deadline = time.monotonic() + 30
+        while dog.ranks != (0, 1):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        ranks[1].kill()
+        assert asked.wait(30)
+        write_box(tmp_path / "boxes", 2, 7)
+        while dog.ranks != (0, 2):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        answer.set()
+        dog.close()
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    (story,) = read_incidents(tmp_path / "incidents")
+    assert (story["kind"], story["ranks"]) == ("death", [1])
+
+
 def test_a_kill_of_the_kernel_for_lack_of_memory_is_said(tmp_path: Path) -> None:
     """The kernel's counter has moved since the last death; a later kill without that is only a kill."""
     dog = watch(tmp_path)

@@ -139,6 +139,7 @@ def test_a_replica_that_has_not_moved_since_before_a_regroup_is_evicted(
     assert [(action.kind, action.replica, action.ranks) for action in hand.done] == [("evict", 1, (1,))]
     (story,) = read_incidents(tmp_path / "incidents")
     assert (story["verdict"]["cause"], story["ranks"]) == ("sleep", [1])
+    assert story["verdict"]["sentence"].startswith("rank 1 has not moved for ")
 
 
 def test_a_stopped_replica_that_the_others_left_behind_is_replaced(

@@ -140,6 +140,10 @@ class Inquiries:
         better = verdict_on(list(suspects), found.stacks, suspicion.reason)
         if better is None or better["confidence"] < self.options.policy.min_confidence:
             return found
+        quiet = (
+            f"rank {better['ranks'][0]} has not moved for {suspicion.quiet_s:.1f} s while others wait for it"
+        )
+        better["sentence"] = f"{quiet}: {better['cause']} at {better['where'] or 'an unknown line'}"
         case.opened.update(verdict=better, ranks=tuple(better["ranks"]))
         return replace(found, verdict=better)
 

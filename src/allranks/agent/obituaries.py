@@ -48,7 +48,9 @@ class Obituaries:
     _failures_s: list[float] = field(default_factory=list)  # monotonic, of this node's ranks
     _cut: dict[tuple[int, ...], IncidentFolder] = field(default_factory=dict)  # ranks -> their last partition
     _echo_s: float | None = None  # since when only echoes of a death are heard
-    _explaining: list[threading.Thread] = field(default_factory=list)
+    _threads: list[threading.Thread] = field(default_factory=list)
+    _being_noted: set[int] = field(default_factory=set)  # pids of deaths that `look` has found
+    in_background: bool = False  # `look` only finds deaths: keeping evidence and asking others take seconds
     _echo: IncidentFolder | None = None  # the last incident that was opened for echoes alone
     echo_patience_s: Callable[[], float] = lambda: ECHO_S
     _closing: threading.Event = field(default_factory=threading.Event)
@@ -95,9 +97,18 @@ class Obituaries:
             except Exception:  # a thread's entry: the death itself is told
                 log.exception("an incident could not be explained")
 
-        explaining = threading.Thread(target=work, name="allranks-explain", daemon=True)
-        self._explaining.append(explaining)
-        explaining.start()
+        self._start(work, "allranks-explain")
+
+    def _start(self, work: Callable[[], object], name: str) -> None:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _note_carefully(self, death: Death) -> None:
+        try:
+            self.note_death(death)
+        except Exception:  # a thread's entry; a full disk, say
+            log.exception("the evidence of a death could not be kept: %s", death.sentence)
 
     def take_echo(self, at: float) -> IncidentFolder | None:
         """The incident that was opened a moment before `at` for broken connections alone: now their cause is known."""
@@ -121,7 +132,7 @@ class Obituaries:
     def close(self) -> None:
         """Ends what is under way."""
         self._closing.set()
-        for thread in self._explaining:
+        for thread in self._threads:  # one that notes a death may add one that explains it
             thread.join(timeout=30.0)
 
     def note_lost(self, ranks: tuple[int, ...], reason: str, at: float) -> IncidentFolder:
@@ -210,7 +221,8 @@ class Obituaries:
     ) -> None:
         """Whole-job mode: all deaths. Replica mode: ranks that raised; the supervisor tells of the others."""
         found = find_deaths(samples, endings, since_ns=self._born_ns, raised_only=not self.options.whole_job)
-        first = find_first([d for d in found if d.pid not in self._known and d.pid not in self.answered])
+        old = self.answered | self._being_noted | self._known.keys()
+        first = find_first([death for death in found if death.pid not in old])
         now = time.monotonic()
         if first is None:
             self._echo_s = None
@@ -223,6 +235,10 @@ class Obituaries:
         size = self.options.ranks_per_replica
         fellows = [s for s in samples if self.options.whole_job or s.rank // size == first.rank // size]
         self.answered |= {s.pid for s in fellows if s.pid != first.pid}
-        self.note_death(first)
+        self._being_noted.add(first.pid)
+        if self.in_background:
+            self._start(lambda: self._note_carefully(first), "allranks-death")
+        else:
+            self.note_death(first)
         if self.options.whole_job:
             self._born_ns = max(s.start_ns for s in samples) + 1

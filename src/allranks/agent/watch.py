@@ -65,6 +65,7 @@ class Watch:
         """Starts the thread."""
         if self.actor is not None:
             self.deaths.act, self.inquiries.actor = self.actor.act, self.actor
+        self.deaths.in_background = True
         self._lines.start()
         self._thread = threading.Thread(target=self._run, name="allranks-watch", daemon=True)
         self._thread.start()
