@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from allranks.checkpoint import CheckpointLoadConfig, NVMeBackend, S3Backend, StorageReader, import_checkpoint
 from allranks.checkpoint.file_store import FileStore
@@ -205,6 +207,50 @@ def test_a_dcp_folder_with_code_in_its_metadata_is_refused(tmp_path: Path) -> No
     with pytest.raises(CheckpointValidationError, match="which no checkpoint needs: refused"):
         read_dcp(tmp_path / "dcp")
     assert not marker.exists()
+
+
+class _EnumsByName(pickle.Pickler):
+    """Pickles enum members as Python 3.11.2 does: getattr(class, name)."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, enum.Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+
+def test_a_dcp_folder_of_a_python_that_pickles_enums_by_name_is_read(tmp_path: Path) -> None:
+    """Python 3.11.2 writes such checkpoints; others must be able to read them."""
+    folder = tmp_path / "dcp"
+    dcp.save({"w": torch.arange(3.0)}, checkpoint_id=str(folder), no_dist=True)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for protocol in (2, 4):
+        with (folder / ".metadata").open("wb") as file:
+            _EnumsByName(file, protocol).dump(metadata)
+        assert b"getattr" in (folder / ".metadata").read_bytes()
+        assert read_dcp(folder)["w"].tolist() == [0.0, 1.0, 2.0]
+
+
+class _Getattr:
+    """Pickles as a call of getattr."""
+
+    def __init__(self, owner: object, name: object) -> None:
+        self.asked = (owner, name)
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return getattr, self.asked
+
+
+@pytest.mark.parametrize(
+    "name", ["__class__", "__subclasses__", "_member_map_", "mro", "no_such_member", ["x"]]
+)
+def test_getattr_of_anything_but_a_member_of_dcps_enum_is_refused(tmp_path: Path, name: object) -> None:
+    """The way from an attribute to running code stays closed."""
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_Getattr(_MEM_FORMAT_ENCODING, name)))
+    with pytest.raises(CheckpointValidationError, match="which no checkpoint needs: refused"):
+        read_dcp(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_Getattr(Metadata, "__init__")))
+    with pytest.raises(CheckpointValidationError, match="which no checkpoint needs: refused"):
+        read_dcp(tmp_path)
 
 
 def test_plain_dcp_loads_ours_through_our_reader_and_notices_damage(store: Path) -> None:

@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from allranks.errors import CheckpointLoadError, CheckpointValidationError
 
@@ -75,11 +80,24 @@ class _PlainTypes(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
+        if module in ("builtins", "__builtin__") and name == "getattr":
+            return _enum_member
         if module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout)):
             return getattr(torch, name)
-        raise CheckpointValidationError(
-            f"its .metadata asks for {module}.{name}, which no checkpoint needs: refused", invalid_keys=(f"{module}.{name}",)
-        )  # fmt: skip
+        raise _refused(f"{module}.{name}")
+
+
+def _enum_member(kind: Any, name: Any) -> Any:
+    """Stands in for the getattr of Pythons that pickle enums by name (3.11.2): members, nothing else."""
+    if kind is _MEM_FORMAT_ENCODING and isinstance(name, str) and name in _MEM_FORMAT_ENCODING.__members__:
+        return _MEM_FORMAT_ENCODING[name]
+    raise _refused(f"getattr({kind!r}, {name!r})")
+
+
+def _refused(what: str) -> CheckpointValidationError:
+    return CheckpointValidationError(
+        f"its .metadata asks for {what}, which no checkpoint needs: refused", invalid_keys=(what,)
+    )
 
 
 def _read_tensor(folder: Path, name: str, entry: TensorStorageMetadata, metadata: Metadata) -> torch.Tensor:
