@@ -13,6 +13,7 @@ AllranksError                  anything we raise on purpose; `.hint` holds the c
 ├── CheckpointError            a checkpoint could not be saved, found or trusted; knows tier and path
 │   ├── CheckpointSaveError    a save failed; training goes on unless the policy is "fail"
 │   ├── CheckpointLoadError    no (or not this) checkpoint could be loaded
+│   │   └── CheckpointUnreachable  a store that may hold something newer did not answer
 │   ├── CheckpointValidationError  what was read is not what was wanted; names the keys
 │   │   └── CheckpointDamaged  bytes differ from what was written: belongs into quarantine
 │   └── MemoryLimitExceeded    a snapshot does not fit into its memory bound
@@ -102,6 +103,10 @@ class CheckpointLoadError(CheckpointError):
             hint=hint or f"allranks checkpoint verify '{path or 'STORE'}' says what is whole",
         )  # fmt: skip
         self.reason = reason
+
+
+class CheckpointUnreachable(CheckpointLoadError):
+    """A store did not answer, so nobody knows what is the newest checkpoint. Nothing was restored."""
 
 
 class CheckpointValidationError(CheckpointError):

@@ -36,7 +36,11 @@ class BusyPolicy(str, enum.Enum):
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Intervals count steps; 0 disables memory (and peer) snapshots. `nvme_path` None disables the disk tier.
+    """Intervals count steps; 0 disables memory (and peer) snapshots. `nvme_path` None: no disk tier.
+
+    `job` is kept in every checkpoint: a job with a name restores its own and nameless ones, and those of `from_job`.
+    A tier that cannot be read is asked again for `wait_for_stores_s`; then `on_unreachable` "raise" stops the restore,
+    since it may hold something newer, and "ignore" goes on without it.
 
     `peers` are the addresses of every node's agent in node order; each snapshot goes to this node's own
     agent and to the next one's. `keep_last_n` 0 keeps everything. `max_memory_mb` None does not bound memory.
@@ -44,7 +48,7 @@ class CheckpointConfig:
 
     checkpoint_interval: int = 500
     memory_snapshot_interval: int = 50
-    nvme_path: str | Path | None = "/tmp/checkpoints"
+    nvme_path: str | Path | None = None
     s3_bucket: str | None = None
     s3_prefix: str = ""
     async_save: bool = True
@@ -63,6 +67,10 @@ class CheckpointConfig:
     s3_endpoint_url: str | None = None
     s3_region: str | None = None
     s3_options: Mapping[str, str] = field(default_factory=dict)
+    job: str = ""
+    from_job: str = ""
+    on_unreachable: str = "raise"
+    wait_for_stores_s: float = 60.0
     commit_timeout_s: float = 600.0  # how long the first rank waits for the others' parts
 
     def __post_init__(self) -> None:
@@ -79,6 +87,12 @@ class CheckpointConfig:
             )
         object.__setattr__(self, "async_save_policy", _choice(AsyncSavePolicy, self.async_save_policy))
         object.__setattr__(self, "busy_policy", _choice(BusyPolicy, self.busy_policy))
+        if self.on_unreachable not in ("raise", "ignore"):
+            raise ConfigurationError(
+                f"on_unreachable is {self.on_unreachable!r}", hint='it must be "raise" or "ignore"'
+            )
+        if self.wait_for_stores_s < 0:
+            raise ConfigurationError(f"wait_for_stores_s ({self.wait_for_stores_s}) must not be negative")
         if self.peers and not self.peer_token:
             raise ConfigurationError("peers need a peer_token", hint="the same secret for every node's agent")
 

@@ -92,11 +92,15 @@ class FileStore:
         return removed
 
     def names(self) -> list[str]:
-        if not self.root.is_dir():
+        try:
+            entries = list(os.scandir(self.root))
+        except FileNotFoundError:
+            if self.root.is_symlink():  # its target is not mounted: not the same as empty
+                raise
             return []
         found = [
             entry.name
-            for entry in os.scandir(self.root)
+            for entry in entries
             if not entry.name.startswith(".") and entry.is_dir() and (Path(entry.path) / MANIFEST).is_file()
         ]
         return sorted(found)
@@ -128,6 +132,24 @@ class FileStore:
         (target / "QUARANTINED.txt").write_text(reason + "\n")
         return str(target)
 
+    def quarantined(self) -> list[tuple[str, str]]:
+        try:
+            entries = sorted(os.listdir(self.root / QUARANTINE))
+        except FileNotFoundError:
+            return []
+        return [(str(self.root / QUARANTINE / name), self._reason(name)) for name in entries]
+
+    def set_aside(self) -> list[str]:
+        names = [*self.names(), *([QUARANTINE] if self.quarantined() else [])]
+        if not names:
+            return []
+        folder = self.root / f"set-aside-{time.strftime('%Y%m%dT%H%M%S')}-{os.urandom(3).hex()}"
+        folder.mkdir()
+        for name in names:
+            (self.root / name).rename(folder / name)
+        _sync_folder(self.root)
+        return [str(folder)]
+
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[None]:
         fd = os.open(self.root / name / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
@@ -141,6 +163,13 @@ class FileStore:
         for fd in self._locks.values():
             os.close(fd)
         self._locks.clear()
+
+    def _reason(self, name: str) -> str:
+        """Why a checkpoint is in quarantine."""
+        try:
+            return (self.root / QUARANTINE / name / "QUARANTINED.txt").read_text(errors="replace").strip()
+        except FileNotFoundError:
+            return "damaged"
 
     def _folder(self, attempt: Attempt) -> Path:
         return self.root / f".saving-{attempt.name}-{attempt.token}"

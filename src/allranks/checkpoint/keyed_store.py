@@ -21,7 +21,8 @@ from allranks.errors import CheckpointValidationError
 
 #: What a saver writes before the manifest. Nothing else under the prefix is ever tidied away.
 _OURS = re.compile(r"[^/]+/rank-\d{5}-[0-9a-f]{12}\.(safetensors|json|failed)")
-QUARANTINED = "manifest.quarantined.json"
+QUARANTINED, REASON = "manifest.quarantined.json", "quarantine_reason.json"
+SET_ASIDE = "manifest.set-aside-"
 READING = ".reading"
 #: A reader that died without saying so protects its checkpoint no longer than this.
 READING_LIMIT_S = 3600.0
@@ -100,7 +101,9 @@ class KeyedStore:
         """Files whose checkpoint has no manifest, old enough that no saver can still be at work on them."""
         listed = self.blobs.keys("")
         complete = {
-            key.split("/")[0] for key, _ in listed if key.endswith((f"/{MANIFEST}", f"/{QUARANTINED}"))
+            key.split("/")[0]
+            for key, _ in listed
+            if key.endswith((f"/{MANIFEST}", f"/{QUARANTINED}")) or f"/{SET_ASIDE}" in key
         }
         limit = time.time() - LEFT_BEHIND_S
         referenced = self._referenced(complete)
@@ -136,9 +139,24 @@ class KeyedStore:
             return self.path_of(name)  # another rank was first
         note = json.dumps({"reason": reason}).encode()
         self.blobs.put(f"{name}/{QUARANTINED}", [memoryview(manifest)], len(manifest))
-        self.blobs.put(f"{name}/quarantine_reason.json", [memoryview(note)], len(note))
+        self.blobs.put(f"{name}/{REASON}", [memoryview(note)], len(note))
         self.blobs.delete([f"{name}/{MANIFEST}"])
         return f"{self.path_of(name)}/{QUARANTINED}"
+
+    def quarantined(self) -> list[tuple[str, str]]:
+        names = [key.split("/")[0] for key, _ in self.blobs.keys("") if key.endswith(f"/{QUARANTINED}")]
+        return [(f"{self.path_of(name)}/{QUARANTINED}", self._reason(name)) for name in sorted(names)]
+
+    def set_aside(self) -> list[str]:
+        suffixes = (f"/{MANIFEST}", f"/{QUARANTINED}")
+        moved = []
+        for key in [key for key, _ in self.blobs.keys("") if key.endswith(suffixes)]:
+            data, _ = self.blobs.get(key)
+            target = f"{key.rsplit('/', 1)[0]}/{SET_ASIDE}{uuid.uuid4().hex[:12]}.json"
+            self.blobs.put(target, [memoryview(data)], len(data))
+            self.blobs.delete([key])
+            moved.append(self.path_of(target))
+        return moved
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[None]:
@@ -158,6 +176,25 @@ class KeyedStore:
     def close(self) -> None:
         self.blobs.close()
 
+    def _reason(self, name: str) -> str:
+        """Why a checkpoint is in quarantine."""
+        try:
+            return str(json.loads(self.blobs.get(f"{name}/{REASON}")[0])["reason"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return "damaged"
+
+    def _out_of_sight(self, keys: list[str]) -> set[str]:
+        """Files of checkpoints in quarantine or set aside: they are kept whatever happens to their names."""
+        manifests = [key for key in keys if key.endswith(f"/{QUARANTINED}") or f"/{SET_ASIDE}" in key]
+        kept = {key for key in keys if key in manifests or key.endswith(f"/{REASON}")}
+        for key in manifests:
+            try:
+                token = decode_manifest(self.blobs.get(key)[0], key).attempt
+            except CheckpointValidationError:
+                return set(keys)  # nobody can tell which of the files are its own
+            kept |= {other for other in keys if token in other}
+        return kept
+
     def _readers(self, name: str) -> list[str]:
         """Marks of readers that have not run out."""
         alive = []
@@ -170,9 +207,11 @@ class KeyedStore:
         """Deletes the files of a checkpoint that no manifest points at, but those of the attempt `keep`."""
         others = [other for other in self.names() if other != name or keep]
         referenced = self._referenced(set(others))
+        mine = [key for key, _ in self.blobs.keys(f"{name}/")]
+        referenced |= self._out_of_sight(mine)
         doomed = [
             key
-            for key, _ in self.blobs.keys(f"{name}/")
+            for key in mine
             if key not in referenced and not key.endswith(f"/{MANIFEST}") and not (keep and keep in key)
         ]
         self.blobs.delete(doomed)

@@ -15,7 +15,7 @@ from allranks.checkpoint.config import CheckpointLoadConfig, CheckpointTier
 from allranks.checkpoint.failure import hint_for, reason_of
 from allranks.checkpoint.group import Group
 from allranks.checkpoint.legacy import is_legacy, load_legacy
-from allranks.checkpoint.manifest import MANIFEST, decode_manifest
+from allranks.checkpoint.look import Looker, Rules, Seen, refuse_to_guess, refuse_to_start_over
 from allranks.checkpoint.memory import MemorySnapshotBackend
 from allranks.checkpoint.opened import opened
 from allranks.checkpoint.restore import Live, copy_into, prepare_into, read_state
@@ -31,17 +31,20 @@ class Loader:
     """One load. `stores` are the tiers to look in; `memory` None leaves the memory tier out."""
 
     def __init__(
-        self, group: Group, stores: Mapping[str, StoreSpec], memory: MemorySnapshotBackend | None
-    ) -> None:
+        self, group: Group, stores: Mapping[str, StoreSpec], memory: MemorySnapshotBackend | None,
+        rules: Rules | None = None, given: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
         self.group = group
         self.specs = stores
         self.memory = memory
+        self.rules = rules or Rules()
+        self.given = dict(given or {})  # tier → newest step that this process has handed to it
         self.taken: Candidate | None = None  # what `load_newest` has loaded
         self._torn: Candidate | None = None  # what a live model holds a part of, and no more than a part
         self._stores: dict[str, Store] = {}
 
     def load_newest(self, into: Live | None) -> CheckpointState | None:
-        """Tries what all ranks can see, newest first; None when there is nothing at all. Collective."""
+        """Tries what all ranks can see, newest first; None when every tier says that it is empty. Collective."""
         try:
             with _no_collections():
                 return self._load_newest(into)
@@ -50,8 +53,15 @@ class Loader:
                 store.close()
 
     def _load_newest(self, into: Live | None) -> CheckpointState | None:
-        choice = choose(self.group.gather(self._view()))
+        looker, seen = self._look()
+        views = self.group.gather(seen.to_dict())
+        choice = choose([view["found"] for view in views])
+        refuse_to_guess(views, choice, self.rules)
         if not choice.candidates:
+            looker.quarantined(seen)
+            views = self.group.gather(seen.to_dict())
+            refuse_to_guess(views, choice, self.rules)
+            refuse_to_start_over(views, choice, self.rules, [spec.url for spec in self.specs.values()])
             log.info("nothing to load: %s", choice.reason)
             return None
         log.info("loading: %s", choice.reason)
@@ -65,7 +75,10 @@ class Loader:
             log.warning("%s; trying the next older or slower one", tried[-1])
         raise CheckpointLoadError(
             "every checkpoint is bad: " + "; ".join(tried) + self._left(into),
-            hint="allranks checkpoint verify PATH shows what is left; bad ones lie in quarantine",
+            hint="\n".join(
+                f"to start from scratch: allranks checkpoint set-aside '{spec.url}' (deletes nothing)"
+                for spec in self.specs.values()
+            ),
         )
 
     def load_path(
@@ -109,33 +122,17 @@ class Loader:
         known = next((spec for spec in self.specs.values() if spec.url.rstrip("/") == head), StoreSpec(head))
         return open_store(known), name, ""
 
-    def _view(self) -> dict[str, list[tuple[str, int]]]:
-        """Every checkpoint with a whole manifest that this rank can see."""
-        view: dict[str, list[tuple[str, int]]] = {}
+    def _look(self) -> tuple[Looker, Seen]:
+        """Every checkpoint with a whole manifest that this rank can see; damaged ones go into quarantine."""
+        looker, seen = Looker(self.rules), Seen(given=self.given)
         if self.memory is not None:
-            view["MEMORY"] = [(str(step), step) for step in self.memory.steps()]
+            seen.found["MEMORY"] = [(str(step), step) for step in self.memory.steps()]
+        self._stores = looker.stores
         for tier, spec in self.specs.items():
-            try:
-                view[tier] = self._list(tier, spec)
-            except OSError as error:
-                log.warning("[%s] cannot list '%s': %s", tier, spec.url, reason_of(error))
-                view[tier] = []
-        return view
-
-    def _list(self, tier: str, spec: StoreSpec) -> list[tuple[str, int]]:
-        store = self._stores[tier] = open_store(spec)
-        found = []
-        for name in store.names():
-            try:
-                manifest = decode_manifest(store.read(name, MANIFEST), store.path_of(name))
-                found.append((name, manifest.step))
-            except CheckpointDamaged as error:
-                self._quarantine(store, name, error.reason)
-            except CheckpointValidationError as error:
-                log.warning("[%s] %s is left out: %s", tier, store.path_of(name), error.reason)
-            except FileNotFoundError:
-                continue
-        return found
+            looker.look(tier, spec, seen)
+        for store, name, reason in looker.damaged:
+            self._quarantine(store, name, reason)
+        return looker, seen
 
     def _left(self, into: Live | None) -> str:
         """What a failed load has done to the model, in words."""

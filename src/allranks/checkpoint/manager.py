@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import secrets
 import time
 import weakref
@@ -36,8 +37,9 @@ from allranks.checkpoint.config import (
 )
 from allranks.checkpoint.group import Group
 from allranks.checkpoint.loading import Loader
+from allranks.checkpoint.look import Rules
 from allranks.checkpoint.memory import MemorySnapshotBackend
-from allranks.checkpoint.places import Places
+from allranks.checkpoint.places import SNAPSHOTS_VARIABLE, Places
 from allranks.checkpoint.plan import Plan, Planner, fingerprint, local_tensors
 from allranks.checkpoint.restore import Live, install_rng
 from allranks.checkpoint.saving import Pending, Saves
@@ -74,7 +76,12 @@ class CheckpointManager:
         known = {Tier.NVME: self.nvme_backend, Tier.S3: self.s3_backend}
         specs = {tier: backend.spec for tier, backend in known.items() if backend is not None}
         self.places = Places(self.config, self.group, specs)
+        if not specs and not self.config.peers and SNAPSHOTS_VARIABLE not in os.environ:
+            log.warning(
+                "no checkpoint will outlive this process: set nvme_path or s3_bucket in CheckpointConfig"
+            )
         self.planner = Planner(self.group)
+        self._given: dict[str, int] = {}  # tier → newest step handed to it
         self._copy: Copy | None = None
         self._optimizers: list[weakref.ref[Any]] = []
         self._hooks: list[Any] = []
@@ -195,17 +202,18 @@ class CheckpointManager:
     def restore(
         self, model: Any, optimizer: Any = None, lr_scheduler: Any = None, *,
         tier: CheckpointTier | None = None, strict: bool = True, restore_rng: bool = True,
-        check_first: bool = False,
+        check_first: bool = False, missing_ok: bool = True,
     ) -> CheckpointState | None:  # fmt: skip
         """Loads the newest checkpoint straight into model and optimizer, each rank only its own shards.
 
-        Returns the state (tensors are the live ones), or None when there is no checkpoint. Every byte is checked as
-        it is read; of a bad one nothing is kept, since the next older one is read over it. If all are bad,
+        Returns the state (tensors are the live ones), or None when every tier answered that it is empty (with
+        `missing_ok=False` that is an error, too). A tier that may hold something newer and cannot be read raises
+        CheckpointUnreachable on all ranks; damaged ones alone raise at every start. Every byte is checked as it is read; of a bad one nothing is kept, since the next older one is read over it. If all are bad,
         CheckpointLoadError says whether the model holds parts of one. With `check_first` it never does: everything
         is read twice, and changes only when every byte that every rank needs was found right.
         """
         self._settle()
-        loader = self._loader(tier)
+        loader = self._loader(tier, missing_ok)
         live = Live(model, optimizer, lr_scheduler, strict=strict, check_first=check_first)
         state = loader.load_newest(live)
         self.restored_from = CheckpointTier[loader.taken.tier] if loader.taken is not None else None
@@ -306,6 +314,7 @@ class CheckpointManager:
         """Begins the copy; what follows it runs when the bytes are complete."""
         snapshot = self._snapshot(state, flat, plan, keep)
         saves, memory = self.saves, self.memory_backend
+        self._given.update({tier.name: max(state.step, self._given.get(tier.name, -1)) for tier, _ in jobs})
         orders = [(tier.name, job, saves.announce(tier.name, state.step, _path(job))) for tier, job in jobs]
 
         def after(error: BaseException | None) -> None:
@@ -350,14 +359,22 @@ class CheckpointManager:
             timestamp=state.timestamp, algorithm=best_algorithm(), common=None if alike else flat.common,
             own=flat.own, metrics=_plain_metrics(state.metrics),
             keep_last=1 if tier is Tier.PEER else config.keep_last_n, commit_timeout_s=config.commit_timeout_s,
-            retries=retries, retry_delay_s=config.async_save_retry_delay, read_back=config.read_back,
+            retries=retries, retry_delay_s=config.async_save_retry_delay, read_back=config.read_back, job=config.job,
         )  # fmt: skip
 
-    def _loader(self, tier: CheckpointTier | None) -> Loader:
+    def _loader(self, tier: CheckpointTier | None, missing_ok: bool = True) -> Loader:
         specs = self.places.specs()
         wanted = {one.name: spec for one, spec in specs.items() if tier is None or one is tier}
         memory = self.memory_backend if tier is None or tier is Tier.MEMORY else None
-        return Loader(self.group, wanted, memory)
+        config = self.config
+        rules = Rules(
+            config.job,
+            config.from_job,
+            config.wait_for_stores_s,
+            config.on_unreachable == "ignore",
+            missing_ok,
+        )
+        return Loader(self.group, wanted, memory, rules, self._given)
 
     def _settle(self) -> None:
         """Saves under way are finished before anything is loaded."""

@@ -17,7 +17,7 @@ from allranks.checkpoint.layout import Shard
 from allranks.errors import CheckpointDamaged, CheckpointValidationError
 
 MANIFEST = "manifest.json"
-SCHEMA = 1
+SCHEMA = 2  # 2 adds `job`; what names none is written as 1, which earlier versions read
 _HEAD = b'{"checksum": "sha256:'
 
 
@@ -70,7 +70,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The head of a checkpoint. `ranks` wrote it; `world_size` may be larger where each node has its own disk."""
+    """The head of a checkpoint. `ranks` wrote it; `world_size` may be larger where each node has its own disk.
+
+    `job` is the name of the job that saved it, "" if it has none.
+    """
 
     step: int
     epoch: int
@@ -79,7 +82,8 @@ class Manifest:
     attempt: str
     parts: tuple[Part, ...]
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    schema: int = SCHEMA
+    schema: int = 1
+    job: str = ""
 
     @property
     def data_bytes(self) -> int:
@@ -99,7 +103,9 @@ def part_name(rank: int, suffix: str, attempt: str = "") -> str:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The file's bytes: JSON whose first member is the sha256 of the second."""
-    return _seal(_dump(asdict(manifest)))
+    raw = asdict(manifest)
+    job = raw.pop("job")
+    return _seal(_dump({**raw, "schema": 2, "job": job} if job else raw))
 
 
 def decode_manifest(data: bytes, path: str) -> Manifest:

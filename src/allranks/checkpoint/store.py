@@ -97,6 +97,15 @@ class Store(Protocol):
     def quarantine(self, name: str, reason: str) -> str:
         """Takes a bad checkpoint out of sight without deleting it; returns where it lies now."""
 
+    def quarantined(self) -> list[tuple[str, str]]:
+        """(where it lies, why) of everything in quarantine."""
+
+    def set_aside(self) -> list[str]:
+        """Takes all checkpoints, and what is in quarantine, out of sight for good without deleting anything.
+
+        Returns where they lie now.
+        """
+
     def reading(self, name: str) -> AbstractContextManager[None]:
         """While open, `remove` and `quarantine` leave the checkpoint alone."""
 

@@ -97,8 +97,8 @@ def copy_checkpoint(
         try:
             parts = tuple(_copy_part(checkpoint, index, target, attempt) for index in checkpoint.indexes)
             manifest = Manifest(
-                old.step, old.epoch, old.world_size, old.timestamp, attempt.token, parts, dict(old.metrics)
-            )
+                old.step, old.epoch, old.world_size, old.timestamp, attempt.token, parts, dict(old.metrics), job=old.job
+            )  # fmt: skip
             target.commit(attempt, encode_manifest(manifest))
         except BaseException:
             target.abandon(attempt)

@@ -59,6 +59,7 @@ class SaveJob:
     retries: int = 0
     retry_delay_s: float = 5.0
     read_back: bool = False
+    job: str = ""
 
 
 @dataclass(frozen=True)
@@ -236,8 +237,8 @@ def collect(job: SaveJob, mine: Part, store: Store, alive: Callable[[], bool]) -
             raise Peers(f"no part from ranks {missing} after {job.commit_timeout_s:.0f} s")
     ordered = tuple(parts[rank] for rank in job.ranks)
     return Manifest(
-        job.step, job.epoch, job.world_size, job.timestamp, job.attempt.token, ordered, dict(job.metrics)
-    )
+        job.step, job.epoch, job.world_size, job.timestamp, job.attempt.token, ordered, dict(job.metrics), job=job.job
+    )  # fmt: skip
 
 
 def part_of(job: SaveJob, rank: int, store: Store) -> Part | None:

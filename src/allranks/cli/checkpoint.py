@@ -53,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="do not read the newest first; a damaged one then counts as kept",
     )
+    aside = _action(
+        actions,
+        "set-aside",
+        "take all checkpoints out of sight, so that a job starts from scratch; deletes nothing",
+    )
+    aside.add_argument("store", help=_ADDRESS)
     export = _action(actions, "export", "write one file: .safetensors (the model) or .pt (everything)")
     export.add_argument("checkpoint", help=one)
     export.add_argument("file", help="where to; the suffix decides the kind")
@@ -71,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
     """Runs one action; 1 when something is damaged."""
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "ls": _ls, "show": _show, "verify": _verify, "copy": _copy, "prune": _prune, "export": _export,
-        "import": _import,
+        "import": _import, "set-aside": _set_aside,
     }  # fmt: skip
     try:
         return actions[args.action](args)
@@ -87,13 +93,22 @@ def _ls(args: argparse.Namespace) -> int:
     from allranks.checkpoint.survey import list_checkpoints
 
     with _store(args.store, args.option) as store:
-        found = list_checkpoints(store)
+        found, quarantined = list_checkpoints(store), store.quarantined()
     if args.json:
-        print(json.dumps({"schema": 1, "store": args.store, "checkpoints": [asdict(one) for one in found]}))
+        bad = [{"path": path, "reason": reason} for path, reason in quarantined]
+        listed = [asdict(one) for one in found]
+        print(json.dumps({"schema": 1, "store": args.store, "checkpoints": listed, "quarantined": bad}))
         return 0
+    _print_list(args.store, found)
+    for path, reason in quarantined:
+        print(f"in quarantine: {path}: {reason}")
+    return 0
+
+
+def _print_list(address: str, found: list[Any]) -> None:
     if not found:
-        print(f"no checkpoints in {args.store}")
-        return 0
+        print(f"no checkpoints in {address}")
+        return
     print(f"{'STEP':>10} {'SIZE':>9} {'RANKS':>5} {'SAVED':<19} NAME")
     for one in found:
         if one.problem:
@@ -101,7 +116,6 @@ def _ls(args: argparse.Namespace) -> int:
         else:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.timestamp))
             print(f"{one.step:>10} {_size(one.bytes):>9} {one.world_size:>5} {when:<19} {one.name}")
-    return 0
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -210,6 +224,16 @@ def _prune(args: argparse.Namespace) -> int:
         print(f"{'would remove' if args.dry_run else 'removed'} {name}")
     for name in left:
         print(f"left {name}: it is being read")
+    return 0
+
+
+def _set_aside(args: argparse.Namespace) -> int:
+    with _store(args.store, args.option) as store:
+        moved = store.set_aside()
+    if args.json:
+        print(json.dumps({"schema": 1, "moved_to": moved}))
+    else:
+        print("\n".join(f"moved to {where}" for where in moved) or f"no checkpoints in {args.store}")
     return 0
 
 

@@ -74,7 +74,7 @@ class Checkpoint(Section):
 
     checkpoint_interval: Positive = Field(500, description="steps between durable checkpoints")
     memory_snapshot_interval: Count = Field(50, description="steps between memory snapshots; 0: none")
-    nvme_path: str | None = Field("/tmp/checkpoints", description="None: no disk tier")
+    nvme_path: str | None = Field(None, description="a folder of this job's own; None: no disk tier")
     s3_bucket: str | None = None
     s3_prefix: str = ""
     s3_region: str | None = None
@@ -86,6 +86,12 @@ class Checkpoint(Section):
     async_save_retry_delay: float = Field(5.0, ge=0)
     max_snapshots: Positive = 2
     max_memory_mb: float | None = Field(None, gt=0)
+    job: str = Field("", description="kept in every checkpoint; a named job restores no other job's")
+    from_job: str = Field("", description="another job whose checkpoints may be restored")
+    on_unreachable: Literal["raise", "ignore"] = Field(
+        "raise", description="what a restore does when a tier cannot be read"
+    )
+    wait_for_stores_s: float = Field(60.0, ge=0, description="seconds to ask such a tier again")
 
 
 class Elastic(Section):
