@@ -67,6 +67,7 @@ class CheckpointConfig:
     s3_endpoint_url: str | None = None
     s3_region: str | None = None
     s3_options: Mapping[str, str] = field(default_factory=dict)
+    save_on_close: bool = True  # close() saves the last step if a durable tier does not have it
     job: str = ""
     from_job: str = ""
     on_unreachable: str = "raise"

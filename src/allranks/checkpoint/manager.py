@@ -5,7 +5,7 @@
     for step in range(state.step + 1 if state else 1, last + 1):
         ...forward, backward, optimizer.step()...
         manager.step(step, model, optimizer, scheduler)           # saves when it is due
-    manager.close()
+    manager.close()                                               # saves the last step if that is not saved yet
 
 With a process group every rank calls the same methods with the same step. A save stops training for the copy
 into shared memory only; where the optimizer is known, not even for that.
@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import secrets
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -81,6 +82,8 @@ class CheckpointManager:
                 "no checkpoint will outlive this process: set nvme_path or s3_bucket in CheckpointConfig"
             )
         self.planner = Planner(self.group)
+        self._last: Callable[[], CheckpointState] | None = None  # makes the state of the last step
+        self._last_step, self._last_world, self._moved_on = -1, 0, False
         self._given: dict[str, int] = {}  # tier → newest step handed to it
         self._copy: Copy | None = None
         self._optimizers: list[weakref.ref[Any]] = []
@@ -106,13 +109,18 @@ class CheckpointManager:
         due = self.due(step)
         if optimizer is not None:
             self.attach(optimizer)
+
+        def state() -> CheckpointState:
+            data = dataset_state() if callable(dataset_state) else dataset_state
+            return create_checkpoint_state(
+                step, model, optimizer, lr_scheduler, dict(data or {}), dict(metrics or {}), epoch
+            )
+
+        self._last = state if hasattr(optimizer, "register_step_pre_hook") else None
+        self._last_step, self._last_world, self._moved_on = step, self.group.world_size, False
         if not due:
             return ()
-        data = dataset_state() if callable(dataset_state) else dataset_state
-        state = create_checkpoint_state(
-            step, model, optimizer, lr_scheduler, dict(data or {}), dict(metrics or {}), epoch
-        )
-        saved = self._save(state, due, may_skip=True)
+        saved = self._save(state(), due, may_skip=True)
         return tuple(tier for tier in due if tier in saved)
 
     def save_checkpoint(
@@ -127,7 +135,7 @@ class CheckpointManager:
 
     def attach(self, optimizer: Any) -> None:
         """Lets copies of this optimizer's tensors overlap with forward and backward: its next step waits."""
-        if not self.config.overlap_copy or any(ref() is optimizer for ref in self._optimizers):
+        if any(ref() is optimizer for ref in self._optimizers):
             return
         if not hasattr(optimizer, "register_step_pre_hook"):
             return
@@ -136,6 +144,7 @@ class CheckpointManager:
         def before_step(*_: Any) -> None:
             alive = manager()
             if alive is not None:
+                alive._moved_on = True
                 alive.wait_for_copy()
 
         self._hooks.append(optimizer.register_step_pre_hook(before_step))
@@ -172,8 +181,12 @@ class CheckpointManager:
         self.memory_backend.clear()
 
     def close(self, timeout_s: float = 600.0) -> None:
-        """Waits for pending saves, ends the helper process and frees the memory. Safe to call twice."""
+        """Saves the last step of `step` where no durable tier has it yet (not after an error: half a step may have
+        been made, and other ranks may be gone), waits for pending saves, ends the helper process and frees the
+        memory. Every rank calls it. Safe to call twice."""
         try:
+            if self.config.save_on_close and sys.exc_info()[0] is None:
+                self._save_last()
             self.wait_for_pending_saves(timeout_s)
         finally:
             for hook in self._hooks:
@@ -182,6 +195,20 @@ class CheckpointManager:
             self.saves.helper.close()
             self.memory_backend.clear()
             self.pool.close()
+
+    def _save_last(self) -> None:
+        state, self._last = self._last, None
+        specs = self.places.specs() if state is not None else {}
+        tiers = tuple(
+            tier for tier in (Tier.NVME, Tier.S3) if tier in specs and self._given.get(tier.name, -1) < self._last_step
+        )  # fmt: skip
+        if state is None or not tiers:
+            return
+        if self._moved_on or self._last_world != self.group.world_size:
+            why = "the optimizer has made steps" if self._moved_on else "the process group has changed"
+            log.warning("step %d is not saved at the end: %s since", self._last_step, why)
+            return
+        self._save(state(), tiers, may_skip=False)
 
     # loading
 
@@ -213,6 +240,7 @@ class CheckpointManager:
         is read twice, and changes only when every byte that every rank needs was found right.
         """
         self._settle()
+        self._last = None  # the model is no longer what that step left
         loader = self._loader(tier, missing_ok)
         live = Live(model, optimizer, lr_scheduler, strict=strict, check_first=check_first)
         state = loader.load_newest(live)

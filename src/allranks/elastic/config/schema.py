@@ -86,6 +86,7 @@ class Checkpoint(Section):
     async_save_retry_delay: float = Field(5.0, ge=0)
     max_snapshots: Positive = 2
     max_memory_mb: float | None = Field(None, gt=0)
+    save_on_close: bool = Field(True, description="save the last step at the end if it is not saved yet")
     job: str = Field("", description="kept in every checkpoint; a named job restores no other job's")
     from_job: str = Field("", description="another job whose checkpoints may be restored")
     on_unreachable: Literal["raise", "ignore"] = Field(
