@@ -27,7 +27,7 @@ from allranks.checkpoint.manifest import MANIFEST
 from allranks.checkpoint.object_store import ObjectBlobs
 from allranks.checkpoint.retention import prune
 from allranks.checkpoint.store import StoreSpec, open_store
-from allranks.errors import CheckpointLoadError, CheckpointSaveError
+from allranks.errors import CheckpointLoadError, CheckpointSaveError, ConfigurationError
 from allranks.testing.ranks import Ranks
 
 from .jobs import make_job, make_state, same_state, train_step
@@ -362,3 +362,22 @@ def test_a_server_killed_in_the_middle_of_an_upload_comes_back_with_the_older_ch
         assert loaded is not None and same_state(loaded, make_state(1))
     finally:
         server.kill()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"endpoin": "http://x"}, {"timeout_s": "soon"}, {"timeout_s": "nan"}, {"timeout_s": "-1"}, {"max_retries": "-1"},
+     {"region": None}, {"virtual_hosted_style_request": "x"}, {"timeout": "soon"}, {"": "x"}],
+)  # fmt: skip
+def test_options_that_the_object_store_does_not_know_are_named(options: dict[str, Any]) -> None:
+    """Not a panic in native code, nor a bare ValueError."""
+    with pytest.raises(ConfigurationError, match=f"s3_options.*{next(iter(options))}"):
+        ObjectBlobs(StoreSpec("s3://bucket", options))
+
+
+def test_options_of_the_http_client_reach_it(s3: S3Server, bucket: str) -> None:
+    """obstore panics when they are among those of the store."""
+    options = {**s3.options(), "timeout": "20s", "allow_http": "true", "connect_timeout": "5s"}
+    backend = S3Backend(bucket, options=options)
+    backend.save(make_state(1), "x")
+    assert backend.exists("x")

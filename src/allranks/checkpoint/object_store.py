@@ -14,7 +14,7 @@ from typing import Any
 
 from allranks.checkpoint.keyed_store import KeyedStore
 from allranks.checkpoint.store import Pieces, StoreSpec
-from allranks.errors import require
+from allranks.errors import ConfigurationError, require
 
 #: Parts of a multipart upload: S3 allows 10,000 of them.
 PART_BYTES = 16 << 20
@@ -22,6 +22,13 @@ MAX_PARTS = 9_000
 CONCURRENCY = 6
 #: Where clouds hand out credentials: an error from there means that there are none.
 _METADATA_HOSTS = ("169.254.169.254", "169.254.170.2", "/latest/api/token", "/latest/meta-data/iam")
+#: Options of obstore's HTTP client. Among those of the store itself they make it panic.
+_CLIENT_OPTIONS = frozenset(
+    ("allow_http", "allow_invalid_certificates", "connect_timeout", "default_content_type", "http1_only",
+     "http2_keep_alive_interval", "http2_keep_alive_timeout", "http2_keep_alive_while_idle", "http2_max_frame_size",
+     "http2_only", "pool_idle_timeout", "pool_max_idle_per_host", "proxy_ca_certificate", "proxy_excludes", "proxy_url",
+     "randomize_addresses", "timeout", "user_agent")
+)  # fmt: skip
 _KEY_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -114,11 +121,26 @@ def _refuse_after_fork() -> None:
 
 def _connect(spec: StoreSpec) -> Any:
     """The obstore object of a URL. Options win over the AWS_* environment, that over ~/.aws/credentials."""
+    options = dict(spec.options)
+    try:
+        return _from_url(spec, options)
+    except BaseException as error:  # a panic in obstore is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # Ctrl-C and the like
+        given = ", ".join(spec.options)  # their values may be secrets
+        raise ConfigurationError(
+            f"the object store {spec.url} cannot be opened with s3_options ({given}): {_short(str(error))}",
+            hint="timeout_s, max_retries, and what obstore takes: endpoint, region, access_key_id, secret_access_key …",
+        ) from error
+
+
+def _from_url(spec: StoreSpec, options: dict[str, str]) -> Any:
     from obstore.store import from_url
 
-    options = dict(spec.options)
-    seconds = float(options.pop("timeout_s", "60"))
-    retries = int(options.pop("max_retries", "5"))
+    seconds, retries = float(options.pop("timeout_s", "60")), int(options.pop("max_retries", "5"))
+    if not 0 < seconds < 1e6 or not 0 <= retries < 1e6:
+        raise ValueError("timeout_s must be above 0, max_retries not below")
+    client = {key: options.pop(key) for key in _CLIENT_OPTIONS & options.keys()}
     config = _aws_config(options) if spec.url.startswith(("s3://", "s3a://")) else options
     return from_url(
         spec.url,
@@ -127,6 +149,7 @@ def _connect(spec: StoreSpec) -> Any:
             "timeout": timedelta(seconds=seconds),
             "connect_timeout": timedelta(seconds=min(10.0, seconds)),
             "allow_http": str(config.get("endpoint", spec.url)).startswith("http://"),
+            **client,
         },
         retry_config={
             "max_retries": retries,
