@@ -300,8 +300,8 @@ def test_a_save_that_still_runs_makes_the_next_one_be_skipped_or_queued(
     for policy, kept in (("skip", [1]), ("queue", [1, 2])):
         folder = tmp_path / policy
         config = CheckpointConfig(
-            nvme_path=folder, checkpoint_interval=1, memory_snapshot_interval=0, busy_policy=policy
-        )
+            nvme_path=folder, checkpoint_interval=1, memory_snapshot_interval=0, busy_policy=policy, save_on_close=False
+        )  # fmt: skip
         with CheckpointManager(config) as manager, caplog.at_level(logging.WARNING):
             manager.saves.helper.start()
             pid = manager.saves.helper.pid

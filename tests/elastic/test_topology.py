@@ -83,8 +83,8 @@ def _job(index: Path, folder: Path | None, rank: int, world: int, target: int = 
     manager = None
     if folder is not None:
         config = CheckpointConfig(
-            checkpoint_interval=2, memory_snapshot_interval=0, nvme_path=folder, async_save=False
-        )
+            checkpoint_interval=2, memory_snapshot_interval=0, nvme_path=folder, async_save=False, save_on_close=False
+        )  # fmt: skip
         manager = CheckpointManager(config)
     return ElasticJob(
         model, optimizer, scaling=scaling, loader=loader, checkpoint=manager, limits=Limits(1, 5), metrics=TrainingMetrics()

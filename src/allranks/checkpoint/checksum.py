@@ -47,6 +47,8 @@ class _Crc32:
         return f"{self.value:08x}"
 
 
+#: Every algorithm that checkpoints may name, whether this installation can compute it or not.
+ALGORITHMS = ("crc32", "sha256", "xxh3_128")
 _MAKERS: dict[str, Callable[[], Hasher]] = {"crc32": _Crc32, "sha256": hashlib.sha256}
 #: The same in one call, without an object: for the thousands of small tensors of a state.
 _AT_ONCE: dict[str, Callable[[bytes | memoryview], str]] = {}

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from allranks.checkpoint.checks import check_index, check_manifest, check_row
 from allranks.checkpoint.layout import Shard
 from allranks.errors import CheckpointDamaged, CheckpointValidationError
 
@@ -116,8 +117,9 @@ def decode_manifest(data: bytes, path: str) -> Manifest:
             raise CheckpointValidationError(
                 f"schema {raw['schema']} is newer than {SCHEMA}", path=path, hint="upgrade allranks"
             )
+        check_manifest(raw)
         return Manifest(**{**raw, "parts": tuple(_part(part) for part in raw["parts"])})
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointDamaged(f"not a manifest: {error}", path=path) from error
 
 
@@ -141,11 +143,14 @@ def decode_index(data: bytes, path: str) -> Index:
             raise CheckpointValidationError(
                 f"unknown columns {raw['columns']}", path=path, hint="upgrade allranks"
             )
+        check_index(raw)
+        for row in raw["shards"]:
+            check_row(row)
         return Index(
             raw["rank"], raw["algorithm"], tuple(DataFile(**file) for file in raw["files"]),
             tuple(_stored(*row) for row in raw["shards"]), raw["common"], raw["own"],
         )  # fmt: skip
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointDamaged(f"not an index: {error}", path=path) from error
 
 
@@ -194,7 +199,10 @@ def _unseal(data: bytes, path: str) -> dict[str, Any]:
             path=path,
             invalid_keys=(path.rsplit("/", 1)[-1],),
         )
-    parsed = json.loads(body)
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"not JSON: {error}", path=path) from error
     if not isinstance(parsed, dict):
         raise CheckpointDamaged("not an object", path=path)
     return parsed

@@ -145,7 +145,12 @@ def require(checkpoint: Opened, names: Iterable[str]) -> None:
 def stored_dtype(shard: Shard) -> torch.dtype:
     """The torch dtype of a stored shard."""
     if shard.view:
-        found: torch.dtype = getattr(torch, shard.view)
+        found = getattr(torch, shard.view, None)
+        if not isinstance(found, torch.dtype):
+            raise CheckpointValidationError(
+                f"{shard.name} is of type '{shard.view}', which this torch does not know",
+                hint="upgrade torch",
+            )
         return found
     return TORCH_DTYPES[shard.dtype]
 

@@ -1,0 +1,87 @@
+"""Sealed manifests and indexes that say what cannot be: the older checkpoint is restored, nothing is raised raw."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.checkpoint import CheckpointConfig, CheckpointManager, NVMeBackend
+from allranks.checkpoint import manifest as format
+from allranks.cli import main
+
+from .jobs import make_job, make_state
+
+Change = Callable[[Any], Any]
+
+
+def _rewrite(folder: Path, manifest: Change, index: Change) -> None:
+    """Changes both files of a checkpoint and seals them again, as a program with a fault would."""
+    rank = folder / "rank-00000.json"
+    said = format._unseal(rank.read_bytes(), "")
+    index(said)
+    rank.write_bytes(format._seal(json.dumps(said)))
+    head = format._unseal((folder / format.MANIFEST).read_bytes(), "")
+    head["parts"][0]["index_bytes"] = rank.stat().st_size
+    head["parts"][0]["index_sha256"] = hashlib.sha256(rank.read_bytes()).hexdigest()
+    manifest(head)
+    (folder / format.MANIFEST).write_bytes(format._seal(json.dumps(head)))
+
+
+def _row(column: str, value: Any) -> Change:
+    return lambda index: index["shards"][0].__setitem__(format._COLUMNS.index(column), value)
+
+
+MANIFESTS: list[Change] = [
+    lambda m: m.update(step="3"),
+    lambda m: m.update(step=True),
+    lambda m: m.update(step=-3),
+    lambda m: m.update(parts=None),
+    lambda m: m.update(parts=[1]),
+    lambda m: m.update(schema="1"),
+    lambda m: m.update(timestamp="now"),
+    lambda m: m.update(metrics=[]),
+    lambda m: m.update(unknown=1),
+    lambda m: m["parts"][0].update(index=None),
+    lambda m: m["parts"][0].update(index_bytes="9"),
+    lambda m: m["parts"][0].update(index="../../../../etc/passwd"),
+    lambda m: m["parts"][0].update(references=[1]),
+]
+INDEXES: list[Change] = [
+    _row("name", None), _row("dtype", "../x"), _row("dtype", None), _row("dtype", []), _row("shape", [10**12, 10**6]),
+    _row("shape", ["a"]), _row("shape", [-1]), _row("shape", None), _row("bytes", 10**15), _row("bytes", -5),
+    _row("bytes", "x"), _row("file", "../../../../../../etc/passwd"), _row("file", "/etc/passwd"), _row("file", None),
+    _row("start", -1), _row("start", 10**18), _row("start", 10**30), _row("start", "1"), _row("checksum", None),
+    _row("view", "save"), _row("view", "no_such_type"), _row("offsets", [1]),
+    lambda i: i["files"][0].update(file="../../../../etc/passwd"),
+    lambda i: i["files"][0].update(header_bytes=1 << 50),
+    lambda i: i.update(common=[1, 2]),
+    lambda i: i.update(algorithm=None),
+    lambda i: i.update(algorithm="rot13"),
+    lambda i: i.update(files=None),
+    lambda i: i["shards"].append([1, 2]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("manifest", "index"),
+    [*((m, lambda i: None) for m in MANIFESTS), *((lambda m: None, i) for i in INDEXES)],
+    ids=[*(f"manifest{n}" for n in range(len(MANIFESTS))), *(f"index{n}" for n in range(len(INDEXES)))],
+)
+def test_a_sealed_checkpoint_that_says_nonsense_makes_way_for_the_older_one(
+    tmp_path: Path, manifest: Change, index: Change
+) -> None:
+    """And the commands say what is wrong with it."""
+    for step in (2, 3):
+        NVMeBackend(tmp_path).save(make_state(step), f"checkpoint_step_{step:08d}")
+    _rewrite(tmp_path / "checkpoint_step_00000003", manifest, index)
+    assert main(["checkpoint", "ls", str(tmp_path)]) == 0
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 1
+    model, optimizer = make_job()
+    with CheckpointManager(CheckpointConfig(nvme_path=tmp_path, memory_snapshot_interval=0)) as manager:
+        state = manager.restore(model, optimizer)
+    assert state is not None and state.step == 2
