@@ -64,6 +64,11 @@ def _commit(fault: str, rank: int, tensor: object, pair: object) -> None:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM)
     elif fault == "crossed" and rank < 2:
         dist.recv(tensor, 1 - rank)
+    elif fault == "splits":
+        gives = [(rank + peer) % WORLD + 1 for peer in range(WORLD)]
+        takes = list(gives)
+        gives[2] += rank == 1  # rank 2 expects one element less
+        dist.all_to_all_single(torch.empty(sum(takes)), torch.ones(sum(gives)), takes, gives)
     elif fault == "subgroup" and rank < 2:
         if rank == 1:
             time.sleep(600)
@@ -90,6 +95,7 @@ FAULTS = {
     "root": ("root_mismatch", (2,), "default_pg"),
     "reduce_op": ("reduce_op_mismatch", (1,), "default_pg"),
     "crossed": ("p2p_mismatch", (0, 1), "default_pg"),
+    "splits": ("size_mismatch", (1,), "default_pg"),
     "subgroup": ("missing_rank", (1,), None),  # it lacks in both groups; who came first is told
 }
 

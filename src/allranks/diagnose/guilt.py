@@ -27,13 +27,22 @@ class Guilt:
 def judge(job: Job, mismatch: Mismatch) -> Guilt:
     """Names the odd ranks of a mismatch. Ties are broken by shift, own history, other groups, and who was aborted."""
     group = job.groups[mismatch.group]
-    odd = majority(mismatch)
+    exchange = mismatch.exchange
+    odd = majority(mismatch) if exchange is None else exchange.suspects if exchange.confidence > 0.5 else None
     shift = _shift(job, group, mismatch, odd)
     if shift is not None and (odd is None or shift.rank in odd):
         ranks = _shifted(job, group, mismatch, shift, odd)
         word = "more" if shift.extra else "fewer"
         reason = f"moved by {shift.count}, its next {shift.agreeing} calls fit the others': it made {shift.count} {word}"
         return Guilt(ranks, 0.93 if odd is not None else 0.8, reason, shift)
+    if exchange is not None:
+        guilt = _own_history(job, group, mismatch) if odd is None else None
+        known = guilt is not None and set(guilt.ranks) < set(exchange.suspects)
+        return (
+            guilt
+            if guilt is not None and known
+            else Guilt(exchange.suspects, exchange.confidence, exchange.reason)
+        )
     if odd is not None:
         total = sum(len(ranks) for _, ranks in mismatch.classes)
         return Guilt(odd, 0.95 if total - len(odd) > 2 else 0.9, f"{total - len(odd)} of {total} ranks agree")

@@ -6,11 +6,13 @@ what all ranks give adds up to what each takes. Elements count, not shapes: [4, 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from allranks.diagnose.exchange import Exchange, compare_splits
 from allranks.diagnose.job import GroupView, Job, Lane
 from allranks.diagnose.ops import EVEN_ONLY, REDUCING, ROOTED, Family
 from allranks.model.trace import REDUCE_OPS
@@ -29,6 +31,7 @@ class Mismatch:
     classes: tuple[tuple[str, tuple[int, ...]], ...]  # (what they did, ranks), largest class first
     also: int = 0  # later collectives of this group that do not fit either
     aspect: str = ""  # "input", "output", "split" for sizes
+    exchange: Exchange | None = None  # of an all_to_all whose splits are known
 
 
 def find_mismatches(job: Job) -> list[Mismatch]:
@@ -104,7 +107,7 @@ def _first(job: Job, group: GroupView, suspects: np.ndarray) -> Mismatch | None:
                 also += 1
     if first is None:
         return None
-    return Mismatch(first.group, first.seq, first.cause, first.classes, also, first.aspect)
+    return replace(first, also=also)
 
 
 @dataclass
@@ -163,8 +166,17 @@ class Cells:
         for rank, key in zip(ranks, keys.tolist(), strict=True):
             classes.setdefault(key, []).append(rank)
         ordered = sorted(classes.items(), key=lambda item: (-len(item[1]), item[1]))
-        texts = tuple((self._words(kind, column, members[0]), tuple(members)) for _, members in ordered)
-        return Mismatch(self.group.index, int(self.seqs[column]), kind, texts, 0, aspect)
+        texts = tuple((self._class_text(kind, column, members), tuple(members)) for _, members in ordered)
+        exchange = self.exchange(column) if aspect == "split" else False
+        return Mismatch(
+            self.group.index, int(self.seqs[column]), kind, texts, 0, aspect,
+            exchange if isinstance(exchange, Exchange) else None,
+        )  # fmt: skip
+
+    def _class_text(self, kind: str, column: int, ranks: list[int]) -> str:
+        """What the ranks of one class did: true of every one of them, also where [4, 4] stands beside [16]."""
+        texts = list(dict.fromkeys(self._words(kind, column, rank) for rank in ranks))
+        return " or ".join(texts[:3]) + (f" or {len(texts) - 3} others" if len(texts) > 3 else "")
 
     def _cause(self, c: int) -> tuple[str, str, np.ndarray] | None:
         """(cause, aspect, key per present rank) of the first broken rule of a column, or None."""
@@ -224,25 +236,21 @@ class Cells:
         self, c: int, here: np.ndarray, given: np.ndarray, taken: np.ndarray
     ) -> tuple[str, np.ndarray] | None:
         """all_to_all: what r gives k must be what k takes of r, where splits are known; totals otherwise."""
-        ranks = list(self.group.order)
-        splits = [_splits(self.job, r, int(self.row[self.ranks.index(r), c]), len(ranks)) for r in ranks]
-        if len(ranks) <= 2048 and all(gives and takes for gives, takes in splits):
-            gives = np.array([pair[0] for pair in splits])
-            takes = np.array([pair[1] for pair in splits])
-            wrong = gives != takes.T
-            if not wrong.any():
-                return None
-            blame = dict(zip(ranks, _blame(wrong).tolist(), strict=True))
-            return "split", np.array([blame[rank] for rank in self.ranks])
-        if int(given.sum()) != int(taken.sum()):
-            return "split", given * (1 << 20) + taken
-        return None
+        fits = self.exchange(c)
+        if fits is True or (fits is False and int(given.sum()) == int(taken.sum())):
+            return None
+        return "split", given * (1 << 20) + taken
+
+    def exchange(self, c: int) -> Exchange | bool:
+        """Which pairs of an all_to_all disagree; True: none, False: the splits are not known."""
+        rows = {rank: int(self.row[i, c]) for i, rank in enumerate(self.ranks)}
+        return compare_splits(self.job, rows, self.group.order)
 
     def _words(self, kind: str, column: int, rank: int) -> str:
         """What one rank did, in the terms of the broken rule."""
-        row = int(self.row[self.ranks.index(rank), column])
+        i = bisect_left(self.ranks, rank)
+        row = int(self.row[i, column])
         shapes = self.job.shapes(rank, row)
-        i = self.ranks.index(rank)
         if kind == "type_mismatch":
             return self.job.op(rank, row)
         if kind == "dtype_mismatch":
@@ -290,31 +298,3 @@ def majority(mismatch: Mismatch) -> tuple[int, ...] | None:
 def _differ(values: np.ndarray) -> bool:
     known = values[values >= 0]
     return len(known) > 1 and bool((known != known[0]).any())
-
-
-def _numel(size: tuple[int, ...]) -> int:
-    count = 1
-    for extent in size:
-        count *= extent
-    return count
-
-
-def _splits(job: Job, rank: int, row: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(elements to each rank, elements from each rank), () when not recorded."""
-    shapes = job.shapes(rank, row)
-    gives: tuple[int, ...] = shapes.input_splits
-    takes: tuple[int, ...] = shapes.output_splits
-    if not gives and len(shapes.inputs) == size and size > 1:
-        gives = tuple(map(_numel, shapes.inputs))
-    if not takes and len(shapes.outputs) == size and size > 1:
-        takes = tuple(map(_numel, shapes.outputs))
-    return (gives, takes) if len(gives) == size and len(takes) == size else ((), ())
-
-
-def _blame(wrong: np.ndarray) -> np.ndarray:
-    """1 for the ranks that take part in the most disagreements, 0 for the others; all different when that is all."""
-    counts = wrong.sum(axis=0) + wrong.sum(axis=1)
-    if bool((counts == counts.max()).all()):
-        return np.arange(len(counts))
-    blamed: np.ndarray = (counts == counts.max()).astype(np.int64)
-    return blamed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from allranks.diagnose.context import Context
+from allranks.diagnose.exchange import Exchange
 from allranks.diagnose.guilt import Guilt, judge
 from allranks.diagnose.job import GroupView
 from allranks.diagnose.match import Mismatch
@@ -67,6 +68,8 @@ def _say(
             "missing_rank",
             f"{subject} never entered {op} {number}{f' ({at})' if at else ''}: it skipped it and went on",
         )
+    if mismatch.exchange is not None:
+        return mismatch.cause, _say_exchange(mismatch.exchange, guilt, subject, f"in {op} {number}{where}")
     mine = next((text for text, ranks in mismatch.classes if guilt.ranks and guilt.ranks[0] in ranks), "")
     theirs = next(
         ((text, ranks) for text, ranks in mismatch.classes if not set(ranks) & set(guilt.ranks)), None
@@ -82,6 +85,23 @@ def _say(
     return mismatch.cause, (
         f"{subject} called {op} {number}{where} with {mine}, where {ranks_text(theirs[1])} had {theirs[0]}"
     )
+
+
+def _say_exchange(exchange: Exchange, guilt: Guilt, subject: str, call: str) -> str:
+    """The first pair that disagrees, from the side of the guilty rank."""
+    pair = next(
+        (pair for pair in exchange.pairs if {pair.giver, pair.taker} & set(guilt.ranks)), exchange.pairs[0]
+    )
+    rest = len(exchange.pairs) - 1
+    more = (
+        f" ({rest} more pair{'s' if rest > 1 else ''} of ranks disagree{'' if rest > 1 else 's'})"
+        if rest
+        else ""
+    )
+    if guilt.ranks == (pair.taker,) != (pair.giver,):
+        return f"{subject} expects {pair.expected} elements of rank {pair.giver} {call}, which gives it {pair.given}{more}"
+    giver = subject if guilt.ranks == (pair.giver,) else f"rank {pair.giver}"
+    return f"{giver} gives rank {pair.taker} {pair.given} elements {call}, but rank {pair.taker} expects {pair.expected}{more}"
 
 
 def explain_p2p(context: Context, mismatch: P2PMismatch) -> Finding:
