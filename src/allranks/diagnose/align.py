@@ -77,6 +77,7 @@ def _view(
     return RankView(
         rank, trace, states, program.family[mine], program.sig[mine], program.stack[mine],
         numbers[program.local[mine]], cut, seen_ns, program.has_p2p,
+        program.has_batches,
     )  # fmt: skip
 
 

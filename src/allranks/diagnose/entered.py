@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from allranks.diagnose.batches import known_inside
 from allranks.diagnose.context import Context
 from allranks.diagnose.job import Now
-from allranks.diagnose.ops import ROOTED
+from allranks.diagnose.ops import ROOTED, Family
 from allranks.diagnose.waits import Blocked
 from allranks.diagnose.words import ranks_text, seconds, who
 from allranks.model.diagnosis import Finding
-from allranks.model.trace import State
+from allranks.model.trace import Flag, State
 
 
 def explain_call(context: Context, blocked: Blocked) -> Finding | None:
@@ -158,8 +159,30 @@ def _none_finished(context: Context, blocked: Blocked) -> Finding:
             "who belongs to the group: its recorder does not say, so a rank without a dump may be lacking"
         )
         finding = replace(finding, confidence=0.45)
-    agree = "operation, sizes and types are the same on all ranks: the programs agree"
-    return replace(finding, evidence=(*finding.evidence, agree), missing_evidence=tuple(missing))
+    if _contents_known(context, blocked):
+        agree = "operation, sizes and types are the same on all ranks: the programs agree"
+        finding = replace(finding, evidence=(*finding.evidence, agree))
+    else:
+        missing.insert(
+            0, "the calls inside the batch: their sizes were not recorded, or the ring has lost them"
+        )
+    return replace(finding, missing_evidence=tuple(missing))
+
+
+def _contents_known(context: Context, blocked: Blocked) -> bool:
+    """Whether what all ranks passed was recorded, so that it was compared: batches may hide it."""
+    if blocked.p2p is not None:
+        return True
+    group = context.group(blocked)
+    for rank, row in blocked.rows.items():
+        view = context.job.ranks[rank]
+        stands_for_others = int(view.family[row]) == Family.COALESCED or (
+            int(view.trace.calls["flags"][row]) & Flag.COALESCED_END
+            and not context.job.shapes(rank, row).inputs
+        )
+        if stands_for_others and not known_inside(context.job, group, rank, row):
+            return False
+    return True
 
 
 def _finding(

@@ -29,7 +29,8 @@ def judge(job: Job, mismatch: Mismatch) -> Guilt:
     group = job.groups[mismatch.group]
     exchange = mismatch.exchange
     odd = majority(mismatch) if exchange is None else exchange.suspects if exchange.confidence > 0.5 else None
-    shift = _shift(job, group, mismatch, odd)
+    # Inside a batch the numbers of the group say nothing about a call too many or too few.
+    shift = None if mismatch.part else _shift(job, group, mismatch, odd)
     if shift is not None and (odd is None or shift.rank in odd):
         ranks = _shifted(job, group, mismatch, shift, odd)
         word = "more" if shift.extra else "fewer"

@@ -124,6 +124,7 @@ class RankView:
     cut: bool
     snapshot_ns: int  # when this state was seen; 0 unknown
     has_p2p: bool = True  # False: there is no send or receive among the calls
+    has_batches: bool = True  # False: there is no coalesced batch of collectives among the calls
 
 
 @dataclass(frozen=True)

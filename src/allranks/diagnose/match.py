@@ -9,12 +9,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 
+from allranks.diagnose.batches import Batches
 from allranks.diagnose.exchange import Exchange, compare_splits
 from allranks.diagnose.job import GroupView, Job, Lane
-from allranks.diagnose.ops import EVEN_ONLY, REDUCING, ROOTED, Family
+from allranks.diagnose.ops import EVEN_ONLY, REDUCING, ROOTED, TENSOR_BY_TENSOR, Family
 from allranks.model.trace import REDUCE_OPS
 
 #: Cells (ranks x collectives) examined at once; bounds memory.
@@ -32,6 +34,8 @@ class Mismatch:
     also: int = 0  # later collectives of this group that do not fit either
     aspect: str = ""  # "input", "output", "split" for sizes
     exchange: Exchange | None = None  # of an all_to_all whose splits are known
+    part: int = 0  # which call of a coalesced batch, from 1; 0: the collective itself
+    rows: tuple[tuple[int, int], ...] = ()  # (rank, row) of that call
 
 
 def find_mismatches(job: Job) -> list[Mismatch]:
@@ -39,11 +43,30 @@ def find_mismatches(job: Job) -> list[Mismatch]:
     found = []
     for group in job.groups:
         suspects = suspect_seqs(job, group)
-        if len(suspects):
-            mismatch = _first(job, group, suspects)
-            if mismatch is not None:
-                found.append(mismatch)
+        mismatches = [_first(job, group, suspects) if len(suspects) else None, _in_batches(job, group)]
+        known = [mismatch for mismatch in mismatches if mismatch is not None]
+        found += sorted(known, key=lambda mismatch: mismatch.seq)[:1]
     return found
+
+
+def _in_batches(job: Job, group: GroupView) -> Mismatch | None:
+    """The first call inside a coalesced batch that does not fit, or batch of another number of calls."""
+    if not any(job.ranks[rank].has_batches for rank in group.lanes):
+        return None
+    batches = Batches(job, group)
+    suspects = suspect_seqs(job, batches.group)
+    first = _first(job, batches.group, suspects) if len(suspects) else None
+    uneven = batches.uneven()
+    if first is not None and (uneven is None or batches.sequence(first.seq)[0] <= uneven[0]):
+        seq, part = batches.sequence(first.seq)
+        return replace(first, seq=seq, part=part, rows=batches.rows(first.seq))
+    if uneven is None:
+        return None
+    ordered = sorted(uneven[1].items(), key=lambda item: (-len(item[1]), item[1]))
+    texts = tuple(
+        (f"a batch of {count} call{'s' if count > 1 else ''}", tuple(ranks)) for count, ranks in ordered
+    )
+    return Mismatch(group.index, uneven[0], "type_mismatch", texts)
 
 
 def suspect_seqs(job: Job, group: GroupView) -> np.ndarray:
@@ -203,6 +226,9 @@ class Cells:
 
     def _size_keys(self, c: int, here: np.ndarray, family: int) -> tuple[str, np.ndarray] | None:
         given, taken = self.given[here, c], self.taken[here, c]
+        tensors = self._tensors(c, here)
+        if tensors is not None and _differ(tensors):
+            return "input", tensors
         known = self.group.members_known or not self.job.missing_ranks
         complete = known and int(here.sum()) == len(self.group.members)
         if family in (Family.ALL_REDUCE, Family.BROADCAST, Family.REDUCE, Family.GATHER):
@@ -216,6 +242,15 @@ class Cells:
         if family == Family.ALL_TO_ALL and complete and (given > 0).any() and (taken > 0).any():
             return self._exchange(c, here, given, taken)
         return None
+
+    def _tensors(self, c: int, here: np.ndarray) -> np.ndarray | None:
+        """For calls with several tensors that must be equal one by one: a number for their sizes."""
+        rows = [(self.ranks[i], int(self.row[i, c])) for i in np.flatnonzero(here).tolist()]
+        if self.job.op(*rows[0]) not in TENSOR_BY_TENSOR:
+            return None
+        ids: dict[tuple[int, ...], int] = {}
+        sizes = [tuple(map(prod, self.job.shapes(rank, row).inputs)) for rank, row in rows]
+        return np.array([ids.setdefault(size, len(ids)) if size else -1 for size in sizes])
 
     def _spread(
         self, c: int, here: np.ndarray, part: np.ndarray, whole: np.ndarray, complete: bool,

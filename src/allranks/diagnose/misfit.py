@@ -24,7 +24,9 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
     """The finding of the first collective of a group that does not fit."""
     group = context.job.groups[mismatch.group]
     guilt = judge(context.job, mismatch)
-    rows = {rank: group.lanes[rank].row(mismatch.seq) for _, ranks in mismatch.classes for rank in ranks}
+    rows = dict(mismatch.rows) or {
+        rank: group.lanes[rank].row(mismatch.seq) for _, ranks in mismatch.classes for rank in ranks
+    }
     guilty = [(rank, rows[rank]) for rank in guilt.ranks if rows.get(rank, -1) >= 0]
     others = [(rank, row) for rank, row in rows.items() if rank not in guilt.ranks]
     at = place(context.job.frames(*guilty[0])) if guilty else ""
@@ -52,7 +54,7 @@ def _say(
     context: Context, group: GroupView, mismatch: Mismatch, guilt: Guilt, rows: dict[int, int], at: str
 ) -> tuple[str, str]:
     subject = who(context.job, guilt.ranks)
-    number = f"#{mismatch.seq} of group {group.label}"
+    number = f"{f'(call {mismatch.part} of a batch) ' if mismatch.part else ''}#{mismatch.seq} of group {group.label}"
     first = guilt.ranks[0] if guilt.ranks else next(iter(rows))
     op = context.job.op(first, rows[first])
     where = f" at {at}" if at else ""

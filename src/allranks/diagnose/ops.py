@@ -60,6 +60,9 @@ REDUCING = frozenset({Family.ALL_REDUCE, Family.REDUCE, Family.REDUCE_SCATTER})
 EVEN_ONLY = frozenset({"_all_gather_base", "all_gather_into_tensor", "all_gather_single", "_reduce_scatter_base",
                        "reduce_scatter_tensor", "reduce_scatter_single"})  # fmt: skip
 
+#: One call with several tensors, each of which is a collective of its own.
+TENSOR_BY_TENSOR = frozenset({"allreduce_coalesced", "all_reduce_coalesced", "all_gather_into_tensor_coalesced",
+                              "reduce_scatter_tensor_coalesced"})  # fmt: skip
 
 _SYNCHRONISING = np.isin(np.arange(int(Family.OTHER) + 1), [int(family) for family in SYNCHRONISING])
 

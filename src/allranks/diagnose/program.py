@@ -114,6 +114,13 @@ class Program:
         return bool(self._p2p.any())
 
     @cached_property
+    def has_batches(self) -> bool:
+        """Whether there may be coalesced batches of collectives."""
+        names = [index for index, name in enumerate(self.tables.names) if name.endswith("coalesced")]
+        flags = self.columns[4] >> np.uint64(32)
+        return bool((flags == int(Flag.COALESCED_PART)).any() or np.isin(self._names, names).any())
+
+    @cached_property
     def _p2p(self) -> np.ndarray:
         """Which calls are no collective whatever their flags say (torchcomms does not mark them)."""
         return is_p2p(self.family)

@@ -117,9 +117,10 @@ def _totals(job: Job, group: GroupView, seq: int) -> tuple[int, int]:
 
 def _match_info(job: Job, mismatch: Mismatch, group: GroupView, reference: int, rank: int) -> MatchInfo:
     """The disagreement of one rank with the reference, in torchfrtrace's words."""
-    one, two = group.lanes[reference].row(mismatch.seq), group.lanes[rank].row(mismatch.seq)
+    inside = dict(mismatch.rows)  # of a coalesced batch
+    one, two = (inside.get(r, group.lanes[r].row(mismatch.seq)) for r in (reference, rank))
     right, wrong = job.shapes(reference, one), job.shapes(rank, two)
-    if mismatch.cause == "type_mismatch":
+    if mismatch.cause == "type_mismatch" and job.op(reference, one) != job.op(rank, two):
         text = f"collective type: '{job.op(reference, one)}' does not match found collective type: '{job.op(rank, two)}'"
         return MatchInfo(MatchState.COLLECTIVE_TYPE_MISMATCH, f"Expected {text}")
     if mismatch.cause == "dtype_mismatch":
