@@ -27,7 +27,7 @@ OK: tuple[str, tuple[int, ...]] = ("ok", ())
 ACCEPTED: dict[str, tuple[tuple[str, tuple[int, ...]], ...]] = {
     "p2p_no_recv": (("missing_rank", (0, 1)),),  # a first send blocks before NCCL records it
     "root_mismatch": (OK,),  # NCCL completed the broadcast, and records no roots
-    "straggler": (OK, ("straggler", (1,))),
+    "straggler": (OK,),  # a warning: everything finishes
 }
 
 

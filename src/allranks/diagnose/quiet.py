@@ -11,14 +11,13 @@ from allranks.diagnose.disbelief import Doubt
 from allranks.diagnose.graph import wait_graph
 from allranks.diagnose.job import Now
 from allranks.diagnose.shift import find_stack_shift
-from allranks.diagnose.straggler import find_straggler
 from allranks.diagnose.waits import Blocked
 from allranks.diagnose.words import ranks_text
 from allranks.model.diagnosis import Finding
 
 
 def quiet_roots(context: Context, doubts: list[Doubt], allow_incomplete_ranks: bool) -> list[Finding]:
-    """Nothing hangs and nothing misfits: a silent extra call, a rank that is gone, a straggler?"""
+    """Nothing hangs and nothing misfits: a silent extra call, or a rank that is gone?"""
     for group in context.job.groups:
         shift = find_stack_shift(context.job, group)
         if shift is not None and shift.agreeing >= 2:
@@ -26,10 +25,7 @@ def quiet_roots(context: Context, doubts: list[Doubt], allow_incomplete_ranks: b
     gone = None if allow_incomplete_ranks else _gone_unnoticed(context)
     if gone is not None:
         return [gone]
-    if doubts:
-        return [_doubtful(context, doubt) for doubt in doubts]
-    slow = find_straggler(context.job)
-    return [slow] if slow is not None else []
+    return [_doubtful(context, doubt) for doubt in doubts]
 
 
 def _doubtful(context: Context, doubt: Doubt) -> Finding:

@@ -51,7 +51,7 @@ def _late_in(job: Job, group: GroupView) -> Finding | None:
         f"{group.label} it came last, {seconds(behind)} behind the others ({behind / max(period, 1e-9):.0%} of a round)"
     )
     return Finding(
-        "straggler", (rank,), sentence, "root", group.label, high, round(min(0.95, 0.5 + share / 2), 2), at,
+        "straggler", (rank,), sentence, "warning", group.label, high, round(min(0.95, 0.5 + share / 2), 2), at,
         tuple(lane.rank for lane in lanes if lane.rank != rank), behind,
         evidence=(f"lateness per rank: {_table(lanes, typical)}",),
         missing_evidence=(f"what rank {rank} does meanwhile: run `allranks stacks` twice on its node",),

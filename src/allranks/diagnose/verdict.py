@@ -19,7 +19,7 @@ from allranks.diagnose.liveness import is_hung, is_paused, usual_pause
 from allranks.diagnose.match import Mismatch, find_mismatches
 from allranks.diagnose.p2p import match_p2p
 from allranks.diagnose.quorums import forget_past_quorums
-from allranks.diagnose.straggler import find_tight_timeout
+from allranks.diagnose.straggler import find_straggler, find_tight_timeout
 from allranks.diagnose.waits import Blocked, find_blocked
 from allranks.diagnose.words import count, ranks_text, seconds
 from allranks.model.diagnosis import Diagnosis, FileNote, Finding, GroupSummary, RankNow, Status
@@ -227,6 +227,9 @@ def _warnings(
     absent = [rank for rank in context.job.missing_ranks if rank not in blamed]
     if absent and not options.allow_incomplete_ranks:
         found.append(Finding("missing_dump", (), f"no file of {ranks_text(absent)}"))
+    slow = find_straggler(context.job) if not roots and not context.blocked else None
+    if slow is not None:
+        found.append(slow)
     tight = find_tight_timeout(context.job)
     if tight is not None:
         found.append(tight)
