@@ -97,6 +97,15 @@ def _some_left(context: Context, blocked: Blocked) -> Finding | None:
         and not certain
     ):
         return _root_guess(context, blocked)
+    if wait is None and went_on and certain and not context.job.ended:
+        sentence = (
+            f"{context.call(blocked)} ended on {ranks_text(blocked.passed)} but not on {who(context.job, blocked.waiters)}: "
+            f"it hangs there, or that dump is a moment older"
+        )
+        finding = _finding(context, blocked, "none_finished", blocked.waiters, sentence, 0.35)
+        return replace(
+            finding, missing_evidence=("a second dump of all ranks: where nothing has moved, the job hangs",)
+        )
     if lasting and (went_on or certain):
         sentence = (
             f"{context.call(blocked)} ended on {ranks_text(blocked.passed)} but not on {who(context.job, blocked.waiters)}, "
@@ -145,7 +154,9 @@ def _none_finished(context: Context, blocked: Blocked) -> Finding:
     if blocked.p2p is not None:
         sentence = f"both ends of {context.call(blocked)} by {who(context.job, blocked.waiters)} are posted, and it has not finished{tail}"
     else:
-        sentence = f"all {len(blocked.rows)} ranks entered {context.call(blocked)} and none finished it{tail}: network or device"
+        all_in = set(blocked.rows) == set(context.group(blocked).members)
+        those = f"all {len(blocked.rows)} ranks" if all_in else ranks_text(blocked.rows)
+        sentence = f"{those} entered {context.call(blocked)} and none finished it{tail}: network or device"
     if few:
         sentence += f"; it never started on the device of {who(context.job, few)}"
     finding = _finding(context, blocked, "none_finished", few, sentence, 0.7 if wait is not None else 0.6)

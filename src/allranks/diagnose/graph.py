@@ -1,7 +1,8 @@
 """The wait-for graph. Blocked calls are nodes between ranks, so 16,384 waiters cost 16,384 edges.
 
     rank → the calls it is blocked in → the ranks that never entered them
-    a call that everybody entered → calls that one of its members issued earlier and that are blocked too
+    a call that everybody entered → calls that one of its members issued earlier and that are blocked too, and members
+        that have not left an earlier call of the group
     a send or receive whose partner is posted → what its own or the partner's batch lacks, or what blocks one of them earlier
 
 What waits for nothing is where the trouble began: a rank (missing, dead), or a call (mismatch, network).
@@ -78,7 +79,8 @@ def wait_graph(job: Job, blocked: list[Blocked], misfits: Sequence[P2PMismatch] 
     for call in blocked:
         targets = list(call.missing) + list(call.absent)
         if not targets:
-            targets = held.get(call.index) or _earlier(call, calls_of)
+            late = [rank for rank in call.behind if rank in calls_of]
+            targets = held.get(call.index) or _earlier(call, calls_of) or late
         edges.setdefault(-1 - call.index, []).extend(targets)
         for target in targets:
             edges.setdefault(target, [])

@@ -31,6 +31,7 @@ class Blocked:
     absent: tuple[int, ...] = ()  # members without a dump
     unsure: tuple[int, ...] = ()  # their dump is cut, too old or has lost this group
     passed: tuple[int, ...] = ()  # got out of it
+    behind: tuple[int, ...] = ()  # entered it too, but have not left an earlier call of the group
     failed: tuple[int, ...] = ()  # entered; the call failed or timed out
     p2p: P2PWait | None = None
 
@@ -143,15 +144,14 @@ def _blocked(job: Job, group: GroupView, seq: int, lanes: list[Lane], index: int
     rows = {lane.rank: lane.row(seq) for lane in lanes}
     failed = tuple(sorted(r for r, row in rows.items() if job.ranks[r].now[row] != Now.OPEN))
     entered_ns = min(int(job.ranks[r].trace.calls["created_ns"][row]) for r, row in rows.items())
-    missing, unsure, passed = [], [], []
+    missing, unsure, passed, behind = [], [], [], []
     for rank, lane in group.lanes.items():
         if rank in rows:
             continue
         if lane.last >= seq:
             row = lane.row(seq)
-            # Otherwise it entered this one too, but hangs in an earlier call and is counted there.
-            if row < 0 or job.ranks[rank].now[row] in (Now.DONE, Now.LEFT):
-                passed.append(rank)
+            left = row < 0 or job.ranks[rank].now[row] in (Now.DONE, Now.LEFT)
+            (passed if left else behind).append(rank)
         elif job.ranks[rank].trace.last_completed.get(group.name, -1) >= seq:
             passed.append(rank)
         elif lane.cut or (lane.wrapped and not len(lane.seqs)) or is_too_old(job, rank, entered_ns):
@@ -168,7 +168,7 @@ def _blocked(job: Job, group: GroupView, seq: int, lanes: list[Lane], index: int
         # does not hold: NCCL then turns pending calls of the others to "completed".
         unsure, missing = unsure + missing, []
     return Blocked(index, group.index, seq, rows, tuple(sorted(missing)), absent, tuple(sorted(unsure)), tuple(sorted(passed)),
-                   failed)  # fmt: skip
+                   tuple(sorted(behind)), failed)  # fmt: skip
 
 
 def is_too_old(job: Job, rank: int, entered_ns: int) -> bool:
