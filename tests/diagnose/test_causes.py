@@ -385,3 +385,23 @@ def test_a_timeout_that_calls_come_close_to_is_said() -> None:
     calls["completed_ns"][3] = calls["created_ns"][3] + 500 * 10**9
     result = diagnose([replace(traces[0], calls=calls), *traces[1:]])
     assert [f.cause for f in result.findings] == ["timeout_too_short"]
+
+
+@pytest.mark.parametrize("op", ["all_gather", "all_gather_into_tensor", "all_gather_into_tensor_coalesced"])
+def test_one_tensor_is_gathered_from_equal_parts(op: str) -> None:
+    """Parts that add up to the whole are no excuse: only lists of tensors may be uneven. gloo's own recorder calls
+    all_gather_into_tensor all_gather."""
+    sizes = (4, 3, 5, 4)
+    programs = {rank: [Do("all_reduce"), Do(op, size=sizes[rank], out=16)] for rank in range(4)}
+    verdict = _verdict(diagnose(run({"world": (0, 1, 2, 3)}, programs).traces()))
+    assert (verdict.cause, verdict.ranks) == ("size_mismatch", (1, 2)), verdict.sentence
+
+
+def test_lists_of_tensors_may_be_gathered_unevenly() -> None:
+    """One output tensor for each rank."""
+    sizes = (4, 3, 5, 4)
+    programs = {rank: [Do("all_reduce"), Do("all_gather", size=sizes[rank], out=16)] for rank in range(4)}
+    traces = run({"world": (0, 1, 2, 3)}, programs).traces()
+    outputs = tuple((size,) for size in sizes)
+    listed = [replace(t, shapes=(*t.shapes[:-1], replace(t.shapes[-1], outputs=outputs))) for t in traces]
+    assert diagnose(listed).verdict is None

@@ -261,8 +261,11 @@ class Cells:
             return whole_word, whole
         if not _differ(part):
             return None
-        rank = next(rank for rank, is_here in zip(self.ranks, here, strict=True) if is_here)
-        even_only = self.job.op(rank, int(self.row[self.ranks.index(rank), c])) in EVEN_ONLY
+        i = int(np.flatnonzero(here)[0])
+        rank, row = self.ranks[i], int(self.row[i, c])
+        shapes = self.job.shapes(rank, row)
+        # Only lists of tensors, one for each rank, may be uneven.
+        even_only = self.job.op(rank, row) in EVEN_ONLY or len(shapes.inputs) == len(shapes.outputs) == 1
         if even_only or (complete and (whole > 0).all() and int(part.sum()) != int(whole[0])):
             return part_word, part
         return None
