@@ -405,3 +405,47 @@ def test_lists_of_tensors_may_be_gathered_unevenly() -> None:
     outputs = tuple((size,) for size in sizes)
     listed = [replace(t, shapes=(*t.shapes[:-1], replace(t.shapes[-1], outputs=outputs))) for t in traces]
     assert diagnose(listed).verdict is None
+
+
+def test_a_barrier_does_not_meet_a_monitored_barrier() -> None:
+    """They are different operations: a monitored barrier sends messages to rank 0."""
+    programs = {
+        rank: [*[Do("all_reduce")] * 3, Do("monitored_barrier" if rank == 1 else "barrier")]
+        for rank in range(3)
+    }
+    verdict = _expect(diagnose(run({"world": (0, 1, 2)}, programs).traces()), "type_mismatch", 1)
+    assert "called monitored_barrier #4" in verdict.sentence
+    assert "ranks 0, 2 called barrier" in verdict.sentence
+
+
+@pytest.mark.parametrize(("op", "other"), [("recv", "send"), ("send", "receive")])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_went_on_to_a_collective_without_posting_is_named_alone(
+    op: str, other: str, world: int
+) -> None:
+    """The partner that posted its end is innocent."""
+    programs = {rank: [*[Do("all_reduce")] * 3, Do("all_reduce", line=30)] for rank in range(world)}
+    programs[0].insert(3, Do(op, peer=1, line=20))
+    verdict = _expect(diagnose(run({"world": tuple(range(world))}, programs).traces()), "p2p_mismatch", 1)
+    assert f"rank 1 never posted the {other} for rank 0's {op}" in verdict.sentence
+    assert verdict.confidence < 0.8
+
+
+def test_a_rank_seen_elsewhere_never_posted_rather_than_entered_a_receive() -> None:
+    """ "Rank 1 never entered recv from rank 1" says nothing."""
+    programs: dict[int, Program] = {0: [Do("all_reduce"), Do("recv", peer=1)], 1: [Do("all_reduce"), STUCK]}
+    traces = run({"world": (0, 1)}, programs).traces()
+    verdict = _verdict(diagnose(traces, stacks=[RankNow(1, "sleep", "data.py:8 in load")]))
+    assert "rank 1 never posted the send for rank 0's recv from rank 1" in verdict.sentence
+
+
+def test_a_tie_at_different_lines_advises_to_compare_the_lines() -> None:
+    """Neither line depends on the rank: the program took two paths."""
+    programs = {
+        rank: [Do("all_reduce"), Do("broadcast" if rank else "all_reduce", line=50 + rank, root=0)]
+        for rank in (0, 1)
+    }
+    verdict = _verdict(diagnose(run({"world": (0, 1)}, programs).traces()))
+    assert verdict.ranks == (0, 1)
+    assert verdict.advice == ("compare train.py:50 in step (rank 0) with train.py:51 in step (rank 1): "
+                              "all ranks of the group must make the same call here",)  # fmt: skip

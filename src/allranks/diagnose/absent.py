@@ -51,13 +51,10 @@ def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -
         return replace(base, cause="not_started", sentence=sentence, confidence=0.85)
     telling = [now for now in seen if now.cause not in UNTELLING]
     if telling:
-        return _stuck_elsewhere(base, context, ranks, telling[0], call, waiting)
-    if blocked.p2p is not None:
-        verb = "posted the partner of"
-        lonely = blocked.p2p.number <= 1 and len(context.waiters_behind(ranks)) == 1
-        cause = "p2p_mismatch" if lonely else "missing_rank"
-    else:
-        verb, cause = "entered", "missing_rank"
+        return _stuck_elsewhere(base, context, ranks, telling[0], _entered(context, blocked), waiting)
+    cause = "missing_rank"
+    if blocked.p2p is not None and blocked.p2p.number <= 1 and len(context.waiters_behind(ranks)) == 1:
+        cause = "p2p_mismatch"
     last = context.last_call(ranks[0])
     closed = context.job.ranks[ranks[0]].trace.progress.closed
     tail = (
@@ -68,9 +65,17 @@ def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -
         else ""
     )
     at = context.place(blocked)
-    sentence = f"{who(context.job, ranks)} never {verb} {call}{f' ({at})' if at else ''}; {waiting}{tail}"
+    sentence = f"{who(context.job, ranks)} never {_entered(context, blocked)}{f' ({at})' if at else ''}; {waiting}{tail}"
     base = replace(base, missing_evidence=(*base.missing_evidence, *_unrecorded(context, blocked, ranks)))
     return replace(base, cause=cause, sentence=sentence, confidence=0.9 if blocked.p2p is None else 0.8)
+
+
+def _entered(context: Context, blocked: Blocked) -> str:
+    """What the lacking rank should have done: a receive is not entered by its sender."""
+    wait = blocked.p2p
+    if wait is None:
+        return f"entered {context.call(blocked)}"
+    return f"posted the {'receive' if wait.sends else 'send'} for rank {wait.rank}'s {context.call(blocked)}"
 
 
 def left_out(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
@@ -88,11 +93,11 @@ def left_out(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Find
 
 
 def _stuck_elsewhere(
-    base: Finding, context: Context, ranks: tuple[int, ...], now: RankNow, call: str, waiting: str
+    base: Finding, context: Context, ranks: tuple[int, ...], now: RankNow, entered: str, waiting: str
 ) -> Finding:
     at = f"; it is at {now.where}" if now.where else ""
     word = f" ({now.cause.replace('_', ' ')})" if now.cause else ""
-    sentence = f"{who(context.job, ranks)} never entered {call}; {waiting}{at}{word}"
+    sentence = f"{who(context.job, ranks)} never {entered}; {waiting}{at}{word}"
     stacks: Stacks = (((now.rank,), now.stack), *base.stacks[1:]) if now.stack else base.stacks
     return replace(
         base, cause="stuck_before_collective", sentence=sentence, confidence=0.95, where=now.where or base.where,

@@ -43,6 +43,12 @@ def _left_round(context: Context, rank: int) -> bool:
     return row > 0 and breaks_habit(context.job.ranks[rank], row)
 
 
+def _went_on(context: Context, call: Blocked, calls: list[Blocked]) -> bool:
+    """Whether the one rank that lacks as partner has posted no message at all, but waits in a collective."""
+    rank = call.missing[0] if call.missing else -1
+    return any(other.p2p is None and other.rows.get(rank) == context.first_open(rank) for other in calls)
+
+
 def crossed(context: Context, ranks: tuple[int, ...], p2p: list[Blocked], calls: list[Blocked]) -> Finding:
     """A circle with a send or receive in it: crossed, to the wrong rank, or without partner."""
     for call in p2p:
@@ -50,6 +56,9 @@ def crossed(context: Context, ranks: tuple[int, ...], p2p: list[Blocked], calls:
         if wrong is not None:
             return wrong
     p2p = [call for call in p2p if call.missing] or p2p
+    if len(p2p) == 1 and _went_on(context, p2p[0], calls):
+        finding = explain_ranks(context, p2p[0], p2p[0].missing)
+        return replace(finding, cause="p2p_mismatch", confidence=0.7)
     ends = sorted({rank for call in p2p if call.p2p for rank in (call.p2p.rank, call.p2p.peer)} & set(ranks))
     guilty = tuple(ends) or ranks
     parts = []

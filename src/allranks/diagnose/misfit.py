@@ -46,7 +46,7 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
     return Finding(
         cause, guilt.ranks, sentence, "root", group.label, mismatch.seq, guilt.confidence, at, waiting,
         context.waited(began[0]) if began else None, (*context.stacks(guilty), *context.stacks(others)),
-        tuple(evidence), _missing(group), (_advice(cause, at),),
+        tuple(evidence), _missing(group), (_advice(cause, at) if guilt.confidence > 0.5 else _compare(context, rows, at),),
     )  # fmt: skip
 
 
@@ -144,6 +144,17 @@ def _p2p_odd(context: Context, mismatch: P2PMismatch) -> tuple[int, ...]:
 def _missing(group: GroupView) -> tuple[str, ...]:
     absent = [rank for rank in group.members if rank not in group.lanes]
     return (f"the dump of {ranks_text(absent)}",) if absent else ()
+
+
+def _compare(context: Context, rows: dict[int, int], at: str) -> str:
+    """Advice on a tie: nobody knows which of the ranks is wrong."""
+    lines: dict[str, list[int]] = {}
+    for rank, row in rows.items():
+        lines.setdefault(place(context.job.frames(rank, row)), []).append(rank)
+    if len(lines) < 2 or "" in lines:
+        return f"look at {at or 'the line above'}: what it passes must not depend on the rank"
+    those = [f"{line} ({ranks_text(ranks)})" for line, ranks in list(lines.items())[:4]]
+    return f"compare {' with '.join(those)}: all ranks of the group must make the same call here"
 
 
 def _advice(cause: str, at: str) -> str:

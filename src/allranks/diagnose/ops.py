@@ -25,7 +25,8 @@ class Family(IntEnum):
     SEND = 12
     RECV = 13
     P2P_BATCH = 14
-    OTHER = 15  # first of the codes for names we do not know: each name is its own family
+    MONITORED_BARRIER = 15
+    OTHER = 16  # first of the codes for names we do not know: each name is its own family
 
 
 _FAMILIES = {
@@ -44,7 +45,7 @@ _FAMILIES = {
     "all_to_all": Family.ALL_TO_ALL, "all_to_all_single": Family.ALL_TO_ALL, "all_to_all_base": Family.ALL_TO_ALL,
     "alltoall": Family.ALL_TO_ALL, "alltoall_base": Family.ALL_TO_ALL, "all_to_all_v_single": Family.ALL_TO_ALL,
     "gather": Family.GATHER, "gather_single": Family.GATHER, "scatter": Family.SCATTER,
-    "barrier": Family.BARRIER, "all_reduce_barrier": Family.BARRIER, "monitored_barrier": Family.BARRIER,
+    "barrier": Family.BARRIER, "all_reduce_barrier": Family.BARRIER, "monitored_barrier": Family.MONITORED_BARRIER,
     "sparse_all_reduce": Family.SPARSE, "coalesced": Family.COALESCED,
     "send": Family.SEND, "recv": Family.RECV, "isend": Family.SEND, "irecv": Family.RECV,
     "recv_any_source": Family.RECV, "recvAnySource": Family.RECV, "batch_op_issue": Family.P2P_BATCH,
@@ -52,7 +53,14 @@ _FAMILIES = {
 
 #: Families in which nobody can finish before everybody has entered.
 SYNCHRONISING = frozenset(
-    {Family.ALL_REDUCE, Family.ALL_GATHER, Family.REDUCE_SCATTER, Family.ALL_TO_ALL, Family.BARRIER}
+    {
+        Family.ALL_REDUCE,
+        Family.ALL_GATHER,
+        Family.REDUCE_SCATTER,
+        Family.ALL_TO_ALL,
+        Family.BARRIER,
+        Family.MONITORED_BARRIER,
+    }
 )
 ROOTED = frozenset({Family.BROADCAST, Family.REDUCE, Family.GATHER, Family.SCATTER})
 REDUCING = frozenset({Family.ALL_REDUCE, Family.REDUCE, Family.REDUCE_SCATTER})
