@@ -81,16 +81,9 @@ def _misfit(members: tuple[int, ...], calls: list[Call]) -> str:
     complete = len(calls) == len(members)
     if op in SAME_INPUT and len({c.given for c in calls}) > 1:
         return "size_mismatch"
-    if op == "all_gather":
-        if len({c.taken for c in calls}) > 1:
-            return "size_mismatch"
-        if len({c.given for c in calls}) > 1 and complete and sum(c.given for c in calls) != calls[0].taken:
-            return "size_mismatch"
-    if op == "reduce_scatter":
-        if len({c.given for c in calls}) > 1:
-            return "size_mismatch"
-        if len({c.taken for c in calls}) > 1 and complete and sum(c.taken for c in calls) != calls[0].given:
-            return "size_mismatch"
+    # The histories have one tensor on either side: uneven gathers and scatters need lists of them.
+    if op in ("all_gather", "reduce_scatter") and len({(c.given, c.taken) for c in calls}) > 1:
+        return "size_mismatch"
     if op == "all_to_all" and complete and sum(c.given for c in calls) != sum(c.taken for c in calls):
         return "size_mismatch"
     if len({c.dtype for c in calls if c.dtype}) > 1:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -212,3 +213,40 @@ def test_a_job_that_was_killed_while_it_hung_is_told_less_surely(tmp_path: Path)
     assert verdict["confidence"] < 0.6
     assert any("when the processes ended" in text for text in verdict["missing_evidence"])
     assert not any("allranks stacks" in text for text in verdict["missing_evidence"])
+
+
+def _copied_boxes(folder: Path, events_ns: int, copied_ns: int) -> Path:
+    """Black boxes of another machine: rank 1 lacks in the last call; the files bear the time of the copy."""
+    ranks = {
+        rank: number([*(entry(seq=s) for s in range(1, 13)), entry(seq=13, state="started")])
+        for rank in range(3)
+    }
+    ranks[1] = ranks[1][:-1]
+    for trace in load_paths([str(write(folder / "dumps", ranks))]).traces:
+        calls = trace.calls.copy()
+        moved = events_ns - int(calls["created_ns"][-1])
+        calls["created_ns"] += moved
+        calls["completed_ns"][calls["completed_ns"] > 0] += moved
+        header = replace(trace.header, host="elsewhere", pid=77, written_ns=0)
+        box = folder / "boxes" / f"job.a0.r{header.rank}.p77.box"
+        box.parent.mkdir(exist_ok=True)
+        box.write_bytes(box_bytes(replace(trace, header=header, calls=calls)))
+        os.utime(box, ns=(copied_ns, copied_ns))
+    return folder / "boxes"
+
+
+def test_waits_of_copied_boxes_end_when_they_were_copied(tmp_path: Path) -> None:
+    """Not when somebody reads them an hour later."""
+    hung = time.time_ns() - 3600 * 10**9
+    done = run(str(_copied_boxes(tmp_path, hung, hung + 20 * 10**9)), "--json")
+    verdict = json.loads(done.stdout)["verdict"]
+    assert (verdict["cause"], verdict["ranks"]) == ("missing_rank", [1])
+    assert 19 < verdict["waited_s"] < 21
+
+
+def test_copies_that_kept_the_time_of_the_original_do_not_tell_how_long(tmp_path: Path) -> None:
+    """The hang is found, and no time is invented."""
+    hung = time.time_ns() - 3600 * 10**9
+    done = run(str(_copied_boxes(tmp_path, hung, hung - 10**9)), "--json")
+    verdict = json.loads(done.stdout)["verdict"]
+    assert (verdict["cause"], verdict["ranks"], verdict["waited_s"]) == ("missing_rank", [1], None)

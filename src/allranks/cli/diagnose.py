@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """0 nothing wrong, 1 fault found (or unclear), 2 could not run."""
-    from allranks.cli.seen import find_seen, is_post_mortem
+    from allranks.cli.seen import find_seen, is_post_mortem, taken_ns
     from allranks.diagnose import DiagnoseOptions, diagnose
 
     _check(args)
@@ -88,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
     boxes = any(trace.kind.startswith("black box") for trace in traces)
     ended = boxes and is_post_mortem(traces)
     options = DiagnoseOptions(
-        now_ns=time.time_ns() if boxes and not ended else 0,
+        now_ns=taken_ns(traces, args.paths) if boxes and not ended else 0,
         ended=ended,
         pg_filters=frozenset(args.pg_filters or ()),
         allow_incomplete_ranks=args.allow_incomplete_ranks or bool(args.selected_ranks),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +40,34 @@ def is_post_mortem(traces: list[RankTrace]) -> bool:
     """Whether all black boxes are of this machine and their processes are gone: then nothing runs any more."""
     boxes = _local_boxes(traces)
     return bool(boxes) and len(boxes) == len(traces) and not any(_is_running(trace) for trace in boxes)
+
+
+def taken_ns(traces: list[RankTrace], roots: list[str]) -> int:
+    """When black boxes were as they are: now, where one of them is still written to; the time of the copies where
+    none is; 0 when nothing tells (a copy that kept the time of the original)."""
+    boxes = [trace for trace in traces if trace.kind.startswith("black box")]
+    files = {trace.path: file for trace in boxes if (file := _file_of(trace.path, roots)) is not None}
+    for trace in _local_boxes(boxes):
+        if _is_running(trace) and trace.path in files and _is_mapped(trace.header.pid, files[trace.path]):
+            return time.time_ns()
+    newest = max((trace.header.written_ns for trace in boxes), default=0)
+    copied = max((file.stat().st_mtime_ns for file in files.values()), default=0)
+    return copied if copied > newest else 0
+
+
+def _file_of(path: str, roots: list[str]) -> Path | None:
+    """The file of a trace, whose path may be as seen from one of the `roots`."""
+    places = [Path(path), *(Path(root) / path for root in roots)]
+    return next((place for place in places if place.is_file()), None)
+
+
+def _is_mapped(pid: int, file: Path) -> bool:
+    """Whether the process writes to this very file; True where we may not look."""
+    from allranks.record.read import boxes_of_process
+
+    if not os.access(f"/proc/{pid}/maps", os.R_OK):
+        return True
+    return any(os.path.samefile(box, file) for box in boxes_of_process(pid))
 
 
 def _gone(traces: list[RankTrace]) -> list[RankNow]:

@@ -33,7 +33,7 @@ def align(
     }
     ranks = {}
     for rank, (program, states) in placed.items():
-        seen_ns = _seen_ns(by_rank[rank], now_ns, ended)
+        seen_ns = _seen_ns(by_rank[rank], now_ns)
         ranks[rank] = _view(rank, by_rank[rank], program, numbers[rank], states, rank in cut, seen_ns)
         _add_lanes(ranks[rank], program, numbers[rank], groups)
     expected = expected_ranks(by_rank, groups)
@@ -81,10 +81,10 @@ def _view(
     )  # fmt: skip
 
 
-def _seen_ns(trace: RankTrace, now_ns: int, ended: bool) -> int:
-    """When the rank was as its trace shows it; 0 unknown. The black box of a process that was killed tells its last
-    write, not its end."""
-    if is_box(trace) and (now_ns or (ended and not trace.progress.closed)):
+def _seen_ns(trace: RankTrace, now_ns: int) -> int:
+    """When the rank was as its trace shows it; 0 unknown. A black box tells its last write, not when it was read, nor
+    when its process was killed."""
+    if is_box(trace) and (now_ns or not trace.progress.closed):
         return now_ns
     return trace.header.written_ns
 

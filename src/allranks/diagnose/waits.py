@@ -144,7 +144,9 @@ def _blocked(job: Job, group: GroupView, seq: int, lanes: list[Lane], index: int
     rows = {lane.rank: lane.row(seq) for lane in lanes}
     failed = tuple(sorted(r for r, row in rows.items() if job.ranks[r].now[row] != Now.OPEN))
     entered_ns = min(int(job.ranks[r].trace.calls["created_ns"][row]) for r, row in rows.items())
-    missing, unsure, passed, behind = [], [], [], []
+    missing, unsure = [], []
+    passed: list[int] = []
+    behind: list[int] = []
     for rank, lane in group.lanes.items():
         if rank in rows:
             continue

@@ -179,11 +179,12 @@ class Watch:
 
 
 def _place(trace: TracebackType | None) -> str:
-    """` (train.py:44)`: the innermost line of a traceback that is no library's; "" without one."""
+    """` (train.py:44)`: the innermost line of a traceback that is no library's and not ours; "" without one."""
     place = ""
+    ours = f"{Path(__file__).parents[1]}{os.sep}"
     for frame, line in traceback.walk_tb(trace):
         file = frame.f_code.co_filename
-        if not any(
+        if not file.startswith(ours) and not any(
             part in file for part in ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
         ):
             place = f" ({os.path.basename(file)}:{line})"
