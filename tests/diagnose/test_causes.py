@@ -9,7 +9,7 @@ import pytest
 
 from allranks.diagnose import DiagnoseOptions, diagnose
 from allranks.model.diagnosis import Diagnosis, FileNote, Finding, RankNow
-from allranks.model.trace import Flag, Progress, RankTrace, State
+from allranks.model.trace import Flag, Frame, Progress, RankTrace, State
 
 from .histories import DIE, START_NS, STUCK, Do, Layout, Program, edit, run, with_change
 
@@ -449,3 +449,17 @@ def test_a_tie_at_different_lines_advises_to_compare_the_lines() -> None:
     assert verdict.ranks == (0, 1)
     assert verdict.advice == ("compare train.py:50 in step (rank 0) with train.py:51 in step (rank 1): "
                               "all ranks of the group must make the same call here",)  # fmt: skip
+
+
+def test_each_stack_says_what_it_is_and_the_live_one_comes_first() -> None:
+    """The stack of the last finished call is not where the rank is now, and the advice names the line where it is."""
+    traces = _traces(with_change(LAYOUT.programs(8), 5, AT, STUCK), "nccl")
+    live = (Frame("next_batch", "/home/me/data.py", 88),)
+    now = RankNow(5, "dataloader_wait", "data.py:88 in next_batch", "waits for worker 3", live)
+    verdict = _expect(diagnose(traces, stacks=[now]), "stuck_before_collective", 5)
+    assert verdict.stacks[0] == ((5,), live)
+    assert verdict.stack_labels[:3] == ("live", "last finished call", "in this call")
+    assert len(verdict.stack_labels) == len(verdict.stacks)
+    assert verdict.advice == ("look at data.py:88 in next_batch: rank 5 is there now",)
+    without = _expect(diagnose(traces), "missing_rank", 5)
+    assert without.stack_labels[0] == "last finished call"

@@ -98,10 +98,12 @@ def _stuck_elsewhere(
     at = f"; it is at {now.where}" if now.where else ""
     word = f" ({now.cause.replace('_', ' ')})" if now.cause else ""
     sentence = f"{who(context.job, ranks)} never {entered}; {waiting}{at}{word}"
-    stacks: Stacks = (((now.rank,), now.stack), *base.stacks[1:]) if now.stack else base.stacks
+    live: Stacks = (((now.rank,), now.stack),) if now.stack else ()
+    advice = (f"look at {now.where}: {ranks_text((now.rank,))} is there now",) if now.where else base.advice
     return replace(
         base, cause="stuck_before_collective", sentence=sentence, confidence=0.95, where=now.where or base.where,
-        evidence=(*base.evidence, *((now.evidence,) if now.evidence else ())), missing_evidence=(), stacks=stacks,
+        evidence=(*base.evidence, *((now.evidence,) if now.evidence else ())), missing_evidence=(), stacks=(*live, *base.stacks),
+        stack_labels=(*("live" for _ in live), *base.stack_labels), advice=advice,
     )  # fmt: skip
 
 
@@ -202,7 +204,7 @@ def _killer(context: Context, blocked: Blocked, lane: Lane, at: int, cause: str)
     )
     return replace(
         _base(context, blocked, (lane.rank,)), cause=cause, ranks=(lane.rank,), sequence=seq, where=line,
-        sentence=sentence, confidence=0.6, waiting=(), stacks=context.stacks([(lane.rank, row)]),
+        sentence=sentence, confidence=0.6, waiting=(), stacks=context.stacks([(lane.rank, row)]), stack_labels=(),
         evidence=(f"#{seq} is the only call of its kind, and the other rank is gone since",),
         missing_evidence=(f"the log of {ranks_text(other)}: 'gloo::EnforceNotMet' confirms it, 'Killed' refutes it",),
         advice=(f"make the call at {line or 'that line'} on all ranks of the group, and with the same sizes",),
@@ -254,7 +256,7 @@ def _lone_waiter(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> 
     return replace(
         base, cause="extra_collective", ranks=(rank,), sentence=sentence, confidence=0.6, waiting=(rank,), where=at,
         missing_evidence=(f"where {ranks_text(ranks)} are now: `allranks stacks` tells whether they are stuck instead",),
-        stacks=context.stacks([(rank, row)]),
+        stacks=context.stacks([(rank, row)]), stack_labels=(),
     )  # fmt: skip
 
 
@@ -284,6 +286,7 @@ def wrong_peer(context: Context, blocked: Blocked) -> Finding | None:
         return replace(
             base, cause="p2p_mismatch", ranks=(wait.rank,), sentence=sentence, confidence=0.85,
             waiting=tuple(sorted({wait.rank, o.rank})), stacks=context.stacks([(wait.rank, wait.row), (o.rank, o.row)]),
+            stack_labels=(),
             missing_evidence=(),
         )  # fmt: skip
     return None
@@ -299,7 +302,10 @@ def _known_partner(context: Context, wait: P2PWait) -> bool:
 
 def _base(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
     """What all findings about absent ranks have in common."""
-    own = tuple(((rank,), latest_stack(context, rank)) for rank in ranks[:4] if latest_stack(context, rank))
+    latest = [(rank, *latest_stack(context, rank)) for rank in ranks[:4]]
+    own = tuple(((rank,), frames) for rank, frames, _ in latest if frames)
+    waiters = context.stacks(blocked.rows.items())
+    labels = (*(label for _, frames, label in latest if frames), *("in this call" for _ in waiters))
     at = context.place(blocked)
     evidence = [f"{ranks_text(blocked.waiters)} entered {context.call(blocked)}{f' at {at}' if at else ''}"
                 + (f" and {seconds(w)} later had not left it" if (w := context.waited(blocked)) is not None else "")]  # fmt: skip
@@ -312,10 +318,10 @@ def _base(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding
     return Finding(
         "missing_rank", ranks, "", "root", context.group(blocked).label,
         blocked.seq if blocked.seq >= 0 else None, 0.9, at, context.waiters_behind(ranks), context.waited(blocked),
-        (*own, *context.stacks(blocked.rows.items())), tuple(evidence),
+        (*own, *waiters), tuple(evidence),
         tuple(_where_now(context, r) for r in ranks[:2] if r in context.job.ranks and not context.job.ended),
         (f"look at what {ranks_text(ranks)} {'does' if len(ranks) == 1 else 'do'} between {_their(ranks)} last call "
-         f"and {at or context.call(blocked)}",),
+         f"and {at or context.call(blocked)}",), labels,
     )  # fmt: skip
 
 

@@ -116,10 +116,11 @@ def p2p_text(wait: P2PWait, label: str) -> str:
     return f"{word} rank {wait.peer}{number} of group {label}"
 
 
-def latest_stack(context: Context, rank: int) -> tuple[Frame, ...]:
-    """The stack of a rank's latest call that has one."""
+def latest_stack(context: Context, rank: int) -> tuple[tuple[Frame, ...], str]:
+    """The stack of a rank's latest call that has one, and what it is: the rank may be elsewhere by now."""
     view = context.job.ranks.get(rank)
-    if view is None:
-        return ()
-    known = np.flatnonzero(view.stack)
-    return context.job.tables.stacks[int(view.stack[known[-1]])] if len(known) else ()
+    known = np.flatnonzero(view.stack).tolist() if view is not None else []
+    if view is None or not known:
+        return (), ""
+    over = view.now[known[-1]] in (Now.DONE, Now.LEFT)
+    return context.job.frames(rank, known[-1]), "last finished call" if over else "last call"

@@ -63,7 +63,11 @@ def _verdict(finding: Finding) -> Json:
     body["missing_evidence"] = list(finding.missing_evidence)
     body["advice"] = list(finding.advice)
     body["stacks"] = [
-        {"ranks": list(ranks), "frames": [{"name": f.name, "file": f.file, "line": f.line} for f in frames]}
-        for ranks, frames in finding.stacks
+        {
+            "ranks": list(ranks),
+            "label": finding.stack_labels[i] if i < len(finding.stack_labels) else "",
+            "frames": [{"name": f.name, "file": f.file, "line": f.line} for f in frames],
+        }
+        for i, (ranks, frames) in enumerate(finding.stacks)
     ]
     return body

@@ -50,7 +50,7 @@
       for (const stack of verdict.stacks.slice(0, 12)) {
         const guilty = stack.ranks.some((r) => verdict.ranks.includes(r));
         const card = make("div", null, "card");
-        card.append(make("h3", `rank${stack.ranks.length > 1 ? "s" : ""} ${ranksText(stack.ranks)} (${guilty ? "guilty" : "waiting"})`));
+        card.append(make("h3", `rank${stack.ranks.length > 1 ? "s" : ""} ${ranksText(stack.ranks)} (${guilty ? "guilty" : "waiting"}${stack.label ? `, ${stack.label}` : ""})`));
         card.append(framesNode(stack.frames.map((f) => `${f.file}:${f.line} in ${f.name}`)));
         byId("stacks").append(card);
       }

@@ -93,8 +93,9 @@ def _stacks(paint: Painter, verdict: Finding, options: TextOptions) -> Iterator[
     yield paint("bold", "stacks")
     guilty = set(verdict.ranks)
     shown = verdict.stacks if options.full_stacks else verdict.stacks[:MAX_STACKS]
-    for ranks, frames in shown:
-        role = "guilty" if guilty & set(ranks) else "waiting"
+    labels = (*verdict.stack_labels, *("" for _ in shown))
+    for (ranks, frames), label in zip(shown, labels, strict=False):
+        role = ("guilty" if guilty & set(ranks) else "waiting") + (f", {label}" if label else "")
         yield clean(f"  rank{'s' if len(ranks) > 1 else ''} {short(ranks)} ({role})")
         visible = frames if options.full_stacks else visible_frames(frames)
         for frame in visible:
