@@ -180,11 +180,14 @@ class DistributedDataParallel(nn.Module):
     # ---- called by autograd ----
 
     def _ready(self, parameter: nn.Parameter) -> None:
-        if not self._synchronises:
+        training = self._manager[0].training
+        if not self._synchronises or not training.in_step:
             return
         self._enter()
         self._home[parameter].missing -= 1
         while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
+            if not training.may_launch(training.attempt):
+                break  # the backward goes on; its next gradient, or its end, launches what is due
             self._reduce_next()
 
     def _ended(self) -> None:
@@ -236,7 +239,7 @@ class DistributedDataParallel(nn.Module):
                 return
             for bucket in self._buckets:
                 bucket.work = self._start(bucket, generation)
-        self._reduced = True
+        self._reduced = attempt.reduced = True
         for bucket in self._buckets:
             bucket.spread()
 

@@ -27,6 +27,10 @@ class Generation:
     over: bool = False  # replaced by a later one: its end is no accident
     loaded: bool = True  # the state to train on is in place; False while healing
     together: bool = False  # its first step is behind it: those who came late hold the state too
+    transfers: set[int] = field(init=False)  # healing replicas whose state transfer still needs this rank
+
+    def __post_init__(self) -> None:
+        self.transfers = set(self.plan.transfers_of(self.index))
 
     @property
     def number(self) -> int:
@@ -50,6 +54,15 @@ class Generation:
     @property
     def participates(self) -> bool:
         return self.index in self.participants
+
+    def holding(self, attempt: Attempt) -> set[int]:
+        """The replicas whose state transfer holds the next collective of this attempt back.
+
+        Who heals beside the step gives its zeros without a state, up to the end of the first backward: those
+        collectives never wait for its transfer, so the transfer may wait for them. Every other collective waits
+        for the transfers, so that none of them can wait for it.
+        """
+        return self.transfers if attempt.reduced else self.transfers.difference(self.plan.late)
 
     @property
     def usable(self) -> bool:
@@ -81,8 +94,10 @@ class Generation:
 class Attempt:
     """One try at a step by the training thread."""
 
+    opened: bool = False  # by start_quorum; False only before the first step
     generation: Generation | None = None  # bound at the first collective
     committed: bool = False
+    reduced: bool = False  # a first backward is behind it: from here on the others count on our state
     empty: bool = False  # its gradients were not computed, for nobody was to count on them
     error: Exception | None = None  # ours alone: we go on with the collectives and vote no
     spoiled: str = ""  # the group broke, or we computed on an old state: no vote

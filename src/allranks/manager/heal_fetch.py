@@ -10,7 +10,8 @@ from __future__ import annotations
 import collections
 import socket
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,12 +30,12 @@ from allranks.manager.heal_wire import (
     send_frame,
     tune,
 )
-from allranks.manager.plan import Position
+from allranks.manager.plan import MAX_SOURCES, Position
 
-MAX_SOURCES = 4
 _AHEAD = 2  # stripes asked for before the first has arrived
 _CONNECT_S = 10.0
 _DAMAGED = 3  # stripes that may arrive damaged from one source before it is given up
+_RETRY_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Fetch:
     device: torch.device | None = None
     received_bytes: int = 0
     failures: list[str] = field(default_factory=list)  # "source: why", in order
+    began_at: float = 0.0
     _landing: Landing | None = None
     _left: collections.deque[tuple[Segment, ...]] = field(default_factory=collections.deque)
     _flying: int = 0
@@ -100,6 +102,7 @@ class Fetch:
         self._cancelled.clear()
         self.failures.clear()
         self._before = self.received_bytes
+        self.began_at = time.monotonic()
         self._threads = [
             threading.Thread(target=self._pull, args=(source,), name=f"allranks-heal-{source.name}", daemon=True)
             for source in sources[:MAX_SOURCES]
@@ -253,3 +256,21 @@ class Fetch:
         with self._lock:
             self.received_bytes += sum(part.length for part in stripe)
         return True
+
+
+def report_fetched(
+    source: Source, order: tuple[int, int], healer: int, limit_s: float, wanted: Callable[[], bool]
+) -> None:
+    """Tells a source that replica `healer` of quorum `order` needs nothing more from it; tries again as long as `wanted`."""
+    host, _, port = source.address.rpartition(":")
+    deadline = time.monotonic() + limit_s
+    while wanted() and time.monotonic() < deadline:
+        try:
+            with socket.create_connection((host, int(port)), timeout=min(limit_s, _CONNECT_S)) as sock:
+                tune(sock, min(limit_s, _CONNECT_S))
+                greet_as_client(sock, source.secret)
+                send_frame(sock, {"want": "fetched", "quorum": list(order), "healer": healer})
+                read_frame(sock)
+                return
+        except (OSError, HealWireError, ValueError):
+            time.sleep(_RETRY_S)

@@ -40,6 +40,7 @@ class HealServer:
     address: str = ""  # host:port once started
     sent_bytes: int = 0
     on_ballot: Callable[[str, int, socket.socket], None] | None = None  # takes a voter's connection over
+    on_fetched: Callable[[tuple[int, int], int], None] | None = None  # a healing replica has all it needs
     _offer: Offer | None = None
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _listener: socket.socket | None = None
@@ -139,6 +140,12 @@ class HealServer:
         return connection
 
     def _answer(self, connection: socket.socket, request: dict[str, Any], staging: Staging) -> None:
+        if request["want"] == "fetched":
+            epoch, number = request["quorum"]
+            if self.on_fetched is not None:
+                self.on_fetched((int(epoch), int(number)), int(request["healer"]))
+            send_frame(connection, {"ok": True})
+            return
         position = (int(request["term"]), int(request["step"]))
         offer = self._wait_for(position, float(request.get("wait_s", 0.0)))
         if offer is None:

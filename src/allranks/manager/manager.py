@@ -12,6 +12,7 @@ import atexit
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -190,7 +191,7 @@ class Manager:
         return self._allreduce(tensor, reduce_op, issuer=object())
 
     def _allreduce(self, tensor: torch.Tensor, reduce_op: Any, issuer: object) -> ManagedWork:
-        attempt = self.training.attempt
+        attempt = self._opened_attempt()
         generation = self.training.bind(attempt, self._patience_s)
         if generation is None:
             return ManagedWork(None, tensor, lambda error: None)
@@ -200,6 +201,8 @@ class Manager:
             tensor.div_(len(generation.participants))
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM if reduce_op == dist.ReduceOp.AVG else reduce_op
+        if generation.holding(attempt) and not self._wait_for_transfers(attempt, generation):
+            return ManagedWork(None, tensor, lambda error: None)
         attempt.issuers.append(issuer)
         try:
             raw = generation.group.allreduce_in(generation.number, [tensor], options)
@@ -221,7 +224,7 @@ class Manager:
 
         After True the caller applies the step; `step_applied` (or the next start_quorum) says that it has.
         """
-        attempt = self.training.attempt
+        attempt = self._opened_attempt()
         for hook in self._before_vote:
             hook()
         good = self._finish(attempt)
@@ -265,17 +268,21 @@ class Manager:
         return self.training.batches
 
     def num_participants(self) -> int:
-        """How many replicas' gradients count in this step; waits for the quorum."""
-        return len(self._bound().participants)
+        """How many replicas' gradients count in this step; waits for its quorum. 0 before the first step."""
+        generation = self._bound()
+        return len(generation.participants) if generation is not None else 0
 
     def participating_rank(self) -> int | None:
         """Our place among those who take part; None when we do not."""
         generation = self._bound()
-        return generation.participants.index(generation.index) if generation.participates else None
+        if generation is None or not generation.participates:
+            return None
+        return generation.participants.index(generation.index)
 
     def is_participating(self) -> bool:
         """Whether our gradients count in this step."""
-        return self._bound().participates
+        generation = self._bound()
+        return generation is not None and generation.participates
 
     def replica_id(self) -> str:
         """The name of our replica."""
@@ -339,11 +346,20 @@ class Manager:
         """
         generation = self.training.generation
         late = generation is not None and not generation.loaded and not generation.participates
-        return late and len(self._wrapped) == 1
+        return late and self.training.in_step and len(self._wrapped) == 1
 
-    def _bound(self) -> Generation:
+    def _opened_attempt(self) -> Attempt:
         attempt = self.training.attempt
-        if attempt.generation is not None:
+        if not attempt.opened:
+            raise ManagerError(
+                "no step is open: call zero_grad() of the wrapped optimizer, or manager.start_quorum(), first"
+            )
+        return attempt
+
+    def _bound(self) -> Generation | None:
+        """The group of this step; None before the first."""
+        attempt = self.training.attempt
+        if attempt.generation is not None or not attempt.opened:
             return attempt.generation
         with self.training.changed:
             return self.training._wait_for_group(self._patience_s)
@@ -353,6 +369,19 @@ class Manager:
         attempt.spoiled = attempt.spoiled or generation.broken or reason
         if self.training.break_group(generation, f"a collective failed: {reason}"):
             log.info("quorum %d: a collective failed, asking for a new quorum", generation.number)
+
+    def _wait_for_transfers(self, attempt: Attempt, generation: Generation) -> bool:
+        """Holds a collective back while it would wait for a state transfer: see Generation.holding.
+
+        On a GPU a collective that waits for others keeps every copy waiting as soon as a kernel must be loaded.
+        """
+        began = time.monotonic()
+        late = self.training.wait_for_transfers(attempt, generation, self.options.timeout_s)
+        held_ms = (time.monotonic() - began) * 1e3
+        log.debug("quorum %d: collectives held back for %.0f ms by healing", generation.number, held_ms)
+        if late:
+            self._group_failed(attempt, generation, GroupAborted(late))
+        return not late
 
     def _finish(self, attempt: Attempt) -> bool:
         """Brings the step's collectives and a healing beside it to an end; False when there can be no vote."""
@@ -428,6 +457,7 @@ class Manager:
         opened = self._opened
         if opened is None:
             return False
+        began = time.monotonic()
         with self.training.changed:
             done = self.training.changed.wait_for(
                 lambda: not generation.usable or self._fetched(opened, generation) is not None,
@@ -438,6 +468,7 @@ class Manager:
             raise HealingFailed(f"healing did not finish in {self.options.timeout_s:.1f} s")
         if fetch is None:
             return False
+        arrived = time.monotonic()
         state = fetch.state()
         for key, (load, _) in self._functions.items():
             if key in state["user"]:
@@ -450,6 +481,10 @@ class Manager:
             if self.training.generation is generation:  # else the next group may be about to ask for it again
                 opened.regrouper.fetch = None
         record.step(self.training.step)
+        log.debug(
+            "quorum %d: waited %.0f ms for the state, loaded it in %.0f ms",
+            generation.number, (arrived - began) * 1e3, (time.monotonic() - arrived) * 1e3,
+        )  # fmt: skip
         return True
 
     def _fetched(self, opened: Opened, generation: Generation) -> Fetch | None:

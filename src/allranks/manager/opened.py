@@ -63,7 +63,9 @@ class Opened:
         secret = inside.agree("secret", secret, options.connect_timeout_s)
         session = inside.agree("session", uuid.uuid4().hex, options.connect_timeout_s)
         self.client = self._connect(session)
-        self.server = HealServer(options.host, bytes.fromhex(secret), options.timeout_s).start()
+        self.server = HealServer(options.host, bytes.fromhex(secret), options.timeout_s)
+        self.server.on_fetched = self.training.transferred
+        self.server.start()
         self.regrouper = Regrouper(
             options=options,
             training=self.training,

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 Position = tuple[int, int]  # (term, step)
 NOWHERE: Position = (-1, -1)  # a state that is torn or disagrees with itself
 FRESH: Position = (0, 0)
+MAX_SOURCES = 4  # members that one replica takes its state from at once
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,17 @@ class Plan:
     late: tuple[int, ...] = ()  # of these: who heals beside the first step, and counts from the second on
     rolls_forward: frozenset[tuple[int, int]] = field(default_factory=frozenset)  # (replica, rank)
     reason: str = ""
+
+    def sources_of(self, healer: int) -> tuple[int, ...]:
+        """The members that a healing replica takes its state from: each begins with another one."""
+        turn = self.healing.index(healer) % len(self.sources)
+        return (self.sources[turn:] + self.sources[:turn])[:MAX_SOURCES]
+
+    def transfers_of(self, index: int) -> frozenset[int]:
+        """The healing replicas whose state transfer needs this replica, as its receiver or as a source."""
+        return frozenset(
+            healer for healer in self.healing if healer == index or index in self.sources_of(healer)
+        )
 
 
 def decide(members: Sequence[ReplicaClaim], number: int = 0) -> Plan:

@@ -24,7 +24,7 @@ from allranks.manager.ballot_box import MAX_VOTERS, BallotBox, Booth
 from allranks.manager.cpp_log import silenced
 from allranks.manager.generation import Generation
 from allranks.manager.group import ProcessGroupGloo, ReconfigurableGroup
-from allranks.manager.heal_fetch import Fetch, Source
+from allranks.manager.heal_fetch import Fetch, Source, report_fetched
 from allranks.manager.heal_serve import HealServer
 from allranks.manager.heal_state import LiveState
 from allranks.manager.inside import InsideReplica
@@ -134,6 +134,7 @@ class Regrouper:
             old = self.training.generation
             broken = failed or (old is not None and not old.usable)
             quorum = self._ask(deadline, broken)
+            answered = time.monotonic()
             if old is not None and old.usable and old.quorum.order == quorum.order:
                 return old
             try:
@@ -148,6 +149,10 @@ class Regrouper:
                 continue
             level = logging.WARNING if broken else logging.INFO
             took_ms = (time.monotonic() - began) * 1e3
+            log.debug(
+                "quorum %d: answered after %.0f ms, group made in %.0f ms",
+                quorum.number, (answered - began) * 1e3, (time.monotonic() - answered) * 1e3,
+            )  # fmt: skip
             why, plan = quorum.reason, generation.plan.reason
             log.log(level, "quorum %d after %.0f ms: %s; %s", quorum.number, took_ms, why, plan)
             return generation
@@ -310,11 +315,10 @@ class Regrouper:
             fetch = self._prepare_fetch(generation.plan.top) if wanted else None
         if fetch is None:
             self._pause_fetch()
-        else:
-            self._heal(generation, fetch)
+        if generation.heals and (generation.loaded if fetch is None else self._heal(generation, fetch)):
+            self._end_transfer(generation)
 
-    def _heal(self, generation: Generation, fetch: Fetch) -> None:
-        began = time.monotonic()
+    def _heal(self, generation: Generation, fetch: Fetch) -> bool:
         try:
             self._begin(fetch, generation)
             fetch.finish()
@@ -324,20 +328,30 @@ class Regrouper:
                 log.warning("%s", error)
             if self._heal_failures >= (_FRUITLESS_TRIES if fetch.fruitless else _HEAL_TRIES):
                 self.training.finish_regrouping(error)
-            return
+            return False
         self._heal_failures = 0
-        log.info("healed: %.1f MB in %.0f ms", fetch.total_bytes / 1e6, (time.monotonic() - began) * 1e3)
-        with self.training.changed:
-            self.training.changed.notify_all()
+        took_ms = (time.monotonic() - fetch.began_at) * 1e3
+        log.info("healed: %.1f MB in %.0f ms", fetch.total_bytes / 1e6, took_ms)
+        return True
+
+    def _end_transfer(self, generation: Generation) -> None:
+        """Our state is here: we and those who gave it may launch collectives again. Touches no device."""
+        order, index = generation.quorum.order, generation.index
+        for source in self._sources(generation):
+            threading.Thread(
+                target=report_fetched,
+                args=(source, order, index, self.options.timeout_s, lambda: generation.usable),
+                name="allranks-heal-report", daemon=True,
+            ).start()  # fmt: skip
+        self.training.transferred(order, index)
 
     def _sources(self, generation: Generation) -> list[Source]:
         members, found = generation.quorum.members, []
-        for place in generation.plan.sources:
+        for place in generation.plan.sources_of(generation.index):
             said = ReplicaClaim.decode(members[place].data)
             address = said.ranks[self.options.rank].address
             found.append(Source(address, bytes.fromhex(said.secret), members[place].replica))
-        turn = generation.plan.healing.index(generation.index) % len(found)
-        return found[turn:] + found[:turn]
+        return found
 
 
 def _open_store(host: str, port: int, limit_s: float) -> dist.Store:

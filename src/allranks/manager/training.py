@@ -17,6 +17,8 @@ from allranks.manager.plan import Claim, Position
 
 _LAST_WORD = re.compile(r"\[term (\d+) step (\d+)\]")
 _REMEMBERED_LOSSES = 64
+_REMEMBERED_TRANSFERS = 8  # quorums; only the one that is being made matters
+_LOOK_S = 0.2  # how often we look whether a peer is gone without notice
 
 
 def last_word(reason: str, position: Position) -> str:
@@ -45,6 +47,9 @@ class TrainingState:
     forming: int = 0  # number of the quorum whose group is being made
     losses: dict[int, str] = field(default_factory=dict)  # quorum number -> what was lost
     heard: set[Position] = field(default_factory=set)  # last words of members that left
+    fetched: dict[tuple[int, int], set[int]] = field(
+        default_factory=dict
+    )  # quorum (order) that we do not have yet -> replicas that have fetched their state in it
     failure: Exception | None = None  # why no quorum could be had
     eager: bool = (
         True  # the state may be read beside the computation; False: LocalSGD, DiLoCo, sharded models
@@ -53,6 +58,11 @@ class TrainingState:
     closing: bool = False
 
     # ---- training thread ----
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step is open: outside of one nothing is communicated."""
+        return self.phase in (Phase.COMPUTING, Phase.REDUCING)
 
     def begin(self) -> Attempt:
         """A new step attempt. One that left collectives without a vote has put the group out of step."""
@@ -67,7 +77,7 @@ class TrainingState:
                 self._break(old.generation, "a step was abandoned in the middle")
             if old.committed and old.generation is not None:
                 old.generation.together = True
-            self.attempt = Attempt()
+            self.attempt = Attempt(opened=True)
             self.phase = Phase.COMPUTING
             self.verdict, self.claimed_pending = None, False
             self.failure = None
@@ -115,6 +125,29 @@ class TrainingState:
             attempt.generation = generation
             self.phase = Phase.REDUCING
             return generation
+
+    def may_launch(self, attempt: Attempt) -> bool:
+        """Whether a collective of this attempt would not be held back (or would fail at once)."""
+        with self.changed:
+            if attempt.spoiled:
+                return True
+            generation = attempt.generation or (self.generation if self._settled() else None)
+            return generation is not None and not (generation.usable and generation.holding(attempt))
+
+    def wait_for_transfers(self, attempt: Attempt, generation: Generation, limit_s: float) -> str:
+        """Waits until no transfer holds the next collective back, or the group broke; returns who took too long."""
+        deadline = time.monotonic() + limit_s
+        with self.changed:
+            while generation.usable and (healers := generation.holding(attempt)):
+                if generation.group.peer_gone():
+                    break
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    members = generation.quorum.members
+                    names = ", ".join(members[healer].replica for healer in sorted(healers))
+                    return f"{names} did not fetch its state in {limit_s:.1f} s"
+                self.changed.wait(min(left, _LOOK_S))
+        return ""
 
     def park(self, limit_s: float) -> Generation:
         """The training thread waits for the group, and lets its state be read meanwhile."""
@@ -233,6 +266,17 @@ class TrainingState:
                 return False
             return self._break(generation, reason)
 
+    def transferred(self, order: tuple[int, int], healer: int) -> None:
+        """Replica `healer` has fetched all it needs in that quorum; it may be one that we do not have yet."""
+        with self.changed:
+            if self.generation is not None and self.generation.quorum.order == order:
+                self.generation.transfers.discard(healer)
+            else:
+                self.fetched.setdefault(order, set()).add(healer)
+                while len(self.fetched) > _REMEMBERED_TRANSFERS:
+                    self.fetched.pop(min(self.fetched))
+            self.changed.notify_all()
+
     # ---- regrouping thread ----
 
     def wait_until_wanted(self) -> bool:
@@ -286,6 +330,7 @@ class TrainingState:
                 if rolls:
                     self._commit(generation.plan.top[0])
             self.heard.clear()
+            generation.transfers -= self.fetched.pop(generation.quorum.order, set())
             lost = self.losses.get(generation.number)
             if lost:
                 self._break(generation, lost)
