@@ -277,6 +277,7 @@ class State:
 
     def _depart(self, now: float, replica: Replica, reason: str, certain: bool, left: bool = False) -> None:
         if self._note_departure(replica):
+            certain = certain or replica.name in self.evicted  # nobody waits for one that was thrown out
             self.gone[replica.name] = Gone(replica.session, now, reason, certain, left)
         self._index(replica.name)
 
