@@ -77,6 +77,10 @@ def _server_arguments(group: argparse._ArgumentGroup) -> None:
         help="also speak torchft's gRPC protocol there, without a token; may be the same as --bind",
     )
     group.add_argument("--advertise", default="", metavar="HOST:PORT", help="address that others are told")
+    group.add_argument(
+        "--allow-host", action="append", default=[], metavar="NAME",
+        help="the page may also be asked for under this host name; or $ALLRANKS_ALLOW_HOSTS, comma separated",
+    )  # fmt: skip
     group.add_argument("--no-token", action="store_true", help="let everybody in (only sensible on loopback)")
     group.add_argument("--certificate", default="", metavar="PEM", help="switches TLS on")
     group.add_argument("--key", default="", metavar="PEM", help="key of the certificate, if in another file")
@@ -200,7 +204,7 @@ def make_lighthouse(args: argparse.Namespace, token: str) -> Lighthouse:
         client_ca=args.client_ca,
     )  # fmt: skip
     etcd = EtcdOptions(parse_endpoints(args.etcd), args.job, args.lease_s, args.ca) if args.etcd else None
-    doors, page = [], http_protocol()
+    doors, page = [], http_protocol(args.allow_host)
     if args.grpc_bind:
         from allranks.lighthouse.grpc_door import grpc_door
 

@@ -1,7 +1,9 @@
 """HTTP/1.1 on the lighthouse's own port, as little as its page, API and metrics need. On the loop's thread.
 
-Requests are bounded (head 16 KiB, body 64 KiB, 10 s to arrive); answers are whole or server-sent events.
-Everything from outside stays text: routing and JSON are in `web.py`.
+Requests are bounded (head 16 KiB, body 64 KiB, 10 s to arrive); answers are whole or server-sent events. Who
+sends many requests at once gets one answer per turn of the loop, and the next only after reading the last ones:
+a connection never holds more than one answer and UNREAD_BYTES. Everything from outside stays text: routing and
+JSON are in `web.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import asyncio
 import logging
 import urllib.parse
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import cast
@@ -21,7 +23,7 @@ MAX_HEAD = 16 << 10
 MAX_BODY = 64 << 10
 ARRIVAL_S = 10.0
 IDLE_S = 60.0
-_WRITE_LIMIT = 4 << 20  # a browser that does not read is cut off beyond this
+UNREAD_BYTES = 64 << 10  # beyond this no further request is read and no event sent
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,22 @@ class EventStream:
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
+        self._unread_since: float | None = None
 
     def send(self, data: bytes) -> None:
-        """One event; a browser that has gone or does not read is dropped."""
-        if self._transport.is_closing():
+        """One event, unless the last ones are unread (each tells everything); who never reads is cut off."""
+        transport = self._transport
+        if transport.is_closing():
             return
-        if self._transport.get_write_buffer_size() > _WRITE_LIMIT:
-            self._transport.abort()
+        if transport.get_write_buffer_size() <= UNREAD_BYTES:
+            self._unread_since = None
+            transport.write(b"data: " + data + b"\n\n")
             return
-        self._transport.write(b"data: " + data + b"\n\n")
+        now = asyncio.get_running_loop().time()
+        if self._unread_since is None:
+            self._unread_since = now
+        elif now - self._unread_since > IDLE_S:
+            transport.abort()
 
 
 class HttpConnection(asyncio.Protocol):
@@ -69,17 +78,22 @@ class HttpConnection(asyncio.Protocol):
         self._handle = handle
         self._full = full  # too many are open already: answer 503 and close
         self._transport: asyncio.Transport | None = None
-        self._rest = b""
+        self._rest = bytearray()
         self._timer: asyncio.TimerHandle | None = None
+        self._turn: asyncio.Handle | None = None  # the next request's, after those of other connections
+        self._unread = False  # the other side does not take its answers
+        self._reading = True
         self._end_stream: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=UNREAD_BYTES)
         self._wait(ARRIVAL_S)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        for planned in (self._timer, self._turn):
+            if planned is not None:
+                planned.cancel()
         if self._end_stream is not None:
             self._end_stream()
             self._end_stream = None
@@ -91,26 +105,53 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(503)
             return
         self._rest += data
-        while self._rest and self._end_stream is None and self._take_one():
-            pass
+        if self._turn is None:
+            self._next()
+
+    def pause_writing(self) -> None:
+        self._unread = True
+
+    def resume_writing(self) -> None:
+        self._unread = False
+        if self._turn is None:
+            self._next()
+
+    def _next(self) -> None:
+        """Handles one request, if its answer has room; nothing more is read while one waits for its turn."""
+        self._turn = None
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        if not self._unread and self._end_stream is None and self._take_one() and self._rest:
+            self._turn = asyncio.get_running_loop().call_soon(self._next)
+        self._read(not self._unread and self._turn is None)
+
+    def _read(self, wanted: bool) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing() or wanted is self._reading:
+            return
+        self._reading = wanted
+        if wanted:
+            transport.resume_reading()
+        else:
+            transport.pause_reading()
 
     def _take_one(self) -> bool:
         """Handles one whole request; False when more bytes are needed or the connection is closed."""
-        head, separator, rest = self._rest.partition(b"\r\n\r\n")
-        if len(head) > MAX_HEAD:
-            return self._refuse(431)
-        if not separator:
-            return False
+        end = self._rest.find(b"\r\n\r\n", 0, MAX_HEAD + 4)
+        if end < 0:
+            return self._refuse(431) if len(self._rest) > MAX_HEAD else False
         try:
-            request, length = _parse_head(head)
+            request, length = _parse_head(bytes(self._rest[:end]))
         except ValueError:
             return self._refuse(400)
         if length > MAX_BODY:
             return self._refuse(413)
-        if len(rest) < length:
+        start, stop = end + 4, end + 4 + length
+        if len(self._rest) < stop:
             return False
-        self._rest = rest[length:]
-        whole = Request(request.method, request.path, request.query, request.headers, rest[:length])
+        whole = replace(request, body=bytes(self._rest[start:stop]))
+        del self._rest[:stop]
         try:
             answer = self._handle(whole)
         except Exception:
@@ -139,7 +180,7 @@ class HttpConnection(asyncio.Protocol):
                 f"Connection: {'keep-alive' if keep else 'close'}",
             ]
         head = "\r\n".join(lines).encode() + b"\r\n\r\n"
-        self._transport.write(head if request.method == "HEAD" else head + answer.body)
+        self._transport.writelines([head] if request.method == "HEAD" else [head, answer.body])
         if answer.stream is not None:
             if self._timer is not None:
                 self._timer.cancel()

@@ -1,16 +1,20 @@
 """The lighthouse's page, JSON API, events and metrics: one function from request to answer. On the loop's thread.
 
-Reading is open to whoever reaches the port; every action needs the job token (Authorization: Bearer …).
+Reading is open to whoever reaches the port under a name that no stranger can register (see `_own_name`); every
+action needs the job token (Authorization: Bearer …). What members tell each other (Member.data) is not shown.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
+import os
 import re
+import socket
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from html import escape
 from importlib import resources
@@ -33,6 +37,10 @@ _ICON = (
 )
 
 
+#: Ends of names that public name servers do not know.
+_PRIVATE = (".localhost", ".local", ".internal", ".svc", ".cluster.local")
+
+
 class _Reason(msgspec.Struct):
     reason: str = ""
     replicas: list[str] = []
@@ -44,6 +52,7 @@ class Web:
 
     service: Service
     token: str
+    names: frozenset[str] = frozenset()  # under which it may be asked, besides its own
     _streams: set[EventStream] = field(default_factory=set)
     _timer: asyncio.TimerHandle | None = None
     _unsubscribe: Callable[[], None] | None = None
@@ -51,11 +60,29 @@ class Web:
 
     def handle(self, request: Request) -> Answer:
         """Routes one request."""
+        host = request.headers.get("host", "")
+        if host and not self._own_name(_host_name(host)):
+            cure = f"start the lighthouse with --allow-host {_host_name(host)} if this name is yours"
+            return _error(
+                421, f"this lighthouse is not called {host}: {cure} ($ALLRANKS_ALLOW_HOSTS for `run`)"
+            )
         if request.method in ("GET", "HEAD"):
             return self._read(request)
         if request.method == "POST":
             return self._act(request)
         return _error(405, f"{request.method} is not known here")
+
+    def _own_name(self, name: str) -> bool:
+        """Whether no stranger can have made this name point here (DNS rebinding): addresses, names without a dot
+        or inside a cluster, this machine's, and those that were allowed."""
+        if "." not in name or name.endswith(_PRIVATE) or name in self.names:
+            return True
+        if name in (socket.gethostname().lower(), _host_name(self.service.address)):
+            return True
+        try:
+            return bool(ipaddress.ip_address(name))
+        except ValueError:
+            return False
 
     # ---- reading ----------------------------------------------------------------------------------------
 
@@ -82,7 +109,11 @@ class Web:
         return _error(404, f"there is no {path}")
 
     def _status(self) -> bytes:
-        return msgspec.json.encode(self.service.snapshot())
+        status = self.service.snapshot()
+        if status.quorum is not None:
+            members = tuple(replace(member, data="") for member in status.quorum.members)
+            status = replace(status, quorum=replace(status.quorum, members=members))
+        return msgspec.json.encode(status)
 
     def _fragment(self) -> str:
         """What torchft's own lighthouse answers at /status: a piece of HTML with quorum and heartbeats."""
@@ -139,6 +170,9 @@ class Web:
     # ---- actions ----------------------------------------------------------------------------------------
 
     def _act(self, request: Request) -> Answer:
+        origin = request.headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
+            return _error(403, f"actions are not taken from pages of {origin}")
         if not self._allowed(request):
             return _error(401, "this needs the job token: Authorization: Bearer TOKEN")
         try:
@@ -167,9 +201,9 @@ class Web:
         return not self.token or hmac.compare_digest(given.encode(), self.token.encode())
 
 
-def web_door(service: Service, token: str) -> Callable[[], asyncio.Protocol]:
+def web_door(service: Service, token: str, names: Sequence[str] = ()) -> Callable[[], asyncio.Protocol]:
     """For one lighthouse: makes the protocol of each HTTP connection; all share one Web."""
-    web = Web(service, token)
+    web = Web(service, token, frozenset(name.lower() for name in names))
     living: weakref.WeakSet[HttpConnection] = weakref.WeakSet()
 
     def make() -> asyncio.Protocol:
@@ -180,17 +214,25 @@ def web_door(service: Service, token: str) -> Callable[[], asyncio.Protocol]:
     return make
 
 
-def http_protocol() -> Callable[[Service, str], asyncio.Protocol]:
-    """What `Lighthouse(http=…)` takes; remembers the Web of each service."""
+def http_protocol(names: Sequence[str] = ()) -> Callable[[Service, str], asyncio.Protocol]:
+    """What `Lighthouse(http=…)` takes; remembers the Web of each service. `names`, and those of
+    $ALLRANKS_ALLOW_HOSTS, are host names under which it may be asked."""
+    names = [*names, *filter(None, os.environ.get("ALLRANKS_ALLOW_HOSTS", "").split(","))]
     doors: dict[int, Callable[[], asyncio.Protocol]] = {}
 
     def make(service: Service, token: str) -> asyncio.Protocol:
         if id(service) not in doors:
             doors.clear()
-            doors[id(service)] = web_door(service, token)
+            doors[id(service)] = web_door(service, token, names)
         return doors[id(service)]()
 
     return make
+
+
+def _host_name(host: str) -> str:
+    """Of "host:port", "[::1]:port" or "host"."""
+    name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+    return name.lower().rstrip(".")
 
 
 def _done(facts: dict[str, object]) -> Answer:

@@ -1,0 +1,106 @@
+"""What a stranger's browser, or worse, may cost the lighthouse: memory, names, turns."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from allranks.lighthouse.options import Options, ServerOptions
+from allranks.lighthouse.server import Lighthouse
+from allranks.lighthouse.web import http_protocol
+
+from .processes import LighthouseProcess
+
+RunLighthouse = Callable[..., LighthouseProcess]
+
+
+def dial(address: str, receive_bytes: int = 0) -> socket.socket:
+    host, port = address.rsplit(":", 1)
+    sock = socket.socket()
+    if receive_bytes:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    sock.settimeout(20)
+    sock.connect((host, int(port)))
+    return sock
+
+
+def peak_mb(pid: int) -> int:
+    """The most memory that the process ever held."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) >> 10
+
+
+def ask(address: str, path: str = "/healthz", **headers: str) -> int:
+    connection = http.client.HTTPConnection(address, timeout=20)
+    connection.request("GET", path, headers=headers)
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+@pytest.mark.parametrize("path", ["/", "/api/status"])
+def test_pipelined_requests_whose_answers_are_not_read_cost_no_memory(
+    run_lighthouse: RunLighthouse, path: str
+) -> None:
+    """The lighthouse reads no further request until its answers have been taken."""
+    lighthouse = run_lighthouse()
+    pid = lighthouse.process.pid
+    before = peak_mb(pid)
+    blob = f"GET {path} HTTP/1.1\r\n\r\n".encode() * 3600
+    sent = 0
+    with dial(lighthouse.address, receive_bytes=4096) as sock:
+        sock.settimeout(1.0)  # nobody takes more: that is how it should end
+        try:
+            while sent < 20 << 20 and peak_mb(pid) - before < 200:
+                sent += sock.send(blob)
+        except TimeoutError:
+            pass
+        assert ask(lighthouse.address) == 200
+        assert peak_mb(pid) - before < 30
+
+
+def test_every_pipelined_request_is_answered_once_the_answers_are_read(run_lighthouse: RunLighthouse) -> None:
+    """Held back, not lost: also when all of them were sent before the first answer was read."""
+    with dial(run_lighthouse().address, receive_bytes=4096) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n" * 299 + b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+        answers = b""
+        while piece := sock.recv(1 << 16):
+            answers += piece
+    assert answers.count(b"HTTP/1.1 200 OK") == 300
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1:{port}", "localhost", "[::1]:{port}", "node-7", "lighthouse.jobs.svc:1", "page.example.org"],
+)
+def test_names_that_no_stranger_can_register_are_answered(host: str) -> None:
+    """Addresses, names without a dot, this machine's own, those of a cluster, and those that were allowed."""
+    with Lighthouse(Options(), ServerOptions(), http=http_protocol(("page.example.org",))) as lighthouse:
+        port = lighthouse.address.rpartition(":")[2]
+        assert ask(lighthouse.address, "/api/status", Host=host.format(port=port)) == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/api/status", "/api/events", "/metrics"])
+def test_a_foreign_host_name_is_refused(path: str) -> None:
+    """A web page whose name was made to point here (DNS rebinding) reads nothing; the cure is in the answer."""
+    with Lighthouse(Options(), ServerOptions(), http=http_protocol()) as lighthouse:
+        connection = http.client.HTTPConnection(lighthouse.address, timeout=20)
+        connection.request("GET", path, headers={"Host": "attacker.example"})
+        answer = connection.getresponse()
+        assert answer.status == 421
+        assert b"--allow-host attacker.example" in answer.read()
+        connection.close()
+
+
+def test_an_action_from_another_origin_is_refused_even_with_the_token() -> None:
+    """A browser that holds the token acts for our own page only."""
+    with Lighthouse(Options(), ServerOptions(token="t"), http=http_protocol()) as lighthouse:
+        for origin, expected in (("http://evil.example", 403), (f"http://{lighthouse.address}", 200)):
+            connection = http.client.HTTPConnection(lighthouse.address, timeout=20)
+            connection.request("POST", "/api/collect", "{}", {"Authorization": "Bearer t", "Origin": origin})
+            assert connection.getresponse().status == expected
+            connection.close()
