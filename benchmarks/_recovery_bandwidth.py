@@ -8,12 +8,14 @@ import time
 
 import torch
 
+from allranks.channel.keys import Keyring
 from allranks.manager.heal_fetch import Fetch, Source
 from allranks.manager.heal_serve import HealServer
 from allranks.manager.heal_state import LiveState, make_offer
 
 BYTES = 100 << 20
 ROUNDS = 5
+KEYS = Keyring()
 
 
 def best(action) -> float:
@@ -51,7 +53,7 @@ def healing(state: torch.Tensor, landing: torch.Tensor) -> float:
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
-        server = HealServer(secret=b"s").start()
+        server = HealServer(keys=KEYS).start()
         server.offer(make_offer((1, 1), {"w": state}))
         os.write(write_end, server.address.encode())
         os.close(write_end)
@@ -60,7 +62,7 @@ def healing(state: torch.Tensor, landing: torch.Tensor) -> float:
     address = os.read(read_end, 100).decode()
 
     def receive() -> None:
-        Fetch((1, 1), LiveState(lambda: {"w": landing})).run([Source(address, b"s")])
+        Fetch((1, 1), LiveState(lambda: {"w": landing})).run([Source(address, KEYS.for_quorum(1, 1))])
 
     found = best(receive)
     os.kill(child, signal.SIGKILL)

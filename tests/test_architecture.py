@@ -19,24 +19,25 @@ SOURCE = Path(allranks.__file__).parent
 # module -> what it may import besides errors and model. The table of docs/architecture.md.
 MAY_IMPORT: dict[str, set[str]] = {
     "model": set(),
+    "channel": set(),
     "load": set(),
     "diagnose": set(),
     "report": set(),
     "stacks": set(),
-    "lighthouse": {"etcd"},
+    "lighthouse": {"channel", "etcd"},
     "record": set(),
-    "checkpoint": set(),
+    "checkpoint": {"channel"},
     "elastic": {"checkpoint"},
     "compat": {"checkpoint", "elastic"},
     "doctor": {"stacks", "load", "lighthouse.client", "checkpoint", "etcd", "record.engine"},
-    "manager": {"record", "checkpoint", "lighthouse.client"},
+    "manager": {"channel", "record", "checkpoint", "lighthouse.client"},
     "torchft": {"manager", "lighthouse"},
-    "agent": {"record", "load", "stacks", "diagnose", "report", "lighthouse.client", "etcd"},
+    "agent": {"channel", "record", "load", "stacks", "diagnose", "report", "lighthouse.client", "etcd"},
     "frtrace": {"load", "diagnose"},
     "testing": {"*"},
     "cli": {"*"},
 }
-NO_TORCH = {"model", "load", "frtrace", "diagnose", "report", "stacks", "lighthouse", "cli"}
+NO_TORCH = {"model", "channel", "load", "frtrace", "diagnose", "report", "stacks", "lighthouse", "cli"}
 
 
 def _imports(path: Path) -> list[tuple[str, bool]]:

@@ -21,6 +21,7 @@ import torch._dynamo  # optimizers import it at their first step: once here inst
 
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
+from allranks.lighthouse.web import http_protocol
 from allranks.manager.ddp import DistributedDataParallel
 from allranks.manager.manager import Manager
 from allranks.manager.optimizer import Optimizer
@@ -75,8 +76,10 @@ class Course:
 class LighthouseProcess:
     """A lighthouse in a forked child of its own."""
 
-    def __init__(self, options: Options, port: int = 0, host: str = "127.0.0.1") -> None:
-        self.options, self.port, self.host = options, port, host
+    def __init__(
+        self, options: Options, port: int = 0, host: str = "127.0.0.1", token: str = "", log: str = ""
+    ) -> None:
+        self.options, self.port, self.host, self.token, self.log = options, port, host, token, log
         self.address = ""
         self.pid = 0
 
@@ -93,7 +96,8 @@ class LighthouseProcess:
         self.pid = os.fork()
         if self.pid == 0:
             os.close(read_end)
-            _serve(self.options, ServerOptions(host=self.host, port=self.port), write_end)
+            server = ServerOptions(host=self.host, port=self.port, token=self.token)
+            _serve(self.options, server, write_end, self.log)
         os.close(write_end)
         with os.fdopen(read_end) as said:
             self.address = said.readline().strip()
@@ -108,14 +112,16 @@ class LighthouseProcess:
             self.pid = 0
 
 
-def _serve(options: Options, server: ServerOptions, write_end: int) -> None:
+def _serve(options: Options, server: ServerOptions, write_end: int, log_file: str) -> None:
     gc.freeze()  # as in the ranks: the parent's garbage is not ours
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     if os.environ.get("ALLRANKS_TEST_LOG"):
         logging.basicConfig(level=logging.INFO, format="%(asctime)s lighthouse %(message)s", force=True)
+    if log_file:
+        logging.basicConfig(level=logging.DEBUG, filename=log_file, force=True)
     try:
-        lighthouse = Lighthouse(options, server).start()
+        lighthouse = Lighthouse(options, server, http=http_protocol()).start()
         os.write(write_end, f"{lighthouse.address}\n".encode())
         os.close(write_end)
         while True:

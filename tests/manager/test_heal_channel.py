@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 
+from allranks.channel.handshake import ChannelError, greet_as_client
+from allranks.channel.keys import Keyring
 from allranks.errors import HealingFailed
 from allranks.manager.heal_fetch import Fetch, Source
 from allranks.manager.heal_serve import HealServer
 from allranks.manager.heal_state import LiveState, Offer, make_offer, stripes
+from allranks.manager.heal_wire import read_frame, send_frame
 
-SECRET = b"known to members only"
+KEYS = Keyring("known to members only")
+MEMBER = KEYS.for_quorum(1, 2)
 
 
 def state(fill: float = 1.0) -> dict[str, Any]:
@@ -33,7 +39,7 @@ def state(fill: float = 1.0) -> dict[str, Any]:
 
 @pytest.fixture
 def server() -> Iterator[HealServer]:
-    running = HealServer(secret=SECRET, timeout_s=10.0).start()
+    running = HealServer(keys=KEYS, timeout_s=10.0).start()
     yield running
     running.close()
 
@@ -54,7 +60,7 @@ def test_every_kind_of_value_arrives_unchanged(server: HealServer) -> None:
     """Types, shapes, odd keys and values that are no tensors."""
     server.offer(make_offer((1, 5), state()))
     healing = fetch()
-    healing.run([Source(server.address, SECRET)])
+    healing.run([Source(server.address, MEMBER)])
     assert same(healing.state(), state())
 
 
@@ -63,7 +69,7 @@ def test_bytes_land_in_the_tensors_that_train(server: HealServer) -> None:
     own = state(fill=7.0)
     server.offer(make_offer((1, 5), state()))
     healing = fetch(own=own)
-    healing.run([Source(server.address, SECRET)])
+    healing.run([Source(server.address, MEMBER)])
     assert torch.equal(own["weights"]["w3"], state()["weights"]["w3"])
     assert healing.state()["weights"]["w3"].data_ptr() == own["weights"]["w3"].data_ptr()
 
@@ -86,19 +92,19 @@ def test_what_a_forward_may_change_is_copied_at_both_ends(server: HealServer) ->
     live["weights"]["w0"].fill_(-1.0)
     place = own["weights"]["w0"].data_ptr()
     healing = Fetch((1, 5), LiveState(lambda: own, lambda: frozenset([place])), timeout_s=5.0)
-    healing.run([Source(server.address, SECRET)])
+    healing.run([Source(server.address, MEMBER)])
     assert torch.all(own["weights"]["w0"] == 7.0)  # until load_state_dict brings it in
     assert same(healing.state(), state())
 
 
 def test_the_work_is_shared_by_all_sources() -> None:
     """Two sources both send a part."""
-    both = [HealServer(secret=SECRET).start() for _ in range(2)]
+    both = [HealServer(keys=KEYS).start() for _ in range(2)]
     try:
         for one in both:
             one.offer(make_offer((1, 5), state()))
         healing = fetch()
-        healing.run([Source(one.address, SECRET, str(n)) for n, one in enumerate(both)])
+        healing.run([Source(one.address, MEMBER, str(n)) for n, one in enumerate(both)])
         assert all(one.sent_bytes > 0 for one in both)
         assert sum(one.sent_bytes for one in both) == healing.total_bytes
     finally:
@@ -120,16 +126,16 @@ class Dying(HealServer):
 
 def test_a_source_that_dies_is_replaced_without_starting_over(server: HealServer) -> None:
     """What had arrived is kept; the next source sends only the rest."""
-    dying = Dying(secret=SECRET).start()
+    dying = Dying(keys=KEYS).start()
     try:
         dying.offer(make_offer((1, 5), state()))
         server.offer(make_offer((1, 5), state()))
         healing = fetch()
         with pytest.raises(HealingFailed) as caught:
-            healing.run([Source(dying.address, SECRET, "dying")])
+            healing.run([Source(dying.address, MEMBER, "dying")])
         assert 0 < caught.value.received_bytes < caught.value.total_bytes
         before = healing.received_bytes
-        healing.run([Source(server.address, SECRET)])
+        healing.run([Source(server.address, MEMBER)])
         assert server.sent_bytes == healing.total_bytes - before
         assert same(healing.state(), state())
     finally:
@@ -159,12 +165,12 @@ class _Flipping:
 
 def test_a_flipped_bit_is_noticed_and_the_stripe_taken_elsewhere(server: HealServer) -> None:
     """The checksum of every stripe is checked."""
-    lying = Lying(secret=SECRET).start()
+    lying = Lying(keys=KEYS).start()
     try:
         lying.offer(make_offer((1, 5), state()))
         server.offer(make_offer((1, 5), state()))
         healing = fetch()
-        healing.run([Source(lying.address, SECRET, "liar"), Source(server.address, SECRET)])
+        healing.run([Source(lying.address, MEMBER, "liar"), Source(server.address, MEMBER)])
         assert any("damaged" in failure for failure in healing.failures)
         assert same(healing.state(), state())
     finally:
@@ -173,12 +179,12 @@ def test_a_flipped_bit_is_noticed_and_the_stripe_taken_elsewhere(server: HealSer
 
 def test_a_stripe_damaged_once_is_asked_for_again(server: HealServer) -> None:
     """A single source: one bad moment of it must not end the healing."""
-    lying = Lying(secret=SECRET).start()
+    lying = Lying(keys=KEYS).start()
     lying.times = 1
     try:
         lying.offer(make_offer((1, 5), state()))
         healing = fetch()
-        healing.run([Source(lying.address, SECRET, "liar")])
+        healing.run([Source(lying.address, MEMBER, "liar")])
         assert lying.times < 1
         assert same(healing.state(), state())
     finally:
@@ -187,11 +193,11 @@ def test_a_stripe_damaged_once_is_asked_for_again(server: HealServer) -> None:
 
 def test_a_source_that_only_sends_damage_is_given_up() -> None:
     """Nothing is asked for again and again without end."""
-    lying = Lying(secret=SECRET).start()
+    lying = Lying(keys=KEYS).start()
     try:
         lying.offer(make_offer((1, 5), state()))
         with pytest.raises(HealingFailed, match="damaged"):
-            fetch().run([Source(lying.address, SECRET, "liar")])
+            fetch().run([Source(lying.address, MEMBER, "liar")])
     finally:
         lying.close()
 
@@ -206,7 +212,7 @@ def test_a_fetch_that_cannot_even_connect_is_called_off_at_once() -> None:
             one.setblocking(False)
             one.connect_ex(full.getsockname())
         healing = Fetch((1, 5), LiveState(dict), timeout_s=40.0)
-        healing.begin([Source(f"127.0.0.1:{full.getsockname()[1]}", SECRET)])
+        healing.begin([Source(f"127.0.0.1:{full.getsockname()[1]}", MEMBER)])
         healing.cancel()
         with pytest.raises(HealingFailed):
             healing.finish()
@@ -216,11 +222,42 @@ def test_a_fetch_that_cannot_even_connect_is_called_off_at_once() -> None:
 
 
 def test_a_stranger_gets_nothing(server: HealServer) -> None:
-    """Without the secret of the quorum the connection is closed."""
+    """Without the key of the quorum the connection is closed."""
     server.offer(make_offer((1, 5), state()))
-    with pytest.raises(HealingFailed):
-        fetch().run([Source(server.address, b"guessed")])
+    with pytest.raises(HealingFailed, match="same job token"):
+        fetch().run([Source(server.address, Keyring("guessed").for_quorum(1, 2))])
     assert server.sent_bytes == 0
+
+
+def test_a_voter_of_another_quorum_is_not_handed_over(server: HealServer) -> None:
+    """The vote is for members that have proved the key of that very quorum."""
+    voters: queue.Queue[tuple[str, int, socket.socket]] = queue.Queue()
+    server.on_ballot = lambda *voter: voters.put(voter)
+    for name, taken in (("1.3", False), ("1.2", True)):
+        host, _, port = server.address.rpartition(":")
+        with socket.create_connection((host, int(port)), 20) as caller:
+            greet_as_client(caller, MEMBER, server.address)
+            send_frame(caller, {"want": "ballot", "name": name, "place": 1})
+            if taken:
+                assert read_frame(caller) == {"ok": True}
+            else:
+                with pytest.raises(ChannelError):
+                    read_frame(caller)
+    name, place, line = voters.get(timeout=20)
+    line.close()
+    assert (name, place) == ("1.2", 1) and voters.empty()
+
+
+def test_silent_strangers_stop_neither_votes_nor_healing(server: HealServer) -> None:
+    """As many as an attacker likes: members' places are theirs."""
+    server.offer(make_offer((1, 5), state()))
+    host, _, port = server.address.rpartition(":")
+    with ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(socket.create_connection((host, int(port)), 20))
+        healing = fetch()
+        healing.run([Source(server.address, MEMBER)])
+        assert healing.complete
 
 
 def test_garbage_does_not_hurt_the_server(server: HealServer) -> None:
@@ -231,7 +268,7 @@ def test_garbage_does_not_hurt_the_server(server: HealServer) -> None:
     with socket.create_connection((host, int(port))) as noisy:
         noisy.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
     healing = fetch()
-    healing.run([Source(server.address, SECRET)])
+    healing.run([Source(server.address, MEMBER)])
     silent.close()
     assert healing.complete
 
@@ -241,7 +278,7 @@ def test_a_withdrawn_or_other_state_is_not_sent(server: HealServer) -> None:
     server.offer(make_offer((1, 6), state()))
     waiting = Fetch((1, 5), LiveState(dict), timeout_s=0.2)
     with pytest.raises(HealingFailed, match="is not offered"):
-        waiting.run([Source(server.address, SECRET)])
+        waiting.run([Source(server.address, MEMBER)])
 
 
 def test_stripes_cover_every_byte_once() -> None:

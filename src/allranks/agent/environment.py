@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from allranks.errors import ConfigurationError
+from allranks.channel.token import find_token
 
 
 @dataclass(frozen=True)
@@ -37,20 +36,5 @@ class JobEnvironment:
 
 
 def job_token(environment: Mapping[str, str]) -> str:
-    """What a connection must show to the lighthouse: $ALLRANKS_TOKEN, the file $ALLRANKS_TOKEN_FILE, or a new one."""
-    if token := environment.get("ALLRANKS_TOKEN"):
-        return token
-    if path := environment.get("ALLRANKS_TOKEN_FILE"):
-        try:
-            return Path(path).read_text().strip()
-        except OSError as error:
-            raise ConfigurationError(f"cannot read the job token: {error}") from error
-    return secrets.token_urlsafe(24)
-
-
-def write_token(path: Path, token: str) -> None:
-    """Keeps the token in a file that only its owner can read."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w") as out:
-        out.write(token)
+    """The token of the job: as the environment says, or a new one."""
+    return find_token(environment) or secrets.token_urlsafe(24)

@@ -265,7 +265,7 @@ def default_token_file(address: str) -> Path:
 def _announce(args: argparse.Namespace, lighthouse: Lighthouse, token: str, token_file: Path | None) -> None:
     if token and token_file is None:
         token_file = default_token_file(lighthouse.address)
-        _write_token(token_file, token)
+        _leave_token(token_file, token)
     scheme = "https" if args.certificate else "http"
     line = {"address": lighthouse.address, "http": f"{scheme}://{lighthouse.address}"}
     if args.grpc_bind:
@@ -281,15 +281,14 @@ def _announce(args: argparse.Namespace, lighthouse: Lighthouse, token: str, toke
         )
 
 
-def _write_token(path: Path, token: str) -> None:
-    """Readable by this user only; never through a link that somebody else laid."""
+def _leave_token(path: Path, token: str) -> None:
+    """For commands of this user; not in a folder that somebody else laid at this well-known place."""
+    from allranks.channel.token import write_token
+
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.parent.stat().st_uid != os.getuid():
         raise InputError(f"{path.parent} belongs to somebody else", hint="Give --token-file.")
-    path.unlink(missing_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(fd, "w") as out:
-        out.write(token + "\n")
+    write_token(path, token)
 
 
 # ---- actions on a running one -----------------------------------------------------------------------------

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from allranks.agent.command_line import arrange, flag_value, from_environment, has_flag
-from allranks.agent.environment import JobEnvironment, job_token, write_token
+from allranks.agent.environment import JobEnvironment, job_token
 from allranks.agent.slurm import replicas_of_node
+from allranks.channel.token import write_token
 from allranks.cli.embedded import embed_lighthouse
 from allranks.cli.job_file import FLAGS as FLAGS_OF_FILE
 from allranks.cli.job_file import (

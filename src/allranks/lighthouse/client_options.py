@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 
+from allranks.channel.token import find_token
 from allranks.errors import ConfigurationError
 from allranks.lighthouse.link import LinkOptions
 
@@ -49,19 +49,7 @@ class ClientOptions:
                 hint="set ALLRANKS_LIGHTHOUSE=HOST:PORT, or start `allranks lighthouse`",
             )
         return LinkOptions(
-            addresses, self.token or _token(), self.role, self.replica, session, self.node or socket.gethostname(),
+            addresses, self.token or find_token(), self.role, self.replica, session, self.node or socket.gethostname(),
             self.rank, self.connections, self.heartbeat_s, ca=self.ca or os.environ.get("ALLRANKS_CA", ""),
             certificate=self.certificate, key=self.key, server_name=self.server_name,
         )  # fmt: skip
-
-
-def _token() -> str:
-    if token := os.environ.get("ALLRANKS_TOKEN"):
-        return token
-    path = os.environ.get("ALLRANKS_TOKEN_FILE")
-    if not path:
-        return ""
-    try:
-        return Path(path).read_text().strip()
-    except OSError as error:
-        raise ConfigurationError(f"cannot read the job token: {error}") from error

@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from allranks.channel.handshake import greet_as_client
+from allranks.channel.keys import Credential
 from allranks.errors import GroupAborted, ManagerError
 from allranks.manager.ballot import Tally, Vote
 from allranks.manager.heal_wire import (
     HealWireError,
-    greet_as_client,
     read_exactly,
     read_frame,
     send_frame,
@@ -34,11 +35,11 @@ _REMEMBERED = 8  # early callers of that many meetings
 
 @dataclass(frozen=True)
 class Booth:
-    """Another voter: its place among the voters, its address, and the secret that it expects."""
+    """Another voter: its place among the voters, its address, and the credential that it expects."""
 
     place: int
     address: str
-    secret: bytes
+    credential: Credential
 
 
 @dataclass(eq=False)
@@ -76,7 +77,10 @@ class BallotBox:
     def arrive(self, name: str, place: int, line: socket.socket) -> None:
         """The healing server hands a caller over; it may come before we know of the meeting."""
         with self._changed:
-            self._early.setdefault(name, {})[place] = line
+            callers = self._early.setdefault(name, {})
+            if place in callers:
+                callers[place].close()
+            callers[place] = line
             while len(self._early) > _REMEMBERED:
                 for forgotten in self._early.pop(next(iter(self._early))).values():
                     forgotten.close()
@@ -134,7 +138,7 @@ class BallotBox:
         line = socket.create_connection((host, int(port)), timeout=max(0.1, deadline - time.monotonic()))
         self._own(line)
         try:
-            greet_as_client(line, booth.secret)
+            greet_as_client(line, booth.credential, booth.address)
             send_frame(line, {"want": "ballot", "name": name, "place": place})
             read_frame(line)
         except HealWireError as error:

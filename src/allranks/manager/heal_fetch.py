@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from allranks.channel.handshake import greet_as_client
+from allranks.channel.keys import Credential
 from allranks.checkpoint.checksum import new_hasher
 from allranks.errors import AllranksError, HealingFailed
 from allranks.manager.heal_staging import Staging
@@ -24,7 +26,6 @@ from allranks.manager.heal_state import Landing, Layout, LiveState, make_landing
 from allranks.manager.heal_wire import (
     HealWireError,
     Segment,
-    greet_as_client,
     read_frame,
     read_into,
     send_frame,
@@ -43,7 +44,7 @@ class Source:
     """A member that holds the wanted state."""
 
     address: str
-    secret: bytes
+    credential: Credential  # of the quorum
     name: str = ""
 
 
@@ -153,7 +154,7 @@ class Fetch:
         sock = self._socket(source)
         try:
             self._connect(sock, source)
-            greet_as_client(sock, source.secret)
+            greet_as_client(sock, source.credential, source.address)
             self._agree_on_layout(sock)
             self._take_stripes(sock, asked)
         except (OSError, HealWireError, AllranksError, ValueError, KeyError, TypeError) as error:
@@ -268,7 +269,7 @@ def report_fetched(
         try:
             with socket.create_connection((host, int(port)), timeout=min(limit_s, _CONNECT_S)) as sock:
                 tune(sock, min(limit_s, _CONNECT_S))
-                greet_as_client(sock, source.secret)
+                greet_as_client(sock, source.credential, source.address)
                 send_frame(sock, {"want": "fetched", "quorum": list(order), "healer": healer})
                 read_frame(sock)
                 return

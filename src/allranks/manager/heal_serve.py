@@ -1,7 +1,6 @@
 """The source side of healing: a small server in every rank that streams the offered state to members.
 
-Runs in a rank: one named thread accepts, one per connection sends; both live in blocking socket calls, outside
-the GIL. Bytes go from the training tensors to the socket; nothing is copied on the way but what lies on a device.
+Runs in a rank. Who may connect, and how many strangers may try, is the matter of channel/server.py. Bytes go from the training tensors to the socket; nothing is copied on the way but what lies on a device.
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from allranks.channel.keys import Keyring
+from allranks.channel.server import MemberServer
 from allranks.checkpoint.checksum import best_algorithm, new_hasher
 from allranks.manager.heal_staging import Staging
 from allranks.manager.heal_state import Offer
 from allranks.manager.heal_wire import (
     HealWireError,
     Segment,
-    greet_as_server,
     read_frame,
     send_frame,
     send_from,
@@ -27,7 +27,7 @@ from allranks.manager.heal_wire import (
 )
 from allranks.manager.plan import Position
 
-MAX_CONNECTIONS = 64
+_BACKLOG = 512
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class HealServer:
     """`start()` listens; `offer()` makes a state fetchable, `withdraw()` ends that; `close()` stops all."""
 
     host: str = "127.0.0.1"
-    secret: bytes = b""
+    keys: Keyring = field(default_factory=Keyring)
     timeout_s: float = 60.0
     address: str = ""  # host:port once started
     sent_bytes: int = 0
@@ -43,21 +43,17 @@ class HealServer:
     on_fetched: Callable[[tuple[int, int], int], None] | None = None  # a healing replica has all it needs
     _offer: Offer | None = None
     _changed: threading.Condition = field(default_factory=threading.Condition)
-    _listener: socket.socket | None = None
-    _connections: set[socket.socket] = field(default_factory=set)
-    _threads: list[threading.Thread] = field(default_factory=list)
+    _members: MemberServer | None = None
 
     def start(self) -> HealServer:
         """Listens on a free port."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.bind((self.host, 0))
-        listener.listen(MAX_CONNECTIONS)
-        self._listener = listener
+        listener.listen(_BACKLOG)
         self.address = f"{self.host}:{listener.getsockname()[1]}"
-        thread = threading.Thread(target=self._accept, name="allranks-heal-server", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        self._members = MemberServer(self.keys, "quorum", self._serve, "allranks-heal", proves=self.address)
+        self._members.start(listener)
         return self
 
     def offer(self, offer: Offer) -> None:
@@ -73,71 +69,26 @@ class HealServer:
 
     def close(self) -> None:
         """Stops listening, cuts every connection, waits for the threads."""
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            try:
-                listener.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
-            listener.close()
+        members, self._members = self._members, None
         with self._changed:
-            connections = list(self._connections)
             self._changed.notify_all()
-        for connection in connections:
-            try:
-                connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
-        for thread in self._threads:
-            thread.join(timeout=5.0)
+        if members is not None:
+            members.close()
 
-    def _accept(self) -> None:
-        while True:
-            listener = self._listener
-            if listener is None:
-                return
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            with self._changed:
-                crowded = len(self._connections) >= MAX_CONNECTIONS
-                if not crowded:
-                    self._connections.add(connection)
-            if crowded:
-                connection.close()
-                continue
-            thread = threading.Thread(
-                target=self._serve, args=(connection,), name="allranks-heal-sender", daemon=True
-            )
-            self._threads = [old for old in self._threads if old.is_alive()] + [thread]
-            thread.start()
-
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket, purpose: str) -> None:
         staging = Staging()
-        try:
-            tune(connection, self.timeout_s)
-            greet_as_server(connection, self.secret)
-            while (request := read_frame(connection)).get("want") != "ballot":
-                self._answer(connection, request, staging)
-            connection = self._hand_over(connection, request)
-        except (OSError, HealWireError, ValueError, KeyError, TypeError):
-            pass  # the receiver is gone or talks nonsense; it is told by the closed connection
-        finally:
-            with self._changed:
-                self._connections.discard(connection)
-            connection.close()
+        tune(connection, self.timeout_s)
+        while (request := read_frame(connection)).get("want") != "ballot":
+            self._answer(connection, request, staging)
+        self._hand_over(connection, request, purpose)
 
-    def _hand_over(self, connection: socket.socket, request: dict[str, Any]) -> socket.socket:
-        """A voter calls: its connection is not ours any more. What is left to close is a husk."""
+    def _hand_over(self, connection: socket.socket, request: dict[str, Any], purpose: str) -> None:
+        """A voter calls: its connection is not ours any more."""
         name, place = str(request["name"]), int(request["place"])
-        if self.on_ballot is None:
+        if self.on_ballot is None or purpose != f"quorum {name}":
             raise HealWireError("no votes here")
         send_frame(connection, {"ok": True})
-        with self._changed:
-            self._connections.discard(connection)
         self.on_ballot(name, place, socket.socket(fileno=connection.detach()))
-        return connection
 
     def _answer(self, connection: socket.socket, request: dict[str, Any], staging: Staging) -> None:
         if request["want"] == "fetched":
@@ -171,7 +122,7 @@ class HealServer:
         with self._changed:
             while self._offer is None or self._offer.position != position:
                 left = deadline - time.monotonic()
-                if left <= 0 or self._listener is None:
+                if left <= 0 or self._members is None:
                     return None
                 self._changed.wait(left)
             return self._offer

@@ -1,26 +1,21 @@
-"""Frames of the healing channel, and the handshake that lets only members in.
+"""Frames of the healing channel, after the handshake that lets only members in (channel/handshake.py).
 
-Both ends prove that they know the source's secret, which travels only inside the quorum (lighthouse, job
-token): HMAC over a nonce of the other side. Then requests and answers: four bytes of length and JSON; an
-answer to "stripe" is followed by the raw bytes and a frame with their checksum. No pickle anywhere.
+Requests and answers: four bytes of length and JSON; an answer to "stripe" is followed by the raw bytes and a
+frame with their checksum. No pickle anywhere.
 """
 
 from __future__ import annotations
 
-import hmac
 import json
-import os
 import socket
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from allranks.channel.handshake import ChannelError
 from allranks.checkpoint.checksum import Hasher
 
-MAGIC = b"allranks-heal-2\n"
-NONCE_BYTES = 16
-PROOF_BYTES = 32
 MAX_FRAME_BYTES = 64 << 20  # a skeleton of a very large model; stripes are not frames
 BUFFER_BYTES = 4 << 20
 PIECE_BYTES = (
@@ -28,8 +23,7 @@ PIECE_BYTES = (
 )  # sent or received, and hashed, while it is in the cache: one pass over memory, not two
 
 
-class HealWireError(Exception):
-    """The other side closed, lied or sent garbage."""
+HealWireError = ChannelError
 
 
 @dataclass(frozen=True)
@@ -39,31 +33,6 @@ class Segment:
     tensor: int
     offset: int
     length: int
-
-
-def greet_as_server(sock: socket.socket, secret: bytes) -> None:
-    """Lets the client in, or raises."""
-    nonce = os.urandom(NONCE_BYTES)
-    sock.sendall(MAGIC + nonce)
-    answer = read_exactly(sock, PROOF_BYTES + NONCE_BYTES)
-    if not hmac.compare_digest(answer[:PROOF_BYTES], _proof(secret, b"client", nonce)):
-        raise HealWireError("wrong secret")
-    sock.sendall(_proof(secret, b"server", answer[PROOF_BYTES:]))
-
-
-def greet_as_client(sock: socket.socket, secret: bytes) -> None:
-    """Proves who we are and checks who they are, or raises."""
-    hello = read_exactly(sock, len(MAGIC) + NONCE_BYTES)
-    if not hello.startswith(MAGIC):
-        raise HealWireError("not a healing server, or another version")
-    nonce = os.urandom(NONCE_BYTES)
-    sock.sendall(_proof(secret, b"client", hello[len(MAGIC) :]) + nonce)
-    if not hmac.compare_digest(read_exactly(sock, PROOF_BYTES), _proof(secret, b"server", nonce)):
-        raise HealWireError("the source does not know its own secret")
-
-
-def _proof(secret: bytes, side: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(secret, side + nonce, "sha256")
 
 
 def send_frame(sock: socket.socket, message: dict[str, Any]) -> None:

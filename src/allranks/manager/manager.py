@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -105,7 +104,6 @@ class Manager:
         self._volatile = False  # the state changes between commits: offers must be copies
         self._life = threading.Lock()
         self.training.eager = self.options.world_size == 1
-        self._secret = secrets.token_hex(16)
         if checkpoint_transport is not None:
             log.warning("checkpoint_transport is not used: healing is built in")
         if load_state_dict is not None and state_dict is not None:
@@ -329,7 +327,7 @@ class Manager:
                     raise ManagerError("this manager was shut down")
                 opened = Opened(self.options, self.training, self.group)
                 live = LiveState(self._read_state, self._moving_places, lambda: self._volatile)
-                self._opened = opened.start(self._secret, live, lambda: bool(self._wrapped))
+                self._opened = opened.start(live, lambda: bool(self._wrapped))
                 atexit.register(self.shutdown)
             return self._opened
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from allranks import record
+from allranks.channel.keys import Keyring
+from allranks.channel.token import find_token
 from allranks.lighthouse.client import Client, ClientOptions
 from allranks.manager.ballot_box import BallotBox
 from allranks.manager.group import ProcessGroupGloo, ReconfigurableGroup
@@ -53,17 +55,16 @@ class Opened:
     _thread: threading.Thread | None = None
     _reported: float = 0.0
 
-    def start(self, secret: str, live: LiveState, may_come_late: Callable[[], bool]) -> Opened:
+    def start(self, live: LiveState, may_come_late: Callable[[], bool]) -> Opened:
         """Connects to the lighthouse and starts the regrouping thread."""
         options = self.options
         self.group.choose_device()
         inside = InsideReplica(
             options.rank, options.world_size, self._inside_store(), lambda: self.training.closing
         )
-        secret = inside.agree("secret", secret, options.connect_timeout_s)
         session = inside.agree("session", uuid.uuid4().hex, options.connect_timeout_s)
         self.client = self._connect(session)
-        self.server = HealServer(options.host, bytes.fromhex(secret), options.timeout_s)
+        self.server = HealServer(options.host, Keyring(options.token or find_token()), options.timeout_s)
         self.server.on_fetched = self.training.transferred
         self.server.start()
         self.regrouper = Regrouper(

@@ -48,7 +48,6 @@ class ReplicaClaim:
     """The claims of all ranks of one replica, and what it was configured to want."""
 
     ranks: tuple[Claim, ...]
-    secret: str = ""  # whoever shows it may take our state; known to members only
     min_replicas: int = 1
     init_sync: bool = True
     fixed: bool = False  # members beyond min_replicas are spares: they give zeros

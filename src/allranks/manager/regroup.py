@@ -170,7 +170,6 @@ class Regrouper:
         options = self.options
         said = ReplicaClaim(
             ranks=tuple(claims),
-            secret=self.server.secret.hex(),
             min_replicas=options.min_replica_size,
             init_sync=options.init_sync,
             fixed=options.world_size_mode is WorldSizeMode.FIXED_WITH_SPARES,
@@ -260,17 +259,16 @@ class Regrouper:
         limit_s = self.options.connect_timeout_s
         self.group.meet(Meeting(own_store, index, len(said), quorum.number, places, name, beside, limit_s))
         first = sum(len(replica.ranks) for replica in said[:index]) + rank
-        voters = [(claim, bytes.fromhex(replica.secret)) for replica in said for claim in replica.ranks]
+        voters = [claim for replica in said for claim in replica.ranks]
+        credential = self.server.keys.for_quorum(quorum.epoch, quorum.number)
         others_booths = [
-            Booth(place, claim.address, secret)
-            for place, (claim, secret) in enumerate(voters)
-            if place != first
+            Booth(place, claim.address, credential) for place, claim in enumerate(voters) if place != first
         ]
         if len(voters) <= MAX_VOTERS:
             name = f"{quorum.epoch}.{quorum.number}"
             self.box.meet(name, quorum.number, first, others_booths, limit_s, self.group.peer_gone)
         elif self.control is not self.group:
-            ports = tuple(claim.control_port for place, (claim, _) in enumerate(voters) if place != first)
+            ports = tuple(claim.control_port for place, claim in enumerate(voters) if place != first)
             control_store = dist.PrefixStore(f"{prefix}/control", store)
             self.control.meet(
                 Meeting(control_store, first, len(voters), quorum.number, ports, limit_s=limit_s)
@@ -347,10 +345,11 @@ class Regrouper:
 
     def _sources(self, generation: Generation) -> list[Source]:
         members, found = generation.quorum.members, []
+        credential = self.server.keys.for_quorum(*generation.quorum.order)
         for place in generation.plan.sources_of(generation.index):
             said = ReplicaClaim.decode(members[place].data)
             address = said.ranks[self.options.rank].address
-            found.append(Source(address, bytes.fromhex(said.secret), members[place].replica))
+            found.append(Source(address, credential, members[place].replica))
         return found
 
 

@@ -1,0 +1,104 @@
+"""Mutual proof at the start of a connection: each side shows that it knows the key, which itself is never sent.
+
+    server: MAGIC, its nonce
+    client: length and name of the purpose, its nonce, HMAC(key, "client" + both nonces + name of the server)
+    server: HMAC(key, "server" + the same)
+
+Both nonces are in both proofs, so nothing recorded can be used again; the sides differ, so nothing can be sent
+back; the name of the server (its address, where clients know it) keeps a proof meant for one from opening another.
+What follows is neither signed nor encrypted: against one who can change packets on the way only TLS or a VPN helps.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import time
+
+from allranks.channel.keys import Credential, Keyring
+
+MAGIC = b"allranks-auth-1\n"
+NONCE_BYTES = 16
+PROOF_BYTES = 32
+GREETING_S = 10.0  # a rank that computes may be slow to answer
+_CLIENT_S = 60.0
+
+
+class ChannelError(Exception):
+    """The other side closed, lied or sent garbage."""
+
+
+def greet_as_server(
+    sock: socket.socket, keys: Keyring, kind: str, server: str = "", limit_s: float = GREETING_S
+) -> str:
+    """The purpose that the client has proved, of those that begin with the word `kind`; raises otherwise.
+
+    `limit_s` is for the whole greeting. The socket's own timeout is as before afterwards.
+    """
+    before, deadline = sock.gettimeout(), time.monotonic() + limit_s
+    nonce = os.urandom(NONCE_BYTES)
+    _send(sock, MAGIC + nonce, deadline)
+    purpose = _read(sock, _read(sock, 1, deadline)[0], deadline).decode("ascii", "replace")
+    answer = _read(sock, NONCE_BYTES + PROOF_BYTES, deadline)
+    credential = keys.for_purpose(purpose)
+    nonces = nonce + answer[:NONCE_BYTES]
+    known = hmac.compare_digest(answer[NONCE_BYTES:], _proof(credential, b"client", nonces, server))
+    if not known or purpose.split(" ")[0] != kind:
+        raise ChannelError("the caller does not know the key")
+    _send(sock, _proof(credential, b"server", nonces, server), deadline)
+    sock.settimeout(before)
+    return purpose
+
+
+def greet_as_client(sock: socket.socket, credential: Credential, server: str = "") -> None:
+    """Proves who we are and checks who they are, or raises. `server` is the name the server goes by.
+
+    The socket's timeout, if it has one, is the limit of the whole greeting.
+    """
+    before = sock.gettimeout()
+    deadline = time.monotonic() + (before or _CLIENT_S)
+    hello = _read(sock, len(MAGIC) + NONCE_BYTES, deadline)
+    if not hello.startswith(MAGIC):
+        raise ChannelError("not a server of allranks, or of another version")
+    nonce, purpose = os.urandom(NONCE_BYTES), credential.purpose.encode()
+    nonces = hello[len(MAGIC) :] + nonce
+    proof = _proof(credential, b"client", nonces, server)
+    _send(sock, bytes([len(purpose)]) + purpose + nonce + proof, deadline)
+    try:
+        answer = _read(sock, PROOF_BYTES, deadline)
+    except ChannelError:
+        raise ChannelError("refused: do both sides have the same job token?") from None
+    if not hmac.compare_digest(answer, _proof(credential, b"server", nonces, server)):
+        raise ChannelError("the other side does not know the key")
+    sock.settimeout(before)
+
+
+def _proof(credential: Credential, side: bytes, nonces: bytes, server: str) -> bytes:
+    return hmac.digest(credential.key, MAGIC + side + nonces + server.encode(), "sha256")
+
+
+def _send(sock: socket.socket, data: bytes, deadline: float) -> None:
+    sock.settimeout(_left(deadline))
+    sock.sendall(data)
+
+
+def _read(sock: socket.socket, length: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < length:
+        sock.settimeout(_left(deadline))
+        try:
+            piece = sock.recv(length - len(data))
+        except TimeoutError:
+            raise ChannelError("no greeting in time") from None
+        if not piece:
+            raise ChannelError("the other side closed the connection")
+        data += piece
+    return data
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise ChannelError("no greeting in time")
+    return left

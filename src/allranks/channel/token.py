@@ -1,0 +1,31 @@
+"""The job token: where a process finds it, and how it is left in a file for others of the same user."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from allranks.errors import ConfigurationError
+
+
+def find_token(environment: Mapping[str, str] = os.environ) -> str:
+    """$ALLRANKS_TOKEN, or what the file $ALLRANKS_TOKEN_FILE holds; "" when there is neither."""
+    if token := environment.get("ALLRANKS_TOKEN"):
+        return token
+    path = environment.get("ALLRANKS_TOKEN_FILE")
+    if not path:
+        return ""
+    try:
+        return Path(path).read_text().strip()
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the job token: {error}") from error
+
+
+def write_token(path: Path, token: str) -> None:
+    """A new file, readable by this user only; never through a link or into a file that somebody else laid there."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(handle, "w") as out:
+        out.write(token + "\n")

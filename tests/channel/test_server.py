@@ -1,0 +1,103 @@
+"""The server for members: strangers cost little and take no member's place."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from allranks.channel.handshake import ChannelError, greet_as_client
+from allranks.channel.keys import Keyring
+from allranks.channel.server import MAX_STRANGERS, MemberServer
+
+KEYS = Keyring("the job token")
+
+
+def echo(connection: socket.socket, purpose: str) -> None:
+    while data := connection.recv(100):
+        connection.sendall(purpose.encode() + b":" + data)
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, int]]:
+    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+    running = MemberServer(KEYS, "quorum", echo)
+    running.start(listener)
+    yield listener.getsockname()
+    running.close()
+
+
+def member(address: tuple[str, int]) -> socket.socket:
+    sock = socket.create_connection(address, 20)
+    greet_as_client(sock, KEYS.for_quorum(1, 2))
+    return sock
+
+
+def talk(sock: socket.socket) -> bytes:
+    sock.sendall(b"x")
+    return sock.recv(100)
+
+
+def test_members_are_served_with_their_purpose(server: tuple[str, int]) -> None:
+    with member(server) as sock:
+        assert talk(sock) == b"quorum 1.2:x"
+
+
+def test_silent_strangers_hold_no_place_of_a_member(server: tuple[str, int]) -> None:
+    """Ten times as many as may be greeted at a time; who is inside stays, who comes later gets in."""
+    with ExitStack() as stack:
+        early = stack.enter_context(member(server))
+        for _ in range(10 * MAX_STRANGERS):
+            stack.enter_context(socket.create_connection(server, 20))
+        assert talk(early) == b"quorum 1.2:x"
+        assert talk(stack.enter_context(member(server))) == b"quorum 1.2:x"
+        assert threading.active_count() < 2 * MAX_STRANGERS
+
+
+def test_more_members_than_strangers_may_be_there(server: tuple[str, int]) -> None:
+    with ExitStack() as stack:
+        everybody = [stack.enter_context(member(server)) for _ in range(MAX_STRANGERS + 10)]
+        assert {talk(sock) for sock in everybody} == {b"quorum 1.2:x"}
+
+
+def test_a_stranger_is_closed(server: tuple[str, int]) -> None:
+    sock = socket.create_connection(server, 20)
+    with sock, pytest.raises((ChannelError, OSError)):
+        greet_as_client(sock, Keyring("wrong").for_quorum(1, 2))
+
+
+LITTLE = """
+import resource, socket, sys, time
+from allranks.channel.keys import Keyring
+from allranks.channel.server import MemberServer
+listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+server = MemberServer(Keyring("the job token"), "quorum", lambda sock, purpose: sock.sendall(b"served"))
+used = len(__import__("os").listdir("/proc/self/fd"))
+resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, used + 8))
+server.start(listener)
+print(listener.getsockname()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_it_goes_on_accepting_after_it_had_no_descriptor_left() -> None:
+    """EMFILE is no end: strangers go, and members get in again."""
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", LITTLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process,
+        ExitStack() as stack,
+    ):
+        assert process.stdout is not None and process.stdin is not None
+        address = ("127.0.0.1", int(process.stdout.readline()))
+        for _ in range(60):
+            stack.enter_context(socket.create_connection(address, 20))
+        with member(address) as sock:
+            assert sock.recv(100) == b"served"
+        process.stdin.close()
+        assert process.wait(20) == 0

@@ -1,0 +1,98 @@
+"""A real job with a known token: nothing that is open to everybody tells a secret, or lets anybody in."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import socket
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.channel.handshake import ChannelError, greet_as_client
+from allranks.channel.keys import Credential, Keyring
+from allranks.lighthouse.options import Options
+
+from .cluster import Cluster, Job, LighthouseProcess, train
+
+TOKEN = "a-job-token-that-nobody-else-knows"
+OPEN = ("/", "/api/status", "/metrics", "/status", "/healthz", "/openapi.json", "/favicon.ico")
+
+
+def logging_everything(rank: int, world: int, address: str, name: str, job: Job, folder: str) -> Any:
+    logging.basicConfig(level=logging.DEBUG, filename=f"{folder}/{name}.log", force=True)
+    return train(rank, world, address, name, job, folder)
+
+
+def secrets_of_the_job() -> set[str]:
+    """The token, and every key that its members may have used, as people write bytes."""
+    keys = [Keyring(TOKEN).for_quorum(epoch, number).key for epoch in range(4) for number in range(12)]
+    return {
+        TOKEN, *(key.hex() for key in keys), *(repr(key) for key in keys),
+        *(base64.b64encode(key).decode().rstrip("=") for key in keys),
+    }  # fmt: skip
+
+
+def open_answers(address: str) -> dict[str, str]:
+    """Everything that the lighthouse tells whoever asks, without a token."""
+    found = {}
+    for path in OPEN:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=20) as answer:
+            found[path] = answer.read().decode()
+    with urllib.request.urlopen(f"http://{address}/api/events", timeout=20) as stream:
+        found["/api/events"] = stream.readline().decode()
+    return found
+
+
+def strings(value: Any) -> set[str]:
+    """All texts of a JSON document, also of documents inside texts."""
+    if isinstance(value, dict):
+        return {*value, *(text for item in value.values() for text in strings(item))}
+    if isinstance(value, list):
+        return {text for item in value for text in strings(item)}
+    if isinstance(value, str) and value.startswith(("{", "[")):
+        return {value, *strings(json.loads(value))}
+    return {str(value)}
+
+
+def test_no_open_answer_and_no_log_tells_a_secret(tmp_path: Path) -> None:
+    """Also while replicas come and go; what is told opens no healing server."""
+    log = tmp_path / "lighthouse.log"
+    lighthouse = LighthouseProcess(Options(), token=TOKEN, log=str(log))
+    job = Job(until_told=True, min_replicas=2, options={"token": TOKEN})
+    with lighthouse, Cluster(lighthouse, job, function=logging_everything) as cluster:
+        cluster.start("a", "b")
+        cluster.wait_for_progress("a", 2)
+        answers = open_answers(lighthouse.address)
+        cluster.start("c")
+        cluster.wait_for_progress("c", 4)
+        answers |= {f"{path} later": text for path, text in open_answers(lighthouse.address).items()}
+        told = strings(json.loads(answers["/api/status later"]))
+        for member in json.loads(answers["/api/status later"])["quorum"]["members"]:
+            _refused_with(member["address"], told)
+        cluster.tell_to_stop()
+        logs = {name: Path(cluster.folder.name, f"{name}.log") for name in ("a", "b", "c")}
+        cluster.results()
+        answers |= {f"log of {name}": path.read_text() for name, path in logs.items()}
+        answers["log of the lighthouse"] = log.read_text()
+    assert all(answers.values()) and "quorum" in answers["log of a"]
+    for where, text in answers.items():
+        assert "secret" not in text.lower(), where
+        for secret in secrets_of_the_job():
+            assert secret not in text, where
+
+
+def _refused_with(address: str, words: set[str]) -> None:
+    """Nothing that was told is the token, or a key of the quorum."""
+    host, _, port = address.rpartition(":")
+    for word in words:
+        guesses = [Keyring(word).for_quorum(1, number) for number in (1, 2)]
+        if len(word) % 2 == 0 and all(letter in "0123456789abcdef" for letter in word):
+            guesses.append(Credential("quorum 1.2", bytes.fromhex(word)))
+        for guess in guesses:
+            sock = socket.create_connection((host, int(port)), 20)
+            with sock, pytest.raises((ChannelError, OSError)):
+                greet_as_client(sock, guess, address)
