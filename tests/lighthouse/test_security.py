@@ -35,6 +35,11 @@ def raw(lighthouse: Lighthouse) -> socket.socket:
     return sock
 
 
+def framed(kind: int, payload: bytes) -> bytes:
+    """A frame with these very bytes."""
+    return HEAD.pack(len(payload), kind) + payload
+
+
 def read_all(sock: socket.socket) -> bytes:
     """Everything until the other side closes."""
     data = b""
@@ -88,10 +93,29 @@ def test_another_version_is_refused_by_name(embedded: Embedded) -> None:
         PREAMBLE + HEAD.pack(4, 200) + b"what",
         PREAMBLE + encode(Join(Member("a"))),
         PREAMBLE + HEAD.pack(6, 0x81) + b"zipped",
+        PREAMBLE + framed(1, b'{"token":"\xed\xa0\x80"}'),
+        PREAMBLE + framed(1, b"[" * 15000),
+        PREAMBLE + framed(1, b'{"a":' + b"[" * 15000),
+        PREAMBLE + encode(Hello(replica="g")) + framed(2, b'{"health":"\xff"}'),
+        PREAMBLE + encode(Hello(replica="g")) + framed(2, b'{"a":' + b"[" * 15000),
         PREAMBLE + encode(Hello(replica="g")) + HEAD.pack(3, 2) + b"[[[",
         PREAMBLE + encode(Hello(replica="g")) + HEAD.pack(2, 99) + b"{}",
     ],
-    ids=["tls", "zeros", "no-json", "unknown-kind", "no-hello", "bad-deflate", "bad-beat", "bad-notice"],
+    ids=[
+        "tls",
+        "zeros",
+        "no-json",
+        "unknown-kind",
+        "no-hello",
+        "bad-deflate",
+        "surrogate",
+        "deep-json",
+        "deep-unknown-field",
+        "beat-utf8",
+        "deep-beat",
+        "bad-beat",
+        "bad-notice",
+    ],
 )
 def test_garbage_is_closed_and_said_in_the_log(
     embedded: Embedded, connect: Connect, caplog: pytest.LogCaptureFixture, data: bytes
@@ -102,6 +126,7 @@ def test_garbage_is_closed_and_said_in_the_log(
         sock.sendall(data)
         read_all(sock)
         eventually(lambda: "refused (garbage)" in caplog.text)
+    assert "Traceback" not in caplog.text
     assert_serves(lighthouse, connect)
 
 

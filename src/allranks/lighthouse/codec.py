@@ -191,5 +191,5 @@ else:
         try:
             message: T = decoder.decode(payload)
             return message
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise BadFrame(f"{kind.__name__}: {error}") from error

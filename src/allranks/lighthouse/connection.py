@@ -199,7 +199,7 @@ class Connection(asyncio.Protocol):
         if session is not None and kind == ACK:
             try:
                 self._door.service.acknowledge(session, _read_ack(payload).id)
-            except msgspec.DecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise BadFrame(f"Ack: {error}") from error
             return
         if kind & 0x7F == QUORUM and session is not None and not self._door.service.state.wants_word:
@@ -213,7 +213,7 @@ class Connection(asyncio.Protocol):
     def _beat(self, session: Session, payload: bytes) -> None:
         try:
             beat = _read_beat(payload)
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             self._refuse(messages.Refused("garbage", f"Beat: {error}"))
             return
         self._door.service.beat(session, cast(messages.Beat, beat))
@@ -226,7 +226,7 @@ class Connection(asyncio.Protocol):
             self._refuse(messages.Refused("version", f"{ours}: install the same allranks on both sides"))
             return
         token = self._door.options.token
-        if token and not hmac.compare_digest(token.encode(), message.token.encode()):
+        if token and not hmac.compare_digest(token.encode(), message.token.encode(errors="replace")):
             self._refuse(
                 messages.Refused("token", "the job token is wrong" if message.token else "no job token")
             )

@@ -177,7 +177,7 @@ class Web:
             return _error(401, "this needs the job token: Authorization: Bearer TOKEN")
         try:
             asked = msgspec.json.decode(request.body or b"{}", type=_Reason)
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             return _error(400, f"the body must be JSON with a reason: {error}")
         reason = asked.reason or "asked for on the page"
         found = re.fullmatch(r"/api/replicas/(.+)/(evict|let_in)", request.path)
