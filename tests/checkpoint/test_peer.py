@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,14 +83,18 @@ def test_a_keeper_refuses_those_who_do_not_know_the_token(keeper: SnapshotServer
     friend.close()
 
 
-def test_a_client_refuses_a_keeper_that_does_not_know_the_token() -> None:
-    """Both sides prove it: an impostor gets no snapshot."""
-    server, client = socket.socketpair()
-    with server, client:
-        peer_wire.send_json(server, {"allranks": "snapshots", "nonce": "x"})
-        peer_wire.send_json(server, {"ok": True, "proof": "made up"})
-        with pytest.raises(PermissionError, match="does not know the token"):
-            peer_wire.greet_as_client(client, TOKEN)
+def test_silent_strangers_cost_the_keeper_few_threads_and_nobody_else_anything(
+    keeper: SnapshotServer,
+) -> None:
+    """Hundreds of them, at a time at which a helper wants to save."""
+    host, _, port = keeper.address.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(socket.create_connection((host, int(port)), 20))
+        friend = open_store(StoreSpec(f"peer://{keeper.address}/job", {"token": TOKEN}))
+        stack.callback(friend.close)
+        assert friend.names() == []
+        assert threading.active_count() < 150
 
 
 def test_bytes_changed_on_the_way_are_refused() -> None:

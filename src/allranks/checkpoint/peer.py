@@ -11,7 +11,6 @@ snapshots here. Bytes by key, bounded in total, only for those who know the toke
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import socket
@@ -20,12 +19,14 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from allranks.channel.keys import Keyring
+from allranks.channel.server import MemberServer
 from allranks.checkpoint import peer_wire as wire
 from allranks.checkpoint.checksum import best_algorithm
 
 log = logging.getLogger("allranks.checkpoint")
-#: A connection that has not proved itself within this time is closed.
-GREETING_S = 10.0
+PURPOSE = "snapshots"  # names the key that both sides prove
+_BACKLOG = 512
 
 
 @dataclass
@@ -51,32 +52,20 @@ class SnapshotServer:
         self._reserved = 0  # bytes of blobs being received
         self._versions = 0
         self._lock = threading.Lock()
-        self._listener: socket.socket | None = None
-        self._threads: set[threading.Thread] = set()
-        self._connections: set[socket.socket] = set()
+        self._members = MemberServer(Keyring(token), PURPOSE, self._serve, "allranks-snapshots")
 
     def start(self) -> None:
         """Listens; `address` is where, from now on."""
         host, _, port = self.bind.rpartition(":")
         if self.max_bytes is None:
             self.max_bytes = _available_bytes() // 2
-        self._listener = socket.create_server((host, int(port)))
-        self.address = f"{_reachable(host)}:{self._listener.getsockname()[1]}"
-        self._spawn(self._accept, "allranks-snapshots-accept")
+        listener = socket.create_server((host, int(port)), backlog=_BACKLOG)
+        self.address = f"{_reachable(host)}:{listener.getsockname()[1]}"
+        self._members.start(listener)
 
     def close(self) -> None:
         """Stops, drops every connection and every byte."""
-        if self._listener is not None:
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
-            self._listener.close()
-        with self._lock:
-            connections = list(self._connections)
-        for connection in connections:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        for thread in list(self._threads):
-            thread.join(5.0)
+        self._members.close()
         self._blobs.clear()
 
     @property
@@ -85,44 +74,11 @@ class SnapshotServer:
         with self._lock:
             return self._used()
 
-    def _spawn(self, target: Any, name: str, *args: Any) -> None:
-        thread = threading.Thread(target=self._run, args=(target, args), name=name, daemon=True)
-        self._threads.add(thread)
-        thread.start()
-
-    def _run(self, target: Any, args: tuple[Any, ...]) -> None:
-        try:
-            target(*args)
-        finally:
-            self._threads.discard(threading.current_thread())
-
-    def _accept(self) -> None:
-        assert self._listener is not None
-        while True:
-            try:
-                connection, peer = self._listener.accept()
-            except OSError:
-                return
-            with self._lock:
-                self._connections.add(connection)
-            self._spawn(self._serve, "allranks-snapshots", connection, peer)
-
-    def _serve(self, connection: socket.socket, peer: Any) -> None:
-        try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.settimeout(GREETING_S)
-            if not wire.greet_as_server(connection, self.token):
-                log.warning("snapshot connection from %s refused: wrong token", peer)
-                return
-            connection.settimeout(None)  # ends with the other side, or with close()
-            while (request := wire.receive_json(connection)) is not None:
-                self._answer(connection, request)
-        except (OSError, ValueError, KeyError) as error:
-            log.info("snapshot connection from %s ended: %s", peer, error)
-        finally:
-            with self._lock:
-                self._connections.discard(connection)
-            connection.close()
+    def _serve(self, connection: socket.socket, purpose: str) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(None)  # ends with the other side, or with close()
+        while (request := wire.receive_json(connection)) is not None:
+            self._answer(connection, request)
 
     def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
         operation = request["do"]

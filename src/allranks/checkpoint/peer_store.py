@@ -15,9 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from allranks.channel.handshake import ChannelError, greet_as_client
+from allranks.channel.keys import Keyring
 from allranks.checkpoint import peer_wire as wire
 from allranks.checkpoint.checksum import best_algorithm
 from allranks.checkpoint.keyed_store import KeyedStore
+from allranks.checkpoint.peer import PURPOSE
 from allranks.checkpoint.store import Pieces, StoreSpec
 
 log = logging.getLogger("allranks.checkpoint")
@@ -110,7 +113,10 @@ class Keeper:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.settimeout(TRANSFER_S)
-            wire.greet_as_client(sock, self.token)
+            greet_as_client(sock, Keyring(self.token).for_purpose(PURPOSE))
+        except ChannelError as error:
+            sock.close()
+            raise PermissionError(13, f"the snapshot keeper refused the token: {error}") from error
         except BaseException:
             sock.close()
             raise

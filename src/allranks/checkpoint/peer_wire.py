@@ -1,15 +1,12 @@
 """The wire between a rank's helper and a node's snapshot keeper: framed JSON, then raw bytes with a checksum.
 
-Torch-free, no pickle. Both sides prove that they know the token (HMAC over the other's nonce) before anything
-else is said; the token itself never travels.
+Torch-free, no pickle. Both sides have proved that they know the token (channel/handshake.py) before anything else
+is said.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
-import secrets
 import socket
 from collections.abc import Iterable
 from typing import Any
@@ -72,36 +69,6 @@ def receive_bytes(sock: socket.socket, view: memoryview, algorithm: str) -> None
     trailer = receive_json(sock)
     if trailer is None or trailer.get("checksum") != hasher.hexdigest():
         raise PeerProtocolError(f"{len(view)} bytes came with the wrong checksum")
-
-
-def greet_as_server(sock: socket.socket, token: str) -> bool:
-    """Whether the client knows the token; tells it that we do, too."""
-    nonce = secrets.token_hex(16)
-    send_json(sock, {"allranks": "snapshots", "nonce": nonce})
-    answer = receive_json(sock)
-    if answer is None or not hmac.compare_digest(str(answer.get("proof")), _proof(token, "client", nonce)):
-        send_json(sock, {"ok": False, "error": "wrong token"})
-        return False
-    send_json(sock, {"ok": True, "proof": _proof(token, "server", str(answer.get("nonce")))})
-    return True
-
-
-def greet_as_client(sock: socket.socket, token: str) -> None:
-    """Proves the token and demands the same; PermissionError when either fails."""
-    hello = receive_json(sock)
-    if hello is None or hello.get("allranks") != "snapshots":
-        raise PeerProtocolError("not a snapshot keeper")
-    nonce = secrets.token_hex(16)
-    send_json(sock, {"proof": _proof(token, "client", str(hello.get("nonce"))), "nonce": nonce})
-    answer = receive_json(sock)
-    if answer is None or not answer.get("ok"):
-        raise PermissionError(13, "the snapshot keeper refused the token")
-    if not hmac.compare_digest(str(answer.get("proof")), _proof(token, "server", nonce)):
-        raise PermissionError(13, "the snapshot keeper does not know the token")
-
-
-def _proof(token: str, role: str, nonce: str) -> str:
-    return hmac.new(token.encode(), f"{role}:{nonce}".encode(), hashlib.sha256).hexdigest()
 
 
 def _exactly(sock: socket.socket, count: int, may_end: bool = False) -> bytes | None:
