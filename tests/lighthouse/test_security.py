@@ -209,6 +209,15 @@ def test_it_listens_on_loopback_unless_told_otherwise(embedded: Embedded) -> Non
     assert embedded().address.startswith("127.0.0.1:")
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_everywhere_means_ipv4_and_ipv6(embedded: Embedded, connect: Connect) -> None:
+    """`[::]`, torchft's default; the address that is told works as well."""
+    lighthouse = embedded(ServerOptions(host="::"))
+    port = lighthouse.address.rpartition(":")[2]
+    for number, address in enumerate((f"127.0.0.1:{port}", f"[::1]:{port}", lighthouse.address)):
+        assert connect(address, f"r{number}").status()["leading"] is True
+
+
 # ---- TLS --------------------------------------------------------------------------------------------------
 
 

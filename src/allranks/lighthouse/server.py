@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -33,6 +34,7 @@ log = logging.getLogger("allranks.lighthouse")
 #: connections to our own port over, by the four bytes these begin with.
 OtherDoor = Callable[[Service, str], AbstractAsyncContextManager[Mapping[bytes, Taker]]]
 HttpDoor = Callable[[Service, str], asyncio.Protocol]
+_BACKLOG = 4096
 T = TypeVar("T")
 
 
@@ -155,8 +157,7 @@ class Lighthouse:
         context = _tls(self.server)
         limits: dict[str, Any] = {"ssl_handshake_timeout": self.server.hello_timeout_s} if context else {}
         server = await loop.create_server(
-            lambda: Connection(door), self.server.host, self.server.port,
-            ssl=context, backlog=4096, reuse_address=True, **limits,
+            lambda: Connection(door), ssl=context, backlog=_BACKLOG, **limits, **_where(self.server)
         )  # fmt: skip
         host, port = server.sockets[0].getsockname()[:2]
         self.address = self.server.advertise or join_address(host, port)
@@ -214,6 +215,16 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
         return asyncio.new_event_loop()
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
+
+
+def _where(options: ServerOptions) -> dict[str, Any]:
+    """What create_server needs. asyncio's own "::" would be IPv6 alone."""
+    if options.host == "::" and socket.has_dualstack_ipv6():
+        place = (options.host, options.port)
+        family = socket.AF_INET6
+        return {"sock": socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=True)}
+    host = "0.0.0.0" if options.host == "::" else options.host
+    return {"host": host, "port": options.port, "reuse_address": True}
 
 
 def _tls(options: ServerOptions) -> ssl.SSLContext | None:
