@@ -19,7 +19,7 @@ from _lighthouse_server import lighthouse
 SURVIVORS = 20
 _VICTIM = """
 import sys, time
-from allranks.lighthouse.client import Client, ClientOptions
+from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.model.cluster import Member
 client = Client(ClientOptions(addresses=(sys.argv[1],), replica="victim", beacon=sys.argv[2] == "beacon")).start(60)
 ticket = client.request_quorum(Member("victim"))

@@ -9,9 +9,9 @@ import time
 import torch
 
 from allranks.channel.keys import Keyring
-from allranks.manager.heal_fetch import Fetch, Source
-from allranks.manager.heal_serve import HealServer
-from allranks.manager.heal_state import LiveState, make_offer
+from allranks.manager.heal.fetch import Fetch, Source
+from allranks.manager.heal.serve import HealServer
+from allranks.manager.heal.state import LiveState, make_offer
 
 BYTES = 100 << 20
 ROUNDS = 5

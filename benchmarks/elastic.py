@@ -158,7 +158,10 @@ def _spare_ticks(agent: int) -> dict[int, int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rsplit(")", 1)[1].split()
-            if int(fields[1]) == agent and b"allranks.agent.spare" in (path.parent / "cmdline").read_bytes():
+            if (
+                int(fields[1]) == agent
+                and b"allranks.launch.spare_process" in (path.parent / "cmdline").read_bytes()
+            ):
                 found[int(path.parent.name)] = int(fields[11]) + int(fields[12])
         except OSError:
             continue

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from allranks.model.blackbox import HEADER, HEADER_BYTES, MAGIC, VERSION, Item
+from allranks.blackbox.layout import HEADER, HEADER_BYTES, MAGIC, VERSION, Item
 from allranks.model.trace import CALL, Flag, State
 
 START_NS = 1_794_700_000_000_000_000

@@ -31,8 +31,8 @@ from _lighthouse_deaths import deaths
 from _lighthouse_server import cpu_s, lighthouse, rss_mb
 from _lighthouse_soak import soak
 from _lighthouse_torchft import GrpcCrowd, find_server, start
+from allranks.drill.ranks import free_port
 from allranks.lighthouse.limits import raise_open_files
-from allranks.testing.ranks import free_port
 
 
 def main() -> int:

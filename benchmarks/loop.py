@@ -25,9 +25,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from allranks.testing import demo_train
-from allranks.testing.drill import DrillResult, FaultResult, run_drill
-from allranks.testing.plan import KINDS, make_plan
+from allranks.drill import demo_train
+from allranks.drill.plan import KINDS, make_plan
+from allranks.drill.run import DrillResult, FaultResult, run_drill
 
 RATIOS = ("step_time_whole", "step_time_replicas", "around_whole", "around_replicas")
 SCRIPT = Path(__file__).with_name("_loop_script.py")

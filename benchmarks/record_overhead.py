@@ -41,12 +41,12 @@ import torch.distributed as dist
 from torch import nn
 
 import allranks
-from allranks.model.blackbox import Item
+from allranks.blackbox.file_writer import Box
+from allranks.blackbox.layout import Item
+from allranks.blackbox.reader import read_trace
+from allranks.drill.ranks import Ranks
 from allranks.model.torch_dump import to_torch_pickle
-from allranks.record.box import Box
-from allranks.record.read import read_trace
-from allranks.record.ring import make_ring
-from allranks.testing.ranks import Ranks
+from allranks.record.row_writer import make_ring
 
 KINDS = ("none", "ours", "ours with stacks")
 DEPTH = 8  # user frames on the stack of every call

@@ -77,7 +77,7 @@ def freeze(library: Library) -> float:
 
 def hang(library: Library) -> float:
     """The victim's main thread hangs inside a step; an operator (or the closed loop) evicts it."""
-    from allranks.lighthouse.client import Client, ClientOptions
+    from allranks.lighthouse.client.client import Client, ClientOptions
 
     with pair(library, TINY) as (survivor, victim, lighthouse):
         os.kill(victim.pid, signal.SIGUSR2)

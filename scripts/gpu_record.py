@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 import allranks
+from allranks.blackbox.reader import find_boxes, read_trace
+from allranks.drill.ranks import Ranks
+from allranks.drill.ranks import signal as reached
 from allranks.model.trace import Flag, RankTrace, State
-from allranks.record.read import find_boxes, read_trace
-from allranks.testing.ranks import Ranks
-from allranks.testing.ranks import signal as reached
 
 BACKEND = os.environ.get("BACKEND", "nccl")
 OUT = Path(os.environ["OUT"])

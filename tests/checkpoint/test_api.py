@@ -285,7 +285,7 @@ def test_a_legacy_file_without_its_keys_says_which(tmp_path: Path) -> None:
 
 def test_the_helper_process_never_imports_torch() -> None:
     """It must start in a blink and weigh little."""
-    code = "import sys, allranks.checkpoint.helper; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    code = "import sys, allranks.checkpoint.save.helper; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, NVMeBackend
-from allranks.checkpoint.file_store import FileStore
-from allranks.testing.ranks import Ranks
+from allranks.checkpoint.stores.file_store import FileStore
+from allranks.drill.ranks import Ranks
 
 from .jobs import make_job, same, train_step
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointState, NVMeBackend, wire
-from allranks.checkpoint.file_store import FileStore
-from allranks.checkpoint.helper import Helper
 from allranks.checkpoint.manifest import MANIFEST, decode_manifest
-from allranks.testing.ranks import Ranks
-from allranks.testing.ranks import signal as mark
+from allranks.checkpoint.save.helper import Helper
+from allranks.checkpoint.stores.file_store import FileStore
+from allranks.drill.ranks import Ranks
+from allranks.drill.ranks import signal as mark
 
 ROUNDS = 100
 
@@ -140,7 +140,7 @@ def _calls_until(limit: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             done.append(name)
             return real(*args, **options)
 
-        monkeypatch.setattr(f"allranks.checkpoint.file_store.os.{name}", call)
+        monkeypatch.setattr(f"allranks.checkpoint.stores.file_store.os.{name}", call)
 
     for name in ("pwrite", "fsync", "open", "rename"):
         counted(name)

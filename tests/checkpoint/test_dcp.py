@@ -11,9 +11,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, NVMeBackend, StorageReader, StorageWriter
-from allranks.checkpoint.file_store import FileStore
-from allranks.checkpoint.survey import verify_checkpoint
-from allranks.testing.ranks import Ranks
+from allranks.checkpoint.inspect import verify_checkpoint
+from allranks.checkpoint.stores.file_store import FileStore
+from allranks.drill.ranks import Ranks
 
 from .jobs import make_job, make_state, same
 

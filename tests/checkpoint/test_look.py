@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier, NVMeBackend, S3Backend
-from allranks.checkpoint.file_store import FileStore
-from allranks.checkpoint.keyed_store import KeyedStore
 from allranks.checkpoint.manifest import MANIFEST, decode_manifest
-from allranks.checkpoint.store import StoreSpec, open_store
+from allranks.checkpoint.stores.file_store import FileStore
+from allranks.checkpoint.stores.keyed_store import KeyedStore
+from allranks.checkpoint.stores.store import StoreSpec, open_store
 from allranks.cli import main
+from allranks.drill.ranks import Ranks
 from allranks.elastic.topology import ElasticJob
 from allranks.errors import (
     CheckpointLoadError,
@@ -24,7 +25,6 @@ from allranks.errors import (
     ConfigurationError,
     TopologyChangeError,
 )
-from allranks.testing.ranks import Ranks
 
 from .jobs import flip, make_job, make_state, same_state
 from .s3server import Proxy, S3Server

@@ -22,13 +22,13 @@ from allranks.checkpoint import (
     CheckpointTier,
     S3Backend,
 )
-from allranks.checkpoint.keyed_store import KeyedStore
 from allranks.checkpoint.manifest import MANIFEST
-from allranks.checkpoint.object_store import ObjectBlobs
-from allranks.checkpoint.retention import prune
-from allranks.checkpoint.store import StoreSpec, open_store
+from allranks.checkpoint.save.retention import prune
+from allranks.checkpoint.stores.keyed_store import KeyedStore
+from allranks.checkpoint.stores.object_store import ObjectBlobs
+from allranks.checkpoint.stores.store import StoreSpec, open_store
+from allranks.drill.ranks import Ranks
 from allranks.errors import CheckpointLoadError, CheckpointSaveError, ConfigurationError
-from allranks.testing.ranks import Ranks
 
 from .jobs import make_job, make_state, same_state, train_step
 from .s3server import Proxy, S3Server

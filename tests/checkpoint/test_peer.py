@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier, SnapshotServer, peer_wire
-from allranks.checkpoint.keyed_store import KeyedStore
-from allranks.checkpoint.peer_store import PeerBlobs
-from allranks.checkpoint.store import StoreSpec, open_store
-from allranks.testing.ranks import Ranks
-from allranks.testing.ranks import signal as mark
+from allranks.checkpoint.stores.keyed_store import KeyedStore
+from allranks.checkpoint.stores.peer_store import PeerBlobs
+from allranks.checkpoint.stores.store import StoreSpec, open_store
+from allranks.drill.ranks import Ranks
+from allranks.drill.ranks import signal as mark
 
 from .jobs import make_job, make_state, same, same_state, train_step
 
@@ -149,7 +149,7 @@ def test_every_blob_lies_on_two_nodes_and_one_may_go(keeper: SnapshotServer) -> 
 
 AGENT = """
 import sys
-from allranks.checkpoint.peer import SnapshotServer
+from allranks.checkpoint.stores.snapshot_server import SnapshotServer
 server = SnapshotServer(sys.argv[1], "127.0.0.1:0", 64 << 20)
 server.start()
 print(server.address, flush=True)

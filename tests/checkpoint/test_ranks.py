@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier, create_checkpoint_state
-from allranks.checkpoint.choose import choose
-from allranks.checkpoint.file_store import FileStore
-from allranks.checkpoint.opened import opened
+from allranks.checkpoint.restore.choose import choose
+from allranks.checkpoint.restore.opened_checkpoint import opened
+from allranks.checkpoint.stores.file_store import FileStore
+from allranks.drill.ranks import Ranks
 from allranks.errors import CheckpointLoadError
-from allranks.testing.ranks import Ranks
 
 from .jobs import flip, make_job, make_state, same, train_step
 

@@ -20,16 +20,16 @@ from allranks.checkpoint import (
     create_checkpoint_state,
 )
 from allranks.checkpoint.checksum import best_algorithm
-from allranks.checkpoint.file_store import FileStore
+from allranks.checkpoint.inspect import verify_checkpoint
 from allranks.checkpoint.manifest import MANIFEST
-from allranks.checkpoint.opened import opened
-from allranks.checkpoint.plan import find_pieces, local_tensors, make_plan
-from allranks.checkpoint.retention import Kept, decide, prune
-from allranks.checkpoint.snapshot import flatten_state
-from allranks.checkpoint.store import Attempt, Pieces
-from allranks.checkpoint.survey import verify_checkpoint
+from allranks.checkpoint.restore.opened_checkpoint import opened
+from allranks.checkpoint.save.plan import find_pieces, local_tensors, make_plan
+from allranks.checkpoint.save.retention import Kept, decide, prune
+from allranks.checkpoint.save.snapshot import flatten_state
+from allranks.checkpoint.save.writer import SaveJob, write_checkpoint
+from allranks.checkpoint.stores.file_store import FileStore
+from allranks.checkpoint.stores.store import Attempt, Pieces
 from allranks.checkpoint.tensors import memory_of
-from allranks.checkpoint.writer import SaveJob, write_checkpoint
 from allranks.errors import CheckpointLoadError, CheckpointSaveError, CheckpointValidationError
 
 from .jobs import flip, make_job, make_state, same, same_state, train_step
@@ -63,7 +63,7 @@ def test_a_disk_that_fills_up_while_writing_is_the_same(
     class Plenty:
         f_bavail, f_frsize = 1 << 40, 4096
 
-    monkeypatch.setattr("allranks.checkpoint.file_store.os.statvfs", lambda _: Plenty)
+    monkeypatch.setattr("allranks.checkpoint.stores.file_store.os.statvfs", lambda _: Plenty)
     with pytest.raises(CheckpointSaveError, match="No space left on device"):
         NVMeBackend(small_disk).save(_big(2), "big")
     assert os.listdir(small_disk) == []
@@ -405,7 +405,7 @@ def test_a_file_has_its_name_only_once_it_is_on_the_disk(
         seen.append(store.staged(attempt, "rank-00001.json"))
         real(fd)
 
-    monkeypatch.setattr("allranks.checkpoint.file_store.os.fsync", fsync)
+    monkeypatch.setattr("allranks.checkpoint.stores.file_store.os.fsync", fsync)
     store.write(attempt, "rank-00001.json", [memoryview(b"index")], 5)
     assert seen == [None] and store.staged(attempt, "rank-00001.json") == b"index"
     store.abandon(attempt)

@@ -11,7 +11,7 @@ import sys
 import torch
 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager
-from allranks.testing.ranks import Ranks
+from allranks.drill.ranks import Ranks
 
 
 def save_and_load(rank: int, world_size: int, config: CheckpointConfig) -> int:

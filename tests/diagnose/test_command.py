@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from allranks.blackbox.encode import box_bytes
 from allranks.load import load_paths
-from allranks.model.box_bytes import box_bytes
 
 from .torch_dumps import entry, number, write
 

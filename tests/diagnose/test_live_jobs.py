@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from allranks.diagnose import DiagnoseOptions, diagnose
+from allranks.drill.ranks import Ranks
+from allranks.drill.ranks import signal as tell
 from allranks.load import load_paths
 from allranks.model.diagnosis import Diagnosis
-from allranks.testing.ranks import Ranks
-from allranks.testing.ranks import signal as tell
 
 torch = pytest.importorskip("torch")
 WORLD = 3

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from allranks.agent import etcd_server
 from allranks.cli import main
 from allranks.doctor import evidence, machine, services, storage
 from allranks.doctor.checks import Check, DoctorOptions, run_checks
-from allranks.testing.ranks import free_port
+from allranks.drill.ranks import free_port
+from allranks.launch import etcd_server
 
 
 def status(checks: list[Check], name: str) -> str:

@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from allranks.testing.drill import find_identical, read_marks
+from allranks.drill.run import find_identical, read_marks
 
 SPARE = """
 import os
-import allranks.testing.inject as inject          # a warm process imports this before it knows its rank
+import allranks.drill.preload as inject          # a warm process imports this before it knows its rank
 os.environ["RANK"] = "2"
 from allranks.record.options import RecorderOptions
 from allranks.record.recorder import Recorder

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from allranks.cli.drill import find_size
+from allranks.drill.plan import KINDS, DrillFault, make_plan, read_plan
+from allranks.drill.run import is_right, match_incidents
+from allranks.drill.self_faults import MISDEEDS
 from allranks.errors import InputError
-from allranks.testing.drill import is_right, match_incidents
-from allranks.testing.misdeeds import MISDEEDS
-from allranks.testing.plan import KINDS, DrillFault, make_plan, read_plan
 
 
 def test_a_plan_is_read_from_yaml_and_json(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_random_without_a_size_is_refused() -> None:
 
 
 def test_every_kind_can_be_committed() -> None:
-    """The plan's words and the misdeeds are the same set."""
+    """The plan's words and the self_faults are the same set."""
     assert set(KINDS) == set(MISDEEDS)
 
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from allranks.drill.ranks import Ranks
 from allranks.elastic.data import ElasticDataLoader, Order, ResumableDataset
 from allranks.elastic.data.dataset import DatasetState
 from allranks.elastic.index import TokenIndexFile
 from allranks.elastic.scaling import exact_plan
 from allranks.errors import DataLoadingError
-from allranks.testing.ranks import Ranks
 
 from .worlds import (
     LENGTH,

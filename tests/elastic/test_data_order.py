@@ -22,7 +22,7 @@ def test_a_shuffle_is_a_bijection(size: int, key: int) -> None:
 
 
 def test_a_shuffle_of_a_trillion_needs_no_memory_and_spreads() -> None:
-    """Neighbours land far apart, evenly over the range, and differently in each epoch."""
+    """NodeMonitor land far apart, evenly over the range, and differently in each epoch."""
     size = 10**12 + 39
     order = Order(size, seed=7)
     first, second = order.ids(0, 20_000), order.ids(size, 20_000)

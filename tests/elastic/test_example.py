@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from allranks.cli import main
-from allranks.testing.ranks import Ranks
+from allranks.drill.ranks import Ranks
 
 pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
 

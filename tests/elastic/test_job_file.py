@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from allranks.agent.timed_stacks import collection
 from allranks.cli.job_file import (
     heartbeats,
     manager_timeout_s,
@@ -30,6 +29,7 @@ from allranks.stacks.debug_config import (
     parse_debug,
     read_debug_options,
 )
+from allranks.watch.timed_stacks import collection
 
 
 def _args(*words: str) -> argparse.Namespace:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from allranks.drill.ranks import Ranks, signal
 from allranks.elastic.data import ElasticDataLoader, ResumableDataset
 from allranks.elastic.data.order import Order
 from allranks.elastic.index import BuildRequest, build_index
@@ -17,7 +18,6 @@ from allranks.elastic.metrics import TrainingMetrics
 from allranks.elastic.scaling import ElasticScalingManager, GradAccumulationConfig, ScalingConfig
 from allranks.elastic.topology import PHASES, ElasticJob, Limits, decide, on_topology_change
 from allranks.errors import DataLoadingError, TopologyChangeError
-from allranks.testing.ranks import Ranks, signal
 
 pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from allranks.drill.ranks import Ranks
 from allranks.elastic.config import load_config
 from allranks.elastic.torchrun import ElasticTrainingConfig
 from allranks.elastic.world import (
@@ -19,7 +20,6 @@ from allranks.elastic.world import (
     setup_distributed_environment,
 )
 from allranks.errors import ConfigurationError, DistributedSetupError
-from allranks.testing.ranks import Ranks
 
 pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
 

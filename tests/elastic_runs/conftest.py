@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from allranks.agent import etcd_server
-from allranks.testing.ranks import Ranks
+from allranks.drill.ranks import Ranks
+from allranks.launch import etcd_server
 
 LAST = 60
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.testing.ranks import free_port
+from allranks.drill.ranks import free_port
 
 pytestmark = pytest.mark.timeout(300)  # for hanging only
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from allranks.agent import etcd_server
-from allranks.testing.ranks import free_port
+from allranks.drill.ranks import free_port
+from allranks.launch import etcd_server
 
 from .conftest import LAST
 from .jobs import Job, assert_same_run
@@ -23,7 +23,7 @@ PHASES = {"stop", "decide", "rescale", "restore", "data", "go"}
 
 
 @dataclass(frozen=True)
-class Meeting:
+class GroupSpec:
     """Where the agents meet; everything else is what a user gets who sets nothing."""
 
     backend: str
@@ -43,10 +43,10 @@ class Meeting:
 
 
 @pytest.fixture(params=["etcd-v3", pytest.param("c10d", marks=pytest.mark.soak)])
-def meeting(request: pytest.FixtureRequest) -> Meeting:
+def meeting(request: pytest.FixtureRequest) -> GroupSpec:
     if request.param == "c10d":
-        return Meeting("c10d", f"127.0.0.1:{free_port()}")
-    return Meeting("etcd-v3", request.getfixturevalue("etcd"))
+        return GroupSpec("c10d", f"127.0.0.1:{free_port()}")
+    return GroupSpec("etcd-v3", request.getfixturevalue("etcd"))
 
 
 def _train_without_etcd(folder: Path, job: Job) -> None:
@@ -61,7 +61,7 @@ def _train_without_etcd(folder: Path, job: Job) -> None:
 
 
 def test_three_nodes_two_nodes_three_nodes(
-    tmp_path: Path, meeting: Meeting, undisturbed: list[float]
+    tmp_path: Path, meeting: GroupSpec, undisturbed: list[float]
 ) -> None:
     """The node that hosts the store is killed, another one comes: same batches, same samples, same losses."""
     with Job(tmp_path / "job", LAST, *meeting.flags("2:3"), "--no-spares") as job:  # two cores, three nodes
@@ -93,7 +93,7 @@ def test_three_nodes_two_nodes_three_nodes(
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(4))
 def test_restart_and_scale_up_succeed_twenty_of_twenty_times(
-    tmp_path: Path, meeting: Meeting, part: int
+    tmp_path: Path, meeting: GroupSpec, part: int
 ) -> None:
     """Five times in each part a rank is killed, then a node, the stores' hosts among them, and another node comes."""
     with Job(tmp_path / "job", 10_000, *meeting.flags("1:2")) as job:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.testing.ranks import free_port
+from allranks.drill.ranks import free_port
 from proc import gone
 
 from .conftest import LAST

@@ -20,7 +20,7 @@ def dumb_decision(now: float, state: State, options: Options) -> tuple[str, tupl
         return "nobody", (), ()
     if now < state.settling_until:
         return "starting", (), ()
-    veterans = {
+    continuing = {
         name for name, r in eligible.items() if last.get(name) == r.session and name not in state.departed
     }
     silent = {
@@ -30,9 +30,9 @@ def dumb_decision(now: float, state: State, options: Options) -> tuple[str, tupl
     }
     finished = [gone for gone in state.gone.values() if gone.finished]
     late = now < state.finished_at + options.finished_hold_s and len(asking) <= state.largest / 2
-    if finished and not veterans and not silent and late:
+    if finished and not continuing and not silent and late:
         return "finished", (), ()
-    group = veterans if veterans or silent else set(eligible)
+    group = continuing if continuing or silent else set(eligible)
     idle = {name for name in group if name not in asking}
     askers = group & set(asking)
     oldest = min((eligible[name].asked_at for name in askers), default=None)
@@ -41,7 +41,7 @@ def dumb_decision(now: float, state: State, options: Options) -> tuple[str, tupl
     first = min(eligible[name].asked_at for name in asking)
     if not last and len(asking) < options.expect_replicas and now < first + options.join_timeout_s:
         return "expected", (), ()
-    absent = idle | silent if veterans or silent else idle
+    absent = idle | silent if continuing or silent else idle
     if len(group & set(asking)) < len(absent):
         return "minority", (), ()
     return _members(asking, last, idle, options)

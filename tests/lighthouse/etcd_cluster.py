@@ -9,9 +9,9 @@ import time
 import urllib.request
 from pathlib import Path
 
+from allranks.drill.ranks import free_port
 from allranks.errors import EtcdError
 from allranks.etcd import Etcd
-from allranks.testing.ranks import free_port
 
 
 class EtcdCluster:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from allranks.testing.ranks import free_port
+from allranks.drill.ranks import free_port
 
 HERE = Path(__file__).parent
 

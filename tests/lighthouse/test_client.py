@@ -21,7 +21,7 @@ from allranks.errors import (
     QuorumTimeout,
     ReplicaEvicted,
 )
-from allranks.lighthouse.client import Client, ClientOptions
+from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.lighthouse.server import Lighthouse
 from allranks.model.cluster import (
     CollectEvidence,
@@ -367,7 +367,7 @@ def test_a_client_works_without_msgspec(embedded: Embedded, connect: Connect) ->
     code = """
 import json, sys
 sys.modules["msgspec"] = None
-from allranks.lighthouse.client import Client, ClientOptions
+from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.model.cluster import Member
 with Client(ClientOptions(addresses=(sys.argv[1],), replica="ä", beacon=sys.argv[2] == "beacon")) as client:
     quorum = client.join(Member("ä", step=1), timeout_s=60)
@@ -390,7 +390,7 @@ with Client(ClientOptions(addresses=(sys.argv[1],), replica="ä", beacon=sys.arg
 def test_the_client_brings_neither_torch_numpy_nor_asyncio() -> None:
     """A rank's import stays light, a beacon's start quick."""
     code = (
-        "import sys, allranks.lighthouse.client, allranks.lighthouse.beacon;"
+        "import sys, allranks.lighthouse.client.client, allranks.lighthouse.client.liveness_proxy;"
         "print(sorted({'torch', 'numpy', 'asyncio', 'grpc', 'yaml'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

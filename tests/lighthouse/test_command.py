@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from allranks.cli import main
-from allranks.lighthouse.client import Client
+from allranks.drill.ranks import free_port
+from allranks.lighthouse.client.client import Client
 from allranks.model.cluster import Member
-from allranks.testing.ranks import free_port
 
 from .processes import LighthouseProcess
 from .waiting import eventually

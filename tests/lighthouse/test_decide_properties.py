@@ -112,7 +112,7 @@ class JobLife:
     def all_finish(self) -> None:
         """The end of a training."""
         self.one_step()
-        for name in sorted(self.state.veterans):
+        for name in sorted(self.state.continuing):
             self.finish(name)
 
     def form(self) -> None:
@@ -172,8 +172,8 @@ class JobLife:
     def _check_nobody_living_is_dropped_early(self, quorum: Quorum) -> None:
         """A living member is left out only when a fellow member has waited for it for the whole join timeout."""
         inside = set(quorum.names) | set(quorum.spares)
-        if all(member.shrink_only is False for member in quorum.members) and self.state.veterans - inside:
-            asked = [self.state.replicas[name].asked_at for name in self.state.veterans & inside]
+        if all(member.shrink_only is False for member in quorum.members) and self.state.continuing - inside:
+            asked = [self.state.replicas[name].asked_at for name in self.state.continuing & inside]
             assert asked
             assert self.now >= min(asked) + self.options.join_timeout_s
 
@@ -187,9 +187,9 @@ class JobLife:
             for m in before.members
             if (m.replica, m.session) not in inside
             and m.replica not in quorum.spares
-            and (m.replica in self.state.veterans or m.replica in self.state.silent)
+            and (m.replica in self.state.continuing or m.replica in self.state.silent)
         }
-        stayed = {m.replica for m in before.members if m.replica in self.state.veterans} - could
+        stayed = {m.replica for m in before.members if m.replica in self.state.continuing} - could
         assert len(could) <= len(stayed), f"{could} of quorum {before.number} may train on without {stayed}"
 
     def decides_like_the_dumb_one(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.lighthouse.client import Client, ClientOptions
+from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.model.cluster import LeaderMoved, Member, MemberLost, Notice, Quorum
 
 from .etcd_cluster import EtcdCluster

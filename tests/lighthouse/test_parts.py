@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from allranks.blackbox import layout
 from allranks.errors import ConfigurationError
 from allranks.lighthouse import codec, messages
+from allranks.lighthouse.client.progress import HEADER, read_mark
 from allranks.lighthouse.codec import BadFrame, decode, encode, load, plain_dump, plain_load, take_frames
 from allranks.lighthouse.detect import AwakeClock, find_silent
 from allranks.lighthouse.healing import assign_healing
 from allranks.lighthouse.options import Options, ServerOptions
-from allranks.lighthouse.progress import HEADER, read_mark
 from allranks.lighthouse.sessions import Session
 from allranks.lighthouse.sockets import join_address, split_address
-from allranks.model import blackbox
 from allranks.model.cluster import CollectEvidence, Member, MemberLost, Quorum
 
 QUORUM = Quorum(
@@ -153,9 +153,9 @@ def test_addresses_that_make_no_sense_are_refused() -> None:
 
 def test_the_beacons_view_of_a_black_box_is_the_recorders(tmp_path: Path) -> None:
     """struct and numpy agree on every field."""
-    assert HEADER.size == blackbox.HEADER.itemsize
-    row = np.zeros((), blackbox.HEADER)
-    row["magic"] = blackbox.MAGIC
+    assert HEADER.size == layout.HEADER.itemsize
+    row = np.zeros((), layout.HEADER)
+    row["magic"] = layout.MAGIC
     row["step"], row["calls_started"], row["calls_completed"], row["closed"] = 12, 7, 6, b"signal 15"
     box = tmp_path / "rank.box"
     box.write_bytes(row.tobytes().ljust(4096, b"\0"))

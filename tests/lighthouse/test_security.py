@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import LighthouseRefused, LighthouseUnreachable
-from allranks.lighthouse.client import Client, ClientOptions
+from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.lighthouse.codec import HEAD, PREAMBLE, encode
 from allranks.lighthouse.messages import Hello, Join
 from allranks.lighthouse.options import ServerOptions

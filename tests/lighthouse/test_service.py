@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from allranks.lighthouse.kept import Kept
 from allranks.lighthouse.messages import Hello, Refused, Welcome
 from allranks.lighthouse.options import Options
+from allranks.lighthouse.persisted_state import Kept
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
 from allranks.model.cluster import Member, MemberLost, Notice, Quorum, QuorumFormed, QuorumWanted

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from allranks.drill.ranks import free_port
 from allranks.lighthouse.grpc_relay import PREFACE, Relay
 from allranks.lighthouse.grpc_wire import (
     BadMessage,
@@ -25,7 +26,6 @@ from allranks.lighthouse.grpc_wire import (
     encode_quorum_response,
 )
 from allranks.model.cluster import Member, Quorum
-from allranks.testing.ranks import free_port
 
 members = st.builds(
     Member,

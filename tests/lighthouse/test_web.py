@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from allranks.lighthouse.client import Client, ClientOptions
+from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.lighthouse.messages import Hello
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse

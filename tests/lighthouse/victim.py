@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict
 
 from allranks.errors import LighthouseError
-from allranks.lighthouse.client import Client, ClientOptions
+from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.model.cluster import Member, Notice
 
 _lock = threading.Lock()

@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from allranks.blackbox.encode import box_bytes
+from allranks.blackbox.layout import HEADER, HEADER_BYTES
+from allranks.blackbox.ring_copy import BytesFile
+from allranks.drill.ranks import Ranks, signal
 from allranks.load import LoadOptions, load_paths
 from allranks.load.blackbox import read_box
 from allranks.load.heap import HeapCache
 from allranks.load.result import Unreadable
-from allranks.load.ring import BytesFile
 from allranks.load.tables import Tables
-from allranks.model.blackbox import HEADER, HEADER_BYTES
-from allranks.model.box_bytes import box_bytes
 from allranks.model.trace import CALL, Frame, Group, Progress, RankTrace, Shapes, State, TraceHeader
-from allranks.testing.ranks import Ranks, signal
 
 
 def make_trace(rank: int = 1, count: int = 20, first: int = 0) -> RankTrace:

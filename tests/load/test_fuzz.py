@@ -21,15 +21,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from allranks.blackbox.encode import box_bytes
+from allranks.blackbox.layout import HEADER
+from allranks.blackbox.ring_copy import BytesFile
 from allranks.load.blackbox import read_box
 from allranks.load.heap import HeapCache
 from allranks.load.reading import Reader
 from allranks.load.result import LoadOptions, Raw, Unreadable
-from allranks.load.ring import BytesFile
 from allranks.load.tables import Tables
 from allranks.load.unpickle import read_pickle
-from allranks.model.blackbox import HEADER
-from allranks.model.box_bytes import box_bytes
 
 from .dumps import dump, entry
 from .test_blackbox import make_trace

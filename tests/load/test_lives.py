@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from allranks.blackbox.encode import box_bytes
+from allranks.blackbox.layout import file_name
 from allranks.load import LoadOptions, load_paths
-from allranks.model.blackbox import file_name
-from allranks.model.box_bytes import box_bytes
 from allranks.model.trace import CALL, Group, Progress, RankTrace, TraceHeader
 
 SECOND, START = 10**9, 10**18

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from allranks.blackbox.encode import box_bytes
+from allranks.blackbox.layout import file_name
 from allranks.errors import InputError
 from allranks.load import LoadOptions, load_paths
 from allranks.load.ranks import attempt_of_name, rank_by_prefix, rank_of_name, ranks_of_names
-from allranks.model.blackbox import file_name
-from allranks.model.box_bytes import box_bytes
 
 from .dumps import dump, entry
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from allranks.blackbox.encode import box_bytes
 from allranks.load import LoadOptions, LoadResult, load_paths
 from allranks.load import parallel as parallel_module
 from allranks.load import share as share_module
-from allranks.model.box_bytes import box_bytes
 
 from .dumps import dump, entry
 from .test_blackbox import make_trace

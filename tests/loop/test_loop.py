@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from allranks.testing import demo_train
-from allranks.testing.drill import read_marks
+from allranks.drill import demo_train
+from allranks.drill.run import read_marks
 
 PLAN = {"faults": [{"kind": "hang", "rank": 1, "at_step": 30}, {"kind": "kill", "rank": 0, "at_step": 45}]}
 

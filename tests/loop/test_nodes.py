@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from allranks.agent.incidents import read_incidents
-from allranks.agent.sample import read_samples
-from allranks.testing import demo_train
-from allranks.testing.ranks import free_port
+from allranks.drill import demo_train
+from allranks.drill.ranks import free_port
+from allranks.incidents.folder import read_incidents
+from allranks.watch.samples import read_samples
 
 TRAIN = """
 import sys, torch, torch.distributed as dist, allranks
@@ -40,7 +40,7 @@ def test_a_hang_on_one_node_is_one_incident_with_the_evidence_of_both(tmp_path: 
     for name in "ab":
         environment = {
             **os.environ, "ALLRANKS_TOKEN": "t", "ALLRANKS_DIR": str(tmp_path / name), "ALLRANKS_DRILL": str(tmp_path),
-            "ALLRANKS_PRELOAD": "allranks.testing.inject",
+            "ALLRANKS_PRELOAD": "allranks.drill.preload",
         }  # fmt: skip
         where = ["--bind" if name == "a" else "--lighthouse", f"127.0.0.1:{lighthouse}"]
         command = [

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from allranks.agent.overview import Overview
-from allranks.agent.sample import read_samples
+from allranks.incidents.job_overview import Overview
+from allranks.watch.samples import read_samples
 from proc import gone
 
 HEAD = """

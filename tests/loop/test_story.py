@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from allranks.agent.incidents import open_incident, read_incidents
-from allranks.agent.webhook import payload, send
+from allranks.incidents.folder import open_incident, read_incidents
+from allranks.incidents.webhook import payload, send
 from allranks.model.incident import Action, Incident, Moment
 from allranks.report.story import headline, render_story
 

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 import torch._dynamo  # optimizers import it at their first step: once here instead of in every fork
 
+from allranks.drill.faults import Fault, FaultPlan, inject
+from allranks.drill.ranks import Outcome, Ranks
+from allranks.drill.ranks import signal as mark
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
 from allranks.lighthouse.web import http_protocol
 from allranks.manager.ddp import DistributedDataParallel
 from allranks.manager.manager import Manager
 from allranks.manager.optimizer import Optimizer
-from allranks.testing.faults import Fault, FaultPlan, inject
-from allranks.testing.ranks import Outcome, Ranks
-from allranks.testing.ranks import signal as mark
 
 LIMIT_S = 40.0  # only hanging reaches it
 

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 import allranks.torchft as torchft
+from allranks.drill.ranks import Ranks
+from allranks.drill.ranks import signal as mark
 from allranks.errors import ConfigurationError
 from allranks.lighthouse.options import Options
 from allranks.manager.ddp import cut
-from allranks.testing.ranks import Ranks
-from allranks.testing.ranks import signal as mark
 
 from .cluster import LIMIT_S, LighthouseProcess, batch
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from allranks.lighthouse.client import Client, ClientOptions
+from allranks.drill.faults import Fault
+from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.lighthouse.options import Options
-from allranks.testing.faults import Fault
 
 from .cluster import Cluster, Job, LighthouseProcess
 from .test_failures import assert_equal_states, assert_like_undisturbed

@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from allranks.drill.faults import PLACES, Fault
+from allranks.drill.ranks import Ranks
 from allranks.errors import GroupAborted
 from allranks.lighthouse.options import Options
-from allranks.manager.group import ProcessGroupGloo
-from allranks.manager.meeting import Meeting
-from allranks.testing.faults import PLACES, Fault
-from allranks.testing.ranks import Ranks
+from allranks.manager.groups.group import ProcessGroupGloo
+from allranks.manager.groups.group_spec import GroupSpec
 
 from .cluster import LIMIT_S, Cluster, Job, LighthouseProcess
 from .test_failures import assert_equal_states
@@ -41,7 +41,7 @@ def _reconfigure(rank: int, world: int, folder: Path, rounds: int) -> tuple[int,
     before = (0, 0, 0.0)
     for number in range(rounds):
         store = dist.FileStore(str(folder / f"round{number}"), world)
-        group.meet(Meeting(store, rank, world, number, others))
+        group.meet(GroupSpec(store, rank, world, number, others))
         value = torch.ones(1000)
         group.allreduce([value]).wait()
         assert value[0].item() == world
@@ -81,7 +81,7 @@ def _abort_blocked(rank: int, world: int, folder: Path) -> str:
     ports = dist.FileStore(str(folder / "ports"), world)
     ports.set(str(rank), str(group.mesh.port))
     others = tuple(int(ports.get(str(other))) for other in range(world) if other != rank)
-    group.meet(Meeting(dist.FileStore(str(folder / "s"), world), rank, world, 1, others))
+    group.meet(GroupSpec(dist.FileStore(str(folder / "s"), world), rank, world, 1, others))
     if rank == 1:
         ports.get("aborted")  # never enters the collective
         return "stayed away"
@@ -113,7 +113,7 @@ def _abort_forming(rank: int, world: int, folder: Path) -> str:
         return "stayed away"
     threading.Timer(0.2, lambda: group.abort("the test says so")).start()
     try:
-        group.meet(Meeting(store, rank, world, 1))
+        group.meet(GroupSpec(store, rank, world, 1))
         return "met"
     except GroupAborted as error:
         store.set("aborted", "1")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from allranks.drill.faults import Fault
+from allranks.drill.ranks import signal as mark
 from allranks.lighthouse.options import Options
-from allranks.manager.ballot_box import BallotBox
 from allranks.manager.regroup import Regrouper
+from allranks.manager.vote_mesh import VoteMesh
 from allranks.model.cluster import Quorum
-from allranks.testing.faults import Fault
-from allranks.testing.ranks import signal as mark
 
 from .cluster import Cluster, Job, LighthouseProcess, Result, undisturbed
 
@@ -141,11 +141,11 @@ def test_quorums_too_large_for_the_ballot_box_vote_by_allreduce(
     """More voters than MAX_VOTERS (one, here): the same faults, the same equal states."""
     for module in ("generation", "regroup"):
         monkeypatch.setattr(f"allranks.manager.{module}.MAX_VOTERS", 1)
-    meet = BallotBox.meet
+    meet = VoteMesh.meet
 
-    def meet_nobody(box: BallotBox, name: str, number: int, place: int, others: Any, *rest: Any) -> None:
+    def meet_nobody(box: VoteMesh, name: str, number: int, place: int, others: Any, *rest: Any) -> None:
         assert not others, "the ballot box is used"
         meet(box, name, number, place, others, *rest)
 
-    monkeypatch.setattr(BallotBox, "meet", meet_nobody)
+    monkeypatch.setattr(VoteMesh, "meet", meet_nobody)
     lose_one_of_three(lighthouse, place)

@@ -14,10 +14,10 @@ import torch
 from allranks.channel.handshake import ChannelError, greet_as_client
 from allranks.channel.keys import Keyring
 from allranks.errors import HealingFailed
-from allranks.manager.heal_fetch import Fetch, Source
-from allranks.manager.heal_serve import HealServer
-from allranks.manager.heal_state import LiveState, Offer, make_offer, stripes
-from allranks.manager.heal_wire import read_frame, send_frame
+from allranks.manager.heal.fetch import Fetch, Source
+from allranks.manager.heal.serve import HealServer
+from allranks.manager.heal.state import LiveState, Offer, make_offer, stripes
+from allranks.manager.heal.wire import read_frame, send_frame
 
 KEYS = Keyring("known to members only")
 MEMBER = KEYS.for_quorum(1, 2)

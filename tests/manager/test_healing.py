@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from allranks.drill.faults import Fault
 from allranks.lighthouse.options import Options
-from allranks.testing.faults import Fault
 
 from .cluster import Cluster, Job, LighthouseProcess
 from .test_failures import assert_equal_states

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from allranks.errors import GroupAborted
-from allranks.manager import group_nccl
-from allranks.manager.group_nccl import ProcessGroupNCCL
-from allranks.manager.meeting import Meeting
+from allranks.manager.groups import nccl
+from allranks.manager.groups.group_spec import GroupSpec
+from allranks.manager.groups.nccl import ProcessGroupNCCL
 
 
 class Slow:
@@ -40,13 +40,13 @@ class Group(ProcessGroupNCCL):
         super().__init__()
         self.made: list[Slow] = []
 
-    def _make(self, meeting: Meeting) -> Slow:
+    def _make(self, meeting: GroupSpec) -> Slow:
         self.made.append(Slow())
         return self.made[-1]
 
 
 def meet(group: Group, number: int) -> Slow:
-    group.meet(Meeting(dist.HashStore(), 0, 1, number))
+    group.meet(GroupSpec(dist.HashStore(), 0, 1, number))
     return group.made[-1]
 
 
@@ -122,7 +122,7 @@ def test_an_operation_that_is_never_taken_does_not_hold_up_the_abort_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A full queue: only the abort makes room."""
-    monkeypatch.setattr(group_nccl, "_TAKEN_S", 0.05)
+    monkeypatch.setattr(nccl, "_TAKEN_S", 0.05)
     group = Group()
     backend = meet(group, 1)
     thread, _ = beside(lambda: group.allreduce([torch.ones(1)]))

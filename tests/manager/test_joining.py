@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 import allranks.torchft as torchft
+from allranks.drill.ranks import Ranks
 from allranks.lighthouse.options import Options
-from allranks.manager.ballot_box import BallotBox
-from allranks.manager.generation import Attempt, Generation
-from allranks.manager.group import ProcessGroupGloo
+from allranks.manager.groups.generation import Attempt, Generation
+from allranks.manager.groups.group import ProcessGroupGloo
 from allranks.manager.plan import Claim, ReplicaClaim, decide
 from allranks.manager.training import TrainingState
+from allranks.manager.vote_mesh import VoteMesh
 from allranks.model.cluster import Member, Quorum
-from allranks.testing.ranks import Ranks
 
 from .cluster import LIMIT_S, LighthouseProcess, batch, fingerprint
 
@@ -190,7 +190,7 @@ def made(claim: ReplicaClaim) -> Generation:
     claims = [ReplicaClaim(ranks=(Claim(term=1, step=5, seen=1),)), claim]
     members = tuple(Member(replica=f"r{place}") for place in range(2))
     group = ProcessGroupGloo()
-    return Generation(Quorum(2, 1, members), decide(claims, 2), 1, 0, group, BallotBox(), group)
+    return Generation(Quorum(2, 1, members), decide(claims, 2), 1, 0, group, VoteMesh(), group)
 
 
 def test_gradients_that_were_not_computed_are_never_counted() -> None:

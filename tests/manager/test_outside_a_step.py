@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import allranks.torchft as torchft
+from allranks.drill.ranks import Ranks
 from allranks.errors import ManagerError
 from allranks.lighthouse.options import Options
-from allranks.testing.ranks import Ranks
 
 from .cluster import LIMIT_S, LighthouseProcess
 

@@ -14,16 +14,16 @@ import torch
 from torch import nn
 
 import allranks.torchft as torchft
+from allranks.drill.ranks import Ranks
 from allranks.lighthouse.options import Options
-from allranks.manager.ballot_box import BallotBox
-from allranks.manager.generation import Attempt, Generation
-from allranks.manager.group import ProcessGroupGloo
-from allranks.manager.heal_fetch import Fetch
-from allranks.manager.heal_state import Landing, Offer
+from allranks.manager.groups.generation import Attempt, Generation
+from allranks.manager.groups.group import ProcessGroupGloo
+from allranks.manager.heal.fetch import Fetch
+from allranks.manager.heal.state import Landing, Offer
 from allranks.manager.plan import MAX_SOURCES, Claim, ReplicaClaim, decide
 from allranks.manager.training import TrainingState
+from allranks.manager.vote_mesh import VoteMesh
 from allranks.model.cluster import Member, Quorum
-from allranks.testing.ranks import Ranks
 
 from .cluster import LIMIT_S, LighthouseProcess, batch, fingerprint
 
@@ -151,7 +151,7 @@ def generation(index: int, sources: int, healing: int, late: int = 0) -> Generat
     claims += [ReplicaClaim(ranks=(Claim(),), beside=place < late) for place in range(healing)]
     members = tuple(Member(replica=f"r{place}") for place in range(sources + healing))
     group = ProcessGroupGloo()
-    return Generation(Quorum(2, 1, members), decide(claims, 2), index, 0, group, BallotBox(), group)
+    return Generation(Quorum(2, 1, members), decide(claims, 2), index, 0, group, VoteMesh(), group)
 
 
 def test_only_those_whom_a_transfer_needs_hold_their_collectives_back() -> None:

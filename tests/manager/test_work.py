@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from allranks.errors import GroupAborted
-from allranks.manager.future import sure
-from allranks.manager.group_nccl import environment
+from allranks.manager.future_or_default import sure
+from allranks.manager.groups.nccl import environment
 from allranks.manager.work import wait_while
 
 

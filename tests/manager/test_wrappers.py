@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import allranks.torchft as torchft
+from allranks.drill.ranks import Ranks
 from allranks.errors import ConfigurationError
 from allranks.lighthouse.options import Options
-from allranks.testing.ranks import Ranks
 
 from .cluster import LIMIT_S, LighthouseProcess, batch, fingerprint
 

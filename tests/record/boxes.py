@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from allranks.blackbox.reader import find_boxes, read_trace
 from allranks.model.trace import RankTrace
-from allranks.record.read import find_boxes, read_trace
 
 
 def traces(folder: Path) -> dict[int, RankTrace]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import allranks
 from allranks import record
-from allranks.record.read import find_boxes, read_header, read_trace
-from allranks.testing.ranks import Ranks, free_port
+from allranks.blackbox.reader import find_boxes, read_header, read_trace
+from allranks.drill.ranks import Ranks, free_port
 
 PLAIN = """
 import sys, torch, torch.distributed as dist

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 import allranks
+from allranks.blackbox.reader import find_boxes, read_trace
+from allranks.drill.ranks import Ranks
 from allranks.record import FlightRecorderHook
-from allranks.record.read import find_boxes, read_trace
-from allranks.testing.ranks import Ranks
 
 REQUIRED = {
     "record_id", "pg_id", "process_group", "collective_seq_id", "p2p_seq_id", "op_id", "profiling_name",

@@ -15,16 +15,15 @@ import torch
 import torch.distributed as dist
 
 import allranks
+from allranks.blackbox.file_writer import Box
+from allranks.blackbox.reader import read_header, read_trace
+from allranks.drill.ranks import Ranks
+from allranks.drill.ranks import signal as reached
 from allranks.model.trace import Flag, State
-from allranks.record.box import Box
 from allranks.record.groups import GroupState
 from allranks.record.options import RecorderOptions
-from allranks.record.read import read_header, read_trace
 from allranks.record.writer import CallWriter, is_timeout
-from allranks.testing.ranks import Ranks
-from allranks.testing.ranks import signal as reached
-
-from .boxes import ops, traces
+from boxes import ops, traces
 
 
 def _states(trace: Any) -> list[State]:

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 import allranks
+from allranks.blackbox.reader import find_boxes, read_trace
 from allranks.cli import main as command
+from allranks.drill.ranks import Ranks
+from allranks.drill.ranks import signal as reached
 from allranks.model.torch_dump import profiling_name, to_torch_dump
 from allranks.model.trace import Group
 from allranks.record.options import from_environment
-from allranks.record.read import find_boxes, read_trace
-from allranks.testing.ranks import Ranks
-from allranks.testing.ranks import signal as reached
 
 ENTRY = {
     "record_id", "pg_id", "process_group", "thread_name", "thread_id", "collective_seq_id", "p2p_seq_id", "op_id",
@@ -280,7 +280,7 @@ def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_an_empty_trace_is_a_valid_dump(folder: Path) -> None:
     """A rank that made no call has no entries, not no file."""
-    from allranks.record.box import Box
+    from allranks.blackbox.file_writer import Box
 
     box = Box(folder / "x.box", 32, 4096)
     box.open()

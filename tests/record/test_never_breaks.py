@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import allranks
-from allranks.record.read import find_boxes, read_header
-from allranks.testing.ranks import Ranks
-from allranks.testing.ranks import signal as reached
-
-from .boxes import ops, traces
+from allranks.blackbox.reader import find_boxes, read_header
+from allranks.drill.ranks import Ranks
+from allranks.drill.ranks import signal as reached
+from boxes import ops, traces
 
 
 def _train(rank: int, world: int) -> tuple[bool, list[str]]:
@@ -237,7 +236,7 @@ def test_old_boxes_of_dead_processes_are_removed_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shared memory does not fill up with the boxes of jobs long gone."""
-    from allranks.record import place
+    from allranks.blackbox import files as place
 
     monkeypatch.setattr(place, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))

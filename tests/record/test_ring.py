@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from allranks.blackbox import files as place
+from allranks.blackbox.decode import BoxBytes, decode
+from allranks.blackbox.file_writer import Box
+from allranks.blackbox.layout import HEADER_BYTES, Item, ring_bytes
+from allranks.blackbox.reader import copy_box, read_header, read_trace
+from allranks.drill.ranks import Ranks
+from allranks.drill.ranks import signal as reached
 from allranks.errors import InputError
-from allranks.model.blackbox import HEADER_BYTES, Item, ring_bytes
 from allranks.model.trace import CALL, Flag, State
-from allranks.record import place
-from allranks.record.box import Box
-from allranks.record.decode import BoxBytes, decode
-from allranks.record.read import copy_box, read_header, read_trace
-from allranks.record.ring import make_ring
-from allranks.testing.ranks import Ranks
-from allranks.testing.ranks import signal as reached
+from allranks.record.row_writer import make_ring
 
 
 def _box(path: Path, capacity: int = 32, heap: int = 1 << 16) -> Box:

@@ -18,12 +18,11 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.fsdp  # as above
 
 import allranks
+from allranks.blackbox.reader import read_header, read_trace
+from allranks.drill.ranks import Ranks
 from allranks.model.trace import REDUCE_OPS, Flag, State
 from allranks.record.groups import describe_group
-from allranks.record.read import read_header, read_trace
-from allranks.testing.ranks import Ranks
-
-from .boxes import last, ops, traces, where
+from boxes import last, ops, traces, where
 
 WORLD = 2
 

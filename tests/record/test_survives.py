@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 
 import allranks
+from allranks.blackbox.reader import find_boxes, is_alive, read_header, read_trace
+from allranks.drill.ranks import Ranks
+from allranks.drill.ranks import signal as reached
 from allranks.model.trace import State
-from allranks.record.read import find_boxes, is_alive, read_header, read_trace
-from allranks.testing.ranks import Ranks
-from allranks.testing.ranks import signal as reached
-
-from .boxes import last, ops, traces
+from boxes import last, ops, traces
 
 
 def _loop_then(rank: int, world: int, ending: str) -> None:
@@ -100,8 +99,8 @@ def test_gloo_aborts_the_innocent_rank_and_its_box_tells_why(folder: Path) -> No
 
 
 def _write_for_ever(rank: int, world: int, path: str) -> None:
-    from allranks.record.box import Box
-    from allranks.record.ring import make_ring
+    from allranks.blackbox.file_writer import Box
+    from allranks.record.row_writer import make_ring
 
     box = Box(Path(path), 64, 1 << 16)
     box.open()
@@ -151,7 +150,7 @@ def _script(folder: Path, tmp_path: Path, ending: str, port: int) -> subprocess.
 
 def test_the_box_says_how_the_process_ended(folder: Path, tmp_path: Path) -> None:
     """A normal end and an exception are told apart from a sudden death; an exception also leaves a dump."""
-    from allranks.testing.ranks import free_port
+    from allranks.drill.ranks import free_port
 
     done = _script(folder, tmp_path, "dist.destroy_process_group()", free_port())
     assert done.returncode == 0, done.stderr

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from allranks.blackbox.reader import read_header
 from allranks.errors import InputError
-from allranks.record.read import read_header
-from allranks.record.watch import _place
+from allranks.record.side_thread import _place
 
 
 def test_an_exception_raised_inside_our_own_code_is_located_at_the_users_line(tmp_path: Path) -> None:

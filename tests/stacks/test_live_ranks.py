@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import allranks
+from allranks.drill.ranks import Ranks, signal
 from allranks.model.stacks import StacksReport
 from allranks.stacks import CollectOptions, Stillness, classify, collect, targets_of
 from allranks.stacks.tools import find_pyspy
-from allranks.testing.ranks import Ranks, signal
 
 pytestmark = pytest.mark.skipif(find_pyspy() is None, reason="py-spy is not installed")
 

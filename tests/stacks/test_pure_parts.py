@@ -153,13 +153,13 @@ def test_a_rank_in_a_folder_named_allranks_is_found_and_our_own_tools_are_not() 
     """`git clone` makes a folder of that name; only the program itself is a tool, wherever it is installed."""
     ranks = [
         "/home/u/allranks/.venv/bin/python -u /home/u/allranks/examples/train.py --out /tmp/allranks out",
-        "python -u -m allranks.agent.rank train.py",
+        "python -u -m allranks.launch.rank_entry train.py",
         "python train.py --profiler py-spy",
     ]
     tools = [
         "/home/u/allranks/.venv/bin/python /home/u/allranks/.venv/bin/allranks stacks --all-nodes",
         "/usr/bin/python3.11 -u -m allranks run --replicas 2 train.py",
-        "python -S -s -m allranks.lighthouse.beacon --fd 3",
+        "python -S -s -m allranks.lighthouse.client.liveness_proxy --fd 3",
         "/usr/local/bin/allranks watch",
         "/x/bin/py-spy dump --pid 7",
     ]
@@ -421,7 +421,7 @@ def test_the_debug_section_is_read_as_people_know_it(tmp_path: Path) -> None:
         ("TrainingState._wait_for_group", "training.py", "rendezvous_wait"),
         ("TrainingState._wait_for_verdict", "training.py", "rendezvous_wait"),
         ("wait_while", "work.py", "collective_wait"),
-        ("BallotBox.cast", "ballot_box.py", "collective_wait"),
+        ("VoteMesh.cast", "ballot_box.py", "collective_wait"),
     ],
 )
 def test_a_replica_that_waits_in_its_manager_is_no_culprit(function: str, file: str, cause: str) -> None:

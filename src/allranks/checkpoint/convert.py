@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from allranks.checkpoint.backends import Backend
 from allranks.checkpoint.config import CheckpointLoadConfig
-from allranks.checkpoint.foreign import is_dcp, read_dcp
-from allranks.checkpoint.legacy import read_legacy
-from allranks.checkpoint.opened import opened
-from allranks.checkpoint.restore import read_state
+from allranks.checkpoint.inspect import has_manifest
+from allranks.checkpoint.restore.into_state import read_state
+from allranks.checkpoint.restore.opened_checkpoint import opened
+from allranks.checkpoint.restore.plain_dcp import is_dcp, read_dcp
+from allranks.checkpoint.restore.pt_file import read_legacy
 from allranks.checkpoint.state import CheckpointState, state_of
-from allranks.checkpoint.store import StoreSpec, checkpoint_name, open_store, split_address
-from allranks.checkpoint.survey import has_manifest
+from allranks.checkpoint.stores.backends import Backend
+from allranks.checkpoint.stores.store import StoreSpec, checkpoint_name, open_store, split_address
 from allranks.errors import InputError
 
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from allranks.checkpoint.choose import Choice
 from allranks.checkpoint.failure import hint_for, reason_of
 from allranks.checkpoint.manifest import MANIFEST, decode_manifest
-from allranks.checkpoint.store import Store, StoreSpec, open_store, step_in_name
+from allranks.checkpoint.restore.choose import Choice
+from allranks.checkpoint.stores.store import Store, StoreSpec, open_store, step_in_name
 from allranks.errors import (
     AllranksError,
     CheckpointDamaged,

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from allranks.checkpoint.backends import NVMeBackend, S3Backend
 from allranks.checkpoint.checksum import best_algorithm
 from allranks.checkpoint.config import (
     AsyncSavePolicy,
@@ -37,18 +36,19 @@ from allranks.checkpoint.config import (
     CheckpointTier,
 )
 from allranks.checkpoint.group import Group
-from allranks.checkpoint.loading import Loader
 from allranks.checkpoint.look import Rules
-from allranks.checkpoint.memory import MemorySnapshotBackend
-from allranks.checkpoint.places import SNAPSHOTS_VARIABLE, Places
-from allranks.checkpoint.plan import Plan, Planner, fingerprint, local_tensors
-from allranks.checkpoint.restore import Live, install_rng
-from allranks.checkpoint.saving import Pending, Saves
-from allranks.checkpoint.snapshot import ArenaPool, FlatState, Snapshot, flatten_state, wraps_of
-from allranks.checkpoint.staging import Copy
+from allranks.checkpoint.restore.into_state import Live, install_rng
+from allranks.checkpoint.restore.loader import Loader
+from allranks.checkpoint.save.plan import Plan, Planner, fingerprint, local_tensors
+from allranks.checkpoint.save.saves import Pending, Saves
+from allranks.checkpoint.save.snapshot import ArenaPool, FlatState, Snapshot, flatten_state, wraps_of
+from allranks.checkpoint.save.staging import Copy
+from allranks.checkpoint.save.writer import SaveJob
 from allranks.checkpoint.state import CheckpointState, create_checkpoint_state
-from allranks.checkpoint.store import Attempt, checkpoint_name
-from allranks.checkpoint.writer import SaveJob
+from allranks.checkpoint.stores.backends import NVMeBackend, S3Backend
+from allranks.checkpoint.stores.memory import MemorySnapshotBackend
+from allranks.checkpoint.stores.store import Attempt, checkpoint_name
+from allranks.checkpoint.tier_locations import SNAPSHOTS_VARIABLE, Places
 from allranks.errors import CheckpointSaveError, MemoryLimitExceeded
 
 log = logging.getLogger("allranks.checkpoint")

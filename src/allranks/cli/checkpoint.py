@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from allranks.checkpoint.store import Store, StoreSpec, open_store, split_address
+from allranks.checkpoint.stores.store import Store, StoreSpec, open_store, split_address
 from allranks.errors import InputError
 
 _ADDRESS = "a folder, or a URL: s3://BUCKET/PREFIX, gs://…, az://…, peer://HOST:PORT/JOB"
@@ -90,7 +90,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _ls(args: argparse.Namespace) -> int:
-    from allranks.checkpoint.survey import list_checkpoints
+    from allranks.checkpoint.inspect import list_checkpoints
 
     with _store(args.store, args.option) as store:
         found, quarantined = list_checkpoints(store), store.quarantined()
@@ -119,7 +119,7 @@ def _print_list(address: str, found: list[Any]) -> None:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from allranks.checkpoint.opened import opened
+    from allranks.checkpoint.restore.opened_checkpoint import opened
 
     with _checkpoint(args.checkpoint, args.option) as (store, name), opened(store, name) as checkpoint:
         manifest = checkpoint.manifest
@@ -147,7 +147,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from allranks.checkpoint.survey import verify_checkpoint
+    from allranks.checkpoint.inspect import verify_checkpoint
 
     results, moved = [], {}
     with _store_and_names(args.checkpoint, args.option) as (store, names):
@@ -177,7 +177,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _copy(args: argparse.Namespace) -> int:
-    from allranks.checkpoint.survey import copy_checkpoint
+    from allranks.checkpoint.inspect import copy_checkpoint
 
     with _checkpoint(args.checkpoint, args.option) as (source, name):
         base, new_name = args.target, name
@@ -198,8 +198,8 @@ def _copy(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    from allranks.checkpoint.retention import decide, look_closely, remove
-    from allranks.checkpoint.survey import verify_checkpoint
+    from allranks.checkpoint.inspect import verify_checkpoint
+    from allranks.checkpoint.save.retention import decide, look_closely, remove
 
     with _store(args.store, args.option) as store:
 
@@ -305,7 +305,7 @@ def _checkpoint(address: str, options: list[str]) -> Iterator[tuple[Store, str]]
 @contextmanager
 def _store_and_names(address: str, options: list[str]) -> Iterator[tuple[Store, list[str]]]:
     """Either one checkpoint of a store, or all of a store, oldest step first."""
-    from allranks.checkpoint.survey import has_manifest, list_checkpoints
+    from allranks.checkpoint.inspect import has_manifest, list_checkpoints
 
     head, tail = split_address(address if "://" in address else str(Path(address).absolute()))
     if tail and ("://" in head or Path(head).is_dir()):
@@ -319,7 +319,7 @@ def _store_and_names(address: str, options: list[str]) -> Iterator[tuple[Store, 
 
 
 def _refuse_existing(store: Store, name: str, force: bool) -> None:
-    from allranks.checkpoint.survey import has_manifest
+    from allranks.checkpoint.inspect import has_manifest
 
     if not force and has_manifest(store, name):
         raise InputError(f"'{store.path_of(name)}' exists already", hint="--force replaces it")
@@ -339,8 +339,8 @@ def _tensors(checkpoint: Any) -> dict[str, dict[str, Any]]:
 
 
 def _bytes_of(store: Store, name: str) -> int:
-    from allranks.checkpoint.opened import opened
-    from allranks.checkpoint.survey import shard_bytes
+    from allranks.checkpoint.inspect import shard_bytes
+    from allranks.checkpoint.restore.opened_checkpoint import opened
     from allranks.errors import CheckpointError
 
     try:

@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
 def encode(trace: RankTrace, form: str) -> bytes:
     """The bytes of a trace in one of the forms."""
     if form == "box":
-        from allranks.model.box_bytes import box_bytes
+        from allranks.blackbox.encode import box_bytes
 
         return box_bytes(trace)
     from allranks.model.torch_dump import to_torch_json, to_torch_pickle
@@ -70,7 +70,7 @@ def encode(trace: RankTrace, form: str) -> bytes:
 
 def file_name_for(trace: RankTrace, form: str) -> str:
     """The name under which torch's tools and ours find the rank."""
-    from allranks.model.blackbox import file_name
+    from allranks.blackbox.layout import file_name
 
     rank = trace.header.rank or 0
     if form == "box":

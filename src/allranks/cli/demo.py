@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """0 when everything held, 1 when something fell short."""
     require("torch", feature="allranks demo", extra="torch")
-    from allranks.testing.demo import DemoOptions, run_demo
-    from allranks.testing.drill import ended_by_signals
+    from allranks.drill.demo import DemoOptions, run_demo
+    from allranks.drill.run import ended_by_signals
 
     folder = args.folder or Path(tempfile.mkdtemp(prefix="allranks-demo-"))
     begin = time.monotonic()

@@ -21,7 +21,7 @@ plan.yaml:
     - {kind: hang, replica: random, at_step: [20, 30]}
 
 Faults fire at the script's progress mark (a Manager marks each step; other scripts call allranks.step(n)).
-A script may report digests and samples with `from allranks.testing.inject import tell` when ALLRANKS_DRILL is set.
+A script may report digests and samples with `from allranks.drill.preload import tell` when ALLRANKS_DRILL is set.
 Kinds: kill exit segfault raise stop hang busy lock gil loader subprocess queue fifo file_lock
 network store recv extra slow pause leave partition.
 """
@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """0 every fault fired, was noticed and survived; 1 something fell short; 2 could not run."""
-    from allranks.testing.drill import run_drill
-    from allranks.testing.plan import read_plan
+    from allranks.drill.plan import read_plan
+    from allranks.drill.run import run_drill
 
     command = args.job[1:] if args.job[:1] == ["--"] else args.job
     if not command:
@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
 
 def find_size(command: Sequence[str]) -> tuple[int | None, int]:
     """(ranks, ranks per replica) as far as the command tells."""
-    from allranks.agent.command_line import flag_value
+    from allranks.launch.command_line import flag_value
 
     per = int(flag_value(command, "--nproc-per-replica") or 1)
     replicas = flag_value(command, "--total-replicas") or flag_value(command, "--replicas")

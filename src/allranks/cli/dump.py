@@ -12,7 +12,7 @@ from allranks.errors import InputError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from allranks.record.read import BoxHeader
+    from allranks.blackbox.reader import BoxHeader
 
 EXAMPLES = """examples:
   allranks dump --list                       jobs and ranks recorded on this machine
@@ -69,7 +69,7 @@ def _fetch(args: argparse.Namespace, folder: str) -> str:
     """The boxes of all nodes, in a folder of this one."""
     from pathlib import Path
 
-    from allranks.agent.everywhere import find_lighthouse, gather_everywhere
+    from allranks.incidents.job_evidence import find_lighthouse, gather_everywhere
 
     lighthouse = find_lighthouse(args.job)
     if lighthouse is None:
@@ -101,7 +101,7 @@ def _dump(args: argparse.Namespace) -> int:
 
 def _choose(args: argparse.Namespace) -> list[BoxHeader]:
     """The boxes that were asked for: of the newest attempt of each rank, unless all are wanted."""
-    from allranks.model.blackbox import job_prefix
+    from allranks.blackbox.layout import job_prefix
 
     found = list({header.path: header for path in _places(args) for header in _headers(path)}.values())
     if args.job and not args.path:
@@ -133,8 +133,8 @@ def _places(args: argparse.Namespace) -> list[Path]:
     import os
     from pathlib import Path
 
-    from allranks.record.place import job_folders
-    from allranks.record.read import boxes_of_process, processes
+    from allranks.blackbox.files import job_folders
+    from allranks.blackbox.reader import boxes_of_process, processes
 
     if args.path:
         if not Path(args.path).exists():
@@ -148,7 +148,7 @@ def _places(args: argparse.Namespace) -> list[Path]:
 
 
 def _headers(path: Path) -> list[BoxHeader]:
-    from allranks.record.read import find_boxes, read_header
+    from allranks.blackbox.reader import find_boxes, read_header
 
     found = []
     for box in [path] if path.is_file() else find_boxes(path):
@@ -170,7 +170,7 @@ def _newest(headers: list[BoxHeader]) -> list[BoxHeader]:
 
 
 def _state(header: BoxHeader) -> str:
-    from allranks.record.read import is_alive
+    from allranks.blackbox.reader import is_alive
 
     if is_alive(header):
         return "running"

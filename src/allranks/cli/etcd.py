@@ -22,9 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the command: 0 running (or stopped as asked), 1 not running, 2 could not."""
-    from allranks.agent import etcd_server
     from allranks.errors import EtcdError
     from allranks.etcd import Etcd
+    from allranks.launch import etcd_server
 
     folder = args.folder or etcd_server.default_folder()
     if args.action == "stop":

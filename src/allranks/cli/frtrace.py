@@ -20,9 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Loads, analyses and prints."""
     from allranks.errors import ConfigurationError
+    from allranks.frtrace.api import analyse_details, read_dir, transform_ft
     from allranks.frtrace.blocks import render_blocks, render_database, render_entries
     from allranks.frtrace.database import build_database
-    from allranks.frtrace.door import analyse_details, read_dir, transform_ft
 
     if args.transform_ft and not args.group_world_size:
         raise ConfigurationError("World size is required for transform_ft", hint="Add --group-world-size N.")

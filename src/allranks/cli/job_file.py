@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from allranks.errors import InputError
 
 if TYPE_CHECKING:
-    from allranks.agent.notice import NoticeOptions
-    from allranks.agent.policy import PolicyOptions
+    from allranks.incidents.policy import PolicyOptions
+    from allranks.watch.silence import NoticeOptions
 
 Settings = Mapping[str, Any]
 
@@ -79,7 +79,7 @@ def quorum_times(settings: Settings) -> dict[str, Any]:
 
 def policy_options(how: str | None, settings: Settings) -> PolicyOptions:
     """The policy of the closed loop; `how` is --recovery or None."""
-    from allranks.agent.policy import PolicyOptions
+    from allranks.incidents.policy import PolicyOptions
 
     recovery = settings.get("recovery") or {}
     mode = how or recovery.get("mode")
@@ -97,7 +97,7 @@ def manager_timeout_s(environment: Mapping[str, str]) -> float:
 
     Never more than the default: a group that the script makes itself has that one, whatever the manager's is.
     """
-    from allranks.agent.notice import MANAGER_TIMEOUT_S
+    from allranks.watch.silence import MANAGER_TIMEOUT_S
 
     for name in ("ALLRANKS_TIMEOUT_S", "TORCHFT_TIMEOUT_SEC"):
         if text := environment.get(name):
@@ -110,7 +110,7 @@ def manager_timeout_s(environment: Mapping[str, str]) -> float:
 
 def notice_options(floor_s: float | None, settings: Settings, retry_s: float | None = None) -> NoticeOptions:
     """When silence is looked at; `floor_s` is --notice-s or None, `retry_s` the managers' timeout in replica mode."""
-    from allranks.agent.notice import NoticeOptions
+    from allranks.watch.silence import NoticeOptions
 
     debug, recovery = settings.get("debug") or {}, settings.get("recovery") or {}
     asked = floor_s or recovery.get("notice_s")

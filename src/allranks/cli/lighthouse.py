@@ -206,7 +206,7 @@ def make_lighthouse(args: argparse.Namespace, token: str) -> Lighthouse:
     etcd = EtcdOptions(parse_endpoints(args.etcd), args.job, args.lease_s, args.ca) if args.etcd else None
     doors, page = [], http_protocol(args.allow_host)
     if args.grpc_bind:
-        from allranks.lighthouse.grpc_door import grpc_door
+        from allranks.lighthouse.grpc_server import grpc_door
 
         args.grpc_address = ""
         same = args.grpc_bind == args.bind and port
@@ -295,7 +295,7 @@ def _leave_token(path: Path, token: str) -> None:
 
 
 def _act(args: argparse.Namespace) -> int:
-    from allranks.lighthouse.client import Client, ClientOptions
+    from allranks.lighthouse.client.client import Client, ClientOptions
 
     options = ClientOptions(
         addresses=(args.address,), token=_client_token(args), role="observer", replica="", ca=args.ca,

@@ -15,9 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from allranks.agent.command_line import arrange, flag_value, from_environment, has_flag
-from allranks.agent.environment import JobEnvironment, job_token
-from allranks.agent.slurm import replicas_of_node
 from allranks.channel.token import write_token
 from allranks.cli.embedded import embed_lighthouse
 from allranks.cli.job_file import FLAGS as FLAGS_OF_FILE
@@ -31,6 +28,9 @@ from allranks.cli.job_file import (
 )
 from allranks.elastic.torchrun import ElasticTrainingConfig
 from allranks.errors import InputError
+from allranks.launch.command_line import arrange, flag_value, from_environment, has_flag
+from allranks.launch.environment import JobEnvironment, job_token
+from allranks.launch.slurm import replicas_of_node
 from allranks.model.nodes import AGENT
 
 EPILOG = """\
@@ -170,9 +170,9 @@ def _run(
     script: list[str],
     stack: ExitStack,
 ) -> int:
-    from allranks.agent.overview import set_aside_earlier, write_job
-    from allranks.agent.timed_stacks import start_timed_stacks, stop_timed_stacks
-    from allranks.record.place import job_folder
+    from allranks.blackbox.files import job_folder
+    from allranks.incidents.job_overview import set_aside_earlier, write_job
+    from allranks.watch.timed_stacks import start_timed_stacks, stop_timed_stacks
 
     replica_mode = args.replicas is not None
     if replica_mode:
@@ -211,8 +211,8 @@ def _run_whole(
     args: argparse.Namespace, settings: dict[str, Any], words: list[str], environment: JobEnvironment,
     incidents: Path, log_dir: str, stack: ExitStack,
 ) -> int:  # fmt: skip
-    from allranks.agent.launch import Launch, launch
-    from allranks.agent.node import NodeAgent
+    from allranks.launch.node_agent import NodeAgent
+    from allranks.launch.whole_job import Launch, launch
 
     watch = (
         None
@@ -233,9 +233,9 @@ def _run_replicas(
     args: argparse.Namespace, settings: dict[str, Any], script: list[str], torchrun: list[str],
     environment: JobEnvironment, incidents: Path, log_dir: Path, stack: ExitStack,
 ) -> int:  # fmt: skip
-    from allranks.agent.node import NodeAgent
-    from allranks.agent.replicas import ReplicaOptions, Supervisor
-    from allranks.agent.restarts import RestartOptions
+    from allranks.launch.node_agent import NodeAgent
+    from allranks.supervise.replicas import ReplicaOptions, Supervisor
+    from allranks.supervise.restarts import RestartOptions
 
     if args.replicas < 1 or args.nproc_per_replica < 1:
         raise InputError("--replicas and --nproc-per-replica must be at least 1")
@@ -289,7 +289,7 @@ def _rank_command(script: list[str], torchrun: list[str], record: bool) -> tuple
     if has_flag(torchrun, "--no-python"):
         return tuple(script)
     module = ["-m"] if has_flag(torchrun, "--module", "-m") else []
-    entry = ["-m", "allranks.agent.rank"] if record else []
+    entry = ["-m", "allranks.launch.rank_entry"] if record else []
     return (sys.executable, "-u", *entry, *module, *script)
 
 
@@ -302,8 +302,8 @@ def _watch(
     stack: ExitStack,
     may_leave: bool = False,
 ) -> Any:
-    from allranks.agent.watch import Watch
-    from allranks.agent.watch_options import WatchOptions
+    from allranks.incidents.loop import Watch
+    from allranks.incidents.options import WatchOptions
 
     recovery = settings.get("recovery") or {}
     retry_s = manager_timeout_s(os.environ) if mode == "replica" else None
@@ -318,9 +318,9 @@ def _watch(
     )  # fmt: skip
     store = args.incident_store or recovery.get("incident_store")
     if store:
-        from allranks.agent.keeping import Keeper
-        from allranks.checkpoint.object_store import ObjectBlobs
-        from allranks.checkpoint.store import StoreSpec
+        from allranks.checkpoint.stores.object_store import ObjectBlobs
+        from allranks.checkpoint.stores.store import StoreSpec
+        from allranks.incidents.upload import Keeper
 
         keeper = Keeper(ObjectBlobs(StoreSpec(str(store))))
         keeper.start()
@@ -356,7 +356,7 @@ def _client(environment: JobEnvironment, stack: ExitStack) -> Any:
     if not environment.lighthouse:
         return None
     from allranks.errors import AllranksError
-    from allranks.lighthouse.client import Client, ClientOptions
+    from allranks.lighthouse.client.client import Client, ClientOptions
 
     options = ClientOptions(
         addresses=tuple(environment.lighthouse.split(",")), token=environment.token,
@@ -382,14 +382,14 @@ def _company(client: Any, environment: JobEnvironment) -> Any:
     """The agents of other nodes, reached through the lighthouse."""
     if client is None:
         return None
-    from allranks.agent.company import Company
+    from allranks.incidents.peers import PeerAgents
 
-    return Company(client, environment.token)
+    return PeerAgents(client, environment.token)
 
 
 def _snapshot_keeper(token: str, torchrun: list[str], stack: ExitStack) -> str:
     """Starts this node's keeper of memory snapshots and returns its address. Ranks of other nodes use it too."""
-    from allranks.checkpoint.peer import SnapshotServer
+    from allranks.checkpoint.stores.snapshot_server import SnapshotServer
 
     alone = has_flag(torchrun, "--standalone") or flag_value(torchrun, "--nnodes") in (None, "1", "1:1")
     host = flag_value(torchrun, "--local-addr") or ("127.0.0.1" if alone else "0.0.0.0")

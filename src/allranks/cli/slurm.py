@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from allranks.agent import slurm
-from allranks.agent.command_line import arrange, flag_value, has_flag
-from allranks.agent.environment import job_token
 from allranks.cli.embedded import embed_lighthouse
 from allranks.cli.job_file import chosen_flags, read_settings
 from allranks.cli.run import FLAGS
 from allranks.errors import InputError
+from allranks.launch import slurm
+from allranks.launch.command_line import arrange, flag_value, has_flag
+from allranks.launch.environment import job_token
 
 EPILOG = """\
   allranks slurm submit --nodes 4 --gpus-per-node 8 train.py --lr 1e-4     submit a batch job

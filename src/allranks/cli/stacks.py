@@ -140,7 +140,7 @@ def _look(args: argparse.Namespace) -> Capture:
 
 def _look_everywhere(args: argparse.Namespace) -> Capture:
     """One look on every node of a job, joined into one capture: its agents are asked, or Slurm starts a step there."""
-    from allranks.agent.everywhere import find_lighthouse, gather_everywhere
+    from allranks.incidents.job_evidence import find_lighthouse, gather_everywhere
     from allranks.stacks import read_capture
 
     lighthouse = find_lighthouse(args.job)
@@ -155,7 +155,7 @@ def _look_everywhere(args: argparse.Namespace) -> Capture:
 
 
 def _look_through_slurm(args: argparse.Namespace) -> Capture:
-    from allranks.agent.slurm import collect_words
+    from allranks.launch.slurm import collect_words
     from allranks.stacks import read_capture
 
     job = args.job or os.environ.get("SLURM_JOB_ID", "")

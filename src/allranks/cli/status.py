@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """0 ranks run, 1 none runs any more, 2 no such job."""
-    from allranks.agent.overview import Overview, find_job
+    from allranks.incidents.job_overview import Overview, find_job
 
     overview = Overview(find_job(args.job))
     live = args.watch or args.command == "top"

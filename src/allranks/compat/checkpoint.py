@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from allranks.checkpoint.backends import NVMeBackend, S3Backend
 from allranks.checkpoint.config import AsyncSavePolicy, CheckpointConfig, CheckpointLoadConfig, CheckpointTier
 from allranks.checkpoint.manager import CheckpointManager
-from allranks.checkpoint.memory import MemorySnapshotBackend
 from allranks.checkpoint.state import CheckpointState, create_checkpoint_state, load_checkpoint_to_model
+from allranks.checkpoint.stores.backends import NVMeBackend, S3Backend
+from allranks.checkpoint.stores.memory import MemorySnapshotBackend
 from allranks.errors import (
     CheckpointError,
     CheckpointLoadError,

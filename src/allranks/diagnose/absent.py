@@ -8,9 +8,9 @@ from allranks.diagnose.align import is_box
 from allranks.diagnose.context import Context, Stacks, latest_stack
 from allranks.diagnose.job import GroupView, Lane, Now
 from allranks.diagnose.p2p import P2PWait
+from allranks.diagnose.phrasing import count_ranks, place, ranks_text, seconds, who
 from allranks.diagnose.shift import Shift, find_stack_shift
 from allranks.diagnose.waits import Blocked
-from allranks.diagnose.words import count_ranks, place, ranks_text, seconds, who
 from allranks.model.diagnosis import Finding, RankNow
 from allranks.model.trace import State
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from allranks.diagnose.absent import explain_ranks, wrong_peer
+from allranks.diagnose.call_habits import breaks_habit, owes_message
 from allranks.diagnose.context import Context, p2p_text
-from allranks.diagnose.habit import breaks_habit, owes_message
+from allranks.diagnose.phrasing import place, ranks_text, who
 from allranks.diagnose.waits import Blocked
-from allranks.diagnose.words import place, ranks_text, who
 from allranks.model.diagnosis import Finding
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from allranks.diagnose.absent import left_out, shifted
+from allranks.diagnose.call_habits import step_keys, successors
 from allranks.diagnose.context import Context
 from allranks.diagnose.crossed import crossed, one_left_out
-from allranks.diagnose.habit import step_keys, successors
+from allranks.diagnose.phrasing import ranks_text, who
 from allranks.diagnose.shift import find_stack_shift
 from allranks.diagnose.waits import Blocked
-from allranks.diagnose.words import ranks_text, who
 from allranks.model.diagnosis import Finding
 
 #: So many earlier rounds of its own must a rank have broken with, where no other rank's order can be compared.

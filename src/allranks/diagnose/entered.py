@@ -10,8 +10,8 @@ from allranks.diagnose.batches import known_inside
 from allranks.diagnose.context import Context
 from allranks.diagnose.job import Now
 from allranks.diagnose.ops import ROOTED, Family
+from allranks.diagnose.phrasing import ranks_text, seconds, who
 from allranks.diagnose.waits import Blocked
-from allranks.diagnose.words import ranks_text, seconds, who
 from allranks.model.diagnosis import Finding
 from allranks.model.trace import Flag, State
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from allranks.diagnose.habit import breaks_habit, is_inserted
+from allranks.diagnose.call_habits import breaks_habit, is_inserted
 from allranks.diagnose.job import GroupView, Job, Lane
 
 #: At most this many extra or skipped calls in a row are looked for.

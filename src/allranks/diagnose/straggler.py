@@ -6,7 +6,7 @@ import numpy as np
 
 from allranks.diagnose.job import GroupView, Job, Lane
 from allranks.diagnose.ops import is_synchronising
-from allranks.diagnose.words import place, ranks_text, seconds, who
+from allranks.diagnose.phrasing import place, ranks_text, seconds, who
 from allranks.model.diagnosis import Finding
 from allranks.model.trace import State
 

@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from allranks.diagnose.absent import explain_ranks
 from allranks.diagnose.align import align
 from allranks.diagnose.context import Context
-from allranks.diagnose.disbelief import Doubt, find_doubts, reopen
+from allranks.diagnose.false_completions import Doubt, find_doubts, reopen
 from allranks.diagnose.graph import wait_graph
 from allranks.diagnose.job import GroupView
 from allranks.diagnose.liveness import is_hung, is_paused, usual_pause
 from allranks.diagnose.match import Mismatch, find_mismatches
 from allranks.diagnose.p2p import match_p2p
+from allranks.diagnose.phrasing import count, ranks_text, seconds
 from allranks.diagnose.quorums import forget_past_quorums
 from allranks.diagnose.straggler import find_straggler, find_tight_timeout
 from allranks.diagnose.waits import Blocked, find_blocked
-from allranks.diagnose.words import count, ranks_text, seconds
 from allranks.model.diagnosis import Diagnosis, FileNote, Finding, GroupSummary, RankNow, Status
 from allranks.model.trace import RankTrace
 
@@ -96,7 +96,7 @@ def _diagnose(
     if options.ended:
         roots = [_at_the_end(root) for root in roots]
     if not roots and not (hung and any(is_paused(job, rank) for rank in job.ranks)):
-        from allranks.diagnose.quiet import quiet_roots
+        from allranks.diagnose.weak_findings import quiet_roots
 
         roots = quiet_roots(context, [d for d in doubts if not d.proven], options.allow_incomplete_ranks)
     warnings = _warnings(context, every, damaged, options, roots)
@@ -131,7 +131,7 @@ def _roots(context: Context, mismatches: list[Mismatch]) -> list[Finding]:
     for index, ranks in lacking.items():
         weighed += _lacking(context, context.blocked[index], sorted(ranks))
     if mismatches or context.p2p_mismatches:
-        from allranks.diagnose.misfit import explain_mismatch, explain_p2p
+        from allranks.diagnose.mismatches import explain_mismatch, explain_p2p
 
         stuck = any(_misfits(context, b) for b in context.blocked)
         for mismatch in mismatches:
@@ -148,7 +148,7 @@ def _explains(context: Context, mismatch: Mismatch, blocked: Blocked) -> bool:
     """Whether a call is blocked because of a mismatch: it is that call, or nothing has fitted since."""
     if blocked.seq <= mismatch.seq or blocked.seq - mismatch.seq - 1 <= mismatch.also:
         return blocked.seq >= mismatch.seq
-    from allranks.diagnose.guilt import judge
+    from allranks.diagnose.culprit import judge
 
     return judge(context.job, mismatch).shift is not None
 

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from allranks.lighthouse.bulletin import Bulletin
-from allranks.lighthouse.former import Timers
-from allranks.lighthouse.gathering import Current, decide_gathering
+from allranks.lighthouse.event_log import EventLog
+from allranks.lighthouse.evidence_owner import Current, decide_gathering
 from allranks.lighthouse.nodes import Nodes
+from allranks.lighthouse.quorum_coordinator import Timers
 from allranks.lighthouse.sessions import Session, Sessions
 from allranks.model.cluster import CollectEvidence, Gathering, Incident, MemberLeft, MemberLost
 from allranks.model.nodes import AGENT
@@ -25,7 +25,7 @@ class Agents:
     """See the module. What is told goes out at once."""
 
     sessions: Sessions
-    bulletin: Bulletin
+    bulletin: EventLog
     timers: Timers
     now: Callable[[], float]
     serving: Callable[[], bool]  # whether this lighthouse leads and is not closing

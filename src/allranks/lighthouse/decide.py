@@ -65,8 +65,8 @@ def decide(now: float, state: State, options: Options) -> tuple[Decision, str]:
         until = state.finished_at + options.finished_hold_s
         if now < until:
             return Wait("finished", until=_earliest(until, later)), _finished(state)
-    by_last = bool(state.veterans or state.silent)
-    idle = state.idle_veterans if by_last else state.idle
+    by_last = bool(state.continuing or state.silent)
+    idle = state.continuing_not_asking if by_last else state.idle
     askers = state.asking_veterans if by_last else state.asking
     if idle and askers:
         deadline = next(iter(askers.values())).asked_at + options.join_timeout_s
@@ -79,8 +79,8 @@ def decide(now: float, state: State, options: Options) -> tuple[Decision, str]:
                 f"{_count(len(state.asking), 'asks', 'ask')}, the first quorum waits for {options.expect_replicas}"
             )
     if by_last:
-        present = len(state.veterans) - len(state.idle_veterans)
-        absent = state.idle_veterans | state.silent
+        present = len(state.continuing) - len(state.continuing_not_asking)
+        absent = state.continuing_not_asking | state.silent
         what = f"members of quorum {state.number}"
     else:
         present, absent, what = len(state.asking), state.idle, "connected replicas"
@@ -147,20 +147,20 @@ def _why(state: State, idle: set[str], before: dict[str, str], spares: frozenset
 
 def find_wanted(state: State, options: Options) -> str:
     """Why members that are training should ask again at their next step; "" when they need not."""
-    if not state.idle_veterans or state.last is None:
+    if not state.continuing_not_asking or state.last is None:
         return ""
-    waiting = [name for name in state.asking if name not in state.veterans]
+    waiting = [name for name in state.asking if name not in state.continuing]
     if not waiting:
         return ""
-    now_possible = options.largest_size(len(state.veterans))
-    if options.largest_size(len(state.veterans) + len(waiting)) <= now_possible:
+    now_possible = options.largest_size(len(state.continuing))
+    if options.largest_size(len(state.continuing) + len(waiting)) <= now_possible:
         return ""
     return f"{listed(waiting)} wait{'s' if len(waiting) == 1 else ''} to come in"
 
 
 def find_broken(state: State) -> str:
     """Why members that do not ask should at once: others of their quorum have given its group up. "": they need not."""
-    if not state.idle_veterans:
+    if not state.continuing_not_asking:
         return ""
     given_up = [
         name for name, replica in state.asking_veterans.items()

@@ -20,7 +20,7 @@ import msgspec
 
 from allranks.errors import ConfigurationError, EtcdError, LighthouseError
 from allranks.etcd import Etcd
-from allranks.lighthouse.kept import Kept
+from allranks.lighthouse.persisted_state import Kept
 
 log = logging.getLogger("allranks.lighthouse")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from allranks.model.nodes import Presence, Succession
+from allranks.model.nodes import Failover, Presence
 
 _REMEMBERED = 256  # lost nodes whose ranks are still known
 
@@ -19,12 +19,12 @@ class Nodes:
     present: dict[str, Presence] = field(default_factory=dict)
     lost: dict[str, Presence] = field(default_factory=dict)  # oldest first
 
-    def note(self, presence: Presence) -> Succession:
+    def note(self, presence: Presence) -> Failover:
         """An agent tells what runs on its node; it learns who would speak if the lighthouse went with its own."""
         self.present[presence.agent] = presence
         host = next((each for each in self.present.values() if each.lighthouse), None)
         rest = [name for name in self.present if host is None or name != host.agent]
-        return Succession(host, min(rest, default=""))
+        return Failover(host, min(rest, default=""))
 
     def leave(self, agent: str) -> None:
         """It said good-bye: its node is not lost."""

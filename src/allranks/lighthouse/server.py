@@ -21,9 +21,9 @@ from allranks.errors import LighthouseError
 from allranks.lighthouse.codec import encode
 from allranks.lighthouse.connection import Connection, Door, Taker
 from allranks.lighthouse.election import Election, EtcdOptions
-from allranks.lighthouse.kept import Kept
 from allranks.lighthouse.messages import Refused
 from allranks.lighthouse.options import Options, ServerOptions
+from allranks.lighthouse.persisted_state import Kept
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sockets import join_address
 from allranks.lighthouse.status import Status

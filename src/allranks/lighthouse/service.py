@@ -17,14 +17,14 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from allranks.lighthouse.agents import Agents
-from allranks.lighthouse.bulletin import Bulletin
 from allranks.lighthouse.codec import encode
 from allranks.lighthouse.detect import AwakeClock, find_silent
-from allranks.lighthouse.former import Former, Keep, Timers
-from allranks.lighthouse.kept import Kept
+from allranks.lighthouse.event_log import EventLog
 from allranks.lighthouse.messages import Beat, Hello, Pong, Refused, Waiting, Welcome
 from allranks.lighthouse.nodes import CUT_BACK_S, SILENT_BACK_S
 from allranks.lighthouse.options import Options
+from allranks.lighthouse.persisted_state import Kept
+from allranks.lighthouse.quorum_coordinator import Keep, QuorumCoordinator, Timers
 from allranks.lighthouse.sessions import Peer, Session, Sessions, deliver, merged, signed
 from allranks.lighthouse.state import State
 from allranks.lighthouse.status import Event, Status
@@ -61,8 +61,8 @@ class Service:
     awake: AwakeClock = field(init=False)
     state: State = field(init=False)
     sessions: Sessions = field(init=False)
-    bulletin: Bulletin = field(init=False)
-    former: Former = field(init=False)
+    bulletin: EventLog = field(init=False)
+    former: QuorumCoordinator = field(init=False)
     agents: Agents = field(init=False)
     _lost: dict[str, MemberLost] = field(default_factory=dict)  # sessions declared lost
     _retired: dict[str, str] = field(default_factory=dict)  # sessions replaced by a restart
@@ -76,8 +76,8 @@ class Service:
         self.awake = AwakeClock(max_step_s=min(0.5, self.options.heartbeat_timeout_s / 4))
         self.state = State(self.options)
         self.sessions = Sessions()
-        self.bulletin = Bulletin(self.sessions)
-        self.former = Former(
+        self.bulletin = EventLog(self.sessions)
+        self.former = QuorumCoordinator(
             self.options, self.timers, self.now, self.state, self.sessions, self.bulletin, active=self.leading
         )
         serving = lambda: self.leading and not self.draining  # noqa: E731
@@ -201,7 +201,7 @@ class Service:
         state, last = self.state, self.state.last
         newer = last is None or (quorum.number, quorum.round) > (last.number, last.round)
         if newer or state.yielding:
-            displaced = state.veterans - set(quorum.names)
+            displaced = state.continuing - set(quorum.names)
             self.take_over(quorum)
             reason = f"quorum {quorum.number} of an earlier lighthouse trains: it comes first"
             self.bulletin.tell(QuorumWanted(reason, state.number), displaced)
@@ -251,7 +251,7 @@ class Service:
         if (
             last is not None
             and 0 <= known < last.round
-            and name in self.state.veterans
+            and name in self.state.continuing
             and session.peer is not None
         ):
             session.peer.deliver(last, encode(last))
@@ -290,7 +290,7 @@ class Service:
         """A member that beats but stands still: ask for evidence, once per standstill."""
         if session.idle_s < self.options.stall_s:
             self._stalled.discard(session.replica)
-        elif session.replica not in self._stalled and session.replica in self.state.idle_veterans:
+        elif session.replica not in self._stalled and session.replica in self.state.continuing_not_asking:
             self._stalled.add(session.replica)
             text = f"{session.replica} makes no progress for {session.idle_s:.1f} s at step {session.step}"
             self.bulletin.event("stalled", text, session.replica)
@@ -418,7 +418,7 @@ class Service:
 
     def _number_of(self, name: str) -> int:
         """The quorum that this living session is a member of, or 0."""
-        return self.state.number if name in self.state.veterans else 0
+        return self.state.number if name in self.state.continuing else 0
 
     def _concerned(self, name: str) -> frozenset[str]:
         """Who must know that `name` goes: observers, and its fellow members (and itself, if it is still there).

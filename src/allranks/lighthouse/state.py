@@ -4,7 +4,7 @@ Every change is a method that takes `now` (awake seconds, see detect.AwakeClock)
 living, so dead names never pile up; a member of the last quorum that died stays in `gone` until the next one.
 
 Besides the facts the state keeps small indexes, so that a decision costs nothing while most are missing:
-`asking`, `asking_veterans`, `veterans` (members of the last quorum that never left it), `idle` and `idle_veterans` (those of
+`asking`, `asking_veterans`, `continuing` (members of the last quorum that never left it), `idle` and `continuing_not_asking` (those of
 them that do not ask). `_index` keeps them true for one name; tests compare with a decision made without them.
 """
 
@@ -73,8 +73,8 @@ class State:
     asking: dict[str, Replica] = field(default_factory=dict)  # in the order of asking
     cooling: dict[str, float] = field(default_factory=dict)
     asking_veterans: dict[str, Replica] = field(default_factory=dict)  # in the order of asking
-    veterans: set[str] = field(default_factory=set)
-    idle_veterans: set[str] = field(default_factory=set)
+    continuing: set[str] = field(default_factory=set)
+    continuing_not_asking: set[str] = field(default_factory=set)
     idle: set[str] = field(default_factory=set)
     silent: set[str] = field(default_factory=set)
     finishers: set[str] = field(default_factory=set)  # members of the last quorum whose training is over
@@ -133,7 +133,7 @@ class State:
     @property
     def over(self) -> bool:
         """Whether the training is over: members have finished, and none is left that could go on."""
-        return bool(self.finishers) and not self.veterans and not self.silent
+        return bool(self.finishers) and not self.continuing and not self.silent
 
     def evict(self, name: str, reason: str) -> None:
         """It stays out until it is let in, also under a new session."""
@@ -330,8 +330,8 @@ class State:
         _keep(self.asking, name, asker)
         _keep(self.asking_veterans, name, asker if veteran else None)
         _put(self.idle, name, idle)
-        _put(self.veterans, name, veteran)
-        _put(self.idle_veterans, name, veteran and idle)
+        _put(self.continuing, name, veteran)
+        _put(self.continuing_not_asking, name, veteran and idle)
         gone = self.gone.get(name)
         _put(self.silent, name, gone is not None and not gone.certain)
         _put(self.finishers, name, gone is not None and gone.finished)

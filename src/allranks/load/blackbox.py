@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from allranks.blackbox.layout import HEADER, HEADER_BYTES, MAGIC, VERSION, Item
+from allranks.blackbox.ring_copy import File, read_ring
 from allranks.load.heap import Heap, HeapCache
 from allranks.load.result import Raw, Unreadable
-from allranks.load.ring import File, read_ring
 from allranks.load.tables import Tables
-from allranks.model.blackbox import HEADER, HEADER_BYTES, MAGIC, VERSION, Item
 from allranks.model.trace import CALL, REDUCE_OPS, Group, Progress, Shapes, State, TraceHeader
 
 MAX_HEAP_BYTES = 256 << 20

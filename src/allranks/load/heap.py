@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from allranks.blackbox.layout import ITEM_HEADER_BYTES, Item
 from allranks.load.groups import MAX_MEMBERS
 from allranks.load.tables import MAX_TEXT, Tables
-from allranks.model.blackbox import ITEM_HEADER_BYTES, Item
 from allranks.model.trace import Group, Shapes
 
 _item_header = struct.Struct("<IHHI").unpack_from

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from allranks.blackbox.ring_copy import Arena
 from allranks.load.reading import Reader
 from allranks.load.result import LoadOptions, Raw, Unreadable
-from allranks.load.ring import Arena
 from allranks.load.share import Share, read_here
 from allranks.load.sources import Source
 from allranks.load.stall import TICK_S

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from allranks.blackbox.layout import MAGIC
+from allranks.blackbox.ring_copy import Arena, BytesFile, OpenFile
 from allranks.load.blackbox import read_box
 from allranks.load.heap import HeapCache
 from allranks.load.result import LoadOptions, Raw, Unreadable
-from allranks.load.ring import Arena, BytesFile, OpenFile
 from allranks.load.sources import GZIP, ZSTD, Source, read_all, unwrap
 from allranks.load.tables import Tables
-from allranks.model.blackbox import MAGIC
 
 if TYPE_CHECKING:  # a thousand lines that black boxes do not need
     from allranks.load.dumps import DumpReader

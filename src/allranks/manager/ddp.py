@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from allranks.errors import ConfigurationError
-from allranks.manager.generation import Generation
+from allranks.manager.groups.generation import Generation
 from allranks.manager.manager import Manager
 from allranks.manager.work import ManagedWork
 

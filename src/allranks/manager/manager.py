@@ -20,16 +20,16 @@ import torch.distributed as dist
 
 from allranks import record
 from allranks.errors import GroupAborted, HealingFailed, ManagerError, RetriesExhausted
-from allranks.manager.ballot import Vote
-from allranks.manager.future import sure
-from allranks.manager.generation import Attempt, Generation
-from allranks.manager.group import ProcessGroupGloo, ReconfigurableGroup
-from allranks.manager.heal_fetch import Fetch
-from allranks.manager.heal_state import LiveState
-from allranks.manager.meeting import Seconds, seconds
-from allranks.manager.opened import Opened
+from allranks.manager.future_or_default import sure
+from allranks.manager.groups.generation import Attempt, Generation
+from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
+from allranks.manager.groups.group_spec import Seconds, seconds
+from allranks.manager.heal.fetch import Fetch
+from allranks.manager.heal.state import LiveState
 from allranks.manager.options import ManagerOptions, WorldSizeMode, from_environment
+from allranks.manager.resources import Opened
 from allranks.manager.training import TrainingState, last_word
+from allranks.manager.votes import Vote
 from allranks.manager.work import ManagedWork
 
 log = logging.getLogger("allranks.manager")

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from allranks.errors import ConfigurationError
-from allranks.manager.gloo import own_host
+from allranks.manager.groups.gloo import own_host
 
 
 class WorldSizeMode(Enum):

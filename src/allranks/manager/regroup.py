@@ -19,21 +19,21 @@ from typing import Any
 import torch.distributed as dist
 
 from allranks.errors import AllranksError, GroupAborted, HealingFailed, ManagerError
-from allranks.lighthouse.client import Client
-from allranks.manager.ballot_box import MAX_VOTERS, BallotBox, Booth
-from allranks.manager.cpp_log import silenced
-from allranks.manager.generation import Generation
-from allranks.manager.group import ProcessGroupGloo, ReconfigurableGroup
-from allranks.manager.heal_fetch import Fetch, Source, report_fetched
-from allranks.manager.heal_serve import HealServer
-from allranks.manager.heal_state import LiveState
-from allranks.manager.inside import InsideReplica
-from allranks.manager.making import Making
-from allranks.manager.meeting import Meeting
+from allranks.lighthouse.client.client import Client
+from allranks.manager.groups.abandonable_call import AbandonableCall
+from allranks.manager.groups.cpp_log import silenced
+from allranks.manager.groups.generation import Generation
+from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
+from allranks.manager.groups.group_spec import GroupSpec
+from allranks.manager.groups.sockets import abort_connecting
+from allranks.manager.heal.fetch import Fetch, Source, report_fetched
+from allranks.manager.heal.serve import HealServer
+from allranks.manager.heal.state import LiveState
 from allranks.manager.options import ManagerOptions, WorldSizeMode
 from allranks.manager.plan import FRESH, NOWHERE, Claim, Plan, Position, ReplicaClaim, decide
-from allranks.manager.sockets import abort_connecting
+from allranks.manager.replica_rendezvous import ReplicaRendezvous
 from allranks.manager.training import TrainingState
+from allranks.manager.vote_mesh import MAX_VOTERS, VoteMesh, Voter
 from allranks.model.cluster import Member, Quorum
 
 log = logging.getLogger("allranks.manager")
@@ -50,10 +50,10 @@ class Regrouper:
     options: ManagerOptions
     training: TrainingState
     client: Client
-    inside: InsideReplica
+    inside: ReplicaRendezvous
     group: ReconfigurableGroup
     control: ReconfigurableGroup
-    box: BallotBox
+    box: VoteMesh
     server: HealServer
     store_address: str  # of the store hosted by rank 0 of this replica; the primary's is the meeting place
     live: LiveState
@@ -64,7 +64,7 @@ class Regrouper:
     _ticket: Any = None  # of the quorum that we are waiting for
     _heal_failures: int = 0  # since we were healed last
     _meeting_port: int = 0  # of the store where the group is being made
-    _reaching: Making[dist.Store] | None = None
+    _reaching: AbandonableCall[dist.Store] | None = None
     _guard: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> None:
@@ -257,12 +257,12 @@ class Regrouper:
         beside = _known(replica.ranks[rank].global_rank for replica in said)
         name = f"replicas/{quorum.number}" + (f"/{rank}" if self.options.world_size > 1 else "")
         limit_s = self.options.connect_timeout_s
-        self.group.meet(Meeting(own_store, index, len(said), quorum.number, places, name, beside, limit_s))
+        self.group.meet(GroupSpec(own_store, index, len(said), quorum.number, places, name, beside, limit_s))
         first = sum(len(replica.ranks) for replica in said[:index]) + rank
         voters = [claim for replica in said for claim in replica.ranks]
         credential = self.server.keys.for_quorum(quorum.epoch, quorum.number)
         others_booths = [
-            Booth(place, claim.address, credential) for place, claim in enumerate(voters) if place != first
+            Voter(place, claim.address, credential) for place, claim in enumerate(voters) if place != first
         ]
         if len(voters) <= MAX_VOTERS:
             name = f"{quorum.epoch}.{quorum.number}"
@@ -271,7 +271,7 @@ class Regrouper:
             ports = tuple(claim.control_port for place, claim in enumerate(voters) if place != first)
             control_store = dist.PrefixStore(f"{prefix}/control", store)
             self.control.meet(
-                Meeting(control_store, first, len(voters), quorum.number, ports, limit_s=limit_s)
+                GroupSpec(control_store, first, len(voters), quorum.number, ports, limit_s=limit_s)
             )
 
     def _reach_store(self, address: str) -> dist.Store:
@@ -279,7 +279,7 @@ class Regrouper:
         host, _, port = address.rpartition(":")
         self._meeting_port = int(port)
         limit_s = min(self.options.connect_timeout_s, _STORE_S)
-        self._reaching = Making(lambda: _open_store(host, int(port), limit_s))
+        self._reaching = AbandonableCall(lambda: _open_store(host, int(port), limit_s))
         try:
             return self._reaching.result()
         finally:

@@ -11,7 +11,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from allranks.manager.generation import Attempt, Generation
+from allranks.manager.groups.generation import Attempt, Generation
 from allranks.manager.phase import Phase, may_ask
 from allranks.manager.plan import Claim, Position
 

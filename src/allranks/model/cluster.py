@@ -141,7 +141,7 @@ class LetIn:
 class CollectEvidence:
     """Agents should gather stacks and black boxes of the named replicas (none named: of all).
 
-    With `upload` each agent sends its part there (agent/company.py); without, it keeps it in a folder of its own.
+    With `upload` each agent sends its part there (incidents/peers.py); without, it keeps it in a folder of its own.
     """
 
     incident: str

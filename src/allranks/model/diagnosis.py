@@ -29,7 +29,9 @@ class Finding:
     evidence: tuple[str, ...] = ()
     missing_evidence: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()  # what to do, exact commands
-    stack_labels: tuple[str, ...] = ()  # "live", "last finished call", …: what each of `stacks` is; () all unknown
+    stack_labels: tuple[
+        str, ...
+    ] = ()  # "live", "last finished call", …: what each of `stacks` is; () all unknown
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ class Presence:
 
 
 @dataclass(frozen=True)
-class Succession:
+class Failover:
     """For the day when the lighthouse goes with its node: who holds it, and who speaks for those that are left."""
 
     host: Presence | None = None  # None: the lighthouse stands alone

@@ -27,16 +27,16 @@ from typing import Any
 
 import numpy as np
 
-from allranks.model.blackbox import Item
+from allranks.blackbox.file_writer import Box
+from allranks.blackbox.files import job_folder
+from allranks.blackbox.layout import Item
+from allranks.blackbox.reader import read_trace
 from allranks.model.torch_dump import to_torch_json, to_torch_pickle
 from allranks.model.trace import REDUCE_OPS, RankTrace
-from allranks.record.box import Box
 from allranks.record.dtypes import dtype_name
 from allranks.record.dump import write_file
 from allranks.record.groups import GroupState
 from allranks.record.options import RecorderOptions, from_environment
-from allranks.record.place import job_folder
-from allranks.record.read import read_trace
 from allranks.record.writer import CallWriter, process_start_ticks, warn_once
 
 DEFAULT_ENTRIES = 2048

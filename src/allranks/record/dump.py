@@ -12,10 +12,10 @@ import os
 import tempfile
 from pathlib import Path
 
+from allranks.blackbox.reader import copy_box, read_header, read_trace, settled
 from allranks.errors import InputError
 from allranks.model.torch_dump import to_torch_json, to_torch_pickle
 from allranks.record.options import RecorderOptions
-from allranks.record.read import copy_box, read_header, read_trace, settled
 
 FORMATS = ("pickle", "json", "box")
 

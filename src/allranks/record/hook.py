@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from allranks.model.blackbox import Item
+from allranks.blackbox.layout import Item
 from allranks.record.calls import CALLS, Call, Reader
 from allranks.record.compiler import hide_from_compiler
 from allranks.record.dtypes import dtype_name
@@ -28,7 +28,7 @@ from allranks.record.engine import fast
 from allranks.record.groups import GroupState, describe_group, timeout_ms
 from allranks.record.inplace import layout_of
 from allranks.record.marker import EventMarker
-from allranks.record.ring import Shapes
+from allranks.record.row_writer import Shapes
 from allranks.record.writer import CallWriter, warn_once
 
 #: Modules whose code runs under a collective.
@@ -96,9 +96,9 @@ class Hook:
                 self._replace(kind, "wait", self._fast_wait(wait, self._wrap_wait(wait)))
         self._watch_cuda()
         try:
-            from allranks.record.twin import Twins
+            from allranks.record.recording_group import RecordingProxies
 
-            twins = Twins(self)
+            twins = RecordingProxies(self)
             twins.install()
             self._twins = twins
             hide_from_compiler(*(sys.modules[name] for name in OURS if name in sys.modules))

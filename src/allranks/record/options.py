@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from allranks.blackbox.layout import DEFAULT_CAPACITY, DEFAULT_HEAP_BYTES
 from allranks.errors import ConfigurationError
-from allranks.model.blackbox import DEFAULT_CAPACITY, DEFAULT_HEAP_BYTES
 
 DEFAULT_STACK_DEPTH = 8
 MIN_CAPACITY = 16

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import allranks
+from allranks.blackbox.file_writer import Box
+from allranks.blackbox.files import fallback_folder, job_folder, remove_old
+from allranks.blackbox.layout import Item, file_name
 from allranks.errors import require
-from allranks.model.blackbox import Item, file_name
-from allranks.record.box import Box
 from allranks.record.engine import fast
 from allranks.record.groups import GroupState
 from allranks.record.options import RecorderOptions
-from allranks.record.place import fallback_folder, job_folder, remove_old
-from allranks.record.watch import Watch
+from allranks.record.side_thread import Watch
 from allranks.record.writer import CallWriter, process_start_ticks, warn_once
 
 

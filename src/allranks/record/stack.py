@@ -15,8 +15,8 @@ import threading
 from types import CodeType, FrameType
 from typing import Any
 
-from allranks.model.blackbox import Item
-from allranks.record.box import Box
+from allranks.blackbox.file_writer import Box
+from allranks.blackbox.layout import Item
 from allranks.record.engine import fast
 
 PLUMBING, LIBRARY, USER = 0, 1, 2

@@ -15,11 +15,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from allranks.blackbox.file_writer import Box
 from allranks.model.trace import Flag, State
-from allranks.record.box import Box
 from allranks.record.groups import GroupState
 from allranks.record.options import RecorderOptions
-from allranks.record.ring import Shapes, make_ring
+from allranks.record.row_writer import Shapes, make_ring
 from allranks.record.stack import Stacks
 
 #: (work, number of the call, counters of its group, numbers of the calls that end with it)

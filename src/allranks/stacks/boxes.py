@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from allranks.model.blackbox import HEADER, HEADER_BYTES, MAGIC, VERSION, whole_rows
+from allranks.blackbox.layout import HEADER, HEADER_BYTES, MAGIC, VERSION, whole_rows
 from allranks.model.stacks import Mark, RankMarks
 from allranks.model.trace import CALL, State
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from allranks.manager.ddp import DistributedDataParallel
 from allranks.manager.diloco import DiLoCo
-from allranks.manager.group import ProcessGroupGloo
-from allranks.manager.group_nccl import ProcessGroupNCCL
-from allranks.manager.hsdp import replicate
-from allranks.manager.local_sgd import LocalSGD
-from allranks.manager.managed import (
+from allranks.manager.groups.group import ProcessGroupGloo
+from allranks.manager.groups.managed import (
     ManagedDeviceMesh,
     ManagedProcessGroup,
     ft_init_device_mesh,
     managed_device_mesh,
 )
+from allranks.manager.groups.nccl import ProcessGroupNCCL
+from allranks.manager.hsdp import replicate
+from allranks.manager.local_sgd import LocalSGD
 from allranks.manager.manager import Manager
 from allranks.manager.optimizer import Optimizer, OptimizerWrapper
 from allranks.manager.options import WorldSizeMode

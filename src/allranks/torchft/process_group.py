@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from allranks.manager.group import ProcessGroupGloo
-from allranks.manager.group_nccl import ProcessGroupNCCL
-from allranks.manager.managed import ManagedProcessGroup
+from allranks.manager.groups.group import ProcessGroupGloo
+from allranks.manager.groups.managed import ManagedProcessGroup
+from allranks.manager.groups.nccl import ProcessGroupNCCL
 
 __all__ = ["ManagedProcessGroup", "ProcessGroupGloo", "ProcessGroupNCCL"]

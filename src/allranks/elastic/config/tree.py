@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from allranks.elastic.config.problem import Problem
-from allranks.elastic.config.words import explain
+from allranks.elastic.config.yaml_mistakes import explain
 
 Path = tuple[str | int, ...]
 _MAX_NODES = 100_000

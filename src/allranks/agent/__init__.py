@@ -1,1 +1,0 @@
-"""The agent: one per node. Starts the ranks, reads their black boxes, notices hangs, gathers evidence."""

@@ -1,0 +1,114 @@
+"""A RankTrace as the bytes of a black box file. Pure; for conversion and for making test data.
+
+The recorder itself writes in place, into a file that is mapped; this writes a finished box in one go.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import numpy as np
+
+from allranks.blackbox.layout import HEADER, HEADER_BYTES, MAGIC, VERSION, Item
+from allranks.model.trace import CALL, RankTrace
+
+_CLOSED_BYTES = 64
+
+
+class _Heap:
+    """Items as they will stand in the file; ids count from 1 per kind."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self._ids: dict[tuple[Item, bytes], int] = {}
+        self._counts: dict[Item, int] = {}
+
+    def add(self, kind: Item, value: object) -> int:
+        """The id of an item, which is written the first time."""
+        payload = json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+        found = self._ids.get((kind, payload))
+        if found is None:
+            found = self._counts[kind] = self._counts.get(kind, 0) + 1
+            self._ids[kind, payload] = found
+            self.data += struct.pack("<IHHI", len(payload), kind, 0, found) + payload
+            self.data += bytes(-len(self.data) % 8)
+        return found
+
+
+def box_bytes(trace: RankTrace) -> bytes:
+    """The black box that holds this trace. The ring is exactly as long as the calls."""
+    header, heap = trace.header, _Heap()
+    meta = {
+        "host": header.host,
+        "job": header.job,
+        "backend": header.backend,
+        "versions": dict(header.versions),
+    }
+    heap.add(Item.META, meta)
+    calls = trace.calls.copy()
+    groups = [0] + [
+        heap.add(Item.GROUP, [g.name, g.desc, list(g.ranks), g.backend]) for g in trace.groups[1:]
+    ]
+    calls["group"] = np.array(groups, np.uint32)[calls["group"]]
+    for column in ("op", "label"):
+        _renumber(calls, column, lambda index: heap.add(Item.NAME, trace.names[index]))
+    _renumber(calls, "shapes", lambda index: heap.add(Item.SHAPES, _shapes(trace, index)))
+    _renumber(
+        calls,
+        "stack",
+        lambda index: heap.add(Item.STACK, [[f.name, f.file, f.line] for f in trace.stacks[index]]),
+    )
+    phase = heap.add(Item.NAME, trace.progress.phase) if trace.progress.phase else 0
+    ring = _ring(calls)
+    return (
+        _header(trace, ring, len(heap.data), phase).tobytes().ljust(HEADER_BYTES, b"\0")
+        + ring.tobytes()
+        + heap.data
+    )
+
+
+def _shapes(trace: RankTrace, index: int) -> list[object]:
+    s = trace.shapes[index]
+    return [s.inputs, s.outputs, s.input_dtypes, s.output_dtypes, s.input_splits, s.output_splits]
+
+
+def _renumber(calls: np.ndarray, column: str, number: object) -> None:
+    """Replaces table indices by heap ids; 0 stays none."""
+    used, inverse = np.unique(calls[column], return_inverse=True)
+    ids = [number(int(index)) if index else 0 for index in used]  # type: ignore[operator]
+    calls[column] = np.array(ids, np.uint32)[inverse]
+
+
+def _ring(calls: np.ndarray) -> np.ndarray:
+    """Every record in its slot: id modulo capacity. Gaps in the ids leave slots empty."""
+    if not len(calls):
+        return np.zeros(1, CALL)
+    span = int(calls["begin"].max() - calls["begin"].min()) + 1
+    capacity = min(span, 4 * len(calls) + 64)
+    if span > capacity:  # a filtered dump with large gaps: number the records anew
+        calls["begin"] = calls["end"] = np.arange(1, len(calls) + 1)
+        capacity = len(calls)
+    ring = np.zeros(capacity, CALL)
+    ring[((calls["begin"] - 1) % np.uint64(capacity)).astype(np.int64)] = calls
+    return ring
+
+
+def _header(trace: RankTrace, ring: np.ndarray, heap_bytes: int, phase: int) -> np.ndarray:
+    source, progress = trace.header, trace.progress
+    head = np.zeros(1, HEADER)
+    values = {
+        "magic": MAGIC, "version": VERSION, "record_bytes": CALL.itemsize, "capacity": len(ring),
+        "heap_offset": HEADER_BYTES + ring.nbytes, "heap_bytes": heap_bytes, "heap_used": heap_bytes,
+        "next_id": int(ring["begin"].max()), "rank": -1 if source.rank is None else source.rank,
+        "world_size": source.world_size or 0, "local_rank": -1, "attempt": source.attempt, "pid": source.pid,
+        "start_ns": source.start_ns, "step": progress.step, "step_ns": progress.step_ns,
+        "calls_started": progress.calls_started, "calls_completed": progress.calls_completed,
+        "last_call_ns": max(int(ring["created_ns"].max()), int(ring["completed_ns"].max())),
+        "expect_until_ns": progress.expect_until_ns, "phase": phase,
+        "closed_ns": source.written_ns if progress.closed else 0,
+        "closed": progress.closed.encode("utf-8", "replace")[:_CLOSED_BYTES],
+    }  # fmt: skip
+    for name, value in values.items():
+        head[name] = value
+    return head

@@ -1,0 +1,124 @@
+"""The writing side of a black box file (layout: blackbox/layout.py). Runs in the rank; no torch.
+
+Every store is plain memory in a shared mapping: the kernel keeps it when the process dies in any way. This file
+makes the box and fills its header and heap; the rows are written by `ring.py` or `_fast.c`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import os
+import struct
+import threading
+from pathlib import Path
+
+from allranks.blackbox.files import make_folder, reserve_file
+from allranks.blackbox.layout import HEADER, HEADER_BYTES, ITEM_HEADER_BYTES, MAGIC, VERSION, Item, ring_bytes
+from allranks.model.trace import CALL
+
+#: Index of an eight-byte header field in `Box.words`.
+FIELD = {name: HEADER.fields[name][1] // 8 for name in HEADER.names or () if HEADER.fields is not None}
+
+
+class Box:
+    """One open black box: `words` are its aligned eight-byte words, `rows` the mapping itself."""
+
+    def __init__(self, path: Path, capacity: int, heap_bytes: int) -> None:
+        self.path = path
+        self.capacity = capacity
+        self.heap_bytes = heap_bytes
+        self.heap_offset = HEADER_BYTES + ring_bytes(capacity)
+        self.memory: mmap.mmap
+        self.words: memoryview
+        self._items: dict[tuple[int, str], int] = {}
+        self._ids = {kind: itertools.count(1) for kind in Item}
+        self._heap_lock = threading.RLock()
+        self._heap_used = 0
+        self._appending = False
+
+    def open(self) -> None:
+        """Makes and maps the file; OSError when there is no room or no permission."""
+        make_folder(self.path.parent)
+        size = self.heap_offset + self.heap_bytes
+        fd = reserve_file(self.path, size)
+        try:
+            self.memory = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        self.words = memoryview(self.memory).cast("q")
+        for name, value in (
+            ("capacity", self.capacity),
+            ("heap_offset", self.heap_offset),
+            ("heap_bytes", self.heap_bytes),
+            ("rank", -1),
+            ("world_size", -1),
+            ("local_rank", -1),
+            ("step", -1),
+        ):
+            self.words[FIELD[name]] = value
+        struct.pack_into("<II", self.memory, 8, VERSION, CALL.itemsize)
+        self.memory[0:8] = MAGIC  # last: a file without it is not a black box yet
+
+    def set(self, **fields: int) -> None:
+        """Writes eight-byte header fields."""
+        for name, value in fields.items():
+            self.words[FIELD[name]] = value
+
+    def get(self, field: str) -> int:
+        """One eight-byte header field."""
+        return int(self.words[FIELD[field]])
+
+    def say_goodbye(self, how: str, now_ns: int) -> None:
+        """Marks the box as closed on purpose; the first goodbye is kept."""
+        if self.words[FIELD["closed_ns"]] == 0:
+            offset = HEADER.fields["closed"][1]  # type: ignore[index]
+            text = how.encode(errors="replace")[:63]
+            self.memory[offset : offset + 64] = text.ljust(64, b"\0")
+            self.words[FIELD["closed_ns"]] = now_ns
+
+    def intern(self, kind: Item, payload: object) -> int:
+        """The id of this payload, appended to the heap when it is new; 0 when the heap is full."""
+        text = json.dumps(payload, separators=(",", ":"), ensure_ascii=False)
+        known = self._items.get((kind, text))
+        if known is not None:
+            return known
+        with self._heap_lock:
+            known = self._items.get((kind, text))
+            if known is None:
+                known = self._append(kind, text)
+            return known
+
+    def append(self, kind: Item, payload: object) -> int:
+        """Appends an item even when an equal one exists (a new group of an old name, newer facts)."""
+        text = json.dumps(payload, separators=(",", ":"), ensure_ascii=False)
+        with self._heap_lock:
+            return self._append(kind, text)
+
+    def _append(self, kind: Item, text: str) -> int:
+        """Called under the lock, which lets a signal handler of the same thread in: that one gets id 0."""
+        if self._appending:
+            return 0
+        self._appending = True
+        try:
+            payload = text.encode("utf-8", errors="replace")
+            start = self.heap_offset + self._heap_used
+            size = (ITEM_HEADER_BYTES + len(payload) + 7) & ~7
+            if self._heap_used + size > self.heap_bytes:
+                self.words[FIELD["heap_full"]] = 1
+                return 0
+            number = next(self._ids[kind])
+            struct.pack_into("<IHHI", self.memory, start, len(payload), int(kind), 0, number)
+            self.memory[start + ITEM_HEADER_BYTES : start + ITEM_HEADER_BYTES + len(payload)] = payload
+            self._heap_used += size
+            self.words[FIELD["heap_used"]] = self._heap_used
+            self._items[(kind, text)] = number
+            return number
+        finally:
+            self._appending = False
+
+    def close(self) -> None:
+        """Unmaps the file; it stays on disk."""
+        self.words.release()
+        self.memory.close()

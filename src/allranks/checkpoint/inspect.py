@@ -1,0 +1,193 @@
+"""Looking at checkpoints without torch: list, verify every byte, copy between stores."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from allranks.checkpoint.checksum import READ_BYTES, checksum
+from allranks.checkpoint.failure import reason_of
+from allranks.checkpoint.layout import FileLayout, Shard, lay_out
+from allranks.checkpoint.manifest import (
+    MANIFEST,
+    DataFile,
+    Index,
+    Manifest,
+    Part,
+    StoredShard,
+    decode_manifest,
+    encode_index,
+    encode_manifest,
+    part_name,
+)
+from allranks.checkpoint.parallel import cores, in_threads
+from allranks.checkpoint.restore.opened_checkpoint import Opened, opened
+from allranks.checkpoint.stores.store import Attempt, Store
+from allranks.errors import CheckpointDamaged, CheckpointValidationError
+
+Progress = Callable[[int], None]  # bytes since the last call
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One line of `ls`. `problem` is empty for a whole manifest; the other fields are then valid."""
+
+    name: str
+    path: str
+    step: int = -1
+    epoch: int = 0
+    world_size: int = 0
+    bytes: int = 0
+    timestamp: float = 0.0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What `verify` found: `problems` is empty when every byte is what was written."""
+
+    path: str
+    step: int
+    tensors: int
+    bytes: int
+    problems: tuple[str, ...]
+
+
+def list_checkpoints(store: Store) -> list[Listed]:
+    """Every checkpoint of a store, oldest step first, damaged ones included."""
+    found = []
+    for name in store.names():
+        try:
+            manifest = decode_manifest(store.read(name, MANIFEST), store.path_of(name))
+            found.append(_listed(store, name, manifest))
+        except CheckpointValidationError as error:
+            found.append(Listed(name, store.path_of(name), problem=error.reason))
+        except FileNotFoundError:
+            continue
+    return sorted(found, key=lambda one: (one.step, one.name))
+
+
+def has_manifest(store: Store, name: str) -> bool:
+    """Whether a store has a checkpoint of that name, valid or not."""
+    try:
+        store.read(name, MANIFEST)
+        return True
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def verify_checkpoint(store: Store, name: str, progress: Progress = lambda _: None) -> Verified:
+    """Reads everything and compares every checksum; goes on after the first problem."""
+    try:
+        with opened(store, name, progress) as checkpoint:
+            return _verify(checkpoint)
+    except CheckpointValidationError as error:
+        return Verified(store.path_of(name), -1, 0, 0, (error.reason,))
+
+
+def copy_checkpoint(
+    source: Store, name: str, target: Store, new_name: str, progress: Progress = lambda _: None
+) -> Manifest:
+    """Copies a checkpoint, verified on the way, and whole: what pointed into older ones is taken along."""
+    attempt = Attempt(new_name, secrets.token_hex(6))
+    with opened(source, name, progress) as checkpoint:
+        old = checkpoint.manifest
+        try:
+            parts = tuple(_copy_part(checkpoint, index, target, attempt) for index in checkpoint.indexes)
+            manifest = Manifest(
+                old.step, old.epoch, old.world_size, old.timestamp, attempt.token, parts, dict(old.metrics), job=old.job
+            )  # fmt: skip
+            target.commit(attempt, encode_manifest(manifest))
+        except BaseException:
+            target.abandon(attempt)
+            raise
+        return manifest
+
+
+def shard_bytes(checkpoint: Opened) -> int:
+    """Bytes of all tensors, those in older checkpoints included."""
+    return sum(stored.shard.bytes for _, stored in checkpoint.shards())
+
+
+def _listed(store: Store, name: str, manifest: Manifest) -> Listed:
+    return Listed(
+        name, store.path_of(name), manifest.step, manifest.epoch, manifest.world_size, manifest.data_bytes,
+        manifest.timestamp,
+    )  # fmt: skip
+
+
+def _verify(checkpoint: Opened) -> Verified:
+    shards, bad = list(checkpoint.shards()), _damaged_files(checkpoint)
+    found: dict[int, str] = {}
+    whole = [(number, shard) for number, shard in enumerate(shards) if shard[1].file not in bad]
+    in_threads(cores(), whole, lambda: _Verifier(checkpoint, found))
+    problems = [*bad.values(), *(found[number] for number in sorted(found))]
+    total = sum(stored.shard.bytes for _, stored in shards)
+    return Verified(
+        checkpoint.path, checkpoint.manifest.step, len(shards), total, tuple(dict.fromkeys(problems))
+    )
+
+
+def _damaged_files(checkpoint: Opened) -> dict[str, str]:
+    """Data file → what is wrong with its size or header; files of empty ranks have a header, too."""
+    bad = {}
+    named = [file.file for index in checkpoint.indexes for file in index.files]
+    for file in dict.fromkeys([*named, *(stored.file for _, stored in checkpoint.shards())]):
+        try:
+            checkpoint.source(file)
+        except CheckpointDamaged as error:
+            bad[file] = error.reason
+        except OSError as error:
+            bad[file] = f"{file}: {reason_of(error)}"
+    return bad
+
+
+class _Verifier:
+    """Checks one shard after the other and notes what is wrong. One per thread."""
+
+    def __init__(self, checkpoint: Opened, found: dict[int, str]) -> None:
+        self.checkpoint = checkpoint
+        self.found = found
+        self.scratch = memoryview(bytearray(READ_BYTES))
+
+    def __call__(self, numbered: tuple[int, tuple[Index, StoredShard]]) -> None:
+        number, (index, stored) = numbered
+        try:
+            if self.checkpoint.source(stored.file).wide_reads:
+                self.checkpoint.read_shard(index, stored, memoryview(bytearray(stored.shard.bytes)))
+            else:
+                self.checkpoint.check_run([(index, stored)], self.scratch)
+        except CheckpointDamaged as error:
+            self.found[number] = error.reason
+        except OSError as error:
+            self.found[number] = f"{stored.file}: {reason_of(error)}"
+
+
+def _copy_part(checkpoint: Opened, index: Index, target: Store, attempt: Attempt) -> Part:
+    token = attempt.token if target.attempt_in_names else ""
+    data_name, index_name = part_name(index.rank, "safetensors", token), part_name(index.rank, "json", token)
+    layout = lay_out([stored.shard for stored in index.shards])
+    places = {stored.shard: stored for stored in index.shards}
+    pieces = _pieces(checkpoint, index, layout, places)
+    target.write(attempt, data_name, pieces, layout.bytes)
+    stored = tuple(StoredShard(p.shard, data_name, p.start, places[p.shard].checksum) for p in layout.placed)
+    header = checksum(layout.header, index.algorithm)
+    file = DataFile(data_name, layout.bytes, len(layout.header), header)
+    data = encode_index(Index(index.rank, index.algorithm, (file,), stored, index.common, index.own))
+    target.write(attempt, index_name, [memoryview(data)], len(data))
+    return Part(index.rank, index_name, len(data), hashlib.sha256(data).hexdigest(), layout.bytes)
+
+
+def _pieces(
+    checkpoint: Opened,
+    index: Index,
+    layout: FileLayout,
+    places: dict[Shard, StoredShard],
+) -> Iterator[memoryview]:
+    yield memoryview(layout.header)
+    for placed in layout.placed:
+        view = memoryview(bytearray(placed.shard.bytes))
+        checkpoint.read_shard(index, places[placed.shard], view)
+        yield view

@@ -1,0 +1,220 @@
+"""Gets a checkpoint's content back: as a new state, or in place into a live model and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from allranks.checkpoint.manifest import Index
+from allranks.checkpoint.restore.opened_checkpoint import Opened
+from allranks.checkpoint.restore.regions import new_targets, reading_list, stored_dtype, targets_of
+from allranks.checkpoint.restore.tensor_reader import prepare, read_whole
+from allranks.checkpoint.save.plan import local_parts
+from allranks.checkpoint.save.snapshot import Snapshot
+from allranks.checkpoint.state import (
+    FROM_THE_FIRST,
+    PER_RANK,
+    CheckpointState,
+    restore_rng_states,
+    state_of,
+    unwrap,
+)
+from allranks.checkpoint.tensors import flatten, tensor_names, unflatten
+from allranks.errors import CheckpointValidationError
+
+
+class Live:
+    """The parts of a job that a restore writes into, and how.
+
+    `check_first`: nothing is written before every byte was found right. `torn` while they hold a part of something.
+    """
+
+    def __init__(
+        self, model: Any, optimizer: Any = None, lr_scheduler: Any = None, *, strict: bool = True,
+        check_first: bool = False,
+    ) -> None:  # fmt: skip
+        self.model = unwrap(model)
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.strict = strict
+        self.check_first = check_first
+        self.torn = False
+
+
+def read_state(checkpoint: Opened, rank: int) -> CheckpointState:
+    """The whole state with new CPU tensors, and every rank's own part under `rank_states`."""
+    common, own = skeletons(checkpoint, rank)
+    names = [*tensor_names(common), *(name for part in own.values() for name in tensor_names(part))]
+    tensors = read_whole(checkpoint, names)
+    return _assemble(common, own, rank, tensors)
+
+
+def prepare_into(checkpoint: Opened, live: Live, rank: int) -> Callable[[], CheckpointState]:
+    """Reads and checks this rank's chunks, with `check_first` without a change to any tensor of the model.
+
+    Raises CheckpointValidationError (also CheckpointDamaged). Calling the result does the rest, and returns the
+    state around the live tensors.
+    """
+    common, own = skeletons(checkpoint, rank)
+    _check_optimizer(live, common)
+    kept = _model_targets(live, common, live.strict)
+    existing, new = _optimizer_targets(checkpoint, live, common)
+    kept.update(existing)
+    private = [name for part in own.values() for name in tensor_names(part)]
+    others = [name for name in tensor_names(_without_model(common)) if name not in kept and name not in new]
+    rest = new_targets(checkpoint, [*others, *private])
+    items = reading_list(checkpoint, [*targets_of(kept, live.check_first), *targets_of(new, False), *rest])
+    live.torn = not live.check_first
+    prepared = prepare(checkpoint, items)
+    tensors = _Lenient({**kept, **new, **{target.name: target.tensor for target in rest}})
+
+    def finish() -> CheckpointState:
+        live.torn = True
+        prepared.finish()
+        state = _assemble(common, own, rank, tensors)
+        _install(live, state)
+        live.torn = False
+        return state
+
+    return finish
+
+
+def copy_into(snapshot: Snapshot, live: Live) -> CheckpointState:
+    """Fills model and optimizer in place from a memory snapshot."""
+    views = snapshot.local_views()
+    model = flatten({"model_state_dict": live.model.state_dict()}).tensors
+    for name, tensor in model.items():
+        for part, view in zip(local_parts(tensor), views.get(name, ()), strict=False):
+            part.copy_(view)
+    state = snapshot.to_state()
+    _install(live, state)
+    return state
+
+
+def skeletons(checkpoint: Opened, rank: int) -> tuple[Any, dict[int, Any]]:
+    """(what all ranks share, rank → its own part). A rank with a skeleton of its own gets that one."""
+    by_rank: dict[int, Index] = {index.rank: index for index in checkpoint.indexes}
+    mine = by_rank.get(rank)
+    common = mine.common if mine is not None and mine.common is not None else None
+    if common is None:
+        common = next((index.common for index in checkpoint.indexes if index.common is not None), None)
+    if common is None:
+        raise CheckpointValidationError(
+            "it holds tensors but no training state", missing_keys=("model_state_dict",), path=checkpoint.path
+        )
+    return common, {number: index.own for number, index in by_rank.items() if index.own is not None}
+
+
+def _assemble(
+    common: Any, own: Mapping[int, Any], rank: int, tensors: Mapping[str, torch.Tensor]
+) -> CheckpointState:
+    rank_states = {number: unflatten(part, tensors) for number, part in own.items()}
+    mine = rank_states.get(rank)
+    if mine is None and rank_states:
+        first = rank_states[min(rank_states)]
+        mine = {name: first[name] for name in FROM_THE_FIRST if name in first}
+    state = state_of({**unflatten(common, tensors), **(mine or {})})
+    state.rank_states = rank_states
+    return state
+
+
+def _model_targets(live: Live, common: Any, strict: bool) -> dict[str, torch.Tensor]:
+    """The live tensors of the model that the checkpoint has."""
+    tensors = flatten({"model_state_dict": live.model.state_dict()}).tensors
+    saved = set(tensor_names({"model_state_dict": common.get("model_state_dict", {})}))
+    missing, unexpected = tuple(set(tensors) - saved), tuple(saved - set(tensors))
+    if strict and (missing or unexpected):
+        raise CheckpointValidationError(
+            "the model and the checkpoint do not fit together", missing, unexpected,
+            hint="restore with strict=False to take what fits",
+        )  # fmt: skip
+    return {name: tensor for name, tensor in tensors.items() if name in saved}
+
+
+def _check_optimizer(live: Live, common: Any) -> None:
+    """What the optimizer's own load_state_dict would refuse is refused before anything is changed."""
+    saved = common.get("optimizer_state_dict", {})
+    if live.optimizer is None or not isinstance(saved, dict) or not saved.get("param_groups"):
+        return
+    there = [len(group["params"]) for group in saved["param_groups"]]
+    here = [len(group["params"]) for group in live.optimizer.param_groups]
+    if there != here:
+        raise CheckpointValidationError(
+            f"the optimizer has {here} parameters in its groups, the checkpoint {there}",
+            invalid_keys=("optimizer_state_dict",),
+            hint="restore(model) alone, or build the optimizer as it was saved",
+        )
+
+
+def _optimizer_targets(
+    checkpoint: Opened, live: Live, common: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The optimizer's tensors: (its own where it has them, new ones shaped and sharded like the parameter)."""
+    existing: dict[str, torch.Tensor] = {}
+    new: dict[str, torch.Tensor] = {}
+    if live.optimizer is None:
+        return existing, new
+    parameters = [p for group in live.optimizer.param_groups for p in group["params"]]
+    table = checkpoint.table()
+    for number, names in _optimizer_entries(common):
+        if not 0 <= number < len(parameters):
+            continue
+        parameter = parameters[number]
+        there = live.optimizer.state.get(parameter, {})
+        for key, name in names:
+            if name not in table:
+                continue
+            known, shard = there.get(key), table[name][0][1].shard
+            if isinstance(known, torch.Tensor) and known.shape == shard.shape:
+                existing[name] = known
+            elif parameter.shape == shard.shape:
+                new[name] = torch.empty_like(parameter, dtype=stored_dtype(shard), requires_grad=False)
+    return existing, new
+
+
+def _optimizer_entries(common: Any) -> Iterator[tuple[int, list[tuple[str, str]]]]:
+    """(number of the parameter, [(key, name of the tensor)]) of what the saved optimizer keeps per parameter."""
+    saved = common.get("optimizer_state_dict", {})
+    state = saved.get("state", {}) if isinstance(saved, dict) else {}
+    for number, entries in state.get("$dict", ()):
+        if isinstance(number, int) and isinstance(entries, dict):
+            yield (
+                number,
+                [
+                    (key, value["$tensor"])
+                    for key, value in entries.items()
+                    if isinstance(value, dict) and "$tensor" in value
+                ],
+            )
+
+
+def _install(live: Live, state: CheckpointState) -> None:
+    """What is not tensors of the model goes through the parts' own load_state_dict."""
+    extra = {k: v for k, v in state.model_state_dict.items() if not isinstance(v, torch.Tensor)}
+    if extra:
+        live.model.load_state_dict(state.model_state_dict, strict=False)
+    if live.optimizer is not None and state.optimizer_state_dict:
+        live.optimizer.load_state_dict(state.optimizer_state_dict)
+    if live.lr_scheduler is not None and state.lr_scheduler_state_dict:
+        live.lr_scheduler.load_state_dict(state.lr_scheduler_state_dict)
+
+
+def install_rng(state: CheckpointState) -> None:
+    """Sets this rank's random generators to what was saved, if anything was."""
+    restore_rng_states(state.rng_states)
+
+
+def _without_model(common: Any) -> Any:
+    return {key: value for key, value in common.items() if key not in ("model_state_dict", *PER_RANK)}
+
+
+class _Lenient(dict[str, torch.Tensor]):
+    """Tensors of the model that the live one does not have are None."""
+
+    def __missing__(self, key: str) -> Any:
+        return None
+
+
+__all__ = ["Live", "copy_into", "install_rng", "prepare_into", "read_state", "skeletons"]

@@ -1,0 +1,247 @@
+"""Loading across tiers and ranks: what is there, which one all ranks take, and what to do when it is bad."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+from allranks.checkpoint.config import CheckpointLoadConfig, CheckpointTier
+from allranks.checkpoint.failure import hint_for, reason_of
+from allranks.checkpoint.group import Group
+from allranks.checkpoint.look import Looker, Rules, Seen, refuse_to_guess, refuse_to_start_over
+from allranks.checkpoint.restore.choose import Candidate, choose
+from allranks.checkpoint.restore.into_state import Live, copy_into, prepare_into, read_state
+from allranks.checkpoint.restore.opened_checkpoint import opened
+from allranks.checkpoint.restore.pt_file import is_legacy, load_legacy
+from allranks.checkpoint.state import CheckpointState
+from allranks.checkpoint.stores.memory import MemorySnapshotBackend
+from allranks.checkpoint.stores.store import Store, StoreSpec, open_store, split_address
+from allranks.errors import CheckpointDamaged, CheckpointLoadError, CheckpointValidationError
+
+log = logging.getLogger("allranks.checkpoint")
+T = TypeVar("T")
+
+
+class Loader:
+    """One load. `stores` are the tiers to look in; `memory` None leaves the memory tier out."""
+
+    def __init__(
+        self, group: Group, stores: Mapping[str, StoreSpec], memory: MemorySnapshotBackend | None,
+        rules: Rules | None = None, given: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        self.group = group
+        self.specs = stores
+        self.memory = memory
+        self.rules = rules or Rules()
+        self.given = dict(given or {})  # tier → newest step that this process has handed to it
+        self.taken: Candidate | None = None  # what `load_newest` has loaded
+        self._torn: Candidate | None = None  # what a live model holds a part of, and no more than a part
+        self._stores: dict[str, Store] = {}
+
+    def load_newest(self, into: Live | None) -> CheckpointState | None:
+        """Tries what all ranks can see, newest first; None when every tier says that it is empty. Collective."""
+        try:
+            with _no_collections():
+                return self._load_newest(into)
+        finally:
+            for store in self._stores.values():
+                store.close()
+
+    def _load_newest(self, into: Live | None) -> CheckpointState | None:
+        looker, seen = self._look()
+        views = self.group.gather(seen.to_dict())
+        choice = choose([view["found"] for view in views])
+        refuse_to_guess(views, choice, self.rules)
+        if not choice.candidates:
+            looker.quarantined(seen)
+            views = self.group.gather(seen.to_dict())
+            refuse_to_guess(views, choice, self.rules)
+            refuse_to_start_over(views, choice, self.rules, [spec.url for spec in self.specs.values()])
+            log.info("nothing to load: %s", choice.reason)
+            return None
+        log.info("loading: %s", choice.reason)
+        tried = []
+        for candidate in choice.candidates:
+            state, problem = self._attempt(candidate, into)
+            if state is not None:
+                self.taken = candidate
+                return state
+            tried.append(f"step {candidate.step} in {candidate.tier}: {problem}")
+            log.warning("%s; trying the next older or slower one", tried[-1])
+        raise CheckpointLoadError(
+            "every checkpoint is bad: " + "; ".join(tried) + self._left(into),
+            hint="\n".join(
+                f"to start from scratch: allranks checkpoint set-aside '{spec.url}' (deletes nothing)"
+                for spec in self.specs.values()
+            ),
+        )
+
+    def load_path(
+        self, path: str, tier: CheckpointTier | None, config: CheckpointLoadConfig
+    ) -> CheckpointState:
+        """One checkpoint by its path (absolute, a URL, or relative to the tier's place)."""
+        store, name, label = self._locate(path, tier)
+        if isinstance(store, Path):
+            return load_legacy(store, config, label)
+        try:
+            with opened(store, name) as checkpoint:
+                return read_state(checkpoint, self.group.rank)
+        except CheckpointValidationError as error:
+            raise CheckpointLoadError(
+                error.reason, tier=store.tier, path=store.path_of(name), hint=error.hint
+            ) from error
+        except OSError as error:
+            raise CheckpointLoadError(
+                reason_of(error),
+                tier=store.tier,
+                path=store.path_of(name),
+                hint=hint_for(error, store.tier, path),
+            ) from error
+
+    def _locate(self, path: str, tier: CheckpointTier | None) -> tuple[Store | Path, str, str]:
+        absolute = "://" in path or Path(path).is_absolute()
+        if not absolute:
+            order = (
+                [tier.name]
+                if tier is not None
+                else [name for name in ("NVME", "S3", "PEER") if name in self.specs]
+            )
+            label = order[0] if order else "NVME"
+            base = self.specs[label].url if label in self.specs else "."
+            return self._locate(
+                f"{base.rstrip('/')}/{path}" if "://" in base else str(Path(base).absolute() / path), tier
+            )
+        if "://" not in path and is_legacy(Path(path)):
+            return Path(path), "", "NVME"
+        head, name = split_address(path)
+        known = next((spec for spec in self.specs.values() if spec.url.rstrip("/") == head), StoreSpec(head))
+        return open_store(known), name, ""
+
+    def _look(self) -> tuple[Looker, Seen]:
+        """Every checkpoint with a whole manifest that this rank can see; damaged ones go into quarantine."""
+        looker, seen = Looker(self.rules), Seen(given=self.given)
+        if self.memory is not None:
+            seen.found["MEMORY"] = [(str(step), step) for step in self.memory.steps()]
+        self._stores = looker.stores
+        for tier, spec in self.specs.items():
+            looker.look(tier, spec, seen)
+        for store, name, reason in looker.damaged:
+            self._quarantine(store, name, reason)
+        return looker, seen
+
+    def _left(self, into: Live | None) -> str:
+        """What a failed load has done to the model, in words."""
+        if into is None:
+            return ""
+        if self._torn is None:
+            return ". Model and optimizer are as they were"
+        return f". THE MODEL HOLDS PARTS OF STEP {self._torn.step}: build it anew before training"
+
+    def _attempt(self, candidate: Candidate, into: Live | None) -> tuple[CheckpointState | None, str]:
+        """Every rank reads and checks; only if all of them succeed does any of them take it as its state."""
+        if into is not None:
+            into.torn = False
+        with ExitStack() as held:
+            finish, problem = self._together(candidate, lambda: self._prepare(candidate, into, held))
+            state = None
+            if finish is not None and not problem:
+                state, problem = self._together(candidate, finish)
+            if problem and into is not None and into.torn:
+                self._torn = candidate
+            return (None if problem else state), problem
+
+    def _together(self, candidate: Candidate, act: Callable[[], T]) -> tuple[T | None, str]:
+        """(result, what went wrong on any rank): it counts only if all succeed. Misfits raise on all ranks."""
+        result, error = None, None
+        try:
+            result = act()
+        except Exception as caught:  # the other ranks must hear of it, whatever it is
+            error = caught
+        kind = "" if error is None else _kind(error)
+        outcomes = self.group.gather([kind, "" if error is None else reason_of(error)])
+        if isinstance(error, CheckpointDamaged):
+            self._put_away(candidate, error.reason)
+        self._raise_misfit(outcomes, error, candidate)
+        bad = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(outcomes) if kind]
+        return result, "; ".join(bad)
+
+    def _raise_misfit(
+        self, outcomes: list[list[str]], error: BaseException | None, candidate: Candidate
+    ) -> None:
+        """A model that does not fit fits no older checkpoint either: said at once."""
+        if not any(kind == "misfit" for kind, _ in outcomes):
+            return
+        if error is not None and _kind(error) == "misfit":
+            raise error
+        texts = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(outcomes) if kind == "misfit"]
+        raise CheckpointLoadError("; ".join(texts), tier=candidate.tier, path=candidate.name)
+
+    def _prepare(
+        self, candidate: Candidate, into: Live | None, held: ExitStack
+    ) -> Callable[[], CheckpointState]:
+        """Reads and checks a candidate; calling the result does the rest. `held` keeps it from removal."""
+        if candidate.tier == "MEMORY":
+            return self._prepare_memory(candidate.step, into, held)
+        checkpoint = held.enter_context(opened(self._stores[candidate.tier], candidate.name))
+        if into is None:
+            state = read_state(checkpoint, self.group.rank)
+            return lambda: state
+        return prepare_into(checkpoint, into, self.group.rank)
+
+    def _prepare_memory(self, step: int, into: Live | None, held: ExitStack) -> Callable[[], CheckpointState]:
+        assert self.memory is not None
+        snapshot = self.memory.find(step)
+        if snapshot is None:
+            raise FileNotFoundError(f"the snapshot of step {step} is gone")
+        held.callback(snapshot.release)
+        snapshot.check()
+        return snapshot.to_state if into is None else lambda: copy_into(snapshot, into)
+
+    def _put_away(self, candidate: Candidate, reason: str) -> None:
+        """Takes a damaged candidate out of sight: a file into quarantine, memory back to the pool."""
+        if candidate.tier != "MEMORY":
+            self._quarantine(self._stores[candidate.tier], candidate.name, reason)
+        elif self.memory is not None:
+            self.memory.drop(candidate.step)
+            log.warning("[MEMORY] the snapshot of step %d is damaged (%s): let go", candidate.step, reason)
+
+    def _quarantine(self, store: Store, name: str, reason: str) -> None:
+        where: Any = None
+        with contextlib.suppress(OSError):
+            where = store.quarantine(name, reason)
+        place = f"moved to {where}" if where else "could not be moved away"
+        log.warning(
+            "[%s] %s is damaged (%s): %s, not deleted", store.tier, store.path_of(name), reason, place
+        )
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """A load makes many small objects and no cycles: collecting garbage in between took an eighth of its time."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+def _kind(error: BaseException) -> str:
+    """ "damaged" and "unreadable" lead on to the next candidate, "misfit" does not."""
+    if isinstance(error, CheckpointDamaged):
+        return "damaged"
+    if isinstance(error, CheckpointValidationError):
+        return (
+            "partial"
+            if error.missing_keys and not error.invalid_keys and "elements of" in error.reason
+            else "misfit"
+        )
+    if isinstance(error, (OSError, EOFError)):
+        return "unreadable"
+    return "misfit"

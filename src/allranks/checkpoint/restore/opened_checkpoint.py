@@ -1,0 +1,221 @@
+"""A checkpoint opened for reading: its manifest and indexes, checked, and its data files. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from allranks.checkpoint.checksum import READ_BYTES, TOGETHER_BYTES, again, checksum, new_hasher
+from allranks.checkpoint.manifest import (
+    MANIFEST,
+    DataFile,
+    Index,
+    Manifest,
+    Part,
+    StoredShard,
+    decode_index,
+    decode_manifest,
+)
+from allranks.checkpoint.stores.store import Source, Store
+from allranks.errors import CheckpointDamaged
+
+#: Requests under way at once towards a store where each read is a request, and the bytes of each.
+REQUESTS = 8
+REQUEST_BYTES = 16 << 20
+
+
+@dataclass
+class Opened:
+    """Manifest and indexes of one checkpoint. Data files are opened on first use, and checked then."""
+
+    store: Store
+    name: str
+    manifest: Manifest
+    indexes: tuple[Index, ...]
+    progress: Callable[[int], None] | None = None  # told the bytes of every shard that was checked
+    _sources: dict[str, Source] = field(default_factory=dict)
+    _requests: ThreadPoolExecutor | None = None
+    _table: dict[str, list[tuple[Index, StoredShard]]] | None = None
+
+    @property
+    def path(self) -> str:
+        """How the checkpoint is called towards the user."""
+        return self.store.path_of(self.name)
+
+    def shards(self) -> Iterator[tuple[Index, StoredShard]]:
+        """Every stored shard with the index that names it."""
+        return ((index, stored) for index in self.indexes for stored in index.shards)
+
+    def table(self) -> dict[str, list[tuple[Index, StoredShard]]]:
+        """Tensor name → its stored shards; a chunk that two ranks wrote is listed once."""
+        if self._table is None:
+            self._table = {}
+            seen = set()
+            for index, stored in self.shards():
+                shard = stored.shard
+                if (shard.name, shard.offsets, shard.sizes) not in seen:
+                    seen.add((shard.name, shard.offsets, shard.sizes))
+                    self._table.setdefault(shard.name, []).append((index, stored))
+        return self._table
+
+    def source(self, file: str) -> Source:
+        """An open data file whose size and header are what the index says."""
+        if file not in self._sources:
+            self._sources[file] = self._open(file)
+        return self._sources[file]
+
+    def read_shard(self, index: Index, stored: StoredShard, view: memoryview) -> None:
+        """Reads a shard's bytes into `view` and checks them; CheckpointDamaged names what is damaged."""
+        source = self.source(stored.file)
+        if source.wide_reads:
+            with self._whole(stored):
+                self._read_parallel(source, stored.start, view)
+            self.check(index, stored, view)
+        else:
+            pieces = (view[at : at + READ_BYTES] for at in range(0, len(view), READ_BYTES))
+            self._check_pieces(index, stored, pieces)
+
+    def read_run(self, run: Sequence[tuple[Index, StoredShard, memoryview]]) -> None:
+        """Reads neighbouring shards of one file, each into its own memory, and checks them: small ones with one
+        read."""
+        first, last = run[0][1], run[-1][1]
+        if last.start + last.shard.bytes - first.start > TOGETHER_BYTES:
+            for index, stored, view in run:
+                self.read_shard(index, stored, view)
+            return
+        with self._whole(last):
+            self.source(first.file).read_views(first.start, [view for _, _, view in run])
+        for index, stored, view in run:
+            self.check(index, stored, view)
+
+    def check_run(self, run: Sequence[tuple[Index, StoredShard]], scratch: memoryview) -> None:
+        """Reads neighbouring shards of one file through `scratch` and checks them: with one read if they fit in."""
+        first, last = run[0][1], run[-1][1]
+        length = last.start + last.shard.bytes - first.start
+        if length > len(scratch):
+            for index, stored in run:
+                self._check_pieces(index, stored, again(scratch[:READ_BYTES], stored.shard.bytes))
+            return
+        with self._whole(last):
+            self.source(first.file).read_into(first.start, scratch[:length])
+        at = 0
+        for index, stored in run:
+            end = at + stored.shard.bytes
+            self.check(index, stored, scratch[at:end])
+            at = end
+
+    def check(self, index: Index, stored: StoredShard, view: memoryview) -> None:
+        """Checks bytes that were read some other way."""
+        self._compare(checksum(view, index.algorithm), stored)
+
+    def close(self) -> None:
+        """Closes the data files."""
+        for source in self._sources.values():
+            source.close()
+        self._sources.clear()
+        if self._requests is not None:
+            self._requests.shutdown()
+
+    def _check_pieces(self, index: Index, stored: StoredShard, pieces: Iterable[memoryview]) -> None:
+        """Reads a shard piece by piece; each is hashed while it is in the core's cache."""
+        source, hasher, at = self.source(stored.file), new_hasher(index.algorithm), stored.start
+        with self._whole(stored):
+            for piece in pieces:
+                source.read_into(at, piece)
+                hasher.update(piece)
+                at += len(piece)
+        self._compare(hasher.hexdigest(), stored)
+
+    @contextmanager
+    def _whole(self, stored: StoredShard) -> Iterator[None]:
+        """A file that ends too early is a damaged one."""
+        try:
+            yield
+        except EOFError as error:
+            raise self._damaged(f"{stored.file} is cut short: {error}", stored.shard.name) from error
+
+    def _compare(self, found: str, stored: StoredShard) -> None:
+        if self.progress is not None:
+            self.progress(stored.shard.bytes)
+        if found != stored.checksum:
+            where = f"{stored.shard.name} in {stored.file} at byte {stored.start}"
+            raise self._damaged(f"{where} does not match its checksum", stored.shard.name)
+
+    def _read_parallel(self, source: Source, start: int, view: memoryview) -> None:
+        if len(view) <= REQUEST_BYTES:
+            source.read_into(start, view)
+            return
+        if self._requests is None:
+            self._requests = ThreadPoolExecutor(REQUESTS, "allranks-ranges")
+        offsets = range(0, len(view), REQUEST_BYTES)
+        jobs = [
+            self._requests.submit(source.read_into, start + at, view[at : at + REQUEST_BYTES])
+            for at in offsets
+        ]
+        for job in jobs:
+            job.result()
+
+    def _open(self, file: str) -> Source:
+        known = next((f for index in self.indexes for f in index.files if f.file == file), None)
+        algorithm = next((i.algorithm for i in self.indexes for f in i.files if f.file == file), "")
+        try:
+            source = self.store.open(self.name, file)
+        except FileNotFoundError as error:
+            raise self._damaged(f"{file} is missing", file) from error
+        if known is not None:
+            self._check_file(source, known, algorithm)
+        return source
+
+    def _check_file(self, source: Source, known: DataFile, algorithm: str) -> None:
+        if source.bytes != known.bytes:
+            raise self._damaged(f"{known.file} has {source.bytes} bytes instead of {known.bytes}", known.file)
+        header = memoryview(bytearray(known.header_bytes))
+        source.read_into(0, header)
+        if checksum(header, algorithm) != known.header_checksum:
+            raise self._damaged(f"the header of {known.file} does not match its checksum", known.file)
+
+    def _damaged(self, reason: str, key: str) -> CheckpointDamaged:
+        return CheckpointDamaged(
+            reason, invalid_keys=(key,), tier=self.store.tier, path=self.path,
+            hint=f"allranks checkpoint verify '{self.path}'",
+        )  # fmt: skip
+
+
+@contextmanager
+def opened(store: Store, name: str, progress: Callable[[int], None] | None = None) -> Iterator[Opened]:
+    """Opens a checkpoint for reading and protects it from removal meanwhile."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(store.reading(name))
+            manifest = decode_manifest(store.read(name, MANIFEST), store.path_of(name))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointDamaged(
+                f"no manifest: not a complete checkpoint ({MANIFEST} is missing)", missing_keys=(MANIFEST,),
+                tier=store.tier, path=store.path_of(name),
+            ) from error  # fmt: skip
+        checkpoint = Opened(store, name, manifest, _read_indexes(store, name, manifest), progress)
+        stack.callback(checkpoint.close)
+        yield checkpoint
+
+
+def _read_indexes(store: Store, name: str, manifest: Manifest) -> tuple[Index, ...]:
+    if len(manifest.parts) == 1:
+        return (_read_index(store, name, manifest.parts[0]),)
+    with ThreadPoolExecutor(REQUESTS, "allranks-index") as pool:
+        return tuple(pool.map(lambda part: _read_index(store, name, part), manifest.parts))
+
+
+def _read_index(store: Store, name: str, part: Part) -> Index:
+    path = f"{store.path_of(name)}/{part.index}"
+    problem: dict[str, Any] = {"invalid_keys": (part.index,), "tier": store.tier, "path": store.path_of(name)}
+    try:
+        data = store.read(name, part.index)
+    except FileNotFoundError as error:
+        raise CheckpointDamaged(f"{part.index} is missing", **problem) from error
+    if len(data) != part.index_bytes or hashlib.sha256(data).hexdigest() != part.index_sha256:
+        raise CheckpointDamaged(f"{part.index} is not the file the manifest names", **problem)
+    return decode_index(data, path)

@@ -1,0 +1,211 @@
+"""Which saved bytes make up the tensors a rank wants: the reading list of a load.
+
+Nothing is read here. Where the layout has changed, torch.distributed.checkpoint's own resharding decides which
+saved chunks overlap a wanted one, so any layout loads into any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from allranks.checkpoint.layout import Shard
+from allranks.checkpoint.manifest import Index, StoredShard
+from allranks.checkpoint.restore.opened_checkpoint import Opened
+from allranks.checkpoint.save.plan import TORCH_DTYPES, local_parts
+from allranks.checkpoint.state import is_dtensor
+from allranks.errors import CheckpointValidationError
+
+
+class Target(NamedTuple):
+    """A chunk to fill: `tensor` is its memory, `offsets` its place in the whole tensor.
+
+    A `live` one must not change before everything is known to be right.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    offsets: tuple[int, ...]
+    live: bool = False
+
+
+class Region(NamedTuple):
+    """A region of a stored shard and the view it belongs into."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    view: torch.Tensor
+
+
+@dataclass(slots=True)
+class Item:
+    """One stored shard to read, and where its content goes. `live`: some of it into a live target.
+
+    The whole of it goes to `direct`, a contiguous CPU tensor of its type, or else the `regions` that are wanted to
+    theirs."""
+
+    index: Index
+    stored: StoredShard
+    live: bool
+    direct: torch.Tensor | None = None
+    regions: Sequence[Region] = ()
+
+    def place(self, whole: torch.Tensor) -> None:
+        """Copies what is wanted out of the whole shard."""
+        if self.direct is not None:
+            self.direct.copy_(whole)
+        for region in self.regions:
+            view = whole
+            for dim, (offset, length) in enumerate(zip(region.offsets, region.lengths, strict=True)):
+                view = view.narrow(dim, offset, length)
+            region.view.copy_(view)
+
+
+def targets_of(tensors: Mapping[str, torch.Tensor], live: bool) -> list[Target]:
+    """The local chunks of tensors (DTensor, ShardedTensor, plain), as DCP places them."""
+    found = []
+    for name, tensor in tensors.items():
+        if type(tensor) is torch.Tensor and not tensor.requires_grad:  # the usual case, of thousands
+            found.append(Target(name, tensor, (0,) * tensor.dim(), live))
+            continue
+        for part, offsets in zip(local_parts(tensor), _local_offsets(tensor), strict=True):
+            if part.numel() or tensor.numel() == 0:
+                found.append(Target(name, part.detach(), offsets, live))
+    return found
+
+
+def new_targets(checkpoint: Opened, names: Iterable[str]) -> list[Target]:
+    """New CPU tensors for the whole content of the named ones, in the order asked for."""
+    table = checkpoint.table()
+    wanted = list(names)
+    require(checkpoint, wanted)
+    tensors = {name: empty_for(table[name][0][1].shard, whole=True) for name in wanted}
+    return [Target(name, tensor, (0,) * tensor.dim()) for name, tensor in tensors.items()]
+
+
+def reading_list(checkpoint: Opened, targets: Sequence[Target]) -> list[Item]:
+    """Every stored shard the targets need, once, in the order of the files.
+
+    Raises CheckpointValidationError when a tensor is missing, has another shape, or is not there in full.
+    """
+    require(checkpoint, [target.name for target in targets])
+    table = checkpoint.table()
+    items: list[Item] = []
+    cut: dict[
+        int, Item
+    ] = {}  # by the stored shard, which the table holds once: several targets may need parts of it
+    for target in targets:
+        saved = table[target.name]
+        whole = _whole(saved, target)
+        if whole is not None:
+            items.append(whole)
+            continue
+        for index, stored, region in _regions(checkpoint, target, saved):
+            item = cut.get(id(stored))
+            if item is None:
+                cut[id(stored)] = Item(index, stored, target.live, None, [region])
+            else:
+                item.regions = [*item.regions, region]
+                item.live = item.live or target.live
+    items += cut.values()
+    return sorted(items, key=lambda item: (item.stored.file, item.stored.start))
+
+
+def _whole(saved: list[tuple[Index, StoredShard]], target: Target) -> Item | None:
+    """The usual case: the chunk was saved as it is wanted, and goes into one piece of memory of the same type."""
+    tensor = target.tensor
+    for index, stored in saved:
+        shard = stored.shard
+        if shard.sizes == tensor.shape and shard.offsets == target.offsets:
+            fits = tensor.dtype == stored_dtype(shard) and tensor.is_cpu and tensor.is_contiguous()
+            return Item(index, stored, target.live, tensor) if fits else None
+    return None
+
+
+def require(checkpoint: Opened, names: Iterable[str]) -> None:
+    """Raises CheckpointValidationError unless every named tensor is in the checkpoint."""
+    table = checkpoint.table()
+    missing = tuple(name for name in names if name not in table)
+    if missing:
+        raise CheckpointValidationError(
+            f"{len(missing)} tensors are not in it", missing_keys=missing[:20], path=checkpoint.path,
+            hint=f"allranks checkpoint show '{checkpoint.path}' --tensors",
+        )  # fmt: skip
+
+
+def stored_dtype(shard: Shard) -> torch.dtype:
+    """The torch dtype of a stored shard."""
+    if shard.view:
+        found = getattr(torch, shard.view, None)
+        if not isinstance(found, torch.dtype):
+            raise CheckpointValidationError(
+                f"{shard.name} is of type '{shard.view}', which this torch does not know",
+                hint="upgrade torch",
+            )
+        return found
+    return TORCH_DTYPES[shard.dtype]
+
+
+def empty_for(shard: Shard, whole: bool = False) -> torch.Tensor:
+    """A new tensor for a shard, or for the whole tensor it is a part of."""
+    return torch.empty(shard.shape if whole else shard.sizes, dtype=stored_dtype(shard))
+
+
+def _regions(
+    checkpoint: Opened, target: Target, stored: list[tuple[Index, StoredShard]]
+) -> list[tuple[Index, StoredShard, Region]]:
+    """The saved regions that make up a target."""
+    sizes: tuple[int, ...] = target.tensor.shape
+    for index, one in stored:  # the usual case: saved in the same layout
+        if one.shard.offsets == target.offsets and one.shard.sizes == sizes:
+            return [(index, one, Region((0,) * len(sizes), sizes, target.tensor))]
+    shape = stored[0][1].shard.shape
+    if len(shape) != len(sizes) or any(
+        o + s > w for o, s, w in zip(target.offsets, sizes, shape, strict=True)
+    ):
+        raise CheckpointValidationError(
+            f"{target.name} is saved with shape {shape}, wanted are {tuple(sizes)} at {target.offsets}",
+            invalid_keys=(target.name,), path=checkpoint.path,
+        )  # fmt: skip
+    chunks = [
+        ChunkStorageMetadata(torch.Size(one.shard.offsets), torch.Size(one.shard.sizes)) for _, one in stored
+    ]
+    saved = TensorStorageMetadata(TensorProperties(dtype=target.tensor.dtype), torch.Size(shape), chunks)
+    local = ChunkStorageMetadata(torch.Size(target.offsets), torch.Size(sizes))
+    found = []
+    by_offsets = {one.shard.offsets: (index, one) for index, one in stored}
+    for item in create_read_items_for_chunk_list(target.name, saved, [local]):
+        view = target.tensor
+        for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            view = view.narrow(dim, offset, length)
+        index, one = by_offsets[tuple(item.storage_index.offset)]
+        found.append((index, one, Region(tuple(item.storage_offsets), tuple(item.lengths), view)))
+    covered = sum(region.view.numel() for _, _, region in found)
+    if covered != target.tensor.numel():
+        raise CheckpointValidationError(
+            f"only {covered} of {target.tensor.numel()} elements of {target.name} are in this checkpoint",
+            missing_keys=(target.name,), path=checkpoint.path,
+        )  # fmt: skip
+    return found
+
+
+def _local_offsets(tensor: Any) -> list[tuple[int, ...]]:
+    if is_dtensor(tensor):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        _, offsets = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+        return [tuple(offsets)]
+    if type(tensor).__name__ == "ShardedTensor":
+        return [tuple(shard.metadata.shard_offsets) for shard in tensor.local_shards()]
+    return [(0,) * tensor.dim()]

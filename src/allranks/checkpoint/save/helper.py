@@ -1,0 +1,158 @@
+"""The helper process: hashes, writes and uploads what a rank has copied into shared memory. Torch-free.
+
+One per rank, started as `python -m allranks.checkpoint.save.helper` with a socket as descriptor 3. Each store has a
+thread that works off one save after the other, so that a slow upload does not hold up the disk. When the rank goes
+away, however it dies, the helper finishes the saves it was given (it holds the memory itself), and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import queue
+import select
+import socket
+import sys
+import threading
+from dataclasses import asdict
+from typing import Any
+
+from allranks.checkpoint.failure import hint_for, reason_of
+from allranks.checkpoint.layout import FileLayout, lay_out
+from allranks.checkpoint.manifest import MANIFEST, Index, decode_manifest
+from allranks.checkpoint.save import wire
+from allranks.checkpoint.save.writer import SaveJob, as_older, write_checkpoint
+from allranks.checkpoint.stores.store import Store, StoreSpec, open_store
+from allranks.errors import CheckpointValidationError
+
+SOCKET_FD = 3
+#: Saving gives way to training where both want the same core.
+NICENESS = 5
+
+
+class Helper:
+    """The state of one helper: mapped memory, known layouts, open stores, the last index per store."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.inbox = wire.Inbox(sock)
+        self.parent = _watch_parent()
+        self.arenas: dict[int, memoryview] = {}
+        self.layouts: dict[int, FileLayout] = {}
+        self.stores: dict[str, Store] = {}
+        self.last: dict[str, tuple[str, str, Index]] = {}
+        self.queues: dict[str, queue.SimpleQueue[dict[str, Any] | None]] = {}
+        self.workers: list[threading.Thread] = []
+        self.sending = threading.Lock()
+
+    def serve(self) -> None:
+        """Works until the rank closes its side, and whatever it has given is done."""
+        try:
+            while (message := self.inbox.receive()) is not None:
+                self.handle(message)
+        finally:  # also after a message that made no sense: no worker may outlive the one who feeds it
+            for waiting in self.queues.values():
+                waiting.put(None)
+            for worker in self.workers:
+                worker.join()
+
+    def handle(self, message: dict[str, Any]) -> None:
+        """Does what one message asks."""
+        kind = message["kind"]
+        if kind == "arena":
+            fd = self.inbox.fds.pop(0)
+            self.arenas[message["id"]] = memoryview(mmap.mmap(fd, message["bytes"]))
+            os.close(fd)
+        elif kind == "drop":
+            self.arenas.pop(message["id"], None)
+        elif kind == "layout":
+            self.layouts[message["id"]] = lay_out(wire.shards_from_json(message["shards"]))
+        elif kind == "save":
+            image = self.arenas[message["arena"]]  # taken now: the rank may drop the arena before its turn
+            self.queue_of(message["job"]["store"]["url"]).put({**message, "image": image})
+
+    def queue_of(self, url: str) -> queue.SimpleQueue[dict[str, Any] | None]:
+        """The waiting line of a store, with its thread."""
+        if url not in self.queues:
+            self.queues[url] = queue.SimpleQueue()
+            worker = threading.Thread(target=self.work, args=(self.queues[url],), name=f"save {url}")
+            self.workers.append(worker)
+            worker.start()
+        return self.queues[url]
+
+    def work(self, waiting: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+        """Body of a store's thread."""
+        while (message := waiting.get()) is not None:
+            self.reply(self.save(message))
+
+    def save(self, message: dict[str, Any]) -> dict[str, Any]:
+        """One save from start to end; never raises."""
+        job = wire.job_from_json(message["job"])
+        try:
+            layout, image = self.layouts[message["layout"]], message["image"]
+            store = self.store(job.store)
+            older = self.older(job, store)
+            saved, index = write_checkpoint(job, layout, image, store, older, self.parent_alive)
+            if store.references:
+                name = job.attempt.name
+                self.last[job.store.url] = (name, job.attempt.token, as_older(index, name))
+            return {"kind": "saved", "save": message["save"], "result": asdict(saved)}
+        except Exception as error:
+            import traceback  # only when something fails: the helper is to be small
+
+            path = _path(job)
+            return {
+                "kind": "failed", "save": message["save"], "reason": reason_of(error), "path": path,
+                "hint": hint_for(error, message["tier"], path), "trace": traceback.format_exc(),
+            }  # fmt: skip
+
+    def store(self, spec: StoreSpec) -> Store:
+        """The open store of an address; opened once, since connections are kept in it."""
+        key = repr(spec)
+        if key not in self.stores:
+            self.stores[key] = open_store(spec)
+        return self.stores[key]
+
+    def older(self, job: SaveJob, store: Store) -> Index | None:
+        """This rank's last index in the store, if that checkpoint is still there unchanged."""
+        if not store.references or job.store.url not in self.last:
+            return None
+        name, token, index = self.last[job.store.url]
+        with contextlib.suppress(OSError, CheckpointValidationError):
+            if decode_manifest(store.read(name, MANIFEST), name).attempt == token:
+                return index
+        return None
+
+    def parent_alive(self) -> bool:
+        """Whether the rank still runs."""
+        return self.parent is not None and not select.select([self.parent], [], [], 0)[0]
+
+    def reply(self, message: dict[str, Any]) -> None:
+        """Tells the rank; a rank that is gone does not need to know."""
+        with contextlib.suppress(OSError), self.sending:
+            wire.send(self.sock, message)
+
+
+def _path(job: SaveJob) -> str:
+    return f"{job.store.url.rstrip('/')}/{job.attempt.name}"
+
+
+def _watch_parent() -> int | None:
+    """A descriptor that becomes readable when the rank has ended; None if it has already."""
+    try:
+        return os.pidfd_open(os.getppid())
+    except OSError:
+        return None
+
+
+def main() -> int:
+    """Entry point of the process."""
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    Helper(socket.socket(fileno=SOCKET_FD)).serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""The rank's side of its helper process: starts it, hands it saves, learns how they ended, restarts it.
+
+`submit` returns a Future at once. A helper that dies (killed, out of memory) is replaced, and its unfinished
+saves are handed to the new one once: their bytes are still in shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import allranks
+from allranks.checkpoint.layout import Shard
+from allranks.checkpoint.save import wire
+from allranks.checkpoint.save.arena import Arena
+from allranks.checkpoint.save.helper import SOCKET_FD
+from allranks.checkpoint.save.writer import Saved, SaveJob
+from allranks.errors import CheckpointSaveError
+
+#: How often the unfinished saves of dead helpers are handed to a new one.
+RESTARTS = 1
+
+
+@dataclass(frozen=True)
+class Order:
+    """One save as the helper gets it. `layout` identifies `shards`, which are sent once per helper."""
+
+    job: SaveJob
+    tier: str
+    arena: Arena
+    layout: int
+    shards: list[Shard]
+
+
+@dataclass
+class _Running:
+    """One helper process and what it owes. Its thread holds this, not the client: no cycle, no leak."""
+
+    sock: socket.socket
+    pid: int
+    owed: dict[int, tuple[Order, Future[Saved], int]] = field(default_factory=dict)
+    arenas: dict[int, weakref.ref[Arena]] = field(default_factory=dict)
+    layouts: set[int] = field(default_factory=set)
+    ended: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class HelperClient:
+    """Starts its helper with the first save. `close()` lets it finish within a limit, then ends it."""
+
+    def __init__(self) -> None:
+        self._running: _Running | None = None
+        self._numbers = itertools.count(1)
+        self._finalizer: weakref.finalize[..., HelperClient] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The helper's process id while it runs."""
+        running = self._running
+        return running.pid if running is not None and not running.ended else None
+
+    def start(self) -> None:
+        """Starts the helper unless it runs."""
+        if self._running is None or self._running.ended:
+            self._running = _start()
+            if self._finalizer is not None:
+                self._finalizer.detach()
+            self._finalizer = weakref.finalize(self, _end, self._running, os.getpid())
+
+    def submit(self, order: Order) -> Future[Saved]:
+        """Hands a save to the helper. The arena must stay untouched until the Future is done."""
+        future: Future[Saved] = Future()
+        number = next(self._numbers)
+        self.start()
+        assert self._running is not None
+        _give(self._running, number, order, future, 0)
+        return future
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Closes the channel, waits for the helper to finish and end, kills it at the limit."""
+        running, self._running = self._running, None
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        if running is None:
+            return
+        with contextlib.suppress(OSError):
+            running.sock.shutdown(socket.SHUT_WR)
+        if not _reap(running.pid, timeout_s):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(running.pid, signal.SIGKILL)
+            _reap(running.pid, 5.0)
+
+
+def _start() -> _Running:
+    """Spawns the process: a posix_spawn, since a fork of a big torch process costs its page tables."""
+    ours, theirs = socket.socketpair()
+    source = str(Path(allranks.__file__).parent.parent)
+    env = {
+        **os.environ,
+        "MALLOC_ARENA_MAX": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")])),
+    }
+    pid = os.posix_spawn(
+        sys.executable,
+        [
+            sys.executable,
+            "-OO",
+            "-m",
+            "allranks.checkpoint.save.helper",
+        ],  # no docstrings: half a megabyte less
+        env,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_DUP2, theirs.fileno(), SOCKET_FD),
+        ],
+        setsid=True,  # a Ctrl-C in the terminal must not cut a save in half
+    )
+    theirs.close()
+    running = _Running(ours, pid)
+    thread = threading.Thread(target=_listen, args=(running,), name="allranks-checkpoint-helper", daemon=True)
+    thread.start()
+    return running
+
+
+def _give(running: _Running, number: int, order: Order, future: Future[Saved], restarts: int) -> None:
+    with running.lock:
+        running.owed[number] = (order, future, restarts)
+        dead = running.ended
+        if not dead:
+            with contextlib.suppress(OSError):  # a helper that just died: its listener hands the save on
+                _send_order(running, number, order)
+    if dead:
+        _settle_dead(running)
+
+
+def _send_order(running: _Running, number: int, order: Order) -> None:
+    arena = order.arena
+    known = running.arenas.get(arena.id)
+    if known is None:
+        wire.send(running.sock, {"kind": "arena", "id": arena.id, "bytes": arena.bytes}, (arena.fd,))
+        running.arenas[arena.id] = weakref.ref(arena)
+    for gone in [key for key, ref in running.arenas.items() if ref() is None]:
+        del running.arenas[gone]
+        wire.send(running.sock, {"kind": "drop", "id": gone})
+    if order.layout not in running.layouts:
+        running.layouts.add(order.layout)
+        wire.send(running.sock, {"kind": "layout", "id": order.layout, "shards": order.shards})
+    wire.send(
+        running.sock,
+        {
+            "kind": "save", "save": number, "layout": order.layout, "arena": arena.id, "tier": order.tier,
+            "job": wire.job_to_json(order.job),
+        },
+    )  # fmt: skip
+
+
+def _listen(running: _Running) -> None:
+    """Thread of one helper: turns its replies into results until it ends."""
+    inbox = wire.Inbox(running.sock)
+    try:
+        while (message := inbox.receive()) is not None:
+            _deliver(
+                running, message
+            )  # a function: this frame must not keep the save, and its manager, alive
+    except OSError:
+        pass
+    with running.lock:
+        running.ended = True
+    running.sock.close()
+    _reap(running.pid, 1.0)
+    _settle_dead(running)
+
+
+def _deliver(running: _Running, message: dict[str, Any]) -> None:
+    with running.lock:
+        order, future, _ = running.owed.pop(message["save"])
+    _finish(order, future, message)
+
+
+def _finish(order: Order, future: Future[Saved], message: dict[str, Any]) -> None:
+    if message["kind"] == "saved":
+        future.set_result(wire.saved_from_json(message["result"]))
+        return
+    error = CheckpointSaveError(
+        str(message["reason"]), tier=order.tier, path=str(message["path"]), hint=str(message["hint"])
+    )
+    error.__cause__ = RuntimeError(f"in the helper process:\n{message['trace']}")
+    future.set_exception(error)
+
+
+def _settle_dead(running: _Running) -> None:
+    """Hands what a dead helper owes to a new one, once; fails it the second time."""
+    with running.lock:
+        owed, running.owed = running.owed, {}
+    successor: _Running | None = None
+    for number, (order, future, restarts) in owed.items():
+        if restarts >= RESTARTS:
+            path = f"{order.job.store.url.rstrip('/')}/{order.job.attempt.name}"
+            future.set_exception(
+                CheckpointSaveError(
+                    f"the helper process (pid {running.pid}) died while saving, {restarts + 1} times",
+                    tier=order.tier, path=path, hint="out of memory? dmesg | grep -i -E 'oom|killed'",
+                )
+            )  # fmt: skip
+            continue
+        successor = successor or _start()
+        _give(successor, number, order, future, restarts + 1)
+    if successor is not None:
+        successor.sock.shutdown(socket.SHUT_WR)  # it ends when it has worked off what it was given
+
+
+def _end(running: _Running, owner: int) -> None:
+    """Finalizer of a client that nobody closed: the helper finishes on its own. Does nothing in a fork."""
+    if os.getpid() != owner:
+        return
+    with contextlib.suppress(OSError):
+        running.sock.shutdown(socket.SHUT_WR)
+    if not running.owed:
+        _reap(running.pid, 2.0)
+
+
+def _reap(pid: int, timeout_s: float) -> bool:
+    """Waits for a child's end; True when it is gone."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                return True
+        except ChildProcessError:
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.005)

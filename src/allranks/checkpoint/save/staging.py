@@ -1,0 +1,213 @@
+"""The copy out of the model: the only part of a save that training can feel.
+
+Tensors that only the optimizer changes (its parameters and its state) are copied in the background during the
+next forward and backward; `Copy.wait` stands before the optimizer's next step. Everything else (buffers such as
+running means change in the forward pass) is copied before `start` returns. A tensor that was changed meanwhile
+all the same is noticed by its version counter, and the copy is thrown away: never a torn state.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from allranks.checkpoint.save.arena import Arena
+from allranks.checkpoint.save.plan import Placement, Plan
+
+_Pair = tuple[torch.Tensor, torch.Tensor]  # source, destination
+#: A copy in the caller's time is shared by two threads from this size on.
+_SPLIT_BYTES = 8 << 20
+
+
+class TornCopy(Exception):
+    """A tensor changed while it was being copied, by something other than an attached optimizer's step."""
+
+
+@dataclass
+class Copy:
+    """A copy under way. `wait` returns when the sources may change; it raises nothing."""
+
+    error: BaseException | None = None
+    copied_s: float = 0.0
+    _left: list[_Pair] = field(default_factory=list)  # not copied yet, the next one last
+    _helping: threading.Lock = field(default_factory=threading.Lock)
+    _host_done: threading.Event = field(default_factory=threading.Event)
+    _events: list[Any] = field(default_factory=list)
+    _thread: threading.Thread | None = None
+
+    def wait(self) -> None:
+        """Blocks until the sources may change, and copies what is left together with the copy thread.
+
+        On CUDA only the device waits, not the caller.
+        """
+        for waiting in self._events:
+            torch.cuda.current_stream(waiting.device_index).wait_event(waiting.event)
+        with self._helping:
+            self._copy_left()
+        self._host_done.wait()
+
+    def _copy_left(self) -> None:
+        """Copies until nothing is left; what goes wrong is kept in `error`."""
+        try:
+            while self.error is None:
+                _copy_one(*self._left.pop())
+        except IndexError:
+            return
+        except BaseException as error:
+            self.error = error
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Blocks until the bytes are in the arena and `after` has run; False at the limit."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
+        return True
+
+
+@dataclass(frozen=True)
+class _DeviceEvent:
+    event: Any
+    device_index: int
+
+
+class Stager:
+    """Copies snapshots into one arena by one plan; the destination tensors are made once."""
+
+    def __init__(self, arena: Arena, plan: Plan) -> None:
+        self.arena = arena
+        self.plan = plan
+        header = plan.layout.header
+        arena.view[: len(header)] = header
+        self._targets = [_target(arena, placement) for placement in (*plan.owned, *plan.extra)]
+        self._streams: dict[int, Any] = {}
+
+    def start(
+        self, sources: Sequence[torch.Tensor], may_wait: Callable[[torch.Tensor], bool],
+        after: Callable[[BaseException | None], None], background: bool,
+    ) -> Copy:  # fmt: skip
+        """Begins a copy. `may_wait(source)`: nothing but an attached optimizer changes it. `after(error)` runs
+        last, in the background thread, or in this one when nothing is left for the background."""
+        pairs = list(zip(sources, self._targets, strict=True))
+        copy = Copy()
+        later = [pair for pair in pairs if background and may_wait(pair[0])]
+        late = {id(source) for source, _ in later}
+        now = [pair for pair in pairs if id(pair[0]) not in late]
+        began = time.perf_counter()
+        self._copy_device(copy, pairs, late)
+        _copy_host([pair for pair in now if pair[0].device.type == "cpu"])
+        later = [pair for pair in later if pair[0].device.type == "cpu"]
+        if not later and not copy._events:
+            copy.copied_s = time.perf_counter() - began
+            copy._host_done.set()
+            after(None)
+            return copy
+        copy._left = later[::-1]
+        rest = _Rest(later, [source._version for source, _ in later], pairs)
+        copy._thread = threading.Thread(
+            target=_finish, args=(copy, rest, after, began), name="allranks-checkpoint-copy", daemon=True
+        )
+        copy._thread.start()
+        if not background:
+            copy._thread.join()
+        return copy
+
+    def _copy_device(self, copy: Copy, pairs: Sequence[_Pair], late: set[int]) -> None:
+        """Queues device copies: those that must not wait on the current stream, the others on a side stream."""
+        devices = {source.device.index for source, _ in pairs if source.device.type == "cuda"}
+        for index in devices:
+            mine = [pair for pair in pairs if pair[0].device.type == "cuda" and pair[0].device.index == index]
+            current = torch.cuda.current_stream(index)
+            side = self._streams.setdefault(index, torch.cuda.Stream(device=index))
+            _queue([pair for pair in mine if id(pair[0]) not in late])
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                _queue([pair for pair in mine if id(pair[0]) in late])
+            event = torch.cuda.Event()
+            event.record(side)
+            copy._events.append(_DeviceEvent(event, index))
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """What the copy thread has to do. `all_pairs` only keeps device tensors alive until they are copied."""
+
+    later: Sequence[_Pair]
+    versions: Sequence[int]
+    all_pairs: Sequence[_Pair]
+
+
+def _finish(copy: Copy, rest: _Rest, after: Callable[[BaseException | None], None], began: float) -> None:
+    """Body of the copy thread."""
+    copy._copy_left()
+    try:
+        with copy._helping:  # whoever helps has copied its last one, too
+            _check_versions(rest.later, rest.versions)
+        copy._host_done.set()
+        for waiting in copy._events:
+            waiting.event.synchronize()
+    except BaseException as error:
+        copy.error = copy.error or error
+    copy._host_done.set()
+    copy.copied_s = time.perf_counter() - began
+    after(copy.error)
+
+
+def _check_versions(later: Sequence[_Pair], versions: Sequence[int]) -> None:
+    for (source, _), version in zip(later, versions, strict=True):
+        if source._version != version:
+            raise TornCopy(
+                f"a tensor of shape {tuple(source.shape)} was changed while it was copied, by something other "
+                "than the step of an attached optimizer: attach every optimizer, or set overlap_copy=False"
+            )
+
+
+def _copy_host(pairs: Sequence[_Pair]) -> None:
+    """Copies in the caller's time, with a second thread for the half of it when it is worth one."""
+    total = sum(source.nbytes for source, _ in pairs)
+    if total < _SPLIT_BYTES:
+        _copy_all(pairs)
+        return
+    halves: tuple[list[_Pair], list[_Pair]] = ([], [])
+    sizes = [0, 0]
+    for pair in sorted(pairs, key=lambda pair: -pair[0].nbytes):
+        lighter = 0 if sizes[0] <= sizes[1] else 1
+        halves[lighter].append(pair)
+        sizes[lighter] += pair[0].nbytes
+    other = threading.Thread(target=_copy_all, args=(halves[1],), name="allranks-copy")
+    other.start()
+    _copy_all(halves[0])
+    other.join()
+
+
+def _copy_all(pairs: Sequence[_Pair]) -> None:
+    for source, target in pairs:
+        _copy_one(source, target)
+
+
+def _copy_one(source: torch.Tensor, target: torch.Tensor) -> None:
+    """memmove where both are plain memory: it frees the GIL and starts no threads of torch's own."""
+    if (
+        source.is_contiguous()
+        and source.dtype == target.dtype
+        and not source.is_conj()
+        and not source.is_neg()
+    ):
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+    else:
+        target.copy_(source)
+
+
+def _queue(pairs: Sequence[_Pair]) -> None:
+    for source, target in pairs:
+        target.copy_(source, non_blocking=True)
+
+
+def _target(arena: Arena, placement: Placement) -> torch.Tensor:
+    piece = placement.piece
+    return arena.tensor(placement.start, piece.dtype, piece.shard.sizes)

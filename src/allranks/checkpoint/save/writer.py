@@ -1,0 +1,303 @@
+"""Writes one rank's part of a checkpoint and, on the first rank, commits the whole. Torch-free.
+
+Runs in the helper process, or in the rank itself for a synchronous save. In: the image of the data file in
+memory and a `SaveJob`. Out: a committed checkpoint and a `Saved`, or an exception; never half of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from allranks.checkpoint.checksum import checksum, identifies_content
+from allranks.checkpoint.failure import reason_of
+from allranks.checkpoint.layout import FileLayout, Placed, lay_out
+from allranks.checkpoint.manifest import (
+    MANIFEST,
+    DataFile,
+    Index,
+    Manifest,
+    Part,
+    StoredShard,
+    decode_index,
+    decode_manifest,
+    encode_index,
+    encode_manifest,
+    part_name,
+)
+from allranks.checkpoint.save.read_back import read_back
+from allranks.checkpoint.save.retention import prune
+from allranks.checkpoint.stores.store import Attempt, Store, StoreSpec
+from allranks.errors import CheckpointValidationError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """Everything about a save but its bytes. `ranks` share the store; the first of them commits."""
+
+    store: StoreSpec
+    attempt: Attempt
+    rank: int
+    ranks: tuple[int, ...]
+    world_size: int
+    step: int
+    epoch: int
+    timestamp: float
+    algorithm: str
+    common: Any = None
+    own: Any = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    keep_last: int = 0
+    commit_timeout_s: float = 600.0
+    retries: int = 0
+    retry_delay_s: float = 5.0
+    read_back: bool = False
+    job: str = ""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A finished save. `reused_bytes` were not written, since an older checkpoint holds them already."""
+
+    path: str
+    bytes: int
+    reused_bytes: int
+    write_s: float
+    total_s: float
+    removed: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    problem: str = ""  # why older ones could not be removed; this one is safe all the same
+
+
+class Peers(Exception):
+    """Another rank's part failed or never came, so the whole was not committed."""
+
+
+def write_checkpoint(
+    job: SaveJob, layout: FileLayout, image: memoryview, store: Store, older: Index | None = None,
+    alive: Callable[[], bool] = lambda: True,
+) -> tuple[Saved, Index]:  # fmt: skip
+    """Writes, waits for the other ranks' parts, commits, prunes. `older` is this rank's last index here."""
+    began = time.monotonic()
+    try:
+        index, part, reused = _retrying(job, lambda: _write_part(job, layout, image, store, older))
+        wrote = time.monotonic()
+        if job.rank == job.ranks[0]:
+            manifest = collect(job, part, store, alive)
+            _retrying(job, lambda: store.commit(job.attempt, encode_manifest(manifest)))
+        else:
+            _await_commit(job, store, alive)
+    except BaseException as error:
+        _give_up(job, store, error)
+        raise
+    finally:
+        store.leave(job.attempt)
+    removed, left, problem = _keep_house(job, store) if job.rank == job.ranks[0] else ([], [], "")
+    done = time.monotonic()
+    saved = Saved(
+        store.path_of(job.attempt.name), layout.bytes, reused, wrote - began, done - began, tuple(removed), tuple(left),
+        problem,
+    )  # fmt: skip
+    return saved, index
+
+
+def _keep_house(job: SaveJob, store: Store) -> tuple[list[str], list[str], str]:
+    """(removed, left, what went wrong): old ones that cannot be removed do not make this save a failed one."""
+    removed: list[str] = []
+    left: list[str] = []
+    try:
+        removed, left = prune(store, job.keep_last, spare=job.attempt.name)
+        store.tidy()
+    except OSError as error:
+        return removed, left, reason_of(error)
+    return removed, left, ""
+
+
+def _write_part(
+    job: SaveJob, layout: FileLayout, image: memoryview, store: Store, older: Index | None
+) -> tuple[Index, Part, int]:
+    """Data file, then index; both durable when this returns."""
+    token = job.attempt.token if store.attempt_in_names else ""
+    data_name, index_name = part_name(job.rank, "safetensors", token), part_name(job.rank, "json", token)
+    if store.references:
+        sums = _checksums(layout, image, job.algorithm)
+        reusable = _reusable(layout, sums, older, job)
+        stored, file = _write_changed(job, layout, image, store, sums, reusable, data_name)
+    else:
+        sums = {}
+        hashing = threading.Thread(target=lambda: sums.update(_checksums(layout, image, job.algorithm)))
+        hashing.start()  # hashing and writing at the same time
+        try:
+            store.write(job.attempt, data_name, [image[: layout.bytes]], layout.bytes)
+        finally:
+            hashing.join()
+        reusable = {}
+        stored = [StoredShard(p.shard, data_name, p.start, sums[p.key]) for p in layout.placed]
+        file = _data_file(data_name, layout, job.algorithm)
+    if job.read_back:
+        with contextlib.closing(store.open_staged(job.attempt, data_name)) as source:
+            read_back(source, file, stored, job.algorithm)
+    index = Index(job.rank, job.algorithm, (file,), tuple(stored), job.common, job.own)
+    data = encode_index(index)
+    store.write(job.attempt, index_name, [memoryview(data)], len(data))
+    references = tuple(sorted({kept.file for kept in reusable.values()}))
+    part = Part(job.rank, index_name, len(data), hashlib.sha256(data).hexdigest(), file.bytes, references)
+    return index, part, sum(kept.shard.bytes for kept in reusable.values())
+
+
+def _checksums(layout: FileLayout, image: memoryview, algorithm: str) -> dict[str, str]:
+    """key → checksum of every shard of the image."""
+    return {p.key: checksum(image[p.start : p.start + p.shard.bytes], algorithm) for p in layout.placed}
+
+
+def _data_file(name: str, layout: FileLayout, algorithm: str) -> DataFile:
+    return DataFile(name, layout.bytes, len(layout.header), checksum(layout.header, algorithm))
+
+
+def _reusable(
+    layout: FileLayout, sums: dict[str, str], older: Index | None, job: SaveJob
+) -> dict[str, StoredShard]:
+    """key → where an older checkpoint keeps the very same bytes."""
+    if older is None or older.algorithm != job.algorithm or not identifies_content(job.algorithm):
+        return {}
+    known = {(s.shard, s.checksum): s for s in older.shards if s.file.startswith("../")}
+    found = {}
+    for placed in layout.placed:
+        match = known.get((placed.shard, sums[placed.key]))
+        if match is not None and not match.file.startswith(f"../{job.attempt.name}/"):
+            found[placed.key] = match
+    return found
+
+
+def _write_changed(
+    job: SaveJob, layout: FileLayout, image: memoryview, store: Store, sums: dict[str, str],
+    reusable: dict[str, StoredShard], name: str,
+) -> tuple[list[StoredShard], DataFile]:  # fmt: skip
+    """Writes a data file with the shards that changed; the others are pointed at."""
+    if not reusable:
+        store.write(job.attempt, name, [image[: layout.bytes]], layout.bytes)
+        stored = [StoredShard(p.shard, name, p.start, sums[p.key]) for p in layout.placed]
+        return stored, _data_file(name, layout, job.algorithm)
+    changed = [p for p in layout.placed if p.key not in reusable]
+    smaller = lay_out([p.shard for p in changed])
+    by_shard = {p.shard: p for p in changed}
+    store.write(job.attempt, name, _pieces(smaller, by_shard, image), smaller.bytes)
+    stored = [StoredShard(p.shard, name, p.start, sums[by_shard[p.shard].key]) for p in smaller.placed]
+    return stored + list(reusable.values()), _data_file(name, smaller, job.algorithm)
+
+
+def _pieces(layout: FileLayout, source: Mapping[Any, Placed], image: memoryview) -> Iterator[memoryview]:
+    yield memoryview(layout.header)
+    for placed in layout.placed:
+        start = source[placed.shard].start
+        yield image[start : start + placed.shard.bytes]
+
+
+def as_older(index: Index, name: str) -> Index:
+    """An index as a later checkpoint of the same store sees it: every file by its way through the parent."""
+    shards = tuple(
+        s if s.file.startswith("../") else StoredShard(s.shard, f"../{name}/{s.file}", s.start, s.checksum)
+        for s in index.shards
+    )
+    return Index(index.rank, index.algorithm, index.files, shards)
+
+
+def _retrying(job: SaveJob, act: Callable[[], T]) -> T:
+    """Repeats what the storage refused, as often as the job allows, a little later each time."""
+    for attempt in range(job.retries + 1):
+        try:
+            return act()
+        except OSError:
+            if attempt == job.retries:
+                raise
+            time.sleep(job.retry_delay_s * (attempt + 1))
+    raise AssertionError("unreachable")
+
+
+def collect(job: SaveJob, mine: Part, store: Store, alive: Callable[[], bool]) -> Manifest:
+    """Waits for every rank's part; the manifest that names them all."""
+    parts = {job.rank: mine}
+    for wait in _patiently(job, alive):
+        for rank in [rank for rank in job.ranks if rank not in parts]:
+            part = part_of(job, rank, store)
+            if part is None:
+                break
+            parts[rank] = part
+        if len(parts) == len(job.ranks):
+            break
+        missing = [rank for rank in job.ranks if rank not in parts]
+        if wait is None:
+            raise Peers(f"no part from ranks {missing} after {job.commit_timeout_s:.0f} s")
+    ordered = tuple(parts[rank] for rank in job.ranks)
+    return Manifest(
+        job.step, job.epoch, job.world_size, job.timestamp, job.attempt.token, ordered, dict(job.metrics), job=job.job
+    )  # fmt: skip
+
+
+def part_of(job: SaveJob, rank: int, store: Store) -> Part | None:
+    """What a rank has written, as the manifest will know it; None while it has not."""
+    token = job.attempt.token if store.attempt_in_names else ""
+    name = part_name(rank, "json", token)
+    data = store.staged(job.attempt, name)
+    if data is None:
+        failed = store.staged(job.attempt, _failed_name(rank, token))
+        if failed is not None:
+            raise Peers(f"rank {rank} could not write its part: {failed.decode(errors='replace')}")
+        return None
+    try:
+        index = decode_index(data, name)
+    except CheckpointValidationError:
+        return None  # seen while being written; looked at again
+    references = tuple(sorted({s.file for s in index.shards if s.file.startswith("../")}))
+    size = sum(file.bytes for file in index.files)
+    return Part(rank, name, len(data), hashlib.sha256(data).hexdigest(), size, references)
+
+
+def _await_commit(job: SaveJob, store: Store, alive: Callable[[], bool]) -> None:
+    """A rank that does not commit waits until it sees the manifest of this very attempt."""
+    first = job.ranks[0]
+    token = job.attempt.token if store.attempt_in_names else ""
+    for wait in _patiently(job, alive):
+        with contextlib.suppress(FileNotFoundError, CheckpointValidationError):
+            manifest = decode_manifest(store.read(job.attempt.name, MANIFEST), job.attempt.name)
+            if manifest.attempt == job.attempt.token:
+                return
+        failed = store.staged(job.attempt, _failed_name(first, token))
+        if failed is not None:
+            raise Peers(f"rank {first} did not commit: {failed.decode(errors='replace')}")
+        if wait is None:
+            raise Peers(f"rank {first} did not commit within {job.commit_timeout_s:.0f} s")
+
+
+def _patiently(job: SaveJob, alive: Callable[[], bool]) -> Iterator[float | None]:
+    """Looks at growing distances up to the limit; yields None for the last look. A dead parent ends patience."""
+    deadline, pause = time.monotonic() + job.commit_timeout_s, 0.002
+    while time.monotonic() < deadline:
+        yield pause
+        time.sleep(pause)
+        pause = min(0.25, pause * 1.5)
+        if not alive():
+            deadline = min(deadline, time.monotonic() + 10.0)
+    yield None
+
+
+def _give_up(job: SaveJob, store: Store, error: BaseException) -> None:
+    """Tells the other ranks why; the committing rank also removes what was written, when alone."""
+    token = job.attempt.token if store.attempt_in_names else ""
+    with contextlib.suppress(Exception):
+        if len(job.ranks) == 1:
+            store.abandon(job.attempt)
+            return
+        text = f"{type(error).__name__}: {error}".encode()
+        store.write(job.attempt, _failed_name(job.rank, token), [memoryview(text)], len(text))
+
+
+def _failed_name(rank: int, token: str) -> str:
+    return part_name(rank, "failed", token)

@@ -1,0 +1,1 @@
+"""Where checkpoints are kept: memory, peers, disk, object stores. Torch-free."""

@@ -1,0 +1,375 @@
+"""Checkpoints as folders on a disk (tier NVME). Torch-free.
+
+An attempt is a hidden folder; commit is one rename after everything in it is on the disk. Crash at any byte
+leaves either the whole checkpoint or a hidden folder that the next saver tidies away. Readers hold a shared
+lock on the manifest, and what is locked is never removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from allranks.checkpoint.layout import PAGE_BYTES
+from allranks.checkpoint.manifest import MANIFEST
+from allranks.checkpoint.stores.store import Attempt, Pieces, StoreSpec
+
+QUARANTINE = "quarantine"
+WRITE_BYTES = 32 << 20
+#: A hidden folder younger than this may belong to a rank that has not locked it yet.
+LEFT_BEHIND_S = 60.0
+_HIDDEN = (".saving-", ".removing-", ".replaced-")
+
+
+class FileStore:
+    """A folder of checkpoints. See `store.Store` for the methods."""
+
+    tier = "NVME"
+    attempt_in_names = False
+    references = False
+
+    def __init__(self, root: Path, spec: StoreSpec | None = None) -> None:
+        self.root = root
+        self.spec = spec or StoreSpec(str(root))
+        self._locks: dict[str, int] = {}
+
+    def path_of(self, name: str) -> str:
+        return str(self.root / name)
+
+    def write(self, attempt: Attempt, file: str, pieces: Pieces, length: int) -> None:
+        folder = self._folder(attempt)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock_attempt(attempt, folder)
+        space = os.statvfs(folder)
+        if length > space.f_bavail * space.f_frsize:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / file))
+        unfinished = folder / f"{file}.part"
+        _write_file(unfinished, pieces)
+        # Under its name only once it is on the disk: from then on the first rank may commit and rename the folder.
+        unfinished.rename(folder / file)
+
+    def staged(self, attempt: Attempt, file: str) -> bytes | None:
+        try:
+            return (self._folder(attempt) / file).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def open_staged(self, attempt: Attempt, file: str) -> FileSource:
+        return UncachedSource(self._folder(attempt) / file)
+
+    def commit(self, attempt: Attempt, manifest: bytes) -> None:
+        folder, final = self._folder(attempt), self.root / attempt.name
+        _write_file(folder / MANIFEST, [memoryview(manifest)])
+        for leftover in (*folder.glob("*.failed"), *folder.glob("*.part")):
+            leftover.unlink()
+        _sync_folder(folder)
+        self.leave(attempt)
+        _rename_over(folder, final, self.root / f".replaced-{attempt.name}-{attempt.token}")
+        _sync_folder(self.root)
+
+    def abandon(self, attempt: Attempt) -> None:
+        self.leave(attempt)
+        _remove_tree(self._folder(attempt))
+
+    def leave(self, attempt: Attempt) -> None:
+        fd = self._locks.pop(attempt.token, None)
+        if fd is not None:
+            os.close(fd)
+
+    def tidy(self) -> list[str]:
+        removed = []
+        for folder in self._hidden_folders():
+            if self._is_left_behind(folder):
+                _remove_tree(folder)
+                removed.append(folder.name)
+        return removed
+
+    def names(self) -> list[str]:
+        try:
+            entries = list(os.scandir(self.root))
+        except FileNotFoundError:
+            if self.root.is_symlink():  # its target is not mounted: not the same as empty
+                raise
+            return []
+        found = [
+            entry.name
+            for entry in entries
+            if not entry.name.startswith(".") and entry.is_dir() and (Path(entry.path) / MANIFEST).is_file()
+        ]
+        return sorted(found)
+
+    def read(self, name: str, file: str) -> bytes:
+        return (self.root / name / file).read_bytes()
+
+    def open(self, name: str, file: str) -> FileSource:
+        return FileSource(self.root / name / file)
+
+    def remove(self, name: str) -> bool:
+        with self._exclusive(name) as alone:
+            if not alone:
+                return False
+            hidden = self.root / f".removing-{name}-{os.getpid()}-{time.monotonic_ns()}"
+            (self.root / name).rename(hidden)
+        _sync_folder(self.root)
+        _remove_tree(hidden)
+        return True
+
+    def quarantine(self, name: str, reason: str) -> str:
+        folder = self.root / QUARANTINE
+        folder.mkdir(exist_ok=True)
+        target = folder / f"{name}-{time.strftime('%Y%m%dT%H%M%S')}-{os.urandom(3).hex()}"
+        try:
+            (self.root / name).rename(target)
+        except FileNotFoundError:
+            return str(folder)  # another rank was first
+        (target / "QUARANTINED.txt").write_text(reason + "\n")
+        return str(target)
+
+    def quarantined(self) -> list[tuple[str, str]]:
+        try:
+            entries = sorted(os.listdir(self.root / QUARANTINE))
+        except FileNotFoundError:
+            return []
+        return [(str(self.root / QUARANTINE / name), self._reason(name)) for name in entries]
+
+    def set_aside(self) -> list[str]:
+        names = [*self.names(), *([QUARANTINE] if self.quarantined() else [])]
+        if not names:
+            return []
+        folder = self.root / f"set-aside-{time.strftime('%Y%m%dT%H%M%S')}-{os.urandom(3).hex()}"
+        folder.mkdir()
+        for name in names:
+            (self.root / name).rename(folder / name)
+        _sync_folder(self.root)
+        return [str(folder)]
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        fd = os.open(self.root / name / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            yield
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        for fd in self._locks.values():
+            os.close(fd)
+        self._locks.clear()
+
+    def _reason(self, name: str) -> str:
+        """Why a checkpoint is in quarantine."""
+        try:
+            return (self.root / QUARANTINE / name / "QUARANTINED.txt").read_text(errors="replace").strip()
+        except FileNotFoundError:
+            return "damaged"
+
+    def _folder(self, attempt: Attempt) -> Path:
+        return self.root / f".saving-{attempt.name}-{attempt.token}"
+
+    def _lock_attempt(self, attempt: Attempt, folder: Path) -> None:
+        """Holds a shared lock on the folder for as long as this saver lives or until commit."""
+        if attempt.token not in self._locks:
+            fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            with contextlib.suppress(OSError):  # a filesystem without locks still has the age rule
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._locks[attempt.token] = fd
+
+    def _hidden_folders(self) -> list[Path]:
+        if not self.root.is_dir():
+            return []
+        return [path for path in self.root.iterdir() if path.name.startswith(_HIDDEN) and path.is_dir()]
+
+    def _is_left_behind(self, folder: Path) -> bool:
+        """Nobody holds its lock, and nothing has happened in it for a while."""
+        try:
+            if time.time() - folder.stat().st_mtime < LEFT_BEHIND_S:
+                return False
+        except FileNotFoundError:
+            return False
+        return _unlocked(folder) and _unlocked(folder / MANIFEST)
+
+    @contextlib.contextmanager
+    def _exclusive(self, name: str) -> Iterator[bool]:
+        fd = os.open(self.root / name / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield _try_lock(fd)
+        finally:
+            os.close(fd)
+
+
+class FileSource:
+    """One data file, read straight into the caller's memory.
+
+    Each thread has a descriptor of its own, since the kernel reads ahead per descriptor and gives up where several
+    threads jump about with one. (Telling it with WILLNEED what comes fills the page cache with single pages: twice
+    the CPU time for this read, and for every later one.)
+    """
+
+    wide_reads = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.bytes = os.fstat(self._fd).st_size
+        self._fds = {threading.get_ident(): self._fd}
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        fd, done = self._mine(), 0
+        while done < len(view):
+            got = os.preadv(fd, [view[done:]], start + done)
+            if got == 0:
+                raise EOFError(f"{self.path} ends at byte {start + done}, {len(view) - done} bytes missing")
+            done += got
+
+    def read_views(self, start: int, views: Sequence[memoryview]) -> None:
+        if os.preadv(self._mine(), views, start) == sum(map(len, views)):
+            return
+        for view in views:  # cut short by a signal, or by the file's end
+            self.read_into(start, view)
+            start += len(view)
+
+    def read_cached(self, start: int, views: Sequence[memoryview]) -> bool:
+        try:
+            got = os.preadv(self._mine(), views, start, os.RWF_NOWAIT)
+        except OSError:  # not in the page cache (EAGAIN), or a filesystem that cannot tell
+            return False
+        return got == sum(map(len, views))
+
+    def close(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+    def _mine(self) -> int:
+        """This thread's descriptor, of the very same file even where it was renamed meanwhile."""
+        fd = self._fds.get(threading.get_ident())
+        if fd is None:
+            try:
+                fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:  # no /proc, no descriptor left: a little slower
+                return self._fd
+            self._fds[threading.get_ident()] = fd
+        return fd
+
+
+class UncachedSource(FileSource):
+    """A file as the disk has it: its pages are dropped before it is read, and again afterwards."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        super().close()
+
+
+def _write_file(path: Path, pieces: Pieces) -> None:
+    """Writes and syncs a file. One page-aligned piece goes past the page cache: a tenth of the CPU time."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        offset = 0
+        for piece in pieces:
+            done = _write_direct(path, piece) if offset == 0 else 0
+            while done < len(piece):
+                done += os.pwrite(fd, piece[done : done + WRITE_BYTES], offset + done)
+            offset += len(piece)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_direct(path: Path, piece: memoryview) -> int:
+    """Writes the whole pages of an aligned piece with O_DIRECT; returns how many bytes that were (0: none)."""
+    whole = len(piece) // PAGE_BYTES * PAGE_BYTES
+    if whole < (1 << 20) or piece.readonly or _address(piece) % PAGE_BYTES:
+        return 0
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return 0  # a filesystem without direct writes
+    done = 0
+    try:
+        while done < whole:
+            done += os.pwrite(fd, piece[done : min(whole, done + WRITE_BYTES)], done)
+            if done % PAGE_BYTES:
+                return done  # a short write: the rest goes the plain way
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(fd)
+    return done
+
+
+def _address(piece: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(piece))
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove_tree(folder: Path) -> None:
+    """Removes a checkpoint's folder as far as it goes; what stays is tidied another time."""
+    with contextlib.suppress(OSError):
+        for path in list(folder.iterdir()):
+            with contextlib.suppress(OSError):
+                path.unlink()
+        folder.rmdir()
+
+
+def _try_lock(fd: int) -> bool:
+    """Takes the exclusive lock unless somebody else holds one."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+
+
+def _unlocked(path: Path) -> bool:
+    """Whether nobody holds a lock on a file or folder (or it is not there)."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        return _try_lock(fd)
+    finally:
+        os.close(fd)
+
+
+def _rename_over(folder: Path, final: Path, aside: Path) -> None:
+    """Renames a folder; an older checkpoint of the same name is swapped out in the same instant."""
+    if not final.exists():
+        folder.rename(final)
+        return
+    if not _exchange(folder, final):
+        final.rename(aside)
+        folder.rename(final)
+        folder = aside
+    if _unlocked(folder / MANIFEST):  # else somebody reads the old one still; tidied later
+        _remove_tree(folder)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """renameat2(RENAME_EXCHANGE); False where the kernel or filesystem has none."""
+    at_fdcwd, rename_exchange = -100, 2
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    return bool(call(at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), rename_exchange) == 0)

@@ -1,0 +1,221 @@
+"""Any object store through `obstore`: S3, GCS, Azure and everything that speaks like them. Torch-free."""
+
+from __future__ import annotations
+
+import configparser
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from allranks.checkpoint.stores.keyed_store import KeyedStore
+from allranks.checkpoint.stores.store import Pieces, StoreSpec
+from allranks.errors import ConfigurationError, require
+
+#: Parts of a multipart upload: S3 allows 10,000 of them.
+PART_BYTES = 16 << 20
+MAX_PARTS = 9_000
+CONCURRENCY = 6
+#: Where clouds hand out credentials: an error from there means that there are none.
+_METADATA_HOSTS = ("169.254.169.254", "169.254.170.2", "/latest/api/token", "/latest/meta-data/iam")
+#: Options of obstore's HTTP client. Among those of the store itself they make it panic.
+_CLIENT_OPTIONS = frozenset(
+    ("allow_http", "allow_invalid_certificates", "connect_timeout", "default_content_type", "http1_only",
+     "http2_keep_alive_interval", "http2_keep_alive_timeout", "http2_keep_alive_while_idle", "http2_max_frame_size",
+     "http2_only", "pool_idle_timeout", "pool_max_idle_per_host", "proxy_ca_certificate", "proxy_excludes", "proxy_url",
+     "randomize_addresses", "timeout", "user_agent")
+)  # fmt: skip
+_KEY_VARIABLES = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+)
+
+
+def open_object_store(spec: StoreSpec) -> KeyedStore:
+    """Opens the bucket of a URL. Options: endpoint, region, access_key_id, secret_access_key, timeouts."""
+    return KeyedStore(ObjectBlobs(spec), spec, "S3", references=True)
+
+
+class ObjectBlobs:
+    """The `keyed_store.Blobs` of an object store. Retries are obstore's, within the limits of the options."""
+
+    def __init__(self, spec: StoreSpec) -> None:
+        _refuse_after_fork()
+        self._obstore = require("obstore", feature="an object store", extra="s3")
+        self._store = _connect(spec)
+
+    def put(self, key: str, pieces: Pieces, length: int) -> None:
+        listed = pieces if isinstance(pieces, (list, tuple)) else None
+        body: Any = listed[0] if listed is not None and len(listed) == 1 else iter(pieces)
+        part_bytes = max(PART_BYTES, -(-length // MAX_PARTS))
+        with _as_os_errors():
+            if length <= part_bytes and listed is not None:
+                self._obstore.put(self._store, key, b"".join(listed), use_multipart=False)
+            else:
+                self._obstore.put(
+                    self._store,
+                    key,
+                    body,
+                    use_multipart=True,
+                    chunk_size=part_bytes,
+                    max_concurrency=CONCURRENCY,
+                )
+
+    def put_if(self, key: str, data: bytes, expected: str | None) -> None:
+        mode: Any = "create" if expected is None else {"e_tag": expected}
+        with _as_os_errors():
+            self._obstore.put(self._store, key, data, mode=mode)
+
+    def get(self, key: str) -> tuple[bytes, str]:
+        with _as_os_errors():
+            found = self._obstore.get(self._store, key)
+            return bytes(found.bytes()), str(found.meta["e_tag"])
+
+    def get_range(self, key: str, start: int, view: memoryview) -> None:
+        with _as_os_errors():
+            data = self._obstore.get_range(self._store, key, start=start, length=len(view))
+        got = memoryview(data)
+        if len(got) != len(view):
+            raise EOFError(f"{key}: {len(got)} bytes came for {len(view)} asked at {start}")
+        view[:] = got
+
+    def size(self, key: str) -> int:
+        with _as_os_errors():
+            return int(self._obstore.head(self._store, key)["size"])
+
+    def keys(self, prefix: str) -> list[tuple[str, float]]:
+        with _as_os_errors():
+            pages = self._obstore.list(self._store, prefix=prefix.rstrip("/") or None)
+            return [
+                (meta["path"], meta["last_modified"].timestamp())
+                for page in pages
+                for meta in page
+                if meta["path"].startswith(prefix)
+            ]
+
+    def delete(self, keys: list[str]) -> None:
+        with _as_os_errors():
+            for at in range(0, len(keys), 1000):
+                self._obstore.delete(self._store, keys[at : at + 1000])
+
+    def close(self) -> None:
+        """Connections end with the object."""
+
+
+_used_by: set[int] = set()
+
+
+def _refuse_after_fork() -> None:
+    """obstore's threads do not survive a fork, and its first call in the child would wait for ever."""
+    if _used_by and os.getpid() not in _used_by:
+        raise OSError(
+            errno.EIO, "obstore was used before this process was forked: start it with spawn instead"
+        )
+    _used_by.add(os.getpid())
+
+
+def _connect(spec: StoreSpec) -> Any:
+    """The obstore object of a URL. Options win over the AWS_* environment, that over ~/.aws/credentials."""
+    options = dict(spec.options)
+    try:
+        return _from_url(spec, options)
+    except BaseException as error:  # a panic in obstore is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # Ctrl-C and the like
+        given = ", ".join(spec.options)  # their values may be secrets
+        raise ConfigurationError(
+            f"the object store {spec.url} cannot be opened with s3_options ({given}): {_short(str(error))}",
+            hint="timeout_s, max_retries, and what obstore takes: endpoint, region, access_key_id, secret_access_key …",
+        ) from error
+
+
+def _from_url(spec: StoreSpec, options: dict[str, str]) -> Any:
+    from obstore.store import from_url
+
+    seconds, retries = float(options.pop("timeout_s", "60")), int(options.pop("max_retries", "5"))
+    if not 0 < seconds < 1e6 or not 0 <= retries < 1e6:
+        raise ValueError("timeout_s must be above 0, max_retries not below")
+    client = {key: options.pop(key) for key in _CLIENT_OPTIONS & options.keys()}
+    config = _aws_config(options) if spec.url.startswith(("s3://", "s3a://")) else options
+    return from_url(
+        spec.url,
+        config=config or None,
+        client_options={
+            "timeout": timedelta(seconds=seconds),
+            "connect_timeout": timedelta(seconds=min(10.0, seconds)),
+            "allow_http": str(config.get("endpoint", spec.url)).startswith("http://"),
+            **client,
+        },
+        retry_config={
+            "max_retries": retries,
+            "retry_timeout": timedelta(seconds=3 * seconds),
+            "backoff": {
+                "base": 2,
+                "init_backoff": timedelta(milliseconds=100),
+                "max_backoff": timedelta(seconds=5),
+            },
+        },
+    )
+
+
+def _aws_config(options: dict[str, str]) -> dict[str, str]:
+    """Endpoint, region and keys for S3 and what speaks like it."""
+    env = os.environ
+    config = {"region": env.get("AWS_REGION", env.get("AWS_DEFAULT_REGION", "us-east-1"))}
+    endpoint = env.get("AWS_ENDPOINT_URL_S3", env.get("AWS_ENDPOINT_URL", ""))
+    if endpoint:
+        config["endpoint"] = endpoint
+    if not any(name in env for name in _KEY_VARIABLES) and "access_key_id" not in options:
+        config.update(_shared_credentials())
+    return {**config, **options}
+
+
+def _shared_credentials() -> dict[str, str]:
+    """The keys `aws configure` wrote; {} without them. obstore does not read that file."""
+    path = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", Path.home() / ".aws" / "credentials"))
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        parser.read(path)
+        profile = parser[os.environ.get("AWS_PROFILE", "default")]
+    except (configparser.Error, KeyError, OSError):
+        return {}
+    wanted = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key", "aws_session_token": "session_token"}  # fmt: skip
+    return {name: profile[key] for key, name in wanted.items() if key in profile}
+
+
+@contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Translates obstore's errors into OSErrors whose text is the short reason, the long one as its cause."""
+    try:
+        yield
+    except Exception as error:
+        raise _os_error(error) from error
+
+
+def _os_error(error: Exception) -> OSError:
+    kind, text = type(error).__name__, str(error)
+    if isinstance(error, FileNotFoundError) or kind == "NotFoundError":
+        return FileNotFoundError(errno.ENOENT, _short(text))
+    if kind in {"AlreadyExistsError", "PreconditionError"}:
+        return FileExistsError(errno.EEXIST, "another saver has written this checkpoint's manifest")
+    if any(host in text for host in _METADATA_HOSTS) or "credential" in text.lower():
+        return PermissionError(errno.EACCES, f"NoCredentialsError: no credentials found ({_short(text)})")
+    if kind in {"PermissionDeniedError", "UnauthenticatedError"} or re.search(r"\b(403|401)\b", text):
+        return PermissionError(errno.EACCES, f"403 Forbidden: {_short(text)}")
+    return OSError(errno.EIO, _short(text))
+
+
+def _short(text: str) -> str:
+    """The sentence a person needs out of obstore's nested debug text."""
+    code, message = (re.search(rf"<{tag}>([^<]*)</{tag}>", text) for tag in ("Code", "Message"))
+    if code:
+        return f"{code.group(1)}: {message.group(1)}" if message else code.group(1)
+    status = re.search(r"status code: (\d{3}[^:\n]*)", text)
+    if status:
+        return status.group(1).strip()
+    return text.splitlines()[0][:240] if text else "unknown error"

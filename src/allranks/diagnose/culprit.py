@@ -1,0 +1,156 @@
+"""Who is the odd one when calls do not fit: by majority, else by what the ranks themselves did before. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from allranks.diagnose.job import GroupView, Job
+from allranks.diagnose.match import Mismatch, majority
+from allranks.diagnose.shift import Shift, by_habit, find_shift
+
+#: Other ranks asked what they do at the same line.
+ASKED_RANKS = 64
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The guilty ranks, how sure we are, and the reason as a sentence."""
+
+    ranks: tuple[int, ...]
+    confidence: float
+    reason: str
+    shift: Shift | None = None
+
+
+def judge(job: Job, mismatch: Mismatch) -> Culprit:
+    """Names the odd ranks of a mismatch. Ties are broken by shift, own history, other groups, and who was aborted."""
+    group = job.groups[mismatch.group]
+    exchange = mismatch.exchange
+    odd = majority(mismatch) if exchange is None else exchange.suspects if exchange.confidence > 0.5 else None
+    # Inside a batch the numbers of the group say nothing about a call too many or too few.
+    shift = None if mismatch.part else _shift(job, group, mismatch, odd)
+    if shift is not None and (odd is None or shift.rank in odd):
+        ranks = _shifted(job, group, mismatch, shift, odd)
+        word = "more" if shift.extra else "fewer"
+        reason = f"moved by {shift.count}, its next {shift.agreeing} calls fit the others': it made {shift.count} {word}"
+        return Culprit(ranks, 0.93 if odd is not None else 0.8, reason, shift)
+    if exchange is not None:
+        guilt = _own_history(job, group, mismatch) if odd is None else None
+        known = guilt is not None and set(guilt.ranks) < set(exchange.suspects)
+        return (
+            guilt
+            if guilt is not None and known
+            else Culprit(exchange.suspects, exchange.confidence, exchange.reason)
+        )
+    if odd is not None:
+        total = sum(len(ranks) for _, ranks in mismatch.classes)
+        return Culprit(
+            odd, 0.95 if total - len(odd) > 2 else 0.9, f"{total - len(odd)} of {total} ranks agree"
+        )
+    for rule in (_own_history, _other_groups, _aborted):
+        guilt = rule(job, group, mismatch)
+        if guilt is not None:
+            return guilt
+    everyone = tuple(sorted(rank for _, ranks in mismatch.classes for rank in ranks))
+    return Culprit(everyone, 0.5, "there is no majority and no history to tell who is the odd one")
+
+
+def _shift(job: Job, group: GroupView, mismatch: Mismatch, odd: tuple[int, ...] | None) -> Shift | None:
+    """A shift of one of the odd ranks against the majority; of either side when there is none."""
+    reference = mismatch.classes[0][1][0]
+    if odd is not None:
+        return find_shift(job, group, odd[0], reference, mismatch.seq)
+    if len(mismatch.classes) != 2:
+        return None
+    one, two = mismatch.classes[0][1][0], mismatch.classes[1][1][0]
+    shifts = [find_shift(job, group, a, b, mismatch.seq) for a, b in ((one, two), (two, one))]
+    extras = [shift for shift in shifts if shift is not None and shift.extra]
+    # "One made an extra call" and "the other skipped one" look the same from two sides; the first is the usual bug.
+    best = max(extras, key=lambda s: (group.lanes[s.rank].last, s.agreeing, -s.rank), default=None)
+    if best is None:
+        return None
+    return by_habit(job, best, group.lanes[best.rank], group.lanes[two if best.rank == one else one])
+
+
+def _shifted(
+    job: Job, group: GroupView, mismatch: Mismatch, shift: Shift, odd: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    """All ranks of the shifted one's class; after a skip only those that are shifted too."""
+    if odd is None:
+        return next(ranks for _, ranks in mismatch.classes if shift.rank in ranks)
+    reference = mismatch.classes[0][1][0]
+    same = []
+    for rank in odd[:ASKED_RANKS]:
+        found = find_shift(job, group, rank, reference, mismatch.seq)
+        if found is not None and found.extra == shift.extra:
+            same.append(rank)
+    return tuple(same) or (shift.rank,)
+
+
+def _own_history(job: Job, group: GroupView, mismatch: Mismatch) -> Culprit | None:
+    """A rank that did something else at this line before is the odd one, if the others stayed the same."""
+    changed: list[tuple[int, ...]] = []
+    steady = 0
+    for _, ranks in mismatch.classes:
+        verdicts = [_changed(job, group, rank, mismatch.seq) for rank in ranks[:ASKED_RANKS]]
+        if any(verdict is True for verdict in verdicts):
+            changed.append(ranks)
+        elif any(verdict is False for verdict in verdicts):
+            steady += 1
+    if len(changed) == 1 and steady:
+        return Culprit(changed[0], 0.85, "at the same line it did what the others did until then")
+    return None
+
+
+def _changed(job: Job, group: GroupView, rank: int, seq: int) -> bool | None:
+    """Whether the rank's call differs from its previous one at the same line; None when there was none."""
+    lane, view = group.lanes[rank], job.ranks[rank]
+    row = lane.row(seq)
+    before = lane.rows[: int(np.searchsorted(lane.seqs, seq))]
+    same_line = before[view.stack[before] == view.stack[row]] if len(before) else before
+    if not len(same_line):
+        return None
+    return bool(view.sig[same_line[-1]] != view.sig[row])
+
+
+def _other_groups(job: Job, group: GroupView, mismatch: Mismatch) -> Culprit | None:
+    """What ranks outside the group did at the same line decides between the classes."""
+    outside = [rank for rank in job.ranks if rank not in group.lanes][:ASKED_RANKS]
+    votes = [0] * len(mismatch.classes)
+    for index, (_, ranks) in enumerate(mismatch.classes):
+        view, row = job.ranks[ranks[0]], group.lanes[ranks[0]].row(mismatch.seq)
+        if view.stack[row] == 0:
+            return None
+        for rank in outside:
+            other = job.ranks[rank]
+            at = np.flatnonzero(other.stack == view.stack[row])
+            votes[index] += bool(len(at) and other.sig[at[-1]] == view.sig[row])
+    best = max(votes)
+    if best == 0 or votes.count(best) > 1:
+        return None
+    guilty = tuple(
+        sorted(
+            rank
+            for index, (_, ranks) in enumerate(mismatch.classes)
+            if votes[index] != best
+            for rank in ranks
+        )
+    )
+    return Culprit(guilty, 0.8, f"{best} ranks of other groups agree with the other side at the same line")
+
+
+def _aborted(job: Job, group: GroupView, mismatch: Mismatch) -> Culprit | None:
+    """gloo aborts the rank whose buffer is too small, so a member without a dump speaks for the smaller size."""
+    absent = [rank for rank in group.members if rank not in group.lanes]
+    if group.backend != "gloo" or not absent or mismatch.cause not in ("size_mismatch", "dtype_mismatch"):
+        return None
+    sizes = []
+    for _, ranks in mismatch.classes:
+        row = group.lanes[ranks[0]].row(mismatch.seq)
+        sizes.append(job.input_bytes(ranks[0], row))
+    if sizes.count(max(sizes)) > 1:
+        return None
+    guilty = mismatch.classes[sizes.index(max(sizes))][1]
+    return Culprit(guilty, 0.7, "gloo aborts the rank that gets more than it expects, and a rank is gone")

@@ -1,0 +1,265 @@
+"""The demo: one job, a hang, a kill, two recoveries, a checkpoint in another world size, and the proof.
+
+Runs in the command; ranks are real processes under `allranks run`. Everything it says is read from what the job
+left behind, nothing is assumed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allranks.drill.plan import make_plan
+from allranks.drill.run import DrillResult, run_drill
+from allranks.errors import AllranksError
+
+TRAIN = Path(__file__).with_name("demo_train.py")
+REPLICAS = 4
+Say = Callable[[str, str], None]  # (kind of line, text)
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """How long and how fast."""
+
+    folder: Path
+    steps: int = 3000  # at most; training ends soon after both replicas have come back
+    pace_s: float = 0.1
+    hang_at: int = 40
+    kill_at: int = 150
+    notice_s: float = 3.0
+    timeout_s: float = 420.0
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What the demo proved."""
+
+    drill: DrillResult
+    loss_difference: float | None  # largest distance to the undisturbed curve
+    losses: tuple[float, ...]
+    reference: tuple[float, ...]
+    identical: bool
+    resharded: bool
+    story: str  # path of the hang's page
+
+    @property
+    def good(self) -> bool:
+        """Whether everything held."""
+        drill = self.drill
+        faults = all(fault.fired and fault.verdict_right for fault in drill.faults)
+        close = self.loss_difference is not None and self.loss_difference < 1e-3
+        calm = not drill.false_evictions
+        return faults and close and calm and self.identical and self.resharded and drill.exit_code == 0
+
+
+def run_demo(options: DemoOptions, say: Say) -> DemoResult:
+    """The whole story."""
+    out = options.folder / "training"
+    out.mkdir(parents=True, exist_ok=True)
+    say("title", f"1. Training on {REPLICAS} replicas, with a hang and a kill")
+    drill = _drill(options, out, say)
+    losses, identical = _compare(out)
+    if not losses:
+        log = options.folder / "drill" / "output.log"
+        last = log.read_text(errors="replace").splitlines()[-5:] if log.exists() else []
+        raise AllranksError(
+            f"no step was trained: `allranks run` ended with code {drill.exit_code}",
+            hint="\n".join([*last, f"The whole output: {log}"]),
+        )
+    say("title", "2. The same training undisturbed, in one process, to compare with")
+    reference = _reference(len(losses), out, options.timeout_s)
+    difference = max((abs(a - b) for a, b in zip(losses, reference, strict=True)), default=None)
+    if reference:
+        say("text", f"{len(reference)} steps: loss {reference[0]:.3f} → {reference[-1]:.3f}")
+    say("title", "3. A checkpoint saved by 4 ranks, restored by 2 and by 3")
+    resharded = _reshard(options.folder / "checkpoint")
+    say("text", "bit-identical" if resharded else "NOT identical")
+    told = drill.faults[0].incident
+    story = str(options.folder / "drill" / "incidents" / told / "story.html") if told else ""
+    return DemoResult(drill, difference, tuple(losses), reference, identical, resharded, story)
+
+
+def _reference(steps: int, out: Path, timeout_s: float) -> tuple[float, ...]:
+    command = [sys.executable, str(TRAIN), "--reference", "--steps", str(steps), "--out", str(out)]
+    subprocess.run(command, check=True, timeout=timeout_s)
+    return tuple(json.loads((out / "reference.json").read_text()))
+
+
+class _Ending:
+    """Hears the story and lets training end 20 steps after both culprits have healed."""
+
+    def __init__(self, out: Path, say: Say) -> None:
+        self._out, self._say = out, say
+        # two stories, which a slow machine may interleave
+        self._waiting = [["verdict: ", "rank 2 healed"], ["died of SIGKILL", "rank 1 healed"]]
+
+    def __call__(self, kind: str, text: str) -> None:
+        self._say(kind, text)
+        for story in self._waiting:
+            if story[0] in text:
+                story.pop(0)
+        if self._waiting and not all(self._waiting):
+            self._waiting = [story for story in self._waiting if story]
+            if not self._waiting:
+                losses, _ = _compare(self._out)
+                (self._out / "stop_at").write_text(str(len(losses) + 20))
+
+
+def _drill(options: DemoOptions, out: Path, say: Say) -> DrillResult:
+    plan = make_plan(
+        {
+            "faults": [
+                {"kind": "hang", "rank": 2, "at_step": options.hang_at},
+                {"kind": "kill", "rank": 1, "at_step": options.kill_at},
+            ]
+        },
+        ranks=REPLICAS,
+    )
+    folder = options.folder / "drill"
+    command = [
+        "allranks", "run", "--replicas", str(REPLICAS), "--notice-s", str(options.notice_s), "--job", f"demo-{time.time_ns()}",
+        str(TRAIN), "--steps", str(options.steps), "--pace-s", str(options.pace_s), "--out", str(out),
+    ]  # fmt: skip
+    tail = _Tail(folder / "output.log", _Ending(out, say))
+    tail.start()
+    try:
+        return run_drill(plan, command, folder, timeout_s=options.timeout_s, quiet=True)
+    finally:
+        tail.close()
+
+
+class _Tail:
+    """Follows the job's output and says what matters of it."""
+
+    def __init__(self, path: Path, say: Say) -> None:
+        self._path, self._say = path, say
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="allranks-demo-tail", daemon=True)
+
+    def start(self) -> None:
+        """Begins to follow."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Reads to the end and stops."""
+        self._stop.set()
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        position, rest = 0, ""
+        while True:
+            last = self._stop.is_set()
+            if self._path.exists():
+                with open(self._path, errors="replace") as log:
+                    log.seek(position)
+                    text = log.read()
+                    position = log.tell()
+                *lines, rest = (rest + text).split("\n")
+                for line in lines:
+                    for kind, shown in notable(line):
+                        self._say(kind, shown)
+            if last:
+                return
+            self._stop.wait(0.1)
+
+
+_RULES: tuple[tuple[str, str, str], ...] = (
+    (r"lighthouse at (\S+), page (\S+)", "text", r"lighthouse page: \2"),
+    (r"\[rank 0\] (step (?:0|\d*[05]0): loss .*)", "text", r"\1"),
+    (r"-hang: (no rank has made progress .*)", "bad", r"noticed: \1"),
+    (r"-hang: (Rank \d+ .*)", "bad", r"verdict: \1"),
+    (r"-hang: evict: (.*)", "action", r"action: \1"),
+    (r"\[allranks [\d:]+\] (Rank \d+ died of SIGKILL)", "bad", r"\1"),
+    (r"\[allranks [\d:]+\] (quorum \d+: .*)", "good", r"\1"),
+    (r"\[(rank \d+)\] allranks\.manager: (healed: .*)", "good", r"\1 \2"),
+)
+
+
+def notable(line: str) -> Iterator[tuple[str, str]]:
+    """The lines of a job's output that belong to the story, as (kind, text)."""
+    for pattern, kind, shown in _RULES:
+        found = re.search(pattern, line)
+        if found:
+            yield kind, found.expand(shown)
+            return
+
+
+def _compare(out: Path) -> tuple[list[float], bool]:
+    """The committed losses by step, and whether all replicas held the same parameters at every common step."""
+    losses: dict[int, float] = {}
+    digests: dict[int, set[str]] = {}
+    for path in sorted(out.glob("loss.*.jsonl")):
+        for line in path.read_text().splitlines():
+            try:
+                entry: dict[str, Any] = json.loads(line)
+            except ValueError:
+                continue
+            losses[entry["step"]] = entry["loss"]
+            digests.setdefault(entry["step"], set()).add(entry["digest"])
+    return [losses[step] for step in sorted(losses)], bool(digests) and all(
+        len(d) == 1 for d in digests.values()
+    )
+
+
+def _reshard(folder: Path) -> bool:
+    """Saves a sharded model with 4 ranks and loads it with 2 and 3; True when every parameter is the same."""
+    from allranks.drill.ranks import Ranks
+
+    with Ranks(_save_sharded, 4, args=(str(folder),)) as ranks:
+        saved = ranks.values(timeout_s=120)
+    for world_size in (2, 3):
+        with Ranks(_load_sharded, world_size, args=(str(folder),)) as ranks:
+            loaded = ranks.values(timeout_s=120)
+        if set(loaded) != set(saved):
+            return False
+    return len(set(saved)) == 1
+
+
+def _sharded(seed: int) -> Any:
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    from allranks.drill.demo_train import CharModel
+
+    torch.manual_seed(seed)
+    model = CharModel(40)
+    fully_shard(model)
+    return model
+
+
+def _fingerprint(model: Any) -> str:
+    import hashlib
+
+    seen = hashlib.sha256()
+    for value in model.state_dict().values():
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        seen.update(whole.detach().contiguous().numpy().tobytes())
+    return seen.hexdigest()
+
+
+def _save_sharded(rank: int, world_size: int, folder: str) -> str:
+    from allranks.checkpoint import CheckpointConfig, CheckpointManager, create_checkpoint_state
+
+    model = _sharded(seed=1)
+    with CheckpointManager(CheckpointConfig(nvme_path=folder)) as manager:
+        manager.save_checkpoint(create_checkpoint_state(7, model, None))
+        manager.wait_for_pending_saves(60)
+    return _fingerprint(model)
+
+
+def _load_sharded(rank: int, world_size: int, folder: str) -> str:
+    from allranks.checkpoint import CheckpointConfig, CheckpointManager
+
+    model = _sharded(seed=2)
+    with CheckpointManager(CheckpointConfig(nvme_path=folder)) as manager:
+        manager.restore(model, None)
+    return _fingerprint(model)

@@ -1,0 +1,102 @@
+"""Preloaded into the ranks of a drill (ALLRANKS_PRELOAD): fires the plan's faults at the progress mark.
+
+Runs in the rank. The plan is `plan.json` in the folder $ALLRANKS_DRILL; a fault fires once in the life of the
+drill, whoever restarts; each mark of each rank is one line of `steps.RANK.PID`. In replicas each step that the managed
+optimizer applied is told with a fingerprint of its parameters, so that replicas can be compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any, TextIO
+
+from allranks.drill.self_faults import commit
+from allranks.record.recorder import Recorder
+
+MOST_BYTES = 64 << 20  # of parameters that are fingerprinted
+_folder = Path(os.environ["ALLRANKS_DRILL"])
+_faults: list[dict[str, Any]] = json.loads((_folder / "plan.json").read_text())["faults"]
+_original = Recorder.step
+
+
+@cache
+def _rank() -> int:
+    """Asked for late: a warm process is told which rank it is long after it has imported this."""
+    return int(os.environ.get("ALLRANKS_RANK") or os.environ.get("RANK") or 0)
+
+
+@cache
+def _marks() -> TextIO:
+    return open(_folder / f"steps.{_rank()}.{os.getpid()}", "a", buffering=1)
+
+
+def tell(**facts: Any) -> None:
+    """A script may report what the drill cannot see: digest="…", samples=[…], loss=…; see `allranks drill --help`."""
+    _marks().write(json.dumps({"at": time.time(), **facts}) + "\n")
+
+
+def _step(recorder: Recorder, number: int, label: str | None = None) -> None:
+    _original(recorder, number, label)
+    if os.getpid() != recorder.pid:
+        return
+    tell(step=number)
+    for index, fault in enumerate(_faults):
+        if fault["rank"] != _rank() or number < fault["at_step"]:
+            continue
+        if fault["kind"] == "slow" and number < fault["at_step"] + 20:
+            _fire(index, number)
+            commit("slow", fault["for_s"])
+        elif _fire(index, number):
+            commit(fault["kind"], fault["for_s"])
+
+
+def _fire(index: int, step: int) -> bool:
+    """True for the first caller over all lives of all ranks; leaves the time and step on disk first."""
+    path = _folder / f"fired.{index}"
+    try:
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except FileExistsError:
+        return False
+    with os.fdopen(handle, "w") as out:
+        out.write(json.dumps({"at": time.time(), "step": step, "rank": _rank(), "pid": os.getpid()}))
+    return True
+
+
+def _fingerprint(optimizer: Any) -> str | None:
+    """Of all parameters as they are in this rank; None when there are too many to do it in every step."""
+    import torch
+
+    seen, total = hashlib.blake2b(digest_size=8), 0
+    for group in optimizer.param_groups:
+        for value in group["params"]:
+            local = value.to_local() if hasattr(value, "to_local") else value
+            total += local.numel() * local.element_size()
+            if total > MOST_BYTES:
+                return None
+            seen.update(local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()
+
+
+def _compare_replicas() -> None:
+    from allranks.manager.optimizer import OptimizerWrapper
+
+    ordinary = OptimizerWrapper.step
+
+    def step(optimizer: OptimizerWrapper, closure: Any = None) -> bool:
+        applied = ordinary(optimizer, closure)
+        if applied and (state := _fingerprint(optimizer)) is not None:
+            made = optimizer.manager.current_step() - 1  # known only now: it may have healed on the way
+            tell(at_step=made, state=state, part=int(os.environ.get("RANK", "0")))
+        return applied
+
+    OptimizerWrapper.step = step  # type: ignore[assignment, method-assign]
+
+
+if "REPLICA_GROUP_ID" in os.environ:
+    _compare_replicas()
+Recorder.step = _step  # type: ignore[assignment, method-assign]

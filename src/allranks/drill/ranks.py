@@ -1,0 +1,225 @@
+"""Real ranks in real processes, cheaply: fork the caller, which has imported torch already.
+
+`import torch` costs seconds and 230 MB per process; a fork costs milliseconds and 18 MB. The caller must
+not have started torch threads of its own (no process group, no DataLoader in the parent). Runs in the test
+process; each rank is a child that runs `function(rank, world_size, *args)` and sends back its result.
+
+    with Ranks(train, world_size=4) as ranks:
+        ranks.wait_for("ready")         # every rank called signal("ready")
+        ranks.kill(2)                   # SIGKILL
+        results = ranks.join(timeout_s=20)
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import select
+import signal as signals
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from allranks.launch.rank_entry import die_with_parent
+
+_mark: Callable[[str], None] | None = None
+
+
+def signal(name: str) -> None:
+    """Called in a rank: tells the parent that this rank has reached `name`."""
+    if _mark is not None:
+        _mark(name)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended. `exit_code` is negative for a signal; `error` holds the traceback text."""
+
+    rank: int
+    exit_code: int
+    value: Any = None
+    error: str = ""
+
+
+@dataclass
+class Ranks:
+    """A set of forked ranks. `start()` forks, `close()` kills what is left and reaps it."""
+
+    function: Callable[..., Any]
+    world_size: int
+    args: tuple[Any, ...] = ()
+    backend: str | None = "gloo"  # None: no process group is made
+    env: dict[str, str] = field(default_factory=dict)
+    timeout_s: float = 60.0  # of the process group
+    pids: dict[int, int] = field(default_factory=dict)
+    _pipes: dict[int, int] = field(default_factory=dict)
+    _folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Ranks:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Forks every rank."""
+        self._folder = tempfile.TemporaryDirectory(prefix="allranks-ranks-")
+        port = free_port()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for rank in range(self.world_size):
+            self._fork(rank, port)
+
+    def wait_for(self, name: str, ranks: list[int] | None = None, timeout_s: float = 30.0) -> None:
+        """Waits until the given ranks (default: all) have called `signal(name)`."""
+        wanted = set(range(self.world_size) if ranks is None else ranks)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            missing = {rank for rank in wanted if not self._mark_path(rank, name).exists()}
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"ranks {sorted(missing)} did not reach {name!r} in {timeout_s} s")
+            time.sleep(0.005)
+
+    def kill(self, rank: int, number: int = signals.SIGKILL) -> None:
+        """Sends a signal to one rank that this object started."""
+        os.kill(self.pids[rank], number)
+
+    def join(self, timeout_s: float = 60.0) -> dict[int, Outcome]:
+        """Waits for all ranks; ranks still running at the limit are killed and reported with exit -9."""
+        deadline = time.monotonic() + timeout_s
+        outcomes = {}
+        for rank in sorted(self.pids):
+            outcomes[rank] = self._collect(rank, deadline)
+        return outcomes
+
+    def values(self, timeout_s: float = 60.0) -> list[Any]:
+        """Waits for all ranks, raises if any failed, and returns their values in rank order."""
+        outcomes = self.join(timeout_s)
+        bad = [outcome for outcome in outcomes.values() if outcome.exit_code != 0]
+        if bad:
+            raise RuntimeError("; ".join(f"rank {o.rank} exited {o.exit_code}: {o.error}" for o in bad))
+        return [outcomes[rank].value for rank in sorted(outcomes)]
+
+    def close(self) -> None:
+        """Kills and reaps every rank that is left."""
+        for rank in list(self.pids):
+            self._collect(rank, 0.0)
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _fork(self, rank: int, port: int) -> None:
+        read_end, write_end = os.pipe()
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
+        pid = os.fork()
+        if pid == 0:
+            if parent is not None:  # the kernel watches the thread that forked, not its process
+                die_with_parent(parent)
+            os.close(read_end)
+            for fd in self._pipes.values():
+                os.close(fd)
+            self._run_child(rank, port, write_end)
+        os.close(write_end)
+        self.pids[rank] = pid
+        self._pipes[rank] = read_end
+
+    def _run_child(self, rank: int, port: int, write_end: int) -> None:
+        global _mark
+        code = 1
+        try:
+            gc.freeze()  # what the parent has not yet collected is not ours to close: its descriptors may be in use here
+            # A child of pytest must not run its handlers or be interrupted by its alarm.
+            signals.setitimer(signals.ITIMER_REAL, 0)
+            signals.signal(signals.SIGALRM, signals.SIG_DFL)
+            signals.signal(signals.SIGINT, signals.SIG_DFL)
+            signals.signal(signals.SIGTERM, signals.SIG_DFL)
+            os.environ.update(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(self.world_size),
+                LOCAL_WORLD_SIZE=str(self.world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+            )  # fmt: skip
+            os.environ.update(self.env)
+            _mark = lambda name: self._mark_path(rank, name).touch()  # noqa: E731
+            value = self._call(rank)
+            payload = pickle.dumps((value, ""))
+            code = 0
+        except BaseException:
+            payload = pickle.dumps((None, traceback.format_exc()))
+        try:
+            with os.fdopen(write_end, "wb") as out:
+                out.write(payload)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+    def _call(self, rank: int) -> Any:
+        if self.backend is None:
+            return self.function(rank, self.world_size, *self.args)
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        dist.init_process_group(self.backend, timeout=timedelta(seconds=self.timeout_s))
+        value = self.function(rank, self.world_size, *self.args)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return value
+
+    def _collect(self, rank: int, deadline: float) -> Outcome:
+        """Reads the result pipe to its end, then reaps the process; kills it at the deadline."""
+        pid, fd = self.pids.pop(rank), self._pipes.pop(rank)
+        chunks = []
+        while True:
+            left = deadline - time.monotonic()
+            readable, _, _ = select.select([fd], [], [], max(0.0, min(left, 0.1)))
+            if readable:
+                chunk = os.read(fd, 1 << 20)
+                if not chunk:
+                    break
+                chunks.append(chunk)
+                continue
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                return self._outcome(rank, status, fd, chunks)
+            if left <= 0:
+                os.kill(pid, signals.SIGKILL)
+                break
+        _, status = os.waitpid(pid, 0)
+        return self._outcome(rank, status, fd, chunks)
+
+    def _outcome(self, rank: int, status: int, fd: int, chunks: list[bytes]) -> Outcome:
+        os.set_blocking(fd, False)
+        try:
+            while chunk := os.read(fd, 1 << 20):
+                chunks.append(chunk)
+        except BlockingIOError:
+            pass
+        os.close(fd)
+        value, error = pickle.loads(b"".join(chunks)) if chunks else (None, "")
+        return Outcome(rank, os.waitstatus_to_exitcode(status), value, error)
+
+    def _mark_path(self, rank: int, name: str) -> Path:
+        assert self._folder is not None
+        return Path(self._folder.name) / f"{name}.{rank}"
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

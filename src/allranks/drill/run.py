@@ -1,0 +1,297 @@
+"""Runs a command under a fault plan and tells what was noticed, when, whether the verdict was right, what it cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from allranks.drill.plan import KINDS, DrillFault, DrillPlan
+from allranks.incidents.folder import read_incidents
+
+SCHEMA = 1
+ALARMS = ("hang", "death", "partition")
+MATCH_S = 600.0  # an incident later than this after a fault is not of that fault
+
+
+@dataclass(frozen=True)
+class FaultResult:
+    """What became of one fault; None = it did not happen or cannot be told."""
+
+    kind: str
+    rank: int
+    step: int | None
+    fired: bool
+    noticed_s: float | None = None
+    verdict: dict[str, Any] | None = None
+    verdict_right: bool | None = None
+    recovered_s: float | None = None
+    incident: str = ""
+
+
+@dataclass(frozen=True)
+class DrillResult:
+    """The whole drill, in the shape of docs/contracts.md."""
+
+    faults: tuple[FaultResult, ...]
+    exit_code: int
+    identical_replicas: bool | None
+    lost_steps: int | None
+    lost_samples: int | None
+    repeated_samples: int | None
+    false_alarms: int
+    false_evictions: int
+    folder: str = ""
+    incidents: tuple[str, ...] = field(default=())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+
+def run_drill(
+    plan: DrillPlan, command: list[str], folder: Path, *, timeout_s: float, quiet: bool = False
+) -> DrillResult:
+    """Runs the command with the plan's faults preloaded into its ranks, to its end or the limit."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(plan.to_json())
+    environment = {
+        **os.environ,
+        "ALLRANKS_DRILL": str(folder.absolute()),
+        "ALLRANKS_PRELOAD": ",".join(
+            filter(None, (os.environ.get("ALLRANKS_PRELOAD"), "allranks.drill.preload"))
+        ),
+    }
+    words = with_incidents(command, folder / "incidents")
+    with open(folder / "output.log", "wb") as log:
+        target = log if quiet else sys.stderr
+        process = subprocess.Popen(
+            words, env=environment, stdout=target, stderr=target, start_new_session=True
+        )
+        try:
+            with ended_by_signals():
+                code = process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            code = 124
+        finally:
+            _end(process)
+    return judge_drill(plan, folder, code)
+
+
+def with_incidents(command: list[str], incidents: Path) -> list[str]:
+    """Tells `allranks run` where incidents go; a plain script is put under `allranks run` first."""
+    words = list(command)
+    if words and (words[0].endswith(".py")):
+        words = [sys.executable, "-m", "allranks", "run", "--standalone", *words]
+    if "run" in words and "--incidents" not in words:
+        position = words.index("run") + 1
+        words[position:position] = ["--incidents", str(incidents)]
+    if words and words[0] == "allranks":
+        words[:1] = [sys.executable, "-m", "allranks"]
+    return words
+
+
+def judge_drill(plan: DrillPlan, folder: Path, exit_code: int) -> DrillResult:
+    """Reads what the ranks and the agent left behind, and compares it with the plan."""
+    incidents = read_incidents(folder / "incidents")
+    marks = read_marks(folder)
+    fired = [_read_fired(folder, index) for index in range(len(plan.faults))]
+    own = match_incidents(plan.faults, [None if f is None else float(f["at"]) for f in fired], incidents)
+    results = [
+        _judge_fault(fault, facts, own.get(index), marks)
+        for index, (fault, facts) in enumerate(zip(plan.faults, fired, strict=True))
+    ]
+    claimed = {incident["id"] for incident in own.values()}
+    unclaimed = [i for i in incidents if i["id"] not in claimed and i["kind"] in ALARMS]
+    evictions = [i for i in unclaimed if (i.get("action") or {}).get("done")]
+    return DrillResult(
+        faults=tuple(results), exit_code=exit_code, identical_replicas=find_identical(marks), lost_steps=find_lost_steps(marks),
+        **_samples(marks), false_alarms=len([i for i in unclaimed if i["kind"] != "death"]), false_evictions=len(evictions),
+        folder=str(folder), incidents=tuple(i["id"] for i in incidents),
+    )  # fmt: skip
+
+
+def read_marks(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """Rank -> what it reported, in time order, over all its lives; each entry knows its pid."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for path in folder.glob("steps.*"):
+        _, rank, pid = path.name.split(".")
+        for line in path.read_text().splitlines():
+            try:
+                found.setdefault(int(rank), []).append({**json.loads(line), "pid": int(pid)})
+            except ValueError:
+                continue  # cut short by a kill
+    for entries in found.values():
+        entries.sort(key=lambda entry: entry["at"])
+    return found
+
+
+def _read_fired(folder: Path, index: int) -> dict[str, Any] | None:
+    """When and where a fault fired; None when it did not."""
+    try:
+        found: dict[str, Any] = json.loads((folder / f"fired.{index}").read_text())
+        return found
+    except (OSError, ValueError):
+        return None
+
+
+def match_incidents(
+    faults: Sequence[DrillFault], fired_at: Sequence[float | None], incidents: Sequence[dict[str, Any]]
+) -> dict[int, dict[str, Any]]:
+    """Fault -> its incident. Those that name a fault's rank and cause are its own before any other may have them:
+    a fault that training survived without an incident does not take the next one's."""
+    own: dict[int, dict[str, Any]] = {}
+    for exact in (True, False):
+        for index, (fault, at) in enumerate(zip(faults, fired_at, strict=True)):
+            if at is None or index in own or not KINDS[fault.kind][1]:
+                continue
+            taken = {incident["id"] for incident in own.values()}
+            free = [
+                i
+                for i in incidents
+                if i["id"] not in taken
+                and i["kind"] in ALARMS
+                and 0 <= _noticed(i) - at < MATCH_S
+                and (not exact or is_right(fault, i.get("verdict")))
+            ]
+            if free:
+                own[index] = min(free, key=_noticed)
+    return own
+
+
+def is_right(fault: DrillFault, verdict: dict[str, Any] | None) -> bool:
+    """Whether the verdict names the fault's rank, it alone, and a cause that the fault has."""
+    found = verdict or {}
+    ranks = found.get("ranks")
+    # of a cut between all that is left, no rank is guilty
+    named = ranks == [fault.rank] or (fault.kind == "partition" and ranks == [])
+    return named and found.get("cause") in KINDS[fault.kind][1]
+
+
+def _judge_fault(
+    fault: DrillFault,
+    fired: dict[str, Any] | None,
+    incident: dict[str, Any] | None,
+    marks: dict[int, list[dict[str, Any]]],
+) -> FaultResult:
+    if fired is None:
+        return FaultResult(fault.kind, fault.rank, None, False)
+    at = float(fired["at"])
+    recovered = _recovered(fault, at, marks)
+    if incident is None:
+        right = None if KINDS[fault.kind][1] else True
+        return FaultResult(
+            fault.kind, fault.rank, fired["step"], True, verdict_right=right, recovered_s=recovered
+        )
+    verdict = incident.get("verdict")
+    return FaultResult(
+        fault.kind, fault.rank, fired["step"], True, _noticed(incident) - at, verdict or None,
+        is_right(fault, verdict), recovered, incident["id"],
+    )  # fmt: skip
+
+
+def _noticed(incident: dict[str, Any]) -> float:
+    return float(
+        min([m["at"] for m in incident["timeline"] if m["name"] == "noticed"] or [incident["opened"]])
+    )
+
+
+def _recovered(fault: DrillFault, at: float, marks: dict[int, list[dict[str, Any]]]) -> float | None:
+    """From the fault until a survivor began a step that it had not begun before."""
+    times = []
+    for rank, entries in marks.items():
+        if rank == fault.rank:
+            continue
+        before = max((e["step"] for e in entries if "step" in e and e["at"] <= at), default=-1)
+        later = [
+            e["at"]
+            for e in entries
+            if "step" in e and e["at"] > at and e["step"] > max(before, fault.at_step)
+        ]
+        times += later[:1]
+    return min(times) - at if times else None
+
+
+def find_identical(marks: dict[int, list[dict[str, Any]]]) -> bool | None:
+    """Whether all ranks that reported on a step reported the same; None without two reports.
+
+    The script's own `digest` is compared with its like, and so is the `state` that was told without its help.
+    """
+    seen: dict[tuple[str, int, int], list[str]] = {}
+    for entries in marks.values():
+        for entry in entries:
+            for name in ("digest", "state"):
+                if name in entry and "at_step" in entry:
+                    seen.setdefault((name, entry.get("part", 0), entry["at_step"]), []).append(entry[name])
+    compared = [reports for reports in seen.values() if len(reports) > 1]
+    return all(len(set(reports)) == 1 for reports in compared) if compared else None
+
+
+def find_lost_steps(marks: dict[int, list[dict[str, Any]]]) -> int | None:
+    """Steps that no rank began, below the last one that any began."""
+    steps = {entry["step"] for entries in marks.values() for entry in entries if "step" in entry}
+    return (max(steps) - min(steps) + 1 - len(steps)) if steps else None
+
+
+def _samples(marks: dict[int, list[dict[str, Any]]]) -> dict[str, int | None]:
+    """Lost and repeated samples, from the scripts' own reports of committed samples."""
+    seen: dict[int, int] = {}
+    steps: dict[int, set[int]] = {}
+    total: int | None = None
+    for entries in marks.values():
+        for entry in entries:
+            for sample in entry.get("samples", ()):
+                at_step = entry.get("at_step", -1)
+                if at_step not in steps.setdefault(sample, set()):
+                    steps[sample].add(at_step)
+                    seen[sample] = seen.get(sample, 0) + 1
+            total = entry.get("all_samples", total)
+    if not seen:
+        return {"lost_samples": None, "repeated_samples": None}
+    expected = total if total is not None else max(seen) + 1
+    return {
+        "lost_samples": sum(1 for sample in range(expected) if sample not in seen),
+        "repeated_samples": sum(count - 1 for count in seen.values()),
+    }
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP end the command as Ctrl-C does: through `finally`, so that its job ends with it.
+
+    Ctrl-C is heard also in a shell's background job, which is started with SIGINT ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: object) -> None:
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, leave) for number in ends}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the whole session of the command, politely first."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        try:
+            os.killpg(process.pid, number)
+            process.wait(timeout=20)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue

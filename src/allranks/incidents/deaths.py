@@ -1,0 +1,244 @@
+"""Deaths and cut connections: each becomes one incident, with its evidence and its verdict, at once. Runs in the agent."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from allranks.incidents.evidence import Gatherer
+from allranks.incidents.folder import IncidentFolder, open_incident
+from allranks.incidents.options import WatchOptions
+from allranks.incidents.policy import PROGRAM_FAULT, decide_leaving
+from allranks.incidents.publish import IncidentPublisher
+from allranks.incidents.recoveries import Recoveries
+from allranks.model.cluster import FOLLOW_S, Gathering
+from allranks.model.incident import Action, Incident, Moment
+from allranks.report.story import headline
+from allranks.watch.exits import Ending
+from allranks.watch.first_death import Death, find_deaths, find_first
+from allranks.watch.memory_kills import MemoryKills
+from allranks.watch.samples import RankSample, read_samples
+
+log = logging.getLogger("allranks.agent")
+
+FLAP_S = 60.0  # a replica that is cut off again within this time has the same trouble
+EXPLAIN_S = 3.0
+SAME_S = 5.0  # a death on another node this much later is another one; an echo is heard for longer
+ECHO_OF_S = 60.0  # the loss of a node may be known this much later than the connections to it broke
+ECHO_S = 1.0  # a broken connection is looked at this much later: its cause may still show
+
+
+@dataclass
+class DeathIncidents:
+    """`note_death` and `note_lost` may be called from any thread, `look` from the watch's."""
+
+    options: WatchOptions
+    gatherer: Gatherer
+    teller: IncidentPublisher
+    recoveries: Recoveries
+    answered: set[int] = field(default_factory=set)  # pids whose end is asked for, or follows from another's
+    _born_ns: int = field(default_factory=time.time_ns)  # ranks that started earlier are of another round
+    _known: dict[int, IncidentFolder] = field(default_factory=dict)  # pid -> its incident
+    memory_kills: MemoryKills = field(default_factory=MemoryKills)
+    act: Callable[[Action, Incident], str] = lambda action, incident: ""
+    _failures_s: list[float] = field(default_factory=list)  # monotonic, of this node's ranks
+    _cut: dict[tuple[int, ...], IncidentFolder] = field(default_factory=dict)  # ranks -> their last partition
+    _echo_s: float | None = None  # since when only echoes of a death are heard
+    _threads: list[threading.Thread] = field(default_factory=list)
+    _being_noted: set[int] = field(default_factory=set)  # pids of deaths that `look` has found
+    in_background: bool = False  # `look` only finds deaths: keeping evidence and asking others take seconds
+    _echo: IncidentFolder | None = None  # the last incident that was opened for echoes alone
+    echo_patience_s: Callable[[], float] = lambda: ECHO_S
+    _closing: threading.Event = field(default_factory=threading.Event)
+    _noting: threading.Lock = field(default_factory=threading.Lock)
+
+    def note_death(self, death: Death) -> IncidentFolder | None:
+        """A rank died (seen by its supervisor, or by us): keeps the evidence and opens its story, once."""
+        with self._noting:
+            known = self._known.get(death.pid)
+            if known is not None:
+                known.update(Moment("gone", death.at, death.reason))
+                return known
+            samples = read_samples(self.options.folder)
+            opened = self._open_death(death, samples)
+            gathering = (
+                self.gatherer.ask(
+                    opened, death.sentence, stacks=False, follow_s=SAME_S if not death.echo else FOLLOW_S
+                )
+                if self.options.whole_job
+                else None
+            )
+            if self.gatherer.follows(gathering):
+                opened.discard()
+                return None
+            self._known[death.pid] = opened
+            self._echo = opened if death.echo else None
+        log.error("%s: %s", opened.current.id, headline(opened.current))
+        self.teller.publish(opened)
+        self.recoveries.add(opened, samples, {death.rank}, reborn=self.options.whole_job)
+        if self.options.whole_job:
+            if not death.echo:
+                self.count_failure(opened)
+            self.explain_later(lambda: self._explain(opened, samples, gathering))
+        return opened
+
+    def explain_later(self, explain: Callable[[], object]) -> None:
+        """The evidence is safe; thinking, and waiting for the parts of others, comes when the launcher has started the
+        ranks anew."""
+
+        def work() -> None:
+            self._closing.wait(EXPLAIN_S)
+            try:
+                explain()
+            except Exception:  # a thread's entry: the death itself is told
+                log.exception("an incident could not be explained")
+
+        self._start(work, "allranks-explain")
+
+    def _start(self, work: Callable[[], object], name: str) -> None:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _note_carefully(self, death: Death) -> None:
+        try:
+            self.note_death(death)
+        except Exception:  # a thread's entry; a full disk, say
+            log.exception("the evidence of a death could not be kept: %s", death.sentence)
+
+    def take_echo(self, at: float) -> IncidentFolder | None:
+        """The incident that was opened a moment before `at` for broken connections alone: now their cause is known."""
+        echo, self._echo = self._echo, None
+        return echo if echo is not None and at - echo.current.opened < ECHO_OF_S else None
+
+    def count_failure(self, opened: IncidentFolder) -> None:
+        """A rank of this node was the cause: a node that fails again and again leaves the job, where it may."""
+        now = time.monotonic()
+        self._failures_s.append(now)
+        kind, why = decide_leaving(now, self._failures_s, self.options.policy)
+        if kind is None or not self.options.may_leave:
+            return
+        log.error("%s: %s", opened.current.id, why)
+        action = Action(kind, why, opened.current.ranks)
+        opened.update(Moment("action", time.time(), why), action=action)
+        self.teller.publish(opened)
+        if kind == "leave_node":
+            self.act(action, opened.current)
+
+    def close(self) -> None:
+        """Ends what is under way."""
+        self._closing.set()
+        for thread in self._threads:  # one that notes a death may add one that explains it
+            thread.join(timeout=30.0)
+
+    def note_lost(self, ranks: tuple[int, ...], reason: str, at: float) -> IncidentFolder:
+        """The lighthouse lost a replica whose processes run here: the network between them is cut.
+
+        A connection that flaps is one incident.
+        """
+        known = self._cut.get(ranks)
+        if known is not None and at - known.current.timeline[-1].at < FLAP_S:
+            known.update(Moment("cut again", at, reason))
+            return known
+        samples = read_samples(self.options.folder)
+        step = max((s.step for s in samples if s.rank in ranks), default=-1)
+        sentence = f"rank {', '.join(map(str, ranks))} is cut off although its process runs: {reason}"
+        opened = open_incident(
+            self.options.incidents, kind="partition", job=self.options.job, reason=sentence, node=self.options.node,
+            ranks=ranks, step=step,
+        )  # fmt: skip
+        _, missing = opened.keep_boxes([Path(sample.path) for sample in samples])
+        verdict = {
+            "cause": "none_finished", "ranks": list(ranks), "group": "", "sequence": None, "confidence": 0.9,
+            "where": "", "sentence": f"{sentence} (the network, not the program)",
+        }  # fmt: skip
+        opened.update(
+            Moment("fault", at, reason), Moment("noticed", at, "by the lighthouse; its agent sees the process run"),
+            verdict=verdict, missing=tuple(missing), durations_s={"noticed": 0.0},
+            action=Action("none", "it comes back by itself when the network does; the others go on", ranks),
+        )  # fmt: skip
+        self._cut[ranks] = opened
+        self.teller.publish(opened)
+        self.recoveries.add(opened, samples, set(ranks))
+        return opened
+
+    def _open_death(self, death: Death, samples: list[RankSample]) -> IncidentFolder:
+        noticed = death.seen or time.time()
+        starved = self.memory_kills.new()
+        if starved and "SIGKILL" in death.reason:
+            word = "it" if starved == 1 else f"{starved} processes"
+            death = replace(death, reason=f"{death.reason}: the kernel ended {word} for lack of memory")
+        step = max((s.step for s in samples), default=-1)
+        own = next((s for s in samples if s.pid == death.pid), None)
+        opened = open_incident(
+            self.options.incidents, kind="death", job=self.options.job, reason=death.sentence, node=self.options.node,
+            ranks=(death.rank,), step=step,
+        )  # fmt: skip
+        _, missing = opened.keep_boxes([Path(sample.path) for sample in samples])
+        verdict = {
+            "cause": "rank_died", "ranks": [death.rank], "group": "", "sequence": None, "confidence": 1.0,
+            "where": death.where, "sentence": death.sentence,
+        }  # fmt: skip
+        if death.echo and death.where:  # it lost a peer, and no peer has died
+            sentence = f"connections between ranks broke and no rank had died before: {death.sentence}"
+            verdict |= {"cause": "none_finished", "ranks": [], "confidence": 0.7, "sentence": sentence}
+            opened.update(ranks=())
+        if self.options.whole_job:
+            action = Action(
+                "restart_job", "the launcher restarts the job while --max-restarts allows", (death.rank,)
+            )
+        else:
+            replica = death.rank // self.options.ranks_per_replica
+            action = Action("restart_rank", "the supervisor starts it again", (death.rank,), replica)
+        if own is not None and own.last_ns:
+            last = f"step {own.step}" if own.step >= 0 else f"call {own.calls_completed}"
+            opened.update(Moment("last good step", min(own.last_ns / 1e9, death.at), last))
+        opened.update(
+            Moment("evidence", time.time(), f"{len(samples) - len(missing)} black boxes"),
+            Moment("died", death.at, death.sentence), Moment("noticed", max(noticed, death.at), "by its agent"),
+            verdict=verdict, missing=tuple(missing), action=action,
+            durations_s={"noticed": max(0.0, noticed - death.at)},
+        )  # fmt: skip
+        return opened
+
+    def _explain(
+        self, opened: IncidentFolder, samples: list[RankSample], gathering: Gathering | None
+    ) -> None:
+        """A rank may have died of what another did: calls that do not match are found in the boxes of all."""
+        found = self.gatherer.examine(opened, {}, samples, gathering)
+        cause = (found.verdict or {}).get("cause")
+        if cause in PROGRAM_FAULT:
+            opened.update(verdict=found.verdict, ranks=tuple((found.verdict or {}).get("ranks") or ()))
+        opened.update(missing=(*opened.current.missing, *found.missing))
+        self.teller.publish(opened)
+
+    def look(
+        self, samples: list[RankSample], endings: Mapping[int, Ending], patience_s: float | None = None
+    ) -> None:
+        """Whole-job mode: all deaths. Replica mode: ranks that raised; the supervisor tells of the others."""
+        found = find_deaths(samples, endings, since_ns=self._born_ns, raised_only=not self.options.whole_job)
+        old = self.answered | self._being_noted | self._known.keys()
+        first = find_first([death for death in found if death.pid not in old])
+        now = time.monotonic()
+        if first is None:
+            self._echo_s = None
+            return
+        patience = self.echo_patience_s() if patience_s is None else patience_s
+        if first.echo and now - (self._echo_s or now) < patience:
+            self._echo_s = self._echo_s or now
+            return
+        self._echo_s = None
+        size = self.options.ranks_per_replica
+        fellows = [s for s in samples if self.options.whole_job or s.rank // size == first.rank // size]
+        self.answered |= {s.pid for s in fellows if s.pid != first.pid}
+        self._being_noted.add(first.pid)
+        if self.in_background:
+            self._start(lambda: self._note_carefully(first), "allranks-death")
+        else:
+            self.note_death(first)
+        if self.options.whole_job:
+            self._born_ns = max(s.start_ns for s in samples) + 1

@@ -1,0 +1,168 @@
+"""Looks at a job from outside: black boxes, the job's own file, incidents, the lighthouse. Runs in the command."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from allranks.blackbox.files import job_folders
+from allranks.errors import InputError
+from allranks.incidents.folder import read_incidents
+from allranks.load import LoadOptions, load_paths
+from allranks.model.job import JobView, RankRow
+from allranks.model.trace import Flag, RankTrace, State
+from allranks.watch.samples import RankSample, is_alive, read_sample, read_samples
+
+JOB_FILE = "job.json"
+
+
+def write_job(folder: Path, facts: dict[str, Any]) -> None:
+    """What `allranks run` leaves in the job's folder for others to find."""
+    (folder / JOB_FILE).write_text(json.dumps(facts))
+
+
+def set_aside_earlier(folder: Path) -> None:
+    """Before a run writes here: renames the boxes of dead ranks of an earlier run of the same name."""
+    agent = read_job(folder).get("pid")
+    if isinstance(agent, int) and is_alive(agent, 0):
+        return  # another agent of this job: its dead ranks are evidence
+    for path in folder.glob("*.box"):
+        sample = read_sample(path)
+        if sample is not None and not sample.alive:
+            path.replace(path.with_name(f"{path.name}.earlier"))
+
+
+def read_job(folder: Path) -> dict[str, Any]:
+    """The job's own file, or {}."""
+    try:
+        found: dict[str, Any] = json.loads((folder / JOB_FILE).read_text())
+        return found
+    except (OSError, ValueError):
+        return {}
+
+
+def find_job(name: str | None) -> Path:
+    """The folder of a job: by path, by name, else the newest one of this user on this node."""
+    if name and Path(name).is_dir():
+        return Path(name)
+    folders = [folder for folder in job_folders() if any(folder.glob("*.box"))]
+    if name:
+        folders = [folder for folder in folders if folder.name == name or name in folder.name]
+    if not folders:
+        what = f"no job {name!r}" if name else "no recorded job"
+        raise InputError(
+            f"{what} on this node",
+            hint="Start one with `allranks run …`, or give the folder of its black boxes.",
+        )
+    return max(folders, key=lambda folder: max(box.stat().st_mtime for box in folder.glob("*.box")))
+
+
+@dataclass
+class Overview:
+    """Repeated looks at one job; remembers the last one to tell speed."""
+
+    folder: Path
+    _before: dict[int, tuple[float, int]] = field(default_factory=dict)
+
+    def look(self) -> JobView:
+        """One look."""
+        now = time.time()
+        facts = read_job(self.folder)
+        samples = read_samples(self.folder)
+        traces = (
+            {t.header.rank: t for t in load_paths([s.path for s in samples], LoadOptions()).traces}
+            if samples
+            else {}
+        )
+        open_ = {rank: find_open(trace) for rank, trace in traces.items() if rank is not None}
+        rows = tuple(self._row(sample, now, traces.get(sample.rank), open_) for sample in samples)
+        lighthouse = str(facts.get("lighthouse", ""))
+        job = str(facts.get("job", self.folder.name))
+        told = read_incidents(Path(str(facts.get("incidents") or self.folder / "incidents")))
+        return JobView(
+            job=job, folder=str(self.folder), at=now, rows=rows,
+            lighthouse=lighthouse, quorum=_quorum(lighthouse, str(facts.get("token", ""))),
+            incidents=tuple(_incident_line(i) for i in told if i.get("job") == job)[-8:],
+        )  # fmt: skip
+
+    def _row(
+        self,
+        sample: RankSample,
+        now: float,
+        trace: RankTrace | None,
+        open_: dict[int, dict[tuple[str, int], str]],
+    ) -> RankRow:
+        mine = open_.get(sample.rank, {})
+        waits_for: tuple[int, ...] = ()
+        doing = "computes"
+        if sample.closed:
+            doing = sample.closed
+        elif not sample.alive:
+            doing = "died"
+        elif mine and trace is not None:
+            (group, sequence), doing = next(iter(mine.items()))
+            waits_for = find_absent(trace, group, sequence, open_)
+        before = self._before.get(sample.rank)
+        speed = None
+        if before and now > before[0] and sample.step >= before[1] >= 0:
+            speed = (sample.step - before[1]) / (now - before[0])
+        self._before[sample.rank] = (now, sample.step)
+        silent = None if not sample.last_ns else max(0.0, now - sample.last_ns / 1e9)
+        host = trace.header.host if trace is not None else ""
+        phase = trace.progress.phase if trace is not None else ""
+        return RankRow(
+            sample.rank, sample.pid, host, sample.alive, sample.step, sample.calls_completed, silent, doing, waits_for, speed, phase
+        )  # fmt: skip
+
+
+def find_open(trace: RankTrace) -> dict[tuple[str, int], str]:
+    """The calls of a rank that are not finished, oldest first: (group, sequence) -> a short text."""
+    calls = trace.calls
+    unknowable = int(Flag.CAPTURED | Flag.COALESCED_PART | Flag.P2P)
+    chosen = np.flatnonzero((calls["state"] <= State.STARTED) & ((calls["flags"] & unknowable) == 0))
+    found = {}
+    for index in chosen[:4]:
+        call = calls[index]
+        group = trace.groups[int(call["group"])]
+        name = group.desc or group.name
+        found[(group.name, int(call["seq"]))] = (
+            f"{trace.names[int(call['op'])]} #{int(call['seq'])} of {name}"
+        )
+    return found
+
+
+def find_absent(
+    trace: RankTrace, group: str, sequence: int, open_: dict[int, dict[tuple[str, int], str]]
+) -> tuple[int, ...]:
+    """Members of the group that have not entered the call."""
+    members = next((g.ranks for g in trace.groups if g.name == group), ())
+    return tuple(rank for rank in members if rank in open_ and (group, sequence) not in open_[rank])
+
+
+def _incident_line(incident: dict[str, Any]) -> str:
+    verdict = incident.get("verdict") or {}
+    text = verdict.get("sentence") or incident.get("reason") or ""
+    state = "closed" if incident.get("closed") else "open"
+    return f"{incident.get('id')} ({incident.get('kind')}, {state}): {text}"
+
+
+def _quorum(lighthouse: str, token: str) -> str:
+    """The lighthouse's sentence, or '' when it does not answer at once."""
+    if not lighthouse:
+        return ""
+    request = urllib.request.Request(f"http://{lighthouse.split(',')[0]}/api/status")
+    if token:
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=0.5) as answer:
+            status = json.loads(answer.read())
+    except (OSError, ValueError):
+        return "the lighthouse does not answer"
+    quorum = status.get("quorum") or {}
+    return f"quorum {quorum.get('number', '-')}: {status.get('reason') or quorum.get('reason') or ''}"

@@ -1,0 +1,158 @@
+"""A node that died with its agent, and with all its ranks: one incident, by one of the agents that are left."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from allranks.errors import AllranksError
+from allranks.incidents.deaths import DeathIncidents
+from allranks.incidents.evidence import Gatherer
+from allranks.incidents.folder import IncidentFolder, open_incident
+from allranks.incidents.options import WatchOptions
+from allranks.incidents.publish import IncidentPublisher
+from allranks.incidents.recoveries import Recoveries
+from allranks.load import LoadOptions, load_paths
+from allranks.model.cluster import Gathering
+from allranks.model.incident import Action, Moment
+from allranks.model.trace import RankTrace, State
+from allranks.report.story import headline
+from allranks.watch.nodes import Loss
+from allranks.watch.samples import RankSample, read_samples
+
+log = logging.getLogger("allranks.agent")
+
+RECENT_S, LATER_S = 60.0, 1.0  # a call made longer before the loss, or after it, has nothing to do with it
+
+
+@dataclass
+class NodeLosses:
+    """`note` may be called from any thread but the watch's: it asks the other agents."""
+
+    options: WatchOptions
+    gatherer: Gatherer
+    teller: IncidentPublisher
+    recoveries: Recoveries
+    deaths: DeathIncidents
+    us: str  # our agent's name
+
+    def note(self, loss: Loss) -> IncidentFolder | None:
+        """Keeps the evidence and opens the story; None when another agent does."""
+        samples = read_samples(self.options.folder)
+        if self.options.whole_job:  # their connections break because of it
+            self.deaths.answered |= {sample.pid for sample in samples}
+        sentence = describe(loss)
+        if loss.told_by not in ("", self.us):
+            log.error("%s (told by %s)", sentence, loss.told_by)
+            return None
+        echo = self.deaths.take_echo(loss.at)
+        opened = echo or self._open(loss, samples)
+        gathering = self.gatherer.ask(opened, sentence, stacks=False)
+        if self.gatherer.follows(gathering):
+            if echo is None:
+                opened.discard()
+            return None
+        self._tell(opened, loss, samples)
+        self.deaths.explain_later(lambda: self._explain(opened, loss, samples, gathering))
+        return opened
+
+    def _open(self, loss: Loss, samples: list[RankSample]) -> IncidentFolder:
+        opened = open_incident(
+            self.options.incidents, kind="death", job=self.options.job, reason=describe(loss), node=loss.node.node,
+            step=max((s.step for s in samples), default=-1),
+        )  # fmt: skip
+        _, missing = opened.keep_boxes([Path(sample.path) for sample in samples])
+        opened.update(missing=tuple(missing))
+        return opened
+
+    def _tell(self, opened: IncidentFolder, loss: Loss, samples: list[RankSample]) -> None:
+        ranks, sentence = loss.node.ranks, describe(loss)
+        verdict = {
+            "cause": "rank_died", "ranks": list(ranks), "group": "", "sequence": None,
+            "confidence": 1.0 if loss.certain else 0.8, "where": "", "sentence": sentence,
+        }  # fmt: skip
+        if self.options.whole_job:
+            action = Action(
+                "restart_job", "the nodes that are left restart the job, where --nnodes and --max-restarts allow", ranks
+            )  # fmt: skip
+        elif loss.node.lighthouse:
+            action = Action(
+                "none",
+                "the others wait for a lighthouse at the same address, with this node or without",
+                ranks,
+            )
+        else:
+            action = Action(
+                "none", "the others train on without its replicas, which heal when the node is back", ranks
+            )
+        step = opened.current.step
+        last = max((s.last_ns for s in samples if s.step == step), default=0) / 1e9 or loss.at
+        opened.update(
+            Moment("last good step", min(last, loss.at), f"step {step}"),
+            Moment("died", loss.at, f"node {loss.node.node} with {_ranks(ranks)}"),
+            Moment("noticed", loss.at, loss.reason),
+            verdict=verdict, ranks=ranks, node=loss.node.node, reason=sentence, action=action,
+            durations_s={"noticed": 0.0},
+        )  # fmt: skip
+        log.error("%s: %s", opened.current.id, headline(opened.current))
+        self.teller.publish(opened)
+        self.recoveries.add(opened, samples, set(ranks), reborn=self.options.whole_job)
+
+    def _explain(
+        self, opened: IncidentFolder, loss: Loss, samples: list[RankSample], gathering: Gathering | None
+    ) -> None:
+        opened.keep_boxes(
+            [Path(s.path) for s in samples]
+        )  # once more: now they hold what the loss did to them
+        found = self.gatherer.examine(opened, {}, samples, gathering)
+        lost = f"black boxes of {_ranks(loss.node.ranks)}: they lie on the lost node"
+        opened.update(missing=(*opened.current.missing, *found.missing, lost))
+        waiting = self._waiting(opened, loss)
+        if waiting:
+            verdict = dict(opened.current.verdict or {})
+            verdict["sentence"] = f"{verdict.get('sentence', '')}; {waiting}"
+            opened.update(Moment("waited", loss.at, waiting), verdict=verdict)
+        self.teller.publish(opened)
+
+    def _waiting(self, opened: IncidentFolder, loss: Loss) -> str:
+        try:
+            boxes = load_paths([str(opened.path / "boxes")], LoadOptions())
+        except AllranksError:  # none can be read: said by the diagnosis
+            return ""
+        since, until = (int((loss.at + s) * 1e9) for s in (-RECENT_S, LATER_S))
+        return find_waiting(boxes.traces, since, until)
+
+
+def describe(loss: Loss) -> str:
+    """The loss in a sentence."""
+    node, ranks = loss.node.node, loss.node.ranks
+    if loss.certain:
+        return f"node {node} was lost with {_ranks(ranks)}: {loss.reason}"
+    return f"node {node} with {_ranks(ranks)} is dead, frozen or cut off: {loss.reason}"
+
+
+def find_waiting(traces: Iterable[RankTrace], since_ns: int, until_ns: int) -> str:
+    """Which ranks were in which call that is open or broke: "ranks 0, 1 waited in all_reduce #57 of default_pg"."""
+    found: dict[str, list[int]] = {}
+    for trace in traces:
+        calls = trace.calls
+        around = (calls["created_ns"] >= since_ns) & (calls["created_ns"] <= until_ns)
+        unfinished = calls[(calls["state"] != State.COMPLETED) & around]
+        if trace.header.rank is None or not len(unfinished):
+            continue
+        call = unfinished[unfinished["created_ns"].argmax()]
+        group = trace.groups[int(call["group"])]
+        name = f"{trace.names[int(call['op'])]} #{int(call['seq'])} of {group.desc or group.name}"
+        found.setdefault(name, []).append(trace.header.rank)
+    return ", ".join(f"{_ranks(sorted(ranks))} waited in {name}" for name, ranks in sorted(found.items()))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0, 1, 2", "ranks 8-15"."""
+    if not ranks:
+        return "all its ranks"
+    if len(ranks) > 3 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

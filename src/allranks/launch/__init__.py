@@ -1,0 +1,1 @@
+"""Starts the ranks of one node: torchrun, replicas, spares, Slurm, etcd. Runs in the agent."""

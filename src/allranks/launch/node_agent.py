@@ -1,0 +1,289 @@
+"""One node's agent: joins the supervisor or torchrun, the watch, and the connection to the lighthouse."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from dataclasses import dataclass, field
+
+from allranks.errors import AllranksError
+from allranks.incidents.deaths import ECHO_S
+from allranks.incidents.loop import Watch
+from allranks.incidents.node_losses import NodeLosses
+from allranks.incidents.peers import PeerAgents
+from allranks.lighthouse.client.client import Client
+from allranks.model.cluster import CollectEvidence, Evicted, MemberLeft, MemberLost
+from allranks.model.cluster import Incident as Told
+from allranks.model.incident import Action, Incident
+from allranks.report.story import headline
+from allranks.supervise.replicas import Event, Request, Supervisor
+from allranks.watch.first_death import Death
+from allranks.watch.nodes import AWAY_S, NodeMonitor
+from allranks.watch.samples import process_state, read_samples
+
+log = logging.getLogger("allranks.agent")
+
+#: A dying process closes its connections a moment before it is gone: only then is a lost one known to be cut off.
+STILL_THERE_S = 0.3
+#: A replica that was killed after this much training has nothing wrong with itself and comes back at once.
+TRAINED_S, TRAINED_CALLS = 10.0, 20
+
+
+def replica_name(number: int) -> str:
+    """What a replica is called at the lighthouse."""
+    return f"replica-{number}"
+
+
+def replica_number(name: str) -> int | None:
+    """The other way round; None for a name that is not of our making."""
+    number = name.removeprefix("replica-")
+    return int(number) if name.startswith("replica-") and number.isdigit() else None
+
+
+@dataclass
+class NodeAgent:
+    """Owns nothing that it did not start: `supervisor` is None in whole-job mode, `client` without a lighthouse."""
+
+    watch: Watch | None
+    client: Client | None = None
+    supervisor: Supervisor | None = None
+    company: PeerAgents | None = None  # None: this node's agent is the only one, or there is no lighthouse
+    holds_lighthouse: bool = False  # in this process: it goes with this node
+    _neighbours: NodeMonitor | None = None
+    _evicted: set[int] = field(default_factory=set)
+    _told: dict[str, str] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """Starts watching and listening to the lighthouse."""
+        if self.watch is not None:
+            self.watch.actor = self
+            self.watch.join(self.company, self._tell)
+            self.watch.start()
+        if self.client is not None:
+            self.client.subscribe(self._noticed)
+            self._meet_neighbours(self.client)
+        if self.supervisor is not None:
+            self.supervisor.on_event = self._happened
+            self.supervisor.trained = self.has_trained
+
+    def close(self) -> None:
+        """Stops watching; the supervisor and the lighthouse belong to the caller."""
+        if self._neighbours is not None:
+            self._neighbours.close()
+        if self.watch is not None:
+            self.watch.close()
+        if self.company is not None:
+            self.company.close()
+
+    def _meet_neighbours(self, client: Client) -> None:
+        if self.watch is None:
+            return
+        watch, options = self.watch, self.watch.options
+        neighbours = NodeMonitor(client, lambda: watch.ranks, options.node, self.holds_lighthouse)
+        losses = NodeLosses(
+            options, watch.gatherer, watch.teller, watch.recoveries, watch.deaths, client.options.replica
+        )
+        neighbours.on_lost = losses.note
+        # while the lighthouse is away, what broke the connections between ranks may be the end of its node
+        watch.deaths.echo_patience_s = lambda: ECHO_S + (AWAY_S if neighbours.host_is_away else 0.0)
+        client.subscribe(neighbours.noticed)
+        neighbours.start()
+        self._neighbours = neighbours
+
+    # actions, asked for by the watch
+
+    def act(self, action: Action, incident: Incident) -> str:
+        """Carries out what the policy decided; runs on the watch's thread."""
+        if action.kind == "command":
+            return self._run_command(action, incident)
+        if action.kind == "leave_node":
+            os.kill(
+                os.getpid(), signal.SIGTERM
+            )  # torchrun's agent ends its ranks and leaves the rendezvous open
+            return "this node leaves the job"
+        if self.supervisor is not None and action.replica is not None:
+            return self._evict(action, incident)
+        return self._kill(action)
+
+    def _evict(self, action: Action, incident: Incident) -> str:
+        """Survivors first: they abort and go on; then the culprit's processes are replaced, by their own agent."""
+        assert self.supervisor is not None and action.replica is not None
+        name = replica_name(action.replica)
+        told = self._ask(lambda client: client.evict(name, f"{incident.id}: {action.reason}"))
+        if self.supervisor.has(action.replica):
+            self._replace(action.replica, f"evicted: {action.reason}")
+            done = f"{name} was evicted and is started again"
+        else:
+            done = f"{name} was evicted; the agent of its node starts it again"
+        return done + ("" if told else " (the lighthouse could not be told)")
+
+    def _replace(self, replica: int, reason: str) -> None:
+        assert self.supervisor is not None
+        self._evicted.add(replica)
+        self.supervisor.request(Request("restart", replica, reason))
+
+    def _kill(self, action: Action) -> str:
+        """Whole-job mode: ends the guilty ranks, or, if they are another node's, the first of ours; torchrun restarts."""
+        assert self.watch is not None
+        samples = [s for s in read_samples(self.watch.options.folder) if s.alive]
+        chosen = [s for s in samples if not action.ranks or s.rank in action.ranks] or samples[:1]
+        for sample in chosen:
+            try:
+                os.kill(sample.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        names = ", ".join(str(s.rank) for s in chosen)
+        return (
+            f"rank {names} was ended; the launcher restarts the job"
+            if chosen
+            else "no rank runs on this node"
+        )
+
+    def _run_command(self, action: Action, incident: Incident) -> str:
+        command = action.command.replace("{incident}", shlex.quote(incident.folder))
+        command = command.replace("{ranks}", shlex.quote(",".join(map(str, action.ranks))))
+        try:
+            done = subprocess.run(
+                command, shell=True, timeout=60, capture_output=True, text=True, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return f"`{command}` did not end within 60 s"
+        return f"`{command}` ended with code {done.returncode}"
+
+    # what happens
+
+    def _happened(self, event: Event) -> None:
+        """A replica's process came, went or was replaced; runs on the supervisor's thread: be quick."""
+        if event.kind == "rank_exited" and event.exit_code and not event.expected:
+            at = time.time()
+            death = Death(event.rank or 0, event.pid or 0, at, event.detail, seen=at)
+            threading.Thread(
+                target=self._note_death, args=(event.replica, death), name="allranks-death", daemon=True
+            ).start()
+        elif event.kind == "finished":
+            self._ask(lambda client: client.finish(replica_name(event.replica)))
+            self._turn_away_latecomers()
+        elif event.kind == "started" and event.replica in self._evicted:
+            self._evicted.discard(event.replica)
+            self._ask(lambda client: client.let_in(replica_name(event.replica)))
+
+    def has_trained(self, replica: int) -> bool:
+        """Whether the newest processes of a replica trained for a while; from their black boxes."""
+        if self.watch is None:
+            return False
+        size = self.watch.options.ranks_per_replica
+        own = [s for s in read_samples(self.watch.options.folder) if s.rank // size == replica]
+        return bool(own) and all(
+            s.calls_completed >= TRAINED_CALLS and s.step_ns - s.start_ns >= TRAINED_S * 1e9 for s in own
+        )
+
+    def _turn_away_latecomers(self) -> None:
+        """The training is over: a replica that was on its way back would begin it anew, alone."""
+        if self.watch is None or self.supervisor is None:
+            return
+        size, pids = self.watch.options.ranks_per_replica, self.supervisor.pids()
+        samples = read_samples(self.watch.options.folder)
+        joined = {s.rank // size for s in samples if s.calls_completed and pids.get(s.rank) == s.pid}
+        for replica in self.supervisor.restarted():
+            if replica not in joined:
+                self.supervisor.request(Request("stop", replica, "the training is over"))
+
+    def _note_death(self, replica: int, death: Death) -> None:
+        """The lighthouse first: it tells the survivors."""
+        try:
+            self._ask(lambda client: client.accuse(replica_name(replica), death.reason))
+            if self.watch is not None:
+                self.watch.deaths.note_death(death)
+        except Exception:  # a full disk, say: the death itself is known to the lighthouse and in the log
+            log.exception("the evidence of %s could not be kept", death.sentence)
+
+    def _noticed(self, notice: object) -> None:
+        """What the lighthouse says; runs on the client's thread: be quick."""
+        if isinstance(notice, (MemberLost, MemberLeft)) and self.company is not None:
+            self.company.give_up(notice.replica)
+        if isinstance(notice, CollectEvidence) and self.watch is not None:
+            threading.Thread(
+                target=self._collect, args=(notice,), name="allranks-collect", daemon=True
+            ).start()
+        elif isinstance(notice, MemberLost) and self.watch is not None:
+            later = threading.Timer(
+                STILL_THERE_S, self._look_after, args=(notice, self._pids(notice), time.time())
+            )
+            later.daemon = True
+            later.start()
+        elif isinstance(notice, Evicted) and self.supervisor is not None and self.company is not None:
+            replica, (incident, _, reason) = replica_number(notice.replica), notice.reason.partition(": ")
+            if replica is not None and self.supervisor.has(replica) and self.company.took_part_in(incident):
+                self._replace(replica, f"evicted: {reason}")
+
+    def _collect(self, wanted: CollectEvidence) -> None:
+        assert self.watch is not None
+        try:
+            if wanted.upload and self.company is not None:
+                self.company.contribute(wanted, self.watch.gatherer.collect_part)
+            else:
+                self.watch.collect_now(f"asked for by the lighthouse: {wanted.reason}")
+        except Exception:
+            log.exception(
+                "the evidence that %s asked for could not be collected", wanted.lead or "the lighthouse"
+            )
+
+    def _pids(self, notice: MemberLost) -> dict[int, int]:
+        """The lost replica's ranks that run here: rank -> pid."""
+        replica = replica_number(notice.replica)
+        if (
+            self.supervisor is None
+            or self.watch is None
+            or replica is None
+            or not self.supervisor.has(replica)
+        ):
+            return {}
+        size = self.watch.options.ranks_per_replica
+        # a process that has made no call yet is not the one that was lost: its line is the next life's
+        trained = {s.pid for s in read_samples(self.watch.options.folder) if s.calls_started}
+        found = {rank: pid for rank, pid in self.supervisor.pids().items() if rank // size == replica}
+        return found if trained.issuperset(found.values()) else {}
+
+    def _look_after(self, notice: MemberLost, before: dict[int, int], at: float) -> None:
+        """A replica was lost a moment ago: if its processes run on, it is cut off. A frozen one is the watch's case."""
+        replica = replica_number(notice.replica)
+        if not before or replica is None or self._pids(notice) != before or self.supervisor is None:
+            return
+        states = [process_state(pid) for pid in before.values()]
+        if self.watch is None or replica in self._evicted or not self.supervisor.is_running(replica):
+            return
+        if all(state not in ("", "Z", "X", "T", "t") for state in states):
+            self.watch.deaths.note_lost(tuple(sorted(before)), notice.reason, at)
+
+    def _tell(self, incident: Incident) -> None:
+        verdict = incident.verdict or {}
+        if self._told.get(incident.id) == headline(incident):
+            return
+        self._told[incident.id] = headline(incident)
+        told = Told(
+            incident=incident.id,
+            sentence=headline(incident),
+            replicas=(replica_name(incident.action.replica),)
+            if incident.action is not None and incident.action.replica is not None
+            else (),
+            node=incident.node,
+            path=incident.folder,
+            cause=str(verdict.get("cause") or incident.kind),
+        )
+        self._ask(lambda client: client.tell_incident(told))
+
+    def _ask(self, question: object) -> bool:
+        """Says something to the lighthouse; its absence never stops the agent."""
+        if self.client is None or not self.client.connected:
+            return False
+        try:
+            question(self.client)  # type: ignore[operator]
+            return True
+        except (AllranksError, OSError) as error:
+            log.warning("the lighthouse was not told: %s", error)
+            return False

@@ -1,0 +1,47 @@
+"""The first code of a rank under `allranks run`: dies with its agent, records, then runs the user's script.
+
+python -m allranks.launch.rank_entry [-m] SCRIPT ARGS...
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import traceback
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(agent_pid: int) -> None:
+    """Asks the kernel to kill this process when its agent dies: no orphan keeps a GPU."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    except (OSError, AttributeError):
+        return  # not Linux: the agent's own shutdown is all there is
+    if os.getppid() != agent_pid:
+        os._exit(128 + signal.SIGKILL)  # the agent died before the request was in place
+
+
+def main() -> None:
+    """Runs in the rank; never returns."""
+    agent = os.environ.get("ALLRANKS_AGENT_PID")
+    if agent and agent.isdigit():
+        die_with_parent(int(agent))
+    for name in filter(None, os.environ.get("ALLRANKS_PRELOAD", "").split(",")):
+        importlib.import_module(name.strip())
+    from allranks.record.__main__ import main as run_recorded
+
+    try:
+        run_recorded()
+    except KeyboardInterrupt as error:  # Ctrl-C reaches every rank: one line of each is enough
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        print(f"interrupted at {frame.filename}:{frame.lineno} in {frame.name}", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+if __name__ == "__main__":
+    main()

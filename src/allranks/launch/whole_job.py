@@ -1,0 +1,211 @@
+"""Whole-job mode: torchrun's own command line and elastic agent, with our defaults and our rank entry.
+
+Runs in the agent; the only part of it that imports torch. A failure anywhere restarts all ranks (that is
+torchrun's way); what we add is recording, restarts that work, prefixed logs and errors that name the cure.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from allranks.errors import InputError, require
+from allranks.launch.endpoint import LaunchError, nobody_answers, port_in_use, refuse_stranger, wait_for_host
+from allranks.launch.rendezvous_retry import AWAY_S, RendezvousRetry, between_meetings, meeting_again
+from allranks.launch.shutdown import ending_ranks
+from allranks.launch.spares import RANK_MODULE, Spares, serving
+
+log = logging.getLogger("allranks.agent")
+
+# torch 2.13 keeps one TCPStore over all rounds while workers no longer prefix their keys by attempt:
+# restarts are flaky (6 of 17 clean) and scale-up always fails. Without sharing: 11 of 11 and 4 of 4.
+_CURE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+# torchrun waits 30 s for late nodes and 15 s for dead ones; both are measured in idle GPUs. With fewer than 5 s for
+# dead ones, nodes of a heavily loaded machine were taken for dead.
+_RENDEZVOUS_DEFAULTS = {"last_call_timeout": "2", "keep_alive_interval": "1", "keep_alive_max_attempt": "5"}
+# A sign of life costs the agent 5 ms of CPU: a node that is alone gives none that anybody would miss.
+_ALONE_DEFAULTS = {"last_call_timeout": "2", "keep_alive_interval": "60"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One torchrun launch: its command line, and what ranks are told."""
+
+    argv: tuple[str, ...]
+    environment: dict[str, str]
+    record: bool = True
+    log_dir: str | None = None
+    quiet: bool = False  # ranks' output only to their log files
+    spares: bool = True  # keep warm processes where a restart is possible
+    on_stop: Callable[[set[int]], object] = lambda pids: None  # told which ranks are about to be asked to end
+
+
+def launch(job: Launch) -> int:
+    """Runs the job under torchrun's agent to its end and returns the exit code."""
+    require("torch", feature="allranks run", extra="torch")
+    os.environ.update({**_CURE, **job.environment, "ALLRANKS_AGENT_PID": str(os.getpid())})
+    os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    args = prepare(torchrun.parse_args(list(job.argv)), job)
+    spares = Spares() if job.spares and job.record and may_restart(args) else None
+    try:
+        if at_a_host(args):
+            find_host(args)
+        with (
+            serving(spares), ending_ranks(grace(args), job.on_stop), meeting_again() as meetings,
+            between_meetings(meetings, restarts=may_restart(args)),
+        ):  # fmt: skip
+            run_through_losses(args, meetings)
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        return _child_code(error)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except KeyboardInterrupt:
+        return 130
+    except LaunchError:
+        raise
+    except Exception as error:
+        log.debug("launch failed:\n%s", traceback.format_exc())
+        raise explain(error, endpoint=str(args.rdzv_endpoint), run_id=str(args.rdzv_id)) from error
+    return 0
+
+
+def at_a_host(args: Namespace) -> bool:
+    """Whether the rendezvous lives in one of the agents, and so dies with it."""
+    tcp = _parse_conf(args.rdzv_conf).get("store_type", "tcp") == "tcp"
+    return args.rdzv_backend == "c10d" and not args.standalone and tcp
+
+
+def grace(args: Namespace) -> int | None:
+    """Seconds between SIGTERM and SIGKILL; None where the user has not chosen."""
+    given = getattr(args, "shutdown_timeout", None)
+    given = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") if given is None else given
+    return None if given is None else int(given)
+
+
+def find_host(args: Namespace) -> None:
+    """LaunchError unless the endpoint is a rendezvous, or may become one here, within torchrun's time for it."""
+    endpoint = str(args.rdzv_endpoint)
+    refuse_stranger(endpoint)
+    limit_s = float(_parse_conf(args.rdzv_conf).get("read_timeout", 60))
+    if not may_go_there(args, time.monotonic() + limit_s):
+        raise nobody_answers(endpoint, f"nothing listens there after {limit_s:g} s")
+
+
+def may_go_there(args: Namespace, deadline: float) -> bool:
+    """Whether the rendezvous has a host before the deadline; this node is one if --rdzv-conf is_host says so."""
+    itself = _parse_conf(args.rdzv_conf).get("is_host", "").lower() in ("1", "true", "t", "yes", "y")
+    return itself or wait_for_host(str(args.rdzv_endpoint), deadline)
+
+
+def run_through_losses(args: Namespace, meetings: RendezvousRetry) -> None:
+    """Runs the job. When the host of a c10d rendezvous is lost, this agent stays, with its snapshots, for a new one.
+
+    The new host is another agent on that machine, or the same node come back. torchrun would end every agent.
+    """
+    from torch.distributed import DistNetworkError, DistStoreError
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+    deadline, held = 0.0, 0
+    while True:
+        try:
+            torchrun.run(args)
+            return
+        except (RendezvousConnectionError, DistNetworkError, DistStoreError) as error:
+            if meetings.held > held:
+                deadline, held = time.monotonic() + AWAY_S, meetings.held
+            if not (at_a_host(args) and may_restart(args)) or time.monotonic() > deadline:
+                raise
+            log.warning(
+                "the host of the rendezvous at %s is lost (%s): waiting for a new one for %.0f s",
+                args.rdzv_endpoint, error, deadline - time.monotonic(),
+            )  # fmt: skip
+        if not may_go_there(args, deadline):
+            raise nobody_answers(str(args.rdzv_endpoint), f"its host was lost {AWAY_S:g} s ago")
+
+
+def may_restart(args: Namespace) -> bool:
+    """Whether torchrun's agent may ever start ranks twice: after a failure, or when nodes come and go."""
+    low, _, high = str(args.nnodes).partition(":")
+    return int(args.max_restarts) > 0 or (high not in ("", low))
+
+
+def prepare(args: Namespace, job: Launch) -> Namespace:
+    """Puts our rank entry before the user's script, and our defaults where the user chose none."""
+    namespace = vars(args)
+    conf = _parse_conf(namespace.get("rdzv_conf") or "")
+    if namespace.get("rdzv_backend") != "static" or namespace.get("standalone"):
+        alone = namespace.get("standalone") or str(namespace.get("nnodes")) in ("1", "1:1")
+        conf = {**(_ALONE_DEFAULTS if alone else _RENDEZVOUS_DEFAULTS), **conf}
+        namespace["rdzv_conf"] = ",".join(f"{key}={value}" for key, value in conf.items())
+    if namespace.get("tee") in (None, "0") and namespace.get("redirects") in (None, "0"):
+        namespace["redirects" if job.quiet else "tee"] = "3"
+        namespace["log_dir"] = namespace.get("log_dir") or job.log_dir
+    if job.record and not namespace.get("no_python") and not namespace.get("run_path"):
+        module = ["-m"] if namespace.get("module") else []
+        script, rest = namespace["training_script"], namespace["training_script_args"]
+        namespace["training_script"], namespace["module"] = RANK_MODULE, True
+        namespace["training_script_args"] = [*module, script, *rest]
+    return args
+
+
+def explain(error: Exception, *, endpoint: str, run_id: str) -> LaunchError:
+    """A launch failure in words, with the cure."""
+    name, text = type(error).__name__, str(error)
+    cause = f"{text} {error.__cause__ or ''}".lower()
+    if "address already in use" in cause or "eaddrinuse" in cause:
+        return port_in_use(endpoint, text)
+    if name == "RendezvousConnectionError" or "connection refused" in cause:
+        return nobody_answers(endpoint, text)
+    if name in {"RendezvousTimeoutError", "TimeoutError"}:
+        return LaunchError(
+            f"the rendezvous {run_id!r} at {endpoint} was not complete in time: {text}",
+            hint="Fewer nodes than --nnodes asks for have joined. Check that every node uses the same "
+            "--rdzv-id and --rdzv-endpoint, or lower the minimum (--nnodes MIN:MAX).",
+        )
+    if name == "RendezvousClosedError":
+        return LaunchError(
+            f"the rendezvous {run_id!r} is closed: an earlier run ended it, or its keys are stale",
+            hint="Use a new --rdzv-id, or remove the old keys (`allranks doctor` lists stale ones).",
+        )
+    if name == "RendezvousStateError":
+        return LaunchError(
+            f"the rendezvous state of {run_id!r} at {endpoint} cannot be read: {text}",
+            hint="Another job may use the same --rdzv-id. Use a new one.",
+        )
+    if isinstance(error, ModuleNotFoundError) and error.name == "etcd":
+        return LaunchError(
+            "torchrun's etcd-v2 rendezvous needs the package python-etcd",
+            hint="Use --rdzv-backend etcd-v3, which needs nothing, or pip install python-etcd.",
+        )
+    if isinstance(error, ValueError):
+        return LaunchError(f"torchrun refused the command line: {text}", hint="See `allranks run --help`.")
+    return LaunchError(f"the launch failed: {name}: {text}")
+
+
+def _child_code(error: object) -> int:
+    """1 for a failure, 128 + signal when the first failing rank was killed by one."""
+    _, failure = error.get_first_failure()  # type: ignore[attr-defined]
+    code = int(failure.exitcode)
+    return 128 - code if code < 0 else 1
+
+
+def _parse_conf(text: str) -> dict[str, str]:
+    pairs = [part.split("=", 1) for part in text.split(",") if part.strip()]
+    wrong = [part for part in pairs if len(part) != 2]
+    if wrong:
+        raise InputError(f"--rdzv-conf wants key=value pairs, got {'='.join(wrong[0])!r}")
+    return {key.strip(): value.strip() for key, value in pairs}

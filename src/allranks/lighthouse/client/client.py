@@ -1,0 +1,494 @@
+"""A rank's or an agent's line to the lighthouse. Synchronous, one named thread, no torch, asyncio or gRPC.
+
+    client = Client(ClientOptions(addresses=("127.0.0.1:29510",), replica="replica-0")).start()
+    quorum = client.join(Member("replica-0", step=12), timeout_s=60)
+
+What is promised is in docs/lighthouse.md. All socket work happens on the thread "allranks-lighthouse";
+public methods may be called from any other thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from types import TracebackType
+from typing import Any
+
+from allranks.errors import (
+    LighthouseError,
+    LighthouseRefused,
+    LighthouseUnreachable,
+    QuorumTimeout,
+    ReplicaEvicted,
+)
+from allranks.lighthouse.client.held_sockets import HeldSockets
+from allranks.lighthouse.client.link import FATAL, Link
+from allranks.lighthouse.client.options import ClientOptions
+from allranks.lighthouse.client.proxy_link import ProxyLink
+from allranks.lighthouse.client.reactor import Reactor
+from allranks.lighthouse.client.ticket import Ticket
+from allranks.lighthouse.codec import FIRST_NOTICE, decode, encode
+from allranks.lighthouse.messages import (
+    Ack,
+    Beat,
+    Command,
+    Join,
+    Leave,
+    Refused,
+    Report,
+    Result,
+    Waiting,
+    Welcome,
+    Withdraw,
+)
+from allranks.model.cluster import (
+    CollectEvidence,
+    ConnectionLost,
+    Evicted,
+    Gathering,
+    Incident,
+    LeaderMoved,
+    Member,
+    MemberLeft,
+    MemberLost,
+    Notice,
+    Quorum,
+)
+from allranks.model.nodes import Failover, Presence
+
+__all__ = ["Client", "ClientOptions"]
+
+log = logging.getLogger("allranks.lighthouse")
+
+_SEEN = 4096  # ids of notices that are remembered, so that one that comes twice is told once
+
+
+class Client:
+    """See the module. `start()` connects and makes the thread, `close()` ends both."""
+
+    def __init__(self, options: ClientOptions) -> None:
+        self.options = options
+        self.session = options.session or uuid.uuid4().hex
+        self._node = options.node
+        self.quorum: Quorum | None = None  # the last one that we were a member of
+        self.connected = False
+        self.lighthouse = ""  # address of the one that we talk to
+        self._reactor = Reactor()
+        self._line: Link | ProxyLink | None = None
+        self._thread: threading.Thread | None = None
+        self._first: Ticket[Welcome] = Ticket(self._not_connected)
+        self._lock = threading.Lock()
+        self._asking: tuple[Ticket[Quorum], Member] | None = None
+        self._withdrawn: Ticket[Waiting] | None = None
+        self._commands: dict[int, Ticket[Result]] = {}
+        self._ids = itertools.count(1)
+        self._listeners: list[Callable[[Notice], None]] = []
+        self._seen: dict[int, None] = {}
+        self._held = HeldSockets()
+        self._report = Report()
+        self._last_error = ""
+        self._refused: LighthouseRefused | None = None
+        self._left = False
+        self._closed = False
+
+    # ---- life -------------------------------------------------------------------------------------------
+
+    def start(self, timeout_s: float = 60.0) -> Client:
+        """Connects. Raises LighthouseUnreachable or LighthouseRefused, and leaves nothing behind then."""
+        link = self.options.link(self.session)
+        self._node = link.node
+        self._reactor.open()
+        if self.options.beacon:
+            self._line = ProxyLink(link, self._reactor, self._receive, self.options.black_box)
+        else:
+            self._line = Link(link, self._reactor, self._receive, self._beat)
+        self._thread = threading.Thread(target=self._run, name="allranks-lighthouse", daemon=True)
+        _alive.add(self)
+        self._thread.start()
+        try:
+            self._first.result(timeout_s)
+        except BaseException:
+            self._left = True
+            self.close()
+            raise
+        return self
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Leaves (if that was not done yet) and ends the thread. May be called twice."""
+        if self._closed:
+            return
+        self.leave("closed")
+        self._closed = True
+        self._reactor.call(self._shut)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def __enter__(self) -> Client:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- quorums ----------------------------------------------------------------------------------------
+
+    def join(self, member: Member, timeout_s: float = 60.0) -> Quorum:
+        """Asks for a quorum and waits for it. Raises QuorumTimeout (says who we waited for), ReplicaEvicted,
+        LighthouseUnreachable (no lighthouse all that time)."""
+        return self.request_quorum(member).result(timeout_s)
+
+    def request_quorum(self, member: Member) -> Ticket[Quorum]:
+        """Asks for a quorum without waiting. One at a time: asking again before the answer is an error."""
+        ticket: Ticket[Quorum] = Ticket(self._no_quorum)
+        with self._lock:
+            self._check_open()
+            if self._asking is not None and not self._asking[0].done():
+                raise LighthouseError("this replica is asking for a quorum already")
+            self._asking = (ticket, replace(member, session=self.session, node=member.node or self._node))
+        self._reactor.call(self._send_join)
+        return ticket
+
+    def report(self, step: int = -1, progress: int = -1, health: str = "") -> None:
+        """What the next heartbeats say. Costs next to nothing: call it every step."""
+        self._report = Report(step, progress, health)
+        if self.options.beacon:
+            self._reactor.call(self._send_report)
+
+    def leave(self, reason: str = "", finished: bool = False) -> None:
+        """Good-bye: the others go on at once, nobody is told of a death. Returns when it is sent.
+
+        `finished` says that the training is over: who comes after the last member does not begin it anew, alone.
+        """
+        if self._left or self._closed:
+            return
+        self._left = True
+        sent = threading.Event()
+
+        def send() -> None:
+            if self._line is not None:
+                self._line.finish(encode(Leave(reason, finished)))
+            sent.set()
+
+        self._reactor.call(send)
+        if threading.current_thread() is not self._thread:
+            sent.wait(2.0)
+
+    # ---- notices ----------------------------------------------------------------------------------------
+
+    def subscribe(self, callback: Callable[[Notice], None]) -> Callable[[], None]:
+        """Calls back for every notice, on the client's thread: return fast, never block. Returns "unsubscribe"."""
+        with self._lock:
+            self._listeners.append(callback)
+        return lambda: self._listeners.remove(callback)
+
+    # ---- sockets that end with the quorum ---------------------------------------------------------------
+
+    def hold(self, fds: Iterable[int], number: int) -> None:
+        """Duplicates of these connected sockets are shut as soon as a member of quorum `number` is gone.
+
+        If one is gone already they are shut at once. Returns when they are handed over: from then on not even
+        a held GIL delays that (with a beacon).
+        """
+        copies = [os.dup(fd) for fd in fds]
+        handed = threading.Event()
+
+        def hand_over() -> None:
+            if isinstance(self._line, ProxyLink):
+                self._line.hold(number, copies)
+            else:
+                self._held.add(number, copies)
+            handed.set()
+
+        self._reactor.call(hand_over)
+        if threading.current_thread() is not self._thread:
+            handed.wait(2.0)
+
+    def release(self, number: int) -> None:
+        """Forgets the sockets of a quorum; call it when its groups are taken down."""
+        line = self._line
+        if isinstance(line, ProxyLink):
+            self._reactor.call(lambda: line.release(number))
+        else:
+            self._reactor.call(lambda: self._held.release(number))
+
+    # ---- actions ----------------------------------------------------------------------------------------
+
+    def accuse(self, replica: str, reason: str) -> None:
+        """Says that a replica is dead, for those who can see it (an agent with a pidfd)."""
+        self._command(Command(next(self._ids), "accuse", replica, reason))
+
+    def evict(self, replica: str, reason: str) -> None:
+        """Throws a replica out until it is let in."""
+        self._command(Command(next(self._ids), "evict", replica, reason))
+
+    def let_in(self, replica: str) -> None:
+        """Takes an eviction or a back-off back."""
+        self._command(Command(next(self._ids), "let_in", replica))
+
+    def finish(self, replica: str) -> None:
+        """Says that a replica which has left was through with its training, for those who saw it end well."""
+        self._command(Command(next(self._ids), "finish", replica))
+
+    def collect(self, reason: str, replicas: Iterable[str] = ()) -> str:
+        """Asks agents for evidence; returns the incident's id."""
+        body = self._command(Command(next(self._ids), "collect", "", reason, tuple(replicas)))
+        return str(body["incident"])
+
+    def gather(self, wanted: CollectEvidence) -> Gathering:
+        """Asks all other agents for their part of an incident; says who leads (another may have been first)."""
+        body = self._command(Command(next(self._ids), "gather", body=json.dumps(asdict(wanted))))
+        return Gathering(str(body["incident"]), str(body["lead"]), tuple(body["agents"]))
+
+    def present(self, presence: Presence) -> Failover:
+        """An agent says which ranks its node has; learns who speaks if the lighthouse goes with its own node."""
+        body = self._command(Command(next(self._ids), "present", body=json.dumps(asdict(presence))))
+        return Failover(_presence(body.get("host")), str(body.get("heir") or ""))
+
+    def presence(self, agent: str) -> Presence | None:
+        """What an agent, perhaps a lost one, has told of its node; None when nothing is known."""
+        return _presence(self._command(Command(next(self._ids), "presence", agent)).get("node"))
+
+    def tell_incident(self, incident: Incident) -> None:
+        """Tells what was found."""
+        self._command(Command(next(self._ids), "incident", body=json.dumps(asdict(incident))))
+
+    def status(self) -> dict[str, Any]:
+        """Everything the lighthouse knows (lighthouse/status.py: Status), as plain JSON values."""
+        return self._command(Command(next(self._ids), "status"))
+
+    def _command(self, command: Command, timeout_s: float = 10.0) -> dict[str, Any]:
+        ticket: Ticket[Result] = Ticket(
+            lambda _, waited: LighthouseUnreachable(
+                f"no answer to {command.action!r} from {self.lighthouse or 'any lighthouse'} in {waited:.1f} s"
+            )
+        )
+        with self._lock:
+            self._check_open()
+            self._commands[command.id] = ticket
+        self._reactor.call(lambda: self._send_command(command, ticket))
+        try:
+            result = ticket.result(timeout_s)
+        finally:
+            self._commands.pop(command.id, None)
+        if not result.ok:
+            raise LighthouseError(result.body)
+        body: dict[str, Any] = json.loads(result.body or "{}")
+        return body
+
+    # ---- on the client's thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        assert self._line is not None
+        try:
+            self._line.open()
+            self._reactor.run()
+        except Exception as error:
+            log.exception("the lighthouse client died")
+            self._fail_all(LighthouseError(f"the lighthouse client died: {error}"))
+        finally:
+            self._reactor.close()
+
+    def _shut(self) -> None:
+        if self._line is not None:
+            self._line.close()
+        self._held.drop_all(shut=False)
+        self._fail_all(LighthouseError("the lighthouse client was closed"))
+        self.connected = False
+        _alive.discard(self)
+        self._reactor.stop()
+
+    def _beat(self) -> Beat:
+        report = self._report
+        return Beat(report.step, report.progress, 0.0, report.health)
+
+    def _send_report(self) -> None:
+        if isinstance(self._line, ProxyLink):
+            self._line.report(self._report)
+
+    def _send_join(self) -> None:
+        with self._lock:
+            asking = self._asking
+        if asking is not None and not asking[0].done() and self._line is not None:
+            known = self.quorum.round if self.quorum else 0
+            self._line.send(
+                encode(Join(asking[1], known))
+            )  # when the line is down: again with the next Welcome
+
+    def _send_withdraw(self) -> None:
+        if self._line is not None:
+            self._line.send(encode(Withdraw()))
+
+    def _send_command(self, command: Command, ticket: Ticket[Result]) -> None:
+        if self._line is None or not self._line.send(encode(command)):
+            ticket.fail(LighthouseUnreachable(f"no lighthouse can be reached: {self._last_error}"))
+
+    def _receive(self, kind: int, payload: bytes) -> None:
+        message, notice_id = decode(kind, payload, 1 << 30)
+        if kind & 0x7F >= FIRST_NOTICE:
+            self._notice(message, notice_id)  # type: ignore[arg-type]
+        elif isinstance(message, Quorum):
+            self._formed(message)
+        elif isinstance(message, Welcome):
+            self._welcomed(message)
+        elif isinstance(message, Refused):
+            self._refuse(message)
+        elif isinstance(message, Waiting):
+            if self._withdrawn is not None:
+                self._withdrawn.resolve(message)
+        elif isinstance(message, Result) and (ticket := self._commands.get(message.id)):
+            ticket.resolve(message)
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        before, self.lighthouse = self.lighthouse, welcome.lighthouse
+        self.connected = True
+        self._first.resolve(welcome)
+        if welcome.recall and self.quorum is not None and self._line is not None:
+            self._line.send(encode(self.quorum))
+        self._send_join()
+        if before and before != welcome.lighthouse:
+            self._tell(LeaderMoved(welcome.lighthouse, f"before: {before}"))
+
+    def _formed(self, quorum: Quorum) -> None:
+        if quorum.rank_of(self.options.replica) is None:
+            return
+        if self.quorum is not None and quorum.number < self.quorum.number:
+            log.warning("ignored quorum %d: number %d is known", quorum.number, self.quorum.number)
+            return
+        self.quorum = quorum
+        if self._line is not None:
+            self._line.known = (quorum.epoch, quorum.number, quorum.round)
+            self._send_report()
+        with self._lock:
+            asking, self._asking = self._asking, None
+        if asking is not None:
+            asking[0].resolve(quorum)
+
+    def _refuse(self, refused: Refused) -> None:
+        kind = ReplicaEvicted if refused.code == "evicted" else LighthouseRefused
+        error = kind(
+            f"the lighthouse refused: {refused.message}", refused.code, hint=_HINTS.get(refused.code, "")
+        )
+        if refused.code in FATAL:
+            self._refused = error
+            self.connected = False
+            self._first.fail(error)
+            self._fail_all(error)
+            return
+        with self._lock:
+            asking, self._asking = self._asking, None
+        if asking is not None:
+            asking[0].fail(error)
+
+    def _notice(self, notice: Notice, notice_id: int) -> None:
+        if isinstance(notice, ConnectionLost):
+            was, self.connected = self.connected, False
+            self._last_error = notice.reason
+            if not was:
+                return
+        elif notice_id:
+            if self._line is not None:
+                self._line.send(encode(Ack(notice_id)))
+            if notice_id in self._seen:
+                return
+            self._seen[notice_id] = None
+            if len(self._seen) > _SEEN:
+                del self._seen[next(iter(self._seen))]
+        if isinstance(notice, (MemberLost, MemberLeft, Evicted)) and notice.number:
+            self._held.shut(notice.number)
+        self._tell(notice)
+
+    def _tell(self, notice: Notice) -> None:
+        for listener in list(self._listeners):
+            try:
+                listener(notice)
+            except Exception:
+                log.exception("a subscriber of the lighthouse client failed")
+
+    # ---- giving up --------------------------------------------------------------------------------------
+
+    def _no_quorum(self, ticket: Ticket[Quorum], waited_s: float) -> LighthouseError:
+        """Takes the question back and says why there was no answer."""
+        waiting: Ticket[Waiting] = Ticket(lambda _, __: LighthouseError("no word from the lighthouse"))
+        with self._lock:
+            if self._asking is not None and self._asking[0] is ticket:
+                self._asking = None
+        if not self.connected or self._closed:
+            return LighthouseUnreachable(
+                f"quorum not reached after {waited_s:.1f} s: no lighthouse can be reached ({self._last_error})"
+            )
+        self._withdrawn = waiting
+        self._reactor.call(self._send_withdraw)
+        if threading.current_thread() is not self._thread and waiting.wait(1.0):
+            answer = waiting.result(0.0)
+            text = f"quorum not reached after {waited_s:.1f} s: {answer.reason}"
+            return QuorumTimeout(text, waited_s, answer.reason, answer.missing)
+        return QuorumTimeout(
+            f"quorum not reached after {waited_s:.1f} s, and no word from the lighthouse", waited_s
+        )
+
+    def _not_connected(self, ticket: Ticket[Welcome], waited_s: float) -> LighthouseError:
+        addresses = self._line.options.addresses if self._line is not None else ()
+        return LighthouseUnreachable(
+            f"no lighthouse after {waited_s:.1f} s: {self._last_error or ', '.join(addresses)}",
+            addresses,
+            hint="Is `allranks lighthouse` running there, and may this host connect to it?",
+        )
+
+    def _fail_all(self, error: LighthouseError) -> None:
+        with self._lock:
+            asking, self._asking = self._asking, None
+        if asking is not None:
+            asking[0].fail(error)
+        for ticket in list(self._commands.values()):
+            ticket.fail(error)
+
+    def _check_open(self) -> None:
+        if self._refused is not None:
+            raise self._refused
+        if self._closed or self._left:
+            raise LighthouseError("this client has left the lighthouse")
+        if self._thread is None:
+            raise LighthouseError("this client was not started")
+
+    def _forked(self) -> None:
+        """In a forked child: close our copies, or the lighthouse would not see the rank's death."""
+        self._closed = self._left = True
+        fd = self._line.fd if self._line is not None else -1
+        for each in [fd, *(fd for fds in self._held.by_number.values() for fd in fds)]:
+            if each >= 0:
+                # The numbers stay with the Python objects, which must not close them a second time.
+                null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+                os.dup2(null, each, inheritable=False)
+                os.close(null)
+
+
+def _presence(found: Any) -> Presence | None:
+    if not isinstance(found, dict):
+        return None
+    ranks = tuple(int(rank) for rank in found.get("ranks") or ())
+    return Presence(str(found["agent"]), str(found["node"]), ranks, bool(found.get("lighthouse")))
+
+
+_alive: weakref.WeakSet[Client] = weakref.WeakSet()
+
+_HINTS = {
+    "token": "Give every process of the job the same ALLRANKS_TOKEN or ALLRANKS_TOKEN_FILE as the lighthouse.",
+    "superseded": "Two processes use one replica name, or this one was replaced by a restart.",
+    "evicted": "Let it in again: allranks lighthouse let-in ADDRESS REPLICA",
+}
+
+
+def _after_fork_in_child() -> None:
+    for client in list(_alive):
+        client._forked()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,332 @@
+"""The line to the lighthouse: connects, says hello, beats, and finds another address when it breaks.
+
+Runs on a Reactor's thread, in the client or in the beacon. What arrives is handed to `receive(kind, payload)`
+undecoded (the beacon only passes it on): Welcome each time the line is up, ConnectionLost (made here) each
+time it breaks, Refused, and all the rest.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from allranks.lighthouse.client.reactor import Reactor, Timer
+from allranks.lighthouse.codec import (
+    EMPTY_BEAT,
+    HEAD,
+    PREAMBLE,
+    REFUSED,
+    WELCOME,
+    BadFrame,
+    decode,
+    encode,
+    take_frames,
+)
+from allranks.lighthouse.messages import Beat, Hello, Refused, Welcome
+from allranks.lighthouse.sockets import split_address, tune
+from allranks.model.cluster import ConnectionLost
+
+log = logging.getLogger("allranks.lighthouse")
+
+FATAL = frozenset({"token", "version", "superseded", "garbage"})
+_AGAIN = (BlockingIOError, InterruptedError)
+_MAX_FRAME = 256 << 20
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 1.0
+
+
+@dataclass(frozen=True)
+class LinkOptions:
+    """Where to go and who we are."""
+
+    addresses: tuple[str, ...]
+    token: str = ""
+    role: str = "replica"
+    replica: str = ""
+    session: str = ""
+    node: str = ""
+    rank: int = 0
+    connections: int = 1
+    heartbeat_s: float = 0.0  # 0: as the lighthouse says
+    connect_timeout_s: float = 3.0
+    ca: str = ""  # PEM file; switches TLS on
+    certificate: str = ""  # mTLS
+    key: str = ""
+    server_name: str = ""  # expected in the certificate; "": the host of the address
+
+
+class Link:
+    """See the module. `open()` starts connecting; `close()` ends the line for good."""
+
+    def __init__(
+        self,
+        options: LinkOptions,
+        reactor: Reactor,
+        receive: Callable[[int, bytes], None],
+        beat: Callable[[], Beat],
+    ) -> None:
+        self.options = options
+        self.known = (0, 0, 0)  # epoch, number, round of the last quorum; told in the hello
+        self.address = ""
+        self.up = False
+        self._reactor = reactor
+        self._receive = receive
+        self._beat = beat
+        self._socket: socket.socket | None = None
+        self._connecting = False
+        self._in = bytearray()
+        self._out = bytearray()
+        self._failures = 0
+        self._next = 0
+        self._detour = ""  # the leader that a standby named
+        self._closed = False
+        self._timeout: Timer | None = None
+        self._beating: Timer | None = None
+        self._welcome: Welcome | None = None
+        self._heard = self._pinged = 0.0
+        self._sent_beat: Beat | None = None
+        self._last_error = ""
+        self._secure = False
+        self._again: tuple[type[OSError], ...] = _AGAIN  # not ready, try later
+
+    def open(self) -> None:
+        """Begins to connect."""
+        self._connect()
+
+    def close(self) -> None:
+        """Sends what is waiting as far as the socket takes it, and ends."""
+        self._closed = True
+        self._flush()
+        self._shut()
+
+    def send(self, frame: bytes) -> bool:
+        """Queues a frame; False when there is no lighthouse to send it to."""
+        if not self.up:
+            return False
+        self._out += frame
+        self._flush()
+        return True
+
+    def finish(self, frame: bytes) -> None:
+        """Sends the last frame; the connection may end now and is not made again."""
+        self.send(frame)
+        self._closed = True
+
+    @property
+    def fd(self) -> int:
+        """The socket's descriptor, or -1; to be closed in a forked child."""
+        return self._socket.fileno() if self._socket is not None else -1
+
+    # ---- connecting -------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        if self._closed:
+            return
+        options = self.options
+        self.address = self._detour or options.addresses[self._next % len(options.addresses)]
+        if not self._detour:
+            self._next += 1
+        self._detour = ""
+        try:
+            host, port = split_address(self.address)
+            family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            self._socket = socket.socket(family, kind, protocol)
+            self._socket.setblocking(False)
+            tune(self._socket, max(options.connect_timeout_s, 5.0))
+            code = self._socket.connect_ex(target)
+        except (OSError, ValueError) as error:
+            self._broken(f"{error}")
+            return
+        if code not in (0, errno.EINPROGRESS):
+            self._broken(os.strerror(code))
+            return
+        self._connecting = True
+        self._timeout = self._reactor.later(
+            options.connect_timeout_s, lambda: self._broken(f"no answer in {options.connect_timeout_s} s")
+        )
+        self._reactor.watch(self._socket.fileno(), self._ready, write=True)
+
+    def _connected(self) -> None:
+        assert self._socket is not None
+        code = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            self._broken(os.strerror(code))
+            return
+        self._connecting = False
+        options = self.options
+        if options.ca or options.certificate:
+            self._start_tls()
+        epoch, number, round_ = self.known
+        hello = Hello(
+            token=options.token, role=options.role, replica=options.replica, session=options.session,
+            node=options.node, rank=options.rank, connections=options.connections, epoch=epoch, number=number,
+            round=round_, pid=os.getpid(),
+        )  # fmt: skip
+        self._out = bytearray(PREAMBLE + encode(hello))
+        self._flush()
+
+    def _start_tls(self) -> None:
+        """Wraps the socket; the handshake goes on by itself with the first reads and writes."""
+        import ssl
+
+        assert self._socket is not None
+        options = self.options
+        self._secure, self._again = True, (*_AGAIN, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+        context = ssl.create_default_context(cafile=options.ca or None)
+        if options.certificate:
+            context.load_cert_chain(options.certificate, options.key or None)
+        name = options.server_name or split_address(self.address)[0]
+        self._reactor.forget(self._socket.fileno())
+        self._socket = context.wrap_socket(self._socket, server_hostname=name, do_handshake_on_connect=False)
+        self._reactor.watch(self._socket.fileno(), self._ready, write=True)
+
+    # ---- reading and writing ----------------------------------------------------------------------------
+
+    def _ready(self, events: int) -> None:
+        if self._connecting:
+            self._connected()
+            return
+        self._flush()
+        self._read()
+
+    def _read(self) -> None:
+        while self._socket is not None:
+            try:
+                data = self._socket.recv(1 << 18)
+            except self._again:
+                break
+            except OSError as error:
+                self._broken(_words(error))
+                return
+            if not data:
+                self._broken("the lighthouse closed the connection")
+                return
+            self._heard, self._pinged = self._reactor.clock.now, 0.0
+            self._in += data
+            if len(data) < 1 << 18 and not self._secure:
+                break
+        self._parse()
+
+    def _parse(self) -> None:
+        try:
+            for kind, payload in take_frames(self._in, _MAX_FRAME):
+                self._handle(kind, payload)
+        except BadFrame as error:
+            self._broken(f"this is no lighthouse of our version: {error}")
+
+    def _handle(self, kind: int, payload: bytes) -> None:
+        if kind in (WELCOME, REFUSED):
+            message, _ = decode(kind, payload)
+            if isinstance(message, Refused):
+                self._refused(message, payload)
+                return
+            assert isinstance(message, Welcome)
+            self._welcomed(message)
+        self._receive(kind, payload)
+
+    def _flush(self) -> None:
+        if self._socket is None or self._connecting:
+            return
+        try:
+            while self._out:
+                sent = self._socket.send(self._out)
+                del self._out[:sent]
+        except self._again as error:
+            handshake = type(error).__name__ == "SSLWantReadError"  # the other side is to speak first
+            self._reactor.watch(self._socket.fileno(), self._ready, write=not handshake)
+            return
+        except OSError as error:
+            self._broken(_words(error))
+            return
+        self._reactor.watch(self._socket.fileno(), self._ready)
+
+    # ---- life -------------------------------------------------------------------------------------------
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        self.up, self._failures, self._welcome = True, 0, welcome
+        self._last_error = ""
+        self._heard, self._pinged = self._reactor.clock.now, 0.0
+        self._sent_beat = None
+        if self._timeout is not None:
+            self._timeout.cancel()
+        self._send_beat()
+
+    def _refused(self, refused: Refused, payload: bytes) -> None:
+        if refused.code in FATAL:
+            self._closed = True
+            self._shut()
+            self._receive(REFUSED, payload)
+        elif self.up and refused.code not in ("moved", "draining"):
+            self._receive(REFUSED, payload)
+        else:
+            self._detour = refused.leader if refused.leader != self.address else ""
+            self._broken(refused.message)
+
+    def _send_beat(self) -> None:
+        """Says what is new, or only that we live; asks for a sign of life when the lighthouse is silent."""
+        if not self.up or self._welcome is None:
+            return
+        now, limit = self._reactor.clock.now, self._welcome.timeout_s
+        if self._pinged and now - self._pinged > limit:
+            self._broken(f"the lighthouse is silent for {now - self._heard:.1f} s", silent=True)
+            return
+        ping = now - self._heard >= limit / 2
+        if ping and not self._pinged:
+            self._pinged = now
+        beat = self._beat()
+        if ping:
+            self._out += encode(Beat(beat.step, beat.progress, beat.idle_s, beat.health, ping=True))
+        else:
+            self._out += EMPTY_BEAT if beat == self._sent_beat else encode(beat)
+            self._sent_beat = beat
+        self._flush()
+        if self.up:
+            self._beating = self._reactor.later(
+                self.options.heartbeat_s or self._welcome.beat_s, self._send_beat
+            )
+
+    def _broken(self, reason: str, silent: bool = False) -> None:
+        """The line is cut: tell it once, then try the next address, at first at once, later with pauses.
+
+        The same one comes first when it closed the line (a blip), last when it is silent: a frozen lighthouse
+        still takes connections and would cost us the time to wait for its word.
+        """
+        was_up = self.up
+        self._shut()
+        if self._closed:
+            return
+        text = f"{self.address}: {reason}"
+        if was_up or text != self._last_error:
+            self._last_error = text
+            frame = encode(ConnectionLost(text))
+            self._receive(frame[HEAD.size - 1], frame[HEAD.size :])
+        if was_up:
+            self._failures = 0
+            if silent:
+                self._next += self.options.addresses[self._next % len(self.options.addresses)] == self.address
+            else:
+                self._detour = self._detour or self.address
+        rounds = self._failures // max(1, len(self.options.addresses))
+        pause = min(_FIRST_PAUSE_S * 2.0**rounds, _LAST_PAUSE_S) * random.uniform(0.5, 1.5)
+        self._reactor.later(0.0 if was_up or (self._detour and not self._failures) else pause, self._connect)
+        self._failures += 1
+
+    def _shut(self) -> None:
+        for timer in (self._timeout, self._beating):
+            if timer is not None:
+                timer.cancel()
+        self.up = False
+        self._in.clear()
+        self._out.clear()
+        if self._socket is not None:
+            self._reactor.forget(self._socket.fileno())
+            self._socket.close()
+            self._socket = None
+
+
+def _words(error: OSError) -> str:
+    return error.strerror or str(error)

@@ -1,0 +1,232 @@
+"""The beacon: a helper process that holds a rank's line to the lighthouse, so that it needs no GIL of the rank.
+
+    python -m allranks.lighthouse.client.liveness_proxy --fd N
+
+N is its end of a socketpair; the other is the client's (beacon_line.py), which sends Start first. It beats
+for the rank ("process alive" by pidfd, "progressing" from the black box), passes frames both ways, shuts the
+sockets it holds when a member of their quorum is gone, and tells the rank's death at once. It ends with the
+rank or with its client. Standard library only, no torch, no numpy, not even msgspec: it starts in no time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+
+from allranks.lighthouse.client.held_sockets import HeldSockets
+from allranks.lighthouse.client.link import Link, LinkOptions
+from allranks.lighthouse.client.progress import read_mark
+from allranks.lighthouse.client.reactor import Reactor
+from allranks.lighthouse.codec import (
+    DEPARTURES,
+    HEAD,
+    HOLD,
+    LEAVE,
+    RELEASE,
+    REPORT,
+    START,
+    WELCOME,
+    BadFrame,
+    decode,
+    encode,
+    load,
+    take_frames,
+)
+from allranks.lighthouse.messages import Beat, Died, Hold, Release, Report, Start, Welcome
+from allranks.model.cluster import Evicted, MemberLeft, MemberLost
+
+_MAX_FRAME = 256 << 20
+_MAX_FDS = 250  # per message; the kernel's limit is 253
+_LOOK_S = 0.1  # how often the rank's process state is looked at
+
+
+class LivenessProxy:
+    """One rank's beacon. `run()` returns when the rank or its client is gone."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._reactor = Reactor()
+        self._link: Link | None = None
+        self._held = HeldSockets()
+        self._fds: list[int] = []  # received, not claimed by a Hold yet
+        self._in = bytearray()
+        self._out = bytearray()
+        self._pid = 0
+        self._pidfd = -1
+        self._box = ""
+        self._report = Report()
+        self._left = False
+        self._count = -1
+        self._moved_at = time.monotonic()
+        self._timeout_s = 0.0  # the lighthouse's heartbeat timeout, once it has said it
+        self._seen_running = time.monotonic()
+        self._asleep = False  # the rank is stopped, and the lighthouse was told
+
+    def run(self) -> None:
+        """Until the rank or its client is gone."""
+        self._reactor.open()
+        self._line.setblocking(False)
+        self._reactor.watch(self._line.fileno(), self._line_ready)
+        try:
+            self._reactor.run()
+        finally:
+            self._held.drop_all(shut=True)
+            if self._link is not None:
+                self._link.close()
+            self._reactor.close()
+
+    # ---- the rank's side --------------------------------------------------------------------------------
+
+    def _line_ready(self, events: int) -> None:
+        self._flush()
+        try:
+            data, fds, _, _ = socket.recv_fds(self._line, 1 << 18, _MAX_FDS)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data, fds = b"", []
+        self._fds += fds
+        if not data:
+            self._end(f"process {self._pid} closed its line to the beacon")
+            return
+        self._in += data
+        try:
+            for kind, payload in take_frames(self._in, _MAX_FRAME):
+                self._from_rank(kind, payload)
+        except BadFrame as error:
+            self._end(f"the rank sent garbage to its beacon: {error}")
+
+    def _from_rank(self, kind: int, payload: bytes) -> None:
+        if kind in (START, HOLD, RELEASE, REPORT):
+            message, _ = decode(kind, payload)
+            if isinstance(message, Start):
+                self._start(message)
+            elif isinstance(message, Hold):
+                mine, self._fds = self._fds[: message.count], self._fds[message.count :]
+                self._held.add(message.number, mine)
+            elif isinstance(message, Release):
+                self._held.release(message.number)
+            elif isinstance(message, Report):
+                self._report = message
+                if self._link is not None and len(message.known) == 3:
+                    self._link.known = (message.known[0], message.known[1], message.known[2])
+            return
+        frame = HEAD.pack(len(payload), kind) + payload
+        if self._link is not None and kind == LEAVE:
+            self._left = True
+            self._link.finish(frame)
+        elif self._link is not None:
+            self._link.send(frame)
+
+    def _start(self, start: Start) -> None:
+        self._pid, self._box = start.pid, start.black_box
+        self._where = load(LinkOptions, start.link.encode())
+        self._link = Link(self._where, self._reactor, self._from_lighthouse, self._beat)
+        try:
+            self._pidfd = os.pidfd_open(self._pid)
+        except ProcessLookupError:
+            self._end(f"process {self._pid} died")
+            return
+        except OSError:
+            self._pidfd = -1  # an old kernel: the closed line tells it
+        if self._pidfd >= 0:
+            self._reactor.watch(self._pidfd, lambda events: self._end(f"process {self._pid} died"))
+        self._link.open()
+        self._look()
+
+    def _send(self, kind: int, payload: bytes) -> None:
+        self._out += HEAD.pack(len(payload), kind) + payload
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._out:
+                sent = self._line.send(self._out)
+                del self._out[:sent]
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self._end(f"process {self._pid} closed its line to the beacon")
+            return
+        self._reactor.watch(self._line.fileno(), self._line_ready, write=bool(self._out))
+
+    # ---- the lighthouse's side --------------------------------------------------------------------------
+
+    def _from_lighthouse(self, kind: int, payload: bytes) -> None:
+        if kind == WELCOME:
+            welcome, _ = decode(kind, payload)
+            if isinstance(welcome, Welcome):
+                self._timeout_s = welcome.timeout_s
+        if kind in DEPARTURES:
+            notice, _ = decode(kind, payload)
+            if isinstance(notice, (MemberLost, MemberLeft, Evicted)) and notice.number:
+                self._held.shut(notice.number)  # before anything else: survivors are blocked
+        self._send(kind, payload)
+
+    def _beat(self) -> Beat:
+        report, mark = self._report, read_mark(self._box) if self._box else None
+        step = max(report.step, mark.step) if mark else report.step
+        count = report.progress if report.progress >= 0 else (mark.count if mark else -1)
+        now = time.monotonic()
+        if mark is not None and report.progress >= 0:
+            count = report.progress + mark.count
+        if count != self._count:
+            self._count, self._moved_at = count, now
+        idle = round(now - self._moved_at, 1)
+        return Beat(step, count, idle if count >= 0 and idle >= 1.0 else 0.0, report.health)
+
+    # ---- a stopped rank ---------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """We beat although the rank is stopped: so we must tell. Thawed, the line is made anew."""
+        now = time.monotonic()
+        if not _stopped(self._pid):
+            self._seen_running = now
+            if self._asleep:
+                self._asleep = False
+                self._link = Link(self._where, self._reactor, self._from_lighthouse, self._beat)
+                self._link.open()
+        elif not self._asleep and 0 < self._timeout_s <= now - self._seen_running and self._link is not None:
+            self._asleep = True
+            self._held.drop_all(shut=True)
+            silent = now - self._seen_running
+            self._link.send(encode(Died(f"process {self._pid} is stopped (SIGSTOP) for {silent:.2f} s")))
+            self._link.close()
+        self._reactor.later(_LOOK_S, self._look)
+
+    # ---- the end ----------------------------------------------------------------------------------------
+
+    def _end(self, reason: str) -> None:
+        """The rank is gone: end its connections first, then tell the lighthouse."""
+        self._held.drop_all(shut=True)
+        if self._link is not None and not self._left:
+            mark = read_mark(self._box) if self._box else None
+            self._link.send(encode(Died(f"{reason} ({mark.closed})" if mark and mark.closed else reason)))
+        self._reactor.stop()
+
+
+def _stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal; a debugger's stop ("t") does not count, it ends by itself."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False
+
+
+def main() -> None:
+    """Entry point of the process. No argparse: it costs a quarter of the start."""
+    if len(sys.argv) != 3 or sys.argv[1] != "--fd":
+        sys.exit(__doc__)
+    # Ctrl-C and a launcher's SIGTERM are for the rank; the beacon ends when the rank has.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with socket.socket(fileno=int(sys.argv[2])) as line:
+        LivenessProxy(line).run()
+
+
+if __name__ == "__main__":
+    main()

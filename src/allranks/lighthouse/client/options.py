@@ -1,0 +1,55 @@
+"""Where the lighthouse is and who a client is: arguments, else environment, else defaults."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+
+from allranks.channel.token import find_token
+from allranks.errors import ConfigurationError
+from allranks.lighthouse.client.link import LinkOptions
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """Where the lighthouse is and who we are. Empty values come from the environment."""
+
+    addresses: tuple[str, ...] = ()  # $ALLRANKS_LIGHTHOUSE, comma separated
+    token: str = ""  # $ALLRANKS_TOKEN, or the file $ALLRANKS_TOKEN_FILE
+    replica: str = ""
+    node: str = ""  # the host's name
+    session: str = ""  # one life of the replica, shared by its ranks; "": a random one
+    role: str = "replica"  # or "observer"
+    rank: int = 0
+    connections: int = 1
+    heartbeat_s: float = 0.0  # 0: as the lighthouse says
+    beacon: bool = False
+    black_box: str = ""
+    ca: str = ""  # PEM files; `ca` switches TLS on. $ALLRANKS_CA
+    certificate: str = ""
+    key: str = ""
+    server_name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.role not in ("replica", "observer"):
+            raise ConfigurationError(f"role is {self.role!r}, must be 'replica' or 'observer'")
+        if self.role == "replica" and not self.replica:
+            raise ConfigurationError("a replica needs a name: ClientOptions(replica=...)")
+        if not 0 <= self.rank < self.connections:
+            raise ConfigurationError(f"rank is {self.rank}, must be below connections ({self.connections})")
+
+    def link(self, session: str) -> LinkOptions:
+        """All empty values filled in. Reads environment and token file."""
+        text = ",".join(self.addresses) or os.environ.get("ALLRANKS_LIGHTHOUSE", "")
+        addresses = tuple(part.strip() for part in text.split(",") if part.strip())
+        if not addresses:
+            raise ConfigurationError(
+                "no address of a lighthouse",
+                hint="set ALLRANKS_LIGHTHOUSE=HOST:PORT, or start `allranks lighthouse`",
+            )
+        return LinkOptions(
+            addresses, self.token or find_token(), self.role, self.replica, session, self.node or socket.gethostname(),
+            self.rank, self.connections, self.heartbeat_s, ca=self.ca or os.environ.get("ALLRANKS_CA", ""),
+            certificate=self.certificate, key=self.key, server_name=self.server_name,
+        )  # fmt: skip

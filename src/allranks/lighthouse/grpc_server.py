@@ -1,0 +1,203 @@
+"""torchft's own gRPC protocol beside ours: unmodified torchft clients form quorums on this lighthouse.
+
+Runs in the lighthouse, on its loop; needs the extra [grpc]. A torchft replica is a session like any other: its
+heartbeats are signs of life, its closed connection is a death notice at once (torchft's own lighthouse waits
+for 5 s of silence). torchft knows no token, so this door lets in whoever reaches it: bind it with care.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from allranks.errors import require
+from allranks.lighthouse.connection import Taker
+from allranks.lighthouse.grpc_relay import PREFACE, Relay
+from allranks.lighthouse.grpc_wire import (
+    BadMessage,
+    decode_heartbeat_request,
+    decode_quorum_request,
+    encode_quorum_response,
+)
+from allranks.lighthouse.messages import Hello, Refused
+from allranks.lighthouse.service import Service
+from allranks.lighthouse.sessions import Session
+from allranks.lighthouse.sockets import join_address
+from allranks.model.cluster import Quorum
+
+log = logging.getLogger("allranks.lighthouse")
+
+_OPTIONS = (
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_receive_message_length", 16 << 20),
+)
+
+
+@dataclass(eq=False)
+class GrpcPeer:
+    """A torchft replica as the service sees it. `waiting` are its pending Quorum calls."""
+
+    address: str
+    session: Session | None = None
+    waiting: list[asyncio.Future[Quorum]] = field(default_factory=list)
+    ports: set[int] = field(default_factory=set)  # connections on which it was seen
+
+    def deliver(self, message: object, frame: bytes) -> None:
+        """Answers pending calls; notices have no place in torchft's protocol and count as received."""
+        waiting, self.waiting = self.waiting, []
+        for call in waiting:
+            if call.done():
+                continue
+            if isinstance(message, Quorum):
+                call.set_result(message)
+            elif isinstance(message, Refused):
+                call.set_exception(ConnectionRefusedError(message.message))
+            else:
+                self.waiting.append(call)
+        if self.session is not None:
+            self.session.pending.clear()
+
+    def close(self) -> None:
+        """Ends pending calls."""
+        for call in self.waiting:
+            if not call.done():
+                call.set_exception(ConnectionResetError("the lighthouse is closing"))
+        self.waiting.clear()
+
+
+@dataclass
+class TorchftServer:
+    """The two calls of torchft's LighthouseService."""
+
+    service: Service
+    peers: dict[str, GrpcPeer] = field(default_factory=dict)
+    relay: Relay | None = None
+
+    async def quorum(self, request: bytes, context: Any) -> bytes:
+        """Long poll: answers when a quorum with this member is formed."""
+        import grpc
+
+        try:
+            member = decode_quorum_request(request)
+        except BadMessage as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        peer = self._peer(member.replica, context)
+        if peer.session is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this lighthouse does not lead or is closing")
+        call: asyncio.Future[Quorum] = asyncio.get_running_loop().create_future()
+        peer.waiting.append(call)
+        session = peer.session
+        assert session is not None
+        refused = self.service.join(session, member)
+        if refused is not None:
+            peer.waiting.remove(call)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refused.message)
+        try:
+            return encode_quorum_response(await call, time.time())
+        except asyncio.CancelledError:
+            if call in peer.waiting:
+                peer.waiting.remove(call)
+                self.service.withdraw(session)
+            raise
+        except ConnectionError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+            raise
+
+    async def heartbeat(self, request: bytes, context: Any) -> bytes:
+        """A sign of life."""
+        import grpc
+
+        try:
+            name = decode_heartbeat_request(request)
+        except BadMessage as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        peer = self._peer(name, context)
+        if peer.session is not None:
+            self.service.heard(peer.session)
+        return b""
+
+    def closed(self, port: int, clean: bool) -> None:
+        """A connection ended: replicas that were seen on no other one are gone."""
+        for name, peer in list(self.peers.items()):
+            if port not in peer.ports:
+                continue
+            peer.ports.discard(port)
+            if not peer.ports:
+                del self.peers[name]
+                peer.close()
+                if peer.session is not None:
+                    self.service.disconnected(peer.session, peer, clean=True)
+
+    def _peer(self, name: str, context: Any) -> GrpcPeer:
+        """The replica's peer; says hello to the service when it is new or was declared lost."""
+        port = int(str(context.peer()).rsplit(":", 1)[1])
+        address = self.relay.addresses.get(port, "?") if self.relay is not None else "?"
+        peer = self.peers.setdefault(name, GrpcPeer(address))
+        peer.ports.add(port)
+        known = self.service.sessions.get(name, 0)
+        if peer.session is None or known is not peer.session:
+            node = address.rsplit(":", 1)[0]
+            answer = self.service.hello(peer, Hello(replica=name, session=name, node=node))
+            peer.session = answer if isinstance(answer, Session) else None
+        return peer
+
+
+def grpc_door(
+    host: str,
+    port: int,
+    listening: Callable[[str], None] = lambda address: None,
+    http: Callable[[Service, str], asyncio.Protocol] | None = None,
+) -> Callable[[Service, str], contextlib.AbstractAsyncContextManager[Mapping[bytes, Taker]]]:
+    """What `Lighthouse(doors=…)` takes; `listening` is told the address, "http://host:port". Host "" means the
+    lighthouse's own port; on another one the page is served too, with `http`."""
+    require("grpc", feature="torchft's protocol", extra="grpc")
+
+    @asynccontextmanager
+    async def open_door(service: Service, token: str) -> AsyncIterator[Mapping[bytes, Taker]]:
+        import grpc
+
+        door = TorchftServer(service)
+        server = grpc.aio.server(options=_OPTIONS)
+        handlers = {
+            "Quorum": grpc.unary_unary_rpc_method_handler(door.quorum),
+            "Heartbeat": grpc.unary_unary_rpc_method_handler(door.heartbeat),
+        }
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("torchft.LighthouseService", handlers),)
+        )
+        inner = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        page = await _serve_page(http, service, token)
+        where = page.sockets[0].getsockname()[:2] if page is not None else None
+        door.relay = Relay(("127.0.0.1", inner), where, door.closed)
+        address = join_address(*await door.relay.start(host, port)) if host else service.address
+        log.info("torchft's protocol on %s", address)
+        listening(f"http://{address}")
+        try:
+            yield {} if host else {PREFACE: door.relay.take}
+        finally:
+            for peer in door.peers.values():
+                peer.close()
+            await door.relay.close()
+            if page is not None:
+                page.close()
+            await server.stop(grace=0.5)
+
+    return open_door
+
+
+async def _serve_page(
+    http: Callable[[Service, str], asyncio.Protocol] | None, service: Service, token: str
+) -> asyncio.Server | None:
+    """The page on a loopback port of its own, for the relay."""
+    if http is None:
+        return None
+    return await asyncio.get_running_loop().create_server(lambda: http(service, token), "127.0.0.1", 0)

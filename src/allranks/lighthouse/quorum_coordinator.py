@@ -1,0 +1,222 @@
+"""Forms quorums: asks the pure core, keeps the outcome safe (etcd), announces it. On the loop's thread.
+
+A number is announced only after it is kept. While something is being kept no other decision is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from allranks.lighthouse.codec import encode
+from allranks.lighthouse.decide import Form, Wait, decide, find_broken, find_wanted
+from allranks.lighthouse.event_log import EventLog
+from allranks.lighthouse.options import Options
+from allranks.lighthouse.persisted_state import Kept
+from allranks.lighthouse.sessions import Sessions
+from allranks.lighthouse.state import State
+from allranks.model.cluster import Quorum, QuorumFormed, QuorumWanted
+
+log = logging.getLogger("allranks.lighthouse")
+
+_LASTING_S = 1.0  # a wait this long is worth a line in the log
+_TOGETHER_S = 0.05  # members that lose one of them ask again within moments: no need to tell them to
+
+#: Keeps it safe. Raises when that fails or this lighthouse does not lead.
+Keep = Callable[[Kept], Awaitable[None]]
+
+
+class Timers(Protocol):
+    """The part of an asyncio loop that is used here."""
+
+    def call_later(
+        self, delay: float, callback: Callable[..., object], *args: object
+    ) -> asyncio.TimerHandle: ...
+    def call_soon(self, callback: Callable[..., object], *args: object) -> asyncio.Handle: ...
+
+
+@dataclass
+class QuorumCoordinator:
+    """See the module. `soon()` asks for a decision; all that arrives in one round of the loop shares it."""
+
+    options: Options
+    timers: Timers
+    now: Callable[[], float]
+    state: State
+    sessions: Sessions
+    bulletin: EventLog
+    keep: Keep | None = None
+    active: bool = True
+    reason: str = "no quorum yet"
+    waiting: str = ""
+    _rule: str = "nobody"
+    _told: tuple[str, int] = ("", -1)
+    _wanted: tuple[int, str] = (-1, "")  # round and reason for which members were called last
+    _hurried: int = -1  # the quorum whose members were told, or are about to be, that its group is given up
+    _planned: bool = False
+    _timer: asyncio.TimerHandle | None = None
+    _saving: asyncio.Task[None] | None = None
+    _kept: Kept = field(default_factory=Kept)
+    _after: list[Callable[[], None]] = field(default_factory=list)
+
+    def reset(self, state: State, active: bool, keep: Keep | None) -> None:
+        """Begins anew: this lighthouse was elected, or deposed."""
+        self.close()
+        self.state, self.active, self.keep = state, active, keep
+        self.reason, self.waiting, self._rule = "no quorum yet", "", "nobody"
+        self._kept = self._to_keep(None)
+
+    def close(self) -> None:
+        """Stops timers and whatever is being kept."""
+        self._plan(None)
+        if self._saving is not None:
+            self._saving.cancel()
+            self._saving = None
+
+    def soon(self) -> None:
+        """A decision at the end of this round of the loop."""
+        if not self._planned:
+            self._planned = True
+            self.timers.call_soon(self._settle)
+
+    def after_kept(self, callback: Callable[[], None]) -> None:
+        """Calls back when evictions and endings as they are now are safe: at once without etcd."""
+        if self.keep is None:
+            callback()
+        else:
+            self._after.append(callback)
+            self.soon()
+
+    def wait_reason(self) -> tuple[str, tuple[str, ...]]:
+        """Why there is no quorum just now, and who is waited for."""
+        decision, reason = decide(self.now(), self.state, self.options)
+        return reason, decision.missing if isinstance(decision, Wait) else ()
+
+    # ---- inside -----------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        self._planned = False
+        self.bulletin.flush()
+        if not self.active or self._saving is not None:
+            return
+        if self.keep is not None and self._changed():
+            self._save(None)
+            return
+        after, self._after = self._after, []
+        for callback in after:
+            callback()
+        now = self.now()
+        self.state.advance(now)
+        decision, reason = decide(now, self.state, self.options)
+        if isinstance(decision, Form):
+            self._rule, self.waiting = decision.rule, ""
+            quorum = self.state.next_quorum(decision.members, decision.spares, reason)
+            if self.keep is None or quorum.number == self.state.number:
+                self._announce(quorum)
+            else:
+                self._save(quorum)
+        else:
+            self._wait(decision, reason, now)
+
+    def _to_keep(self, new: Quorum | None) -> Kept:
+        state = self.state
+        number = max(state.number, new.number if new else 0)
+        finished = () if new else tuple(sorted(state.finishers))
+        return Kept(state.epoch, number, new or state.last, dict(state.evicted), finished)
+
+    def _changed(self) -> bool:
+        """Whether something was said since the last save that must survive and comes with no new quorum."""
+        return self._kept.evicted != self.state.evicted or set(self._kept.finished) != self.state.finishers
+
+    def _save(self, quorum: Quorum | None) -> None:
+        self._saving = asyncio.ensure_future(self._keep_then_announce(quorum))
+
+    async def _keep_then_announce(self, new: Quorum | None) -> None:
+        """Whoever was lost while the quorum was being kept makes it void; its number is used up."""
+        assert self.keep is not None
+        state, kept = self.state, self._to_keep(new)
+        try:
+            await self.keep(kept)
+        except Exception as error:
+            log.error("could not keep quorum %d: %s", kept.number, error)
+            self._saving = None
+            self.timers.call_later(max(self.options.quorum_tick_s, 0.05), self.soon)
+            return
+        self._saving, self._kept = None, kept
+        state.number = kept.number
+        if new is not None and all(
+            m.replica in state.asking and state.asking[m.replica].session == m.session for m in new.members
+        ):
+            self._announce(new)
+        self.soon()
+
+    def _announce(self, quorum: Quorum) -> None:
+        """Tells the members, encoded once for all."""
+        last, before = self.state.last, self.state.members
+        new = last is None or quorum.number != last.number
+        self.state.form(quorum)
+        self.reason = quorum.reason
+        frame = encode(quorum)
+        for member in quorum.members:
+            for session in self.sessions.of(member.replica):
+                session.asking = None
+                if session.peer is not None:
+                    session.peer.deliver(quorum, frame)
+        if new:
+            self.bulletin.event("quorum", f"quorum {quorum.number}: {quorum.reason}", number=quorum.number)
+            others = (self.sessions.observers | before | set(quorum.spares)) - set(quorum.names)
+            self.bulletin.tell(QuorumFormed(quorum.number, quorum.epoch, quorum.names, quorum.reason), others)
+        self.bulletin.flush()
+        self._plan(self.state.next_change() if self.state.asking else None)
+
+    def _wait(self, decision: Wait, reason: str, now: float) -> None:
+        self.waiting = "" if decision.rule == "nobody" else reason
+        if decision.rule != self._rule and self.waiting:
+            self.timers.call_later(_LASTING_S, self._tell_waiting, decision.rule, self.state.round)
+        self._rule = decision.rule
+        self._call_members()
+        self._plan(decision.until, now)
+
+    def _tell_waiting(self, rule: str, round_: int) -> None:
+        """A wait is told when it lasts, once per rule: not at every step, nor for each replica that comes."""
+        if self._rule == rule and self.state.round == round_ and self._told != (rule, round_):
+            self._told = (rule, round_)
+            self.bulletin.event("waiting", f"no quorum yet: {self.waiting}")
+
+    def _call_members(self) -> None:
+        """Tells training members, once per newcomer, that somebody waits for them."""
+        reason = find_wanted(self.state, self.options)
+        if not reason:
+            self._wanted = (-1, "")  # who comes next, perhaps under the same name, is another newcomer
+        elif (self.state.round, reason) != self._wanted:
+            self._wanted = (self.state.round, reason)
+            self.bulletin.tell(QuorumWanted(reason, self.state.number), self.state.continuing_not_asking)
+            self.bulletin.flush()
+        if self._hurried != self.state.number and find_broken(self.state):
+            self._hurried = self.state.number
+            self.timers.call_later(_TOGETHER_S, self._hurry, self.state, self.state.number)
+
+    def _hurry(self, state: State, number: int) -> None:
+        """Tells members that still wait in a group, or for one, that another has given it up."""
+        if state is not self.state or number != state.number:
+            return
+        reason = find_broken(state)
+        if not reason:
+            self._hurried = -1
+            return
+        self.bulletin.tell(QuorumWanted(reason, number, broken=True), state.continuing_not_asking)
+        self.bulletin.flush()
+
+    def _plan(self, until: float | None, now: float | None = None) -> None:
+        """One timer for the next moment at which time alone changes a decision."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if until is not None:
+            delay = until - (self.now() if now is None else now)
+            self._timer = self.timers.call_later(
+                max(delay, self.options.quorum_tick_s / 10, 0.001), self.soon
+            )

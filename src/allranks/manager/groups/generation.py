@@ -1,0 +1,109 @@
+"""One life of the group: a quorum, its plan, the connected groups, and whether it still works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from allranks.manager.groups.group import ReconfigurableGroup
+from allranks.manager.plan import Plan
+from allranks.manager.vote_mesh import MAX_VOTERS, VoteMesh
+from allranks.manager.votes import Tally, Vote, cast
+from allranks.model.cluster import Quorum
+
+
+@dataclass(eq=False)
+class Generation:
+    """Guarded by the training state's lock. Once broken or over it never works again."""
+
+    quorum: Quorum
+    plan: Plan
+    index: int  # our replica's place in the quorum
+    rank: int  # inside the replica
+    group: ReconfigurableGroup  # gradients: the ranks of equal place in each replica
+    box: VoteMesh  # votes, up to its number of voters
+    control: ReconfigurableGroup  # votes of larger quorums: all ranks; may be the same object as `group`
+    broken: str = ""  # why, in the words of who noticed
+    over: bool = False  # replaced by a later one: its end is no accident
+    loaded: bool = True  # the state to train on is in place; False while healing
+    together: bool = False  # its first step is behind it: those who came late hold the state too
+    transfers: set[int] = field(init=False)  # healing replicas whose state transfer still needs this rank
+
+    def __post_init__(self) -> None:
+        self.transfers = set(self.plan.transfers_of(self.index))
+
+    @property
+    def number(self) -> int:
+        return self.quorum.number
+
+    @property
+    def voters(self) -> int:
+        return sum(member.world_size for member in self.quorum.members)
+
+    @property
+    def heals(self) -> bool:
+        """Whether this replica was told to heal in this generation."""
+        return self.index in self.plan.healing
+
+    @property
+    def participants(self) -> tuple[int, ...]:
+        """Whose gradients count in this step."""
+        late = () if self.together else self.plan.late
+        return tuple(index for index in self.plan.participants if index not in late)
+
+    @property
+    def participates(self) -> bool:
+        return self.index in self.participants
+
+    def holding(self, attempt: Attempt) -> set[int]:
+        """The replicas whose state transfer holds the next collective of this attempt back.
+
+        Who heals beside the step gives its zeros without a state, up to the end of the first backward: those
+        collectives never wait for its transfer, so the transfer may wait for them. Every other collective waits
+        for the transfers, so that none of them can wait for it.
+        """
+        return self.transfers if attempt.reduced else self.transfers.difference(self.plan.late)
+
+    @property
+    def usable(self) -> bool:
+        return not self.broken and not self.over
+
+    def vote(self, vote: Vote) -> Tally:
+        """One vote of all ranks; raises RuntimeError or GroupAborted when one is gone."""
+        if self.voters <= MAX_VOTERS:
+            return self.box.cast(vote)
+        return cast(self.control, self.voters, vote, lambda: self.usable)
+
+    def break_off(self, reason: str) -> bool:
+        """Ends everything that is blocked in it; False when that has happened before."""
+        if not self.usable:
+            return False
+        self.broken = reason
+        self.take_down(reason)
+        return True
+
+    def take_down(self, reason: str) -> None:
+        """Aborts the groups, here and (by the closed sockets) at the peers."""
+        self.box.abort(reason)
+        self.control.abort(reason)
+        if self.group is not self.control:
+            self.group.abort(reason)
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One try at a step by the training thread."""
+
+    opened: bool = False  # by start_quorum; False only before the first step
+    generation: Generation | None = None  # bound at the first collective
+    committed: bool = False
+    reduced: bool = False  # a first backward is behind it: from here on the others count on our state
+    empty: bool = False  # its gradients were not computed, for nobody was to count on them
+    error: Exception | None = None  # ours alone: we go on with the collectives and vote no
+    spoiled: str = ""  # the group broke, or we computed on an old state: no vote
+    issuers: list[object] = field(default_factory=list)  # who issued each collective, in order
+    works: list[Any] = field(default_factory=list)  # to be finished before the vote
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None or bool(self.spoiled)

@@ -1,0 +1,121 @@
+"""AbandonableCall and ending raw gloo backends: one gloo device per process, groups over it, their sockets known.
+
+Runs in a rank. The device (and with it the listening port) is kept for the life of the process, so every
+connected socket of every group can be told by its ports, also while a group is still being made.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from allranks.manager.groups.group_spec import GroupSpec
+from allranks.manager.groups.sockets import SocketSet, abort_connecting, inodes, listening_ports
+
+_creation = threading.Lock()
+
+
+@dataclass(eq=False)
+class GlooMesh:
+    """One gloo device and at most one group over it. `abort` may come from any thread at any time."""
+
+    host: str = ""
+    interface: str = ""
+    _device: Any = None
+    _port: int = 0
+    _sockets: SocketSet | None = None
+    _connecting: GroupSpec | None = None  # of the group that is being made
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def port(self) -> int:
+        """The listening port of our gloo device; made on first use. The other members must know it."""
+        with _creation:
+            if self._device is None:
+                before = listening_ports()
+                self._device = self._create_device()
+                self._port = next(iter(listening_ports() - before), 0)
+        return self._port
+
+    def connect(self, meeting: GroupSpec, timeout_s: float) -> Any:
+        """Makes the backend: all members must do so at the same time. One that was aborted meanwhile is cut."""
+        port = self.port
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [self._device]
+        options._timeout = timedelta(seconds=meeting.limit_s or timeout_s)
+        options.group_name = meeting.name
+        options.global_ranks_in_group = list(meeting.global_ranks)
+        with self._lock:
+            self._connecting = meeting
+        ports = [port], meeting.remote_ports
+        before = inodes(*ports)  # of groups that were abandoned while they were made
+        try:
+            backend = dist.ProcessGroupGloo(meeting.store, meeting.rank, meeting.world_size, options)
+            backend._set_default_timeout(timedelta(seconds=timeout_s))
+            sockets = SocketSet(meeting.number)
+            sockets.take(*ports, before)
+        except BaseException:
+            with self._lock:
+                if self._connecting is meeting:
+                    self._connecting = None
+            raise
+        with self._lock:
+            wanted = self._connecting is meeting
+            if wanted:
+                self._connecting, self._sockets = None, sockets
+        if not wanted:
+            sockets.abort()
+            sockets.close()
+        return backend
+
+    def descriptors(self) -> list[int]:
+        """Duplicates of the current group's sockets, still owned by us."""
+        sockets = self._sockets
+        return sockets.fds() if sockets is not None else []
+
+    def any_closed(self) -> bool:
+        """Whether a peer has left the current group already."""
+        sockets = self._sockets
+        return sockets is not None and sockets.any_closed()
+
+    def abort(self) -> None:
+        """Ends the group, finished or in the making."""
+        with self._lock:
+            sockets, self._sockets = self._sockets, None
+            connecting, self._connecting = self._connecting, None
+        if connecting is not None:
+            abort_connecting([self._port], connecting.remote_ports)
+        if sockets is not None:
+            sockets.abort()
+            sockets.close()
+
+    def _create_device(self) -> Any:
+        interface = self.interface or os.environ.get("GLOO_SOCKET_IFNAME", "")
+        if interface:
+            return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+        return dist.ProcessGroupGloo.create_device(hostname=self.host or own_host())
+
+
+def own_host(towards: str = "") -> str:
+    """The address under which others reach this machine: that of the interface that leads to `towards`.
+
+    Not what our name resolves to: that is often a loopback address, or the wrong network. `ALLRANKS_HOST` wins.
+    """
+    chosen = os.environ.get("ALLRANKS_HOST", "")
+    if chosen:
+        return chosen
+    host = towards.rpartition(":")[0].strip("[]") or "127.0.0.1"
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing; the kernel picks the interface
+            found: str = probe.getsockname()[0]
+            return found
+    except OSError:
+        return "127.0.0.1"

@@ -1,0 +1,258 @@
+"""Process groups that can be taken down and made again in place, as often as members come and go.
+
+Runs in a rank. A `ReconfigurableGroup` is a `torch.distributed.ProcessGroup` whose real backend is replaced by
+`configure()`; `abort()` may be called from any thread and ends whatever is blocked in it. `ProcessGroupGloo` is
+for CPU tensors; `ProcessGroupNCCL` (group_nccl.py) for GPUs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from allranks.errors import GroupAborted
+from allranks.manager.groups.abandonable_call import AbandonableCall
+from allranks.manager.groups.gloo import GlooMesh
+from allranks.manager.groups.group_spec import GroupSpec, Seconds, seconds
+from allranks.manager.groups.teardown import bury, ended, finish
+
+
+class ReconfigurableGroup(dist.ProcessGroup):
+    """The parts that all backends share: one current backend, replaced under a lock, delegated to by name."""
+
+    backend_name = ""
+
+    def __init__(self, timeout: Seconds = 60.0) -> None:
+        super().__init__(0, 1)
+        self.timeout_s = seconds(timeout)
+        self._backend: Any = None
+        self._meeting: GroupSpec | None = None
+        self._error: Exception | None = None
+        self._works: deque[Any] = deque()  # operations that may still be running
+        self._making: AbandonableCall[Any] | None = None
+        self._guard = threading.Lock()
+        self._gate = threading.Lock()  # held while the current backend takes an operation
+
+    # ---- life ----
+
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str = "",
+        rank: int = 0,
+        world_size: int = 1,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: Sequence[int] | None = None,
+    ) -> None:
+        """torchft's spelling: `store_addr` is "host:port/prefix"; the rest tells who we are in the new group."""
+        address, _, prefix = store_addr.partition("/")
+        host, _, port = address.rpartition(":")
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self.timeout_s))
+        self.choose_device()
+        self.meet(GroupSpec(dist.PrefixStore(prefix, store), rank, world_size, quorum_id or 0))
+
+    def meet(self, meeting: GroupSpec) -> None:
+        """Takes the old backend down and makes a new one with these members; raises when they do not come."""
+        self.abort()
+        making = AbandonableCall(lambda: self._make(meeting), self._discard)
+        with self._guard:
+            self._error, self._meeting, self._making = None, meeting, making
+        backend = making.result()
+        with self._guard:
+            self._making = None
+            aborted = self._error is not None
+            if not aborted:
+                self._backend, self._gate = backend, threading.Lock()
+        if aborted:
+            self._discard(backend)
+            raise GroupAborted(f"the group of quorum {meeting.number} was aborted while it was made")
+        self._connected(meeting)
+
+    def abort(self, reason: str = "aborted") -> None:
+        """Ends pending operations with an error, here and at the peers; any thread, any number of times."""
+        with self._guard:
+            backend, gate, self._backend = self._backend, self._gate, None
+            works, self._works = self._works, deque()
+            making, self._making = self._making, None
+            if self._error is None:
+                self._error = GroupAborted(reason)
+        if making is not None:
+            making.abandon(GroupAborted(reason))
+        self._take_down(backend, gate)
+        if backend is not None:
+            bury(backend, works)
+
+    def shutdown(self) -> None:
+        """Takes the group down for good."""
+        self.abort("shut down")
+        finish()
+
+    def errored(self) -> Exception | None:
+        """Why the group cannot be used, or None."""
+        return self._error
+
+    def choose_device(self) -> None:
+        """On the training thread, before the first group: its current device is the group's. Not for CPU tensors."""
+
+    def settle(self) -> None:
+        """Waits until the device has done what was given to it. Nothing to do for CPU tensors."""
+
+    def peer_gone(self) -> bool:
+        """Whether a peer is known to have left the group; False when the backend cannot tell."""
+        return False
+
+    def set_timeout(self, timeout: Seconds) -> None:
+        """The limit of operations of groups that are made from now on."""
+        self.timeout_s = seconds(timeout)
+
+    # ---- what dist.ProcessGroup asks ----
+
+    def getBackendName(self) -> str:
+        return f"allranks-{self.backend_name}"
+
+    def rank(self) -> int:
+        return self._meeting.rank if self._meeting else 0
+
+    def size(self) -> int:
+        return self._meeting.world_size if self._meeting else 1
+
+    @property
+    def group_name(self) -> str:
+        return f"allranks/{self._meeting.number if self._meeting else 0}"
+
+    # ---- collectives ----
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        if not isinstance(opts, dist.AllreduceOptions):
+            options = dist.AllreduceOptions()
+            if opts is not None:
+                options.reduceOp = opts
+            opts = options
+        return self._issue("allreduce", tensors, opts)
+
+    def allreduce_in(self, number: int, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> Any:
+        """In the group of that quorum and no other: by the time of the call another may have been made."""
+        return self._issue("allreduce", tensors, options, number=number)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        return self._issue("allreduce_coalesced", tensors, opts)
+
+    def allgather(
+        self, output_tensors: list[list[torch.Tensor]], input_tensor: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        return self._issue("allgather", output_tensors, input_tensor, opts or dist.AllgatherOptions())
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        return self._issue(
+            "allgather_into_tensor_coalesced", outputs, inputs, opts or dist.AllgatherOptions()
+        )
+
+    def broadcast(self, tensor_list: list[torch.Tensor], opts: Any = None) -> Any:
+        return self._issue("broadcast", tensor_list, opts or dist.BroadcastOptions())
+
+    def broadcast_one(self, tensor: torch.Tensor, root: int) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return self.broadcast([tensor], options)
+
+    def reduce_scatter(
+        self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any = None
+    ) -> Any:
+        return self._issue(
+            "reduce_scatter", output_tensors, input_tensors, opts or dist.ReduceScatterOptions()
+        )
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        options = opts or dist.ReduceScatterOptions()
+        return self._issue("reduce_scatter_tensor_coalesced", outputs, inputs, options)
+
+    def alltoall_base(
+        self, output: torch.Tensor, input: torch.Tensor, output_split: list[int], input_split: list[int],
+        opts: Any = None,
+    ) -> Any:  # fmt: skip
+        options = opts or dist.AllToAllOptions()
+        return self._issue("alltoall_base", output, input, output_split, input_split, options)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._issue("barrier", opts or dist.BarrierOptions())
+
+    def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int) -> Any:
+        return self._issue("send", tensors, dst_rank, tag)
+
+    def recv(self, tensors: list[torch.Tensor], src_rank: int, tag: int) -> Any:
+        return self._issue("recv", tensors, src_rank, tag)
+
+    # ---- for the backends ----
+
+    def _track(self, work: Any) -> Any:
+        """Remembers an operation until it has ended."""
+        works = self._works
+        while works and ended(works[0]):
+            works.popleft()
+        works.append(work)
+        return work
+
+    def _issue(self, operation: str, *arguments: Any, number: int | None = None) -> Any:
+        """Gives an operation to the backend, unless that is another than the caller has in mind."""
+        with self._guard:
+            backend, gate, meeting = self._backend, self._gate, self._meeting
+        if backend is None:
+            raise self._error or GroupAborted("the process group was never configured")
+        if number is not None and (meeting is None or meeting.number != number):
+            raise GroupAborted("the members changed")
+        with gate:
+            if self._backend is not backend:  # taken down while we waited for the gate
+                raise self._error or GroupAborted("the members changed")
+            return self._track(getattr(backend, operation)(*arguments))
+
+    def _make(self, meeting: GroupSpec) -> Any:
+        """On a thread that may be abandoned: changes nothing that the next group would use."""
+        raise NotImplementedError
+
+    def _connected(self, meeting: GroupSpec) -> None:
+        """The new backend is in use from now on."""
+
+    def _discard(self, backend: Any) -> None:
+        """It was made, but nobody wants it any more."""
+        bury(backend, ())
+
+    def _take_down(self, backend: Any, gate: threading.Lock) -> None:
+        """Ends what waits in the backend; may be None. `gate` is held while it takes an operation."""
+        raise NotImplementedError
+
+
+class ProcessGroupGloo(ReconfigurableGroup):
+    """gloo over TCP for CPU tensors. Aborting shuts its sockets down: gloo's own abort wakes nobody."""
+
+    backend_name = "gloo"
+
+    def __init__(self, timeout: Seconds = 60.0, host: str = "", interface: str = "") -> None:
+        super().__init__(timeout)
+        self.mesh = GlooMesh(host=host, interface=interface)
+        #: Called with (descriptors, quorum number) once a group is connected, so that a helper can hold them.
+        self.on_connected: Callable[[list[int], int], None] | None = None
+
+    def _make(self, meeting: GroupSpec) -> Any:
+        return self.mesh.connect(meeting, self.timeout_s)
+
+    def _connected(self, meeting: GroupSpec) -> None:
+        if self.on_connected is not None:
+            self.on_connected(self.mesh.descriptors(), meeting.number)
+
+    def _take_down(self, backend: Any, gate: threading.Lock) -> None:
+        self.mesh.abort()
+
+    def peer_gone(self) -> bool:
+        return self.mesh.any_closed()

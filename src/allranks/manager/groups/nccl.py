@@ -1,0 +1,142 @@
+"""NCCL for GPU tensors: the communicator is aborted and made again in place, the process lives on.
+
+Runs in a rank with a GPU. `abort` ends the kernels that wait for a dead peer, so that the stream goes on; the
+step is then tried again with a new communicator over the members that are left. torch's watchdog tells every
+peer that goes with a C++ stack trace: its log is silent while such a group is in use, unless TORCH_CPP_LOG_LEVEL
+is set. What goes wrong is raised, and told by the manager.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from allranks.manager.groups.cpp_log import silenced
+from allranks.manager.groups.group import ReconfigurableGroup
+from allranks.manager.groups.group_spec import GroupSpec, Seconds
+from allranks.manager.groups.teardown import attend
+
+log = logging.getLogger("allranks.manager")
+
+
+#: Read by torch when a group is made: its watchdog must not end the process when we abort the group. And by NCCL:
+#: it must connect all at once, not at the first call that needs another algorithm (see `_make`).
+_SURVIVE = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "NCCL_RUNTIME_CONNECT": "0",
+}
+_TAKEN_S = 2.0  # more than a GPU needs to be given an operation
+_lock = threading.Lock()
+_users: Counter[str] = Counter()  # of variables that we have set
+
+
+class ProcessGroupNCCL(ReconfigurableGroup):
+    """One NCCL communicator on one device (default: the training thread's current one)."""
+
+    backend_name = "nccl"
+
+    def __init__(self, timeout: Seconds = 60.0, device: torch.device | None = None) -> None:
+        super().__init__(timeout)
+        self.device = device
+        self._quiet = contextlib.ExitStack()
+
+    def choose_device(self) -> None:
+        if self.device is None and torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def settle(self) -> None:
+        """Waits for the stream: only then it is known that the gradients are reduced."""
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def meet(self, meeting: GroupSpec) -> None:
+        self._quiet.close()
+        if "TORCH_CPP_LOG_LEVEL" not in os.environ:
+            self._quiet.enter_context(silenced())
+        super().meet(meeting)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._quiet.close()
+
+    def _make(self, meeting: GroupSpec) -> Any:
+        """The communicator is ready when this returns.
+
+        torch would wait for that in the first collective, holding a lock that its abort needs too: a member that
+        dies meanwhile would stop the training thread. Here only this thread waits, and can be abandoned. The same
+        holds for connections that NCCL would make later, beside a collective: torch asks until they are there.
+        """
+        device = self.device or torch.device("cuda", 0)
+        limit_s = meeting.limit_s or self.timeout_s
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=self.timeout_s)
+        options.global_ranks_in_group = list(meeting.global_ranks or range(meeting.world_size))
+        options.group_name = meeting.name or f"allranks_{meeting.number}"
+        if hasattr(options, "config"):
+            options.config.blocking = False  # a blocking communicator waits without a limit
+        variables = {**_SURVIVE, "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, int(limit_s)))}
+        with torch.cuda.device(device), environment(variables):
+            backend = dist.ProcessGroupNCCL(meeting.store, meeting.rank, meeting.world_size, options)
+            backend._set_sequence_number_for_group()
+            backend.eager_connect_single_device(device)
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                backend.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions())
+        return backend
+
+    def _discard(self, backend: Any) -> None:
+        self._take_down(backend, threading.Lock())
+        super()._discard(backend)
+
+    def _take_down(self, backend: Any, gate: threading.Lock) -> None:
+        if backend is not None:
+            attend(
+                threading.Thread(target=_abort, args=(backend, gate), name="allranks-nccl-abort", daemon=True)
+            )
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables for a while; what the user has set is left alone.
+
+    Several threads at once: one that was abandoned must not take them away from the next.
+    """
+    with _lock:
+        for name, value in values.items():
+            if name in _users or name not in os.environ:
+                _users[name] += 1
+                os.environ.setdefault(name, value)
+        ours = [name for name in values if name in _users]
+    try:
+        yield
+    finally:
+        with _lock:
+            for name in ours:
+                _users[name] -= 1
+                if not _users[name]:
+                    del _users[name]
+                    os.environ.pop(name, None)
+
+
+def _abort(backend: Any, gate: threading.Lock) -> None:
+    """NCCL's abort may take hundreds of milliseconds: never on the thread that listens to the lighthouse.
+
+    Not while the backend takes an operation, which it does without its peers: torch would go on asking the dead
+    communicator whether it has been taken. Only a queue that is full would need the abort to move on.
+    """
+    taken = gate.acquire(timeout=_TAKEN_S)
+    try:
+        backend.abort()
+    except RuntimeError as error:
+        log.debug("NCCL abort: %s", str(error).splitlines()[0])
+    finally:
+        if taken:
+            gate.release()

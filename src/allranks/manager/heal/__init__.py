@@ -1,0 +1,1 @@
+"""State transfer: how a joining replica gets the live state of the members. Runs in a rank."""

@@ -1,0 +1,277 @@
+"""The receiving side of healing: takes one state from several sources at once, stripe by stripe.
+
+Runs in a rank. One named thread per source takes stripes from a common list, so a fast source does more; a
+source that dies puts its stripe back and the others go on. `begin` may be called again with other sources after
+`finish`: what has arrived is kept as long as the wanted state is the same.
+"""
+
+from __future__ import annotations
+
+import collections
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from allranks.channel.handshake import greet_as_client
+from allranks.channel.keys import Credential
+from allranks.checkpoint.checksum import new_hasher
+from allranks.errors import AllranksError, HealingFailed
+from allranks.manager.heal.staging import Staging
+from allranks.manager.heal.state import Landing, Layout, LiveState, make_landing, stripes
+from allranks.manager.heal.wire import (
+    HealWireError,
+    Segment,
+    read_frame,
+    read_into,
+    send_frame,
+    tune,
+)
+from allranks.manager.plan import MAX_SOURCES, Position
+
+_AHEAD = 2  # stripes asked for before the first has arrived
+_CONNECT_S = 10.0
+_DAMAGED = 3  # stripes that may arrive damaged from one source before it is given up
+_RETRY_S = 0.05
+
+
+@dataclass(frozen=True)
+class Source:
+    """A member that holds the wanted state."""
+
+    address: str
+    credential: Credential  # of the quorum
+    name: str = ""
+
+
+@dataclass(eq=False)
+class Fetch:
+    """One healing. `live` gives our tensors, into which the bytes go directly."""
+
+    position: Position
+    live: LiveState
+    timeout_s: float = 60.0
+    device: torch.device | None = None
+    received_bytes: int = 0
+    failures: list[str] = field(default_factory=list)  # "source: why", in order
+    began_at: float = 0.0
+    _landing: Landing | None = None
+    _left: collections.deque[tuple[Segment, ...]] = field(default_factory=collections.deque)
+    _flying: int = 0
+    _lock: threading.Condition = field(default_factory=threading.Condition)
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+    _sockets: set[socket.socket] = field(default_factory=set)
+    _threads: list[threading.Thread] = field(default_factory=list)
+    _running: int = 0  # of them
+    _before: int = 0  # bytes that had arrived when it began
+
+    @property
+    def complete(self) -> bool:
+        """Every byte is here and checked."""
+        return self._landing is not None and not self._left and self._flying == 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether `finish` is still owed."""
+        return bool(self._threads)
+
+    @property
+    def fruitless(self) -> bool:
+        """Whether nothing has arrived since it began."""
+        return self.received_bytes == self._before
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was called off since it began."""
+        return self._cancelled.is_set()
+
+    @property
+    def total_bytes(self) -> int:
+        return self._landing.layout.total_bytes if self._landing else 0
+
+    def run(self, sources: Sequence[Source]) -> None:
+        """Fetches what is missing; raises HealingFailed when these sources cannot provide it."""
+        self.begin(sources)
+        self.finish()
+
+    def begin(self, sources: Sequence[Source]) -> None:
+        """Starts to fetch what is missing."""
+        self._cancelled.clear()
+        self.failures.clear()
+        self._before = self.received_bytes
+        self.began_at = time.monotonic()
+        self._threads = [
+            threading.Thread(target=self._pull, args=(source,), name=f"allranks-heal-{source.name}", daemon=True)
+            for source in sources[:MAX_SOURCES]
+        ]  # fmt: skip
+        self._running = len(self._threads)
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self) -> None:
+        """Waits for what `begin` has started; raises HealingFailed when it did not bring everything."""
+        with self._lock:  # every thread has its own limits
+            self._lock.wait_for(lambda: self.complete or self.cancelled or self._running == 0)
+        for thread in self._threads:
+            while thread.is_alive():
+                self._cut()  # again and again: it may be just about to connect
+                thread.join(0.02)
+        self._threads = []
+        if not self.complete:
+            why = "; ".join(self.failures) or ("cancelled" if self._cancelled.is_set() else "no source")
+            raise HealingFailed(
+                f"healing stopped after {self.received_bytes} of {self.total_bytes} bytes: {why}",
+                self.received_bytes,
+                self.total_bytes,
+            )
+
+    def cancel(self) -> None:
+        """Ends `finish` soon, from any thread; what has arrived is kept."""
+        self._cancelled.set()
+        self._cut()
+
+    def _cut(self) -> None:
+        with self._lock:
+            self._lock.notify_all()
+            for sock in self._sockets:
+                try:
+                    sock.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass
+
+    def state(self) -> Any:
+        """The fetched state. Only after `complete`."""
+        if not self.complete or self._landing is None:
+            raise HealingFailed("the state has not arrived yet", self.received_bytes, self.total_bytes)
+        return self._landing.state()
+
+    def _pull(self, source: Source) -> None:
+        asked: collections.deque[tuple[Segment, ...]] = collections.deque()
+        sock = self._socket(source)
+        try:
+            self._connect(sock, source)
+            greet_as_client(sock, source.credential, source.address)
+            self._agree_on_layout(sock)
+            self._take_stripes(sock, asked)
+        except (OSError, HealWireError, AllranksError, ValueError, KeyError, TypeError) as error:
+            self.failures.append(f"{source.name or source.address}: {error}")
+        finally:
+            self._hand_back(asked)
+            with self._lock:
+                self._sockets.discard(sock)
+                self._running -= 1
+                self._lock.notify_all()
+            sock.close()
+
+    def _take_stripes(self, sock: socket.socket, asked: collections.deque[tuple[Segment, ...]]) -> None:
+        staging, damaged = Staging(), 0
+        while not self._cancelled.is_set():
+            while len(asked) < _AHEAD and (stripe := self._take()) is not None:
+                asked.append(stripe)
+                self._ask(sock, stripe)
+            if asked:
+                sound = self._receive(sock, asked[0], staging)
+                stripe = asked.popleft()
+                damaged += not sound
+                self._hand_back([] if sound else [stripe], landed=sound)
+                if damaged >= _DAMAGED:
+                    raise HealWireError(f"{damaged} stripes arrived damaged")
+            elif self._finished():
+                return
+
+    def _hand_back(self, stripes: Sequence[tuple[Segment, ...]], landed: bool = False) -> None:
+        """Stripes that did not arrive are for whoever asks next; one that has `landed` flies no more."""
+        with self._lock:
+            self._left.extendleft(reversed(stripes))
+            self._flying -= len(stripes) + landed
+            self._lock.notify_all()
+
+    def _socket(self, source: Source) -> socket.socket:
+        """Known to `cancel` before it connects: that can be ended too."""
+        family = socket.AF_INET6 if source.address.count(":") > 1 else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        with self._lock:
+            self._sockets.add(sock)
+        return sock
+
+    def _connect(self, sock: socket.socket, source: Source) -> None:
+        host, _, port = source.address.rpartition(":")
+        if self._cancelled.is_set():
+            raise HealWireError("called off")
+        tune(sock, min(self.timeout_s, _CONNECT_S))
+        sock.connect((host, int(port)))
+        sock.settimeout(self.timeout_s)
+
+    def _agree_on_layout(self, sock: socket.socket) -> None:
+        """The first source's layout counts; one that describes another state is not used."""
+        term, step = self.position
+        send_frame(sock, {"want": "layout", "term": term, "step": step, "wait_s": self.timeout_s / 2})
+        answer = read_frame(sock)
+        if not answer.get("ok"):
+            raise HealWireError(str(answer.get("why", "refused")))
+        layout = Layout.from_json(answer)
+        with self._lock:
+            if self._landing is None:
+                landing = make_landing(layout, self.live.read(), self.device, self.live.moving())
+                # In this order: `complete` is asked without the lock.
+                self._left.extend(stripes(layout))
+                self._landing = landing
+            elif self._landing.layout.notes != layout.notes:
+                raise HealWireError("this source holds other tensors than the first one")
+
+    def _take(self) -> tuple[Segment, ...] | None:
+        with self._lock:
+            if not self._left:
+                return None
+            self._flying += 1
+            return self._left.popleft()
+
+    def _finished(self) -> bool:
+        """Nothing is left for this thread; waits while another source may still fail and hand back its stripe."""
+        with self._lock:
+            self._lock.wait_for(
+                lambda: bool(self._left) or self._flying == 0 or self._cancelled.is_set(), self.timeout_s
+            )
+            return not self._left
+
+    def _ask(self, sock: socket.socket, stripe: tuple[Segment, ...]) -> None:
+        term, step = self.position
+        segments = [[part.tensor, part.offset, part.length] for part in stripe]
+        send_frame(sock, {"want": "stripe", "term": term, "step": step, "segments": segments})
+
+    def _receive(self, sock: socket.socket, stripe: tuple[Segment, ...], staging: Staging) -> bool:
+        """Takes one stripe to where it belongs; False when its checksum is wrong."""
+        assert self._landing is not None
+        answer = read_frame(sock)
+        if not answer.get("ok"):
+            raise HealWireError(str(answer.get("why", "refused")))
+        hasher = new_hasher(str(answer["algorithm"]))
+        read_into(sock, self._landing.views(stripe, staging), hasher)
+        if hasher.hexdigest() != read_frame(sock)["checksum"]:
+            return False
+        self._landing.settle(stripe, staging)
+        with self._lock:
+            self.received_bytes += sum(part.length for part in stripe)
+        return True
+
+
+def report_fetched(
+    source: Source, order: tuple[int, int], healer: int, limit_s: float, wanted: Callable[[], bool]
+) -> None:
+    """Tells a source that replica `healer` of quorum `order` needs nothing more from it; tries again as long as `wanted`."""
+    host, _, port = source.address.rpartition(":")
+    deadline = time.monotonic() + limit_s
+    while wanted() and time.monotonic() < deadline:
+        try:
+            with socket.create_connection((host, int(port)), timeout=min(limit_s, _CONNECT_S)) as sock:
+                tune(sock, min(limit_s, _CONNECT_S))
+                greet_as_client(sock, source.credential, source.address)
+                send_frame(sock, {"want": "fetched", "quorum": list(order), "healer": healer})
+                read_frame(sock)
+                return
+        except (OSError, HealWireError, ValueError):
+            time.sleep(_RETRY_S)

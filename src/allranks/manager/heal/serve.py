@@ -1,0 +1,128 @@
+"""The source side of healing: a small server in every rank that streams the offered state to members.
+
+Runs in a rank. Who may connect, and how many strangers may try, is the matter of channel/server.py. Bytes go from the training tensors to the socket; nothing is copied on the way but what lies on a device.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from allranks.channel.keys import Keyring
+from allranks.channel.server import MemberServer
+from allranks.checkpoint.checksum import best_algorithm, new_hasher
+from allranks.manager.heal.staging import Staging
+from allranks.manager.heal.state import Offer
+from allranks.manager.heal.wire import (
+    HealWireError,
+    Segment,
+    read_frame,
+    send_frame,
+    send_from,
+    tune,
+)
+from allranks.manager.plan import Position
+
+_BACKLOG = 512
+
+
+@dataclass(eq=False)
+class HealServer:
+    """`start()` listens; `offer()` makes a state fetchable, `withdraw()` ends that; `close()` stops all."""
+
+    host: str = "127.0.0.1"
+    keys: Keyring = field(default_factory=Keyring)
+    timeout_s: float = 60.0
+    address: str = ""  # host:port once started
+    sent_bytes: int = 0
+    on_ballot: Callable[[str, int, socket.socket], None] | None = None  # takes a voter's connection over
+    on_fetched: Callable[[tuple[int, int], int], None] | None = None  # a healing replica has all it needs
+    _offer: Offer | None = None
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _members: MemberServer | None = None
+
+    def start(self) -> HealServer:
+        """Listens on a free port."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.bind((self.host, 0))
+        listener.listen(_BACKLOG)
+        self.address = f"{self.host}:{listener.getsockname()[1]}"
+        self._members = MemberServer(self.keys, "quorum", self._serve, "allranks-heal", proves=self.address)
+        self._members.start(listener)
+        return self
+
+    def offer(self, offer: Offer) -> None:
+        """From now on this state may be fetched; whoever waits for it is served."""
+        with self._changed:
+            self._offer = offer
+            self._changed.notify_all()
+
+    def withdraw(self) -> None:
+        """The state is about to change: nothing of it is sent any more."""
+        with self._changed:
+            self._offer = None
+
+    def close(self) -> None:
+        """Stops listening, cuts every connection, waits for the threads."""
+        members, self._members = self._members, None
+        with self._changed:
+            self._changed.notify_all()
+        if members is not None:
+            members.close()
+
+    def _serve(self, connection: socket.socket, purpose: str) -> None:
+        staging = Staging()
+        tune(connection, self.timeout_s)
+        while (request := read_frame(connection)).get("want") != "ballot":
+            self._answer(connection, request, staging)
+        self._hand_over(connection, request, purpose)
+
+    def _hand_over(self, connection: socket.socket, request: dict[str, Any], purpose: str) -> None:
+        """A voter calls: its connection is not ours any more."""
+        name, place = str(request["name"]), int(request["place"])
+        if self.on_ballot is None or purpose != f"quorum {name}":
+            raise HealWireError("no votes here")
+        send_frame(connection, {"ok": True})
+        self.on_ballot(name, place, socket.socket(fileno=connection.detach()))
+
+    def _answer(self, connection: socket.socket, request: dict[str, Any], staging: Staging) -> None:
+        if request["want"] == "fetched":
+            epoch, number = request["quorum"]
+            if self.on_fetched is not None:
+                self.on_fetched((int(epoch), int(number)), int(request["healer"]))
+            send_frame(connection, {"ok": True})
+            return
+        position = (int(request["term"]), int(request["step"]))
+        offer = self._wait_for(position, float(request.get("wait_s", 0.0)))
+        if offer is None:
+            send_frame(connection, {"ok": False, "why": f"the state at {position} is not offered here"})
+        elif request["want"] == "layout":
+            send_frame(connection, {"ok": True, **offer.layout.to_json()})
+        else:
+            self._send_stripe(connection, offer, [Segment(*item) for item in request["segments"]], staging)
+
+    def _send_stripe(
+        self, connection: socket.socket, offer: Offer, segments: list[Segment], staging: Staging
+    ) -> None:
+        algorithm = best_algorithm()
+        hasher = new_hasher(algorithm)
+        send_frame(connection, {"ok": True, "algorithm": algorithm})
+        self.sent_bytes += send_from(connection, offer.read(segments, staging), hasher)
+        if self._offer is not offer:
+            raise HealWireError("withdrawn")  # some of it may be of the next state: it is not vouched for
+        send_frame(connection, {"checksum": hasher.hexdigest()})
+
+    def _wait_for(self, position: Position, wait_s: float) -> Offer | None:
+        deadline = time.monotonic() + min(wait_s, self.timeout_s)
+        with self._changed:
+            while self._offer is None or self._offer.position != position:
+                left = deadline - time.monotonic()
+                if left <= 0 or self._members is None:
+                    return None
+                self._changed.wait(left)
+            return self._offer

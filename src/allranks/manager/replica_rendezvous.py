@@ -1,0 +1,92 @@
+"""The ranks inside one replica: they ask for a quorum as one, through the store they share.
+
+Rank 0 collects the claims of all and says what the replica says; every rank asks the lighthouse with the same
+words and gets the same answer. A replica of one rank needs none of this.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+from allranks.errors import ManagerError
+from allranks.manager.plan import Claim
+from allranks.model.cluster import Member
+
+_LOOK_S = 0.005
+
+
+@dataclass(eq=False)
+class ReplicaRendezvous:
+    """`store` is None for a replica of one rank. Rounds are counted alike in every rank."""
+
+    rank: int
+    world_size: int
+    store: dist.Store | None = None
+    closing: Callable[[], bool] = lambda: False  # ends every wait
+    _round: int = 0
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank speaks for the replica."""
+        return self.rank == 0
+
+    def agree(self, key: str, value: str, timeout_s: float) -> str:
+        """Rank 0's value, known to all ranks."""
+        if self.store is None:
+            return value
+        if self.speaks:
+            self.store.set(key, value)
+        self._await([key], timeout_s)
+        return str(self.store.get(key).decode())
+
+    def gather(self, claim: Claim, timeout_s: float) -> list[Claim]:
+        """Rank 0 gets the claims of all ranks, the others only give theirs."""
+        self._round += 1
+        if self.store is None:
+            return [claim]
+        self.store.set(f"claim/{self._round}/{self.rank}", json.dumps(asdict(claim)))
+        if not self.speaks:
+            return []
+        keys = [f"claim/{self._round}/{rank}" for rank in range(self.world_size)]
+        self._await(keys, timeout_s)
+        return [Claim(**json.loads(self.store.get(key))) for key in keys]
+
+    def share(self, member: Member | None, timeout_s: float) -> Member:
+        """What rank 0 says for the replica, known to all ranks: every rank then asks with the same words."""
+        if self.store is None:
+            assert member is not None
+            return member
+        key = f"member/{self._round}"
+        if member is not None:
+            self.store.set(key, json.dumps(asdict(member)))
+            return member
+        self._await([key], timeout_s)
+        return Member(**json.loads(self.store.get(key)))
+
+    def depart(self, limit_s: float) -> None:
+        """Waits a moment for the other ranks to be through too: with the first that leaves the replica is gone."""
+        if self.store is None:
+            return
+        self.store.set(f"bye/{self.rank}", "1")
+        keys = [f"bye/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + limit_s
+        while not self.store.check(keys) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+
+    def _await(self, keys: list[str], timeout_s: float) -> None:
+        """Waits for the other ranks; looked at again and again, for torch's own wait cannot be ended."""
+        assert self.store is not None
+        deadline = time.monotonic() + timeout_s
+        while not self.store.check(keys):
+            if self.closing():
+                raise ManagerError("the manager was shut down while it waited for its replica's other ranks")
+            if time.monotonic() > deadline:
+                raise ManagerError(
+                    f"not all {self.world_size} ranks of this replica asked for a quorum in {timeout_s:.1f} s"
+                )
+            time.sleep(_LOOK_S)

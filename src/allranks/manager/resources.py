@@ -1,0 +1,201 @@
+"""Everything a manager opens: lighthouse client, healing server, store, regrouping thread. Owns their life."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from allranks import record
+from allranks.channel.keys import Keyring
+from allranks.channel.token import find_token
+from allranks.lighthouse.client.client import Client, ClientOptions
+from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
+from allranks.manager.heal.serve import HealServer
+from allranks.manager.heal.state import LiveState
+from allranks.manager.options import ManagerOptions
+from allranks.manager.regroup import Regrouper
+from allranks.manager.replica_rendezvous import ReplicaRendezvous
+from allranks.manager.training import TrainingState
+from allranks.manager.vote_mesh import VoteMesh
+from allranks.model.cluster import (
+    ConnectionLost,
+    Evicted,
+    LeaderMoved,
+    MemberLeft,
+    MemberLost,
+    Notice,
+    QuorumWanted,
+)
+
+log = logging.getLogger("allranks.manager")
+
+_REPORT_EVERY_S = 0.1
+_DEPART_S = 5.0
+
+
+@dataclass(eq=False)
+class Opened:
+    """`start` opens everything, `close` says good-bye and takes it down."""
+
+    options: ManagerOptions
+    training: TrainingState
+    group: ReconfigurableGroup
+    client: Client = field(init=False)
+    server: HealServer = field(init=False)
+    regrouper: Regrouper = field(init=False)
+    _store: Any = None
+    _thread: threading.Thread | None = None
+    _reported: float = 0.0
+
+    def start(self, live: LiveState, may_come_late: Callable[[], bool]) -> Opened:
+        """Connects to the lighthouse and starts the regrouping thread."""
+        options = self.options
+        self.group.choose_device()
+        inside = ReplicaRendezvous(
+            options.rank, options.world_size, self._inside_store(), lambda: self.training.closing
+        )
+        session = inside.agree("session", uuid.uuid4().hex, options.connect_timeout_s)
+        self.client = self._connect(session)
+        self.server = HealServer(options.host, Keyring(options.token or find_token()), options.timeout_s)
+        self.server.on_fetched = self.training.transferred
+        self.server.start()
+        self.regrouper = Regrouper(
+            options=options,
+            training=self.training,
+            client=self.client,
+            inside=inside,
+            group=self.group,
+            control=self._control(),
+            box=self._box(),
+            server=self.server,
+            store_address=self._host_store() if inside.speaks else "",
+            live=live,
+            may_come_late=may_come_late,
+        )
+        self.client.subscribe(self._hear)
+        self._thread = threading.Thread(target=self.regrouper.run, name="allranks-regroup", daemon=True)
+        self._thread.start()
+        return self
+
+    def report(self, step: int) -> None:
+        """Tells the lighthouse how far we are, a few times a second."""
+        now = time.monotonic()
+        if now - self._reported >= _REPORT_EVERY_S:
+            self._reported = now
+            self.client.report(step=step, progress=step)
+
+    def close(self, reason: str) -> None:
+        """Leaves, stops the thread, closes the groups and the servers."""
+        try:
+            self.regrouper.inside.depart(_DEPART_S)
+        except RuntimeError:
+            pass  # the rank that hosts the store is gone already
+        self.client.leave(reason)
+        generation = self.training.generation
+        if generation is not None:
+            generation.over = True
+        self.regrouper.box.shutdown()
+        self.regrouper.control.shutdown()
+        self.group.shutdown()
+        self.regrouper.cancel()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=10.0)
+        self.client.close()
+        self.server.close()
+        self._store = None
+
+    def _connect(self, session: str) -> Client:
+        options = self.options
+        recorder = record.current()
+        box = str(recorder.path) if recorder is not None and recorder.path is not None else ""
+        return Client(
+            ClientOptions(
+                addresses=tuple(options.lighthouse.split(",")),
+                token=options.token or "",
+                replica=options.replica_id,
+                session=session,
+                rank=options.rank,
+                connections=options.world_size,
+                beacon=options.proactive,
+                black_box=box,
+            )
+        ).start(options.connect_timeout_s)
+
+    def _control(self) -> ReconfigurableGroup:
+        """The group for votes: the gradients' own where that is gloo among single-rank replicas."""
+        for group in (self.group, control := ProcessGroupGloo(self.options.timeout_s)):
+            if isinstance(group, ProcessGroupGloo):
+                group.mesh.host = group.mesh.host or self.options.host
+                if self.options.proactive:
+                    group.on_connected = self.client.hold
+        shared = isinstance(self.group, ProcessGroupGloo) and self.options.world_size == 1
+        return self.group if shared else control
+
+    def _box(self) -> VoteMesh:
+        box = VoteMesh(self.options.timeout_s)
+        if self.options.proactive:
+            box.on_connected = self.client.hold
+        self.server.on_ballot = box.arrive
+        return box
+
+    def _host_store(self) -> str:
+        self._store = dist.TCPStore(self.options.host, 0, is_master=True, wait_for_workers=False)
+        return f"{self.options.host}:{self._store.port}"
+
+    def _inside_store(self) -> dist.Store | None:
+        """The store that the ranks of this replica share: their process group's, or a new one."""
+        options = self.options
+        if options.world_size == 1:
+            return None
+        if dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+        else:
+            limit = timedelta(seconds=options.connect_timeout_s)
+            store = dist.TCPStore(
+                options.store_host or "127.0.0.1", options.store_port, is_master=options.rank == 0,
+                wait_for_workers=False, timeout=limit,
+            )  # fmt: skip
+        return dist.PrefixStore(f"allranks/{options.replica_id}", store)
+
+    def _hear(self, notice: Notice) -> None:
+        """On the client's thread: note, wake, return."""
+        if isinstance(notice, (MemberLost, MemberLeft, Evicted)):
+            self._somebody_went(notice)
+        elif isinstance(notice, QuorumWanted) and notice.broken:
+            self._broken(notice)
+        elif isinstance(notice, QuorumWanted):
+            self._wanted(notice)
+        elif isinstance(notice, ConnectionLost):
+            log.warning("no lighthouse just now (%s); training goes on", notice.reason)
+        elif isinstance(notice, LeaderMoved):
+            log.info("the lighthouse is now %s", notice.address)
+
+    def _somebody_went(self, notice: MemberLost | MemberLeft | Evicted) -> None:
+        act = self.options.proactive or isinstance(notice, MemberLeft)
+        if self.training.lost(notice.number, notice.reason, act):
+            log.warning("quorum %d: %s is gone: %s", notice.number, notice.replica, notice.reason)
+        self.regrouper.interrupt(notice.number, notice.reason)
+
+    def _broken(self, notice: QuorumWanted) -> None:
+        """A member has given this quorum up: its group cannot work for us either."""
+        if self.training.lost(notice.number, notice.reason, act=True):
+            log.warning("quorum %d: %s", notice.number, notice.reason)
+        self.regrouper.interrupt(notice.number, notice.reason)
+
+    def _wanted(self, notice: QuorumWanted) -> None:
+        with self.training.changed:
+            self.training.news = notice.reason
+            generation = self.training.generation
+            if generation is not None and generation.voters == 1:  # nobody to agree with: ask at once
+                self.training.wanted = self.training.wanted or notice.reason
+                self.training.changed.notify_all()
+        if generation is not None and generation.usable and self.regrouper.box.peer_gone():
+            self.training.break_group(generation, notice.reason)

@@ -1,0 +1,172 @@
+"""The vote over plain sockets: every rank tells every rank, from the training thread, without a thread between.
+
+Runs in a rank. A gloo allreduce of five numbers costs four hand-overs between threads; a send and a receive
+cost none. Connections come in through the healing server (same port, same proof of membership). Used up to
+MAX_VOTERS; larger quorums vote by allreduce (ballot.py), where all-to-all would be too many messages.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from allranks.channel.handshake import greet_as_client
+from allranks.channel.keys import Credential
+from allranks.errors import GroupAborted, ManagerError
+from allranks.manager.groups.sockets import SocketSet
+from allranks.manager.heal.wire import (
+    HealWireError,
+    read_exactly,
+    read_frame,
+    send_frame,
+    tune,
+)
+from allranks.manager.votes import Tally, Vote
+
+MAX_VOTERS = 32
+_FORM = struct.Struct("!q??")  # step, good, news
+_LOOK_S = 0.05  # how often we look whether who should call has gone elsewhere
+_REMEMBERED = 8  # early callers of that many meetings
+
+
+@dataclass(frozen=True)
+class Voter:
+    """Another voter: its place among the voters, its address, and the credential that it expects."""
+
+    place: int
+    address: str
+    credential: Credential
+
+
+@dataclass(eq=False)
+class VoteMesh:
+    """At most one meeting at a time; `abort` may come from any thread and ends a blocked vote."""
+
+    timeout_s: float = 60.0
+    on_connected: Callable[[list[int], int], None] | None = None  # (descriptors, quorum number)
+    _early: dict[str, dict[int, socket.socket]] = field(default_factory=dict)  # meeting -> caller -> socket
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _sockets: SocketSet | None = None
+    _lines: list[socket.socket] = field(default_factory=list)
+    _error: str = ""
+
+    def meet(
+        self, name: str, number: int, place: int, others: Sequence[Voter], limit_s: float,
+        gone: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        """Connects to every other voter: we call those before us, those after us call, unless one is `gone`."""
+        self.abort("the members changed")
+        with self._changed:
+            self._error = ""
+            self._sockets = SocketSet(number)
+        deadline = time.monotonic() + limit_s
+        lines = [self._call(name, place, booth, deadline) for booth in others if booth.place < place]
+        lines += self._await(name, {booth.place for booth in others if booth.place > place}, deadline, gone)
+        with self._changed:
+            if self._error:
+                raise GroupAborted(self._error)
+            self._lines = lines
+            descriptors = self._sockets.fds()
+        if self.on_connected is not None:
+            self.on_connected(descriptors, number)
+
+    def arrive(self, name: str, place: int, line: socket.socket) -> None:
+        """The healing server hands a caller over; it may come before we know of the meeting."""
+        with self._changed:
+            callers = self._early.setdefault(name, {})
+            if place in callers:
+                callers[place].close()
+            callers[place] = line
+            while len(self._early) > _REMEMBERED:
+                for forgotten in self._early.pop(next(iter(self._early))).values():
+                    forgotten.close()
+            self._changed.notify_all()
+
+    def cast(self, vote: Vote) -> Tally:
+        """Votes and waits for the others; raises GroupAborted when one of them is gone."""
+        lines = self._lines
+        form = _FORM.pack(vote.step, vote.good, vote.news)
+        good, news = int(vote.good), int(vote.news)
+        try:
+            for line in lines:
+                self._tell(line, form)
+            for line in lines:
+                step, his_good, his_news = _FORM.unpack(read_exactly(line, _FORM.size))
+                if step != vote.step:
+                    raise ManagerError(f"a member votes on step {step}, we on step {vote.step}")
+                good, news = good + his_good, news + his_news
+        except (OSError, HealWireError) as error:
+            raise GroupAborted(self._error or f"a voter is gone: {error}") from None
+        if self._error:
+            raise GroupAborted(self._error)
+        return Tally(len(lines) + 1, good, news)
+
+    def abort(self, reason: str = "aborted") -> None:
+        """Ends the meeting, finished or in the making."""
+        with self._changed:
+            self._error = self._error or reason
+            sockets, self._sockets = self._sockets, None
+            self._lines = []
+            self._changed.notify_all()
+        if sockets is not None:
+            sockets.abort()
+            sockets.close()
+
+    def shutdown(self) -> None:
+        """For good."""
+        self.abort("shut down")
+        with self._changed:
+            for callers in self._early.values():
+                for line in callers.values():
+                    line.close()
+            self._early.clear()
+
+    def peer_gone(self) -> bool:
+        """Whether a voter has closed its line already."""
+        sockets = self._sockets
+        return sockets is not None and sockets.any_closed()
+
+    def _tell(self, line: socket.socket, form: bytes) -> None:
+        line.sendall(form)
+
+    def _call(self, name: str, place: int, booth: Voter, deadline: float) -> socket.socket:
+        host, _, port = booth.address.rpartition(":")
+        line = socket.create_connection((host, int(port)), timeout=max(0.1, deadline - time.monotonic()))
+        self._own(line)
+        try:
+            greet_as_client(line, booth.credential, booth.address)
+            send_frame(line, {"want": "ballot", "name": name, "place": place})
+            read_frame(line)
+        except HealWireError as error:
+            raise GroupAborted(self._error or f"voter {booth.place}: {error}") from None
+        return line
+
+    def _await(
+        self, name: str, places: set[int], deadline: float, gone: Callable[[], bool]
+    ) -> list[socket.socket]:
+        found: dict[int, socket.socket] = {}
+        with self._changed:
+            while not self._error:
+                found |= self._early.pop(name, {})
+                if places <= set(found) or time.monotonic() > deadline or gone():
+                    break
+                self._changed.wait(max(0.0, min(_LOOK_S, deadline - time.monotonic())))
+        for line in found.values():
+            self._own(line)
+        if self._error:
+            raise GroupAborted(self._error)
+        if not places <= set(found):
+            raise GroupAborted(f"voters {sorted(places - set(found))} did not come")
+        return [found[place] for place in sorted(places)]
+
+    def _own(self, line: socket.socket) -> None:
+        tune(line, self.timeout_s)
+        with self._changed:
+            if self._sockets is None:
+                line.close()
+                raise GroupAborted(self._error)
+            self._sockets.add(line)

@@ -1,0 +1,229 @@
+"""Calls that C++ makes by itself: DDP's reducer on the autograd thread, functional collectives. Runs in the rank.
+
+C++ does not look at Python methods of a plain ProcessGroup, but it does call those of a Python subclass. So where
+C++ is handed a group (the reducer, the registry of group names, two functions of DDP's set-up), it gets a twin: a
+ProcessGroup of the same name that shares the backends of the original and records before it passes a call on.
+Python code never sees a twin: what it gets from the registry is turned back into the original. If anything here
+fails, the original is handed over and only the recording of C++'s own calls is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d
+
+from allranks.record.engine import fast
+
+if TYPE_CHECKING:
+    from allranks.record.hook import Hook
+
+#: Methods that C++'s trampoline looks up on a Python subclass, over the versions of torch.
+METHODS = (
+    "allreduce", "allreduce_coalesced", "broadcast", "allgather", "allgather_into_tensor_coalesced",
+    "all_gather_single_coalesced", "reduce_scatter", "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced", "alltoall_base", "all_to_all_single", "barrier", "send", "recv",
+    "_allgather_base", "_reduce_scatter_base", "all_gather_single", "reduce_scatter_single",
+)  # fmt: skip
+
+
+class RecordingProxyGroup(c10d.ProcessGroup):
+    """A group for C++ to hold. `original` is the group it stands for."""
+
+    original: Any
+    waits_block: Callable[[], bool]  # gloo: wait() returns when the call is over
+
+
+class WaitedWork(c10d.Work):
+    """Hands C++ a Work whose wait() goes through Python: gloo's reduce_scatter never says by itself that it is over."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Called by C++."""
+        return bool(self.inner.wait(timeout))
+
+
+def _forward(method: str) -> Callable[..., Any]:
+    silent = method.startswith(("reduce_scatter", "_reduce_scatter"))
+
+    def call(self: RecordingProxyGroup, *args: Any) -> Any:
+        work = getattr(self.original, method)(*args)  # the wrapped method of ProcessGroup: it records
+        return WaitedWork(work) if silent and work is not None and self.waits_block() else work
+
+    call.__name__ = method
+    return call if silent or _fast is None else _fast.Forward(method)
+
+
+_fast = fast(True)
+for _method in METHODS:
+    if hasattr(c10d.ProcessGroup, _method):
+        setattr(
+            RecordingProxyGroup, _method, _forward(_method)
+        )  # their code is that of `call`, nested in `_forward`
+
+
+class RecordingProxies:
+    """Makes twins and hands them to C++. `install` and `uninstall` own the wrapped functions."""
+
+    def __init__(self, hook: Hook) -> None:
+        self._hook = hook
+        self._registered: dict[str, RecordingProxyGroup] = {}
+        self._reducers: weakref.WeakKeyDictionary[Any, RecordingProxyGroup] = weakref.WeakKeyDictionary()
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+
+    def install(self) -> None:
+        """Wraps the places where C++ is handed a group, and re-registers the groups that exist already."""
+        self._wrap_function("_register_process_group", self._register)
+        self._wrap_function("_unregister_process_group", self._unregister)
+        self._wrap_function("_unregister_all_process_groups", self._unregister_all)
+        self._wrap_function("_resolve_process_group", self._resolve)
+        self._wrap_function("_broadcast_coalesced", self._with_twin)
+        self._wrap_function("_verify_params_across_processes", self._with_twin)
+        self._wrap_reducer()
+        for group, name in list(distributed_c10d._world.pg_names.items()):
+            with contextlib.suppress(Exception):  # a group that is half gone
+                self._swap(name, group)
+
+    def uninstall(self) -> None:
+        """Puts everything back; C++ keeps the twins it holds, which work on unrecorded."""
+        for name, twin in list(self._registered.items()):
+            with contextlib.suppress(Exception):  # gone meanwhile
+                self._original("_unregister_process_group")(name)
+                self._original("_register_process_group")(name, twin.original)
+        for module, name, wrapper, original in self._replaced:
+            if vars(module).get(name) is wrapper:
+                setattr(module, name, original)
+        self._registered.clear()
+        self._replaced.clear()
+
+    def twin(self, group: Any) -> Any:
+        """A recording twin of a plain ProcessGroup; the group itself where that is impossible or not needed."""
+        if type(group) is not c10d.ProcessGroup or self._hook.writer is None:
+            return group
+        try:
+            return (
+                self._make(group) if group._device_types else group
+            )  # unfinished: a twin would have no backend
+        except Exception as error:  # another version of torch: C++'s own calls go unrecorded
+            self._hook.lost("calls made by C++ (DDP, functional collectives)", error)
+            return group
+
+    def _make(self, group: Any) -> RecordingProxyGroup:
+        make: Any = RecordingProxyGroup
+        twin: RecordingProxyGroup = make(
+            group.rank(), group.size()
+        )  # the constructor that takes a store cannot make a subclass
+        twin.original = group
+        twin.waits_block = lambda: (
+            self._hook.group(group).counters.blocking
+        )  # asked late: members are not known yet
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            twin._register_backend(device, _backend_type(backend), backend)
+        with contextlib.suppress(Exception):  # not every version has it
+            twin._set_default_backend(_type_of(str(group._get_backend_name())))
+        twin._set_group_name(group.group_name)
+        twin._set_group_desc(group.group_desc)
+        if getattr(group, "bound_device_id", None) is not None:
+            twin.bound_device_id = group.bound_device_id
+        return twin
+
+    # -- the registry of names ----------------------------------------------------------------------------------
+
+    def _swap(self, name: str, group: Any) -> None:
+        twin = self.twin(group)
+        if twin is group:
+            return
+        self._original("_unregister_process_group")(name)
+        self._original("_register_process_group")(name, twin)
+        self._registered[name] = twin
+
+    def _register(self, original: Callable[..., Any], name: str, group: Any) -> Any:
+        twin = self.twin(group)
+        result = original(name, twin)
+        if twin is not group:
+            self._registered[name] = twin
+        return result
+
+    def _unregister(self, original: Callable[..., Any], name: str) -> Any:
+        self._registered.pop(name, None)
+        return original(name)
+
+    def _unregister_all(self, original: Callable[..., Any]) -> Any:
+        self._registered.clear()
+        return original()
+
+    def _resolve(self, original: Callable[..., Any], name: str) -> Any:
+        group = original(name)
+        return group.original if isinstance(group, RecordingProxyGroup) else group
+
+    def _with_twin(self, original: Callable[..., Any], process_group: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self.twin(process_group), *args, **kwargs)
+
+    # -- DDP ----------------------------------------------------------------------------------------------------
+
+    def _wrap_reducer(self) -> None:
+        """The reducer takes its group as fourth argument or by name."""
+        original = c10d.Reducer.__init__
+        twins = self
+
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            twin = None
+            if "process_group" in kwargs:
+                twin = kwargs["process_group"] = twins.twin(kwargs["process_group"])
+            elif len(args) > 3:
+                twin = twins.twin(args[3])
+                args = (*args[:3], twin, *args[4:])
+            original(self, *args, **kwargs)
+            if isinstance(twin, RecordingProxyGroup):
+                twins._reducers[self] = twin  # C++ keeps the group, not its Python half
+
+        self._replaced.append((c10d.Reducer, "__init__", __init__, vars(c10d.Reducer)["__init__"]))
+        c10d.Reducer.__init__ = __init__  # type: ignore[method-assign]
+
+    # -- wrapping functions -------------------------------------------------------------------------------------
+
+    def _wrap_function(self, name: str, around: Callable[..., Any]) -> None:
+        """Wraps a function of _distributed_c10d in every module of torch that has taken it by name."""
+        original = getattr(c10d, name, None)
+        if original is None:
+            return
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        wrapper.__name__ = name
+        wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
+        for module in [c10d, *_torch_modules()]:
+            if vars(module).get(name) is original:
+                setattr(module, name, wrapper)
+                self._replaced.append((module, name, wrapper, original))
+
+    def _original(self, name: str) -> Callable[..., Any]:
+        found: Callable[..., Any] = next(o for m, n, _, o in self._replaced if n == name)
+        return found
+
+
+def _torch_modules() -> list[Any]:
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("torch.distributed") and module
+    ]
+
+
+def _backend_type(backend: Any) -> Any:
+    return _type_of(str(backend.name()))
+
+
+def _type_of(name: str) -> Any:
+    return getattr(c10d.ProcessGroup.BackendType, name.upper(), c10d.ProcessGroup.BackendType.CUSTOM)

@@ -1,0 +1,421 @@
+"""Replica mode: starts each replica's ranks, and starts a dead replica again while the others train on.
+
+Runs in the agent, imports no torch. One selector loop watches the ranks by pidfd, their output, and the
+requests of other threads. Signals only note themselves; the loop acts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from allranks.supervise.logs import LogPump, Terminal, open_log
+from allranks.supervise.orphans import Guard, sweep
+from allranks.supervise.restarts import RestartHistory, RestartOptions, decide_restart
+
+log = logging.getLogger("allranks.agent")
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """What to start on this node."""
+
+    command: tuple[str, ...]  # of one rank
+    replicas: int
+    ranks_per_replica: int = 1
+    first_replica: int = 0  # number of this node's first replica in the job
+    total_replicas: int | None = None  # over all nodes; None = this node's
+    environment: dict[str, str] = field(default_factory=dict)
+    restarts: RestartOptions = field(default_factory=RestartOptions)
+    stop_grace_s: float = 10.0  # between SIGTERM and SIGKILL
+    finish_grace_s: float = 10.0  # a restarted replica may outlive the first finished one for this long
+    log_folder: Path | None = None
+    quiet: bool = False  # no rank output on the terminal
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a replica; told to `on_event` for the incident log and the page."""
+
+    kind: Literal["started", "rank_exited", "restarting", "set_aside", "finished", "stopped"]
+    replica: int
+    at_s: float  # monotonic
+    detail: str = ""
+    rank: int | None = None  # global rank, for rank_exited
+    exit_code: int | None = None
+    pid: int | None = None
+    expected: bool = False  # we asked the rank to stop
+
+
+@dataclass(frozen=True)
+class Request:
+    """What another thread asks of the supervisor."""
+
+    action: Literal["restart", "stop", "set_aside"]
+    replica: int
+    reason: str
+
+
+@dataclass
+class _Rank:
+    number: int  # global
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    pump: LogPump
+
+
+@dataclass
+class _Replica:
+    number: int
+    ranks: list[_Rank] = field(default_factory=list)
+    history: RestartHistory = field(default_factory=RestartHistory)
+    started_s: float = 0.0
+    start_at_s: float | None = 0.0  # when to start next; None = running or over
+    state: Literal["waiting", "running", "stopping", "finished", "aside"] = "waiting"
+    kill_at_s: float = 0.0
+    after_stop: Literal["restart", "stop", "set_aside"] = "restart"
+    reason: str = ""
+    raised: bool = False  # it ended by itself with an exit code, which may come again; else it was killed
+
+
+@dataclass
+class Supervisor:
+    """Runs this node's replicas until all are finished or set aside."""
+
+    options: ReplicaOptions
+    on_event: Callable[[Event], None] = lambda event: None
+    trained: Callable[[int], bool] = lambda replica: False  # whether its last processes trained for a while
+    _replicas: dict[int, _Replica] = field(default_factory=dict)
+    _requests: queue.SimpleQueue[Request] = field(default_factory=queue.SimpleQueue)
+    _wake: tuple[socket.socket, socket.socket] | None = None
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    _guard: Guard = field(default_factory=Guard)
+    _terminal: Terminal | None = None
+    _signal: int = 0
+    _finished_s: float | None = None  # when the first replica finished by itself: the training is over
+
+    def request(self, request: Request) -> None:
+        """Asks for an action from any thread; it is carried out by the loop."""
+        self._requests.put(request)
+        self.wake()
+
+    def wake(self) -> None:
+        """Makes the loop look again now."""
+        if self._wake is not None:
+            try:
+                self._wake[1].send(b"!")
+            except OSError:
+                pass
+
+    def note_signal(self, number: int, frame: object = None) -> None:
+        """A signal handler: only notes; the loop stops all replicas and passes the signal on."""
+        self._signal = number
+        self.wake()
+
+    def pids(self) -> dict[int, int]:
+        """Global rank -> pid of the ranks that are running now."""
+        return {rank.number: rank.process.pid for r in self._replicas.values() for rank in r.ranks}
+
+    def has(self, replica: int) -> bool:
+        """Whether this node runs it."""
+        return 0 <= replica - self.options.first_replica < self.options.replicas
+
+    def is_running(self, replica: int) -> bool:
+        """Whether it trains, as far as we know: it is not about to be stopped or started."""
+        return replica in self._replicas and self._replicas[replica].state == "running"
+
+    def restarted(self) -> tuple[int, ...]:
+        """Replicas that are in a second or later life, or about to be."""
+        alive = [r for r in self._replicas.values() if r.state in ("waiting", "running")]
+        return tuple(r.number for r in alive if r.history.restarts)
+
+    def run(self) -> int:
+        """Runs to the end: 0 when every replica that was not set aside finished, else 1, or 128 + signal."""
+        self._wake = socket.socketpair()
+        self._wake[0].setblocking(False)
+        self._selector.register(self._wake[0], selectors.EVENT_READ, self._drain_wake)
+        first = self.options.first_replica
+        self._replicas = {n: _Replica(n) for n in range(first, first + self.options.replicas)}
+        self._guard.start()
+        if not self.options.quiet:
+            self._terminal = Terminal(sys.stdout.fileno())
+            self._terminal.start()
+        try:
+            while not self._over():
+                self._start_due()
+                for key, _ in self._selector.select(self._timeout()):
+                    if self._selector.get_map().get(key.fileobj) == key:  # not ended by one before it
+                        key.data()
+                self._serve_requests()
+                self._kill_overdue()
+                self._stop_latecomers()
+                if self._signal:
+                    return self._stop_all()
+            return self._exit_code()
+        finally:
+            self._stop_all()
+            self._guard.close()
+            if self._terminal is not None:
+                self._terminal.close()
+            self._selector.close()
+            for end in self._wake:
+                end.close()
+            self._wake = None
+
+    # starting
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for replica in self._replicas.values():
+            if replica.state == "waiting" and replica.start_at_s is not None and replica.start_at_s <= now:
+                self._start(replica, now)
+
+    def _start(self, replica: _Replica, now: float) -> None:
+        port = _free_port()
+        replica.ranks = [self._spawn(replica, local, port) for local in range(self.options.ranks_per_replica)]
+        replica.state, replica.started_s, replica.start_at_s = "running", now, None
+        replica.raised = False
+        pids = ", ".join(str(rank.process.pid) for rank in replica.ranks)
+        self._tell(Event("started", replica.number, now, f"pid {pids}", pid=replica.ranks[0].process.pid))
+
+    def _spawn(self, replica: _Replica, local: int, port: int) -> _Rank:
+        size = self.options.ranks_per_replica
+        total = self.options.total_replicas or self.options.replicas
+        number = replica.number * size + local
+        on_node = (replica.number - self.options.first_replica) * size + local
+        environment = {
+            **os.environ,
+            **self.options.environment,
+            "RANK": str(local),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(on_node),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "REPLICA_GROUP_ID": str(replica.number),
+            "NUM_REPLICA_GROUPS": str(total),
+            "ALLRANKS_REPLICA": f"replica-{replica.number}",
+            "ALLRANKS_RANK": str(number),
+            "ALLRANKS_WORLD_SIZE": str(total * size),
+            "ALLRANKS_ATTEMPT": str(replica.history.restarts),
+            "ALLRANKS_AGENT_PID": str(os.getpid()),
+            "PYTHONUNBUFFERED": "1",
+        }
+        process = subprocess.Popen(
+            self.options.command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that its children (DataLoader workers, commands) can be ended with it
+        )
+        self._guard.add(process.pid)
+        assert process.stdout is not None
+        fd = os.dup(process.stdout.fileno())
+        process.stdout.close()
+        os.set_blocking(fd, False)
+        pump = LogPump(
+            fd,
+            f"[rank {number}] ",
+            self._terminal,
+            open_log(self.options.log_folder, f"rank{number}.log"),
+        )
+        rank = _Rank(number, process, os.pidfd_open(process.pid), pump)
+        self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._exited(replica, rank))
+        self._selector.register(fd, selectors.EVENT_READ, lambda: self._output(rank))
+        return rank
+
+    # what happens to ranks
+
+    def _output(self, rank: _Rank) -> None:
+        if not rank.pump.read():
+            self._unregister(rank.pump.fd)
+
+    def _exited(self, replica: _Replica, rank: _Rank) -> None:
+        code = rank.process.wait()
+        now = time.monotonic()
+        self._forget(rank)
+        if code != 0 or replica.state == "stopping":  # a rank that ended well may have left an upload running
+            sweep(rank.process.pid)
+        self._guard.remove(rank.process.pid)
+        replica.ranks.remove(rank)
+        detail = _ending(code)
+        self._tell(
+            Event(
+                "rank_exited",
+                replica.number,
+                now,
+                detail,
+                rank.number,
+                code,
+                rank.process.pid,
+                # Ctrl-C reaches the ranks as well: that they end is what was asked for
+                expected=replica.state == "stopping" or self._signal != 0,
+            ),
+        )
+        if code != 0 and replica.state == "running":
+            replica.raised = code > 0
+            self._begin_stop(replica, "restart", f"rank {rank.number} {detail}", grace_s=1.0)
+        if not replica.ranks:
+            self._ended(replica, now)
+
+    def _ended(self, replica: _Replica, now: float) -> None:
+        """All ranks of the replica are gone: finished, restarted or set aside."""
+        if replica.state == "running":
+            replica.state = "finished"
+            self._finished_s = self._finished_s or now
+            self._tell(Event("finished", replica.number, now))
+            return
+        if replica.after_stop == "stop":
+            replica.state = "finished"
+            self._tell(Event("stopped", replica.number, now, replica.reason))
+            return
+        trained = not replica.raised and self.trained(replica.number)
+        ran_s = now - replica.started_s
+        replica.history = replica.history.after_failure(now, ran_s, self.options.restarts, trained)
+        delay, why = decide_restart(replica.history, self.options.restarts)
+        if replica.after_stop == "set_aside":
+            delay, why = None, f"set aside: {replica.reason}"
+        elif self._finished_s is not None and now > self._finished_s + self.options.finish_grace_s:
+            delay, why = None, "not started again: the training is over"
+        if delay is None:
+            replica.state = "aside"
+            self._tell(Event("set_aside", replica.number, now, why))
+            return
+        replica.history = replica.history.after_restart()
+        replica.state, replica.start_at_s = "waiting", now + delay
+        self._tell(Event("restarting", replica.number, now, f"{replica.reason}: {why}"))
+
+    # stopping
+
+    def _begin_stop(
+        self,
+        replica: _Replica,
+        then: Literal["restart", "stop", "set_aside"],
+        reason: str,
+        grace_s: float | None = None,
+    ) -> None:
+        grace = self.options.stop_grace_s if grace_s is None else grace_s
+        replica.state, replica.after_stop, replica.reason = "stopping", then, reason
+        replica.kill_at_s = time.monotonic() + grace
+        for rank in replica.ranks:
+            _send(rank, signal.SIGTERM)
+            _send(rank, signal.SIGCONT)  # a stopped process cannot act on SIGTERM
+
+    def _kill_overdue(self) -> None:
+        now = time.monotonic()
+        for replica in self._replicas.values():
+            if replica.state == "stopping" and now >= replica.kill_at_s:
+                for rank in replica.ranks:
+                    _send(rank, signal.SIGKILL)
+
+    def _stop_latecomers(self) -> None:
+        """A replica that came back too late would train alone from the start: it is stopped."""
+        if self._finished_s is None or time.monotonic() < self._finished_s + self.options.finish_grace_s:
+            return
+        for replica in self._replicas.values():
+            if replica.history.restarts and replica.state == "running":
+                self._begin_stop(replica, "stop", "the training is over")
+            elif replica.state == "waiting":
+                replica.state = "finished"
+
+    def _serve_requests(self) -> None:
+        while not self._requests.empty():
+            request = self._requests.get()
+            replica = self._replicas.get(request.replica)
+            if replica is None:
+                log.warning("no replica %d on this node: %s ignored", request.replica, request.action)
+            elif replica.state == "running":
+                self._begin_stop(replica, request.action, request.reason, grace_s=1.0)
+            elif request.action != "restart" and replica.state == "waiting":
+                replica.state = "finished" if request.action == "stop" else "aside"
+
+    def _stop_all(self) -> int:
+        """Stops every rank that is left; the exit code of a stop by signal."""
+        for replica in self._replicas.values():
+            if replica.ranks:
+                self._begin_stop(replica, "stop", f"the agent got signal {self._signal}")
+            elif replica.state == "waiting":
+                replica.state = "finished"
+        while any(replica.ranks for replica in self._replicas.values()):
+            for key, _ in self._selector.select(self._timeout()):
+                key.data()
+            self._kill_overdue()
+        return 128 + self._signal if self._signal else self._exit_code()
+
+    def _forget(self, rank: _Rank) -> None:
+        self._unregister(rank.pidfd)
+        self._unregister(rank.pump.fd)
+        os.close(rank.pidfd)
+        rank.pump.close()
+
+    def _unregister(self, fd: int) -> None:
+        try:
+            self._selector.unregister(fd)
+        except KeyError:
+            pass
+
+    def _drain_wake(self) -> None:
+        assert self._wake is not None
+        try:
+            while self._wake[0].recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    def _timeout(self) -> float:
+        """Seconds until something is due."""
+        now = time.monotonic()
+        due = [
+            r.start_at_s for r in self._replicas.values() if r.state == "waiting" and r.start_at_s is not None
+        ]
+        due += [r.kill_at_s for r in self._replicas.values() if r.state == "stopping"]
+        if self._finished_s is not None:
+            due.append(self._finished_s + self.options.finish_grace_s)
+        return max(0.01, min(1.0, min([t - now for t in due], default=1.0)))
+
+    def _over(self) -> bool:
+        return all(replica.state in {"finished", "aside"} for replica in self._replicas.values())
+
+    def _exit_code(self) -> int:
+        finished = [r for r in self._replicas.values() if r.state == "finished"]
+        return 0 if finished else 1
+
+    def _tell(self, event: Event) -> None:
+        log.info("replica %d %s%s", event.replica, event.kind, f": {event.detail}" if event.detail else "")
+        self.on_event(event)
+
+
+def _ending(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"died of {signal.Signals(-code).name}"
+    except ValueError:
+        return f"died of signal {-code}"
+
+
+def _send(rank: _Rank, number: int) -> None:
+    try:
+        signal.pidfd_send_signal(rank.pidfd, number)
+    except (ProcessLookupError, OSError):
+        pass
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,1 +1,0 @@
-"""Public test tools: real ranks forked from one pre-imported process, fault plans, a local cluster."""

@@ -1,0 +1,248 @@
+"""Deaths in whole-job mode, where torchrun owns the processes: noticed at once, one incident each, the first is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from allranks.blackbox.layout import knock_address
+from allranks.incidents import evidence
+from allranks.incidents.examine import Examination
+from allranks.incidents.folder import read_incidents
+from allranks.incidents.loop import Watch
+from allranks.incidents.options import WatchOptions
+from allranks.launch.node_agent import NodeAgent
+from allranks.model.cluster import MemberLost
+from allranks.supervise.replicas import ReplicaOptions, Supervisor
+from allranks.watch.exits import Ending, ExitWatcher
+from allranks.watch.first_death import Death, find_deaths, find_first
+from allranks.watch.memory_kills import MemoryKills
+from allranks.watch.samples import read_samples
+from allranks.watch.silence import NoticeOptions
+from boxes import write_box
+
+GONE = 2**22  # no process has such a number
+
+
+def found(folder: Path, endings: dict[int, Ending]) -> dict[int, str]:
+    """Rank -> how it died."""
+    return {death.rank: death.reason for death in find_deaths(read_samples(folder), endings, since_ns=1)}
+
+
+def test_a_death_is_told_from_an_end_that_was_asked_for(tmp_path: Path) -> None:
+    """A signal, a code and an exception are deaths; SIGTERM, code 0 and a life that goes on are not."""
+    write_box(tmp_path, 0, 5)
+    codes = {1: -signal.SIGKILL, 2: -signal.SIGTERM, 3: 0, 4: 3}
+    for rank in codes:
+        write_box(tmp_path, rank, 5, pid=GONE + rank)
+    write_box(tmp_path, 5, 5, closed=b"exception: ValueError (train.py:44): bad batch", closed_ns=10**9)
+    write_box(tmp_path, 6, 5, closed=b"exception: KeyboardInterrupt: ", closed_ns=10**9)
+    write_box(tmp_path, 7, 5, pid=GONE + 7)
+    endings = {GONE + rank: Ending(GONE + rank, code, 1.0) for rank, code in codes.items()}
+    assert found(tmp_path, endings) == {
+        1: "died of SIGKILL", 4: "exited with code 3", 5: "raised ValueError", 7: "ended without a goodbye",
+    }  # fmt: skip
+
+
+def test_who_only_echoes_another_end_is_not_the_first() -> None:
+    """A broken connection is reported earlier than the death that broke it was seen, and is still not the cause."""
+    echo = Death(0, 10, 1.0, "raised RuntimeError", "", "Connection closed by peer", echo=True)
+    cause = Death(2, 12, 1.2, "died of SIGKILL")
+    later = Death(1, 11, 1.5, "raised ValueError")
+    assert find_first([echo, later, cause]) == cause
+    assert find_first([echo]) == echo
+    assert find_first([]) is None
+
+
+def test_a_pidfd_or_a_knock_ends_the_wait_and_tells_how_a_child_ended() -> None:
+    """No polling: with an hour to wait both come back at once, and the code is left for the parent's own wait."""
+    lines = ExitWatcher()
+    lines.start()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        lines.hold([child.pid])
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as rank:
+            rank.sendto(b"!", knock_address(os.getpid()))
+        lines.wait(3600)
+        assert not lines.endings
+        child.kill()
+        lines.wait(3600)
+        assert lines.endings[child.pid].words == "died of SIGKILL"
+        assert child.wait() == -signal.SIGKILL
+    finally:
+        child.kill()
+        child.communicate()
+        lines.close()
+
+
+def watch(tmp_path: Path, **options: object) -> Watch:
+    """A watch that was made before the boxes."""
+    (tmp_path / "boxes").mkdir()
+    return Watch(
+        WatchOptions(tmp_path / "boxes", tmp_path / "incidents", "job", collect_stacks=False, **options)
+    )  # type: ignore[arg-type]
+
+
+def test_a_death_in_whole_job_mode_opens_one_incident_for_all_that_follows(tmp_path: Path) -> None:
+    """Rank 1 is gone and rank 0 raised because of it; the next round of processes starts afresh."""
+    dog = watch(tmp_path)
+    now = time.time_ns()
+    write_box(
+        tmp_path / "boxes",
+        0,
+        7,
+        start_ns=now,
+        closed=b"exception: RuntimeError: gloo: Connection closed",
+        closed_ns=now,
+    )
+    write_box(tmp_path / "boxes", 1, 7, start_ns=now, pid=GONE)
+    dog.look()
+    dog.look()
+    (story,) = read_incidents(tmp_path / "incidents")
+    assert (story["kind"], story["verdict"]["cause"], story["verdict"]["ranks"]) == (
+        "death",
+        "rank_died",
+        [1],
+    )
+    assert (tmp_path / "incidents" / story["id"] / "story.html").exists()
+    assert list((tmp_path / "incidents" / story["id"] / "boxes").glob("*.box"))
+    for rank in (0, 1):
+        write_box(tmp_path / "boxes", rank, 0, calls=2, start_ns=time.time_ns())
+    dog.look()
+    dog.close()
+    (story,) = read_incidents(tmp_path / "incidents")
+    assert story["closed"] is not None
+
+
+def test_boxes_of_an_earlier_run_are_no_deaths(tmp_path: Path) -> None:
+    """A folder may hold the ranks of yesterday."""
+    dog = watch(tmp_path)
+    write_box(tmp_path / "boxes", 0, 7, pid=GONE)
+    dog.look()
+    assert read_incidents(tmp_path / "incidents") == []
+
+
+class Living(Supervisor):
+    """A supervisor whose replica 1 is this process."""
+
+    running = True
+
+    def __init__(self) -> None:
+        super().__init__(ReplicaOptions((), 2))
+
+    def pids(self) -> dict[int, int]:
+        return {1: os.getpid()}
+
+    def is_running(self, replica: int) -> bool:
+        return self.running
+
+
+@pytest.mark.parametrize(("running", "calls"), [(True, 5), (False, 5), (True, 0)])
+def test_a_lost_replica_whose_process_runs_is_a_partition(tmp_path: Path, running: bool, calls: int) -> None:
+    """The lighthouse lost it, its agent sees it run: the network. One that is being stopped is none, and a process
+    that has made no call yet is the next life of the one that was lost."""
+    dog, supervisor = watch(tmp_path, mode="replica", replicas=2), Living()
+    supervisor.running = running
+    for rank in (0, 1):
+        write_box(tmp_path / "boxes", rank, 7, calls=calls)
+    agent = NodeAgent(dog, None, supervisor)
+    notice = MemberLost("replica-1", "connection was cut and did not come back")
+    agent._look_after(notice, agent._pids(notice), 5.0)
+    stories = read_incidents(tmp_path / "incidents")
+    assert [(s["kind"], s["ranks"], s["verdict"]["cause"]) for s in stories] == (
+        [("partition", [1], "none_finished")] if running and calls else []
+    )
+
+
+def test_a_death_is_told_while_a_standstill_is_examined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks stand still and their stacks take for ever to read: one is killed, and its incident does not wait."""
+    dog = watch(tmp_path, poll_s=0.05, notice=NoticeOptions(floor_s=0.1, warm_up_s=0.1))
+    examining, told = threading.Event(), threading.Event()
+
+    def examine(*args: object, **kwargs: object) -> Examination:
+        examining.set()
+        told.wait(60)
+        return Examination()
+
+    monkeypatch.setattr(evidence, "examine", examine)
+    dog.join(None, lambda incident: told.set() if incident.kind == "death" else None)
+    ranks = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
+    try:
+        for rank, process in enumerate(ranks):
+            write_box(tmp_path / "boxes", rank, 7, pid=process.pid, start_ns=time.time_ns())
+        dog.start()
+        assert examining.wait(60)
+        ranks[1].kill()
+        assert told.wait(30)
+    finally:
+        dog.close()
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    death, standstill = sorted(read_incidents(tmp_path / "incidents"), key=lambda story: story["kind"])
+    assert (death["kind"], death["verdict"]["ranks"]) == ("death", [1])
+    assert standstill["kind"] == "slow"
+    assert "rank 1 ended while it was looked at" in standstill["timeline"][-1]["text"]
+
+
+def test_the_watch_goes_on_while_the_lighthouse_does_not_answer_about_a_death(tmp_path: Path) -> None:
+    """Rank 1 dies and the question who leads its incident hangs: a rank that starts meanwhile is seen."""
+    dog = watch(tmp_path, poll_s=0.05)
+    asked, answer = threading.Event(), threading.Event()
+
+    def ask(*args: object, **kwargs: object) -> None:
+        asked.set()
+        answer.wait(60)
+
+    dog.gatherer.ask = ask  # type: ignore[method-assign]
+    ranks = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
+    try:
+        for rank, process in enumerate(ranks):
+            write_box(tmp_path / "boxes", rank, 7, pid=process.pid, start_ns=time.time_ns())
+        dog.start()
+        deadline = time.monotonic() + 30
+        while dog.ranks != (0, 1):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        ranks[1].kill()
+        assert asked.wait(30)
+        write_box(tmp_path / "boxes", 2, 7)
+        while dog.ranks != (0, 2):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        answer.set()
+        dog.close()
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    (story,) = read_incidents(tmp_path / "incidents")
+    assert (story["kind"], story["ranks"]) == ("death", [1])
+
+
+def test_a_kill_of_the_kernel_for_lack_of_memory_is_said(tmp_path: Path) -> None:
+    """The kernel's counter has moved since the last death; a later kill without that is only a kill."""
+    dog = watch(tmp_path)
+    counter = tmp_path / "vmstat"
+    counter.write_text("pgfault 9\noom_kill 3\n")
+    dog.deaths.memory_kills = MemoryKills(counter)
+    counter.write_text("pgfault 9\noom_kill 4\n")
+    for rank in (0, 1):
+        write_box(tmp_path / "boxes", rank, 7, pid=GONE + rank)
+        opened = dog.deaths.note_death(Death(rank, GONE + rank, time.time(), "died of SIGKILL"))
+        assert opened is not None
+    dog.close()
+    starved, killed = read_incidents(tmp_path / "incidents")
+    assert starved["reason"] == "rank 0 died of SIGKILL: the kernel ended it for lack of memory"
+    assert killed["reason"] == "rank 1 died of SIGKILL"
+    assert [moment["name"] for moment in killed["timeline"]][-3:] == ["died", "noticed", "evidence"]

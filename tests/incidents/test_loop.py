@@ -1,0 +1,275 @@
+"""The loop between suspicion and action, over hand-made black boxes and a hand-set clock."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.incidents import evidence as gatherer_module
+from allranks.incidents.examine import Examination, nearest_line, verdict_on
+from allranks.incidents.folder import read_incidents
+from allranks.incidents.loop import Watch
+from allranks.incidents.options import WatchOptions
+from allranks.incidents.policy import PolicyOptions
+from allranks.incidents.upload import Keeper
+from allranks.launch.node_agent import NodeAgent
+from allranks.model.incident import Action, Incident
+from allranks.model.stacks import ChildState, RankState, StacksReport
+from allranks.supervise.replicas import Event, ReplicaOptions, Request, Supervisor
+from allranks.watch.first_death import Death
+from allranks.watch.silence import NoticeOptions, Suspicion
+from boxes import write_box
+
+START_S = time.monotonic()  # the hand-set clock runs ahead of the real one
+VERDICT = {
+    "cause": "stuck_before_collective",
+    "ranks": [1],
+    "confidence": 0.95,
+    "sentence": "rank 1 is stuck",
+}
+
+
+@dataclass
+class Hand:
+    """An actor that remembers, or fails."""
+
+    error: Exception | None = None
+    done: list[Action] = field(default_factory=list)
+
+    def act(self, action: Action, incident: Incident) -> str:
+        """As asked."""
+        if self.error is not None:
+            raise self.error
+        self.done.append(action)
+        return "done"
+
+
+def look(watch: Watch, at_s: float) -> Suspicion | None:
+    """One turn of the watch."""
+    return watch.look(START_S + 1000 + at_s)
+
+
+def trained(tmp_path: Path, hand: Hand, **options: Any) -> Watch:
+    """A watch that has seen three replicas do thirty quick steps; its clock stands at 3.0 s."""
+    boxes = tmp_path / "boxes"
+    boxes.mkdir()
+    watch = Watch(
+        WatchOptions(
+            boxes, tmp_path / "incidents", "job", mode="replica", replicas=3, collect_stacks=False,
+            notice=NoticeOptions(floor_s=5, warm_up_marks=5, retry_s=60), **options,
+        ),
+        actor=hand,
+    )  # fmt: skip
+    for step in range(31):
+        for rank in range(3):
+            write_box(boxes, rank, step)
+        assert look(watch, step / 10) is None
+    return watch
+
+
+def answer_with(monkeypatch: pytest.MonkeyPatch, found: Examination) -> None:
+    """Every examination finds this."""
+    monkeypatch.setattr(gatherer_module, "examine", lambda *args, **kwargs: found)
+
+
+def test_a_failing_page_webhook_or_actor_does_not_lose_the_incident(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is told raises, and so does who should act: the story is complete on disk and says so."""
+    answer_with(monkeypatch, Examination(verdict=VERDICT))
+    watch = trained(tmp_path, Hand(error=RuntimeError("no supervisor")))
+
+    def deaf(incident: Incident) -> None:
+        raise ValueError("deaf")
+
+    watch.join(None, deaf)
+    for now in (8.1, 10.7):
+        assert look(watch, now) is not None
+    (story,) = read_incidents(tmp_path / "incidents")
+    assert story["action"]["kind"] == "evict" and story["action"]["done"] is False
+    assert "no supervisor" in story["action"]["result"]
+    assert (tmp_path / "incidents" / story["id"] / "story.html").exists()
+
+
+def test_a_second_hang_soon_after_waits_for_the_back_off_in_one_incident(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is neither given up nor reported again and again; it is answered when the back-off is over."""
+    answer_with(monkeypatch, Examination(verdict=VERDICT))
+    hand = Hand()
+    watch = trained(tmp_path, hand, policy=PolicyOptions(back_off_s=0.5))
+    watch.inquiries._policy = watch.inquiries._policy.after(time.monotonic(), 0, 3600)
+    look(watch, 8.1)
+    look(watch, 10.7)
+    assert hand.done == []
+    now = 10.7
+    while not hand.done:
+        now += 0.01
+        look(watch, now)
+    assert [action.replica for action in hand.done] == [1]
+    assert len(read_incidents(tmp_path / "incidents")) == 1
+
+
+@pytest.mark.parametrize("named", [0, 1])
+def test_a_replica_that_has_not_moved_since_before_a_regroup_is_evicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: int
+) -> None:
+    """Ranks 0 and 2 gave step 30 up and try it again in a new group, in which the boxes look like the start of a job;
+    rank 1 sleeps. Nobody who has made 30 steps "has not begun"."""
+    ranks = {
+        r: RankState(r, "sleep" if r == 1 else "collective_wait", "data.py:3 in load", "") for r in range(3)
+    }
+    report = StacksReport(hung=True, culprits=(1,), sentence="", ranks=ranks)
+    wrong = {"cause": "not_started", "ranks": [named], "confidence": 0.9, "sentence": "has not begun"}
+    answer_with(monkeypatch, Examination(stacks=report, verdict=wrong))
+    hand = Hand()
+    watch = trained(tmp_path, hand)
+    for rank in (0, 2):
+        write_box(tmp_path / "boxes", rank, 30, calls=70, step_ns=2)
+    for tenths in range(31, 120):
+        look(watch, tenths / 10)
+    assert [(action.kind, action.replica, action.ranks) for action in hand.done] == [("evict", 1, (1,))]
+    (story,) = read_incidents(tmp_path / "incidents")
+    assert (story["verdict"]["cause"], story["ranks"]) == ("sleep", [1])
+    assert story["verdict"]["sentence"].startswith("rank 1 has not moved for ")
+
+
+def test_a_stopped_replica_that_the_others_left_behind_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is frozen; ranks 0 and 2 train on; rank 1's replica is evicted once, the others are not touched."""
+    state = RankState(1, "stopped", "data.py:3 in load", "state T")
+    report = StacksReport(hung=None, culprits=(1,), sentence="", ranks={1: state})
+    answer_with(monkeypatch, Examination(stacks=report))
+    hand = Hand()
+    watch = trained(tmp_path, hand)
+    for moment in range(40, 200):
+        for rank in (0, 2):
+            write_box(tmp_path / "boxes", rank, moment)
+        look(watch, moment / 10)
+        if watch.inquiries._behind is not None:
+            watch.inquiries._behind.next_s = 0.0
+    assert [(action.kind, action.replica, action.ranks) for action in hand.done] == [("evict", 1, (1,))]
+    (story,) = read_incidents(tmp_path / "incidents")
+    assert (story["kind"], story["verdict"]["cause"], story["step"]) == ("hang", "stopped", 30)
+    assert "recovered" in [moment["name"] for moment in story["timeline"]]
+
+
+def test_a_suspicion_that_one_look_did_not_settle_is_no_hang_when_the_job_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow ending is not an incident of its own."""
+    answer_with(monkeypatch, Examination(verdict=VERDICT))
+    watch = trained(tmp_path, Hand())
+    look(watch, 8.1)
+    watch.close()
+    (story,) = read_incidents(tmp_path / "incidents")
+    assert story["kind"] == "slow"
+
+
+def test_when_all_ranks_die_at_once_their_next_lives_end_the_incident(tmp_path: Path) -> None:
+    """There are no survivors to watch: the job has recovered when every rank completes calls again."""
+    watch = trained(tmp_path, Hand())
+    for rank in range(3):
+        write_box(tmp_path / "boxes", rank, 30, pid=2**22 + rank)  # no such process
+    opened = watch.deaths.note_death(Death(1, 2**22 + 1, 1.0, "died of SIGKILL"))
+    assert opened is not None
+    for rank in range(3):
+        write_box(tmp_path / "boxes", rank, -1, calls=0)
+    look(watch, 5.0)
+    assert opened.current.closed is None
+    for rank in range(3):
+        write_box(tmp_path / "boxes", rank, 0, calls=2)
+    look(watch, 6.0)
+    assert json.loads((opened.path / "incident.json").read_text())["closed"] is not None
+
+
+def test_of_a_replica_left_behind_the_rank_that_waits_for_nobody_is_named() -> None:
+    """Rank 2 waits for rank 3, which is stopped; when all wait, nobody is accused with confidence."""
+    ranks = {2: RankState(2, "collective_wait", "", ""), 3: RankState(3, "stopped", "a.py:1 in f", "state T")}
+    verdict = verdict_on([2, 3], StacksReport(None, (3,), "", ranks), "silent")
+    assert verdict is not None and (verdict["ranks"], verdict["confidence"]) == ([3], 0.9)
+    waiting = verdict_on([2], StacksReport(None, (), "", ranks), "silent")
+    assert waiting is not None and waiting["confidence"] < 0.6
+    assert verdict_on([2], None, "silent") is None
+
+
+class Ranks(Supervisor):
+    """A supervisor that starts nothing: replicas 1 and 2 are in their second life."""
+
+    def __init__(self) -> None:
+        super().__init__(ReplicaOptions((), 3))
+        self.asked: list[Request] = []
+
+    def restarted(self) -> tuple[int, ...]:
+        return (1, 2)
+
+    def pids(self) -> dict[int, int]:
+        return {1: os.getpid(), 2: os.getpid()}
+
+    def request(self, request: Request) -> None:
+        self.asked.append(request)
+
+
+def test_when_the_training_is_over_a_replica_on_its_way_back_is_turned_away(tmp_path: Path) -> None:
+    """Replica 2 has completed calls and ends by itself; replica 1 would train alone from the first step."""
+    watch, ranks = trained(tmp_path, Hand()), Ranks()
+    write_box(tmp_path / "boxes", 1, -1, calls=0)
+    NodeAgent(watch, None, ranks)._happened(Event("finished", 0, 0.0))
+    assert [(request.action, request.replica) for request in ranks.asked] == [("stop", 1)]
+
+
+def test_a_replica_has_trained_when_its_calls_and_steps_went_on_for_a_while(tmp_path: Path) -> None:
+    """Replica 1 trained for a minute, replica 2 died in its first steps, replica 0 has just started."""
+    watch = trained(tmp_path, Hand())
+    agent = NodeAgent(watch, None, Ranks())
+    write_box(tmp_path / "boxes", 0, -1, calls=0, start_ns=10**18)
+    write_box(tmp_path / "boxes", 1, 900, start_ns=10**18, step_ns=10**18 + 60 * 10**9)
+    write_box(tmp_path / "boxes", 2, 900, calls=4, start_ns=10**18, step_ns=10**18 + 60 * 10**9)
+    assert [agent.has_trained(replica) for replica in range(3)] == [False, True, False]
+
+
+class Bucket:
+    """Blobs in a dict; the first put fails."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[str, bytes] = {}
+        self.failures = 1
+
+    def put(self, key: str, pieces: Iterable[memoryview], length: int) -> None:
+        """Keeps them."""
+        if self.failures:
+            self.failures -= 1
+            raise OSError("slow down")
+        self.blobs[key] = b"".join(pieces)
+
+
+def test_incident_folders_are_copied_to_an_object_store_as_they_grow(tmp_path: Path) -> None:
+    """A failed copy is made up for by the next one, and what did not change is not copied twice."""
+    bucket = Bucket()
+    keeper = Keeper(bucket)
+    keeper.start()
+    folder = tmp_path / "i-1"
+    (folder / "boxes").mkdir(parents=True)
+    (folder / "boxes" / "0.box").write_bytes(b"box")
+    keeper.keep(folder)
+    keeper.keep(folder)
+    keeper.close()
+    assert bucket.blobs == {"i-1/boxes/0.box": b"box"}
+    assert keeper._copy(folder) == 0
+
+
+def test_the_line_nearest_the_hang_is_the_users_also_in_a_dataloader_worker() -> None:
+    """A rank that waits for its worker is at the line of the worker; a worker in a library says nothing."""
+    worker = ChildState(1, 7, "sleep", "data.py:88 in __getitem__", "")
+    rank = RankState(0, "dataloader_wait", "train.py:20 in main", "", children=(worker,))
+    assert nearest_line(rank) == "data.py:88 in __getitem__ (DataLoader worker 1)"
+    idle = replace(worker, cause="queue_wait", where="queues.py:107 in get")
+    assert nearest_line(replace(rank, children=(idle,))) == "train.py:20 in main"

@@ -1,0 +1,172 @@
+"""Evidence of other nodes: parts are bounded, go to whoever leads, and who does not answer is named."""
+
+from __future__ import annotations
+
+import io
+import urllib.error
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from allranks.errors import InputError
+from allranks.incidents.evidence_archive import pack_part, unpack_part
+from allranks.incidents.evidence_server import EvidenceServer, send_part
+from allranks.incidents.loop import Watch
+from allranks.incidents.options import WatchOptions
+from allranks.incidents.peers import PeerAgents
+from allranks.launch.node_agent import NodeAgent
+from allranks.lighthouse.client.client import Client, ClientOptions
+from allranks.lighthouse.evidence_owner import Current, decide_gathering
+from allranks.lighthouse.options import Options, ServerOptions
+from allranks.lighthouse.server import Lighthouse
+from allranks.model.cluster import FOLLOW_S, CollectEvidence, Evicted, Gathering
+from allranks.supervise.replicas import ReplicaOptions, Request, Supervisor
+from boxes import write_box
+
+TOKEN = "secret"
+
+
+def test_a_part_arrives_as_it_was_sent_and_names_what_did_not_fit(tmp_path: Path) -> None:
+    """Boxes come before what is too large; the receiver knows what was left out."""
+    (tmp_path / "a" / "boxes").mkdir(parents=True)
+    (tmp_path / "a" / "stacks").mkdir()
+    (tmp_path / "a" / "boxes" / "0.box").write_bytes(b"box")
+    (tmp_path / "a" / "stacks" / "large.json").write_bytes(bytes(5000))
+    data = pack_part(tmp_path / "a", ["stacks of rank 3: gone"], limit=4000)
+    missing = unpack_part(data, tmp_path / "b")
+    assert (tmp_path / "b" / "boxes" / "0.box").read_bytes() == b"box"
+    assert not (tmp_path / "b" / "stacks").exists()
+    assert missing[0] == "stacks of rank 3: gone" and "large.json: left out" in missing[1]
+
+
+@pytest.mark.parametrize("name", ["../evil", "/etc/evil", "incident.json", "boxes/../../evil"])
+def test_a_part_cannot_write_outside_its_places(tmp_path: Path, name: str) -> None:
+    """A part comes over the network: it may add boxes and stacks, nothing else."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as pack:
+        pack.writestr(name, "x")
+    with pytest.raises(InputError):
+        unpack_part(data.getvalue(), tmp_path / "in")
+    assert not list(tmp_path.rglob("evil")) and not list(tmp_path.rglob("incident.json"))
+
+
+def test_a_part_that_grows_when_unpacked_or_is_none_is_refused(tmp_path: Path) -> None:
+    """A small file may hold gigabytes."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as pack:
+        pack.writestr("boxes/0.box", bytes(100_000))
+    for bad in (data.getvalue(), b"no zip"):
+        with pytest.raises(InputError):
+            unpack_part(bad, tmp_path, limit=10_000)
+
+
+def test_the_mailbox_wants_the_token_and_takes_only_what_is_expected(tmp_path: Path) -> None:
+    """A stranger gets 401, a part of an incident that is over 410, a silent node is named, a lost one not waited for."""
+    (tmp_path / "boxes").mkdir()
+    (tmp_path / "boxes" / "0.box").write_bytes(b"box")
+    data = pack_part(tmp_path, [])
+    box = EvidenceServer(TOKEN)
+    box.start()
+    try:
+        box.expect("i-1", tmp_path / "in")
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            send_part(box.address, "i-1", "agent-a", "wrong", data)
+        send_part(box.address, "i-1", "agent-a", TOKEN, data)
+        assert box.wait("i-1", ("agent-a", "agent-b"), 0.0) == ["agent-b: no evidence within 0 s"]
+        box.expect("i-2", tmp_path / "in")
+        box.give_up("agent-b")
+        assert box.wait("i-2", ("agent-b",), 3600.0) == ["agent-b: no evidence, it is gone"]
+        with pytest.raises(urllib.error.HTTPError, match="410"):
+            send_part(box.address, "i-1", "agent-b", TOKEN, data)
+    finally:
+        box.close()
+    assert (tmp_path / "in" / "boxes" / "0.box").read_bytes() == b"box"
+
+
+def test_the_first_agent_that_notices_leads_until_it_is_gone_or_silent() -> None:
+    """Others follow it; a command is served beside it; only agents are asked."""
+    observers = {"agent-a", "agent-b", "command-x"}
+    wanted = CollectEvidence("i-1", "hang", lead="agent-a")
+    mine, new = decide_gathering(0.0, wanted, None, observers)
+    assert (mine, new) == (Gathering("i-1", "agent-a", ("agent-b",)), True)
+    later = CollectEvidence("i-2", "hang", lead="agent-b")
+    assert decide_gathering(1.0, later, Current(mine, 0.0), observers) == (mine, False)
+    assert decide_gathering(FOLLOW_S, later, Current(mine, 0.0), observers)[0].lead == "agent-b"
+    assert decide_gathering(1.0, later, Current(mine, 0.0), {"agent-b"})[0].lead == "agent-b"
+    another = CollectEvidence("i-2", "killed", lead="agent-b", follow_s=5.0)
+    assert decide_gathering(1.0, another, Current(mine, 0.0), observers)[0].lead == "agent-a"
+    assert decide_gathering(6.0, another, Current(mine, 0.0), observers)[0].lead == "agent-b"
+    asked = CollectEvidence("i-3", "", lead="command-x", alone=False)
+    assert decide_gathering(1.0, asked, Current(mine, 0.0), observers)[0].agents == ("agent-a", "agent-b")
+
+
+def node(tmp_path: Path, name: str, lighthouse: Lighthouse) -> tuple[Client, Watch, NodeAgent]:
+    """An agent with one rank's box; its watch is not started."""
+    folder = tmp_path / name
+    folder.mkdir()
+    write_box(folder, ord(name) - ord("a"), 7)
+    client = Client(
+        ClientOptions((lighthouse.address,), TOKEN, f"agent-{name}", name, role="observer", beacon=False)
+    ).start()
+    options = WatchOptions(
+        folder, tmp_path / "incidents", "job", name, mode="whole_job", collect_stacks=False
+    )
+    watch = Watch(options)
+    agent = NodeAgent(watch, client, company=PeerAgents(client, TOKEN))
+    watch.join(agent.company, lambda incident: None)
+    client.subscribe(agent._noticed)
+    return client, watch, agent
+
+
+def test_one_node_leads_and_gets_the_boxes_of_the_other(tmp_path: Path) -> None:
+    """Its part comes by itself; when it asks for the same hang it is told to follow. A deaf third one is asked too."""
+    with Lighthouse(Options(), ServerOptions(token=TOKEN)) as lighthouse:
+        nodes = [node(tmp_path, name, lighthouse) for name in "ab"]
+        deaf = Client(
+            ClientOptions((lighthouse.address,), TOKEN, "agent-c", "c", role="observer", beacon=False)
+        ).start()
+        try:
+            a, b = (agent for _, _, agent in nodes)
+            assert a.company is not None and b.company is not None
+            found = a.company.ask("20260101-000000-hang", "silence")
+            assert found is not None and found.agents == ("agent-b", "agent-c")
+            a.company.expect(found, tmp_path / "led")
+            assert b.company.ask("20260101-000001-hang", "silence") == found
+            assert a.company.wait(replace(found, agents=("agent-b",))) == []
+            assert b.company.took_part_in("20260101-000000-hang")
+            assert [box.name for box in (tmp_path / "led" / "boxes").iterdir()] == ["1.box"]
+        finally:
+            for client in (deaf, *(client for client, _, _ in nodes)):
+                client.close()
+            for _, _, agent in nodes:
+                agent.close()
+
+
+class Replicas(Supervisor):
+    """A supervisor that starts nothing and remembers what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(ReplicaOptions((), 2, first_replica=2, total_replicas=4))
+        self.asked: list[Request] = []
+
+    def request(self, request: Request) -> None:
+        self.asked.append(request)
+
+
+def test_a_replica_that_another_node_evicted_in_our_common_incident_is_started_again_here(
+    tmp_path: Path,
+) -> None:
+    """What a person evicted stays out, and so does what is not ours."""
+    ranks = Replicas()
+    company = PeerAgents(Client(ClientOptions(("127.0.0.1:1",), TOKEN, "agent-b")), TOKEN)
+    company._asked.add("20260101-000000-hang")
+    agent = NodeAgent(None, None, ranks, company)
+    for replica, reason in (
+        ("replica-3", "20260101-000000-hang: sleep of rank 3"),
+        ("replica-2", "a person wants it so"),
+        ("replica-0", "20260101-000000-hang: sleep of rank 0"),
+    ):
+        agent._noticed(Evicted(replica, reason))
+    assert [(request.action, request.replica) for request in ranks.asked] == [("restart", 3)]

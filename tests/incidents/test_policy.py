@@ -1,0 +1,72 @@
+"""What is done about an incident: pure decisions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from allranks.incidents.policy import Case, PolicyOptions, PolicyState, decide_action, decide_leaving
+
+REPLICA = Case(
+    "replica", "stuck_before_collective", (5,), 0.95, ranks_per_replica=2, replicas=4, members=(0, 1, 2, 3)
+)
+WHOLE = Case("whole_job", "missing_rank", (5,), 0.95)
+
+
+def kind(case: Case, state: PolicyState = PolicyState(), options: PolicyOptions = PolicyOptions()) -> str:  # noqa: B008
+    """Only the kind of the action."""
+    return decide_action(1000.0, case, state, options)[0].kind
+
+
+def test_replica_mode_evicts_the_guilty_replica() -> None:
+    """Rank 5 of replicas of two belongs to replica 2."""
+    action, reason = decide_action(1000.0, REPLICA, PolicyState(), PolicyOptions())
+    assert (action.kind, action.replica, action.ranks) == ("evict", 2, (5,))
+    assert "stuck_before_collective of rank 5" in reason
+
+
+def test_whole_job_mode_is_a_dry_run_unless_enabled() -> None:
+    """A restart of the whole job is the user's decision."""
+    assert kind(WHOLE) == "dry_run"
+    assert kind(WHOLE, options=PolicyOptions(enabled=True)) == "restart_job"
+
+
+def test_nobody_is_evicted_for_the_network() -> None:
+    """All entered, none finished: no rank is blamed."""
+    assert kind(replace(REPLICA, cause="none_finished", ranks=())) == "collect"
+    assert kind(replace(REPLICA, cause="none_finished")) == "collect"
+
+
+def test_a_doubtful_verdict_evicts_nobody() -> None:
+    """Below the least confidence only evidence is kept."""
+    assert kind(replace(REPLICA, confidence=0.5)) == "collect"
+
+
+def test_most_replicas_at_once_are_not_evicted() -> None:
+    """If three of four are named, the verdict or the program is wrong."""
+    assert kind(replace(REPLICA, ranks=(0, 2, 4))) == "collect"
+
+
+def test_the_budget_and_the_back_off_hold() -> None:
+    """No restart storms."""
+    options = PolicyOptions(max_actions=2, window_s=100, back_off_s=10)
+    assert kind(REPLICA, PolicyState((995.0,)), options) == "collect"
+    assert kind(REPLICA, PolicyState((950.0,)), options) == "evict"
+    assert kind(REPLICA, PolicyState((920.0, 950.0)), options) == "collect"
+    assert kind(REPLICA, PolicyState((800.0, 850.0)), options) == "evict"
+
+
+def test_actions_are_remembered_within_the_window() -> None:
+    """Old actions are forgotten, repeated offenders counted."""
+    state = PolicyState().after(0.0, 2, 100).after(50.0, 2, 100).after(140.0, 3, 100)
+    assert state.acted_s == (50.0, 140.0)
+    assert state.against == {2: 2, 3: 1}
+
+
+def test_a_node_that_fails_again_and_again_leaves() -> None:
+    """Three failures within the window; a dry run without the permission of the user."""
+    on = PolicyOptions(enabled=True)
+    assert decide_leaving(100.0, [1.0, 50.0], on)[0] is None
+    assert decide_leaving(100.0, [1.0, 50.0, 99.0], on)[0] == "leave_node"
+    assert decide_leaving(4000.0, [1.0, 50.0, 3999.0], on)[0] is None
+    kind, reason = decide_leaving(100.0, [1.0, 50.0, 99.0], PolicyOptions())
+    assert kind == "dry_run" and "would leave the job" in reason

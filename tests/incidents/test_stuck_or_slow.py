@@ -1,0 +1,81 @@
+"""Stuck or slow: decisions over looks at a silent job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from allranks.incidents.stuck_or_slow import Look, judge
+from allranks.model.stacks import RankState, StackFrame, StacksReport
+
+
+def look(number: int, cause: str, *functions: str, file: str = "train.py", moved: bool = False) -> Look:
+    """One look at a job whose rank 1 is in `functions`, innermost first; line numbers differ each time."""
+    stack = tuple(StackFrame(name, file, 10 + number) for name in functions)
+    state = RankState(1, cause, "train.py:10 in f", "", stack=stack)
+    report = StacksReport(hung=True, culprits=(1,), sentence="", ranks={1: state})
+    return Look(at_s=number * 5.0, quiet_s=10.0 + number * 5.0, report=report, moved=moved)
+
+
+def test_one_look_never_decides() -> None:
+    """Four identical snapshots of a healthy straggler look like a hang."""
+    assert judge([look(0, "sleep", "load")], 300)[0] is None
+
+
+def test_a_sleeper_is_hung_at_the_second_look() -> None:
+    """It waits for nobody and does not move."""
+    verdict, reason = judge([look(0, "sleep", "load"), look(1, "sleep", "load")], 300)
+    assert verdict is True
+    assert "rank 1 (sleep, train.py:10 in f)" in reason
+
+
+def test_progress_during_a_look_means_slow() -> None:
+    """The mark moved: no hang."""
+    assert judge([look(0, "sleep", "load"), look(1, "sleep", "load", moved=True)], 300)[0] is False
+
+
+def test_a_working_rank_gets_time_until_the_cap() -> None:
+    """Evaluation: CPU burns and the functions change."""
+    looks = [look(n, "busy_python", f"layer{n}", "evaluate") for n in range(6)]
+    assert judge(looks, 300)[0] is None
+    assert judge([*looks, Look(99, 301, looks[-1].report, False)], 300)[0] is True
+
+
+def test_an_endless_loop_is_hung_at_the_third_look() -> None:
+    """CPU burns in the same function, though the line moves inside it."""
+    looks = [look(n, "busy_python", "spin", "main") for n in range(3)]
+    assert judge(looks[:2], 300)[0] is None
+    assert judge(looks, 300)[0] is True
+
+
+def test_compilation_is_not_a_hang() -> None:
+    """Frames of the compiler get patience even if they stand still."""
+    looks = [look(n, "native_call", "compile", file="/x/torch/_inductor/codecache.py") for n in range(5)]
+    assert judge(looks, 300)[0] is None
+
+
+def test_when_all_wait_for_each_other_it_is_a_hang() -> None:
+    """A deadlock by order has no culprit in the stacks."""
+    report = StacksReport(hung=True, culprits=(), sentence="")
+    looks = [Look(0, 10, report, False), Look(5, 15, report, False)]
+    assert judge(looks, 300)[0] is True
+
+
+def test_calls_of_a_long_step_buy_time_until_the_cap() -> None:
+    """An evaluation between two steps: no step is done, but its collectives complete."""
+    looks = [look(n, "sleep", "load") for n in range(3)]
+    assert judge([*looks[:2], replace(looks[2], calling=True)], 300)[0] is None
+    assert judge([*looks[:2], replace(looks[2], calling=True, quiet_s=301)], 300)[0] is True
+
+
+def test_a_pause_of_all_ranks_is_not_a_hang_until_the_cap() -> None:
+    """Everybody loads data or evaluates: nobody waits for anybody. Once one waits for another it is a hang."""
+
+    def looks(*causes: str, quiet_s: float = 15) -> list[Look]:
+        ranks = {rank: RankState(rank, cause, "train.py:10 in f", "") for rank, cause in enumerate(causes)}
+        guilty = tuple(rank for rank, cause in enumerate(causes) if cause == "sleep")
+        report = StacksReport(hung=True, culprits=guilty, sentence="", ranks=ranks)
+        return [Look(0, 10, report, False), Look(5, quiet_s, report, False)]
+
+    assert judge(looks("sleep", "sleep", "sleep"), 300)[0] is None
+    assert judge(looks("sleep", "sleep", "sleep", quiet_s=300), 300)[0] is True
+    assert judge(looks("collective_wait", "sleep", "sleep"), 300)[0] is True

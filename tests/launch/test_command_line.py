@@ -1,0 +1,73 @@
+"""`allranks run` takes torchrun's command line as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from allranks.errors import ConfigurationError
+from allranks.launch.command_line import arrange, flag_value, from_environment, has_flag
+from allranks.launch.environment import job_token
+
+OURS = {"--replicas": True, "--no-watch": False}
+
+
+def test_our_flags_are_found_among_torchruns() -> None:
+    """In any order, with = or a blank; nothing after the script is touched."""
+    words = [
+        "--nnodes=2:4",
+        "--replicas",
+        "3",
+        "--standalone",
+        "--no-watch",
+        "--rdzv_id",
+        "job7",
+        "train.py",
+        "--replicas",
+        "9",
+        "--lr=1",
+    ]
+    assert arrange(words, OURS) == (
+        ["--replicas", "3", "--no-watch"],
+        ["--nnodes=2:4", "--standalone", "--rdzv_id", "job7"],
+        ["train.py", "--replicas", "9", "--lr=1"],
+    )
+
+
+def test_modules_and_commands_are_scripts_too() -> None:
+    """-m and --no-python stand alone, so the next word is the script."""
+    assert arrange(["-m", "pkg.train", "--x", "1"], OURS) == ([], ["-m"], ["pkg.train", "--x", "1"])
+    assert arrange(["--no_python", "./run.sh", "a"], OURS) == ([], ["--no_python"], ["./run.sh", "a"])
+    assert arrange(["--replicas=2", "--", "./run.sh"], OURS) == (["--replicas=2"], [], ["./run.sh"])
+
+
+def test_both_spellings_of_a_flag_are_found() -> None:
+    """torchrun knows --rdzv-id and --rdzv_id."""
+    assert flag_value(["--rdzv_id", "a"], "--rdzv-id") == "a"
+    assert flag_value(["--rdzv-id=b"], "--rdzv-id") == "b"
+    assert has_flag(["--rdzv_backend=c10d"], "--rdzv-backend")
+    assert not has_flag(["--rdzv"], "--rdzv-backend")
+
+
+def test_variables_of_torchrun_are_read_like_its_flags() -> None:
+    """PET_* as Kubeflow sets them; what was typed wins."""
+    variables = {
+        "PET_NNODES": "2:4",
+        "PET_RDZV_ID": "a",
+        "PET_STANDALONE": "0",
+        "PET_NO_PYTHON": "1",
+        "PET": "x",
+    }
+    assert from_environment(variables, ["--rdzv_id=b"]) == ["--nnodes=2:4", "--no-python"]
+
+
+def test_the_token_of_a_job_is_given_read_or_made(tmp_path: Path) -> None:
+    """The variable, the file that another names, or a new one each time."""
+    (tmp_path / "token").write_text("from the file\n")
+    file = {"ALLRANKS_TOKEN_FILE": str(tmp_path / "token")}
+    assert job_token({**file, "ALLRANKS_TOKEN": "given"}) == "given"
+    assert job_token(file) == "from the file"
+    assert len({job_token({}) for _ in range(3)}) == 3
+    with pytest.raises(ConfigurationError, match="cannot read the job token"):
+        job_token({"ALLRANKS_TOKEN_FILE": str(tmp_path / "none")})

@@ -1,0 +1,55 @@
+"""Where a c10d rendezvous is held: told from the port alone, and waited for only as long as allowed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from allranks.drill.ranks import free_port
+from allranks.launch.endpoint import split, wait_for_host, who_listens
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "place"),
+    [
+        ("node1:1234", ("node1", 1234)),
+        ("node1", ("node1", 29400)),
+        ("[::1]:1234", ("::1", 1234)),
+        ("[::1]", ("::1", 29400)),
+        ("", ("localhost", 29400)),
+    ],
+)
+def test_an_endpoint_is_a_host_and_a_port(endpoint: str, place: tuple[str, int]) -> None:
+    """Without a port it is torchrun's."""
+    assert split(endpoint) == place
+
+
+def test_a_port_of_this_machine_is_free_or_held_and_others_are_elsewhere() -> None:
+    """The last one is an address that no machine may have."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert who_listens(f"127.0.0.1:{server.getsockname()[1]}") == "somebody"
+    assert who_listens(f"127.0.0.1:{free_port()}") == "nobody"
+    assert who_listens("192.0.2.1:29400") == "elsewhere"
+
+
+def test_a_host_that_does_not_come_is_waited_for_until_the_deadline() -> None:
+    """A name that nobody has; a port here needs no wait."""
+    assert not wait_for_host("no-such-host.invalid:29400", time.monotonic() + 0.1)
+    assert wait_for_host(f"127.0.0.1:{free_port()}", time.monotonic())
+
+
+def test_a_host_elsewhere_that_comes_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts to listen while we wait. (Every address of this machine can be bound: that one is ours is hidden.)"""
+    port = free_port()
+    monkeypatch.setattr("allranks.launch.endpoint.who_listens", lambda endpoint: "elsewhere")
+    found: list[bool] = []
+    waiting = threading.Thread(
+        target=lambda: found.append(wait_for_host(f"127.0.0.1:{port}", time.monotonic() + 60))
+    )
+    waiting.start()
+    with socket.create_server(("127.0.0.1", port)):
+        waiting.join(60)
+    assert found == [True]

@@ -1,0 +1,234 @@
+"""Slurm: the pure lines, and a real Slurm with two nodes on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from allranks.cli import main
+from allranks.drill.ranks import free_port
+from allranks.errors import InputError
+from allranks.launch.slurm import (
+    Allocation,
+    SubmitOptions,
+    collect_words,
+    expand_nodes,
+    read_allocation,
+    replicas_of_node,
+    sbatch_script,
+    srun_words,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("node7", ["node7"]),
+        ("gpu[01-03,7],login", ["gpu01", "gpu02", "gpu03", "gpu7", "login"]),
+        ("r[1-2]n[8-9]", ["r1n8", "r1n9", "r2n8", "r2n9"]),
+        ("a,b[9-10]", ["a", "b9", "b10"]),
+    ],
+)
+def test_node_lists_are_expanded(text: str, names: list[str]) -> None:
+    """Slurm's short form in full, with leading zeros kept."""
+    assert list(expand_nodes(text)) == names
+
+
+def test_outside_of_an_allocation_the_error_names_the_cure() -> None:
+    """Nothing is guessed."""
+    with pytest.raises(InputError, match="SLURM_JOB_ID is not set") as caught:
+        read_allocation({})
+    assert "slurm submit" in caught.value.hint
+
+
+def test_the_srun_line_starts_one_agent_per_node_and_keeps_what_the_user_chose() -> None:
+    """Defaults come from the allocation; a given flag wins."""
+    found = read_allocation({"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "8"})
+    assert found == Allocation("77", ("n1", "n2"), 8)
+    words = srun_words(found, ["--rdzv-id=mine"], ["train.py", "--nnodes", "1"])
+    assert words[:4] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
+    assert "--rdzv-endpoint=n1:20077" in words
+    assert "--nproc-per-node=8" in words
+    assert [w for w in words if w.startswith("--rdzv-id")] == ["--rdzv-id=mine"]
+    assert words[-4:] == ["--", "train.py", "--nnodes", "1"] and "--nnodes=2" in words
+
+
+def test_what_a_job_file_chooses_is_not_overridden(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file's ranks and nodes stand; where to meet comes from the allocation."""
+    (tmp_path / "job.yaml").write_text("elastic: {max_nodes: 2, nproc_per_node: 8}\n")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    assert main(["slurm", "wrap", "--dry-run", "--config", str(tmp_path / "job.yaml"), "train.py"]) == 0
+    line = capsys.readouterr().out
+    assert "--nproc-per-node" not in line and "--nnodes" not in line and "--rdzv-endpoint=n1:20077" in line
+
+
+def test_replicas_are_numbered_over_the_nodes_of_a_step() -> None:
+    """srun starts the same line everywhere; outside of a step a node is alone, whatever was allocated."""
+    assert replicas_of_node({"SLURM_STEP_NUM_NODES": "3", "SLURM_NODEID": "2"}, 4) == (8, 12)
+    assert replicas_of_node({"SLURM_NNODES": "3", "SLURM_NODEID": "0"}, 4) == (0, 4)
+
+
+def test_the_batch_script_is_requeued_and_quoted() -> None:
+    """Arguments with blanks survive."""
+    text = sbatch_script(
+        SubmitOptions(nodes=2, gpus_per_node="8", extra=("--account=x",)), ["train.py", "--name", "a b"]
+    )
+    assert "#SBATCH --requeue" in text
+    assert "#SBATCH --account=x" in text
+    assert "exec allranks slurm wrap train.py --name 'a b'" in text
+
+
+def test_collection_joins_a_running_job_beside_its_steps() -> None:
+    """--overlap, one collector per node."""
+    assert collect_words("5", None, ["-o", "d"])[:4] == [
+        "srun",
+        "--jobid=5",
+        "--overlap",
+        "--ntasks-per-node=1",
+    ]
+
+
+CONFIG = """
+ClusterName=allranks
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ctld}
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/ctld.pid
+SlurmctldLogFile={folder}/ctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/sock
+CredType=cred/munge
+SlurmdSpoolDir={folder}/spool-%n
+SlurmdPidFile={folder}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+ReturnToService=2
+KillWait=2
+SlurmdTimeout=10
+SlurmdParameters=config_overrides
+NodeName=fn1 NodeHostname={host} NodeAddr=127.0.0.1 Port={one} CPUs=4 RealMemory=4000 State=UNKNOWN
+NodeName=fn2 NodeHostname={host} NodeAddr=127.0.0.1 Port={two} CPUs=4 RealMemory=4000 State=UNKNOWN
+PartitionName=debug Nodes=fn[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A private Slurm: munged, slurmctld and two slurmd as our children."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("slurmctld", "slurmd", "munged", "srun"))):
+        pytest.skip("needs root and Debian's slurmctld, slurmd, slurm-client and munge")
+    folder = (
+        Path("/tmp") / f"allranks-slurm-{os.getpid()}"
+    )  # munge refuses long paths and group-writable parents
+    (folder / "munge").mkdir(parents=True)
+    (folder / "state").mkdir()
+    (folder / "munge" / "key").write_bytes(os.urandom(128))
+    os.chmod(folder / "munge" / "key", 0o400)
+    os.chmod(folder, 0o755)
+    os.chmod(folder / "munge", 0o711)
+    config = folder / "slurm.conf"
+    ports = {"ctld": free_port(), "one": free_port(), "two": free_port()}
+    config.write_text(CONFIG.format(host=socket.gethostname(), folder=folder, **ports))
+    monkeypatch.setenv("SLURM_CONF", str(config))
+    commands = [
+        ["munged", "--foreground", "--force", f"--key-file={folder}/munge/key", f"--socket={folder}/munge/sock",
+         f"--pid-file={folder}/munge/pid", f"--log-file={folder}/munge/log", f"--seed-file={folder}/munge/seed"],
+        ["slurmctld", "-D", "-f", str(config)],
+        ["slurmd", "-D", "-N", "fn1", "-f", str(config)],
+        ["slurmd", "-D", "-N", "fn2", "-f", str(config)],
+    ]  # fmt: skip
+    daemons = []
+    try:
+        for command in commands:
+            daemons.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            if command[0] == "munged":
+                _wait(lambda: (folder / "munge" / "sock").exists())
+        _wait(lambda: _sinfo() == "2")
+        yield folder
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+        for daemon in daemons:
+            try:
+                daemon.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sinfo() -> str:
+    done = subprocess.run(
+        ["sinfo", "-h", "-t", "idle", "-o", "%D"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()
+
+
+def _wait(condition: object, limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "Slurm did not come up in time"
+        time.sleep(0.1)
+
+
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+open(f"{sys.argv[1]}/{os.environ['RANK']}", "w").write(f"{int(total)} {os.environ['SLURMD_NODENAME']}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.needs_root
+def test_a_job_over_two_real_slurm_nodes_meets_and_ends_well(slurm: Path, tmp_path: Path) -> None:
+    """`allranks slurm submit` → sbatch → wrap → srun → two agents → two ranks in one world."""
+    script, seen = tmp_path / "train.py", tmp_path / "seen"
+    seen.mkdir()
+    script.write_text(SCRIPT)
+    output = tmp_path / "out-%j"
+    command = ["slurm", "submit", "--nodes", "2", "--output", str(output), "--no-lighthouse", "--no-watch"]
+    # fn1 and fn2 are names of Slurm alone here, so the rendezvous is told where to meet
+    endpoint = [
+        "--rdzv-endpoint",
+        f"127.0.0.1:{free_port()}",
+        "--local-addr",
+        "127.0.0.1",
+        str(script),
+        str(seen),
+    ]
+    environment = dict(os.environ)
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    try:
+        assert main([*command, *endpoint]) == 0
+    finally:
+        os.environ["PATH"] = environment["PATH"]
+
+    def done() -> bool:
+        return (
+            subprocess.run(["squeue", "-h"], capture_output=True, text=True, check=False).stdout.strip() == ""
+        )
+
+    _wait(done, 110)
+    log = "\n".join(path.read_text() for path in tmp_path.glob("out-*"))
+    assert sorted(path.name for path in seen.iterdir()) == ["0", "1"], log
+    assert {path.read_text().split()[0] for path in seen.iterdir()} == {"2"}
+    assert {path.read_text().split()[1] for path in seen.iterdir()} == {"fn1", "fn2"}

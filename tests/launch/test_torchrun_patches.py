@@ -1,0 +1,144 @@
+"""The private doors of torchrun: there in this torch, and no loss of the job where one is missing."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+from allranks.launch import torchrun_patches
+from allranks.launch.rendezvous_retry import ATTEMPTS, count_departed, meeting_again
+
+
+class OneNode(RendezvousHandler):
+    """A rendezvous of this node alone that falls apart as often as it is told."""
+
+    def __init__(self, failures: int, error: Exception | None = None, backend: str = "etcd-v3") -> None:
+        self.failures = failures
+        self.error = error or dist.DistStoreError("wait timeout after 15000ms")
+        self.backend = backend
+        self.held = 0
+
+    def get_backend(self) -> str:
+        return self.backend
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self.held += 1
+        if self.held <= self.failures:
+            raise self.error
+        return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 29500))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return "doors"
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _meet(handler: OneNode) -> Any:
+    """One rendezvous by torchrun's own agent; its worker group."""
+    spec = WorkerSpec("default", 2, handler, entrypoint="true")
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs())
+    group = agent.get_worker_group()
+    agent._rendezvous(group)
+    return group
+
+
+@pytest.fixture
+def closed_door() -> Iterator[Any]:
+    """A torch without the method behind the first door."""
+    module, _, place = torchrun_patches.MEETING.partition(":")
+    owner = getattr(importlib.import_module(module), place.split(".")[0])
+    ordinary = owner._rendezvous
+    del owner._rendezvous
+    yield owner
+    owner._rendezvous = ordinary
+
+
+@pytest.mark.parametrize(
+    "door",
+    [
+        torchrun_patches.MEETING,
+        torchrun_patches.WAITING,
+        torchrun_patches.STARTING,
+        torchrun_patches.STOPPING,
+    ],
+)
+def test_every_door_is_there_and_is_left_as_it_was(door: str) -> None:
+    """A new torch without one is noticed here first."""
+    module, _, place = door.partition(":")
+    owner_name, name = place.split(".")
+    owner = getattr(importlib.import_module(module), owner_name)
+    ordinary = getattr(owner, name)
+    with torchrun_patches.replaced(door, lambda method: (method, "replaced"), "nothing"):
+        assert getattr(owner, name) == (ordinary, "replaced")
+    assert getattr(owner, name) is ordinary
+
+
+def test_a_meeting_that_falls_apart_is_held_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Twice a member does not speak up; the third meeting gives every rank its number."""
+    handler = OneNode(failures=2)
+    with caplog.at_level(logging.WARNING), meeting_again() as meetings:
+        group = _meet(handler)
+    assert handler.held == 3 and meetings.held == 1
+    assert caplog.text.count("meeting again") == 2
+    assert [worker.global_rank for worker in group.workers] == [0, 1]
+
+
+def test_nodes_that_never_meet_are_an_error() -> None:
+    """The last failure is torch's own."""
+    handler = OneNode(failures=1000)
+    with meeting_again() as meetings, pytest.raises(dist.DistStoreError):
+        _meet(handler)
+    assert handler.held == ATTEMPTS and meetings.held == 0
+
+
+@pytest.mark.parametrize("backend", ["etcd-v3", "c10d"])
+def test_an_etcd_that_is_away_is_waited_for_and_a_lost_host_is_not(
+    backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """etcd comes back; the store of a c10d rendezvous does not."""
+    handler = OneNode(1, RendezvousConnectionError("nobody answers"), backend)
+    with caplog.at_level(logging.WARNING), meeting_again() as meetings:
+        if backend == "c10d":
+            with pytest.raises(RendezvousConnectionError):
+                _meet(handler)
+            return
+        _meet(handler)
+    assert meetings.held == 1
+    assert "does not answer (nobody answers)" in caplog.text and "answers again" in caplog.text
+
+
+def test_a_missing_door_is_one_warning(closed_door: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is put in its place, and what is lost is said."""
+    with caplog.at_level(logging.WARNING), meeting_again() as meetings:
+        assert not hasattr(closed_door, "_rendezvous")
+    assert meetings.held == 0
+    assert [record.message for record in caplog.records] == [
+        "this torch has no SimpleElasticAgent._rendezvous: a rendezvous that falls apart will not be repeated"
+    ]
+
+
+def test_a_node_that_left_counts_unless_the_job_is_over() -> None:
+    """Nodes that met less nodes that are there."""
+    assert [count_departed(3, present, closed=False) for present in (3, 2, 4)] == [0, 1, 0]
+    assert count_departed(3, 1, closed=True) == 0
+    assert count_departed(0, 2, closed=False) == 0, "before the first meeting"

@@ -1,0 +1,54 @@
+"""Which job a run is, and that the black boxes of an earlier run of that name are not taken for its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from allranks.cli.run import find_job_name
+from allranks.incidents.job_overview import set_aside_earlier, write_job
+from allranks.watch.samples import read_samples
+from boxes import write_box
+
+FILE = {"elastic": {"rdzv_id": "elastic-training", "rdzv_endpoint": ""}}
+
+
+def test_a_job_is_named_by_whoever_says_it_most_plainly() -> None:
+    """Flag, environment, rendezvous; the default of a job file is no name when nodes do not meet."""
+    flags = ["--rdzv-id", "meeting"]
+    outside = {"ALLRANKS_JOB_ID": "outside"}
+    assert find_job_name("mine", outside, flags, {}, "train.py") == "mine"
+    assert find_job_name(None, outside, flags, {}, "train.py") == "outside"
+    assert find_job_name(None, {}, flags, {}, "train.py") == "meeting"
+    assert find_job_name(None, {}, [], {"elastic": {"rdzv_id": "r7"}}, "train.py") == "r7"
+    assert find_job_name(None, {}, [], FILE, "x/train.py").startswith("train-")
+    several = {"elastic": {"rdzv_id": "elastic-training", "rdzv_endpoint": "head:29400"}}
+    assert find_job_name(None, {}, [], several, "train.py") == "elastic-training"
+
+
+def gone() -> int:
+    """The pid of a process that has ended."""
+    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    ended.wait()
+    return ended.pid
+
+
+def test_boxes_of_an_earlier_run_of_the_same_name_are_set_aside(tmp_path: Path) -> None:
+    """Four ranks died with their agent; the next run has two: ranks 2 and 3 are nobody's. Nothing is lost."""
+    write_job(tmp_path, {"pid": gone()})
+    for rank in range(4):
+        write_box(tmp_path, rank, 7, pid=gone())
+    write_box(tmp_path, 4, 7)  # its process lives
+    set_aside_earlier(tmp_path)
+    assert [sample.rank for sample in read_samples(tmp_path)] == [4]
+    assert len(list(tmp_path.glob("*.box.earlier"))) == 4
+
+
+def test_boxes_stay_while_another_agent_of_the_job_runs(tmp_path: Path) -> None:
+    """Two agents of one job on a machine share the folder: the death of a rank is evidence of the other's."""
+    write_job(tmp_path, {"pid": os.getpid()})
+    write_box(tmp_path, 0, 7, pid=gone())
+    set_aside_earlier(tmp_path)
+    assert [sample.rank for sample in read_samples(tmp_path)] == [0]
