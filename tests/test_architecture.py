@@ -16,34 +16,45 @@ from allranks.cli import COMMANDS
 
 SOURCE = Path(allranks.__file__).parent
 
-# module -> what it may import besides errors and model. The table of docs/architecture.md.
+# Formats and protocols that every package may import.
+GROUND_FLOOR = {"errors", "model", "blackbox", "channel", "__version__"}
+
+# package -> what it may import besides the ground floor. The table of docs/architecture.md.
 MAY_IMPORT: dict[str, set[str]] = {
     "model": set(),
+    "blackbox": set(),
     "channel": set(),
     "load": set(),
     "diagnose": set(),
     "report": set(),
     "stacks": set(),
-    "lighthouse": {"channel", "etcd"},
+    "lighthouse": {"etcd"},
     "record": set(),
-    "checkpoint": {"channel"},
+    "checkpoint": set(),
     "elastic": {"checkpoint"},
     "compat": {"checkpoint", "elastic"},
     "doctor": {"stacks", "load", "lighthouse.client", "checkpoint", "etcd", "record.engine"},
-    "manager": {"channel", "record", "checkpoint", "lighthouse.client"},
+    "manager": {"record", "checkpoint", "lighthouse.client"},
     "torchft": {"manager", "lighthouse"},
-    "agent": {"channel", "record", "load", "stacks", "diagnose", "report", "lighthouse.client", "etcd"},
+    "supervise": set(),
+    "watch": {"load", "stacks", "diagnose", "lighthouse.client"},
+    "incidents": {"watch", "load", "stacks", "diagnose", "report", "lighthouse.client"},
+    "launch": {"supervise", "watch", "incidents", "record", "report", "lighthouse.client", "etcd"},
     "frtrace": {"load", "diagnose"},
-    "testing": {"*"},
+    "drill": {"*"},
+    "testing": {"drill"},
     "cli": {"*"},
 }
-NO_TORCH = {"model", "channel", "load", "frtrace", "diagnose", "report", "stacks", "lighthouse", "cli"}
+NO_TORCH = {
+    "model", "blackbox", "channel", "load", "frtrace", "diagnose", "report", "stacks", "lighthouse", "supervise", "watch",
+    "incidents", "cli",
+}  # fmt: skip
 
 
 def _imports(path: Path) -> list[tuple[str, bool]]:
     """(module, at top level) for every import of a file."""
     tree = ast.parse(path.read_text())
-    top = set(ast.walk(tree)) if False else {id(node) for node in tree.body}
+    top = {id(node) for node in tree.body}
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -58,11 +69,19 @@ def _allowed(home: str, target: str) -> bool:
     """Whether a file of folder `home` may import `allranks.<target>`."""
     first = target.split(".")[0]
     allowed = MAY_IMPORT[home]
-    if first in {home, "errors", "model", "__version__"} or "*" in allowed:
+    if home in {"model", "errors"}:
+        return first in {"model", "errors", "__version__"}
+    if first == home or first in GROUND_FLOOR or "*" in allowed:
         return first != "cli" or home == "cli"
     return any(
         target == rule or target.startswith(f"{rule}.") or rule.startswith(f"{target}.") for rule in allowed
     )
+
+
+def test_every_package_has_its_row() -> None:
+    """A new folder must say what it may import."""
+    folders = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert folders == set(MAY_IMPORT)
 
 
 @pytest.mark.parametrize("folder", sorted(MAY_IMPORT))
@@ -83,6 +102,17 @@ def test_every_public_name_can_be_imported() -> None:
     for name in allranks.__all__:
         assert getattr(allranks, name) is not None
     assert len(allranks.__all__) <= 16
+
+
+def test_the_old_name_of_the_drills_still_works_with_a_warning() -> None:
+    """Scripts import `allranks.testing.faults`."""
+    code = (
+        "import warnings; warnings.simplefilter('error', DeprecationWarning); import allranks.testing.faults"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "allranks.testing is now allranks.drill" in done.stderr
+    done = subprocess.run([sys.executable, "-c", "from allranks.testing.faults import FaultPlan"], timeout=60)
+    assert done.returncode == 0
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
