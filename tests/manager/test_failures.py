@@ -135,16 +135,16 @@ def test_members_that_wait_for_one_that_gave_the_group_up_ask_again_with_it(
 
 
 @pytest.mark.parametrize("place", ["inside allreduce", "before vote", "before apply"])
-def test_quorums_too_large_for_the_ballot_box_vote_by_allreduce(
+def test_quorums_too_large_for_the_vote_mesh_vote_by_allreduce(
     lighthouse: LighthouseProcess, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More voters than MAX_VOTERS (one, here): the same faults, the same equal states."""
-    for module in ("generation", "regroup"):
+    for module in ("groups.generation", "regroup"):
         monkeypatch.setattr(f"allranks.manager.{module}.MAX_VOTERS", 1)
     meet = VoteMesh.meet
 
     def meet_nobody(box: VoteMesh, name: str, number: int, place: int, others: Any, *rest: Any) -> None:
-        assert not others, "the ballot box is used"
+        assert not others, "the vote mesh is used"
         meet(box, name, number, place, others, *rest)
 
     monkeypatch.setattr(VoteMesh, "meet", meet_nobody)

@@ -421,7 +421,7 @@ def test_the_debug_section_is_read_as_people_know_it(tmp_path: Path) -> None:
         ("TrainingState._wait_for_group", "training.py", "rendezvous_wait"),
         ("TrainingState._wait_for_verdict", "training.py", "rendezvous_wait"),
         ("wait_while", "work.py", "collective_wait"),
-        ("VoteMesh.cast", "ballot_box.py", "collective_wait"),
+        ("VoteMesh.cast", "vote_mesh.py", "collective_wait"),
     ],
 )
 def test_a_replica_that_waits_in_its_manager_is_no_culprit(function: str, file: str, cause: str) -> None:

@@ -1,7 +1,7 @@
 """The writing side of a black box file (layout: blackbox/layout.py). Runs in the rank; no torch.
 
 Every store is plain memory in a shared mapping: the kernel keeps it when the process dies in any way. This file
-makes the box and fills its header and heap; the rows are written by `ring.py` or `_fast.c`.
+makes the box and fills its header and heap; the rows are written by `record/row_writer.py` or `_fast.c`.
 """
 
 from __future__ import annotations

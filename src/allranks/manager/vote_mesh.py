@@ -2,7 +2,7 @@
 
 Runs in a rank. A gloo allreduce of five numbers costs four hand-overs between threads; a send and a receive
 cost none. Connections come in through the healing server (same port, same proof of membership). Used up to
-MAX_VOTERS; larger quorums vote by allreduce (ballot.py), where all-to-all would be too many messages.
+MAX_VOTERS; larger quorums vote by allreduce (votes.py), where all-to-all would be too many messages.
 """
 
 from __future__ import annotations

@@ -987,7 +987,7 @@ enum { METHOD_FLAGS = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLA
 static PyType_Spec Collective_spec = {"allranks.record._fast.Collective", sizeof(Method), 0, METHOD_FLAGS, Collective_slots};
 static PyType_Spec Wait_spec = {"allranks.record._fast.Wait", sizeof(Method), 0, METHOD_FLAGS, Wait_slots};
 
-/* A method of a twin (twin.py): calls the method of the same name of `self.original`. */
+/* A method of a twin (recording_group.py): calls the method of the same name of `self.original`. */
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;

@@ -18,7 +18,7 @@ _LIBRARY_PARTS = (
     "/src/allranks/",
 )
 # They stand in for a user's script: in a drill or the demo their lines are what a user would want to read.
-_STAND_INS = ("/allranks/testing/demo_train.py", "/allranks/testing/self_faults.py")
+_STAND_INS = ("/allranks/drill/demo_train.py", "/allranks/drill/self_faults.py")
 # In py-spy's text only the tail of a path is left: these first words are libraries too.
 _PACKAGES = frozenset({
     "torch", "torchvision", "torchaudio", "numpy", "zmq", "uvloop", "transformers", "accelerate", "datasets",

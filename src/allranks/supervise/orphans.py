@@ -4,7 +4,7 @@ The kernel ends the ranks of a dead agent, but not the ranks' own children (a Da
 A small process with nothing of torch holds a pipe to the agent. While the agent lives it only listens; when the pipe
 closes, it kills the process groups that it was told of and ends.
 
-python guard.py      (its orders come on stdin: "+PID" a rank has started, "-PID" nothing of it is left)
+python orphans.py      (its orders come on stdin: "+PID" a rank has started, "-PID" nothing of it is left)
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m allranks.lighthouse.client.liveness_proxy --fd N
 
-N is its end of a socketpair; the other is the client's (beacon_line.py), which sends Start first. It beats
+N is its end of a socketpair; the other is the client's (proxy_link.py), which sends Start first. It beats
 for the rank ("process alive" by pidfd, "progressing" from the black box), passes frames both ways, shuts the
 sockets it holds when a member of their quorum is gone, and tells the rank's death at once. It ends with the
 rank or with its client. Standard library only, no torch, no numpy, not even msgspec: it starts in no time.

@@ -2,7 +2,7 @@
 
 Runs in a rank. A `ReconfigurableGroup` is a `torch.distributed.ProcessGroup` whose real backend is replaced by
 `configure()`; `abort()` may be called from any thread and ends whatever is blocked in it. `ProcessGroupGloo` is
-for CPU tensors; `ProcessGroupNCCL` (group_nccl.py) for GPUs.
+for CPU tensors; `ProcessGroupNCCL` (nccl.py) for GPUs.
 """
 
 from __future__ import annotations
