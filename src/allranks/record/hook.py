@@ -32,20 +32,14 @@ from allranks.record.row_writer import Shapes
 from allranks.record.writer import CallWriter, warn_once
 
 #: Modules whose code runs under a collective.
-OURS = tuple(
-    f"allranks.record.{name}"
-    for name in (
-        "hook",
-        "recording_group",
-        "writer",
-        "row_writer",
-        "stack",
-        "calls",
-        "groups",
-        "dtypes",
-        "marker",
-    )
-) + ("allranks.blackbox.file_writer",)
+OURS = (
+    *(
+        f"allranks.record.{name}"
+        for name in ("hook", "recording_group", "writer", "row_writer", "stack", "calls")
+    ),
+    *(f"allranks.record.{name}" for name in ("groups", "dtypes", "marker")),
+    "allranks.blackbox.file_writer",
+)
 #: Methods that `_fast.c` can read, with the class of their options; MOVED are those of (output, input, options).
 MOVED = {
     "_allgather_base": c10d.AllgatherOptions, "all_gather_single": c10d.AllgatherOptions,
