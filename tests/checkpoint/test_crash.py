@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointState, NVMeBackend, wire
+from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointState, NVMeBackend
 from allranks.checkpoint.manifest import MANIFEST, decode_manifest
+from allranks.checkpoint.save import wire
 from allranks.checkpoint.save.helper import Helper
 from allranks.checkpoint.stores.file_store import FileStore
 from allranks.drill.ranks import Ranks

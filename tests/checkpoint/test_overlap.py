@@ -14,8 +14,8 @@ from allranks.checkpoint import (
     CheckpointManager,
     CheckpointTier,
     create_checkpoint_state,
-    staging,
 )
+from allranks.checkpoint.save import staging
 
 from .jobs import make_job, same, same_state, train_step
 

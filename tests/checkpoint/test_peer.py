@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier, SnapshotServer, peer_wire
+from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier, SnapshotServer
+from allranks.checkpoint.stores import peer_wire
 from allranks.checkpoint.stores.keyed_store import KeyedStore
 from allranks.checkpoint.stores.peer_store import PeerBlobs
 from allranks.checkpoint.stores.store import StoreSpec, open_store

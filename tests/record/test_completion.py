@@ -23,7 +23,8 @@ from allranks.model.trace import Flag, State
 from allranks.record.groups import GroupState
 from allranks.record.options import RecorderOptions
 from allranks.record.writer import CallWriter, is_timeout
-from boxes import ops, traces
+
+from .boxes import ops, traces
 
 
 def _states(trace: Any) -> list[State]:

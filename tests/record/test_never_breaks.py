@@ -20,7 +20,8 @@ import allranks
 from allranks.blackbox.reader import find_boxes, read_header
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as reached
-from boxes import ops, traces
+
+from .boxes import ops, traces
 
 
 def _train(rank: int, world: int) -> tuple[bool, list[str]]:

@@ -22,7 +22,8 @@ from allranks.blackbox.reader import read_header, read_trace
 from allranks.drill.ranks import Ranks
 from allranks.model.trace import REDUCE_OPS, Flag, State
 from allranks.record.groups import describe_group
-from boxes import last, ops, traces, where
+
+from .boxes import last, ops, traces, where
 
 WORLD = 2
 

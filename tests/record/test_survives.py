@@ -18,7 +18,8 @@ from allranks.blackbox.reader import find_boxes, is_alive, read_header, read_tra
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as reached
 from allranks.model.trace import State
-from boxes import last, ops, traces
+
+from .boxes import last, ops, traces
 
 
 def _loop_then(rank: int, world: int, ending: str) -> None:
