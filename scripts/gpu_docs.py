@@ -1,0 +1,58 @@
+"""Makes docs/gpu.md from the gpu.json of scripts/gpu.sh: `gpu_docs.py RESULTS/gpu.json > docs/gpu.md`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+HEAD = """# On a GPU
+
+This page is made by `scripts/gpu_docs.py` from what `scripts/gpu.sh` measured. Several NCCL ranks share one GPU (each looks like a
+host of its own, traffic goes over loopback sockets): times of collectives are not those of a cluster, the order of events is.
+
+```console
+$ scripts/gpu.sh --list                       # the checks, and how long each takes at most
+$ scripts/gpu.sh --only record,manager        # in slices, if the machine is lent for minutes
+$ scripts/gpu.sh --table                      # one table of all slices, and gpu.json
+```
+"""
+
+
+def shown(value: Any) -> str:
+    """A number, or the median and the worst of several."""
+    if isinstance(value, list) and value and all(isinstance(one, (int, float)) for one in value):
+        ordered = sorted(value)
+        return f"median {ordered[len(ordered) // 2]}, worst {ordered[-1]} of {len(ordered)}"
+    return str(value)
+
+
+def rows(numbers: dict[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for key, value in numbers.items():
+        if key in {"stacks", "error", "exit_codes", "pass"}:
+            continue
+        if isinstance(value, dict):
+            found += rows(value, f"{prefix}{key}: ")
+        elif value not in ([], {}, None):
+            found.append(f"| {prefix}{key} | {shown(value)} |")
+    return found
+
+
+def page(results: dict[str, Any]) -> str:
+    lines = [HEAD]
+    for name, found in results.items():
+        machine = ", ".join(f"{key} {value}" for key, value in found.get("machine", {}).items())
+        lines += [f"\n## {name.replace('_', ' ')}", f"{machine}; took {found.get('seconds')} s.\n"]
+        lines += [
+            f"- {'holds' if holds else '**does not hold**'}: {claim}"
+            for claim, holds in found["verdicts"].items()
+        ]
+        numbers = rows(found["numbers"])
+        lines += ["", "| measured | value |", "|---|---|", *numbers] if numbers else []
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(page(json.loads(Path(sys.argv[1]).read_text())))
