@@ -25,7 +25,7 @@ def check_stack_tools(options: DoctorOptions) -> list[Check]:
                 "py-spy",
                 "warning",
                 "not found: no Python stacks when a rank hangs",
-                "pip install 'allranks[stacks]'",
+                "pip install py-spy",
             )
         )
     else:

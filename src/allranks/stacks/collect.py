@@ -158,7 +158,7 @@ class _Collection:
         """The capture of everything seen, raw files written."""
         worlds = [case.target.world_size for case in self.cases if case.target.world_size]
         if not self.pyspy:
-            self.notes.append("py-spy was not found: only /proc was read. pip install 'allranks[stacks]'")
+            self.notes.append("py-spy was not found: only /proc was read. pip install py-spy")
         self._keep_marks()
         return Capture(
             processes=tuple(case.freeze(self.host) for case in self.cases),
