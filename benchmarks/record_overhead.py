@@ -348,7 +348,7 @@ def _fill(path: Path, rank: int, world: int) -> Path:
     ring = make_ring(box, True)
     for n in range(2300):
         number = ring.begin(
-            n % 4 + 1, ops[n % 3], sizes[n % 19], stacks[n % 40], n // 4, 0, n, 600_000, 1, -1, -1, 0
+            n % 4 + 1, ops[n % 3], sizes[n % 19], stacks[n % 40], n // 4, 0, n, 600_000, 1, -1, -1, 0, -1
         )
         ring.started(number)
         ring.finish(number, 2)

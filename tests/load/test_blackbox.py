@@ -61,7 +61,7 @@ def test_a_box_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert back.names[last["op"]] == "all_reduce" and back.names[last["label"]] == "loss"
     assert back.stacks[last["stack"]] == (Frame("f", "train.py", 10),)
     assert back.shapes[last["shapes"]].inputs == ((4, 4),)
-    assert result.files[0].kind == "black box 1" and result.files[0].status == "ok"
+    assert result.files[0].kind == "black box 2" and result.files[0].status == "ok"
 
 
 def test_ranks_share_their_tables(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def _ring(box: Box, engine: str) -> object:
 
 
 def _begin(ring: object, number: int) -> int:
-    begin: int = ring.begin(1, 1, (1, number, number), 0, number, number, number, number, 1, -1, -1, 0)  # type: ignore[attr-defined]
+    begin: int = ring.begin(1, 1, (1, number, number), 0, number, number, number, number, 1, -1, -1, 0, -1)  # type: ignore[attr-defined]
     return begin
 
 
@@ -51,7 +51,7 @@ def test_a_row_is_the_same_whoever_writes_it(tmp_path: Path) -> None:
                 box.append(kind, payload)
         ring = _ring(box, engine)
         ring.set_step(77, 3)  # type: ignore[attr-defined]
-        number = ring.begin(5, 6, (7, 8, 9), 0, 11, 12, 13, 14, 2, 3, -1, 4)  # type: ignore[attr-defined]
+        number = ring.begin(5, 6, (7, 8, 9), 0, 11, 12, 13, 14, 2, 3, -1, 4, 15)  # type: ignore[attr-defined]
         ring.started(number)  # type: ignore[attr-defined]
         ring.finish(number, int(State.FAILED))  # type: ignore[attr-defined]
         rows.append(read_trace(box.path).calls.copy())
@@ -64,6 +64,7 @@ def test_a_row_is_the_same_whoever_writes_it(tmp_path: Path) -> None:
     assert int(row["state"]) == State.FAILED
     assert int(row["flags"]) == 4 | Flag.RETIRED
     assert int(row["step"]) == 77
+    assert int(row["tag"]) == 15
 
 
 def test_the_ring_wraps_and_says_how_many_it_dropped(tmp_path: Path, engine: str) -> None:
@@ -101,7 +102,7 @@ def _write_millions(rank: int, world: int, path: str, count: int) -> None:
     ring = make_ring(box, os.environ["ALLRANKS_PURE_PYTHON"] == "0")
     reached("writing")
     for number in range(1, count + 1):
-        begin = ring.begin(0, 0, (0, number, -number), 0, number, number, number, number, 0, -1, -1, 0)
+        begin = ring.begin(0, 0, (0, number, -number), 0, number, number, number, number, 0, -1, -1, 0, -1)
         if number & 3 == 0:
             ring.finish(begin, 2)
 

@@ -112,7 +112,7 @@ def _write_for_ever(rank: int, world: int, path: str) -> None:
     while True:
         number += 1
         ring.begin(
-            number, number, (number, number, number), number, number, number, number, number, 0, -1, -1, 0
+            number, number, (number, number, number), number, number, number, number, number, 0, -1, -1, 0, -1
         )
 
 

@@ -12,7 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from allranks.blackbox.layout import HEADER, HEADER_BYTES, ITEM_HEADER_BYTES, MAGIC, VERSION, Item, whole_rows
+from allranks.blackbox.layout import (
+    HEADER,
+    HEADER_BYTES,
+    ITEM_HEADER_BYTES,
+    MAGIC,
+    READABLE,
+    Item,
+    as_current,
+    whole_rows,
+)
 from allranks.errors import InputError
 from allranks.model.trace import CALL, Frame, Group, Progress, RankTrace, Shapes, TraceHeader
 
@@ -26,6 +35,8 @@ class _Heap:
     names: list[str] = field(default_factory=lambda: [""])
     shapes: list[Shapes] = field(default_factory=lambda: [Shapes()])
     stacks: list[tuple[Frame, ...]] = field(default_factory=lambda: [()])
+    threads: dict[int, str] = field(default_factory=dict)
+    destroyed: dict[int, int] = field(default_factory=dict)
     damaged: int = 0
 
 
@@ -47,6 +58,7 @@ def decode(box: BoxBytes, path: str = "") -> RankTrace:
     header = read_header(data)
     notes: list[str] = []
     rows, torn = _rows(box, header, notes)
+    as_current(rows, int(header["version"]))
     heap = _read_heap(data, header)
     if heap.damaged:
         notes.append(f"{heap.damaged} damaged items in the heap")
@@ -74,6 +86,8 @@ def decode(box: BoxBytes, path: str = "") -> RankTrace:
         kind=f"black box {int(header['version'])}",
         notes=tuple(notes),
         torn=torn,
+        threads=heap.threads,
+        destroyed=heap.destroyed,
     )
 
 
@@ -82,9 +96,9 @@ def read_header(data: bytes | memoryview) -> np.void:
     if len(data) < HEADER_BYTES or bytes(data[:8]) != MAGIC:
         raise InputError("not a black box: the first bytes are not ALLRANKS")
     header: np.void = np.frombuffer(data, HEADER, count=1)[0]
-    if int(header["version"]) != VERSION or int(header["record_bytes"]) != CALL.itemsize:
+    if int(header["version"]) not in READABLE or int(header["record_bytes"]) != CALL.itemsize:
         raise InputError(
-            f"a black box of version {int(header['version'])}; this allranks reads version {VERSION}"
+            f"a black box of version {int(header['version'])}; this allranks reads {READABLE[0]} to {READABLE[-1]}"
         )
     return header
 
@@ -138,6 +152,10 @@ def _add_item(heap: _Heap, kind: int, payload: bytes) -> None:
             heap.shapes.append(_shapes(value) if value else Shapes())
         elif kind == Item.STACK:
             heap.stacks.append(tuple(Frame(*frame) for frame in value or ()))
+        elif kind == Item.THREAD:
+            heap.threads[int(value[0])] = str(value[1])
+        elif kind == Item.DESTROYED:
+            heap.destroyed[int(value[0])] = int(value[1])
     except (TypeError, IndexError, ValueError, AttributeError):
         heap.damaged += 1
 
@@ -176,7 +194,7 @@ def _trace_header(header: np.void, meta: dict[str, Any], rows: np.ndarray) -> Tr
 
 
 def _progress(header: np.void, names: list[str]) -> Progress:
-    phase = int(header["phase"])
+    phase, inside = int(header["phase"]), int(header["inside"])
     return Progress(
         step=int(header["step"]),
         step_ns=int(header["step_ns"]),
@@ -185,4 +203,7 @@ def _progress(header: np.void, names: list[str]) -> Progress:
         phase=names[phase] if 0 <= phase < len(names) else "",
         expect_until_ns=int(header["expect_until_ns"]),
         closed=bytes(header["closed"]).rstrip(b"\0").decode(errors="replace") if header["closed_ns"] else "",
+        inside=names[inside] if 0 <= inside < len(names) else "",
+        inside_ns=int(header["inside_ns"]),
+        setups=int(header["setups"]) if int(header["version"]) > 1 else -1,
     )

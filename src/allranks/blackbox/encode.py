@@ -59,10 +59,15 @@ def box_bytes(trace: RankTrace) -> bytes:
         "stack",
         lambda index: heap.add(Item.STACK, [[f.name, f.file, f.line] for f in trace.stacks[index]]),
     )
+    for thread, name in trace.threads.items():
+        heap.add(Item.THREAD, [thread, name])
+    for index, when in trace.destroyed.items():
+        heap.add(Item.DESTROYED, [groups[index], when])
+    inside = heap.add(Item.NAME, trace.progress.inside) if trace.progress.inside else 0
     phase = heap.add(Item.NAME, trace.progress.phase) if trace.progress.phase else 0
     ring = _ring(calls)
     return (
-        _header(trace, ring, len(heap.data), phase).tobytes().ljust(HEADER_BYTES, b"\0")
+        _header(trace, ring, len(heap.data), (phase, inside)).tobytes().ljust(HEADER_BYTES, b"\0")
         + ring.tobytes()
         + heap.data
     )
@@ -94,7 +99,7 @@ def _ring(calls: np.ndarray) -> np.ndarray:
     return ring
 
 
-def _header(trace: RankTrace, ring: np.ndarray, heap_bytes: int, phase: int) -> np.ndarray:
+def _header(trace: RankTrace, ring: np.ndarray, heap_bytes: int, names: tuple[int, int]) -> np.ndarray:
     source, progress = trace.header, trace.progress
     head = np.zeros(1, HEADER)
     values = {
@@ -105,7 +110,8 @@ def _header(trace: RankTrace, ring: np.ndarray, heap_bytes: int, phase: int) -> 
         "start_ns": source.start_ns, "step": progress.step, "step_ns": progress.step_ns,
         "calls_started": progress.calls_started, "calls_completed": progress.calls_completed,
         "last_call_ns": max(int(ring["created_ns"].max()), int(ring["completed_ns"].max())),
-        "expect_until_ns": progress.expect_until_ns, "phase": phase,
+        "expect_until_ns": progress.expect_until_ns, "phase": names[0],
+        "inside": names[1], "inside_ns": progress.inside_ns, "setups": progress.setups,
         "closed_ns": source.written_ns if progress.closed else 0,
         "closed": progress.closed.encode("utf-8", "replace")[:_CLOSED_BYTES],
     }  # fmt: skip

@@ -27,7 +27,9 @@ import numpy as np
 from allranks.model.trace import CALL
 
 MAGIC = b"ALLRANKS"
-VERSION = 1
+VERSION = 2
+#: Versions that are read. 1 has no tags (its timeouts take their place), threads or destroyed groups.
+READABLE = (1, 2)
 HEADER_BYTES = 4096
 ITEM_HEADER_BYTES = 12
 DEFAULT_CAPACITY = 2000
@@ -42,6 +44,8 @@ class Item(IntEnum):
     NAME = 3  # "all_reduce"
     SHAPES = 4  # [inputs, outputs, input_dtypes, output_dtypes, input_splits, output_splits]
     STACK = 5  # [[name, file, line], ...] innermost first
+    THREAD = 6  # [native thread id, name]
+    DESTROYED = 7  # [id of a GROUP, epoch nanoseconds]
 
 
 #: The live header. Eight-byte fields are written with single aligned stores.
@@ -72,6 +76,9 @@ HEADER = np.dtype(
         ("phase", "<u8"),  # NAME id
         ("closed_ns", "<i8"),  # 0 while running or after a sudden death
         ("closed", "S64"),  # "exit", "exception: KIND (FILE:LINE): TEXT", "signal 15"
+        ("inside", "<u8"),  # NAME id of the function of trace.SETUP_CALLS that was entered and not left
+        ("inside_ns", "<i8"),
+        ("setups", "<i8"),  # how many of those functions were finished
     ]
 )
 assert HEADER.itemsize <= HEADER_BYTES
@@ -101,6 +108,13 @@ def whole_rows(
     """
     mask: np.ndarray = (rows["begin"] != 0) & (rows["begin"] == rows["end"]) & (rows["begin"] == begins_after)
     return mask if ends_before is None else mask & (rows["begin"] == ends_before)
+
+
+def as_current(rows: np.ndarray, version: int) -> None:
+    """Gives rows of an older version, in place, the meaning of today's columns."""
+    if version == 1:  # timeouts had eight bytes; there were no tags
+        rows["timeout_ms"][rows["tag"] != 0] = np.iinfo(np.int32).max
+        rows["tag"] = -1
 
 
 def ring_bytes(capacity: int) -> int:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from allranks.blackbox.layout import HEADER, HEADER_BYTES, MAGIC, VERSION, Item
+from allranks.blackbox.layout import HEADER, HEADER_BYTES, MAGIC, READABLE, Item, as_current
 from allranks.blackbox.ring_copy import File, read_ring
 from allranks.load.heap import Heap, HeapCache
 from allranks.load.result import Raw, Unreadable
@@ -53,9 +53,12 @@ class Head(NamedTuple):
     phase: int
     closed_ns: int
     closed: bytes
+    inside: int
+    inside_ns: int
+    setups: int
 
 
-_unpack_head = struct.Struct("<8sII6Q13qQq64s").unpack_from
+_unpack_head = struct.Struct("<8sII6Q13qQq64sQqq").unpack_from
 
 
 def read_box(file: File, cache: HeapCache, max_bytes: int) -> Raw:
@@ -75,17 +78,28 @@ def read_box(file: File, cache: HeapCache, max_bytes: int) -> Raw:
     # The heap is read after the rows, so that every id that they mention has been published.
     head = later if later.next_id == head.next_id else _read_header(file)
     heap = _read_heap(file, head, cache, notes)
-    calls = _to_tables(rows, heap, notes)
+    as_current(rows, head.version)
+    order = {number: index for index, number in enumerate(sorted(heap.groups), start=1)}
+    calls = _to_tables(rows, heap, order, notes)
     if head.heap_full:
         _add_sizes(calls, cache.tables)
         notes.append("the heap of the black box is full: some stacks and sizes are not recorded")
     if torn > 1:
         notes.append(f"{torn} records were being written")
-    phase = cache.tables.names[heap.ids[Item.NAME].get(head.phase, 0)]
-    raw = Raw(
-        _trace_header(head, heap), calls, _groups(heap), f"black box {VERSION}", notes=tuple(notes), torn=torn
+    phase, inside = (
+        cache.tables.names[heap.ids[Item.NAME].get(name, 0)] for name in (head.phase, head.inside)
     )
-    raw.progress = _progress(head, phase)
+    raw = Raw(
+        _trace_header(head, heap),
+        calls,
+        _groups(heap),
+        f"black box {head.version}",
+        notes=tuple(notes),
+        torn=torn,
+    )
+    raw.progress = _progress(head, phase, inside)
+    raw.threads = heap.threads
+    raw.destroyed = {order[number]: when for number, when in heap.destroyed.items() if number in order}
     raw.damaged = any(note.startswith("cut short") for note in notes)
     return raw
 
@@ -95,8 +109,8 @@ def _read_header(file: File) -> Head:
     if len(data) < HEADER.itemsize or data[:8] != MAGIC:
         raise Unreadable("cut short inside its header", kind="black box")
     head = Head._make(_unpack_head(data))
-    if head.version != VERSION:
-        raise Unreadable(f"layout {head.version} is not known, only {VERSION}", kind="black box")
+    if head.version not in READABLE:
+        raise Unreadable(f"layout {head.version} is not known, only up to {READABLE[-1]}", kind="black box")
     if head.record_bytes != CALL.itemsize:
         raise Unreadable(f"records of {head.record_bytes} bytes, not {CALL.itemsize}", kind="black box")
     return head
@@ -128,11 +142,10 @@ def _read_heap(file: File, head: Head, cache: HeapCache, notes: list[str]) -> He
     return heap
 
 
-def _to_tables(rows: np.ndarray, heap: Heap, notes: list[str]) -> np.ndarray:
+def _to_tables(rows: np.ndarray, heap: Heap, order: dict[int, int], notes: list[str]) -> np.ndarray:
     """Replaces the file's own ids by indices into the shared tables. An id that is not in the heap becomes 0."""
     if len(rows):
         names = heap.ids[Item.NAME]
-        order = {number: index for index, number in enumerate(sorted(heap.groups), start=1)}
         maps = (order, names, heap.ids[Item.SHAPES], heap.ids[Item.STACK], names)
         words = rows.view(np.uint32).reshape(len(rows), -1)
         columns = np.ascontiguousarray(words[:, _FIRST_ID : _FIRST_ID + len(maps)].T)
@@ -197,7 +210,7 @@ def _trace_header(head: Head, heap: Heap) -> TraceHeader:
     )
 
 
-def _progress(head: Head, phase: str) -> Progress:
+def _progress(head: Head, phase: str, inside: str) -> Progress:
     return Progress(
         step=head.step,
         step_ns=head.step_ns,
@@ -206,4 +219,7 @@ def _progress(head: Head, phase: str) -> Progress:
         phase=phase,
         expect_until_ns=head.expect_until_ns,
         closed=head.closed.split(b"\0")[0].decode("utf-8", "replace"),
+        inside=inside,
+        inside_ns=head.inside_ns,
+        setups=head.setups if head.version > 1 else -1,
     )

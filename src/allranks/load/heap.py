@@ -20,7 +20,7 @@ from allranks.model.trace import Group, Shapes
 _item_header = struct.Struct("<IHHI").unpack_from
 _LAST_KIND = int(max(Item))
 #: What differs from rank to rank; these items end a run.
-_OWN = (int(Item.META), int(Item.GROUP))
+_OWN = (int(Item.META), int(Item.GROUP), int(Item.THREAD), int(Item.DESTROYED))
 #: Items longer than this are compared, not hashed: a member list of 16,384 ranks is in every file.
 LONG_ITEM = 2048
 #: Runs remembered behind one and the same first item; hostile files must not make the search long.
@@ -44,6 +44,10 @@ class Heap(Run):
 
     meta: dict[str, Any] = field(default_factory=dict)
     groups: dict[int, Group] = field(default_factory=dict)
+    threads: dict[int, str] = field(default_factory=dict)  # native thread id -> name
+    destroyed: dict[int, int] = field(
+        default_factory=dict
+    )  # the file's own id of a group -> epoch nanoseconds
 
     def add(self, runs: Iterable[Run]) -> None:
         """Takes over what runs hold."""
@@ -82,8 +86,11 @@ class HeapCache:
                 heap.bad += 1
             elif kind == Item.GROUP:
                 heap.groups[number] = value
-            else:
+            elif kind == Item.META:
                 heap.meta.update(value)
+            else:
+                table: dict[int, Any] = heap.threads if kind == Item.THREAD else heap.destroyed
+                table[value[0]] = value[1]
         return heap
 
     def _run(self, data: bytes, position: int) -> Run:
@@ -155,6 +162,10 @@ def _decode(tables: Tables, kind: int, value: Any) -> Any:
         return tables.name(value) if isinstance(value, str) else None
     if kind == Item.STACK:
         return tables.stack(tuple(tables.frame(str(n), str(f), int(line)) for n, f, line in value))
+    if kind == Item.THREAD:
+        return int(value[0]), str(value[1])[:MAX_TEXT]
+    if kind == Item.DESTROYED:
+        return int(value[0]), int(value[1])
     if kind == Item.SHAPES:
         sizes, words = [_lists(part) for part in value[:2]], [tuple(map(str, part)) for part in value[2:4]]
         splits = [tuple(map(int, part or ())) for part in (*value[4:6], (), ())[:2]]

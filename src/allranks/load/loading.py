@@ -132,6 +132,7 @@ def _trace(candidate: Candidate, frozen: Frozen) -> RankTrace:
     return RankTrace(
         header, raw.calls, raw.groups, frozen.names, frozen.shapes, frozen.stacks,
         raw.progress, candidate.path, raw.kind, raw.notes, raw.torn, raw.last_completed,
+        raw.threads, raw.destroyed,
     )  # fmt: skip
 
 

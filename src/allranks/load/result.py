@@ -55,6 +55,8 @@ class Raw:
     torn: int = 0
     last_completed: dict[str, int] = field(default_factory=dict)
     damaged: bool = False
+    threads: dict[int, str] = field(default_factory=dict)
+    destroyed: dict[int, int] = field(default_factory=dict)
     rank_hint: int | None = None  # the rank that its own sends and receives give away
 
     def last_event_ns(self) -> int:

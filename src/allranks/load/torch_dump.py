@@ -121,6 +121,7 @@ def in_record_order(calls: np.ndarray) -> np.ndarray:
         calls = calls[np.argsort(calls["begin"], kind="stable")]
     calls["end"] = calls["begin"]
     calls["root"] = -1
+    calls["tag"] = -1
     calls["step"] = -1
     return calls
 

@@ -112,7 +112,7 @@ def _entry(trace: RankTrace, row: np.void, frames: list[list[dict[str, object]]]
         "record_id": int(row["begin"]) - 1,
         "pg_id": int(row["group"]),
         "process_group": (group.name, group.desc),
-        "thread_name": "",
+        "thread_name": trace.threads.get(int(row["thread"]), ""),
         "thread_id": str(int(row["thread"])),
         "collective_seq_id": int(row["seq"]),
         "p2p_seq_id": int(row["p2p_seq"]),

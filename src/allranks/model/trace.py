@@ -49,13 +49,14 @@ CALL = np.dtype(
         ("step", "<i8"),  # user's training step, -1 unknown
         ("in_numel", "<i8"),  # elements over all input tensors; -1 unknown
         ("out_numel", "<i8"),
-        ("timeout_ms", "<i8"),  # 0 unknown
+        ("timeout_ms", "<i4"),  # 0 unknown; longer ones are written as the longest, 24 days
+        ("tag", "<i4"),  # of a send or recv; -1 unknown, and for collectives
         ("group", "<u4"),  # index into RankTrace.groups
         ("op", "<u4"),  # index into RankTrace.names: "all_reduce", "send", ... (no backend prefix)
         ("shapes", "<u4"),  # index into RankTrace.shapes
         ("stack", "<u4"),  # index into RankTrace.stacks
         ("label", "<u4"),  # index into RankTrace.names: user's label
-        ("thread", "<u4"),  # native thread id
+        ("thread", "<u4"),  # native thread id; its name is in RankTrace.threads
         ("peer", "<i4"),  # GLOBAL rank of the partner of a send/recv; -1 none or any source
         ("root", "<i4"),  # GLOBAL rank of the root of broadcast/reduce/gather/scatter; -1 none or unknown
         ("reduce_op", "<u2"),  # index into REDUCE_OPS
@@ -67,6 +68,9 @@ CALL = np.dtype(
     ]
 )
 assert CALL.itemsize == 136
+
+#: Functions of torch.distributed that wait for other ranks and are no collectives; Progress tells of them.
+SETUP_CALLS = ("init_process_group", "new_group", "destroy_process_group")
 
 REDUCE_OPS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum", "other")
 
@@ -113,6 +117,9 @@ class Progress:
     phase: str = ""  # user's word: "train", "eval", "checkpoint"
     expect_until_ns: int = 0  # silence is declared normal until then
     closed: str = ""  # "" while running or killed; "exit", "exception: ...", "signal 15" when it said goodbye
+    inside: str = ""  # the function that it has entered and not left: see SETUP_CALLS
+    inside_ns: int = 0  # when it entered or last left one of them
+    setups: int = -1  # how many of them it has finished; -1 unknown
 
 
 @dataclass(frozen=True)
@@ -144,7 +151,28 @@ class RankTrace:
     stacks: tuple[tuple[Frame, ...], ...] = ((),)
     progress: Progress = field(default_factory=Progress)
     path: str = ""
-    kind: str = ""  # "black box 1", "torch pickle 2.10", "torch json 2.10", "torchcomms pickle 2.10"
+    kind: str = ""  # "black box 2", "torch pickle 2.10", "torch json 2.10", "torchcomms pickle 2.10"
     notes: tuple[str, ...] = ()  # what was wrong with the file: each lowers confidence
     torn: int = 0  # records skipped because they were being written
     last_completed: dict[str, int] = field(default_factory=dict)  # group name -> seq, from pg_status, if any
+    threads: dict[int, str] = field(
+        default_factory=dict
+    )  # native thread id -> name, of threads that made calls
+    destroyed: dict[int, int] = field(
+        default_factory=dict
+    )  # index of a group -> when destroy_process_group was called
+
+    def parts(self, index: int) -> np.ndarray:
+        """Indices of the calls inside the coalesced batch that ends with call `index`, in order; empty for others."""
+        calls, end = self.calls, self.calls[index]
+        if not int(end["flags"]) & Flag.COALESCED_END:
+            return np.zeros(0, np.int64)
+        before = calls[:index]
+        mine = (before["group"] == end["group"]) & (before["flags"] & Flag.COALESCED_PART != 0)
+        other_ends = np.flatnonzero(
+            (before["group"] == end["group"]) & (before["flags"] & Flag.COALESCED_END != 0)
+        )
+        if len(other_ends):
+            mine[: other_ends[-1]] = False
+        found: np.ndarray = np.flatnonzero(mine)
+        return found

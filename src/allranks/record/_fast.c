@@ -41,7 +41,8 @@ enum { RETIRED = 8 };
 
 typedef struct {
     uint64_t begin;
-    int64_t created_ns, started_ns, completed_ns, seq, p2p_seq, op_id, step, in_numel, out_numel, timeout_ms;
+    int64_t created_ns, started_ns, completed_ns, seq, p2p_seq, op_id, step, in_numel, out_numel;
+    int32_t timeout_ms, tag;
     uint32_t group, op, shapes, stack, label, thread;
     int32_t peer, root;
     uint16_t reduce_op;
@@ -63,14 +64,6 @@ static int rings; /* made so far: a forked child that records makes its own, and
 static _Thread_local uint32_t thread_id;
 static _Thread_local int thread_asked;
 
-static uint32_t native_thread(void) {
-    if (thread_asked != rings) {
-        thread_asked = rings;
-        thread_id = (uint32_t)syscall(SYS_gettid);
-    }
-    return thread_id;
-}
-
 /* ---- Ring ---------------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -84,7 +77,23 @@ typedef struct {
     long long step;
     unsigned long label;
     int next_field, calls_field, last_field, done_field; /* indices of eight-byte header fields */
+    PyObject *on_thread; /* called with the id of a thread at its first call; NULL or None: nobody wants to know */
 } Ring;
+
+/* Asked before a call draws its numbers: the answer to a new thread runs Python code, and other threads with it. */
+static uint32_t native_thread(Ring *self) {
+    if (thread_asked != rings) {
+        thread_asked = rings;
+        thread_id = (uint32_t)syscall(SYS_gettid);
+        if (self->on_thread && self->on_thread != Py_None) {
+            PyObject *answer = PyObject_CallFunction(self->on_thread, "k", (unsigned long)thread_id);
+            if (!answer)
+                PyErr_Clear();
+            Py_XDECREF(answer);
+        }
+    }
+    return thread_id;
+}
 
 static int Ring_init(Ring *self, PyObject *args, PyObject *kwargs) {
     PyObject *memory;
@@ -119,6 +128,7 @@ static int Ring_init(Ring *self, PyObject *args, PyObject *kwargs) {
 static void Ring_dealloc(Ring *self) {
     Py_XDECREF(self->last_work);
     Py_XDECREF(self->last_group);
+    Py_XDECREF(self->on_thread);
     if (self->view.obj)
         PyBuffer_Release(&self->view);
     PyTypeObject *type = Py_TYPE(self);
@@ -135,10 +145,11 @@ static void set_field(Ring *self, int index, int64_t value) {
 }
 
 typedef struct {
-    long long group, op, shapes, in_numel, out_numel, stack, seq, p2p_seq, op_id, timeout_ms, reduce_op, root, peer, flags;
+    long long group, op, shapes, in_numel, out_numel, stack, seq, p2p_seq, op_id, timeout_ms, reduce_op, root, peer, flags, tag;
 } Call;
 
 static uint64_t write_row(Ring *self, const Call *call) {
+    uint32_t thread = native_thread(self);
     uint64_t begin = ++self->next;
     volatile Row *row = row_of(self, begin);
     int64_t now = now_ns();
@@ -153,13 +164,14 @@ static uint64_t write_row(Ring *self, const Call *call) {
     row->step = self->step;
     row->in_numel = call->in_numel;
     row->out_numel = call->out_numel;
-    row->timeout_ms = call->timeout_ms;
+    row->timeout_ms = call->timeout_ms > INT32_MAX ? INT32_MAX : (int32_t)call->timeout_ms;
+    row->tag = (int32_t)call->tag;
     row->group = (uint32_t)call->group;
     row->op = (uint32_t)call->op;
     row->shapes = (uint32_t)call->shapes;
     row->stack = (uint32_t)call->stack;
     row->label = (uint32_t)self->label;
-    row->thread = native_thread();
+    row->thread = thread;
     row->peer = (int32_t)call->peer;
     row->root = (int32_t)call->root;
     row->reduce_op = (uint16_t)call->reduce_op;
@@ -187,11 +199,11 @@ static int read_shapes(PyObject *shapes, Call *call) {
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* begin(group, op, shapes, stack, seq, p2p_seq, op_id, timeout_ms, reduce_op, root, peer, flags) -> begin */
+/* begin(group, op, shapes, stack, seq, p2p_seq, op_id, timeout_ms, reduce_op, root, peer, flags, tag) -> begin */
 static PyObject *Ring_begin(Ring *self, PyObject *const *args, Py_ssize_t count) {
     Call call;
-    if (count != 12) {
-        PyErr_SetString(PyExc_TypeError, "begin takes 12 arguments");
+    if (count != 13) {
+        PyErr_SetString(PyExc_TypeError, "begin takes 13 arguments");
         return NULL;
     }
     if (!self->view.obj) {
@@ -211,6 +223,7 @@ static PyObject *Ring_begin(Ring *self, PyObject *const *args, Py_ssize_t count)
     call.root = PyLong_AsLongLong(args[9]);
     call.peer = PyLong_AsLongLong(args[10]);
     call.flags = PyLong_AsLongLong(args[11]);
+    call.tag = PyLong_AsLongLong(args[12]);
     if (PyErr_Occurred())
         return NULL;
     return PyLong_FromUnsignedLongLong(write_row(self, &call));
@@ -332,10 +345,16 @@ static PyMethodDef Ring_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyMemberDef Ring_members[] = {
+    {"on_thread", T_OBJECT, offsetof(Ring, on_thread), 0, "Called with the id of a thread at its first call, or None."},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyType_Slot Ring_slots[] = {
     {Py_tp_init, Ring_init},
     {Py_tp_dealloc, Ring_dealloc},
     {Py_tp_methods, Ring_methods},
+    {Py_tp_members, Ring_members},
     {Py_tp_doc, "Rows of a black box."},
     {0, NULL},
 };
@@ -859,13 +878,14 @@ static PyObject *Collective_call(PyObject *callable, PyObject *const *args, size
     Method *self = (Method *)callable;
     if (!self->enabled)
         return PyObject_Vectorcall(self->original, args, flags, names);
-    Call call = {.op = self->op, .root = -1, .peer = -1};
+    Call call = {.op = self->op, .root = -1, .peer = -1, .tag = -1};
     int usual = self->direct && !names && PyVectorcall_NARGS(flags) == (self->moved ? 4 : 3) && self->ring->view.obj;
     Counters *group = usual ? known_group(self, args[0]) : NULL;
     if (!group || !describe(self, group, args, &call)) {
         Py_XDECREF(group);
         return PyObject_Vectorcall(self->slow, args, flags, names);
     }
+    native_thread(self->ring);
     call.group = group->number;
     call.timeout_ms = group->timeout_ms;
     call.seq = ++group->seq;
@@ -1060,7 +1080,7 @@ PyMODINIT_FUNC PyInit__fast(void) {
     str_original = PyUnicode_InternFromString("original");
     no_parts = PyTuple_New(0);
     if (!ring_type || !stacks_type || !counters_type || !str_shape || !str_dtype || !str_is_cpu || !str_original || !no_parts ||
-        PyModule_AddIntConstant(made, "VERSION", 3) < 0 || !add_type(made, "Collective", &Collective_spec) ||
+        PyModule_AddIntConstant(made, "VERSION", 4) < 0 || !add_type(made, "Collective", &Collective_spec) ||
         !add_type(made, "Wait", &Wait_spec) || !add_type(made, "Forward", &Forward_spec))
         return NULL;
     return made;

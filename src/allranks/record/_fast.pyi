@@ -1,5 +1,6 @@
 """The hot path of the recorder in C (`_fast.c`). Optional: absent where no compiler was at hand."""
 
+from collections.abc import Callable
 from mmap import mmap
 from types import FrameType
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 VERSION: int
 
 class Ring:
+    on_thread: Callable[[int], object] | None
     def __init__(
         self,
         memory: mmap,
@@ -31,6 +33,7 @@ class Ring:
         root: int,
         peer: int,
         flags: int,
+        tag: int,
         /,
     ) -> int: ...
     def started(self, begin: int, /) -> None: ...

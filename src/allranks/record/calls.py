@@ -23,6 +23,7 @@ class Call(NamedTuple):
     input_splits: Any = ()
     output_splits: Any = ()
     timeout_ms: int = 0
+    tag: int = -1  # of a send or recv
 
 
 Reader = Callable[[tuple[Any, ...], dict[str, Any]], Call]
@@ -135,18 +136,28 @@ def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     )
 
 
+def _tag(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str = "tag") -> int:
+    """The tag of a send or recv, cut to the 31 bits that a row has."""
+    return int(_argument(args, kwargs, index, name) or 0) & 0x7FFFFFFF
+
+
 def _send(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     tensors = flat(_argument(args, kwargs, 0, "tensors"))
-    return Call(tensors, (), peer=int(_argument(args, kwargs, 1, "dstRank")), p2p=True)
+    return Call(
+        tensors, (), peer=int(_argument(args, kwargs, 1, "dstRank")), p2p=True, tag=_tag(args, kwargs, 2)
+    )
 
 
 def _recv(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     tensors = flat(_argument(args, kwargs, 0, "tensors"))
-    return Call((), tensors, peer=int(_argument(args, kwargs, 1, "srcRank")), p2p=True)
+    return Call(
+        (), tensors, peer=int(_argument(args, kwargs, 1, "srcRank")), p2p=True, tag=_tag(args, kwargs, 2)
+    )
 
 
 def _recv_any(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    return Call((), flat(_argument(args, kwargs, 0, "arg0")), peer=ANY_SOURCE, p2p=True)
+    tensors = flat(_argument(args, kwargs, 0, "arg0"))
+    return Call((), tensors, peer=ANY_SOURCE, p2p=True, tag=_tag(args, kwargs, 1, "arg1"))
 
 
 def _barrier(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

@@ -13,6 +13,7 @@ Recording is decided by one cell, so that `uninstall` is cheap and a forked chil
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ from allranks.record.groups import GroupState, describe_group, timeout_ms
 from allranks.record.inplace import layout_of
 from allranks.record.marker import EventMarker
 from allranks.record.row_writer import Shapes
+from allranks.record.setup_calls import SetupCalls
 from allranks.record.writer import CallWriter, warn_once
 
 #: Modules whose code runs under a collective.
@@ -57,10 +59,12 @@ class Hook:
         writer: CallWriter,
         fault: Callable[[BaseException], None],
         on_group: Callable[[GroupState, Any], None],
+        on_rank: Callable[[int, int], None],
     ) -> None:
         self.writer: CallWriter | None = writer
         self._fault = fault
         self._on_group = on_group
+        self.on_rank = on_rank  # told (rank, world size) of the process when init_process_group is entered
         self._groups: dict[int, GroupState] = {}  # by id of the group object, which is alive while it is here
         self._counters: dict[int, Any] = {}  # the same groups' counters, for the part in C
         self._shapes: dict[tuple[Any, ...], Shapes] = {}
@@ -70,6 +74,7 @@ class Hook:
         self._members: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._twins: Any = None
+        self._setup: SetupCalls | None = None
         self._lost: set[str] = set()
 
     # -- installing ---------------------------------------------------------------------------------------------
@@ -108,6 +113,8 @@ class Hook:
             hide_from_compiler(*(sys.modules[name] for name in OURS if name in sys.modules))
         except Exception as error:  # another version of torch
             self.lost("calls made by C++ (DDP, functional collectives)", error)
+        self._setup = SetupCalls(self)
+        self._setup.install()
 
     def lost(self, what: str, error: BaseException) -> None:
         """This version of torch does not let us see something: said once, the rest is recorded."""
@@ -121,6 +128,9 @@ class Hook:
         if self._twins is not None:
             self._twins.uninstall()
             self._twins = None
+        if self._setup is not None:
+            self._setup.uninstall()
+            self._setup = None
         while self._replaced:
             owner, name, wrapper, original = self._replaced.pop()
             if hasattr(wrapper, "enabled"):
@@ -176,6 +186,20 @@ class Hook:
         state.ref = weakref.ref(group, forget)
         groups[key] = state
         counters[key] = state.counters
+
+    def destroyed(self, group: Any) -> None:
+        """Notes that the program destroys a group, or all of them (None)."""
+        writer = self.writer
+        if writer is None:
+            return
+        now = time.time_ns()
+        states = list(self._groups.values()) if group is None else [self.group(group)]
+        for number in sorted({state.counters.number for state in states}):
+            writer.box.append(Item.DESTROYED, [number, now])
+
+    def fault(self, error: BaseException) -> None:
+        """An error of our own."""
+        self._fault(error)
 
     def shapes(self, call: Call) -> Shapes:
         """Sizes and dtypes of a call, interned."""
@@ -239,7 +263,7 @@ class Hook:
                     group, number_of_op, shapes_of(call), call.reduce_op,
                     call.root if call.root < 0 else group.global_rank(call.root),
                     call.peer if call.peer < 0 else group.global_rank(call.peer),
-                    call.p2p, call.timeout_ms, getframe(),
+                    call.p2p, call.timeout_ms, getframe(), call.tag,
                 )  # fmt: skip
             except Exception as error:  # ours, never the user's
                 fault(error)

@@ -56,7 +56,7 @@ class Recorder:
         self.writer = CallWriter(self.box, self.options)
         from allranks.record.hook import Hook
 
-        self._hook = Hook(self.writer, self._fault, self._met_group)
+        self._hook = Hook(self.writer, self._fault, self._met_group, self._know_rank)
         try:
             self._hook.install()
             self._watch = Watch(self)
@@ -255,13 +255,18 @@ class Recorder:
             self.box.append(Item.META, self._facts)
         import torch.distributed as dist
 
-        if not dist.is_initialized() or (
-            self._rank == dist.get_rank() and self.box.get("world_size") == dist.get_world_size()
-        ):
-            return
-        self._rank = dist.get_rank()
-        self.box.set(rank=self._rank, world_size=dist.get_world_size())
-        self._rename(self.box)
+        if dist.is_initialized():
+            self._know_rank(dist.get_rank(), dist.get_world_size())
+
+    def _know_rank(self, rank: int, world_size: int) -> None:
+        """The rank of this process and the size of its world; -1 unknown."""
+        assert self.box is not None
+        if world_size >= 0:
+            self.box.set(world_size=world_size)
+        if rank >= 0 and rank != self._rank:
+            self._rank = rank
+            self.box.set(rank=rank)
+            self._rename(self.box)
 
     def _rename(self, box: Box) -> None:
         """The rank became known: the file takes its name. Failure only leaves the old name."""

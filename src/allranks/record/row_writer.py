@@ -11,6 +11,7 @@ import itertools
 import mmap
 import struct
 import time
+from collections.abc import Callable
 from threading import get_native_id
 from typing import Any
 
@@ -20,12 +21,14 @@ from allranks.model.trace import CALL, Flag, State
 from allranks.record.engine import fast
 
 ROW_BYTES = CALL.itemsize
-ROW = struct.Struct("<Q10q6I2iHBxHxxQ")
+ROW = struct.Struct("<Q9q2i6I2iHBxHxxQ")
 assert ROW.size == ROW_BYTES
 
 _RING_WORD, _ROW_WORDS = HEADER_BYTES // 8, ROW_BYTES // 8
 _STARTED_WORD, _COMPLETED_WORD, _STATE_WORD = 2, 3, 15  # the last holds reduce_op, state and flags
 _NO_STATE, _RETIRED, _STARTED = ~(0xFF << 16), int(Flag.RETIRED) << 32, int(State.STARTED) << 16
+
+MAX_TIMEOUT_MS = 2**31 - 1
 
 Shapes = tuple[int, int, int]  # (id, elements in, elements out)
 
@@ -50,25 +53,37 @@ class PyRing:
         self._numbers = itertools.count(1)
         self._done = itertools.count(1)
         self._step, self._label = -1, 0
+        self._threads: set[int] = set()
+        self.on_thread: Callable[[int], object] | None = (
+            None  # called with the id of a thread at its first call
+        )
 
     def begin(
         self, group: int, op: int, shapes: Shapes, stack: int, seq: int, p2p_seq: int, op_id: int, timeout_ms: int,
-        reduce_op: int, root: int, peer: int, flags: int,
+        reduce_op: int, root: int, peer: int, flags: int, tag: int,
     ) -> int:  # fmt: skip
         """Writes the row of a call that is about to be made; returns its number."""
+        thread = get_native_id()
+        if thread not in self._threads:
+            self._meet(thread)
         now = time.time_ns()
         begin = next(self._numbers)
         sizes, in_numel, out_numel = shapes
         words = self._words
         ROW.pack_into(
             self._memory, HEADER_BYTES + (begin - 1) % self._capacity * ROW_BYTES,
-            begin, now, 0, 0, seq, p2p_seq, op_id, self._step, in_numel, out_numel, timeout_ms, group, op, sizes,
-            stack, self._label, get_native_id(), peer, root, reduce_op, 0, flags, begin,
+            begin, now, 0, 0, seq, p2p_seq, op_id, self._step, in_numel, out_numel,
+            min(timeout_ms, MAX_TIMEOUT_MS), tag, group, op, sizes, stack, self._label, thread, peer, root, reduce_op, 0, flags, begin,
         )  # fmt: skip
         words[self._next_field] = begin
         words[self._calls_field] = begin
         words[self._last_field] = now
         return begin
+
+    def _meet(self, thread: int) -> None:
+        self._threads.add(thread)
+        if self.on_thread is not None:
+            self.on_thread(thread)
 
     def started(self, begin: int) -> None:
         """The library has taken the call."""

@@ -32,6 +32,8 @@ _LIBRARY_ROOTS = tuple(
         for name in ("stdlib", "platstdlib", "purelib", "platlib")
         if (path := sysconfig.get_paths().get(name))
     }
+    # Packages of the user, of the distribution, of another environment on PYTHONPATH.
+    | {path + os.sep for path in sys.path if os.path.basename(path) in {"site-packages", "dist-packages"}}
 )
 _PLUMBING_ENDS = (
     "torch/distributed/distributed_c10d.py",

@@ -6,6 +6,7 @@ when it is known: by the program's own wait(), by a later call, or by the side t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from allranks.blackbox.file_writer import Box
+from allranks.blackbox.layout import Item
 from allranks.model.trace import Flag, State
 from allranks.record.groups import GroupState
 from allranks.record.options import RecorderOptions
@@ -30,6 +32,7 @@ P2P, PART, END, CAPTURED = (
 )
 #: Calls under way are looked at on a later call, not more often than this (as in _fast.c) and so many at once.
 SWEEP_NS, SWEEP_CALLS = 1_000_000, 4
+MAX_THREADS = 1000  # named; a program that makes threads for ever must not fill the heap
 COMPLETED, FAILED, TIMED_OUT = int(State.COMPLETED), int(State.FAILED), int(State.TIMED_OUT)
 
 
@@ -39,6 +42,7 @@ class CallWriter:
     def __init__(self, box: Box, options: RecorderOptions) -> None:
         self.box = box
         self.ring = make_ring(box, options.accelerate)
+        self.ring.on_thread = functools.partial(_note_thread, box, set())  # no cycle through the part in C
         self.stacks = Stacks(box, options.stack_depth, options.accelerate) if options.stack_depth else None
         self.pending: dict[int, Entry] = {}  # by id(work), oldest first
         self.accelerate = options.accelerate
@@ -55,6 +59,7 @@ class CallWriter:
     def begin(
         self, group: GroupState, op: int, shapes: Shapes,
         reduce_op: int = 0, root: int = -1, peer: int = -1, p2p: bool = False, timeout_ms: int = 0, frame: Any = None,
+        tag: int = -1,
     ) -> int:  # fmt: skip
         """Writes the row of a call that is about to be made; returns its number."""
         counters = group.counters
@@ -70,7 +75,7 @@ class CallWriter:
         stack = self.stacks.at(frame) if self.stacks is not None else 0
         number: int = self.ring.begin(
             counters.number, op, shapes, stack, seq, p2p_seq, counters.next_op(), timeout_ms or counters.timeout_ms,
-            reduce_op, root, peer, flags,
+            reduce_op, root, peer, flags, tag,
         )  # fmt: skip
         if flags & PART:
             group.parts.append(number)
@@ -84,7 +89,7 @@ class CallWriter:
         stack = self.stacks.at(frame) if self.stacks is not None else 0
         number: int = self.ring.begin(
             counters.number, op, (0, 0, 0), stack, seq or counters.last_seq, p2p_seq, counters.next_op(),
-            counters.timeout_ms, 0, -1, -1, END | P2P if p2p_seq else END,
+            counters.timeout_ms, 0, -1, -1, END | P2P if p2p_seq else END, -1,
         )  # fmt: skip
         return number, parts
 
@@ -275,6 +280,26 @@ def warn_once(message: str) -> None:
         warnings.warn(f"allranks: {message}", RuntimeWarning, stacklevel=2)
     except Exception:  # -W error must not stop the training
         print(f"allranks: {message}", file=sys.stderr)
+
+
+def _note_thread(box: Box, known: set[int], number: int) -> None:
+    """A thread makes its first call: notes its name."""
+    if len(known) < MAX_THREADS:
+        known.add(number)
+        box.intern(Item.THREAD, [number, thread_name(number)])
+
+
+def thread_name(native_id: int) -> str:
+    """Python's name of the calling thread; the kernel's for one that C++ made ("pt_autograd_0")."""
+    ident = threading.get_ident()  # Python's native_id is wrong after a fork
+    for thread in threading.enumerate():
+        if thread.ident == ident:
+            return thread.name[:64]
+    try:
+        with open(f"/proc/self/task/{native_id}/comm", errors="replace") as comm:
+            return comm.read().strip()
+    except OSError:
+        return ""
 
 
 def process_start_ticks(pid: int | None = None) -> int:

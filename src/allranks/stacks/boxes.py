@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from allranks.blackbox.layout import HEADER, HEADER_BYTES, MAGIC, VERSION, whole_rows
+from allranks.blackbox.layout import HEADER, HEADER_BYTES, MAGIC, READABLE, whole_rows
 from allranks.model.stacks import Mark, RankMarks
 from allranks.model.trace import CALL, State
 
@@ -77,7 +77,7 @@ def _header(path: Path) -> np.void | None:
     if len(data) < HEADER.itemsize or data[:8] != MAGIC:
         return None
     head: np.void = np.frombuffer(data, HEADER, 1)[0]
-    return head if int(head["version"]) == VERSION else None
+    return head if int(head["version"]) in READABLE else None
 
 
 def read_marks(path: Path, rank: int, now_s: float) -> RankMarks | None:

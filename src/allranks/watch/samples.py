@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from allranks.blackbox.layout import HEADER, HEADER_BYTES, MAGIC, VERSION, whole_rows
+from allranks.blackbox.layout import HEADER, HEADER_BYTES, MAGIC, READABLE, whole_rows
 from allranks.model.trace import CALL, Flag, State
 
 _NAMES = HEADER.names or ()
@@ -64,7 +64,7 @@ def read_sample(path: Path) -> RankSample | None:
     head = dict(
         zip(_NAMES, np.frombuffer(raw, HEADER, 1)[0].item(), strict=True)
     )  # far cheaper than field by field
-    if head["magic"] != MAGIC or head["version"] != VERSION:
+    if head["magic"] != MAGIC or head["version"] not in READABLE:
         return None
     return RankSample(
         rank=head["rank"],

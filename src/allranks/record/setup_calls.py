@@ -1,0 +1,96 @@
+"""Functions of torch.distributed that wait for other ranks and are no collectives. Runs in the rank.
+
+A rank that hangs in `init_process_group` or `new_group` has made no call yet, and one that has destroyed its groups
+makes none any more: the box says which of them it is inside, how many it has finished, and what it has destroyed.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import distributed_c10d
+
+from allranks.blackbox.layout import Item
+from allranks.model.trace import SETUP_CALLS
+
+if TYPE_CHECKING:
+    from allranks.record.hook import Hook
+
+
+class SetupCalls:
+    """The wrapped functions. `install` and `uninstall` own them."""
+
+    def __init__(self, hook: Hook) -> None:
+        self._hook = hook
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+
+    def install(self) -> None:
+        """Wraps the functions wherever a module has taken them by name, the user's own included."""
+        for name in SETUP_CALLS:
+            original = getattr(distributed_c10d, name)
+            wrapper = self._wrap(original, name)
+            for module in list(sys.modules.values()):
+                if getattr(module, "__dict__", {}).get(name) is original:
+                    setattr(module, name, wrapper)
+                    self._replaced.append((module, name, wrapper, original))
+
+    def uninstall(self) -> None:
+        """Puts every function back, unless somebody else has wrapped it since."""
+        while self._replaced:
+            module, name, wrapper, original = self._replaced.pop()
+            if vars(module).get(name) is wrapper:
+                setattr(module, name, original)
+
+    def _wrap(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        hook = self._hook
+        assert hook.writer is not None
+        number = hook.writer.box.intern(Item.NAME, name)
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            outer = hook.writer.box.get("inside") if hook.writer is not None else 0
+            self._guarded(self._enter, number, name, args, kwargs)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._guarded(self._leave, outer, name)
+
+        wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
+        return wrapper
+
+    def _guarded(self, note: Callable[..., None], *args: Any) -> None:
+        if self._hook.writer is None:
+            return
+        try:
+            note(*args)
+        except Exception as error:  # ours, never the user's
+            self._hook.fault(error)
+
+    def _enter(self, number: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hook = self._hook
+        assert hook.writer is not None
+        hook.writer.box.set(inside_ns=time.time_ns(), inside=number)
+        if name == "init_process_group":  # (backend, init_method, timeout, world_size, rank, …)
+            world_size, rank = (
+                args[at] if len(args) > at else kwargs.get(key, -1)
+                for at, key in ((3, "world_size"), (4, "rank"))
+            )
+            hook.on_rank(int(rank), int(world_size))
+        elif name == "destroy_process_group":
+            group = args[0] if args else kwargs.get("group")
+            if group is None or isinstance(
+                group, distributed_c10d.ProcessGroup
+            ):  # a stranger to it passes a number
+                hook.destroyed(None if group is distributed_c10d.group.WORLD else group)
+
+    def _leave(self, outer: int, name: str) -> None:
+        hook = self._hook
+        assert hook.writer is not None
+        box = hook.writer.box
+        box.set(inside=outer, setups=box.get("setups") + 1, inside_ns=time.time_ns())
+        if name == "init_process_group" and distributed_c10d.is_initialized():
+            hook.group(distributed_c10d.group.WORLD)

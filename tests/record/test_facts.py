@@ -1,0 +1,205 @@
+"""What a box knows beside sizes and times: tags, threads, batches, destroyed groups, and where a rank is before its first call."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from allranks.blackbox.encode import box_bytes
+from allranks.testing.ranks import Ranks
+from allranks.testing.ranks import signal as reached
+
+import allranks
+from allranks.blackbox.file_writer import Box
+from allranks.blackbox.layout import Item
+from allranks.blackbox.reader import read_trace
+from allranks.load import load_paths
+from allranks.model.torch_dump import to_torch_dump
+from allranks.model.trace import CALL, Flag, RankTrace
+from allranks.record.groups import GroupState
+from allranks.record.options import RecorderOptions
+from allranks.record.writer import CallWriter
+
+from .boxes import ops, traces
+
+OLD_BOX = Path(__file__).parent / "cases" / "version1.r0.box"
+
+
+def _talk(rank: int, world: int) -> None:
+    warnings.simplefilter("ignore")
+    recorder = allranks.record()
+    pair = dist.new_group([0, 1])
+    alone = dist.new_group([0])
+    value = torch.ones(2)
+    for tag in (0, 7, 2**31 - 1):
+        if rank == 0:
+            dist.send(value, 1, group=pair, tag=tag)
+        else:
+            dist.recv(value, 0, group=pair, tag=tag)
+    threads = [threading.Thread(target=dist.all_reduce, args=(value,), name=f"saver-{n}") for n in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    with contextlib.suppress(RuntimeError):  # NCCL takes sizes that differ, gloo refuses
+        dist.all_gather([torch.empty(1), torch.empty(3)], torch.empty(3 if rank else 1))
+    dist.destroy_process_group(pair)
+    if rank == 0:
+        dist.destroy_process_group(alone)  # that has made no call
+    recorder.close()
+
+
+def _both(folder: Path) -> list[dict[int, RankTrace]]:
+    """The boxes of a folder as the recorder reads them and as `load` does."""
+    return [traces(folder), {trace.header.rank or 0: trace for trace in load_paths([str(folder)]).traces}]
+
+
+def test_tags_threads_parts_and_destroyed_groups_are_in_the_box(folder: Path, engine: str) -> None:
+    """Both ends of a send know its tag, a thread is known by name, a destroyed group says when."""
+    with Ranks(_talk, 2) as ranks:
+        ranks.values()
+    for found in _both(folder):
+        for rank, trace in found.items():
+            op = "recv" if rank else "send"
+            assert ops(trace) == [op] * 3 + ["all_reduce"] * 2 + ["all_gather"]
+            assert trace.calls["tag"].tolist() == [0, 7, 2**31 - 1, -1, -1, -1]
+            names = [trace.threads[int(thread)] for thread in trace.calls["thread"]]
+            assert names == ["MainThread"] * 3 + ["saver-0", "saver-1", "MainThread"]
+            gathered = trace.shapes[int(trace.calls[-1]["shapes"])]
+            assert gathered.outputs == ((1,), (3,))
+            destroyed = {trace.groups[index].ranks: when for index, when in trace.destroyed.items()}
+            assert set(destroyed) == ({(0, 1), (0,)} if rank == 0 else {(0, 1)})
+            assert min(destroyed.values()) >= int(trace.calls["created_ns"].max())
+            assert (trace.progress.inside, trace.progress.setups) == ("", 4 - rank)
+    entries: Any = to_torch_dump(found[0])["entries"]
+    assert [entry["thread_name"] for entry in entries][3:5] == ["saver-0", "saver-1"]
+
+
+def _all_but_one(rank: int, world: int) -> None:
+    warnings.simplefilter("ignore")
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    recorder = allranks.record()
+    if rank == 1:
+        reached("waiting")
+        threading.Event().wait()
+    assert recorder.path is not None
+    threading.Thread(target=_tell_when_inside, args=(recorder.path.parent, rank), daemon=True).start()
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+
+
+def _tell_when_inside(folder: Path, rank: int) -> None:
+    while not any(t.progress.inside and t.header.rank == rank for t in traces(folder).values()):
+        threading.Event().wait(0.01)
+    reached("waiting")
+
+
+def test_a_rank_that_waits_in_init_process_group_says_so(folder: Path, engine: str) -> None:
+    """Without a single call the boxes tell who is inside, under which rank, and who has not come."""
+    with Ranks(_all_but_one, 2, backend=None) as ranks:
+        ranks.wait_for("waiting")
+    for found in _both(folder)[:1]:
+        waiting = found[0]
+        assert len(waiting.calls) == 0
+        assert waiting.progress.inside == "init_process_group"
+        assert waiting.progress.inside_ns >= waiting.header.start_ns
+        assert (waiting.header.world_size, waiting.progress.setups) == (2, 0)
+        absent = found[-1]  # it has told nobody its rank
+        assert (absent.progress.inside, absent.progress.setups) == ("", 0)
+
+
+def _fail(rank: int, world: int) -> None:
+    recorder = allranks.record()
+    try:
+        dist.init_process_group("gloo", "nonsense://nowhere", rank=0, world_size=1)
+    except RuntimeError as error:
+        assert "nonsense" in str(error)
+    recorder.close()
+
+
+def test_a_failed_init_process_group_has_been_left(folder: Path) -> None:
+    """The user's error is the user's; the box does not say that the rank is still inside."""
+    with Ranks(_fail, 1, backend=None) as ranks:
+        ranks.values()
+    (trace,) = traces(folder).values()
+    assert (trace.progress.inside, trace.progress.setups) == ("", 1)
+
+
+def test_functions_are_put_back_where_they_were_taken_from(folder: Path) -> None:
+    """Also in a module of the user's that has imported them by name."""
+    before = dist.init_process_group
+    globals()["init_process_group"] = before
+    try:
+        recorder = allranks.record()
+        assert globals()["init_process_group"] is dist.init_process_group is not before
+        recorder.close()
+        assert globals()["init_process_group"] is dist.init_process_group is before
+    finally:
+        del globals()["init_process_group"]
+
+
+def test_the_parts_of_a_coalesced_batch_are_found_from_its_end(tmp_path: Path, engine: str) -> None:
+    """Each with its own sizes and tag; a batch before it and calls of other groups are not taken for them."""
+    box = Box(tmp_path / "x.box", 32, 1 << 14)
+    box.open()
+    writer = CallWriter(box, RecorderOptions(accelerate=engine == "c", stack_depth=0))
+    first, other = (
+        GroupState(box.append(Item.GROUP, [name, "", [0, 1], "nccl"]), name, (0, 1), "nccl", 0, engine == "c")
+        for name in ("a", "b")
+    )
+    op, end = (box.intern(Item.NAME, name) for name in ("send", "coalesced"))
+    for sizes in ((1, 2), (3, 4, 5)):
+        first.counters.batch, first.parts = (0, 0), []
+        for size in sizes:
+            writer.begin(first, op, (0, size, size), p2p=True, peer=1, tag=size)
+        writer.begin(other, op, (0, 9, 9))
+        writer.begin_end(first, end, None)
+    trace = read_trace(box.path)
+    ends = np.flatnonzero(trace.calls["flags"] & Flag.COALESCED_END)
+    assert [trace.calls[trace.parts(at)]["in_numel"].tolist() for at in ends] == [[1, 2], [3, 4, 5]]
+    assert trace.calls[trace.parts(ends[1])]["tag"].tolist() == [3, 4, 5]
+    assert len(trace.parts(0)) == 0
+
+
+def test_a_box_of_the_version_before_is_still_read(tmp_path: Path) -> None:
+    """Written by the last release: every call is there, what it did not record is unknown."""
+    old = tmp_path / "old.a0.r0.p7.box"
+    old.write_bytes(OLD_BOX.read_bytes())
+    loaded = load_paths([str(old)])
+    for trace in (read_trace(old), *loaded.traces):
+        assert trace.kind == "black box 1"
+        assert ops(trace) == ["all_reduce", "all_to_all_single", "send"] * 2 + [
+            "barrier",
+            "monitored_barrier",
+        ]
+        assert set(trace.calls["tag"]) == {-1}
+        assert set(trace.calls["timeout_ms"]) == {1_800_000}
+        assert trace.shapes[int(trace.calls[1]["shapes"])].input_splits == (1, 3)
+        assert (trace.threads, trace.destroyed, trace.progress.setups) == ({}, {}, -1)
+    assert [note.status for note in loaded.files] == ["ok"]
+
+
+def test_a_converted_trace_keeps_what_the_box_knew(tmp_path: Path) -> None:
+    """Threads, destroyed groups and where the rank is survive the way through `box_bytes`."""
+    trace = read_trace(OLD_BOX)
+    calls = trace.calls.copy()
+    calls["tag"] = 5
+    thread = int(calls["thread"][0])
+    richer = replace(
+        trace, calls=calls, threads={thread: "main"}, destroyed={1: 99},
+        progress=replace(trace.progress, inside="new_group", inside_ns=98, setups=3),
+    )  # fmt: skip
+    path = tmp_path / "x.a0.r0.p7.box"
+    path.write_bytes(box_bytes(richer))
+    (again,) = load_paths([str(path)]).traces
+    assert again.calls["tag"].tolist() == [5] * len(calls)
+    assert (again.threads, again.destroyed) == ({thread: "main"}, {1: 99})
+    assert (again.progress.inside, again.progress.inside_ns, again.progress.setups) == ("new_group", 98, 3)
+    assert again.calls.dtype == CALL
