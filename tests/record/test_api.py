@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import allranks
 from allranks import record
+from allranks.blackbox import files
 from allranks.blackbox.reader import find_boxes, read_header, read_trace
 from allranks.drill.ranks import Ranks, free_port
+from allranks.record.options import from_environment, tolerant
 
 PLAIN = """
 import sys, torch, torch.distributed as dist
@@ -116,3 +122,49 @@ def test_a_rank_that_the_environment_does_not_tell_is_learnt_from_the_first_grou
         assert f".r{rank}." in Path(path).name
         header = read_header(path)
         assert (header.rank, header.world_size) == (rank, 2)
+
+
+def test_settings_of_a_wrong_type_are_converted_or_ignored_with_a_warning(tmp_path: Path) -> None:
+    """record() never raises for a setting: each bad one is named with its value, and the others are used."""
+    given: dict[str, Any] = {
+        "folder": str(tmp_path), "capacity": "64", "stack_depth": 4.0, "poll_s": 1, "dump_on": "exit", "dump_signal": "USR2",
+        "job": 7, "heap_bytes": None, "rank": "first", "accelerate": "no", "world_size": 2.5, "color": "red", "attempt": True,
+    }  # fmt: skip
+    options, complaints = tolerant(given)
+    assert (options.folder, options.capacity, options.stack_depth, options.poll_s) == (tmp_path, 64, 4, 1.0)
+    assert (options.dump_on, options.dump_signal) == (frozenset({"exit"}), signal.SIGUSR2)
+    for name in ("job", "rank", "accelerate", "world_size", "color", "attempt"):
+        assert len([text for text in complaints if f"record({name}=" in text or f"'{name}'" in text]) == 1
+    assert len(complaints) == 6
+    for name, bad in (
+        ("capacity", 3),
+        ("folder", 5),
+        ("dump_on", {"lunch"}),
+        ("dump_signal", "LUNCH"),
+        ("poll_s", 0),
+    ):
+        options, complaints = tolerant({name: bad})
+        assert getattr(options, name) == getattr(from_environment(), name)
+        assert [name in text for text in complaints] == [True]
+
+
+def test_a_folder_may_be_text(tmp_path: Path) -> None:
+    """As everywhere else in Python; a wrong setting beside it is one warning."""
+    with pytest.warns(RuntimeWarning, match="record\\(capacity='many'\\) is ignored"):
+        recorder = allranks.record(folder=str(tmp_path / "boxes"), capacity="many")
+    recorder.close()
+    assert recorder.path is not None and recorder.path.parent == tmp_path / "boxes"
+
+
+def test_a_folder_that_cannot_be_used_is_replaced_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`allranks run` takes the default folder then; a wanted one that works is taken, and nothing is left in it."""
+    monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    (tmp_path / "file").touch()
+    folder, problem = files.usable_folder(tmp_path / "file" / "boxes", "job")
+    assert folder == files.job_folder("job")
+    assert str(tmp_path / "file" / "boxes") in problem and "Not a directory" in problem
+    assert files.usable_folder(tmp_path / "mine", "job") == (tmp_path / "mine", "")
+    assert list((tmp_path / "mine").iterdir()) == []

@@ -44,7 +44,7 @@ def _is_off_with_one_warning(place: Path, reason: str) -> None:
             assert not active
             assert len(said) == 1
             assert "training goes on" in said[0]
-            assert reason in said[0]
+            assert reason in said[0] and str(place) in said[0] and "set ALLRANKS_DIR" in said[0]
 
 
 def test_an_unusable_folder_turns_recording_off(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from allranks.blackbox.layout import DEFAULT_CAPACITY, DEFAULT_HEAP_BYTES, HEADER_BYTES, ring_bytes
+
 SHARED_MEMORY = Path("/dev/shm")
 KEEP_S = 3 * 86_400.0  # boxes of ended processes in our own folders live this long
 
@@ -60,6 +62,30 @@ def reserve_file(path: Path, size: int) -> int:
         os.unlink(path)
         raise
     return fd
+
+
+def room_for_box(capacity: int = DEFAULT_CAPACITY, heap_bytes: int = DEFAULT_HEAP_BYTES) -> int:
+    """The size of a black box, in whole megabytes: what a folder must have room for."""
+    return -(-(HEADER_BYTES + ring_bytes(capacity) + heap_bytes) >> 20) << 20
+
+
+def usable_folder(wanted: Path | None, job: str) -> tuple[Path, str]:
+    """The folder for a job's black boxes, and what is wrong with the wanted one ("" when that is taken).
+
+    OSError when there is no folder at all.
+    """
+    candidates = [wanted] if wanted is not None else []
+    problem = ""
+    for folder in [*candidates, job_folder(job), fallback_folder(job)]:
+        try:
+            make_folder(folder)
+            probe = folder / f".probe-{os.getpid()}"
+            os.close(reserve_file(probe, room_for_box()))
+            probe.unlink()
+            return folder, problem
+        except OSError as error:
+            problem = problem or f"{folder} cannot hold black boxes: {error.strerror or error}"
+    raise OSError(problem)
 
 
 def fallback_folder(job: str) -> Path:

@@ -170,7 +170,6 @@ def _run(
     script: list[str],
     stack: ExitStack,
 ) -> int:
-    from allranks.blackbox.files import job_folder
     from allranks.incidents.job_overview import set_aside_earlier, write_job
     from allranks.watch.timed_stacks import start_timed_stacks, stop_timed_stacks
 
@@ -183,8 +182,7 @@ def _run(
     job = find_job_name(args.job, os.environ, torchrun, settings, script[0])
     torchrun = [*_torchrun_from(settings, torchrun), *torchrun]
     token = job_token(os.environ)
-    folder = Path(os.environ["ALLRANKS_DIR"]) if os.environ.get("ALLRANKS_DIR") else job_folder(job)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = _folder(job)
     set_aside_earlier(folder)
     write_token(folder / "token", token)
     lighthouse = _lighthouse(args, settings, token, replica_mode, stack)
@@ -205,6 +203,23 @@ def _run(
         return _run_replicas(args, settings, script, torchrun, environment, incidents, Path(log_dir), stack)
     _need_script(script, torchrun)
     return _run_whole(args, settings, [*torchrun, *script], environment, incidents, log_dir, stack)
+
+
+def _folder(job: str) -> Path:
+    """Where this job's black boxes, logs and token go: ALLRANKS_DIR, or the default when that cannot be used."""
+    from allranks.blackbox.files import usable_folder
+
+    wanted = os.environ.get("ALLRANKS_DIR")
+    try:
+        folder, problem = usable_folder(Path(wanted) if wanted else None, job)
+    except OSError as error:
+        hint = "Set ALLRANKS_DIR to a folder of yours with room for 2 MB per rank."
+        raise InputError(str(error), hint=hint) from error
+    if problem:
+        _say(
+            f"{problem}; {folder} is used instead (set ALLRANKS_DIR to a folder of yours with room for 2 MB per rank)"
+        )
+    return folder
 
 
 def _run_whole(

@@ -31,7 +31,8 @@ _current: Recorder | None = None
 def record(**options: Any) -> Recorder:
     """Starts this process's recorder, or returns the one that runs. Options: see RecorderOptions.
 
-    Never raises for a full disk or an unwritable folder: one warning, recording off, training on.
+    Never stops a training: a full disk or an unwritable folder is one warning and recording is off; a setting that makes
+    no sense is one warning and its default is used.
     `ALLRANKS_RECORD=0` turns it off.
     """
     global _current
@@ -42,12 +43,16 @@ def record(**options: Any) -> Recorder:
         and _current.writer is not None
     ):
         return _current
-    from allranks.record.options import from_environment
+    from allranks.record.options import tolerant
     from allranks.record.recorder import Recorder
+    from allranks.record.writer import warn_once
 
     if _imported_by_spawn():
         options["enabled"] = False
-    _current = Recorder(from_environment(**options))
+    settings, complaints = tolerant(options)
+    for complaint in complaints:
+        warn_once(complaint)
+    _current = Recorder(settings)
     return _current.start()
 
 

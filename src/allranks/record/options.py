@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,50 @@ def from_environment(env: Mapping[str, str] | None = None, **arguments: Any) -> 
         dump_signal=_signal(values.get("ALLRANKS_DUMP_SIGNAL", "")),
     )
     return replace(options, **{name: value for name, value in arguments.items() if value is not None})
+
+
+def tolerant(arguments: dict[str, Any]) -> tuple[RecorderOptions, list[str]]:
+    """Options of this process with as many of these arguments as make sense, and a complaint about every other one.
+
+    For `record()`: a mistake in a setting must not stop a training.
+    """
+    options, complaints = from_environment(), []
+    known = {setting.name for setting in fields(RecorderOptions)}
+    for name, value in arguments.items():
+        if name not in known:
+            complaints.append(f"record() has no setting {name!r}; it has {', '.join(sorted(known))}")
+        elif value is not None:
+            try:
+                options = replace(options, **{name: _as_declared(name, value)})
+            except (TypeError, ValueError, ConfigurationError) as error:
+                complaints.append(f"record({name}={value!r:.80}) is ignored: {error}")
+    return options, complaints
+
+
+def _as_declared(name: str, value: Any) -> Any:
+    """The value as the type of its setting, converted where nothing is lost."""
+    if name == "folder":
+        return Path(value)
+    if name == "dump_on":
+        return frozenset([value] if isinstance(value, str) else value)
+    if name == "dump_signal":
+        return value if isinstance(value, int) else _needed_signal(value)
+    default = getattr(RecorderOptions, name)
+    if isinstance(default, (bool, str)):
+        if type(value) is not type(default):
+            raise TypeError(f"{type(default).__name__} expected, not {type(value).__name__}")
+        return value
+    number = type(default)(value)
+    if isinstance(value, bool) or number != float(value):
+        raise TypeError(f"a {type(default).__name__} is expected")
+    return number
+
+
+def _needed_signal(text: Any) -> int:
+    number = _signal(text) if isinstance(text, str) else None
+    if number is None:
+        raise TypeError("the number or name of a signal is expected")
+    return number
 
 
 def _capacity(values: Mapping[str, str]) -> int:

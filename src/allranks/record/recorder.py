@@ -18,7 +18,7 @@ from typing import Any
 
 import allranks
 from allranks.blackbox.file_writer import Box
-from allranks.blackbox.files import fallback_folder, job_folder, remove_old
+from allranks.blackbox.files import fallback_folder, job_folder, remove_old, room_for_box
 from allranks.blackbox.layout import Item, file_name
 from allranks.errors import require
 from allranks.record.engine import fast
@@ -223,7 +223,10 @@ class Recorder:
                     problem = error
             except OSError as error:
                 problem = error
-        warn_once(f"recording is off, training goes on: no black box in {folders[0]}: {problem}")
+        warn_once(
+            f"recording is off, training goes on: no black box in {folders[0]}: {problem}; set ALLRANKS_DIR to a folder "
+            f"that you can write to, with {room_for_box(options.capacity, options.heap_bytes) >> 20} MB of room for each rank"
+        )
         return None
 
     def _fill_header(self, box: Box) -> None:
