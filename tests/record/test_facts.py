@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from allranks.blackbox.encode import box_bytes
 from allranks.testing.ranks import Ranks
 from allranks.testing.ranks import signal as reached
 
 import allranks
+from allranks.blackbox.encode import box_bytes
 from allranks.blackbox.file_writer import Box
 from allranks.blackbox.layout import Item
 from allranks.blackbox.reader import read_trace

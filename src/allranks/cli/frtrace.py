@@ -21,7 +21,7 @@ def main(args: argparse.Namespace) -> int:
     """Loads, analyses and prints."""
     from allranks.errors import ConfigurationError
     from allranks.frtrace.api import analyse_details, read_dir, transform_ft
-    from allranks.frtrace.blocks import render_blocks, render_database, render_entries
+    from allranks.frtrace.blocks import check_filters, render_blocks, render_database, render_entries
     from allranks.frtrace.database import build_database
 
     if args.transform_ft and not args.group_world_size:
@@ -33,6 +33,7 @@ def main(args: argparse.Namespace) -> int:
         if note.status == "damaged":
             _say(f"{note.path}: {note.note}")
     filters = (frozenset(args.selected_ranks or ()), frozenset(args.pg_filters or ()))
+    check_filters(details.traces, filters)
     if args.just_print_entries:
         for line in render_entries(details.traces, filters, args.verbose, args.print_stack_trace):
             _say(line)

@@ -10,6 +10,16 @@ for collective in database.collectives:
 
 from allranks.frtrace.api import Details, build_db, read_dir, transform_ft
 from allranks.frtrace.config import JobConfig
+from allranks.frtrace.events import (
+    COLLECTIVES,
+    P2P,
+    Op,
+    check_size_alltoall,
+    format_frame,
+    format_frames,
+    get_version_detail,
+    match_one_event,
+)
 from allranks.frtrace.types import (
     Collective,
     Database,
@@ -23,6 +33,7 @@ from allranks.frtrace.types import (
 )
 
 __all__ = [
-    "Collective", "Database", "Details", "Group", "JobConfig", "MatchInfo", "MatchState", "Membership", "NCCLCall",
-    "Traceback", "build_db", "read_dir", "transform_ft", "types",
+    "COLLECTIVES", "P2P", "Collective", "Database", "Details", "Group", "JobConfig", "MatchInfo", "MatchState", "Membership", "NCCLCall", "Op",
+    "Traceback", "build_db", "check_size_alltoall", "format_frame", "format_frames", "get_version_detail", "match_one_event",
+    "read_dir", "transform_ft", "types",
 ]  # fmt: skip

@@ -6,12 +6,30 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from allranks.diagnose.job import Job
-from allranks.frtrace.database import STATES, call_name
-from allranks.frtrace.problems import Analysis, Problem, lists
+from allranks.errors import InputError
+from allranks.frtrace.database import call_name
+from allranks.frtrace.problems import STATES, Analysis, Problem, lists
 from allranks.frtrace.types import Collective, Database, Group, Membership, NCCLCall
 from allranks.model.trace import RankTrace, State
 
 Filters = tuple[frozenset[int], frozenset[str]]  # selected ranks, group names; empty: all
+
+
+def check_filters(traces: Sequence[RankTrace], filters: Filters) -> None:
+    """InputError for a rank or group that is in no dump: silence would read as "nothing wrong"."""
+    ranks, groups = filters
+    members = {rank for trace in traces for group in trace.groups for rank in group.ranks}
+    known = {trace.header.rank for trace in traces if trace.header.rank is not None} | members
+    if ranks - known:
+        text = ", ".join(map(str, sorted(ranks - known)))
+        hint = f"Ranks in the dumps: {', '.join(map(str, sorted(known))) or 'none'}."
+        raise InputError(f"--selected-ranks: no rank {text} here", hint=hint)
+    names = {
+        text for trace in traces for group in trace.groups[1:] for text in (group.name, group.desc) if text
+    }
+    if groups - names:
+        hint = f"Groups in the dumps: {', '.join(sorted(names)) or 'none'}."
+        raise InputError(f"--pg-filters: no group {', '.join(sorted(groups - names))} here", hint=hint)
 
 
 def render_blocks(analysis: Analysis, filters: Filters, cap: int) -> Iterator[str]:

@@ -7,15 +7,10 @@ from typing import Any
 import numpy as np
 
 from allranks.diagnose.job import GroupView, Job
-from allranks.frtrace.problems import Analysis, Problem, lists
+from allranks.frtrace.problems import STATES, Analysis, Problem, lists
 from allranks.frtrace.types import Collective, Database, Group, Membership, NCCLCall, Traceback
 from allranks.model.torch_dump import profiling_name
 from allranks.model.trace import Flag, State
-
-STATES = {
-    State.SCHEDULED: "scheduled", State.STARTED: "started", State.COMPLETED: "completed",
-    State.FAILED: "failed", State.TIMED_OUT: "timed_out",
-}  # fmt: skip
 
 
 def build_database(analysis: Analysis) -> Database:

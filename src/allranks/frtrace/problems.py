@@ -8,13 +8,23 @@ from dataclasses import dataclass, replace
 from allranks.diagnose.align import align
 from allranks.diagnose.job import GroupView, Job
 from allranks.diagnose.liveness import is_hung, usual_pause
-from allranks.diagnose.match import Mismatch, find_mismatches
+from allranks.diagnose.match import Cells, Mismatch, find_mismatches, suspect_seqs
 from allranks.diagnose.p2p import match_p2p
 from allranks.diagnose.verdict import DiagnoseOptions, diagnose
 from allranks.diagnose.waits import Blocked, find_blocked
+from allranks.frtrace.events import state_text
 from allranks.frtrace.types import MatchInfo, MatchState
 from allranks.model.diagnosis import FileNote
-from allranks.model.trace import RankTrace
+from allranks.model.trace import Flag, RankTrace, State
+
+#: Words for states, as torch writes them; it has none for the last two.
+STATES = {
+    State.SCHEDULED: "scheduled", State.STARTED: "started", State.COMPLETED: "completed",
+    State.FAILED: "failed", State.TIMED_OUT: "timed_out",
+}  # fmt: skip
+#: Collectives of a group that are compared behind its first problem; --mismatch_cap shows far fewer.
+MAX_LATER = 1000
+NOT_ALL = "Not all ranks joining collective, sequence number"
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,7 @@ class Problem:
     totals: tuple[int, int] | None = None
     involved: tuple[int, ...] = ()
     bare: bool = False  # the headline alone, without the lines of the collective
+    later: bool = False  # of a group in which something went wrong before
 
 
 @dataclass(frozen=True)
@@ -51,15 +62,22 @@ def analyse(traces: Sequence[RankTrace], files: Sequence[FileNote] = (), now_ns:
     patience = usual_pause(job)
     every = find_blocked(job, waits)
     hung = [replace(b, index=i) for i, b in enumerate(b for b in every if is_hung(job, b, patience))]
-    found = [_mismatched(job, mismatch) for mismatch in mismatches]
+    diagnosis = diagnose(traces, files, options=DiagnoseOptions(now_ns=now_ns))
+    named = {(finding.group, finding.sequence): set(finding.ranks) for finding in diagnosis.findings}
+    found = [
+        _mismatched(job, mismatch, named.get((job.groups[mismatch.group].label, mismatch.seq), set()))
+        for mismatch in mismatches
+    ]
     misfit = {mismatch.group: mismatch.seq for mismatch in mismatches}
     explained = [b for b in hung if b.missing or b.absent or b.seq < misfit.get(b.group, 1 << 62)]
     found += [
         _blocked(job, blocked) for blocked in sorted(explained, key=lambda b: (_began_ns(job, b), b.index))
     ]
-    diagnosis = diagnose(traces, files, options=DiagnoseOptions(now_ns=now_ns))
+    found += find_later(job, found)
     order = {(finding.group, finding.sequence): -i for i, finding in enumerate(reversed(diagnosis.findings))}
-    found.sort(key=lambda problem: order.get((job.groups[problem.group].label, problem.seq), 1))
+    found.sort(
+        key=lambda problem: (order.get((job.groups[problem.group].label, problem.seq), 1), problem.later)
+    )
     return Analysis(job, tuple(found))
 
 
@@ -77,8 +95,7 @@ def _blocked(job: Job, blocked: Blocked) -> Problem:
     involved = tuple(sorted({*blocked.rows, *blocked.missing, *blocked.absent}))
     problem = Problem("", blocked.group, seq, rank, row, expected, involved=involved)
     if blocked.missing:
-        headline = f"Not all ranks joining collective, sequence number: {seq}"
-        return replace(problem, headline=headline, missing=blocked.missing)
+        return replace(problem, headline=f"{NOT_ALL}: {seq}", missing=blocked.missing)
     lacking = blocked.absent or blocked.unsure
     if lacking:
         return replace(problem, bare=True, headline=(
@@ -91,9 +108,70 @@ def _blocked(job: Job, blocked: Blocked) -> Problem:
     ))  # fmt: skip
 
 
-def _mismatched(job: Job, mismatch: Mismatch) -> Problem:
-    """Calls that do not fit together; the largest class is taken for right."""
+def find_later(job: Job, first: Sequence[Problem]) -> list[Problem]:
+    """What else is wrong in groups that have a problem: other calls, missing ranks, states, as they come.
+
+    In groups in which nothing is wrong, states differ only by when each dump was taken: these are not looked at.
+    """
+    starts: dict[int, int] = {}
+    for problem in first:
+        starts[problem.group] = min(starts.get(problem.group, problem.seq), problem.seq)
+    known = {(problem.group, problem.seq) for problem in first}
+    found = []
+    for index, start in sorted(starts.items()):
+        group = job.groups[index]
+        misfits = _misfits(job, group, start)
+        for seq in range(start, min(group.last, start + MAX_LATER) + 1):
+            later = misfits.get(seq) or _unequal(job, group, seq)
+            if later is not None and (index, seq) not in known:
+                found.append(replace(later, later=True))
+    return found
+
+
+def _misfits(job: Job, group: GroupView, start: int) -> dict[int, Problem]:
+    """Collectives behind `start` whose calls do not fit together, by sequence number."""
+    suspects = suspect_seqs(job, group)
+    suspects = suspects[(suspects > start) & (suspects <= start + MAX_LATER)]
+    if not len(suspects):
+        return {}
+    cells = Cells.gather(job, group, suspects)
+    mismatches = [cells.explain(int(column)) for column in cells.bad_columns()]
+    return {mismatch.seq: _mismatched(job, mismatch, set()) for mismatch in mismatches}
+
+
+def _unequal(job: Job, group: GroupView, seq: int) -> Problem | None:
+    """A collective that ranks have not joined or left in another state than the lowest rank; None when all is well."""
+    rows = {rank: row for rank, lane in sorted(group.lanes.items()) if (row := lane.row(seq)) >= 0}
+    if not rows:
+        return None
+    reference, row = next(iter(rows.items()))
+    missing = tuple(rank for rank, lane in sorted(group.lanes.items()) if not lane.cut and lane.last < seq)
+    problem = Problem("", group.index, seq, reference, row, group.members, missing, involved=tuple(rows))
+    if missing:
+        involved = tuple(sorted({*rows, *missing}))
+        return replace(problem, headline=f"{NOT_ALL}: {seq}", involved=involved)
+    states = {rank: _state(job, rank, row) for rank, row in rows.items()}
+    errors = tuple(
+        (rank, MatchInfo(MatchState.COLLECTIVE_STATE_MISMATCH, state_text(states[reference], state)))
+        for rank, state in states.items()
+        if state and states[reference] and state != states[reference]
+    )
+    headline = f"Collective sequence number: {seq} has errors"
+    return replace(problem, headline=headline, errors=errors) if errors else None
+
+
+def _state(job: Job, rank: int, row: int) -> str:
+    """The state of a call; "" where the library does not tell."""
+    call = job.ranks[rank].trace.calls[row]
+    unknowable = Flag.STATE_UNKNOWN | Flag.CAPTURED | Flag.COALESCED_PART
+    return "" if int(call["flags"]) & unknowable else STATES[State(int(call["state"]))]
+
+
+def _mismatched(job: Job, mismatch: Mismatch, guilty: set[int]) -> Problem:
+    """Calls that do not fit together; the largest class without a rank that `diagnose` blames is taken for right."""
     group = job.groups[mismatch.group]
+    classes = sorted(mismatch.classes, key=lambda each: bool(guilty & set(each[1])))
+    mismatch = replace(mismatch, classes=tuple(classes))
     reference = mismatch.classes[0][1][0]
     row = group.lanes[reference].row(mismatch.seq)
     involved = tuple(sorted(rank for _, ranks in mismatch.classes for rank in ranks))

@@ -1,0 +1,156 @@
+"""Where scripts that use torchfrtrace's names meet ours: single entries, all findings of a group, filters."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.cli import main
+from allranks.errors import InputError
+from allranks.frtrace import (
+    COLLECTIVES,
+    P2P,
+    JobConfig,
+    MatchState,
+    Op,
+    build_db,
+    check_size_alltoall,
+    get_version_detail,
+    match_one_event,
+    read_dir,
+)
+
+from .test_frtrace import CASES, frtrace
+
+
+def _event(
+    name: str, seq: int = 1, sizes: Any = ([[4, 4]], [[4, 4]]), state: str = "started", **more: Any
+) -> dict[str, Any]:
+    return {
+        "profiling_name": f"nccl:{name}", "record_id": seq, "pg_id": 0, "process_group": ("0", "default_pg"),
+        "collective_seq_id": seq, "p2p_seq_id": 0, "op_id": seq, "time_created_ns": 1_000_000_000 * seq,
+        "input_sizes": sizes[0], "output_sizes": sizes[1], "input_dtypes": ["Float"], "output_dtypes": ["Float"],
+        "state": state, "retired": state == "completed", "timeout_ms": 600_000, "is_p2p": name[:4] in P2P,
+        "time_discovered_started_ns": None, "time_discovered_completed_ns": 1_000_000_000 * seq + 5 if state == "completed" else None,
+        "frames": [{"name": "step", "filename": "train.py", "line": 7}], **more,
+    }  # fmt: skip
+
+
+def _write(folder: Path, entries: dict[int, list[dict[str, Any]]]) -> str:
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": str(sorted(entries))}}
+    for rank, events in entries.items():
+        dump = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": events}
+        (folder / f"trace_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
+    return str(folder)
+
+
+def test_two_entries_are_matched_as_torchfrtrace_matches_them() -> None:
+    """State and words, over random pairs of entries of every operation."""
+    theirs = pytest.importorskip("torch.distributed.flight_recorder.components.utils")
+    types = pytest.importorskip("torch.distributed.flight_recorder.components.types")
+    assert COLLECTIVES == types.COLLECTIVES and P2P == types.P2P
+    rng = random.Random(7)
+    names = [*sorted(COLLECTIVES), "all_reduce", "send 0->1", "recv 1<-0", "send 1->0", "coalesced"]
+    sizes = [[[4, 4]], [[2, 4]], [[8, 4]], [[4, 4], [1]]]
+    members = {"0": {0, 1}}
+    for _ in range(3000):
+        first = rng.choice(names)
+        second = rng.choice([first, first, rng.choice(names)])
+        pair = [
+            _event(
+                name, sizes=(rng.choice(sizes), rng.choice(sizes)), state=rng.choice(("started", "completed")),
+                input_dtypes=[rng.choice(("Float", "Half"))], output_dtypes=[rng.choice(("Float", "Half"))],
+            )
+            for name in (first, second)
+        ]  # fmt: skip
+        one, two = pair
+        ours, expected = (
+            match_one_event(one, two, members, "0"),
+            theirs.match_one_event(one, two, members, "0"),
+        )
+        assert str(ours) == str(expected)
+        assert ours.state.name == expected.state.name
+        assert repr(Op(pair[0], members, "0")) == repr(types.Op(pair[0], members, "0"))
+        cases = [event for event in pair if event["input_sizes"]]
+        assert check_size_alltoall(cases) == theirs.check_size_alltoall(cases)
+
+
+def test_entries_that_are_none_are_named() -> None:
+    """An operation, its ends and a version that make no sense are errors with the value in them."""
+    for name, value in (("lunch", "nccl:lunch"), ("send 0=>1", "0=>1")):
+        with pytest.raises(InputError, match=value):
+            Op(_event(name), {"0": {0, 1}}, "0")
+    assert get_version_detail("2.10") == (2, 10)
+    with pytest.raises(InputError, match="two"):
+        get_version_detail("two")
+
+
+def test_all_findings_of_a_group_are_printed_in_order(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Sizes, an operation, a state and a missing rank, one after the other; --mismatch_cap ends the list."""
+    small = ([[2, 2]], [[2, 2]])
+    common = [_event("all_reduce", 1, state="completed")]
+    one = [_event("all_reduce", 2), _event("broadcast", 3), _event("all_reduce", 4), _event("all_reduce", 5)]
+    two = [
+        _event("all_reduce", 2, small),
+        _event("all_reduce", 3),
+        _event("all_reduce", 4, state="scheduled"),
+    ]
+    folder = _write(tmp_path, {0: common + one, 1: [dict(e) for e in common + one], 2: common + two})
+    code, lines = frtrace(capsys, folder)
+    shown = [line for line in lines if "sequence number" in line or line.startswith(("error", "missing"))]
+    assert code == 0
+    assert shown == [
+        "Collective sequence number: 2 has errors",
+        "error msg: Culprit rank 2; Error type: SIZE_OR_SYNTAX_MISMATCH, Expected input sizes: '[[4, 4]]' does not match "
+        "found input sizes: '[[2, 2]]'",
+        "Collective sequence number: 3 has errors",
+        "error msg: Culprit rank 2; Error type: COLLECTIVE_TYPE_MISMATCH, Expected collective type: 'broadcast' does not "
+        "match found collective type: 'all_reduce'",
+        "Collective sequence number: 4 has errors",
+        "error msg: Culprit rank 2; Error type: COLLECTIVE_STATE_MISMATCH, Expected state: 'started' does not match "
+        "found state: 'scheduled'",
+        "Not all ranks joining collective, sequence number: 5",
+        "missing ranks: {2}",
+    ]
+    _, lines = frtrace(capsys, folder, "--mismatch_cap", "2")
+    assert len([line for line in lines if "sequence number" in line]) == 2
+    assert lines[-1] == "Too many mismatches for process_group 0: default_pg aborting"
+    args = JobConfig().parse_args([folder])
+    details, version = read_dir(args)
+    failed = [c for c in build_db(details, args, version).collectives if not c.pass_check]
+    assert [c.collective_seq_id for c in failed] == [2, 3, 4, 5]
+    assert failed[2].type_of_mismatch is not None
+    assert failed[2].type_of_mismatch.state is MatchState.COLLECTIVE_STATE_MISMATCH
+
+
+def test_the_culprit_is_the_rank_that_diagnose_names(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of two ranks that disagree the one that breaks with its own habit, not the one that comes second."""
+    usual = [_event("all_reduce", seq, state="completed") for seq in range(1, 9)]
+    odd = _event("all_reduce", 9, ([[2, 2]], [[2, 2]]))
+    folder = _write(tmp_path, {0: [*usual, odd], 1: [*usual, _event("all_reduce", 9)]})
+    main(["diagnose", folder, "--json"])
+    assert '"ranks": [0]' in capsys.readouterr().out.replace("\n", "").replace("  ", "")
+    _, lines = frtrace(capsys, folder)
+    assert any(line.startswith("error msg: Culprit rank 0;") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "named", "known"),
+    [(("--selected-ranks", "0", "9"), "rank 9", "0, 1"), (("--pg-filters", "tp"), "group tp", "default_pg")],
+)
+def test_a_filter_that_matches_nothing_is_an_error(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], named: str, known: str
+) -> None:
+    """Exit 2 with the names that there are: silence would read as "nothing wrong"."""
+    for more in ((), ("-j",)):
+        code, lines = frtrace(capsys, str(CASES / "broken_dumps/ring_skew_hang"), *words, *more)
+        assert code == 2
+        assert any(named in line for line in lines) and any(known in line for line in lines)
