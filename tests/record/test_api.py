@@ -148,12 +148,16 @@ def test_settings_of_a_wrong_type_are_converted_or_ignored_with_a_warning(tmp_pa
         assert [name in text for text in complaints] == [True]
 
 
+def _in_text(rank: int, world: int, folder: str) -> None:
+    with pytest.warns(RuntimeWarning, match="record\\(capacity='many'\\) is ignored"):
+        recorder = allranks.record(folder=folder, capacity="many")
+    assert recorder.path is not None and recorder.path.parent == Path(folder)
+
+
 def test_a_folder_may_be_text(tmp_path: Path) -> None:
     """As everywhere else in Python; a wrong setting beside it is one warning."""
-    with pytest.warns(RuntimeWarning, match="record\\(capacity='many'\\) is ignored"):
-        recorder = allranks.record(folder=str(tmp_path / "boxes"), capacity="many")
-    recorder.close()
-    assert recorder.path is not None and recorder.path.parent == tmp_path / "boxes"
+    with Ranks(_in_text, 1, (str(tmp_path / "boxes"),), backend=None) as ranks:
+        ranks.values()
 
 
 def test_a_folder_that_cannot_be_used_is_replaced_and_named(

@@ -132,17 +132,19 @@ def test_a_failed_init_process_group_has_been_left(folder: Path) -> None:
     assert (trace.progress.inside, trace.progress.setups) == ("", 1)
 
 
-def test_functions_are_put_back_where_they_were_taken_from(folder: Path) -> None:
-    """Also in a module of the user's that has imported them by name."""
+def _put_back(rank: int, world: int) -> None:
     before = dist.init_process_group
     globals()["init_process_group"] = before
-    try:
-        recorder = allranks.record()
-        assert globals()["init_process_group"] is dist.init_process_group is not before
-        recorder.close()
-        assert globals()["init_process_group"] is dist.init_process_group is before
-    finally:
-        del globals()["init_process_group"]
+    recorder = allranks.record()
+    assert globals()["init_process_group"] is dist.init_process_group is not before
+    recorder.close()
+    assert globals()["init_process_group"] is dist.init_process_group is before
+
+
+def test_functions_are_put_back_where_they_were_taken_from(folder: Path) -> None:
+    """Also in a module of the user's that has imported them by name."""
+    with Ranks(_put_back, 1, backend=None) as ranks:
+        ranks.values()
 
 
 def test_the_parts_of_a_coalesced_batch_are_found_from_its_end(tmp_path: Path, engine: str) -> None:

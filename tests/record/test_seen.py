@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import importlib
 import time
 import warnings
 from datetime import timedelta
@@ -26,6 +27,10 @@ from allranks.record.groups import describe_group
 from .boxes import last, ops, traces, where
 
 WORLD = 2
+try:
+    DIST2: Any = importlib.import_module("torch.distributed._dist2")
+except ImportError:  # torch 2.15 has it no more
+    DIST2 = None
 
 
 def _run(function: Any, folder: Path, world: int = WORLD, **options: Any) -> dict[int, Any]:
@@ -321,7 +326,10 @@ def test_coalesced_and_object_collectives_are_recorded_once(folder: Path) -> Non
     """A coalesced group is one call with several tensors; objects show as the tensors that carry them."""
     found = _run(_coalesced, folder)
     trace = found[0]
-    assert ops(trace) == [
+    seen = [
+        op.replace("all_gather_into_tensor", "all_gather") for op in ops(trace)
+    ]  # torch 2.15 gathers into one tensor
+    assert seen == [
         "allreduce_coalesced", "all_gather", "all_gather", "broadcast", "broadcast", "all_gather", "gather", "broadcast",
         "scatter", "scatter", "send", "send",
     ]  # fmt: skip
@@ -346,23 +354,22 @@ def _other_doors(rank: int, world: int) -> None:
     import os
     from datetime import timedelta
 
-    from torch.distributed import _dist2
-
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     backend = dist.ProcessGroupGloo(dist.PrefixStore("bare", store), rank, world, timedelta(seconds=30))
     backend.allreduce(torch.ones(5)).wait()  # a bare backend
     _SlowGroup(backend).allreduce([torch.ones(6)], dist.AllreduceOptions()).wait()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store of the default group is reused
-    group = _dist2.new_group("gloo", timedelta(seconds=30), "cpu")
-    group.broadcast(torch.ones(7), 0).wait()
+    if DIST2 is not None:
+        group = DIST2.new_group("gloo", timedelta(seconds=30), "cpu")
+        group.broadcast(torch.ones(7), 0).wait()
 
 
 def test_bare_backends_python_groups_and_dist2_are_recorded_once_each(folder: Path) -> None:
     """Groups that never pass through init_process_group are seen, and none of them twice."""
     found = _run(_other_doors, folder)
     for trace in found.values():
-        assert ops(trace) == ["all_reduce", "all_reduce", "broadcast"]
-        assert [int(row["in_numel"]) for row in trace.calls] == [5, 6, 7]
+        assert ops(trace) == ["all_reduce", "all_reduce"] + ["broadcast"] * (DIST2 is not None)
+        assert [int(row["in_numel"]) for row in trace.calls] == [5, 6, 7][: len(trace.calls)]
         assert set(trace.calls["state"]) == {State.COMPLETED}
 
 

@@ -17,8 +17,8 @@ from allranks.model.torch_dump import BACKENDS
 COLLECTIVES = {
     "_all_gather_base", "_broadcast_oop", "_reduce_oop", "_reduce_scatter_base", "ALLGATHER_coalesced",
     "REDUCE_SCATTER_coalesced", "all_gather", "all_gather_into_tensor_coalesced", "all_gather_single", "all_gather_v",
-    "all_reduce", "all_reduce_barrier", "all_to_all", "all_to_all_single", "all_to_all_v_single", "allreduce_coalesced",
-    "barrier", "broadcast", "gather", "new_window", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "all_reduce", "all_reduce_barrier", "all_to_all", "all_to_all_single", "all_to_all_v_single", "allgather_coalesced",
+    "allreduce_coalesced",    "barrier", "broadcast", "gather", "new_window", "reduce", "reduce_scatter", "reduce_scatter_single",
     "reduce_scatter_tensor_coalesced", "reduce_scatter_v", "scatter", "split",
 }  # fmt: skip
 P2P = {"send", "recv"}
