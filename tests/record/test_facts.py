@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from allranks.testing.ranks import Ranks
-from allranks.testing.ranks import signal as reached
 
 import allranks
 from allranks.blackbox.encode import box_bytes
 from allranks.blackbox.file_writer import Box
 from allranks.blackbox.layout import Item
 from allranks.blackbox.reader import read_trace
+from allranks.drill.ranks import Ranks
+from allranks.drill.ranks import signal as reached
 from allranks.load import load_paths
 from allranks.model.torch_dump import to_torch_dump
 from allranks.model.trace import CALL, Flag, RankTrace
