@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from allranks.blackbox.layout import HEADER, HEADER_BYTES, MAGIC, VERSION, Item
+from allranks.blackbox.header import HEADER_BYTES, MAGIC, VERSION
+from allranks.blackbox.layout import HEADER, Item
 from allranks.model.trace import CALL, Flag, State
 
 START_NS = 1_794_700_000_000_000_000

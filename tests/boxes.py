@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from allranks.blackbox.layout import HEADER, MAGIC, VERSION
+from allranks.blackbox.header import MAGIC, VERSION
+from allranks.blackbox.layout import HEADER
 
 
 def write_box(

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 from allranks.blackbox.encode import box_bytes
-from allranks.blackbox.layout import HEADER, HEADER_BYTES
+from allranks.blackbox.header import HEADER_BYTES
+from allranks.blackbox.heap import HeapCache
+from allranks.blackbox.layout import HEADER
+from allranks.blackbox.reader import read_box
 from allranks.blackbox.ring_copy import BytesFile
+from allranks.blackbox.tables import Tables
 from allranks.drill.ranks import Ranks, signal
+from allranks.errors import InputError
 from allranks.load import LoadOptions, load_paths
-from allranks.load.blackbox import read_box
-from allranks.load.heap import HeapCache
-from allranks.load.result import Unreadable
-from allranks.load.tables import Tables
 from allranks.model.trace import CALL, Frame, Group, Progress, RankTrace, Shapes, State, TraceHeader
 
 
@@ -113,7 +114,7 @@ def test_an_unknown_layout_is_refused_with_the_reason(field: str, value: int) ->
     """Never guess at bytes of another version."""
     data = bytearray(box_bytes(make_trace()))
     np.frombuffer(data, HEADER, 1)[field] = value
-    with pytest.raises(Unreadable):
+    with pytest.raises(InputError):
         read_box(BytesFile(bytes(data)), HeapCache(Tables()), 1 << 30)
 
 

@@ -15,7 +15,8 @@ import pytest
 import allranks
 from allranks import record
 from allranks.blackbox import files
-from allranks.blackbox.reader import find_boxes, read_header, read_trace
+from allranks.blackbox.header import read_header
+from allranks.blackbox.reader import find_boxes, read_trace
 from allranks.drill.ranks import Ranks, free_port
 from allranks.record.options import from_environment, tolerant
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 import allranks
 from allranks.blackbox.file_writer import Box
-from allranks.blackbox.reader import read_header, read_trace
+from allranks.blackbox.header import read_header
+from allranks.blackbox.reader import read_trace
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as reached
 from allranks.model.trace import Flag, State

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import allranks
-from allranks.blackbox.reader import find_boxes, read_header
+from allranks.blackbox.header import read_header
+from allranks.blackbox.reader import find_boxes
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as reached
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from allranks.blackbox import files as place
-from allranks.blackbox.decode import BoxBytes, decode
 from allranks.blackbox.file_writer import Box
-from allranks.blackbox.layout import HEADER_BYTES, Item, ring_bytes
-from allranks.blackbox.reader import copy_box, read_header, read_trace
+from allranks.blackbox.header import HEADER_BYTES, read_header
+from allranks.blackbox.layout import Item, ring_bytes
+from allranks.blackbox.reader import read_trace
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as reached
 from allranks.errors import InputError
@@ -141,7 +141,7 @@ def test_a_full_heap_keeps_the_numbers(tmp_path: Path, engine: str) -> None:
     _begin(_ring(box, engine), 1)
     trace = read_trace(box.path)
     assert len(trace.calls) == 1
-    assert any("heap was full" in note for note in trace.notes)
+    assert any("heap of the black box is full" in note for note in trace.notes)
 
 
 def test_the_same_thing_is_stored_once(tmp_path: Path) -> None:
@@ -160,19 +160,19 @@ def test_a_cut_file_gives_what_is_there_or_a_clear_error(tmp_path: Path, cut: in
     for n in range(10):
         _begin(ring, n)
     box.intern(Item.NAME, "x" * 30)
-    data = bytes(copy_box(box.path).data)
+    data = box.path.read_bytes()
     shorter = data[:cut]
     if len(shorter) < HEADER_BYTES:
         with pytest.raises(InputError):
-            decode(BoxBytes(shorter))
+            read_trace(shorter)
         return
-    trace = decode(BoxBytes(shorter))
+    trace = read_trace(shorter)
     assert len(trace.calls) == min(10, (len(shorter) - HEADER_BYTES) // CALL.itemsize)
     assert trace.notes or cut == -70
 
 
 def test_random_damage_is_never_an_unexpected_exception(tmp_path: Path) -> None:
-    """Whatever byte is flipped, decode answers with a trace or an InputError."""
+    """Whatever byte is flipped, the reader answers with a trace or an InputError."""
     box = _box(tmp_path / "x.box", capacity=16, heap=2048)
     box.append(Item.META, {"host": "h", "versions": {"torch": "2"}})
     box.append(Item.GROUP, ["0", "d", [0, 1], "gloo"])
@@ -181,14 +181,14 @@ def test_random_damage_is_never_an_unexpected_exception(tmp_path: Path) -> None:
     ring = make_ring(box, False)
     for n in range(20):
         _begin(ring, n)
-    data = bytearray(copy_box(box.path).data)
+    data = bytearray(box.path.read_bytes())
     random = np.random.default_rng(5)
     for _ in range(1500):
         damaged = bytearray(data)
         for at in random.integers(0, len(damaged), 4):
             damaged[at] = random.integers(0, 256)
         try:
-            decode(BoxBytes(bytes(damaged)))
+            read_trace(bytes(damaged))
         except InputError:
             pass
 

@@ -19,7 +19,8 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.fsdp  # as above
 
 import allranks
-from allranks.blackbox.reader import read_header, read_trace
+from allranks.blackbox.header import read_header
+from allranks.blackbox.reader import read_trace
 from allranks.drill.ranks import Ranks
 from allranks.model.trace import REDUCE_OPS, Flag, State
 from allranks.record.groups import describe_group

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 import allranks
-from allranks.blackbox.reader import find_boxes, is_alive, read_header, read_trace
+from allranks.blackbox.header import is_alive, read_header
+from allranks.blackbox.reader import find_boxes, read_trace
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as reached
 from allranks.model.trace import State

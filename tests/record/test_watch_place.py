@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.blackbox.reader import read_header
+from allranks.blackbox.header import read_header
 from allranks.errors import InputError
 from allranks.record.side_thread import _place
 

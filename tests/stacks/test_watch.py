@@ -21,7 +21,8 @@ pytestmark = pytest.mark.skipif(find_pyspy() is None, reason="py-spy is not inst
 # A rank with a black box that stops moving after its third step.
 BOXED = """
 import numpy as np
-from allranks.blackbox.layout import HEADER, MAGIC, VERSION, file_name
+from allranks.blackbox.header import MAGIC, VERSION
+from allranks.blackbox.layout import HEADER, file_name
 from allranks.model.trace import CALL
 folder = os.environ["ALLRANKS_DIR"]
 head = np.zeros(1, HEADER)

@@ -10,7 +10,8 @@ import struct
 
 import numpy as np
 
-from allranks.blackbox.layout import HEADER, HEADER_BYTES, MAGIC, VERSION, Item
+from allranks.blackbox.header import HEADER_BYTES, MAGIC, VERSION
+from allranks.blackbox.layout import HEADER, Item
 from allranks.model.trace import CALL, RankTrace
 
 _CLOSED_BYTES = 64

@@ -15,7 +15,8 @@ import threading
 from pathlib import Path
 
 from allranks.blackbox.files import make_folder, reserve_file
-from allranks.blackbox.layout import HEADER, HEADER_BYTES, ITEM_HEADER_BYTES, MAGIC, VERSION, Item, ring_bytes
+from allranks.blackbox.header import HEADER_BYTES, MAGIC, VERSION
+from allranks.blackbox.layout import HEADER, ITEM_HEADER_BYTES, Item, ring_bytes
 from allranks.model.trace import CALL
 
 #: Index of an eight-byte header field in `Box.words`.

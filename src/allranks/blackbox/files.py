@@ -14,7 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from allranks.blackbox.layout import DEFAULT_CAPACITY, DEFAULT_HEAP_BYTES, HEADER_BYTES, ring_bytes
+from allranks.blackbox.header import HEADER_BYTES
+from allranks.blackbox.layout import DEFAULT_CAPACITY, DEFAULT_HEAP_BYTES, ring_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 KEEP_S = 3 * 86_400.0  # boxes of ended processes in our own folders live this long

@@ -24,13 +24,9 @@ from enum import IntEnum
 
 import numpy as np
 
+from allranks.blackbox.header import CODES, HEADER_BYTES, STRUCT, Header
 from allranks.model.trace import CALL
 
-MAGIC = b"ALLRANKS"
-VERSION = 2
-#: Versions that are read. 1 has no tags (its timeouts take their place), threads or destroyed groups.
-READABLE = (1, 2)
-HEADER_BYTES = 4096
 ITEM_HEADER_BYTES = 12
 DEFAULT_CAPACITY = 2000
 DEFAULT_HEAP_BYTES = 1 << 20  # reserved up front: touching a page of a full tmpfs would kill the rank
@@ -48,40 +44,15 @@ class Item(IntEnum):
     DESTROYED = 7  # [id of a GROUP, epoch nanoseconds]
 
 
-#: The live header. Eight-byte fields are written with single aligned stores.
+_DTYPES = {"I": "<u4", "Q": "<u8", "q": "<i8", "8s": "S8", "64s": "S64"}
+#: The header as a row.
 HEADER = np.dtype(
     [
-        ("magic", "S8"),
-        ("version", "<u4"),
-        ("record_bytes", "<u4"),
-        ("capacity", "<u8"),
-        ("heap_offset", "<u8"),
-        ("heap_bytes", "<u8"),
-        ("heap_used", "<u8"),
-        ("heap_full", "<u8"),
-        ("next_id", "<u8"),  # records ever begun; dropped = max(0, next_id - capacity)
-        ("rank", "<i8"),
-        ("world_size", "<i8"),
-        ("local_rank", "<i8"),
-        ("attempt", "<i8"),
-        ("pid", "<i8"),
-        ("start_ns", "<i8"),
-        ("start_ticks", "<i8"),  # /proc/PID/stat field 22, so that a reused pid is not mistaken
-        ("step", "<i8"),
-        ("step_ns", "<i8"),
-        ("calls_started", "<i8"),
-        ("calls_completed", "<i8"),
-        ("last_call_ns", "<i8"),
-        ("expect_until_ns", "<i8"),
-        ("phase", "<u8"),  # NAME id
-        ("closed_ns", "<i8"),  # 0 while running or after a sudden death
-        ("closed", "S64"),  # "exit", "exception: KIND (FILE:LINE): TEXT", "signal 15"
-        ("inside", "<u8"),  # NAME id of the function of trace.SETUP_CALLS that was entered and not left
-        ("inside_ns", "<i8"),
-        ("setups", "<i8"),  # how many of those functions were finished
+        (name.replace("closed_bytes", "closed"), _DTYPES[code])
+        for name, code in zip(Header._fields, CODES, strict=False)
     ]
 )
-assert HEADER.itemsize <= HEADER_BYTES
+assert HEADER.itemsize == STRUCT.size <= HEADER_BYTES
 
 
 def knock_address(agent_pid: int) -> str:

@@ -1,128 +1,234 @@
-"""Reads black boxes of this machine from outside: no torch, no help from the rank. Runs in the agent and in `dump`.
+"""Reads black boxes, also while their rank writes to them and also cut short. No torch, no help from the rank.
 
-`read_progress` is one small read and cheap enough to be done for every rank several times a second.
+One read of the ring (`ring_copy.py`: rows that changed meanwhile are left out and counted as torn), one of the used heap
+(`heap.py`). Nothing in the bytes is ever executed. `header.py` reads the header alone, several times a second if need be.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
-import threading
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import eq
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from allranks.blackbox.decode import BoxBytes, decode
-from allranks.blackbox.decode import read_header as header_of
-from allranks.blackbox.layout import HEADER, HEADER_BYTES, whole_rows
+from allranks.blackbox.header import HEADER_BYTES, STRUCT, Header, parse_header
+from allranks.blackbox.heap import Heap, HeapCache
+from allranks.blackbox.layout import Item, as_current
+from allranks.blackbox.ring_copy import Arena, BytesFile, File, OpenFile, read_ring
+from allranks.blackbox.tables import Tables
 from allranks.errors import InputError
-from allranks.model.trace import CALL, RankTrace
+from allranks.model.trace import CALL, REDUCE_OPS, Group, Progress, RankTrace, Raw, Shapes, State, TraceHeader
+
+MAX_BYTES = 1 << 30  # of a ring
+MAX_HEAP_BYTES = 256 << 20
+_FLAG_MASK = 0x7F
+_HUGE = 1 << 62
+#: The columns of ids stand side by side; as words of four bytes they are these.
+_ID_COLUMNS = ("group", "op", "shapes", "stack", "label")
+_FIRST_ID = int(CALL.fields["group"][1]) // 4  # type: ignore[index]
 
 
-@dataclass(frozen=True)
-class BoxHeader:
-    """The header of a box at one moment. -1 = unknown; times are epoch nanoseconds, 0 = never."""
-
-    path: Path
-    rank: int
-    world_size: int
-    local_rank: int
-    attempt: int
-    pid: int
-    start_ticks: int
-    start_ns: int
-    step: int
-    step_ns: int
-    calls_started: int
-    calls_completed: int
-    last_call_ns: int
-    expect_until_ns: int
-    closed_ns: int
-    closed: str
-
-    @property
-    def last_sign_ns(self) -> int:
-        """When the rank was last heard of: a step, a call, or its start."""
-        return max(self.start_ns, self.step_ns, self.last_call_ns)
+def read_trace(box: str | os.PathLike[str] | bytes) -> RankTrace:
+    """Everything in one box, given by its path or its bytes. InputError when it is none."""
+    cache = HeapCache(Tables())
+    if isinstance(box, bytes):
+        raw, path = read_box(BytesFile(box), cache), ""
+    else:
+        with _opened(box) as file:
+            raw, path = read_box(OpenFile(file.fileno(), Arena()), cache), os.fspath(box)
+    frozen = cache.tables.freeze()
+    return RankTrace(
+        raw.header, raw.calls, raw.groups, frozen.names, frozen.shapes, frozen.stacks, raw.progress, path, raw.kind,
+        raw.notes, raw.torn, raw.last_completed, raw.threads, raw.destroyed,
+    )  # fmt: skip
 
 
-def read_header(path: str | os.PathLike[str]) -> BoxHeader:
-    """The header of a box; InputError when it is not one."""
+def read_rows(path: str | os.PathLike[str], header: Header) -> np.ndarray:
+    """The whole rows of a box in order, their ids those of the file; InputError when it cannot be read."""
+    with _opened(path) as file:
+        return _rows(OpenFile(file.fileno(), Arena()), header, MAX_BYTES, [])[0]
+
+
+def copy_box(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a box as a file of its own: rows that were being written are left out."""
+    with _opened(path) as file:
+        box = OpenFile(file.fileno(), Arena())
+        header = parse_header(box.read(0, STRUCT.size))
+        rows, _, slots = _rows(box, header, MAX_BYTES, [])
+        ring = np.zeros(slots, CALL)
+        ring[((rows["begin"] - 1) % np.uint64(header.capacity)).astype(np.int64)] = rows
+        # The header and the heap come last: they know every record and id that the rows mention.
+        return box.read(0, HEADER_BYTES) + ring.tobytes() + box.read(HEADER_BYTES + ring.nbytes, box.size)
+
+
+@contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     try:
-        with open(path, "rb") as file:
-            data = file.read(HEADER_BYTES)
+        with open(path, "rb", buffering=0) as file:
+            yield file
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
-    row = header_of(data)
-    numbers = {
-        name: int(row[name])
-        for name in HEADER.names or ()
-        if name in BoxHeader.__dataclass_fields__ and name not in {"closed"}
-    }
-    return BoxHeader(
-        path=Path(path), closed=bytes(row["closed"]).rstrip(b"\0").decode(errors="replace"), **numbers
+
+
+def _rows(file: File, header: Header, max_bytes: int, notes: list[str]) -> tuple[np.ndarray, int, int]:
+    """(whole rows in record order, torn rows, slots that are there)."""
+    slots = _capacity(header, file.size, max_bytes, notes)
+
+    def now() -> int:
+        return min(parse_header(file.read(0, STRUCT.size)).next_id, _HUGE)
+
+    next_id, closed = min(header.next_id, _HUGE), header.closed_ns != 0
+    rows, torn = read_ring(file, min(header.capacity, _HUGE), slots, next_id, None if closed else now)
+    return rows, torn, slots
+
+
+def read_box(file: File, cache: HeapCache, max_bytes: int = MAX_BYTES) -> Raw:
+    """The content of a black box. Raises InputError when not even the header can be used."""
+    head = parse_header(file.read(0, STRUCT.size))
+    notes: list[str] = []
+    rows, torn, _ = _rows(file, head, max_bytes, notes)
+    if (
+        not head.closed_ns
+    ):  # the heap is read behind the rows, so that every id that they mention has been published
+        head = parse_header(file.read(0, STRUCT.size))
+    heap = _read_heap(file, head, cache, notes)
+    as_current(rows, head.version)
+    order = {number: index for index, number in enumerate(sorted(heap.groups), start=1)}
+    calls = _to_tables(rows, heap, order, notes)
+    if head.heap_full:
+        _add_sizes(calls, cache.tables)
+        notes.append("the heap of the black box is full: some stacks and sizes are not recorded")
+    if torn > 1:
+        notes.append(f"{torn} records were being written")
+    phase, inside = (
+        cache.tables.names[heap.ids[Item.NAME].get(name, 0)] for name in (head.phase, head.inside)
+    )
+    raw = Raw(
+        _trace_header(head, heap),
+        calls,
+        _groups(heap),
+        f"black box {head.version}",
+        notes=tuple(notes),
+        torn=torn,
+    )
+    raw.progress = _progress(head, phase, inside)
+    raw.threads = heap.threads
+    raw.destroyed = {order[number]: when for number, when in heap.destroyed.items() if number in order}
+    raw.damaged = any(note.startswith("cut short") for note in notes)
+    return raw
+
+
+def _capacity(head: Header, size: int, max_bytes: int, notes: list[str]) -> int:
+    """The slots that are really there."""
+    if head.record_bytes != CALL.itemsize:
+        raise InputError(f"records of {head.record_bytes} bytes, not {CALL.itemsize}")
+    capacity: int = head.capacity
+    if capacity < 1:
+        raise InputError("a ring of no records")
+    there = max(0, size - HEADER_BYTES) // CALL.itemsize
+    if capacity > there:
+        notes.append(f"cut short: {there} of {capacity} slots are there")
+    if min(capacity, there) * CALL.itemsize > max_bytes:
+        raise InputError(f"a ring of {capacity} records is beyond the limit of {max_bytes} bytes")
+    return min(capacity, there)
+
+
+def _read_heap(file: File, head: Header, cache: HeapCache, notes: list[str]) -> Heap:
+    used = min(head.heap_used, head.heap_bytes, MAX_HEAP_BYTES)
+    data = file.read(head.heap_offset, used) if head.heap_offset < _HUGE else b""
+    if len(data) < used:
+        notes.append(f"cut short: {len(data)} of {used} heap bytes are there")
+    heap = cache.read(data)
+    if heap.bad:
+        notes.append(f"{heap.bad} heap items could not be read")
+    return heap
+
+
+def _to_tables(rows: np.ndarray, heap: Heap, order: dict[int, int], notes: list[str]) -> np.ndarray:
+    """Replaces the file's own ids by indices into the shared tables. An id that is not in the heap becomes 0."""
+    if len(rows):
+        names = heap.ids[Item.NAME]
+        maps = (order, names, heap.ids[Item.SHAPES], heap.ids[Item.STACK], names)
+        words = rows.view(np.uint32).reshape(len(rows), -1)
+        columns = np.ascontiguousarray(words[:, _FIRST_ID : _FIRST_ID + len(maps)].T)
+        highest = columns.max(axis=1).tolist()
+        for column, ids, top in zip(_ID_COLUMNS, maps, highest, strict=True):
+            if top and not (top <= len(ids) and _is_identity(ids)):
+                _map(rows, column, ids)
+    if len(rows) and (rows["reduce_op"] >= len(REDUCE_OPS)).any():
+        rows["reduce_op"][rows["reduce_op"] >= len(REDUCE_OPS)] = len(REDUCE_OPS) - 1
+    if len(rows) and (rows["state"] > max(State)).any():
+        notes.append("some records hold states that are not known")
+        rows["state"][rows["state"] > max(State)] = State.SCHEDULED
+    rows["flags"] &= _FLAG_MASK
+    return rows
+
+
+def _add_sizes(rows: np.ndarray, tables: Tables) -> None:
+    """Gives calls whose sizes found no room in the heap the number of elements that stands in their row."""
+    lacking = np.flatnonzero((rows["shapes"] == 0) & ((rows["in_numel"] > 0) | (rows["out_numel"] > 0)))
+    pairs = np.stack([rows[name][lacking] for name in ("in_numel", "out_numel")], axis=1)
+    known, which = np.unique(pairs, axis=0, return_inverse=True)
+    sizes = [[((count,),) if count >= 0 else () for count in pair] for pair in known.tolist()]
+    numbers = [tables.shape(Shapes(inputs, outputs)) for inputs, outputs in sizes]
+    rows["shapes"][lacking] = np.array(numbers, np.uint32)[which.reshape(-1)]
+
+
+def _is_identity(ids: dict[int, int]) -> bool:
+    """Whether 1 → 1, 2 → 2, …: ranks that write alike number alike, so that mostly nothing must be changed."""
+    return all(map(eq, ids, ids.values())) and next(iter(ids)) == 1 and next(reversed(ids)) == len(ids)
+
+
+def _map(rows: np.ndarray, name: str, ids: dict[int, int]) -> None:
+    """Replaces one column's ids."""
+    highest = min(max(ids, default=0), 4 * len(ids) + 1024)  # hostile numbering must not make a large table
+    table = np.zeros(highest + 2, np.uint32)
+    for number, index in ids.items():
+        if number <= highest:
+            table[number] = index
+    rows[name] = table[np.minimum(rows[name], highest + 1)]
+
+
+def _groups(heap: Heap) -> tuple[Group, ...]:
+    return (Group(""), *(heap.groups[number] for number in sorted(heap.groups)))
+
+
+def _trace_header(head: Header, heap: Heap) -> TraceHeader:
+    meta = heap.meta
+    versions = meta.get("versions")
+    versions = versions if isinstance(versions, dict) else {}
+    return TraceHeader(
+        rank=head.rank if head.rank >= 0 else None,
+        world_size=head.world_size if head.world_size > 0 else None,
+        host=str(meta.get("host", ""))[:256],
+        pid=head.pid,
+        job=str(meta.get("job", ""))[:256],
+        attempt=head.attempt,
+        start_ns=head.start_ns,
+        written_ns=max(head.start_ns, head.step_ns, head.last_call_ns, head.closed_ns),
+        backend=str(meta.get("backend", ""))[:64],
+        versions=tuple((str(name)[:64], str(text)[:64]) for name, text in versions.items()),
+        dropped=max(0, head.next_id - head.capacity),
     )
 
 
-read_progress = read_header
-
-
-def read_trace(path: str | os.PathLike[str]) -> RankTrace:
-    """Everything in a box, also while its rank is writing."""
-    return decode(copy_box(path), str(path))
-
-
-def copy_box(path: str | os.PathLike[str]) -> BoxBytes:
-    """A copy of a box, taken in the order that makes torn rows visible; the heap last, so that it knows every id."""
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < HEADER_BYTES:
-                raise InputError(f"{path} is not a black box: {size} bytes")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-                return _copy(view, size)
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
-
-
-def settled(box: BoxBytes) -> bytes:
-    """The copy as a file of its own: rows that were being written are marked torn for good."""
-    data = bytearray(box.data)
-    if box.ends_before is not None and box.begins_after is not None:
-        count = len(box.begins_after)
-        rows = np.frombuffer(data, CALL, count=count, offset=HEADER_BYTES)
-        whole = whole_rows(rows, box.begins_after, box.ends_before)
-        rows["end"][~whole & (rows["begin"] != 0)] = 0
-    return bytes(data)
-
-
-def _copy(view: mmap.mmap, size: int) -> BoxBytes:
-    capacity = int(header_of(view[:HEADER_BYTES])["capacity"])
-    there = max(0, min(capacity, (size - HEADER_BYTES) // CALL.itemsize))
-    ring_end = HEADER_BYTES + there * CALL.itemsize
-    ends = _column(view, there, "end")
-    _fence()
-    ring = view[HEADER_BYTES:ring_end]
-    _fence()
-    begins = _column(view, there, "begin")
-    header = view[:HEADER_BYTES]
-    return BoxBytes(header + ring + view[ring_end:], ends, begins)
-
-
-_lock = threading.Lock()
-
-
-def _fence() -> None:
-    """Lets no later read overtake an earlier one, on CPUs that would: what two turns of a lock do."""
-    for _ in range(2):
-        with _lock:
-            pass
-
-
-def _column(view: mmap.mmap, count: int, name: str) -> np.ndarray:
-    column: np.ndarray = np.frombuffer(view, CALL, count=count, offset=HEADER_BYTES)[name].copy()
-    return column
+def _progress(head: Header, phase: str, inside: str) -> Progress:
+    return Progress(
+        step=head.step,
+        step_ns=head.step_ns,
+        calls_started=head.calls_started,
+        calls_completed=head.calls_completed,
+        phase=phase,
+        expect_until_ns=head.expect_until_ns,
+        closed=head.closed,
+        inside=inside,
+        inside_ns=head.inside_ns,
+        setups=head.setups if head.version > 1 else -1,
+    )
 
 
 def find_boxes(folder: str | os.PathLike[str]) -> list[Path]:
@@ -145,13 +251,3 @@ def processes() -> list[int]:
     return sorted(
         int(path.name) for path in Path("/proc").glob("[0-9]*") if os.access(path / "maps", os.R_OK)
     )
-
-
-def is_alive(header: BoxHeader) -> bool:
-    """Whether the process that wrote this box still runs here (a reused pid is not mistaken for it)."""
-    try:
-        with open(f"/proc/{header.pid}/stat") as stat:
-            fields = stat.read().rsplit(")", 1)[1].split()
-    except OSError:
-        return False
-    return fields[0] != "Z" and (header.start_ticks == 0 or int(fields[19]) == header.start_ticks)

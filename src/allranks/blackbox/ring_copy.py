@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from allranks.blackbox.layout import HEADER_BYTES, whole_rows
+from allranks.blackbox.header import HEADER_BYTES
+from allranks.blackbox.layout import whole_rows
 from allranks.model.trace import CALL
 
 #: How far the header may lag behind the rows: one record per recording thread.

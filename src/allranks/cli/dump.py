@@ -12,7 +12,7 @@ from allranks.errors import InputError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from allranks.blackbox.reader import BoxHeader
+    from allranks.blackbox.header import Header
 
 EXAMPLES = """examples:
   allranks dump --list                       jobs and ranks recorded on this machine
@@ -99,7 +99,7 @@ def _dump(args: argparse.Namespace) -> int:
     return 0
 
 
-def _choose(args: argparse.Namespace) -> list[BoxHeader]:
+def _choose(args: argparse.Namespace) -> list[Header]:
     """The boxes that were asked for: of the newest attempt of each rank, unless all are wanted."""
     from allranks.blackbox.layout import job_prefix
 
@@ -147,8 +147,9 @@ def _places(args: argparse.Namespace) -> list[Path]:
     return [*folders, *(box for pid in living for box in boxes_of_process(pid))]
 
 
-def _headers(path: Path) -> list[BoxHeader]:
-    from allranks.blackbox.reader import find_boxes, read_header
+def _headers(path: Path) -> list[Header]:
+    from allranks.blackbox.header import read_header
+    from allranks.blackbox.reader import find_boxes
 
     found = []
     for box in [path] if path.is_file() else find_boxes(path):
@@ -159,9 +160,9 @@ def _headers(path: Path) -> list[BoxHeader]:
     return found
 
 
-def _newest(headers: list[BoxHeader]) -> list[BoxHeader]:
+def _newest(headers: list[Header]) -> list[Header]:
     """One box per rank: the latest attempt, then the latest start."""
-    best: dict[int, BoxHeader] = {}
+    best: dict[int, Header] = {}
     for header in headers:
         known = best.get(header.rank)
         if known is None or (header.attempt, header.start_ns) > (known.attempt, known.start_ns):
@@ -169,15 +170,15 @@ def _newest(headers: list[BoxHeader]) -> list[BoxHeader]:
     return [best[rank] for rank in sorted(best)]
 
 
-def _state(header: BoxHeader) -> str:
-    from allranks.blackbox.reader import is_alive
+def _state(header: Header) -> str:
+    from allranks.blackbox.header import is_alive
 
-    if is_alive(header):
+    if is_alive(header.pid, header.start_ticks):
         return "running"
     return header.closed or "died without a goodbye"
 
 
-def _write(args: argparse.Namespace, headers: list[BoxHeader]) -> list[dict[str, object]]:
+def _write(args: argparse.Namespace, headers: list[Header]) -> list[dict[str, object]]:
     from pathlib import Path
 
     from allranks.record.dump import dump_bytes, write_file
@@ -200,7 +201,7 @@ def _write(args: argparse.Namespace, headers: list[BoxHeader]) -> list[dict[str,
     return written
 
 
-def _name(header: BoxHeader, format: str, many: bool) -> str:
+def _name(header: Header, format: str, many: bool) -> str:
     """A copy keeps its name; torch's formats are named as torchfrtrace wants them."""
     if format == "box":
         return header.path.name
@@ -209,7 +210,7 @@ def _name(header: BoxHeader, format: str, many: bool) -> str:
     return f"{extra}rank_{rank}" + (".json" if format == "json" else "")
 
 
-def _ask_native(args: argparse.Namespace, headers: list[BoxHeader]) -> list[int]:
+def _ask_native(args: argparse.Namespace, headers: list[Header]) -> list[int]:
     from allranks.record.harvest import ask_through_pipe
 
     if not args.native:
@@ -217,7 +218,7 @@ def _ask_native(args: argparse.Namespace, headers: list[BoxHeader]) -> list[int]
     return [header.rank for header in headers if ask_through_pipe(args.native, header.rank)]
 
 
-def _print_list(headers: list[BoxHeader], as_json: bool) -> None:
+def _print_list(headers: list[Header], as_json: bool) -> None:
     rows = [
         {
             "job": header.path.parent.name, "rank": header.rank, "world_size": header.world_size,

@@ -7,12 +7,12 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from allranks.blackbox.header import process_state
 from allranks.errors import AllranksError, InputError
 from allranks.incidents.folder import new_id
 from allranks.incidents.job_overview import find_job, read_job
 from allranks.incidents.peers import PARTS_S, PeerAgents
 from allranks.lighthouse.client.client import Client, ClientOptions
-from allranks.watch.samples import process_state
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from allranks.blackbox.files import job_folders
+from allranks.blackbox.header import is_alive
 from allranks.errors import InputError
 from allranks.incidents.folder import read_incidents
 from allranks.load import LoadOptions, load_paths
 from allranks.model.job import JobView, RankRow
 from allranks.model.trace import Flag, RankTrace, State
-from allranks.watch.samples import RankSample, is_alive, read_sample, read_samples
+from allranks.watch.samples import RankSample, read_sample, read_samples
 
 JOB_FILE = "job.json"
 

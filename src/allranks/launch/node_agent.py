@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from allranks.blackbox.header import process_state
 from allranks.errors import AllranksError
 from allranks.incidents.deaths import ECHO_S
 from allranks.incidents.loop import Watch
@@ -24,7 +25,7 @@ from allranks.report.story import headline
 from allranks.supervise.replicas import Event, Request, Supervisor
 from allranks.watch.first_death import Death
 from allranks.watch.nodes import AWAY_S, NodeMonitor
-from allranks.watch.samples import process_state, read_samples
+from allranks.watch.samples import read_samples
 
 log = logging.getLogger("allranks.agent")
 

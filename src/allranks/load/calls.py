@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from allranks.blackbox.tables import MAX_FRAMES, Tables
 from allranks.load.groups import GroupTable
-from allranks.load.tables import MAX_FRAMES, Tables
 from allranks.model.trace import CALL, Flag, Shapes, State
 
 STATES = {"scheduled": State.SCHEDULED, "started": State.STARTED, "completed": State.COMPLETED}

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
+from allranks.blackbox.tables import Tables
 from allranks.load.layout import Irregular
 from allranks.load.regular import MIN_BYTES, LayoutCache, shrink
 from allranks.load.result import Raw, Unreadable
-from allranks.load.tables import Tables
 from allranks.load.torch_dump import read_dump
 from allranks.load.unpickle import read_pickle
 

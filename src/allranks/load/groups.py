@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from allranks.load.tables import MAX_TEXT, Tables
+from allranks.blackbox.tables import MAX_MEMBERS, MAX_TEXT, Tables
 from allranks.model.trace import Group
 
 #: The name and description that torch gives the group of all ranks.
 DEFAULT_NAME, DEFAULT_DESC = "0", "default_pg"
-MAX_MEMBERS = 1 << 20
 
 
 def read_members(text: object, cache: dict[str, tuple[int, ...]]) -> tuple[int, ...]:

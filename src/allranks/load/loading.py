@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from allranks.blackbox.tables import Frozen
 from allranks.errors import InputError
 from allranks.load.choose import Candidate, choose
 from allranks.load.ranks import attempt_of_name, rank_by_prefix, ranks_of_names
@@ -14,7 +15,6 @@ from allranks.load.result import LoadOptions, LoadResult, Raw
 from allranks.load.share import Share, processes_for, read_here
 from allranks.load.sources import Source, find_sources
 from allranks.load.stall import take_within
-from allranks.load.tables import Frozen
 from allranks.model.diagnosis import FileNote
 from allranks.model.trace import RankTrace
 

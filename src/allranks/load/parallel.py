@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 
 from allranks.blackbox.ring_copy import Arena
+from allranks.blackbox.tables import Tables
 from allranks.load.reading import Reader
 from allranks.load.result import LoadOptions, Raw, Unreadable
 from allranks.load.share import Share, read_here
 from allranks.load.sources import Source
 from allranks.load.stall import TICK_S
-from allranks.load.tables import Tables
 from allranks.model.trace import CALL, Group
 
 #: Rows take at most about this share of a file's bytes; what does not fit goes through the pipe.

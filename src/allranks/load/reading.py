@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from allranks.blackbox.layout import MAGIC
-from allranks.blackbox.ring_copy import Arena, BytesFile, OpenFile
-from allranks.load.blackbox import read_box
-from allranks.load.heap import HeapCache
+from allranks.blackbox.header import MAGIC
+from allranks.blackbox.heap import HeapCache
+from allranks.blackbox.reader import read_box
+from allranks.blackbox.ring_copy import Arena, BytesFile, File, OpenFile
+from allranks.blackbox.tables import Tables
+from allranks.errors import InputError
 from allranks.load.result import LoadOptions, Raw, Unreadable
 from allranks.load.sources import GZIP, ZSTD, Source, read_all, unwrap
-from allranks.load.tables import Tables
 
 if TYPE_CHECKING:  # a thousand lines that black boxes do not need
     from allranks.load.dumps import DumpReader
@@ -57,17 +58,23 @@ class Reader:
         try:
             head = os.pread(fd, HEAD_BYTES, 0)
             if head.startswith(MAGIC):
-                return read_box(OpenFile(fd, self.arena), self.heap, self.options.max_box_bytes)
+                return self._read_box(OpenFile(fd, self.arena))
         finally:
             os.close(fd)
         return self._read_known(source, head)
+
+    def _read_box(self, file: File) -> Raw:
+        try:
+            return read_box(file, self.heap, self.options.max_box_bytes)
+        except InputError as error:
+            raise Unreadable(str(error), kind="black box") from error
 
     def _read_known(self, source: Source, head: bytes) -> Raw:
         """Reads a source whose first bytes are known."""
         if not head:
             raise Unreadable("empty file")
         if head.startswith(MAGIC) and source.data is not None:
-            return read_box(BytesFile(source.data), self.heap, self.options.max_box_bytes)
+            return self._read_box(BytesFile(source.data))
         if not _promising(head):
             raise _foreign(source.path, head)
         return self.read_bytes(source.path, read_all(source, self.options.max_file_bytes))
@@ -88,7 +95,7 @@ class Reader:
 
     def _read_plain(self, path: str, data: bytes) -> Raw:
         if data.startswith(MAGIC):
-            return read_box(BytesFile(data), self.heap, self.options.max_box_bytes)
+            return self._read_box(BytesFile(data))
         if data[:1] == b"\x80":
             return self.dumps.read_pickle(data)
         if data.lstrip()[:1] == b"{":

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from allranks.model.diagnosis import FileNote
-from allranks.model.trace import Group, Progress, RankTrace, TraceHeader
+from allranks.model.trace import RankTrace
+from allranks.model.trace import Raw as Raw
 
 
 @dataclass(frozen=True)
@@ -40,31 +39,6 @@ class LoadResult:
     other: list[str] = field(default_factory=list)
     attempts: tuple[int, ...] = ()
     attempt: int | None = None
-
-
-@dataclass
-class Raw:
-    """One file's content before the shared tables are final and the rank is settled."""
-
-    header: TraceHeader
-    calls: np.ndarray
-    groups: tuple[Group, ...]
-    kind: str
-    progress: Progress = field(default_factory=Progress)
-    notes: tuple[str, ...] = ()
-    torn: int = 0
-    last_completed: dict[str, int] = field(default_factory=dict)
-    damaged: bool = False
-    threads: dict[int, str] = field(default_factory=dict)
-    destroyed: dict[int, int] = field(default_factory=dict)
-    rank_hint: int | None = None  # the rank that its own sends and receives give away
-
-    def last_event_ns(self) -> int:
-        """The latest time mentioned anywhere in the file, 0 when none."""
-        times = [self.header.start_ns, self.header.written_ns, self.progress.step_ns]
-        if len(self.calls):
-            times += [int(self.calls[name].max()) for name in ("created_ns", "started_ns", "completed_ns")]
-        return max(times)
 
 
 class Unreadable(Exception):

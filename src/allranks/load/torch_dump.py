@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from allranks.blackbox.tables import Tables
 from allranks.load.calls import Interner, numbers, read_calls
 from allranks.load.groups import GroupTable, default_group
 from allranks.load.layout import Irregular
 from allranks.load.result import Raw, Unreadable
-from allranks.load.tables import Tables
 from allranks.model.trace import CALL, Flag, State, TraceHeader
 
 KNOWN_MAJOR, KNOWN_MINOR = 2, 10

@@ -29,6 +29,7 @@ import numpy as np
 
 from allranks.blackbox.file_writer import Box
 from allranks.blackbox.files import job_folder
+from allranks.blackbox.header import start_ticks
 from allranks.blackbox.layout import Item
 from allranks.blackbox.reader import read_trace
 from allranks.model.torch_dump import to_torch_json, to_torch_pickle
@@ -37,7 +38,7 @@ from allranks.record.dtypes import dtype_name
 from allranks.record.dump import write_file
 from allranks.record.groups import GroupState
 from allranks.record.options import RecorderOptions, from_environment
-from allranks.record.writer import CallWriter, process_start_ticks, warn_once
+from allranks.record.writer import CallWriter, warn_once
 
 DEFAULT_ENTRIES = 2048
 DEFAULT_TIMEOUT_MS = 600_000  # torchcomms' own
@@ -286,7 +287,7 @@ def _fill(box: Box, options: RecorderOptions) -> None:
 
     box.set(
         rank=options.rank, world_size=options.world_size, local_rank=options.local_rank, attempt=options.attempt,
-        pid=os.getpid(), start_ticks=process_start_ticks(), start_ns=time.time_ns(),
+        pid=os.getpid(), start_ticks=start_ticks(os.getpid()), start_ns=time.time_ns(),
     )  # fmt: skip
     box.append(
         Item.META,

@@ -12,7 +12,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from allranks.blackbox.reader import copy_box, read_header, read_trace, settled
+from allranks.blackbox.header import read_header
+from allranks.blackbox.reader import copy_box, read_trace
 from allranks.errors import InputError
 from allranks.model.torch_dump import to_torch_json, to_torch_pickle
 from allranks.record.options import RecorderOptions
@@ -28,7 +29,7 @@ def dump_json(box: Path, include_completed: bool = True) -> str:
 def dump_bytes(box: Path, format: str, include_completed: bool = True) -> bytes:
     """The content of a dump file of this format."""
     if format == "box":
-        return settled(copy_box(box))
+        return copy_box(box)
     if format == "json":
         return dump_json(box, include_completed).encode()
     if format == "pickle":

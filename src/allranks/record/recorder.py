@@ -19,13 +19,14 @@ from typing import Any
 import allranks
 from allranks.blackbox.file_writer import Box
 from allranks.blackbox.files import fallback_folder, job_folder, remove_old, room_for_box
+from allranks.blackbox.header import start_ticks
 from allranks.blackbox.layout import Item, file_name
 from allranks.errors import require
 from allranks.record.engine import fast
 from allranks.record.groups import GroupState
 from allranks.record.options import RecorderOptions
 from allranks.record.side_thread import Watch
-from allranks.record.writer import CallWriter, process_start_ticks, warn_once
+from allranks.record.writer import CallWriter, warn_once
 
 
 class Recorder:
@@ -237,7 +238,7 @@ class Recorder:
             local_rank=options.local_rank,
             attempt=options.attempt,
             pid=self.pid,
-            start_ticks=process_start_ticks(),
+            start_ticks=start_ticks(os.getpid()),
             start_ns=time.time_ns(),
         )
         self._facts = {

@@ -16,7 +16,7 @@ from threading import get_native_id
 from typing import Any
 
 from allranks.blackbox.file_writer import FIELD, Box
-from allranks.blackbox.layout import HEADER_BYTES
+from allranks.blackbox.header import HEADER_BYTES
 from allranks.model.trace import CALL, Flag, State
 from allranks.record.engine import fast
 

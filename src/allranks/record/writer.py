@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import sys
 import threading
 import time
@@ -300,12 +299,3 @@ def thread_name(native_id: int) -> str:
             return comm.read().strip()
     except OSError:
         return ""
-
-
-def process_start_ticks(pid: int | None = None) -> int:
-    """Field 22 of /proc/PID/stat; 0 where there is no /proc."""
-    try:
-        with open(f"/proc/{os.getpid() if pid is None else pid}/stat") as stat:
-            return int(stat.read().rsplit(")", 1)[1].split()[19])
-    except (OSError, ValueError, IndexError):
-        return 0

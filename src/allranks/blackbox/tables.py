@@ -14,6 +14,7 @@ from allranks.model.trace import Frame, Group, Shapes
 #: Longest text that is kept of a name; hostile files may hold megabytes.
 MAX_TEXT = 4096
 MAX_FRAMES = 512
+MAX_MEMBERS = 1 << 20
 
 
 @dataclass

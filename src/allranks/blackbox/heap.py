@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allranks.blackbox.layout import ITEM_HEADER_BYTES, Item
-from allranks.load.groups import MAX_MEMBERS
-from allranks.load.tables import MAX_TEXT, Tables
+from allranks.blackbox.tables import MAX_MEMBERS, MAX_TEXT, Tables
 from allranks.model.trace import Group, Shapes
 
 _item_header = struct.Struct("<IHHI").unpack_from

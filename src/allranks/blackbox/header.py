@@ -1,0 +1,132 @@
+"""The header of a black box: who writes it and how far that rank is. Read with `struct` alone, so that processes
+which must start in no time need no numpy. Also: whether the writer still lives.
+
+Eight-byte fields are written with single aligned stores; a reader sees the old value or the new one.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+from allranks.errors import InputError
+
+MAGIC = b"ALLRANKS"
+VERSION = 2
+#: Versions that are read. 1 has no tags (its timeouts take their place), threads or destroyed groups.
+READABLE = (1, 2)
+HEADER_BYTES = 4096  # reserved in front of the ring
+
+
+class Header(NamedTuple):
+    """The fields of the header at one moment. -1 = unknown; times are epoch nanoseconds, 0 = never."""
+
+    magic: bytes
+    version: int
+    record_bytes: int
+    capacity: int
+    heap_offset: int
+    heap_bytes: int
+    heap_used: int
+    heap_full: int
+    next_id: int  # records ever begun; dropped = max(0, next_id - capacity)
+    rank: int
+    world_size: int
+    local_rank: int
+    attempt: int
+    pid: int  # as the rank itself sees it: inside its PID namespace
+    start_ns: int
+    start_ticks: int  # /proc/PID/stat field 22, so that a reused pid is not mistaken
+    step: int
+    step_ns: int
+    calls_started: int
+    calls_completed: int
+    last_call_ns: int
+    expect_until_ns: int
+    phase: int  # NAME id
+    closed_ns: int  # 0 while running or after a sudden death
+    closed_bytes: bytes  # see `closed`
+    inside: int  # NAME id of the function of trace.SETUP_CALLS that was entered and not left
+    inside_ns: int
+    setups: int  # how many of those functions were finished
+    path: Path = Path()  # where it was read
+
+    @property
+    def closed(self) -> str:
+        """How the rank said goodbye: "exit", "exception: KIND (FILE:LINE): TEXT", "signal 15"; "" if it did not."""
+        return self.closed_bytes.split(b"\0")[0].decode("utf-8", "replace")
+
+    @property
+    def last_sign_ns(self) -> int:
+        """When the rank was last heard of: a step, a call, or its start."""
+        return max(self.start_ns, self.step_ns, self.last_call_ns)
+
+
+#: The code of `struct` of every field in the file, in order.
+CODES = ("8s", "I", "I", *["Q"] * 6, *["q"] * 13, "Q", "q", "64s", "Q", "q", "q")
+STRUCT = struct.Struct("<" + "".join(CODES))
+
+
+def parse_header(data: bytes) -> Header:
+    """The header in these bytes; InputError when they are not a black box that this version can read."""
+    if len(data) < STRUCT.size or data[:8] != MAGIC:
+        raise InputError(
+            "cut short inside its header"
+            if data[:8] == MAGIC
+            else "not a black box: it does not begin with ALLRANKS"
+        )
+    header = Header(*STRUCT.unpack_from(data))
+    if header.version not in READABLE:
+        raise InputError(f"layout {header.version} is not known, only {READABLE[0]} to {READABLE[-1]}")
+    return header
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """The header of a box; InputError when it is not one or cannot be read. Cheap: one small read."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            data = file.read(STRUCT.size)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        return parse_header(data)._replace(path=Path(path))
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def find_header(path: str | os.PathLike[str]) -> Header | None:
+    """The header of a box; None when there is none (yet), or the file is no box."""
+    try:
+        return read_header(path)
+    except InputError:
+        return None
+
+
+# -- the process that writes ------------------------------------------------------------------------------------
+
+
+def process_stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name; [] when there is no such process or no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return []
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter ("R", "S", "T" stopped, "Z" dead); "" when there is no such process."""
+    return "".join(process_stat(pid)[:1])
+
+
+def start_ticks(pid: int) -> int:
+    """When a process was started, as the kernel counts; 0 unknown. With the pid it identifies a process for good."""
+    fields = process_stat(pid)
+    return int(fields[19]) if len(fields) > 19 else 0
+
+
+def is_alive(pid: int, ticks: int = 0) -> bool:
+    """Whether the very process still runs: a reused pid does not count, nor does a zombie. `ticks` 0: unknown."""
+    fields = process_stat(pid)
+    return bool(fields) and fields[0] not in "ZX" and (ticks == 0 or int(fields[19]) == ticks)
