@@ -104,11 +104,14 @@ def test_diloco_fragments_hold_equal_global_parameters(
 
 
 def test_local_steps_and_a_quorum_beside_them_do_not_mix() -> None:
-    """LocalSGD and DiLoCo refuse a manager that would regroup while parameters change."""
+    """As in torchft DiLoCo refuses a manager that would regroup while parameters change; LocalSGD waits for each quorum."""
     manager = torchft.Manager(lighthouse_addr="127.0.0.1:1", rank=0, world_size=1)
     model = torch.nn.Linear(2, 2)
+    inner, outer = (torch.optim.SGD(model.parameters()) for _ in range(2))
     with pytest.raises(ConfigurationError, match="use_async_quorum=False"):
-        torchft.LocalSGD(manager, model, torch.optim.SGD(model.parameters()), 2)
+        torchft.DiLoCo(manager, [model], inner, outer, 2)
+    torchft.LocalSGD(manager, model, inner, 2)
+    assert not manager.training.eager
 
 
 def _hsdp(rank: int, world: int, address: str, steps: int, folder: Path) -> tuple[str, int, int]:

@@ -68,8 +68,8 @@ class Relay:
                 await self._relay(first, reader, writer)
             elif self._page is not None:
                 await _join(first, reader, writer, *await asyncio.open_connection(*self._page))
-        except (OSError, asyncio.TimeoutError):
-            pass  # gone, or silent for too long
+        except (OSError, asyncio.TimeoutError, asyncio.CancelledError):
+            pass  # gone, or silent for too long, or we close
         finally:
             self._tasks.discard(task)
             with contextlib.suppress(OSError, RuntimeError):

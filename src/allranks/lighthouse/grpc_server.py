@@ -101,7 +101,7 @@ class TorchftServer:
             peer.waiting.remove(call)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refused.message)
         try:
-            return encode_quorum_response(await call, time.time())
+            return encode_quorum_response(await self._answer(call, session), time.time())
         except asyncio.CancelledError:
             if call in peer.waiting:
                 peer.waiting.remove(call)
@@ -110,6 +110,13 @@ class TorchftServer:
         except ConnectionError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
             raise
+
+    async def _answer(self, call: asyncio.Future[Quorum], session: Session) -> Quorum:
+        """Waits for the quorum. Asking is a sign of life, for as long as the call is open."""
+        while not call.done():
+            self.service.heard(session)
+            await asyncio.wait((call,), timeout=self.service.options.beat_s / 2)
+        return call.result()
 
     async def heartbeat(self, request: bytes, context: Any) -> bytes:
         """A sign of life."""

@@ -19,7 +19,7 @@ class BadMessage(ValueError):
 
 def decode_quorum_request(data: bytes) -> Member:
     """LighthouseQuorumRequest{1 requester: QuorumMember}."""
-    for number, value in _fields(data):
+    for number, value in fields(data):
         if number == 1 and isinstance(value, bytes):
             return decode_member(value)
     raise BadMessage("a quorum request without a requester")
@@ -29,20 +29,20 @@ def decode_member(data: bytes) -> Member:
     """QuorumMember."""
     text = {1: "", 2: "", 3: "", 7: ""}
     number = {4: 0, 5: 0, 6: 0, 8: 0}
-    for field, value in _fields(data):
+    for field, value in fields(data):
         if field in text and isinstance(value, bytes):
             text[field] = value.decode("utf-8", "replace")
         elif field in number and isinstance(value, int):
             number[field] = value
     return Member(
         replica=text[1], session=text[1], address=text[2], store=text[3], data=text[7],
-        step=_signed(number[4]), world_size=number[5], shrink_only=bool(number[6]), commit_failures=_signed(number[8]),
+        step=signed(number[4]), world_size=number[5], shrink_only=bool(number[6]), commit_failures=signed(number[8]),
     )  # fmt: skip
 
 
 def decode_heartbeat_request(data: bytes) -> str:
     """LighthouseHeartbeatRequest{1 replica_id}."""
-    for number, value in _fields(data):
+    for number, value in fields(data):
         if number == 1 and isinstance(value, bytes):
             return value.decode("utf-8", "replace")
     raise BadMessage("a heartbeat without a replica id")
@@ -51,23 +51,50 @@ def decode_heartbeat_request(data: bytes) -> str:
 def encode_quorum_response(quorum: Quorum, created_s: float) -> bytes:
     """LighthouseQuorumResponse{1 quorum: Quorum{1 quorum_id, 2 participants, 3 created: Timestamp}}."""
     seconds = int(created_s)
-    created = _number(1, seconds) + _number(2, int((created_s - seconds) * 1e9))
-    body = _number(1, quorum.number) + b"".join(_bytes(2, encode_member(m)) for m in quorum.members)
-    return _bytes(1, body + _bytes(3, created))
+    created = number_field(1, seconds) + number_field(2, int((created_s - seconds) * 1e9))
+    body = number_field(1, quorum.number) + b"".join(bytes_field(2, encode_member(m)) for m in quorum.members)
+    return bytes_field(1, body + bytes_field(3, created))
+
+
+def encode_quorum_request(member: Member) -> bytes:
+    """LighthouseQuorumRequest{1 requester: QuorumMember}."""
+    return bytes_field(1, encode_member(member))
+
+
+def encode_heartbeat_request(replica: str) -> bytes:
+    """LighthouseHeartbeatRequest{1 replica_id}."""
+    return text_field(1, replica)
+
+
+def decode_quorum_response(data: bytes) -> tuple[Quorum, float]:
+    """The quorum and when it was formed (seconds since 1970)."""
+    number, members, created = 0, [], 0.0
+    body = next((value for field, value in fields(data) if field == 1 and isinstance(value, bytes)), None)
+    if body is None:
+        raise BadMessage("a quorum response without a quorum")
+    for field, value in fields(body):
+        if field == 1 and isinstance(value, int):
+            number = signed(value)
+        elif field == 2 and isinstance(value, bytes):
+            members.append(decode_member(value))
+        elif field == 3 and isinstance(value, bytes):
+            parts = {key: part for key, part in fields(value) if isinstance(part, int)}
+            created = parts.get(1, 0) + parts.get(2, 0) / 1e9
+    return Quorum(number, 0, tuple(members)), created
 
 
 def encode_member(member: Member) -> bytes:
     """QuorumMember."""
     return b"".join(
         (
-            _text(1, member.replica), _text(2, member.address), _text(3, member.store), _number(4, member.step),
-            _number(5, member.world_size), _number(6, int(member.shrink_only)), _text(7, member.data),
-            _number(8, member.commit_failures),
+            text_field(1, member.replica), text_field(2, member.address), text_field(3, member.store), number_field(4, member.step),
+            number_field(5, member.world_size), number_field(6, int(member.shrink_only)), text_field(7, member.data),
+            number_field(8, member.commit_failures),
         )
     )  # fmt: skip
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
     """(field number, value) of every field; lengths are checked."""
     position = 0
     while position < len(data):
@@ -105,7 +132,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
         shift += 7
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -119,13 +146,13 @@ def _encode_varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _number(field: int, value: int) -> bytes:
+def number_field(field: int, value: int) -> bytes:
     return _encode_varint(field << 3) + _encode_varint(value) if value else b""
 
 
-def _bytes(field: int, value: bytes) -> bytes:
+def bytes_field(field: int, value: bytes) -> bytes:
     return _encode_varint(field << 3 | 2) + _encode_varint(len(value)) + value
 
 
-def _text(field: int, value: str) -> bytes:
-    return _bytes(field, value.encode()) if value else b""
+def text_field(field: int, value: str) -> bytes:
+    return bytes_field(field, value.encode()) if value else b""

@@ -7,6 +7,7 @@ Each fragment keeps its global parameters: they are the state that heals, and wh
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -18,9 +19,11 @@ from torch import nn
 from torch.optim import Optimizer as TorchOptimizer
 
 from allranks.errors import ConfigurationError
-from allranks.manager.local_sgd import require_synchronous
+from allranks.manager.local_sgd import make_synchronous
 from allranks.manager.manager import Manager
 from allranks.manager.work import ManagedWork
+
+log = logging.getLogger("allranks.manager")
 
 
 @dataclass(eq=False)
@@ -97,7 +100,7 @@ class DiLoCo:
     def __init__(
         self,
         manager: Manager,
-        model_fragments: Sequence[nn.Module],
+        model_fragments: nn.Module | Sequence[nn.Module],
         inner_optimizer: TorchOptimizer,
         outer_optimizer: TorchOptimizer | Sequence[TorchOptimizer],
         sync_every: int,
@@ -109,7 +112,7 @@ class DiLoCo:
         fragment_sync_delay: int = 0,
         fragment_update_alpha: float = 0.0,
     ) -> None:
-        fragments = list(model_fragments)
+        fragments = [model_fragments] if isinstance(model_fragments, nn.Module) else list(model_fragments)
         outers = list(outer_optimizer) if isinstance(outer_optimizer, Sequence) else [outer_optimizer]
         if len(outers) == 1:
             outers *= len(fragments)
@@ -126,8 +129,10 @@ class DiLoCo:
         if not 0.0 <= fragment_update_alpha <= 1.0:
             raise ConfigurationError("fragment_update_alpha must lie between 0 and 1")
         if should_quantize:
-            raise ConfigurationError("quantized reductions are not offered")
-        require_synchronous(manager, "DiLoCo")
+            log.warning("should_quantize is ignored: tensors are reduced in their own precision")
+        if manager.options.use_async_quorum:
+            raise ConfigurationError("DiLoCo needs Manager(use_async_quorum=False)")
+        make_synchronous(manager)
         self.manager = manager
         self.inner_optimizer = inner_optimizer
         self.every = sync_every // len(fragments)

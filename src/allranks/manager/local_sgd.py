@@ -18,10 +18,8 @@ from allranks.errors import ConfigurationError
 from allranks.manager.manager import Manager
 
 
-def require_synchronous(manager: Manager, who: str) -> None:
-    """Local steps change the parameters while a quorum would form beside them."""
-    if manager.options.use_async_quorum:
-        raise ConfigurationError(f"{who} needs Manager(use_async_quorum=False)")
+def make_synchronous(manager: Manager) -> None:
+    """Local steps change the parameters while a quorum would form beside them: every quorum is waited for."""
     manager.training.eager = False
     manager._volatile = True
 
@@ -37,7 +35,7 @@ class LocalSGD:
     ) -> None:
         if sync_every < 1:
             raise ConfigurationError(f"sync_every must be at least 1, not {sync_every}")
-        require_synchronous(manager, "LocalSGD")
+        make_synchronous(manager)
         self.manager = manager
         self.model = model
         self.optimizer = optimizer

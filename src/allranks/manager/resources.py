@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 import uuid
@@ -151,7 +152,8 @@ class Opened:
         return f"{self.options.host}:{self._store.port}"
 
     def _inside_store(self) -> dist.Store | None:
-        """The store that the ranks of this replica share: their process group's, or a new one."""
+        """The store that the ranks of this replica share: their process group's, the one that is at the address
+        already (torchrun's, the script's own), or a new one."""
         options = self.options
         if options.world_size == 1:
             return None
@@ -159,10 +161,11 @@ class Opened:
             store = dist.distributed_c10d._get_default_store()
         else:
             limit = timedelta(seconds=options.connect_timeout_s)
+            host = options.store_host or "127.0.0.1"
+            hosts = options.rank == 0 and not _listens(host, options.store_port)
             store = dist.TCPStore(
-                options.store_host or "127.0.0.1", options.store_port, is_master=options.rank == 0,
-                wait_for_workers=False, timeout=limit,
-            )  # fmt: skip
+                host, options.store_port, is_master=hosts, wait_for_workers=False, timeout=limit
+            )
         return dist.PrefixStore(f"allranks/{options.replica_id}", store)
 
     def _hear(self, notice: Notice) -> None:
@@ -199,3 +202,12 @@ class Opened:
                 self.training.changed.notify_all()
         if generation is not None and generation.usable and self.regrouper.box.peer_gone():
             self.training.break_group(generation, notice.reason)
+
+
+def _listens(host: str, port: int) -> bool:
+    """Whether there is a store already."""
+    try:
+        socket.create_connection((host, port), timeout=2.0).close()
+    except OSError:
+        return False
+    return True

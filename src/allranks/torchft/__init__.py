@@ -1,27 +1,28 @@
 """For scripts written for torchft: `import allranks.torchft as torchft` and go on. Needs torch.
 
-The names that mean the same, also under torchft's modules (`from allranks.torchft.local_sgd import DiLoCo`). What
-is left out says why when it is asked for; docs/manager.md says more.
+torchft's public names under torchft's modules (`from allranks.torchft.local_sgd import DiLoCo`). What is done in
+another way here is accepted; what does not exist here raises one sentence that says what to use.
 """
 
 from __future__ import annotations
 
-from allranks.manager.ddp import DistributedDataParallel
-from allranks.manager.diloco import DiLoCo
-from allranks.manager.groups.group import ProcessGroupGloo
-from allranks.manager.groups.managed import (
-    ManagedDeviceMesh,
-    ManagedProcessGroup,
-    ft_init_device_mesh,
-    managed_device_mesh,
-)
-from allranks.manager.groups.nccl import ProcessGroupNCCL
 from allranks.manager.hsdp import replicate
-from allranks.manager.local_sgd import LocalSGD
-from allranks.manager.manager import Manager
-from allranks.manager.optimizer import Optimizer, OptimizerWrapper
-from allranks.manager.options import WorldSizeMode
-from allranks.manager.sampler import DistributedSampler
+from allranks.manager.groups.managed import ManagedDeviceMesh, ft_init_device_mesh, managed_device_mesh
+from allranks.torchft import checkpointing, coordination, local_sgd, manager, optim, process_group
+from allranks.torchft.data import DistributedSampler
+from allranks.torchft.ddp import DistributedDataParallel
+from allranks.torchft.local_sgd import DiLoCo, LocalSGD
+from allranks.torchft.manager import Manager, WorldSizeMode
+from allranks.torchft.optim import Optimizer, OptimizerWrapper
+from allranks.torchft.process_group import (
+    ManagedProcessGroup,
+    ProcessGroupBabyGloo,
+    ProcessGroupBabyNCCL,
+    ProcessGroupBabyXCCL,
+    ProcessGroupGloo,
+    ProcessGroupNCCL,
+    ProcessGroupXCCL,
+)
 
 __all__ = [
     "DiLoCo",
@@ -33,27 +34,20 @@ __all__ = [
     "Manager",
     "Optimizer",
     "OptimizerWrapper",
+    "ProcessGroupBabyGloo",
+    "ProcessGroupBabyNCCL",
+    "ProcessGroupBabyXCCL",
     "ProcessGroupGloo",
     "ProcessGroupNCCL",
+    "ProcessGroupXCCL",
     "WorldSizeMode",
+    "checkpointing",
+    "coordination",
     "ft_init_device_mesh",
+    "local_sgd",
     "managed_device_mesh",
+    "manager",
+    "optim",
+    "process_group",
     "replicate",
 ]
-
-_LEFT_OUT = {
-    "ProcessGroupBabyNCCL": "groups are aborted in place, no child process is needed: use ProcessGroupNCCL",
-    "ProcessGroupBabyGloo": "groups are aborted in place, no child process is needed: use ProcessGroupGloo",
-    "ProcessGroupBabyXCCL": "there is no XCCL here: use ProcessGroupNCCL or ProcessGroupGloo",
-    "ProcessGroupXCCL": "there is no XCCL here: use ProcessGroupNCCL or ProcessGroupGloo",
-    "HTTPTransport": "healing is built in: leave checkpoint_transport away",
-    "PGTransport": "healing is built in: leave checkpoint_transport away",
-    "ParameterServer": "nothing here does its work",
-}
-
-
-def __getattr__(name: str) -> object:
-    why = _LEFT_OUT.get(name)
-    raise AttributeError(
-        f"allranks.torchft leaves out {name}: {why}" if why else f"module 'allranks.torchft' has no {name!r}"
-    )

@@ -20,10 +20,11 @@ from allranks.errors import GroupAborted
 from allranks.manager.groups.abandonable_call import AbandonableCall
 from allranks.manager.groups.gloo import GlooMesh
 from allranks.manager.groups.group_spec import GroupSpec, Seconds, seconds
+from allranks.manager.groups.registered import RegisteredGroup
 from allranks.manager.groups.teardown import bury, ended, finish
 
 
-class ReconfigurableGroup(dist.ProcessGroup):
+class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
     """The parts that all backends share: one current backend, replaced under a lock, delegated to by name."""
 
     backend_name = ""
@@ -126,7 +127,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        return f"allranks/{self._meeting.number if self._meeting else 0}"
+        return self._registered or f"allranks/{self._meeting.number if self._meeting else 0}"
 
     # ---- collectives ----
 

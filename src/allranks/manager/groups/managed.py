@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from allranks.errors import ConfigurationError
 from allranks.manager.manager import Manager
+from allranks.manager.groups.registered import RegisteredGroup
 from allranks.manager.work import ManagedWork
 
 
-class ManagedProcessGroup(dist.ProcessGroup):
+class ManagedProcessGroup(RegisteredGroup, dist.ProcessGroup):
     """Sums and averages over the replicas that take part; other collectives have no meaning here."""
 
     def __init__(self, manager: Manager) -> None:
@@ -46,7 +47,7 @@ class ManagedProcessGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        return f"allranks-managed/{self._manager.replica_id()}"
+        return self._registered or f"allranks-managed/{self._manager.replica_id()}"
 
 
 class ManagedDeviceMesh:

@@ -1,0 +1,58 @@
+"""torchft.checkpointing.transport: how torchft's managers hand their state over.
+
+Here the manager does that itself (checked, authenticated, without unpickling), so a transport is only a note that
+one was wanted. It cannot be used without a manager.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+from allranks.errors import ConfigurationError
+
+__all__ = ["CheckpointTransport"]
+
+T = TypeVar("T")
+
+
+class CheckpointTransport(ABC, Generic[T]):
+    """torchft's interface, for type annotations and for subclasses that scripts bring along."""
+
+    @abstractmethod
+    def metadata(self) -> str:
+        """What the receiver needs to find the sender."""
+
+    @abstractmethod
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
+        """Hands the state to replicas that are behind."""
+
+    @abstractmethod
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+        """Gets the state from a replica that is ahead."""
+
+    def disallow_checkpoint(self) -> None:
+        """The state may change from now on."""
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Closes what is open."""
+
+
+class AcceptedTransport(CheckpointTransport[T]):
+    """Stores nothing and opens nothing: `Manager(checkpoint_transport=...)` takes it and heals in its own way."""
+
+    def metadata(self) -> str:
+        return ""
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
+        self._refuse()
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        self._refuse()
+
+    def _refuse(self) -> None:
+        raise ConfigurationError(
+            f"{type(self).__name__} moves no state by itself: healing is part of the Manager; "
+            "to save and load files use allranks.checkpoint"
+        )
