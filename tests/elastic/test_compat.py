@@ -50,6 +50,20 @@ def test_every_documented_import_works_after_install() -> None:
     assert _run("\n".join(lines)).strip() == "all there"
 
 
+def test_every_documented_import_works_with_the_package_replaced() -> None:
+    """`sed s/elastic_harness/allranks.compat/`: the deep paths too, and they hold the same classes."""
+    import importlib
+
+    from allranks.compat import MODULES
+
+    for old, new in MODULES.items():
+        deep = importlib.import_module(old.replace("elastic_harness", "allranks.compat"))
+        ours = importlib.import_module(new)
+        assert {name: getattr(deep, name) for name in ours.__all__} == {
+            name: getattr(ours, name) for name in ours.__all__
+        }
+
+
 def test_a_real_elastic_harness_is_not_hidden(tmp_path: Path) -> None:
     """Two packages of one name: refused, with the choice."""
     (tmp_path / "elastic_harness.py").write_text("")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import json
 import pickle
@@ -13,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -302,7 +304,70 @@ def test_the_whole_name_is_taken_when_asked_for(tmp_path: Path) -> None:
 
     name = str(tmp_path / "exactly")
     assert dump_path(3, {"TORCHCOMM_FR_DUMP_TEMP_FILE": name}) == Path(f"{name}3")
-    assert dump_path(
-        3, {"TORCHCOMM_FR_DUMP_TEMP_FILE": name, "TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME": "1"}
-    ) == Path(name)
+    for yes in ("1", "true", "Yes"):
+        variables = {"TORCHCOMM_FR_DUMP_TEMP_FILE": name, "TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME": yes}
+        assert dump_path(3, variables) == Path(name)
     assert dump_path(3, {"XDG_CACHE_HOME": "/c"}) == Path("/c/torch/comm_lib_trace_rank_3")
+
+
+class Calls:
+    """A communicator of one rank that calls its hooks as a given release of torchcomms does."""
+
+    def __init__(self, signature: str) -> None:
+        self.signature = signature
+        self.hooks: dict[str, Any] = {}
+
+    get_rank = staticmethod(lambda: 0)
+    get_size = staticmethod(lambda: 1)
+    get_name = staticmethod(lambda: "main")
+    get_backend = staticmethod(lambda: "gloo")
+
+    def register_pre_hook(self, hook: Any) -> None:
+        self.hooks["pre"] = hook
+
+    def register_post_hook(self, hook: Any) -> None:
+        self.hooks["post"] = hook
+
+    def register_abort_hook(self, hook: Any) -> None:
+        self.hooks["abort"] = hook
+
+    def all_reduce(self, tensor: torch.Tensor, op_id: int) -> None:
+        facts: dict[str, Any] = {"input_tensor": tensor, "output_tensor": tensor}
+        after: dict[str, Any] = {"work": None}
+        if self.signature == "args":
+            named = {"name": "OpName.ALL_REDUCE", "op_id": op_id}
+            self.hooks["pre"](types.SimpleNamespace(**named, **facts))
+            self.hooks["post"](types.SimpleNamespace(**named, **after))
+        elif self.signature == "name, op_id, args":
+            name = enum.Enum("OpName", "BROADCAST ALL_REDUCE").ALL_REDUCE  # type: ignore[attr-defined]
+            self.hooks["pre"](name, op_id, types.SimpleNamespace(**facts))
+            self.hooks["post"](op_id, types.SimpleNamespace(**after))
+        else:
+            self.hooks["pre"]()
+            self.hooks["post"](1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("signature", ["args", "name, op_id, args"])
+def test_hooks_of_every_released_torchcomms_are_understood(folder: Path, signature: str) -> None:
+    """0.1 and 0.2 give one object; 0.3 gives name, id and facts."""
+    hook = FlightRecorderHook(max_entries=20, isolated=True)
+    comm = Calls(signature)
+    hook.register_with_comm(comm)
+    comm.all_reduce(torch.ones(3), 7)
+    (entry,) = _entries(hook)
+    assert (entry["profiling_name"], entry["input_sizes"], entry["retired"]) == (
+        "gloo:all_reduce",
+        [[3]],
+        True,
+    )
+    hook.close()
+
+
+def test_a_hook_called_in_an_unknown_way_never_raises_into_the_call(folder: Path) -> None:
+    """A later release may call it as it likes: the user's collective goes on."""
+    hook = FlightRecorderHook(max_entries=20, isolated=True)
+    comm = Calls("something else")
+    hook.register_with_comm(comm)
+    comm.all_reduce(torch.ones(3), 7)
+    comm.hooks["abort"]("why", 3)
+    hook.close()

@@ -99,6 +99,8 @@ def _small(rank: int, world: int, out: str) -> str:
     recorder.dump_file(Path(out) / "pickle")
     recorder.dump_file(Path(out) / "json", format="json")
     recorder.dump_file(Path(out) / "box", format="box")
+    recorder.dump_file(Path(out) / "no_calls", include_collectives=False)
+    recorder.dump_file(Path(out) / "no_stacks", include_stack_traces=False)
     return recorder.dump_json()
 
 
@@ -117,19 +119,21 @@ def test_the_formats_have_torchs_fields_and_nothing_that_executes(folder: Path, 
     assert set(first) >= ENTRY | {"frames", "duration_ms"}
     assert first["input_sizes"] == [[2, 3]]
     assert first["input_dtypes"] == ["BFloat16"]
-    assert first["process_group"] == ("0", "default_pg")
+    assert (first["process_group"], first["pg_id"]) == (("0", "default_pg"), 0)
     assert first["state"] == "completed"
     assert first["retired"] is True
     assert first["frames"][0]["name"] == "_small"
     assert second["profiling_name"] in {"gloo:send 0->1", "gloo:recv 1<-0"}
     assert second["is_p2p"] is True
-    assert dump["pg_status"]["1"]["last_completed_collective"] == 1
+    assert dump["pg_status"]["0"]["last_completed_collective"] == 1
     parsed = json.loads(text)
-    assert parsed["pg_status"]["1"]["last_completed_collective"] == "1"
+    assert parsed["pg_status"]["0"]["last_completed_collective"] == "1"
     assert "frames" not in parsed["entries"][0]
     assert parsed["nccl_comm_state"] == {}
     assert set(parsed["entries"][0]) >= ENTRY
     assert len(json.loads((tmp_path / "json").read_text())["entries"]) == 2
+    assert "entries" not in pickle.loads((tmp_path / "no_calls").read_bytes())
+    assert "frames" not in pickle.loads((tmp_path / "no_stacks").read_bytes())["entries"][0]
     copied = read_trace(tmp_path / "box")
     assert copied.names[int(copied.calls[0]["op"])] == "all_reduce"
     for name in ("pickle", "json", "box"):
@@ -196,6 +200,10 @@ def test_dumps_under_names_of_our_own_never_replace_one_another(folder: Path) ->
             "dump_whole_name",
             True,
         ),
+        ({"TORCH_FR_DUMP_DYNAMIC_FILE_NAME": "True"}, "dump_whole_name", True),
+        ({"TORCH_FR_DUMP_DYNAMIC_FILE_NAME": "no"}, "dump_whole_name", False),
+        ({"TORCH_NCCL_DUMP_ON_TIMEOUT": "false"}, "dump_on", frozenset()),
+        ({"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}, "dump_on", frozenset({"timeout", "exception"})),
     ],
 )
 def test_options_come_from_the_environment(env: dict[str, str], field: str, value: object) -> None:

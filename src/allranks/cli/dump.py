@@ -181,7 +181,7 @@ def _state(header: Header) -> str:
 def _write(args: argparse.Namespace, headers: list[Header]) -> list[dict[str, object]]:
     from pathlib import Path
 
-    from allranks.record.dump import dump_bytes, write_file
+    from allranks.record.dump import Content, dump_bytes, write_file
 
     folder = Path(args.output) if args.output else Path(f"allranks-dump-{headers[0].path.parent.name}")
     many = len({header.rank for header in headers}) < len(headers)
@@ -190,7 +190,7 @@ def _write(args: argparse.Namespace, headers: list[Header]) -> list[dict[str, ob
         target = folder / _name(header, args.format, many)
         if target.exists() and not args.force:
             raise InputError(f"{target} exists", hint="choose another folder with -o, or --force")
-        data = dump_bytes(header.path, args.format, not args.active)
+        data = dump_bytes(header.path, args.format, Content(completed=not args.active))
         write_file(target, data)
         written.append(
             {

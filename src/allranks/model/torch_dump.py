@@ -30,8 +30,10 @@ _STATES = {State.SCHEDULED: "scheduled", State.STARTED: "started", State.COMPLET
 Dump = dict[str, object]
 
 
-def to_torch_dump(trace: RankTrace, *, include_completed: bool = True, stacks: bool = True) -> Dump:
-    """The trace as the dictionary that torch pickles."""
+def to_torch_dump(
+    trace: RankTrace, *, include_completed: bool = True, stacks: bool = True, collectives: bool = True
+) -> Dump:
+    """The trace as the dictionary that torch pickles; without `collectives` it has no "entries", as torch's."""
     rows = trace.calls if include_completed else trace.calls[_active(trace.calls)]
     frames = _frames(trace) if stacks else None
     dump: Dump = {
@@ -42,30 +44,33 @@ def to_torch_dump(trace: RankTrace, *, include_completed: bool = True, stacks: b
         },
         "comm_lib_version": dict(trace.header.versions).get("nccl", ""),
         "pg_status": _status(trace),
-        "entries": [_entry(trace, row, frames) for row in rows],
     }
+    if collectives:
+        dump["entries"] = [_entry(trace, row, frames) for row in rows]
     return dump
 
 
-def to_torch_pickle(trace: RankTrace, *, include_completed: bool = True, stacks: bool = True) -> bytes:
+def to_torch_pickle(
+    trace: RankTrace, *, include_completed: bool = True, stacks: bool = True, collectives: bool = True
+) -> bytes:
     """The dump as torch writes it: pickle protocol 2 of plain values."""
-    return pickle.dumps(to_torch_dump(trace, include_completed=include_completed, stacks=stacks), protocol=2)
+    dump = to_torch_dump(trace, include_completed=include_completed, stacks=stacks, collectives=collectives)
+    return pickle.dumps(dump, protocol=2)
 
 
-def to_torch_json(trace: RankTrace, *, include_completed: bool = True) -> str:
+def to_torch_json(trace: RankTrace, *, include_completed: bool = True, collectives: bool = True) -> str:
     """The dump as torch's JSON: no frames, 0 for unknown times, status numbers as text."""
-    dump = to_torch_dump(trace, include_completed=include_completed, stacks=False)
-    entries = [
-        {key: 0 if value is None else value for key, value in entry.items()}
-        for entry in dump["entries"]  # type: ignore[attr-defined]
-    ]
+    dump = to_torch_dump(trace, include_completed=include_completed, stacks=False, collectives=collectives)
+    if collectives:
+        dump["entries"] = [
+            {key: 0 if value is None else value for key, value in entry.items()}
+            for entry in dump["entries"]  # type: ignore[attr-defined]
+        ]
     status = {
         group: {key: str(value) for key, value in numbers.items()}
         for group, numbers in dump["pg_status"].items()  # type: ignore[attr-defined]
     }
-    return json.dumps(
-        {**dump, "entries": entries, "pg_status": status, "nccl_comm_state": {}}, separators=(",", ":")
-    )
+    return json.dumps({**dump, "pg_status": status, "nccl_comm_state": {}}, separators=(",", ":"))
 
 
 def _active(rows: np.ndarray) -> np.ndarray:
@@ -75,7 +80,8 @@ def _active(rows: np.ndarray) -> np.ndarray:
 
 
 def _status(trace: RankTrace) -> dict[str, dict[str, int]]:
-    return {str(index): _group_status(trace, index) for index in range(1, len(trace.groups))}
+    """By pg_id: torch counts groups from 0, `trace.groups` from 1."""
+    return {str(index - 1): _group_status(trace, index) for index in range(1, len(trace.groups))}
 
 
 def _group_status(trace: RankTrace, index: int) -> dict[str, int]:
@@ -110,7 +116,7 @@ def _entry(trace: RankTrace, row: np.void, frames: list[list[dict[str, object]]]
         entry["frames"] = list(frames[int(row["stack"])])
     entry |= {
         "record_id": int(row["begin"]) - 1,
-        "pg_id": int(row["group"]),
+        "pg_id": int(row["group"]) - 1,
         "process_group": (group.name, group.desc),
         "thread_name": trace.threads.get(int(row["thread"]), ""),
         "thread_id": str(int(row["thread"])),

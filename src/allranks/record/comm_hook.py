@@ -37,7 +37,7 @@ from allranks.model.trace import REDUCE_OPS, RankTrace
 from allranks.record.dtypes import dtype_name
 from allranks.record.dump import write_file
 from allranks.record.groups import GroupState
-from allranks.record.options import RecorderOptions, from_environment
+from allranks.record.options import RecorderOptions, from_environment, is_true
 from allranks.record.writer import CallWriter, warn_once
 
 DEFAULT_ENTRIES = 2048
@@ -87,8 +87,8 @@ class FlightRecorderHook:
         group = self._meet(store, comm)
         key = id(comm)
         self._handles += [
-            comm.register_pre_hook(lambda args: self._before(store, group, key, args)),
-            comm.register_post_hook(lambda args: self._after(store, group, key, args)),
+            comm.register_pre_hook(lambda *given: self._before(store, group, key, given)),
+            comm.register_post_hook(lambda *given: self._after(store, group, key, given)),
         ]
         if hasattr(comm, "register_abort_hook"):
             self._handles.append(comm.register_abort_hook(self._aborted))
@@ -140,9 +140,10 @@ class FlightRecorderHook:
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
-    def _before(self, store: _Store, group: GroupState, comm: int, args: Any) -> None:
+    def _before(self, store: _Store, group: GroupState, comm: int, given: tuple[Any, ...]) -> None:
         """Pre-hook: the call is about to be made. Never raises into it."""
         try:
+            args = HookCall.of(given)
             op = op_name(args)
             if op in NOT_RECORDED or os.getpid() != store.pid:
                 return
@@ -163,9 +164,10 @@ class FlightRecorderHook:
         except Exception as error:  # ours, never the user's
             self._fault(error)
 
-    def _after(self, store: _Store, group: GroupState, comm: int, args: Any) -> None:
+    def _after(self, store: _Store, group: GroupState, comm: int, given: tuple[Any, ...]) -> None:
         """Post-hook: the call was made; it is over unless its work says otherwise."""
         try:
+            args = HookCall.of(given)
             number = self._open.pop((comm, int(getattr(args, "op_id", 0))), None)
             if number is not None and os.getpid() == store.pid:
                 work = _living(getattr(args, "work", None))
@@ -179,7 +181,7 @@ class FlightRecorderHook:
         except Exception as error:  # ours
             self._fault(error)
 
-    def _aborted(self) -> None:
+    def _aborted(self, *given: Any) -> None:
         """Abort hook: the process is about to end; write what is known."""
         try:
             if self._store is not None:
@@ -245,7 +247,7 @@ def _with_groups(trace: RankTrace, calls: np.ndarray, groups: tuple[Any, ...], k
 def dump_path(rank: int, env: Any) -> Path:
     """Where torchcomms writes: prefix + rank, or the whole name with …DYNAMIC_FILE_NAME=1."""
     prefix = env.get("TORCHCOMM_FR_DUMP_TEMP_FILE", "")
-    if prefix and env.get("TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME") == "1":
+    if prefix and is_true(env.get("TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME")):
         return Path(prefix)
     if not prefix:
         cache = env.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -296,6 +298,29 @@ def _fill(box: Box, options: RecorderOptions) -> None:
 
 
 # -- what a hook's arguments tell ----------------------------------------------------------------------------------
+
+
+class HookCall:
+    """What a hook was called with, in any released signature.
+
+    torchcomms up to 0.2: `pre(args)`, `post(args)`, the name and the id inside; from 0.3: `pre(name, op_id, args)`,
+    `post(op_id, args)`. The last one holds the facts; of the others a whole number is the id, the rest the name.
+    """
+
+    def __init__(self, facts: Any, before: tuple[Any, ...]) -> None:
+        self._facts = facts
+        for value in before:
+            if isinstance(value, int) and not hasattr(value, "name"):  # an enum's member may be an int too
+                self.op_id = value
+            else:
+                self.name = value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._facts, name)
+
+    @classmethod
+    def of(cls, given: tuple[Any, ...]) -> HookCall:
+        return cls(given[-1] if given else None, given[:-1])
 
 
 def op_name(args: Any) -> str:

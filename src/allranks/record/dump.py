@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from allranks.blackbox.header import read_header
@@ -21,28 +22,42 @@ from allranks.record.options import RecorderOptions
 FORMATS = ("pickle", "json", "box")
 
 
-def dump_json(box: Path, include_completed: bool = True) -> str:
+@dataclass(frozen=True)
+class Content:
+    """What goes into a dump, as torch's own switches say it; a box is always copied whole."""
+
+    completed: bool = True  # also calls that are over
+    collectives: bool = True  # the calls at all, not only the groups and how far they are
+    stacks: bool = True
+
+
+def dump_json(box: Path, content: Content) -> str:
     """The calls of a box as PyTorch 2.10 JSON."""
-    return to_torch_json(read_trace(box), include_completed=include_completed)
+    return to_torch_json(
+        read_trace(box), include_completed=content.completed, collectives=content.collectives
+    )
 
 
-def dump_bytes(box: Path, format: str, include_completed: bool = True) -> bytes:
+def dump_bytes(box: Path, format: str, content: Content) -> bytes:
     """The content of a dump file of this format."""
     if format == "box":
         return copy_box(box)
     if format == "json":
-        return dump_json(box, include_completed).encode()
+        return dump_json(box, content).encode()
     if format == "pickle":
-        return to_torch_pickle(read_trace(box), include_completed=include_completed)
+        return to_torch_pickle(
+            read_trace(box), include_completed=content.completed, stacks=content.stacks,
+            collectives=content.collectives,
+        )  # fmt: skip
     raise InputError(f"no dump format {format!r}: use one of {', '.join(FORMATS)}")
 
 
 def dump_file(
-    box: Path, path: str | os.PathLike[str] | None, format: str, include_completed: bool,
+    box: Path, path: str | os.PathLike[str] | None, format: str, content: Content,
     options: RecorderOptions, reason: str,
 ) -> Path:  # fmt: skip
     """Writes a dump of `box` and returns where: at `path`, where the environment says, or under a name of its own."""
-    data = dump_bytes(box, format, include_completed)
+    data = dump_bytes(box, format, content)
     if path is not None:
         target = Path(path)
     elif options.dump_prefix:

@@ -73,8 +73,10 @@ def from_environment(env: Mapping[str, str] | None = None, **arguments: Any) -> 
             "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
             "TORCHCOMM_FR_DUMP_TEMP_FILE",
         ),
-        dump_whole_name="1"
-        in (values.get("TORCH_FR_DUMP_DYNAMIC_FILE_NAME"), values.get("TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME")),
+        dump_whole_name=any(
+            is_true(values.get(f"{library}_FR_DUMP_DYNAMIC_FILE_NAME")) for library in ("TORCH", "TORCHCOMM")
+        ),
+        dump_on=_dump_on(values),
         accelerate=values.get("ALLRANKS_PURE_PYTHON", "0") != "1",
         dump_signal=_signal(values.get("ALLRANKS_DUMP_SIGNAL", "")),
     )
@@ -123,6 +125,18 @@ def _needed_signal(text: Any) -> int:
     if number is None:
         raise TypeError("the number or name of a signal is expected")
     return number
+
+
+def is_true(text: str | None) -> bool:
+    """What torch takes for true in a variable."""
+    return (text or "").strip().lower() in {"1", "y", "yes", "t", "true"}
+
+
+def _dump_on(values: Mapping[str, str]) -> frozenset[str]:
+    """torch's switch for dumps on a time-out or an exception works for ours too; it is on by default."""
+    off = {"0", "n", "no", "f", "false"}
+    text = _first(values, "TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT").strip().lower()
+    return RecorderOptions.dump_on - ({"timeout", "exception"} if text in off else set())
 
 
 def _capacity(values: Mapping[str, str]) -> int:

@@ -164,11 +164,11 @@ class Recorder:
 
     # -- dumps --------------------------------------------------------------------------------------------------
 
-    def dump_json(self, include_completed: bool = True) -> str:
+    def dump_json(self, include_completed: bool = True, include_collectives: bool = True) -> str:
         """The recorded calls as PyTorch 2.10 JSON text."""
-        from allranks.record.dump import dump_json
+        from allranks.record.dump import Content, dump_json
 
-        return dump_json(self._box_path(), include_completed)
+        return dump_json(self._box_path(), Content(include_completed, include_collectives))
 
     def dump_file(
         self,
@@ -176,11 +176,14 @@ class Recorder:
         format: str = "pickle",
         include_completed: bool = True,
         reason: str = "asked",
+        include_collectives: bool = True,
+        include_stack_traces: bool = True,
     ) -> Path:
         """Writes the recorded calls to a file and returns its path: "pickle", "json" (PyTorch 2.10) or "box"."""
-        from allranks.record.dump import dump_file
+        from allranks.record.dump import Content, dump_file
 
-        return dump_file(self._box_path(), path, format, include_completed, self.options, reason)
+        content = Content(include_completed, include_collectives, include_stack_traces)
+        return dump_file(self._box_path(), path, format, content, self.options, reason)
 
     def _box_path(self) -> Path:
         if self.box is None:

@@ -1,0 +1,5 @@
+"""elastic_harness.checkpoint.checkpointing: where its classes were defined."""
+
+from __future__ import annotations
+
+from allranks.compat.checkpoint import *  # noqa: F403
