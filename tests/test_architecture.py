@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {"stacks", "load", "lighthouse.client", "checkpoint", "etcd", "record.engine"},
     "manager": {"record", "checkpoint", "lighthouse.client"},
     "torchft": {"manager", "lighthouse"},
+    "integrations": {"manager", "record", "torchft"},
     "supervise": set(),
     "watch": {"load", "stacks", "diagnose", "lighthouse.client"},
     "incidents": {"watch", "load", "stacks", "diagnose", "report", "lighthouse.client"},

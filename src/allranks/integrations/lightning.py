@@ -1,0 +1,179 @@
+"""Lightning: step marks for the black box, and a strategy whose replicas survive each other.
+
+    from allranks.integrations.lightning import AllranksCallback             # Trainer(callbacks=[AllranksCallback()])
+    from allranks.integrations.lightning import FaultTolerantStrategy        # Trainer(strategy=FaultTolerantStrategy())
+
+Runs in a rank. With the strategy a Trainer is one replica of one rank under `allranks run --replicas N`. A step that is
+not committed is made again with the same batch; a replica that comes back takes parameters, optimizers, schedulers and
+its place in the training from another one. Automatic optimization with one optimizer, as Lightning's default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.data import _update_dataloader
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader, RandomSampler
+
+from allranks import record
+from allranks.errors import ConfigurationError
+from allranks.integrations.replica_sampler import ReplicaSampler, replica_number
+from allranks.integrations.silences import Silences
+from allranks.manager.ddp import DistributedDataParallel
+from allranks.manager.groups.group import ProcessGroupGloo
+from allranks.manager.groups.nccl import ProcessGroupNCCL
+from allranks.manager.manager import Manager
+
+
+class AllranksCallback(pl.Callback):
+    """Marks every step, and announces validation as a pause of up to `pause_s` seconds."""
+
+    def __init__(self, pause_s: float = 1800.0) -> None:
+        self._silences = Silences(pause_s)
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self._silences.end()
+        record.step(trainer.global_step)
+
+    def on_validation_start(self, *_: Any) -> None:
+        self._silences.begin("validate")
+
+    def on_validation_end(self, *_: Any) -> None:
+        self._silences.end()
+
+    def on_train_end(self, *_: Any) -> None:
+        self._silences.end()
+        record.announce("after training", up_to_s=self._silences.up_to_s)
+
+
+class _Rests(pl.Callback):
+    """The state stands still once the schedulers have made their step too."""
+
+    def __init__(self, strategy: FaultTolerantStrategy) -> None:
+        self.strategy = strategy
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.strategy.begin(trainer)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.strategy.manager.step_applied()
+
+
+class FaultTolerantStrategy(SingleDeviceStrategy):
+    """One replica on one device. `min_replica_size` replicas must take part for a step to count.
+
+    A shuffled DataLoader gives every replica its own part of the data; other loaders are left as they are.
+    """
+
+    strategy_name = "allranks"
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        manager: Manager | None = None,
+        min_replica_size: int = 1,
+        **named: Any,
+    ) -> None:
+        super().__init__(device=device, **named)
+        group = ProcessGroupNCCL() if self.root_device.type == "cuda" else ProcessGroupGloo()
+        self.manager = manager or Manager(pg=group, min_replica_size=min_replica_size)
+        self.manager.register_state_dict_fn("lightning", self._load_replica_state, self._replica_state)
+        self._trainer: Any = None
+        self._sampler: ReplicaSampler | None = None
+        self._batch_size = 1
+        self._healed = False
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if len(self.optimizers) != 1 or not self.lightning_module.automatic_optimization:
+            raise ConfigurationError("FaultTolerantStrategy needs automatic optimization with one optimizer")
+        self._trainer = trainer
+        self.model = DistributedDataParallel(self.manager, self.lightning_module)
+        trainer.callbacks.insert(0, _Rests(self))
+
+    def begin(self, trainer: Any) -> None:
+        """Steps end a training, also where the user counts epochs: all replicas make the same last step."""
+        loop = trainer.fit_loop
+        if loop.epoch_loop.max_steps < 0 and loop.max_epochs >= 0:
+            loop.epoch_loop.max_steps = loop.max_epochs * self._steps_per_epoch()
+        loop.max_epochs = -1
+        if trainer.global_step:  # resumed from a checkpoint
+            self.manager.load_state_dict({"step": trainer.global_step, "batches_committed": 0})
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **named: Any
+    ) -> Any:
+        """The closure computes the gradients; they are applied when all commit, else computed again."""
+        while True:
+            self.manager.start_quorum()
+            result = self.precision_plugin._wrap_closure(self.lightning_module, optimizer, closure)
+            if self.manager.should_commit():
+                break
+        optimizer.step(**named)
+        if self._healed:
+            self._healed = False
+            self._align(self.manager.current_step())
+        return result
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """A shuffled loader is given a sampler over the replicas."""
+        if not isinstance(dataloader, DataLoader) or not isinstance(dataloader.sampler, RandomSampler):
+            return dataloader
+        self._batch_size = dataloader.batch_size or 1
+        self._sampler = ReplicaSampler(
+            len(dataloader.dataset), *replica_number(), seed=torch.initial_seed() % 2**31
+        )  # type: ignore[arg-type]
+        return _update_dataloader(dataloader, self._sampler)
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this replica is the one that saves and logs."""
+        return not self.manager.quorum_id() or self.manager.participating_rank() == 0
+
+    def teardown(self) -> None:
+        self.manager.shutdown()
+        super().teardown()
+
+    # ---- what a replica that comes back is given ----
+
+    def _replica_state(self) -> dict[str, Any]:
+        schedulers = [config.scheduler.state_dict() for config in self.lr_scheduler_configs]
+        return {
+            "model": self.lightning_module.state_dict(),
+            "optimizer": self.optimizers[0].state_dict(),
+            "schedulers": schedulers,
+        }
+
+    def _load_replica_state(self, given: dict[str, Any]) -> None:
+        self.lightning_module.load_state_dict(given["model"])
+        self.optimizers[0].load_state_dict(given["optimizer"])
+        for config, state in zip(self.lr_scheduler_configs, given["schedulers"], strict=True):
+            config.scheduler.load_state_dict(state)
+        self._healed = True
+
+    def _steps_per_epoch(self) -> int:
+        return max(1, -(-int(self._trainer.num_training_batches) // self._trainer.accumulate_grad_batches))
+
+    def _align(self, step: int) -> None:
+        """Lightning's counters as if this process had made the `step` steps: Lightning counts the last one itself."""
+        loop, accumulate = self._trainer.fit_loop, self._trainer.accumulate_grad_batches
+        epoch, within = divmod(step - 1, self._steps_per_epoch())
+        batches = min((within + 1) * accumulate, int(self._trainer.num_training_batches))
+        current = loop.epoch_loop.batch_progress.current
+        current.ready = current.started = batches
+        current.processed = current.completed = batches - 1
+        loop.epoch_loop.batch_progress.is_last_batch = False
+        epochs = loop.epoch_progress.current
+        epochs.ready = epochs.started = epoch + 1
+        epochs.processed = epochs.completed = epoch
+        steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+        steps.ready, steps.completed = step, step - 1
+        if self._sampler is not None:
+            self._sampler.seek(epoch, batches * self._batch_size)

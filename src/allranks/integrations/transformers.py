@@ -1,0 +1,238 @@
+"""Hugging Face's Trainer: step marks for the black box, and replicas that survive each other.
+
+    from allranks.integrations.transformers import AllranksCallback        # Trainer(callbacks=[AllranksCallback()])
+    from allranks.integrations.transformers import FaultTolerantTrainer    # instead of Trainer
+
+Runs in a rank. A FaultTolerantTrainer is one replica of one rank under `allranks run --replicas N`: gradients are
+averaged over the replicas that are there, steps count when all commit them, and a replica that comes back takes model,
+optimizer, scheduler, trainer state and its place in the data from another one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerState
+
+from allranks import record
+from allranks.errors import ConfigurationError
+from allranks.integrations.replica_sampler import ReplicaSampler, replica_number
+from allranks.integrations.silences import Silences
+from allranks.manager.ddp import DistributedDataParallel
+from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
+from allranks.manager.groups.nccl import ProcessGroupNCCL
+from allranks.manager.manager import Manager
+from allranks.manager.optimizer import OptimizerWrapper
+
+_OWN = frozenset(
+    {"is_local_process_zero", "is_world_process_zero", "stateful_callbacks", "trial_name", "trial_params"}
+)
+_NEVER_ENDING = 1 << 20  # passes over the data: the number of steps ends a training, not the loops around it
+
+
+class AllranksCallback(TrainerCallback):
+    """Marks every step, and announces evaluation and saving as pauses of up to `pause_s` seconds."""
+
+    def __init__(self, pause_s: float = 1800.0) -> None:
+        self._silences = Silences(pause_s)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._silences.end()
+        record.step(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if control.should_evaluate or control.should_save:
+            self._silences.begin("evaluate" if control.should_evaluate else "save")
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.on_step_end(args, state, control, **more)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._silences.end()
+        record.announce("after training", up_to_s=self._silences.up_to_s)
+
+
+class CommittedOptimizer(OptimizerWrapper):
+    """Steps when all commit. The state stands still only after the scheduler's step, which the Trainer makes later."""
+
+    committed = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optim.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> bool:
+        self.committed = self.manager.should_commit()
+        if self.committed:
+            self.optim.step()
+        return self.committed
+
+
+class _Steps(TrainerCallback):
+    """Opens and closes the manager's steps; must be the first callback, so that the others see true counts."""
+
+    def __init__(self, trainer: FaultTolerantTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step:  # resumed from a checkpoint
+            self.trainer.manager.load_state_dict({"step": state.global_step, "batches_committed": 0})
+        state.num_train_epochs = self.trainer.epochs
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer.manager.start_quorum()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer.optimizer._is_overflow = (
+            not self.trainer.committing.committed
+        )  # then the scheduler stays too
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        state.global_step = self.trainer.manager.current_step()
+        state.epoch = state.global_step / self.trainer.steps_per_epoch
+        self.trainer.manager.step_applied()
+
+
+class FaultTolerantTrainer(Trainer):
+    """A Trainer that is one replica. `min_replica_size` replicas must take part for a step to count.
+
+    Only the first of the replicas that take part saves. Data with a length is shared among the replicas; a dataset
+    without one must do that itself (REPLICA_GROUP_ID, NUM_REPLICA_GROUPS).
+    """
+
+    _first = True  # among those who take part: it saves
+
+    def __init__(
+        self, *args: Any, manager: Manager | None = None, min_replica_size: int = 1, **named: Any
+    ) -> None:
+        super().__init__(*args, **named)
+        if self.accelerator.scaler is not None:
+            raise ConfigurationError(
+                "FaultTolerantTrainer does not scale losses: use bf16=True instead of fp16=True"
+            )
+        if self.args.world_size > 1 or self.args.n_gpu > 1:
+            raise ConfigurationError(
+                f"FaultTolerantTrainer is a replica of one rank, not of {max(self.args.world_size, self.args.n_gpu)}",
+                hint="start with `allranks run --replicas N SCRIPT`, and one visible GPU per replica",
+            )
+        self.manager = manager or Manager(pg=self._group(), min_replica_size=min_replica_size)
+        self.manager.register_state_dict_fn("trainer", self._load_replica_state, self._replica_state)
+        self.steps_per_epoch = self.epochs = 1
+        self._received = self._stale = (
+            0  # batches taken from the loader; batches that it had read before a jump
+        )
+        self._sampler: ReplicaSampler | None = None
+        self.callback_handler.callbacks.insert(0, _Steps(self))
+
+    def train(self, *args: Any, **named: Any) -> Any:
+        """As the Trainer's; leaves the other replicas at its end."""
+        try:
+            return super().train(*args, **named)
+        finally:
+            self._first = self.is_world_process_zero()
+            self.manager.shutdown()
+
+    # ---- where the Trainer asks ----
+
+    def create_optimizer(self, *args: Any, **named: Any) -> Any:
+        optimizer = super().create_optimizer(*args, **named)
+        if not isinstance(optimizer, CommittedOptimizer):
+            self.committing = self.optimizer = CommittedOptimizer(self.manager, optimizer)
+        return self.optimizer
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        if not training or isinstance(model, DistributedDataParallel):
+            return super()._wrap_model(model, training, dataloader) if not training else model
+        prepared = self.accelerator.prepare_model(
+            model, evaluation_mode=True
+        )  # autocast; no second reduction
+        return DistributedDataParallel(self.manager, prepared)
+
+    def training_step(self, model: Any, *args: Any, **named: Any) -> Any:
+        if self.accelerator.sync_gradients:
+            return super().training_step(model, *args, **named)
+        with model.no_sync():
+            return super().training_step(model, *args, **named)
+
+    def set_initial_training_values(self, *args: Any, **named: Any) -> Any:
+        epochs, self.steps_per_epoch, *rest = super().set_initial_training_values(*args, **named)
+        self.epochs = epochs
+        return (epochs + _NEVER_ENDING, self.steps_per_epoch, *rest)
+
+    def _get_train_sampler(self, *args: Any, **named: Any) -> Any:
+        usual = super()._get_train_sampler(*args, **named)
+        dataset = args[0] if args and args[0] is not None else self.train_dataset
+        if usual is None:
+            return None
+        seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
+        shuffle = not isinstance(usual, torch.utils.data.SequentialSampler)
+        self._sampler = ReplicaSampler(len(dataset), *replica_number(), seed=seed, shuffle=shuffle)
+        return self._sampler
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any, **named: Any) -> Any:
+        while self._stale > 0 and next(epoch_iterator, None) is not None:
+            self._stale -= 1
+            self._received += 1
+        found = super().get_batch_samples(epoch_iterator, num_batches, *args, **named)
+        self._received += len(found[0])
+        return found
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this replica is the one that saves and reports."""
+        manager = getattr(self, "manager", None)  # the Trainer asks while it is made
+        if manager is not None and manager.quorum_id():
+            self._first = manager.participating_rank() == 0
+        return bool(super().is_world_process_zero()) and self._first
+
+    def save_model(self, *args: Any, **named: Any) -> None:
+        if self.is_world_process_zero():
+            super().save_model(*args, **named)
+
+    def _save_checkpoint(self, *args: Any, **named: Any) -> None:
+        if self.is_world_process_zero():
+            with record.expect("save", up_to_s=1800.0):
+                super()._save_checkpoint(*args, **named)
+
+    def _evaluate(self, *args: Any, **named: Any) -> Any:
+        with record.expect("evaluate", up_to_s=1800.0):
+            return super()._evaluate(*args, **named)
+
+    # ---- what a replica that comes back is given ----
+
+    def _replica_state(self) -> dict[str, Any]:
+        state = {key: value for key, value in dataclasses.asdict(self.state).items() if key not in _OWN}
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.committing.optim.state_dict(),
+            "scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else {},
+            "trainer": json.dumps(state, default=str),
+        }
+
+    def _load_replica_state(self, given: dict[str, Any]) -> None:
+        self.model.load_state_dict(given["model"])
+        self.committing.optim.load_state_dict(given["optimizer"])
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(given["scheduler"])
+        known = {field.name for field in dataclasses.fields(TrainerState)} - _OWN
+        for name, value in json.loads(given["trainer"]).items():
+            if name in known:
+                setattr(self.state, name, value)
+        self._globalstep_last_logged = self.state.global_step
+        self._seek(
+            self.state.global_step + 1
+        )  # the step that is being made is not ours: we give nothing in it
+
+    def _seek(self, step: int) -> None:
+        """The data goes on where it would be had we never been away."""
+        if self._sampler is None:
+            return
+        batch, accumulation = self._train_batch_size, self.args.gradient_accumulation_steps
+        epoch, within = divmod(step, self.steps_per_epoch)
+        self._stale = math.ceil(self._sampler.drawn / batch) - self._received
+        self._sampler.seek(epoch, within * accumulation * batch)
+
+    def _group(self) -> ReconfigurableGroup:
+        return ProcessGroupNCCL() if self.args.device.type == "cuda" else ProcessGroupGloo()

@@ -1,0 +1,87 @@
+"""Hugging Face's Trainer, as it comes from the registry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.replicas import run
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+import allranks  # noqa: E402
+from allranks.integrations.transformers import AllranksCallback  # noqa: E402
+from allranks.blackbox.reader import read_header  # noqa: E402
+
+MODEL = """
+import sys, torch
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 100
+    def __getitem__(self, i):
+        x = torch.randint(0, 50, (16,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": x, "labels": x}
+torch.manual_seed(0)
+model = GPT2LMHeadModel(GPT2Config(
+    vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0))
+"""
+
+REPLICA = (
+    MODEL
+    + """
+from allranks.integrations.transformers import FaultTolerantTrainer
+class Lives(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        lives(trainer.manager)
+args = TrainingArguments(
+    sys.argv[1], per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=600, use_cpu=True,
+    logging_steps=50, save_steps=300, save_total_limit=1, report_to=[], disable_tqdm=True, warmup_steps=20)
+trainer = FaultTolerantTrainer(model=model, args=args, train_dataset=Data(), callbacks=[Lives()])
+trainer.train()
+bits = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()
+import hashlib
+print("SAYS", f"name={NAME}", f"step={trainer.state.global_step}", f"lr={trainer.lr_scheduler.get_last_lr()[0]!r}",
+      f"scheduler={trainer.lr_scheduler.last_epoch}", f"epoch={trainer.state.epoch:.4f}",
+      f"logged={[row['step'] for row in trainer.state.log_history if 'loss' in row][-3:]!r}".replace(" ", ""),
+      f"bits={hashlib.sha256(bits).hexdigest()}", flush=True)
+"""
+)
+
+
+@pytest.mark.timeout(300)
+def test_trainers_are_replicas_with_equal_bits_after_kills(tmp_path: Path) -> None:
+    """Two changed lines: both replicas are killed once; steps, rates, epochs, logs and parameters are equal at the end."""
+    said = run(REPLICA, tmp_path, str(tmp_path / "out"))
+    assert said["replica-0"] == said["replica-1"]
+    facts = said["replica-0"]
+    assert (facts["step"], facts["scheduler"], facts["lr"]) == ("600", "600", "0.0")
+    assert facts["logged"] == "[500,550,600]"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-600"], "one replica saves"
+
+
+def test_the_callback_marks_steps_and_announces_pauses(tmp_path: Path, folder: Path) -> None:
+    """An unmodified Trainer: the box knows the step, and that an evaluation is no hang."""
+    seen: list[tuple[int, bool]] = []
+
+    class Looks(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+        def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            header = read_header(recorder.path)
+            seen.append((header.step, header.expect_until_ns > 0))
+
+    recorder = allranks.record()
+    space: dict[str, Any] = {}
+    exec(MODEL, space)
+    args = transformers.TrainingArguments(
+        str(tmp_path / "out"), per_device_train_batch_size=4, max_steps=4, use_cpu=True, eval_steps=2,
+        eval_strategy="steps", save_strategy="no", report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        model=space["model"], args=args, train_dataset=space["Data"](), callbacks=[AllranksCallback(), Looks()],
+        eval_dataset=torch.utils.data.Subset(space["Data"](), range(4)),
+    )  # fmt: skip
+    trainer.train()
+    assert seen == [(1, True), (3, True)]
+    recorder.close()
