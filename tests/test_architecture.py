@@ -17,13 +17,14 @@ from allranks.cli import COMMANDS
 SOURCE = Path(allranks.__file__).parent
 
 # Formats and protocols that every package may import.
-GROUND_FLOOR = {"errors", "model", "blackbox", "channel", "__version__"}
+GROUND_FLOOR = {"errors", "model", "blackbox", "channel", "pages", "__version__"}
 
 # package -> what it may import besides the ground floor. The table of docs/architecture.md.
 MAY_IMPORT: dict[str, set[str]] = {
     "model": set(),
     "blackbox": set(),
     "channel": set(),
+    "pages": set(),
     "load": set(),
     "diagnose": set(),
     "report": set(),

@@ -6,51 +6,20 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 from allranks.diagnose import diagnose
 from allranks.model.diagnosis import Diagnosis
-from allranks.model.trace import CALL, Frame, Group, RankTrace, Shapes, State, TraceHeader
+from allranks.model.trace import Frame, Group, RankTrace, TraceHeader
 from allranks.report import html, perfetto
+from pages.gallery import Visit as Looked
+from pages.gallery import make_traces, running_browser
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (make packages)")
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
-
-
-def make_traces(ranks: int, calls: int, name: str = "all_reduce", stuck: int = 1) -> list[RankTrace]:
-    """A job whose rank `stuck` never entered the last call."""
-    rows = np.zeros(calls, CALL)
-    rows["begin"] = rows["end"] = np.arange(1, calls + 1)
-    rows["created_ns"] = 10**18 + np.arange(calls) * 3_000_000
-    rows["completed_ns"] = rows["created_ns"] + 1_000_000
-    rows["seq"] = np.arange(1, calls + 1)
-    rows["in_numel"] = rows["out_numel"] = 4
-    rows["group"] = rows["op"] = rows["shapes"] = rows["stack"] = 1
-    rows["peer"] = rows["root"] = rows["step"] = -1
-    rows["state"] = State.COMPLETED
-    shapes = (Shapes(), Shapes(((4,),), ((4,),), ("Float",), ("Float",)))
-    stacks = ((), (Frame(name, "/lib/torch/c10d.py", 1), Frame("train", "/home/me/train.py", 44)))
-    groups = (Group(""), Group("0", "default_pg", tuple(range(ranks)), "nccl"))
-    found = []
-    for rank in range(ranks):
-        mine = rows.copy()
-        mine["state"][-1], mine["completed_ns"][-1] = State.STARTED, 0
-        if rank == stuck:
-            mine = mine[:-1]
-        found.append(
-            RankTrace(
-                TraceHeader(rank=rank, world_size=ranks, host=f"node{rank // 8}"),
-                mine,
-                groups,
-                ("", name),
-                shapes,
-                stacks,
-            )
-        )
-    return found
 
 
 def write_page(path: Path, traces: list[RankTrace], diagnosis: Diagnosis | None = None) -> Path:
@@ -59,39 +28,17 @@ def write_page(path: Path, traces: list[RankTrace], diagnosis: Diagnosis | None 
 
 
 @pytest.fixture(scope="module")
-def browser(keep_child: set[int]) -> Iterator[object]:
+def browser(keep_child: set[int]) -> Iterator[Any]:
     """One browser for all pages."""
-    import os
-    import threading
-
-    from playwright.sync_api import sync_playwright
-
-    before = set(threading.enumerate())
-    with sync_playwright() as play:
-        running = play.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        )
-        for thread in set(threading.enumerate()) - before:
-            thread.allranks_session = True  # type: ignore[attr-defined]
-        tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
-        keep_child.update(int(pid) for task in tasks for pid in (task / "children").read_text().split())
+    with running_browser(keep_child) as running:
         yield running
-        running.close()
 
 
-class Visit:
-    """A page with everything that went wrong on it."""
+class Visit(Looked):
+    """A diagnosis in the browser."""
 
-    def __init__(self, browser: object, path: Path, scheme: str = "light") -> None:
-        self.page = browser.new_page(viewport={"width": 1300, "height": 900}, color_scheme=scheme)  # type: ignore[attr-defined]
-        self.errors: list[str] = []
-        self.requests: list[str] = []
-        self.page.on(
-            "console", lambda message: self.errors.append(message.text) if message.type == "error" else None
-        )
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.goto(path.as_uri())
+    def __init__(self, browser: Any, path: Path, scheme: str = "light") -> None:
+        super().__init__(browser, path.as_uri(), scheme)
         self.page.wait_for_selector("body[data-ready=yes]", timeout=60_000)
 
     def pixels(self, color: str) -> int:
@@ -103,7 +50,7 @@ class Visit:
             return n; }""", color))  # fmt: skip
 
 
-ORANGE = "[249, 147, 31]"
+ORANGE = {"light": "[250, 188, 66]", "dark": "[198, 131, 16]"}
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -112,11 +59,11 @@ def test_the_page_shows_verdict_timeline_groups_and_stacks(
 ) -> None:
     """From a file, with no request to anywhere and no error."""
     visit = Visit(browser, write_page(tmp_path / "page.html", make_traces(8, 20)), scheme)
-    assert "rank 1 (node0) never entered all_reduce #20" in visit.page.text_content("#sentence")
-    assert "missing_rank" in visit.page.text_content("#scope")
+    assert "Rank 1 (node0) never entered all_reduce #20" in visit.page.text_content("#sentence")
+    assert "missing rank" in visit.page.text_content(".cards")
     assert "train.py:44 in train" in visit.page.text_content("#stacks")
     assert "default_pg" in visit.page.text_content("#groups")
-    assert visit.pixels(ORANGE) > 500  # seven open calls reach to the right edge
+    assert visit.pixels(ORANGE[scheme]) > 500  # seven open calls reach to the right edge
     assert visit.errors == []
     assert visit.requests == [(tmp_path / "page.html").as_uri()]
     visit.page.close()
@@ -137,13 +84,14 @@ def test_search_counts_and_dims(browser: object, tmp_path: Path) -> None:
     visit.page.wait_for_function(
         "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
     )
-    assert visit.pixels(ORANGE) == 0
+    assert visit.pixels(ORANGE["light"]) == 0
     visit.page.close()
 
 
 def test_a_click_shows_the_stack_of_a_call(browser: object, tmp_path: Path) -> None:
     """With sizes, state and time."""
     visit = Visit(browser, write_page(tmp_path / "page.html", make_traces(2, 4)))
+    visit.page.locator("#canvas").scroll_into_view_if_needed()
     box = visit.page.locator("#canvas").bounding_box()
     visit.page.mouse.click(box["x"] + box["width"] - 10, box["y"] + 40)
     detail = visit.page.text_content("#detail")
@@ -151,6 +99,26 @@ def test_a_click_shows_the_stack_of_a_call(browser: object, tmp_path: Path) -> N
         "all_reduce #4 of default_pg" in detail
         and "not finished" in detail
         and "train.py:44 in train" in detail
+    )
+    visit.page.close()
+
+
+def test_the_wheel_scrolls_the_page_and_ctrl_wheel_zooms_the_timeline(browser: Any, tmp_path: Path) -> None:
+    """A reader who scrolls past the timeline is not caught in it."""
+    visit = Visit(browser, write_page(tmp_path / "page.html", make_traces(64, 20)))
+    visit.page.locator("#canvas").scroll_into_view_if_needed()
+    box = visit.page.locator("#canvas").bounding_box()
+    before = visit.page.evaluate("scrollY")
+    visit.page.mouse.move(box["x"] + 300, box["y"] + 60)
+    ticks = visit.page.get_attribute("#canvas", "data-ticks")
+    visit.page.mouse.wheel(0, 200)
+    visit.page.wait_for_function("(old) => scrollY > old", arg=before)
+    assert visit.page.get_attribute("#canvas", "data-ticks") == ticks
+    visit.page.keyboard.down("Control")
+    visit.page.mouse.wheel(0, -400)
+    visit.page.keyboard.up("Control")
+    visit.page.wait_for_function(
+        "(old) => document.getElementById('canvas').dataset.ticks !== old", arg=ticks
     )
     visit.page.close()
 
@@ -172,10 +140,10 @@ def test_hostile_names_stay_text(browser: object, tmp_path: Path) -> None:
         for t in traces
     ]
     path = write_page(tmp_path / "page.html", hostile)
-    assert path.read_text().count("<script") == 9  # two of JSON, six columns, one of ours
+    assert path.read_text().count("<script") == 8  # one of JSON, six columns, one of ours
     visit = Visit(browser, path)
     assert EVIL in visit.page.text_content("#sentence")
-    assert visit.page.title() == "allranks diagnose"
+    assert visit.page.title().startswith("Fault found: rank 1")
     assert visit.page.locator("img").count() == 0
     assert visit.errors == []
     visit.page.close()
@@ -185,13 +153,15 @@ def test_a_thousand_ranks_with_two_thousand_calls_stay_usable(browser: object, t
     """Two million calls are drawn, searched and moved through without an error."""
     traces = make_traces(1024, 2000, stuck=515)
     visit = Visit(browser, write_page(tmp_path / "page.html", traces))
-    assert "rank 515 (node64) never entered" in visit.page.text_content("#sentence")
+    assert "Rank 515 (node64) never entered" in visit.page.text_content("#sentence")
     visit.page.click("#all")
     visit.page.fill("#search", "rank 515")
     assert visit.page.text_content("#count") == "1,999 calls"
     visit.page.click("#fault")
-    visit.page.mouse.move(700, 500)
+    visit.page.locator("#canvas").hover()
+    visit.page.keyboard.down("Control")
     visit.page.mouse.wheel(0, -300)
+    visit.page.keyboard.up("Control")
     visit.page.wait_for_function(
         "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
     )

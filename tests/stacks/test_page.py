@@ -43,8 +43,8 @@ def test_the_tree_folds_and_the_flame_graph_zooms_in_a_browser(page_file: Path) 
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
         page.goto(page_file.as_uri())
-        assert "rank 0 waits for its DataLoader" in page.inner_text("#verdict")
-        assert page.locator("#ranks tr.bad td").first.inner_text() == "0"
+        assert "Rank 0 waits for its DataLoader" in page.inner_text("#sentence")
+        assert page.locator("#ranks tr.bad td").first.inner_text().strip() == "0"
         page.click("[data-fold=shut]")
         assert page.locator(".tree details[open]").count() == 0
         page.click("[data-fold=open]")

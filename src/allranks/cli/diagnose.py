@@ -94,8 +94,8 @@ def main(args: argparse.Namespace) -> int:
         consequences=max(0, args.mismatch_cap),
     )
     result = diagnose(traces, loaded.files, stacks=find_seen(loaded, traces, args.paths), options=options)
+    _write_files(args, result, traces)  # before stdout, which may be closed
     _print(args, result)
-    _write_files(args, result, traces)
     if not result.ranks:
         return 2
     return 0 if result.status == "ok" else 1
@@ -171,7 +171,7 @@ def _write_files(args: argparse.Namespace, result: Diagnosis, traces: list[RankT
     if args.html:
         from allranks.report import html
 
-        _write(args.html, html.render(result, traces))
+        _write(args.html, html.render(result, traces, time.time()))
     if args.perfetto:
         from allranks.report import perfetto
 

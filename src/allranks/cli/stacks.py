@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from allranks.errors import InputError
@@ -223,7 +224,8 @@ def _show(args: argparse.Namespace, capture: Capture, report: StacksReport) -> N
     if args.html:
         from allranks.stacks.html import render_html
 
-        Path(args.html).write_text(render_html(report, roots), encoding="utf-8", errors="replace")
+        page = render_html(report, roots, job=args.job or "", made_s=time.time())
+        Path(args.html).write_text(page, encoding="utf-8", errors="replace")
         _say(f"Wrote {args.html}")
     if args.json:
         print(json.dumps(report_json(report, roots), indent=1))

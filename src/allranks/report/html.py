@@ -1,77 +1,143 @@
-"""One page that opens from file:// with no network: verdict, timeline of ranks x time, groups, stacks, search.
+"""The page of a diagnosis: the answer, what to do, the guilty rank's code, timeline, findings, groups, files.
 
-Everything from a dump is data: it travels as JSON or typed columns and is put on the page as text. The content
-security policy allows exactly one script, by its hash, so that a hostile name cannot become code.
+Everything from a dump is data: it travels as JSON or typed columns and is put on the page as text.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
-from importlib.resources import files
+from itertools import zip_longest
 
-from allranks.model.diagnosis import Diagnosis
+from allranks import pages
+from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.trace import RankTrace
-from allranks.report import as_json
-from allranks.report.text import short
+from allranks.pages.cards import Row, StackCard, frame_lines, short, stack_card
+from allranks.report.text import clean, headline_text
 from allranks.report.timeline import Timeline, build_timeline, pack
 
 MAX_LISTED = 500
+MAX_STACKS = 8
 COLUMNS = ("starts", "lengths", "kinds", "seqs", "states", "stacks")
+MOODS = {"fault": "bad", "unclear": "warn", "ok": "good"}
+STATUS = {"fault": "Fault found", "unclear": "Unclear", "ok": "Nothing wrong"}
+SEVERITY = {"root": ("Root cause", "bad"), "consequence": ("Follows", ""), "warning": ("Note", "warn")}
 
 
-def render(diagnosis: Diagnosis, traces: Sequence[RankTrace]) -> Iterator[str]:
-    """The page, in parts."""
-    here = files("allranks.report")
-    script, style = (here / "page.js").read_text("utf-8"), (here / "page.css").read_text("utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    body = (here / "page.html").read_text("utf-8")
-    head, rest = body.split("<!--style-->")
-    before_data, after_data = rest.split("<!--data-->")
-    yield head.replace("SCRIPT_HASH", f"sha256-{digest}")
-    yield f"<style>{style}</style>"
-    yield before_data
-    yield from _data(diagnosis, traces)
-    yield f"<script>{script}</script>"
-    yield after_data
-
-
-def _data(diagnosis: Diagnosis, traces: Sequence[RankTrace]) -> Iterator[str]:
+def render(diagnosis: Diagnosis, traces: Sequence[RankTrace], made_s: float = 0.0) -> Iterator[str]:
+    """The page."""
     line = build_timeline(traces)
-    yield _block("report", _report(diagnosis))
-    yield _block("timeline", _meta(line))
-    for name in COLUMNS:
-        yield f'<script type="application/octet-stream" id="column-{name}">{pack(getattr(line, name))}</script>\n'
+    verdict = diagnosis.verdict
+    stacks = [] if verdict is None else list(_cards(verdict))
+    advice = () if verdict is None else verdict.advice
+    missing = () if verdict is None else verdict.missing_evidence
+    yield pages.render(
+        "diagnose.html", script="timeline.js",
+        title=clean(f"{STATUS[diagnosis.status]}: {headline_text(diagnosis)}")[:160], kind="Diagnosis",
+        mood=MOODS[diagnosis.status], status=STATUS[diagnosis.status], headline=pages.upper(clean(headline_text(diagnosis))),
+        about=_about(diagnosis, traces, made_s).rows(), facts=_facts(verdict), advice=advice,
+        commands=pages.commands((*advice, *missing)), guilty_title=_guilty_title(verdict),
+        guilty_stacks=[card for card in stacks if card.guilty][:MAX_STACKS],
+        waiting_stacks=[card for card in stacks if not card.guilty][:MAX_STACKS],
+        evidence=() if verdict is None else verdict.evidence, missing=missing,
+        findings=[_finding(finding) for finding in diagnosis.findings[:MAX_LISTED]], **_groups(diagnosis), **_files(diagnosis),
+        summary="; ".join(diagnosis.summary) + (f"; the timeline leaves out the oldest {line.left_out:,} calls" if line.left_out else ""),
+        timeline=_meta(line, verdict), columns=[(name, pack(getattr(line, name))) for name in COLUMNS],
+    )  # fmt: skip
 
 
-def _report(diagnosis: Diagnosis) -> dict[str, object]:
-    body = as_json.to_object(diagnosis)
-    body["files"] = list(body["files"])[:MAX_LISTED]  # type: ignore[call-overload]
-    body["groups"] = [
-        {
-            "label": group.label, "name": group.name, "backend": group.backend, "members": short(group.members),
-            "size": len(group.members), "known": group.members_known, "first": group.first_sequence,
-            "last": group.last_sequence, "behind": short(group.behind),
-        }
-        for group in sorted(diagnosis.groups, key=lambda g: (not g.behind, g.label))[:MAX_LISTED]
+def _about(diagnosis: Diagnosis, traces: Sequence[RankTrace], made_s: float) -> pages.About:
+    headers = [trace.header for trace in traces]
+    hosts = list(dict.fromkeys(header.host for header in headers if header.host))
+    jobs = list(dict.fromkeys(header.job for header in headers if header.job))
+    versions = dict(version for header in headers[:1] for version in header.versions)
+    taken = max((header.written_ns for header in headers), default=0) / 1e9
+    ranks = f"{len(diagnosis.ranks):,} of {diagnosis.world_size or len(diagnosis.ranks):,}"
+    software = ", ".join(f"{name} {versions[name]}" for name in ("torch", "nccl") if versions.get(name))
+    return pages.About(
+        clean(", ".join(jobs[:4])),
+        clean(_several(hosts)),
+        taken,
+        made_s=made_s,
+        facts=(("Ranks", ranks), ("Software", clean(software))),
+    )
+
+
+def _several(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
+
+
+def _facts(verdict: Finding | None) -> list[tuple[str, str]]:
+    if verdict is None:
+        return []
+    call = f"{verdict.group}{'' if verdict.sequence is None else f' #{verdict.sequence}'}"
+    waiting = f"{len(verdict.waiting):,}" + (
+        f", {pages.seconds(verdict.waited_s)}" if verdict.waited_s is not None else ""
+    )
+    facts = [
+        ("Cause", verdict.cause.replace("_", " ")),
+        ("Guilty rank" + ("s" if len(verdict.ranks) > 1 else ""), short(verdict.ranks)),
+        ("Ranks waiting", waiting if verdict.waiting else ""),
+        ("Group and call", call),
+        ("Where", verdict.where),
+        ("Confidence", f"{verdict.confidence:.0%}"),
+    ]
+    return [(name, clean(value)) for name, value in facts if value]
+
+
+def _guilty_title(verdict: Finding | None) -> str:
+    if verdict is None or not verdict.ranks:
+        return "Where it happened"
+    return f"The guilty rank{'s' if len(verdict.ranks) > 1 else ''}"
+
+
+def _cards(verdict: Finding) -> Iterator[StackCard]:
+    for (ranks, frames), label in zip_longest(verdict.stacks, verdict.stack_labels, fillvalue=""):
+        lines = frame_lines((clean(f.name), clean(f.file), f.line) for f in frames)
+        guilty = bool(set(ranks) & set(verdict.ranks))
+        yield stack_card(tuple(ranks), lines, label, guilty)
+
+
+def _finding(finding: Finding) -> Row:
+    name, mood = SEVERITY[finding.severity]
+    number = "" if finding.sequence is None else f" #{finding.sequence}"
+    sure = f" ({finding.confidence:.0%})" if finding.severity == "root" else ""
+    return Row(
+        (name, clean(finding.sentence + sure), short(finding.ranks), clean(f"{finding.group}{number}")), mood
+    )
+
+
+def _groups(diagnosis: Diagnosis) -> dict[str, object]:
+    rows = []
+    for group in sorted(diagnosis.groups, key=lambda g: (not g.behind, g.label))[:MAX_LISTED]:
+        calls = "" if group.first_sequence is None else f"#{group.first_sequence} to #{group.last_sequence}"
+        members = f"{short(group.members)}{'' if group.members_known else ' (as seen in calls)'}"
+        cells = (clean(group.label), clean(group.backend or "unknown"), members, calls, short(group.behind))
+        rows.append(Row(cells, "bad" if group.behind else ""))
+    return {"groups": rows, "group_count": f"{len(diagnosis.groups):,}"}
+
+
+def _files(diagnosis: Diagnosis) -> dict[str, object]:
+    ordered = sorted(diagnosis.files, key=lambda note: note.status == "ok")[:MAX_LISTED]
+    rows = [
+        Row((clean(note.path), "" if note.rank is None else str(note.rank), clean(note.kind), note.status, clean(note.note)),
+            "" if note.status == "ok" else "warn")
+        for note in ordered
     ]  # fmt: skip
-    body["group_count"] = len(diagnosis.groups)
-    body["file_count"] = len(diagnosis.files)
-    return body
+    bad = any(row.mood for row in rows)
+    return {"files": rows, "file_count": f"{len(diagnosis.files):,}", "files_open": bad and len(rows) < 60}
 
 
-def _meta(line: Timeline) -> dict[str, object]:
+def _meta(line: Timeline, verdict: Finding | None) -> dict[str, object]:
+    fault = None if verdict is None else {
+        "ranks": list(verdict.ranks), "waiting": list(verdict.waiting), "sequence": verdict.sequence,
+        "missing": verdict.cause in MISSING, "group": verdict.group,
+    }  # fmt: skip
     return {
         "ranks": line.ranks, "hosts": line.hosts, "counts": line.counts, "base_ns": str(line.base_ns),
         "unit_ns": line.unit_ns, "end": line.end_units, "kinds": line.kind_table, "stacks": line.stack_table,
-        "left_out": line.left_out,
+        "fault": fault,
     }  # fmt: skip
 
 
-def _block(name: str, value: object) -> str:
-    """A JSON block that cannot end its own script element, whatever its strings hold."""
-    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
-    text = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-    return f'<script type="application/json" id="{name}">{text}</script>\n'
+#: Causes in which the guilty ranks lack in the call.
+MISSING = frozenset({"missing_rank", "not_started", "stuck_before_collective", "rank_died", "straggler"})

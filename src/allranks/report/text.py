@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.trace import Frame, State
+from allranks.pages.cards import short
 
 MAX_FRAMES, MAX_STACKS, MAX_FILES = 4, 4, 8
 
@@ -44,15 +45,18 @@ def render(diagnosis: Diagnosis, options: TextOptions | None = None) -> Iterator
 
 def headline(diagnosis: Diagnosis, options: TextOptions) -> str:
     """The first line."""
-    paint = _painter(options.color)
+    word = {"fault": "", "unclear": "unclear: ", "ok": "nothing wrong: "}[diagnosis.status]
+    color = {"fault": "red", "unclear": "yellow", "ok": "green"}[diagnosis.status]
+    return _painter(options.color)(color, word + clean(headline_text(diagnosis)))
+
+
+def headline_text(diagnosis: Diagnosis) -> str:
+    """The answer in one sentence, without the status."""
     if diagnosis.verdict is not None:
-        word = "" if diagnosis.status == "fault" else "unclear: "
-        return paint(
-            "red" if diagnosis.status == "fault" else "yellow", word + clean(diagnosis.verdict.sentence)
-        )
+        return diagnosis.verdict.sentence
     if diagnosis.status == "ok":
-        return paint("green", "nothing wrong: the calls of all ranks fit together and none is stuck")
-    return paint("yellow", "unclear: no calls to judge")
+        return "the calls of all ranks fit together and none is stuck"
+    return "no calls to judge"
 
 
 def clean(text: str) -> str:
@@ -112,21 +116,6 @@ def visible_frames(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
         f for f in frames if "/torch/" not in f.file and "site-packages" not in f.file and f.file[:1] != "<"
     )
     return (own or frames)[:MAX_FRAMES]
-
-
-def short(ranks: tuple[int, ...]) -> str:
-    """ "0-7, 9" with at most a dozen runs."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    parts = [
-        str(low) if low == high else f"{low}-{high}" if high - low > 1 else f"{low}, {high}"
-        for low, high in runs
-    ]
-    return ", ".join(parts[:12]) + (f", … ({len(ranks)} in all)" if len(parts) > 12 else "")
 
 
 def _files(paint: Painter, diagnosis: Diagnosis, options: TextOptions) -> Iterator[str]:

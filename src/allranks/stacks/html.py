@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from importlib import resources
 
+from allranks import pages
 from allranks.model.stacks import RankState, StacksReport
+from allranks.pages.cards import Row, StackCard, frame_lines, read_source
 from allranks.stacks.rank_sets import compress
 from allranks.stacks.tree import Node
 from allranks.stacks.user_code import is_user_file, short_name
@@ -17,67 +18,75 @@ from allranks.stacks.user_code import is_user_file, short_name
 ROW = 20  # pixels of one level of a flame graph
 MAX_BARS = 6000
 OPEN_LEVELS = 60  # deeper branches start folded
+THIN = 0.012  # share of the width below which a bar has no text
 
 
-def render_html(report: StacksReport, roots: Sequence[Node], title: str = "What every rank is doing") -> str:
+def render_html(report: StacksReport, roots: Sequence[Node], *, job: str = "", made_s: float = 0.0) -> str:
     """The whole page."""
+    from markupsafe import Markup
+
     culprits = frozenset(report.culprits)
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-        "script-src 'unsafe-inline'; img-src data:\">",
-        '<link rel="icon" href="data:,">',
-        f"<title>{escape(title)}</title><style>{_asset('page.css')}</style></head><body>",
-        f"<h1>{escape(title)}</h1>",
-        *_verdict(report),
-        *_table(report),
-        "<h2>Tree of stacks</h2>",
-        '<p class="soft">Outermost call first. A set of ranks stands where the paths part. '
-        '<button data-fold="open">unfold all</button> <button data-fold="shut">fold all</button></p>',
-        '<div class="tree scroll">',
-        *(line for root in roots for line in _tree(root, culprits)),
-        "</div>",
-        "<h2>Flame graph</h2>",
-        '<p class="soft">Width: in how many looks (ranks × snapshots) the frame was seen. Click to zoom.</p>',
-        *(line for root in roots for line in _flame(root, culprits)),
-        *_notes(report),
-        f"<script>{_asset('page.js')}</script></body></html>",
+    status, mood = {True: ("Hung", "bad"), False: ("Not hung", "good"), None: ("Unclear", "warn")}[
+        report.hung
     ]
-    return "\n".join(parts)
+    hosts = list(dict.fromkeys(state.host for state in report.ranks.values() if state.host))
+    host = ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
+    guilty = [
+        _card(report.ranks[rank])
+        for rank in report.culprits[:4]
+        if rank in report.ranks and report.ranks[rank].stack
+    ]
+    return pages.render(
+        "stacks.html", script="stacks.js", title=f"{status}: {report.sentence}"[:160], kind="Stacks", mood=mood, status=status,
+        headline=pages.upper(report.sentence),
+        reason=report.reason if report.reason not in report.sentence else "",
+        about=pages.About(job, host, made_s=made_s, facts=(("Ranks", f"{len(report.ranks):,}"),)).rows(),
+        advice=_advice(report), commands=[], guilty_title=f"The guilty rank{'s' if len(report.culprits) > 1 else ''}",
+        guilty_stacks=guilty, ras=report.ras, ranks=list(_rows(report)),
+        tree=Markup("\n".join(line for root in roots for line in _tree(root, culprits))),
+        flames=Markup("\n".join(line for root in roots for line in _flame(root, culprits))), notes=report.notes[:200],
+    )  # fmt: skip
 
 
-def _asset(name: str) -> str:
-    return resources.files("allranks.stacks").joinpath(name).read_text(encoding="utf-8")
+def _advice(report: StacksReport) -> list[str]:
+    """Where to look, for each culprit whose line is known."""
+    states = [report.ranks[rank] for rank in report.culprits[:4] if rank in report.ranks]
+    return [
+        f"look at {state.where}: rank {state.rank} is there ({state.cause.replace('_', ' ')})"
+        for state in states
+        if state.where
+    ]
 
 
-def _verdict(report: StacksReport) -> Iterator[str]:
-    word, look = {True: ("Hung", "hung"), False: ("Not hung", "moving"), None: ("Unclear", "")}[report.hung]
-    yield f'<div class="verdict {look}" id="verdict"><b>{word}:</b> {escape(report.sentence)}'
-    yield f"<br><small>{escape(report.reason)}</small></div>"
-    for line in report.ras:
-        yield f'<p class="soft">NCCL RAS: {escape(line)}</p>'
+def _card(state: RankState) -> StackCard:
+    lines = frame_lines((short_name(f.name), f.file, f.line) for f in state.stack)
+    thread = f", thread {state.thread}" if state.thread else ""
+    pid = f", process {state.pid}" if state.pid else ""
+    return StackCard(
+        f"Rank {state.rank}{pid}{thread}",
+        "live stack",
+        "bad",
+        lines,
+        True,
+        state.evidence,
+        read_source(lines),
+    )
 
 
-def _table(report: StacksReport) -> Iterator[str]:
+def _rows(report: StacksReport) -> Iterator[Row]:
     groups: dict[tuple[str, str, str], list[RankState]] = {}
     for state in report.ranks.values():
         groups.setdefault((state.cause, state.where, state.operation), []).append(state)
     ordered = sorted(groups.values(), key=lambda g: (g[0].rank not in report.culprits, g[0].rank))
-    yield '<h2>Ranks</h2><div class="scroll"><table id="ranks"><thead><tr>'
-    yield "<th>Ranks</th><th>Cause</th><th>Where</th><th>Evidence</th></tr></thead><tbody>"
     for states in ordered:
         first = states[0]
-        bad = ' class="bad"' if first.rank in report.culprits else ""
-        yield f"<tr{bad}>{_cells(compress(s.rank for s in states), first.cause, first.where, first.evidence)}</tr>"
+        mood = "bad" if first.rank in report.culprits else ""
+        yield Row(
+            (compress(s.rank for s in states), first.cause.replace("_", " "), first.where, first.evidence),
+            mood,
+        )
         for child in first.children[:16]:
-            yield f"<tr>{_cells(f'└ child {child.child}', child.cause, child.where, child.evidence)}</tr>"
-    yield "</tbody></table></div>"
-
-
-def _cells(*texts: str) -> str:
-    return "".join(f"<td>{escape(text)}</td>" for text in texts)
+            yield Row((f"└ child {child.child}", child.cause.replace("_", " "), child.where, child.evidence))
 
 
 def _role_name(role: str) -> str:
@@ -137,7 +146,7 @@ def _flame(root: Node, culprits: frozenset[int]) -> Iterator[str]:
         for child in node.children:
             todo.append((child, x, depth + 1))
             x += child.looks / total
-    yield f'<p class="soft">{escape(_role_name(root.role))}</p>'
+    yield f"<h3>{escape(_role_name(root.role)).capitalize()}</h3>"
     yield f'<div class="flame" style="height:{(deepest + 1) * ROW}px">'
     yield from bars
     yield "</div>"
@@ -157,16 +166,9 @@ def _bar(node: Node, x: float, width: float, depth: int, culprits: frozenset[int
         if frame and is_user_file(frame.file)
         else "lib"
     )
-    tip = f"{text} · ranks {compress(node.ranks)} · {node.looks} looks"
+    tip = f"{text} · ranks {compress(node.ranks)} · {node.looks} samples"
+    thin = " thin" if width < THIN else ""
     return (
-        f'<div class="{look}" title="{escape(tip)}" data-x="{x:.6f}" data-w="{width:.6f}" '
+        f'<div class="{look}{thin}" title="{escape(tip)}" data-x="{x:.6f}" data-w="{width:.6f}" '
         f'style="left:{x * 100:.4f}%;width:{width * 100:.4f}%;top:{depth * ROW}px">{escape(text)}</div>'
     )
-
-
-def _notes(report: StacksReport) -> Iterator[str]:
-    if report.notes:
-        yield "<h2>What could not be seen</h2><ul>"
-        yield from (f"<li>{escape(note)}</li>" for note in report.notes[:200])
-        yield "</ul>"
-    yield "<footer>Written by allranks stacks. This file needs no network.</footer>"

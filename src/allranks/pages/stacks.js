@@ -9,6 +9,7 @@ document.querySelectorAll(".flame").forEach((flame) => {
     const left = (bar.dataset.x - from) / width, wide = bar.dataset.w / width;
     bar.style.left = (Math.max(0, left) * 100) + "%";
     bar.style.width = (Math.min(1, left + wide) - Math.max(0, left)) * 100 + "%";
+    bar.classList.toggle("thin", wide < 0.012);
     bar.style.display = left + wide <= 1e-9 || left >= 1 - 1e-9 ? "none" : "";
   });
   let zoomed = null;
