@@ -67,7 +67,7 @@ def asset(name: str) -> str:
 
 def commands(lines: Iterable[str]) -> list[tuple[str, str]]:
     """(command, what it tells) for the commands that stand in backticks in these sentences, each once."""
-    found = {}
+    found: dict[str, str] = {}
     for line in lines:
         for match in _COMMAND.finditer(line):
             found.setdefault(match[1], f"{line[: match.start()]}{line[match.end() :]}".strip(" :,;"))

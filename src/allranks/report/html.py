@@ -6,7 +6,6 @@ Everything from a dump is data: it travels as JSON or typed columns and is put o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 
 from allranks import pages
 from allranks.model.diagnosis import Diagnosis, Finding
@@ -91,10 +90,11 @@ def _guilty_title(verdict: Finding | None) -> str:
 
 
 def _cards(verdict: Finding) -> Iterator[StackCard]:
-    for (ranks, frames), label in zip_longest(verdict.stacks, verdict.stack_labels, fillvalue=""):
+    labels = (*verdict.stack_labels, *("" for _ in verdict.stacks))
+    for (ranks, frames), label in zip(verdict.stacks, labels, strict=False):
         lines = frame_lines((clean(f.name), clean(f.file), f.line) for f in frames)
         guilty = bool(set(ranks) & set(verdict.ranks))
-        yield stack_card(tuple(ranks), lines, label, guilty)
+        yield stack_card(ranks, lines, label, guilty)
 
 
 def _finding(finding: Finding) -> Row:
