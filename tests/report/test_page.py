@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from allranks.diagnose import diagnose
 from allranks.model.diagnosis import Diagnosis
 from allranks.model.trace import Frame, Group, RankTrace, TraceHeader
-from allranks.report import html, perfetto
+from allranks.report import html
 from pages.gallery import Visit as Looked
 from pages.gallery import make_traces, running_browser
 
@@ -174,15 +173,3 @@ def test_a_job_without_calls_still_makes_a_page(browser: object, tmp_path: Path)
     visit = Visit(browser, write_page(tmp_path / "page.html", []))
     assert visit.errors == []
     visit.page.close()
-
-
-def test_the_perfetto_trace_is_valid_and_complete() -> None:
-    """One event per call, one process per rank, open calls drawn to the end."""
-    traces = make_traces(4, 6)
-    body = json.loads("".join(perfetto.render(diagnose(traces), traces)))
-    calls = [event for event in body["traceEvents"] if event["ph"] == "X"]
-    assert len(calls) == 23
-    assert {event["pid"] for event in calls} == {0, 1, 2, 3}
-    assert max(event["ts"] + event["dur"] for event in calls) > 15_000
-    names = {event["args"]["name"] for event in body["traceEvents"] if event["name"] == "process_name"}
-    assert "rank 1 (node0) GUILTY" in names

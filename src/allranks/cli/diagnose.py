@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--html", metavar="FILE", help="write one self-contained page: timeline, groups, stacks, search"
     )
     out.add_argument(
-        "--perfetto", metavar="FILE", help="write a trace for ui.perfetto.dev or chrome://tracing"
+        "--perfetto",
+        metavar="FILE",
+        help="write a trace for ui.perfetto.dev; FILE.gz is gzipped, FILE.json is for chrome://tracing",
     )
     out.add_argument("-o", "--output", metavar="FILE", help="also write the JSON object to this file")
     out.add_argument(
@@ -174,16 +178,34 @@ def _write_files(args: argparse.Namespace, result: Diagnosis, traces: list[RankT
 
         _write(args.html, html.render(result, traces, time.time()))
     if args.perfetto:
-        from allranks.report import perfetto
-
-        _write(args.perfetto, perfetto.render(result, traces))
+        _write(args.perfetto, _trace(args.perfetto, result, traces))
 
 
-def _write(name: str, parts: object) -> None:
+def _trace(name: str, result: Diagnosis, traces: list[RankTrace]) -> Iterable[str | bytes]:
+    """The name chooses the format: Chrome's for .json and .json.gz, else Perfetto's own."""
+    if name.removesuffix(".gz").endswith(".json"):
+        from allranks.report import chrome_trace
+
+        return chrome_trace.render(result, traces)
+    from allranks.report import perfetto
+
+    return perfetto.render(result, traces)
+
+
+def _write(name: str, parts: Iterable[str | bytes]) -> None:
+    """A file that is there as a whole or not at all; gzipped when its name says so."""
+    target = Path(name)
+    draft = (
+        target.with_name(f".{target.name}.{os.getpid()}")
+        if not target.exists() or target.is_file()
+        else target
+    )
     try:
-        with open(name, "w", encoding="utf-8", errors="replace") as file:
-            for part in parts:  # type: ignore[attr-defined]
-                file.write(part)
+        with gzip.open(draft, "wb", 5) if name.endswith(".gz") else draft.open("wb") as file:
+            for part in parts:
+                file.write(part if isinstance(part, bytes) else part.encode("utf-8", "replace"))
+        if draft != target:
+            draft.replace(target)
     except OSError as error:
         raise InputError(f"cannot write {name}: {error.strerror}") from error
     print(f"wrote {name}", file=sys.stderr)

@@ -11,6 +11,7 @@ from allranks import pages
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.trace import RankTrace
 from allranks.pages.cards import Row, StackCard, frame_lines, short, stack_card
+from allranks.report.slices import MISSING
 from allranks.report.text import clean, headline_text
 from allranks.report.timeline import Timeline, build_timeline, pack
 
@@ -137,7 +138,3 @@ def _meta(line: Timeline, verdict: Finding | None) -> dict[str, object]:
         "unit_ns": line.unit_ns, "end": line.end_units, "kinds": line.kind_table, "stacks": line.stack_table,
         "fault": fault,
     }  # fmt: skip
-
-
-#: Causes in which the guilty ranks lack in the call.
-MISSING = frozenset({"missing_rank", "not_started", "stuck_before_collective", "rank_died", "straggler"})

@@ -1,0 +1,46 @@
+"""How large a Perfetto trace and a diagnose page are, and how long writing them takes, on an imagined job.
+
+    python benchmarks/trace_size.py [--ranks 256] [--calls 2000]
+
+Ends with 1 when the trace of 256 ranks x 2,000 calls is over 40 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from allranks.diagnose import diagnose
+from allranks.report import html, perfetto
+from pages.gallery import make_traces
+
+LIMIT_BYTES_PER_CALL = 40e6 / (256 * 2000)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=256)
+    parser.add_argument("--calls", type=int, default=2000)
+    args = parser.parse_args()
+    traces = make_traces(args.ranks, args.calls)
+    diagnosis = diagnose(traces)
+    began = time.perf_counter()
+    data = b"".join(perfetto.render(diagnosis, traces))
+    took = time.perf_counter() - began
+    print(f"{args.ranks} ranks x {args.calls} calls")
+    print(
+        f"perfetto trace: {len(data) / 1e6:.1f} MB in {took:.2f} s, {len(gzip.compress(data, 5)) / 1e6:.1f} MB gzipped"
+    )
+    began = time.perf_counter()
+    page = "".join(html.render(diagnosis, traces))
+    print(f"diagnose page: {len(page) / 1e6:.2f} MB in {time.perf_counter() - began:.2f} s")
+    return int(len(data) > LIMIT_BYTES_PER_CALL * args.ranks * args.calls)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

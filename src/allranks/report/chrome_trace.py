@@ -1,0 +1,109 @@
+"""The calls as a Chrome JSON trace, for chrome://tracing and scripts: one process per rank, one thread per group.
+
+Larger than the Perfetto format; stacks are written once, in `otherData.stacks`, and referred to by number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from allranks.model.diagnosis import Diagnosis
+from allranks.model.trace import Frame, RankTrace
+from allranks.report.slices import Span, Waiting, ends_of, find_span, find_waiting, lanes_of
+from allranks.report.text import clean, frame_text, headline_text, state_name
+
+VERDICT = 10_000_000  # the process that holds the marker
+MAX_LANES = 16
+
+
+def render(diagnosis: Diagnosis, traces: Sequence[RankTrace]) -> Iterator[str]:
+    """The file, in parts; unfinished calls are drawn to the end."""
+    span, waiting = find_span(traces), find_waiting(diagnosis, traces)
+    stacks: dict[tuple[Frame, ...], int] = {}
+    since = (waiting.since_ns if waiting else span.first_ns) - span.first_ns
+    mark = {
+        "ph": "i",
+        "s": "g",
+        "name": clean(headline_text(diagnosis)),
+        "pid": VERDICT,
+        "tid": 0,
+        "ts": since / 1000,
+    }
+    yield '{"displayTimeUnit":"ms","traceEvents":[\n' + json.dumps(mark)
+    guilty = set(() if diagnosis.verdict is None else diagnosis.verdict.ranks)
+    for index, trace in enumerate(traces):
+        rank = -1 if trace.header.rank is None else trace.header.rank
+        for event in _events(trace, rank, span, rank in guilty, stacks):
+            yield ",\n" + json.dumps(event, separators=(",", ":"))
+        for event in _waiting(index, trace, rank, span, waiting, rank in guilty):
+            yield ",\n" + json.dumps(event, separators=(",", ":"))
+    verdict = diagnosis.verdict.sentence if diagnosis.verdict else ""
+    table = [[frame_text(frame) for frame in stack[:24]] for stack in stacks]
+    yield (
+        '\n],"otherData":'
+        + json.dumps({"status": diagnosis.status, "verdict": verdict, "stacks": table})
+        + "}\n"
+    )
+
+
+def _events(
+    trace: RankTrace, rank: int, span: Span, guilty: bool, stacks: dict[tuple[Frame, ...], int]
+) -> Iterator[dict[str, object]]:
+    host = f" ({trace.header.host})" if trace.header.host else ""
+    name = clean(f"rank {rank}{host}{' GUILTY' if guilty else ''}")
+    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+    calls, ends = trace.calls, ends_of(trace.calls, span)
+    lanes = np.zeros(len(calls), np.int64)
+    for number in np.unique(calls["group"]).tolist():
+        rows = np.flatnonzero(calls["group"] == number)
+        lanes[rows] = np.minimum(lanes_of(calls["created_ns"][rows], ends[rows]), MAX_LANES - 1)
+        group = trace.groups[number]
+        for lane in range(int(lanes[rows].max()) + 1):
+            label = clean(group.desc or group.name) + (f" ({lane + 1})" if lane else "")
+            yield {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": rank,
+                "tid": number * MAX_LANES + lane,
+                "args": {"name": label},
+            }
+    for row, call in enumerate(calls):
+        stack = stacks.setdefault(trace.stacks[int(call["stack"])], len(stacks))
+        start = int(call["created_ns"])
+        yield {
+            "ph": "X", "name": clean(trace.names[int(call["op"])]), "pid": rank,
+            "tid": int(call["group"]) * MAX_LANES + int(lanes[row]), "ts": (start - span.first_ns) / 1000,
+            "dur": max(1, int(ends[row]) - start) / 1000,
+            "args": {"sequence": int(call["seq"]), "state": state_name(int(call["state"])), "stack": stack},
+        }  # fmt: skip
+
+
+def _waiting(
+    index: int, trace: RankTrace, rank: int, span: Span, waiting: Waiting | None, guilty: bool
+) -> Iterator[dict[str, object]]:
+    """The missing call on a guilty rank's row, and the arrows to those that wait."""
+    if waiting is None:
+        return
+    since, tid = (waiting.since_ns - span.first_ns) / 1000, -1
+    if guilty:
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": "missing call"}}
+        yield {"ph": "X", "name": f"never entered {waiting.name}", "pid": rank, "tid": tid, "ts": since, "dur": (span.end_ns - waiting.since_ns) / 1000}  # fmt: skip
+        for arrow in range(len(waiting.calls)):
+            yield {
+                "ph": "s",
+                "id": arrow,
+                "name": "waits",
+                "cat": "waits",
+                "pid": rank,
+                "tid": tid,
+                "ts": since,
+            }
+    for arrow, (owner, row) in enumerate(waiting.calls):
+        if owner == index:
+            at = (int(trace.calls["created_ns"][row]) - span.first_ns) / 1000
+            tid = int(trace.calls["group"][row]) * MAX_LANES
+            yield {"ph": "f", "bp": "e", "id": arrow, "name": "waits", "cat": "waits", "pid": rank, "tid": tid, "ts": at}  # fmt: skip
