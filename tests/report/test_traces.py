@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from allranks.blackbox.encode import box_bytes
 from allranks.cli import main
 from allranks.diagnose import diagnose
-from allranks.model.box_bytes import box_bytes
 from allranks.report import chrome_trace, perfetto
 from allranks.report.slices import lanes_of
 from pages.gallery import make_traces
