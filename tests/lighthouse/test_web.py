@@ -7,6 +7,7 @@ import json
 import socket
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +169,10 @@ def test_the_page_is_live_and_escapes_in_a_real_browser(
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("dialog", lambda dialog: dialog.accept())
         page.goto(f"http://{lighthouse.address}/")
-        page.wait_for_selector("#live.on")
+        page.wait_for_selector("#live.good")
         page.locator("#rows td", has_text="r<b>&1").first.wait_for()
-        assert "Quorum 1" in page.inner_text("#reason")
+        assert "1 of 1 replicas" in page.inner_text("#sentence")
+        assert "step 12" in page.inner_text("#sentence")
         lighthouse.call(
             lambda service: service.agents.tell_incident(
                 Incident("i1", "rank 5 <script>alert(1)</script> is stuck")
@@ -178,20 +180,55 @@ def test_the_page_is_live_and_escapes_in_a_real_browser(
         )
         page.wait_for_selector(".incident")
         assert "<script>alert(1)</script> is stuck" in page.inner_text("#incidents")
+        page.click("summary:text('Actions')")
         page.fill("#token", TOKEN)
         page.click("button[data-replica]")
-        page.locator("button[data-replica]", has_text="let in").wait_for()
+        page.locator("button[data-replica]", has_text="Readmit").wait_for()
         lighthouse.call(_a_thousand_replicas)
         rows = page.locator("#rows tr")
+        page.click("#more")
         rows.nth(1000).wait_for()
         page.fill("#filter", "r0999")
         rows.nth(1).wait_for(state="detached")
-        page.locator("button[data-replica='r0999']", has_text="evict").click()
-        page.locator("button[data-replica='r0999']", has_text="let in").wait_for()
+        page.locator("button[data-replica='r0999']", has_text="Evict").click()
+        page.locator("button[data-replica='r0999']", has_text="Readmit").wait_for()
         page.screenshot(path=str(tmp_path / "page.png"))
         browser.close()
     assert set(lighthouse.status().evicted) == {"r<b>&1", "r0999"}
     assert errors == []
+
+
+def test_the_page_of_an_incident_is_served_in_a_sandbox(lighthouse: Lighthouse) -> None:
+    """Time, outcome and a link stand in the status; the page itself is sent only when asked for."""
+    found = Incident(
+        "20260301-hang", "rank 5 is stuck", kind="hang", at=5.0, outcome="evicted", story="<p>the story</p>"
+    )
+    lighthouse.call(lambda service: service.agents.tell_incident(found))
+    (shown,) = json.loads(get(lighthouse, "/api/status")[2])["incidents"]
+    assert (shown["story"], shown["at"], shown["outcome"]) == ("/incidents/20260301-hang", 5.0, "evicted")
+    lighthouse.call(lambda service: service.agents.tell_incident(replace(found, closed=True, story="")))
+    (shown,) = json.loads(get(lighthouse, "/api/status")[2])["incidents"]
+    assert shown["closed"] and shown["story"]
+    with urllib.request.urlopen(f"http://{lighthouse.address}{shown['story']}", timeout=20) as answer:
+        assert answer.read() == b"<p>the story</p>"
+        assert any("sandbox" in value for value in answer.headers.get_all("Content-Security-Policy"))
+    assert get(lighthouse, "/incidents/../../etc/passwd")[0] == 404
+
+
+def test_agents_are_not_counted_as_replicas(lighthouse: Lighthouse, replica: Client) -> None:
+    """Neither by state nor with a step of -1; incidents, speed and stalls are measured."""
+    options = ClientOptions(
+        (lighthouse.address,), TOKEN, role="observer", replica="agent-n1", node="n1", beacon=False
+    )
+    agent = Client(options).start(30)
+    try:
+        text = get(lighthouse, "/metrics")[2].decode()
+    finally:
+        agent.close()
+    assert "observer" not in text and 'replica="agent-n1"' not in text
+    assert "allranks_agents 1" in text and 'allranks_replicas{state="member"} 1' in text
+    for name in ("allranks_steps_per_second", "allranks_stalled_seconds", "allranks_incidents_open"):
+        assert f"\n{name} " in text
 
 
 class Quiet:

@@ -11,7 +11,8 @@ from allranks.cli.job_file import quorum_times
 
 
 def embed_lighthouse(
-    bind: str, token: str, min_replicas: int | None, replicas: int, settings: Mapping[str, Any], stack: ExitStack
+    bind: str, token: str, min_replicas: int | None, replicas: int, settings: Mapping[str, Any], stack: ExitStack,
+    job: str = "",
 ) -> str:  # fmt: skip
     """Starts it until the stack ends, and returns its address. `replicas` are expected, 0: nobody knows how many."""
     from allranks.lighthouse.options import Options, ServerOptions
@@ -19,7 +20,7 @@ def embed_lighthouse(
     from allranks.lighthouse.web import http_protocol
 
     host, _, port = bind.rpartition(":")
-    server = ServerOptions(host=host.strip("[]"), port=int(port), token=token)
+    server = ServerOptions(host=host.strip("[]"), port=int(port), token=token, job=job)
     options = Options(min_replicas=min_replicas or 1, expect_replicas=replicas, **quorum_times(settings))
     lighthouse = stack.enter_context(Lighthouse(options, server, http=http_protocol()))
     address = str(lighthouse.address)

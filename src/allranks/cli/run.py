@@ -185,7 +185,7 @@ def _run(
     folder = _folder(job)
     set_aside_earlier(folder)
     write_token(folder / "token", token)
-    lighthouse = _lighthouse(args, settings, token, replica_mode, stack)
+    lighthouse = _lighthouse(args, settings, token, replica_mode, stack, job)
     keep = args.snapshots if args.snapshots is not None else not replica_mode
     snapshots = _snapshot_keeper(token, torchrun, stack) if keep else ""
     environment = JobEnvironment(job, token, lighthouse, folder, snapshots, not args.no_record)
@@ -345,7 +345,12 @@ def _watch(
 
 
 def _lighthouse(
-    args: argparse.Namespace, settings: dict[str, Any], token: str, replica_mode: bool, stack: ExitStack
+    args: argparse.Namespace,
+    settings: dict[str, Any],
+    token: str,
+    replica_mode: bool,
+    stack: ExitStack,
+    job: str,
 ) -> str:
     """The address of the lighthouse to use; starts one in this process unless told otherwise."""
     given = _given_lighthouse(args)
@@ -359,7 +364,7 @@ def _lighthouse(
             )
         return ""
     replicas = args.total_replicas or args.replicas or 0
-    return embed_lighthouse(args.bind, token, args.min_replicas, replicas, settings, stack)
+    return embed_lighthouse(args.bind, token, args.min_replicas, replicas, settings, stack, job)
 
 
 def _given_lighthouse(args: argparse.Namespace) -> str:

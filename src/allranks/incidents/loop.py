@@ -40,6 +40,7 @@ class Watch:
 
     options: WatchOptions
     actor: Actor | None = None
+    on_step: Callable[[int], None] = lambda step: None  # is told the highest step at every look
     gatherer: Gatherer = field(init=False)
     teller: IncidentPublisher = field(init=False)
     recoveries: Recoveries = field(default_factory=Recoveries)
@@ -116,6 +117,8 @@ class Watch:
         running = [s for s in samples if s.alive and not s.closed]
         self.ranks = tuple(s.rank for s in running)
         self._lines.hold(s.pid for s in running)
+        if running:
+            self.on_step(max(s.step for s in running))
         self.history.observe(now, samples)
         self.deaths.look(samples, self._lines.endings)
         for opened in self.recoveries.look(samples):

@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from allranks.blackbox.header import process_state
 from allranks.errors import AllranksError
@@ -33,6 +34,7 @@ log = logging.getLogger("allranks.agent")
 STILL_THERE_S = 0.3
 #: A replica that was killed after this much training has nothing wrong with itself and comes back at once.
 TRAINED_S, TRAINED_CALLS = 10.0, 20
+MAX_STORY = 1 << 20  # characters of a page that is sent to the lighthouse
 
 
 def replica_name(number: int) -> str:
@@ -44,6 +46,15 @@ def replica_number(name: str) -> int | None:
     """The other way round; None for a name that is not of our making."""
     number = name.removeprefix("replica-")
     return int(number) if name.startswith("replica-") and number.isdigit() else None
+
+
+def _read_story(incident: Incident) -> str:
+    """Its page, for the lighthouse to serve; "" when there is none or it is too large."""
+    try:
+        text = (Path(incident.folder) / "story.html").read_text()
+    except (OSError, ValueError):
+        return ""
+    return text if len(text) <= MAX_STORY else ""
 
 
 @dataclass
@@ -66,7 +77,10 @@ class NodeAgent:
             self.watch.join(self.company, self._tell)
             self.watch.start()
         if self.client is not None:
-            self.client.subscribe(self._noticed)
+            client = self.client
+            client.subscribe(self._noticed)
+            if self.watch is not None:
+                self.watch.on_step = lambda step: client.report(step=step, progress=step)
             self._meet_neighbours(self.client)
         if self.supervisor is not None:
             self.supervisor.on_event = self._happened
@@ -263,9 +277,11 @@ class NodeAgent:
 
     def _tell(self, incident: Incident) -> None:
         verdict = incident.verdict or {}
-        if self._told.get(incident.id) == headline(incident):
+        outcome = incident.action.result if incident.action is not None else ""
+        news = f"{headline(incident)}\n{outcome}\n{incident.closed}"
+        if self._told.get(incident.id) == news:
             return
-        self._told[incident.id] = headline(incident)
+        self._told[incident.id] = news
         told = Told(
             incident=incident.id,
             sentence=headline(incident),
@@ -275,6 +291,11 @@ class NodeAgent:
             node=incident.node,
             path=incident.folder,
             cause=str(verdict.get("cause") or incident.kind),
+            at=incident.opened,
+            kind=incident.kind,
+            outcome=outcome,
+            closed=incident.closed is not None,
+            story=_read_story(incident),
         )
         self._ask(lambda client: client.tell_incident(told))
 

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from allranks.lighthouse.event_log import EventLog
 from allranks.lighthouse.evidence_owner import Current, decide_gathering
@@ -18,6 +18,8 @@ from allranks.lighthouse.quorum_coordinator import Timers
 from allranks.lighthouse.sessions import Session, Sessions
 from allranks.model.cluster import CollectEvidence, Gathering, Incident, MemberLeft, MemberLost
 from allranks.model.nodes import AGENT
+
+MAX_STORIES = 100
 
 
 @dataclass
@@ -31,6 +33,7 @@ class Agents:
     serving: Callable[[], bool]  # whether this lighthouse leads and is not closing
     nodes: Nodes = field(default_factory=Nodes)
     incidents: deque[Incident] = field(default_factory=lambda: deque(maxlen=200))
+    stories: dict[str, str] = field(default_factory=dict)  # incident -> its page
     _gathering: Current | None = None
 
     def leave(self, name: str, reason: str) -> None:
@@ -86,7 +89,27 @@ class Agents:
             self.bulletin.flush()
         return found
 
+    @property
+    def count(self) -> int:
+        """How many agents are connected."""
+        return sum(1 for name in self.sessions.observers if name.startswith(AGENT))
+
     def tell_incident(self, incident: Incident) -> None:
-        """An agent tells what it found."""
-        self.incidents.append(incident)
-        self.bulletin.event("incident", incident.sentence, ", ".join(incident.replicas))
+        """An agent tells what it found, or how an earlier finding ended; the story is kept for the page."""
+        known = next(
+            (index for index, one in enumerate(self.incidents) if one.incident == incident.incident), None
+        )
+        if incident.story:
+            self.stories[incident.incident] = incident.story
+            if len(self.stories) > MAX_STORIES:
+                del self.stories[next(iter(self.stories))]
+        at = incident.at or (time.time() if known is None else self.incidents[known].at)
+        story = f"/incidents/{incident.incident}" if incident.incident in self.stories else ""
+        kept = replace(incident, at=at, story=story)
+        new = known is None or self.incidents[known].sentence != kept.sentence
+        if known is None:
+            self.incidents.append(kept)
+        else:
+            self.incidents[known] = kept
+        if new:
+            self.bulletin.event("incident", incident.sentence, ", ".join(incident.replicas))

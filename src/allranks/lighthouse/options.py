@@ -97,6 +97,7 @@ class ServerOptions:
     max_frame_bytes: int = 16 << 20
     max_hello_bytes: int = 16 << 10
     drain_s: float = 2.0
+    job: str = ""  # its name, for the page
 
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, f"port is {self.port}, must be 0 to 65535")

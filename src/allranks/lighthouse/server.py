@@ -131,7 +131,7 @@ class Lighthouse:
     async def serve(self, stop: asyncio.Event, listening: Callable[[], None] | None = None) -> None:
         """Startup, main loop, shutdown. Ends when `stop` is set; `listening()` is called once it listens."""
         self._loop, self._stop = asyncio.get_running_loop(), stop
-        service = Service(self.options, self._loop, leading=self.etcd is None)
+        service = Service(self.options, self._loop, job=self.server.job, leading=self.etcd is None)
         door = Door(service, self.server, self.http)
         server = await self._listen(door)
         try:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from allranks import __version__
 from allranks.lighthouse.agents import Agents
 from allranks.lighthouse.codec import encode
 from allranks.lighthouse.detect import AwakeClock, find_silent
@@ -28,6 +29,7 @@ from allranks.lighthouse.quorum_coordinator import Keep, QuorumCoordinator, Time
 from allranks.lighthouse.sessions import Peer, Session, Sessions, deliver, merged, signed
 from allranks.lighthouse.state import State
 from allranks.lighthouse.status import Event, Status
+from allranks.lighthouse.training import Scene, TrainingView
 from allranks.lighthouse.view import replica_rows
 from allranks.model.cluster import (
     Evicted,
@@ -53,6 +55,7 @@ class Service:
     options: Options
     timers: Timers
     address: str = ""
+    job: str = ""
     clock: Callable[[], float] = time.monotonic
     leading: bool = True
     leader: str = ""  # where clients are sent while we do not lead
@@ -64,6 +67,7 @@ class Service:
     bulletin: EventLog = field(init=False)
     former: QuorumCoordinator = field(init=False)
     agents: Agents = field(init=False)
+    training: TrainingView = field(init=False)
     _lost: dict[str, MemberLost] = field(default_factory=dict)  # sessions declared lost
     _retired: dict[str, str] = field(default_factory=dict)  # sessions replaced by a restart
     _sweep_timer: asyncio.TimerHandle | None = None
@@ -82,6 +86,8 @@ class Service:
         )
         serving = lambda: self.leading and not self.draining  # noqa: E731
         self.agents = Agents(self.sessions, self.bulletin, self.timers, self.now, serving)
+        self.training = TrainingView(self.now)
+        self.bulletin.subscribe(self.training.happened)
 
     # ---- life -------------------------------------------------------------------------------------------
 
@@ -229,6 +235,7 @@ class Service:
         """A heartbeat that says something."""
         if beat.step >= 0:
             session.step = beat.step
+            self.training.note_step(session.replica, beat.step, time.time())
         if beat.progress >= 0:
             session.progress = beat.progress
         session.idle_s, session.health = beat.idle_s, beat.health
@@ -258,6 +265,7 @@ class Service:
             return None
         session.asking = signed(member, session)
         session.step = max(session.step, member.step)
+        self.training.note_step(name, session.step, time.time())
         ranks = self.sessions.of(name)
         if name in self.state.replicas and sum(1 for each in ranks if each.asking) >= session.connections:
             self.state.ask(self.now(), name, merged(ranks) if len(ranks) > 1 else session.asking)
@@ -464,6 +472,11 @@ class Service:
     def snapshot(self) -> Status:
         """Everything at this moment."""
         state, now = self.state, self.now()
+        alive = [name for name, replica in state.replicas.items() if not replica.observer]
+        scene = Scene(
+            sum(1 for name in state.members if name in state.replicas), frozenset(alive), self.agents.count, self.former.waiting,
+            state.over, self.leading, self.leader,
+        )  # fmt: skip
         return Status(
             schema=1,
             address=self.address,
@@ -484,6 +497,11 @@ class Service:
             connections=sum(1 for each in self.sessions if each.peer is not None),
             over=state.over,
             events=dict(self.bulletin.counts),
+            job=self.job,
+            version=__version__,
+            training=self.training.look(scene),
+            pace=tuple(self.training.samples),
+            departed=tuple(one for name, one in self.training.departed.items() if name not in state.replicas),
         )
 
 

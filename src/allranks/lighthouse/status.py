@@ -37,6 +37,38 @@ class ReplicaStatus:
 
 
 @dataclass(frozen=True)
+class Training:
+    """What the training does now."""
+
+    sentence: str = ""  # "Training: step 1,650, 6.6 steps/s, 3 of 4 replicas"
+    mood: str = "warn"  # good | warn | bad: green, amber, red
+    step: int = -1
+    steps_per_s: float | None = None  # None: not known, or no step is made
+    stalled_s: float = 0.0  # since the last step, when that is unusually long
+    members: int = 0
+    replicas: int = 0  # those there and those missed
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """The highest step at a moment."""
+
+    at: float  # Unix time
+    step: int
+
+
+@dataclass(frozen=True)
+class Departed:
+    """A replica that is gone and has not come back."""
+
+    replica: str
+    kind: str  # lost | left | evicted | finished
+    reason: str
+    at: float  # Unix time
+    step: int = -1  # its last one
+
+
+@dataclass(frozen=True)
 class Status:
     """Everything at one moment. The JSON of `allranks lighthouse status --json`."""
 
@@ -59,3 +91,8 @@ class Status:
     connections: int
     over: bool = False  # the training has ended; who asks now is late
     events: dict[str, int] = field(default_factory=dict)  # how many of each kind since the start
+    job: str = ""
+    version: str = ""
+    training: Training = field(default_factory=Training)
+    pace: tuple[StepSample, ...] = ()  # for the steps over time, oldest first
+    departed: tuple[Departed, ...] = ()

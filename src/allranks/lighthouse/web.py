@@ -90,6 +90,8 @@ class Web:
         path = request.path
         if path == "/":
             return Answer(body=_page(), kind="text/html; charset=utf-8")
+        if path.startswith("/incidents/"):
+            return self._story(path.removeprefix("/incidents/"))
         if path == "/api/status":
             return Answer(body=self._status())
         if path == "/api/events":
@@ -114,6 +116,16 @@ class Web:
             members = tuple(replace(member, data="") for member in status.quorum.members)
             status = replace(status, quorum=replace(status.quorum, members=members))
         return msgspec.json.encode(status)
+
+    def _story(self, incident: str) -> Answer:
+        """The page of an incident, which an agent sent: in a sandbox, without the rights of our own page."""
+        story = self.service.agents.stories.get(incident)
+        if story is None:
+            return _error(404, f"there is no story of incident {incident}")
+        policy = ("Content-Security-Policy", "sandbox allow-scripts allow-popups")
+        return Answer(
+            body=story.encode("utf-8", "replace"), kind="text/html; charset=utf-8", headers=(policy,)
+        )
 
     def _fragment(self) -> str:
         """What torchft's own lighthouse answers at /status: a piece of HTML with quorum and heartbeats."""
@@ -245,7 +257,11 @@ def _error(status: int, text: str) -> Answer:
 
 @cache
 def _page() -> bytes:
-    return resources.files("allranks.lighthouse").joinpath("page.html").read_bytes()
+    from allranks import pages
+
+    return pages.render(
+        "job.html", script="job.js", title="allranks", connect="'self'", icon="/favicon.ico"
+    ).encode()
 
 
 @cache

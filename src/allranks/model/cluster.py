@@ -201,3 +201,8 @@ class Incident:
     node: str = ""
     path: str = ""  # where the evidence lies, on the node that found it
     cause: str = ""
+    at: float = 0.0  # when it was opened, Unix time
+    kind: str = ""  # hang, death, partition, slow, request
+    outcome: str = ""  # what was done and how it ended; "" while open
+    closed: bool = False
+    story: str = ""  # its page as HTML when it is told; where the lighthouse serves it when it is shown

@@ -1,0 +1,180 @@
+"""What the training does now, in one sentence and one colour, and who is missing. On the loop's thread; no sockets.
+
+Steps come from heartbeats (replicas, and agents that read them off black boxes); comings and goings from events.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from allranks.lighthouse.status import Departed, Event, StepSample, Training
+from allranks.model.nodes import AGENT
+
+SAMPLE_S = 1.0  # at most one sample of the step in this time
+MAX_SAMPLES = 900
+RATE_S = 15.0  # the speed is measured over so long
+LEAST_STALL_S = 3.0  # a shorter silence is no stall, however quick the steps are
+FIRST_STALL_S = 60.0  # until a few steps have told what is usual
+RED_STALL_S = 60.0
+MAX_DEPARTED = 2000
+_GONE = {"lost", "left", "evicted", "finished"}
+_BACK = {"connected", "returned", "let_in"}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What the lighthouse knows besides steps."""
+
+    members: int  # of the quorum, still there
+    alive: Collection[str] = ()  # replicas that are connected
+    agents: int = 0
+    waiting: str = ""  # why there is no new quorum
+    over: bool = False
+    leading: bool = True
+    leader: str = ""
+
+
+@dataclass
+class TrainingView:
+    """Remembers steps and departures. `now` is the lighthouse's clock in seconds."""
+
+    now: Callable[[], float]
+    samples: deque[StepSample] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    departed: dict[str, Departed] = field(default_factory=dict)
+    step: int = -1
+    _steps: dict[str, int] = field(default_factory=dict)
+    _moved: float = 0.0  # when the step changed last
+    _gaps: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    _rates: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=120))
+    _left_at: dict[str, float] = field(default_factory=dict)
+    _absences: deque[float] = field(default_factory=lambda: deque(maxlen=10))
+
+    def note_step(self, source: str, step: int, wall: float) -> None:
+        """A heartbeat told a step."""
+        if step < 0:
+            return
+        self._steps[source] = step
+        highest = max(self._steps.values())
+        if highest == self.step:
+            return
+        now = self.now()
+        if self.step >= 0 and highest > self.step:
+            self._gaps.append((now - self._moved) / (highest - self.step))
+        if highest < self.step:
+            self._rates.clear()  # started again from a checkpoint
+        self.step, self._moved = highest, now
+        self._rates.append((now, highest))
+        if not self.samples or wall - self.samples[-1].at >= SAMPLE_S:
+            self.samples.append(StepSample(round(wall, 2), highest))
+
+    def happened(self, event: Event) -> None:
+        """A replica came or went."""
+        name = event.replica
+        if not name or name.startswith(AGENT):
+            return
+        if event.kind in _GONE:
+            reason = event.text.partition(": ")[2] or event.text
+            known = self.departed.get(name)
+            if event.kind == "finished" and known is not None:
+                self.departed[name] = replace(known, kind="finished")
+                return
+            step = self._steps.pop(name, known.step if known else -1)
+            self.departed[name] = Departed(name, event.kind, reason, event.at, step)
+            self._left_at.setdefault(name, self.now())
+            if len(self.departed) > MAX_DEPARTED:
+                del self.departed[next(iter(self.departed))]
+        elif event.kind in _BACK:
+            self.departed.pop(name, None)
+            left = self._left_at.pop(name, None)
+            if left is not None:
+                self._absences.append(self.now() - left)
+
+    def look(self, scene: Scene) -> Training:
+        """The sentence, its colour, and the numbers in it."""
+        now = self.now()
+        gone = [
+            one
+            for name, one in self.departed.items()
+            if name not in scene.alive and one.kind in ("lost", "evicted")
+        ]
+        total = len(scene.alive) + len(gone)
+        stalled = max(0.0, now - self._moved) if self.step >= 0 else 0.0
+        still = self.step >= 0 and stalled >= self._limit() and not scene.over
+        rate = None if still else self._rate(now)
+        sentence, mood = self._sentence(scene, gone, total, rate, stalled if still else 0.0, now)
+        return Training(
+            sentence, mood, self.step, None if rate is None else round(rate, 3), round(stalled, 1) if still else 0.0,
+            min(scene.members, total), total,
+        )  # fmt: skip
+
+    def _limit(self) -> float:
+        """A longer time without a step is a stall: four times the usual."""
+        return max(LEAST_STALL_S, 4 * median(self._gaps)) if len(self._gaps) >= 3 else FIRST_STALL_S
+
+    def _rate(self, now: float) -> float | None:
+        recent = [(at, step) for at, step in self._rates if now - at <= max(RATE_S, 3 * self._limit())]
+        if len(recent) < 2:
+            return None
+        (first, low), (last, high) = recent[0], recent[-1]
+        return (high - low) / (last - first) if last > first else None
+
+    def _sentence(
+        self, scene: Scene, gone: list[Departed], total: int, rate: float | None, stalled: float, now: float
+    ) -> tuple[str, str]:
+        if not scene.leading:
+            return f"Standby: the leader is {scene.leader or 'not known'}", "warn"
+        if scene.over:
+            return f"Finished at step {self.step:,}" if self.step >= 0 else "Finished", "good"
+        count = (
+            f", {scene.members} of {total} replicas"
+            if total
+            else f", {scene.agents} node{'s' if scene.agents != 1 else ''}"
+            if scene.agents
+            else ""
+        )
+        missing = self._missing(gone, now)
+        if self.step < 0:
+            return f"Starting{count}" + (f": {scene.waiting}" if scene.waiting else missing), "warn"
+        if not scene.alive and not scene.agents:
+            return f"Stopped: no replica is connected; the last step was {self.step:,}{missing}", "bad"
+        if stalled:
+            why = f"; {scene.waiting}" if scene.waiting else missing
+            mood = "bad" if stalled >= max(RED_STALL_S, 2 * self._limit()) else "warn"
+            return f"Stalled: no step for {_age(stalled)}, at step {self.step:,}{count}{why}", mood
+        speed = f", {_speed(rate)}" if rate is not None else ""
+        complete = not total or scene.members >= total
+        return f"Training: step {self.step:,}{speed}{count}{missing}", "good" if complete else "warn"
+
+    def _missing(self, gone: list[Departed], now: float) -> str:
+        """ ", replica-2 back in about 20 s" for the first two that are gone."""
+        usual = median(self._absences) if self._absences else None
+        parts = []
+        for one in sorted(gone, key=lambda each: -each.at)[:2]:
+            away = now - self._left_at.get(one.replica, now)
+            if one.kind == "evicted":
+                parts.append(f"{one.replica} evicted")
+            elif usual is not None and away < usual:
+                parts.append(f"{one.replica} back in about {_age(usual - away)}")
+            else:
+                parts.append(f"{one.replica} lost {_age(away)} ago")
+        more = f" and {len(gone) - 2} more" if len(gone) > 2 else ""
+        return f", {', '.join(parts)}{more}" if parts else ""
+
+
+def _age(seconds: float) -> str:
+    if seconds < 1:
+        return "1 s"
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )
+
+
+def _speed(rate: float) -> str:
+    return f"{rate:.1f} steps/s" if rate >= 1 else f"{1 / rate:.1f} s per step" if rate > 0 else "0 steps/s"

@@ -1,0 +1,215 @@
+// The job's page: everything comes as one status over server-sent events and is put on the page as text.
+(function () {
+  const $ = (id) => document.getElementById(id);
+  const MAX_ROWS = 100, STRIP_ROWS = 24;
+  const MOODS = { member: "good", asking: "good", spare: "", connected: "", finished: "good", left: "", lost: "bad", evicted: "bad", cooling: "warn", expected: "warn" };
+  const NAMES = { asking: "waiting for quorum", cooling: "back-off", expected: "expected back", let_in: "readmit" };
+  let status = null, all = false, skew = 0;
+  function text(node, value) { if (node.textContent !== value) node.textContent = value; return node; }
+  function make(tag, value, name) { const node = document.createElement(tag); if (value) node.textContent = value; if (name) node.className = name; return node; }
+  function number(n) { return n < 0 ? "–" : n.toLocaleString("en"); }
+  function age(s) { return s < 10 ? s.toFixed(1) + " s" : s < 120 ? Math.round(s) + " s" : s < 7200 ? Math.round(s / 60) + " min" : (s / 3600).toFixed(1) + " h"; }
+  function clock(at) { return new Date(at * 1000).toLocaleTimeString("en-GB"); }
+  const serverNow = () => Date.now() / 1000 + skew;
+
+  function show(s) {
+    status = s;
+    const t = s.training, last = s.history.length ? s.history[s.history.length - 1].at : 0;
+    skew = Math.max(skew, last - Date.now() / 1000, -1e9);
+    text($("job"), s.job || "job without a name");
+    text($("sentence"), t.sentence);
+    if (document.title !== t.sentence) document.title = t.sentence;
+    $("now").className = "now " + t.mood;
+    const why = s.waiting && !t.sentence.includes(s.waiting) ? "No new quorum: " + s.waiting : "";
+    $("why").hidden = !why; text($("why"), why);
+    cards([["Step", number(t.step)], ["Steps per second", t.steps_per_s === null ? "–" : t.steps_per_s.toFixed(t.steps_per_s < 10 ? 2 : 1)], ["Replicas", t.replicas ? `${t.members} of ${t.replicas}` : "–"],
+      ["Without a step", t.stalled_s ? age(t.stalled_s) : "–"], ["Incidents", String(s.incidents.length)], ["Up", age(s.up_s)]]);
+    rows(s); incidents(s); log(s); pace(s); members(s);
+    text($("where"), `lighthouse ${s.address}${s.number ? `, quorum ${s.number} (${s.reason})` : ""}, allranks ${s.version}`);
+  }
+  function cards(facts) {
+    const box = $("cards");
+    facts.forEach(([name, value], i) => {
+      const card = box.children[i] || box.appendChild(make("div", "", "fact"));
+      if (!card.children.length) card.append(make("span", name), make("b"));
+      text(card.children[1], value);
+    });
+  }
+
+  // ---- replicas: the gone ones stay, those with trouble come first
+  function list(s) {
+    const here = new Set(s.replicas.filter((r) => r.state !== "observer").map((r) => r.replica));
+    const gone = s.departed.filter((d) => !here.has(d.replica)).map((d) => ({ replica: d.replica, state: d.kind, node: "", ranks: 0, step: d.step, gone: d.at, health: d.reason, heard_s: 0 }));
+    const found = s.replicas.filter((r) => r.state !== "observer").map((r) => {
+      const left = s.departed.find((d) => d.replica === r.replica);
+      return left && ["lost", "left", "evicted"].includes(r.state) ? { ...r, step: Math.max(r.step, left.step), gone: left.at, health: left.reason || r.health } : r.state === "evicted" ? { ...r, health: s.evicted[r.replica] || r.health } : r;
+    });
+    const order = { lost: 0, evicted: 0, cooling: 1, expected: 1, asking: 2 };
+    return [...gone, ...found].sort((a, b) => (order[a.state] ?? 3) - (order[b.state] ?? 3) || a.replica.localeCompare(b.replica, "en", { numeric: true }));
+  }
+  function rows(s) {
+    const want = $("filter").value.trim().toLowerCase(), body = $("rows"), every = list(s);
+    const found = want ? every.filter((r) => `${r.replica} ${r.node} ${r.state} ${NAMES[r.state] || ""}`.toLowerCase().includes(want)) : every;
+    const shown = all ? found : found.slice(0, MAX_ROWS);
+    text($("shown"), every.length > shown.length ? `${shown.length.toLocaleString("en")} of ${every.length.toLocaleString("en")}` : every.length ? "" : "none yet");
+    $("more").hidden = all || shown.length === found.length;
+    while (body.rows.length > shown.length) body.deleteRow(-1);
+    const heads = ["Replica", "State", "Node", "Ranks", "Step", "Last heard", "Note", ""];
+    shown.forEach((r, i) => {
+      let row = body.rows[i];
+      if (!row) {
+        row = body.insertRow();
+        for (const head of heads) row.insertCell().dataset.label = head;
+        row.cells[1].append(make("i", "", "dot"), make("span"));
+        row.cells[7].append(make("button"));
+        row.cells[7].firstChild.type = "button";
+      }
+      const out = s.evicted[r.replica] !== undefined || r.state === "cooling" || (s.over && r.state === "asking");
+      row.className = MOODS[r.state] === "bad" ? "bad" : "";
+      text(row.cells[0], r.replica);
+      row.cells[1].firstChild.className = "dot " + (MOODS[r.state] || "");
+      text(row.cells[1].lastChild, NAMES[r.state] || r.state);
+      text(row.cells[2], r.node); text(row.cells[3], r.ranks ? String(r.ranks) : ""); text(row.cells[4], number(r.step));
+      text(row.cells[5], r.gone ? `${age(Math.max(0, serverNow() - r.gone))} ago` : age(r.heard_s));
+      text(row.cells[6], r.health || "");
+      const button = row.cells[7].firstChild;
+      button.hidden = ["lost", "left", "finished", "expected"].includes(r.state) && !out;
+      text(button, out ? "Readmit" : "Evict");
+      button.dataset.replica = r.replica; button.dataset.action = out ? "let_in" : "evict";
+    });
+  }
+
+  // ---- incidents and history
+  function incidents(s) {
+    const key = JSON.stringify(s.incidents), box = $("incidents");
+    if (box.dataset.key === key) return;
+    box.dataset.key = key;
+    if (!s.incidents.length) { box.replaceChildren(make("p", "None.", "soft")); return; }
+    box.replaceChildren(...s.incidents.slice(-20).reverse().map((i) => {
+      const card = make("div", "", "panel incident " + (i.closed ? "good" : i.kind === "slow" ? "warn" : ""));
+      const head = make("p"), time = make("time", new Date(i.at * 1000).toLocaleString("en-GB"), "soft");
+      head.append(time, " ", make("span", i.closed ? "recovered" : i.kind || "open", "pill " + (i.closed ? "good" : "bad")));
+      card.append(head, make("p", i.sentence, "what"));
+      const facts = [i.cause && i.cause.replaceAll("_", " "), i.outcome, i.node && "on " + i.node].filter(Boolean).join(" · ");
+      if (facts) card.append(make("p", facts, "soft"));
+      if (i.story && i.story.startsWith("/incidents/")) { const link = make("a", "Open the story"); link.href = i.story; card.append(link); } else if (i.path) card.append(make("p", "evidence: " + i.path, "soft"));
+      return card;
+    }));
+  }
+  function log(s) {
+    const key = s.history.length + ":" + (s.history.length ? s.history[s.history.length - 1].at : 0), box = $("log");
+    if (box.dataset.key === key) return;
+    box.dataset.key = key;
+    box.replaceChildren(...s.history.slice(-200).reverse().map((e) => {
+      const item = make("li", "", ["lost", "evicted", "incident", "stalled"].includes(e.kind) ? "bad" : "");
+      item.append(make("time", clock(e.at)), e.text);
+      return item;
+    }));
+  }
+
+  // ---- charts
+  function pen(canvas) {
+    const scale = devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
+    if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) { canvas.width = Math.round(width * scale); canvas.height = Math.round(height * scale); }
+    const g = canvas.getContext("2d"), css = getComputedStyle(document.documentElement);
+    g.setTransform(scale, 0, 0, scale, 0, 0);
+    g.clearRect(0, 0, width, height);
+    g.font = '12px system-ui, "DejaVu Sans", sans-serif';
+    g.textBaseline = "middle";
+    return { g, width, height, colour: (name) => css.getPropertyValue(name).trim() };
+  }
+  function axis({ g, width, height, colour }, left, from, to) {
+    g.fillStyle = colour("--soft");
+    g.textAlign = "left"; g.fillText(age(Math.max(0, to - from)) + " ago", left, height - 10);
+    g.textAlign = "right"; g.fillText("now", width - 8, height - 10);
+    g.textAlign = "left";
+  }
+  function empty(p, words) { p.g.fillStyle = p.colour("--soft"); p.g.fillText(words, 14, p.height / 2); }
+  function pace(s) {
+    const p = pen($("pace")), { g, width, height, colour } = p, left = 44, top = 14, low = height - 24;
+    if (s.pace.length < 2) { empty(p, "Not enough steps yet."); return; }
+    const to = Math.max(serverNow(), s.pace[s.pace.length - 1].at), from = Math.min(s.pace[0].at, to - 10), bins = Math.max(20, Math.floor((width - left - 8) / 4));
+    const rate = new Float64Array(bins), wide = (to - from) / bins;
+    for (let i = 1; i < s.pace.length; i++) {
+      const a = s.pace[i - 1], b = s.pace[i], speed = Math.max(0, b.step - a.step) / Math.max(1e-3, b.at - a.at);
+      const first = (a.at - from) / wide, last = (b.at - from) / wide;
+      for (let k = Math.max(0, Math.floor(first)); k <= Math.min(bins - 1, Math.floor(last)); k++) rate[k] += speed * Math.max(0, Math.min(last, k + 1) - Math.max(first, k));
+    }
+    const highest = Math.max(1e-9, ...rate), y = (v) => low - (low - top) * v / highest;
+    g.fillStyle = colour("--line"); g.fillRect(left, top, width - left - 8, 1); g.fillRect(left, low, width - left - 8, 1);
+    g.beginPath(); g.moveTo(left, low);
+    for (let k = 0; k < bins; k++) { g.lineTo(left + k * (width - left - 8) / bins, y(rate[k])); g.lineTo(left + (k + 1) * (width - left - 8) / bins, y(rate[k])); }
+    g.lineTo(width - 8, low); g.closePath();
+    g.globalAlpha = 0.25; g.fillStyle = colour("--accent"); g.fill(); g.globalAlpha = 1; g.strokeStyle = colour("--accent"); g.lineWidth = 1.5; g.stroke();
+    g.fillStyle = colour("--soft"); g.textAlign = "right"; g.fillText(highest.toPrecision(2).replace(/e.*/, ""), left - 6, top); g.fillText("0", left - 6, low); g.textAlign = "left";
+    axis(p, left, from, to);
+  }
+  function members(s) {
+    const p = pen($("members")), { g, width, height, colour } = p;
+    if (!s.history.length) { empty(p, "Nothing has happened yet."); return; }
+    const to = Math.max(serverNow(), s.history[s.history.length - 1].at), from = Math.min(s.history[0].at, to - 10), spans = new Map(), since = new Map();
+    const add = (name, a, b, bad) => { if (!spans.has(name)) spans.set(name, []); spans.get(name).push([a, b, bad]); };
+    for (const r of s.replicas) if (r.state !== "observer") spans.set(r.replica, []);
+    for (const e of s.history) {
+      if (!e.replica || e.replica.startsWith("agent-")) continue;
+      if (["connected", "returned", "let_in"].includes(e.kind) && !since.has(e.replica)) since.set(e.replica, e.at);
+      if (["lost", "left", "evicted"].includes(e.kind)) { add(e.replica, since.get(e.replica) ?? from, e.at, false); add(e.replica, e.at, e.at, e.kind !== "left"); since.delete(e.replica); }
+    }
+    for (const r of s.replicas) if (!since.has(r.replica) && r.state !== "observer" && !["lost", "left", "evicted", "finished"].includes(r.state) && !spans.get(r.replica).length) since.set(r.replica, from);
+    for (const [name, at] of since) add(name, at, to, false);
+    const names = [...spans.keys()].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+    if (!names.length) { empty(p, "No replica yet."); return; }
+    if (names.length <= STRIP_ROWS) strip(p, names, spans, from, to); else counted(p, spans, from, to);
+  }
+  function strip(p, names, spans, from, to) {
+    const { g, width, height, colour } = p, left = Math.min(140, 20 + Math.max(...names.map((n) => g.measureText(n).width))), tall = (height - 34) / names.length;
+    const x = (t) => left + (width - left - 8) * (t - from) / (to - from);
+    names.forEach((name, i) => {
+      const y = 8 + i * tall;
+      for (const [a, b, bad] of spans.get(name)) { g.fillStyle = colour(bad ? "--bad" : "--good"); g.fillRect(x(a), y + 1, Math.max(2.5, x(b) - x(a)), Math.max(2, Math.min(16, tall - 3))); }
+      if (tall >= 13 || i % Math.ceil(13 / tall) === 0) { g.fillStyle = colour("--soft"); g.fillText(name, 8, y + Math.min(16, tall) / 2, left - 14); }
+    });
+    axis(p, left, from, to);
+  }
+  function counted(p, spans, from, to) {
+    const { g, width, height, colour } = p, left = 44, top = 14, low = height - 24, events = [];
+    for (const list of spans.values()) for (const [a, b, bad] of list) if (b > a && !bad) events.push([a, 1], [b, -1]);
+    events.sort((a, b) => a[0] - b[0]);
+    const x = (t) => left + (width - left - 8) * (t - from) / (to - from), y = (n) => low - (low - top) * n / spans.size;
+    let count = 0;
+    g.beginPath(); g.moveTo(left, low);
+    for (const [at, change] of events) { if (at >= to) break; g.lineTo(x(at), y(count)); count += change; g.lineTo(x(at), y(count)); }
+    g.lineTo(x(to), y(count)); g.lineTo(x(to), low); g.closePath();
+    g.globalAlpha = 0.3; g.fillStyle = colour("--good"); g.fill(); g.globalAlpha = 1;
+    g.fillStyle = colour("--soft"); g.textAlign = "right"; g.fillText(String(spans.size), left - 6, top); g.fillText("0", left - 6, low); g.textAlign = "left";
+    axis(p, left, from, to);
+  }
+
+  // ---- actions
+  async function act(path, body) {
+    const said = $("said");
+    try {
+      const answer = await fetch(path, { method: "POST", headers: { Authorization: "Bearer " + $("token").value, "Content-Type": "application/json" }, body: JSON.stringify(body) });
+      const found = await answer.json();
+      text(said, found.error || "Done."); said.className = found.error ? "bad" : "soft";
+    } catch (error) { text(said, String(error)); }
+    said.closest("details").open = true;
+  }
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("button[data-replica]");
+    if (button && confirm(`${button.textContent} ${button.dataset.replica}?`)) act(`/api/replicas/${encodeURIComponent(button.dataset.replica)}/${button.dataset.action}`, { reason: "by hand, on the page" });
+  });
+  $("collect").addEventListener("click", () => act("/api/collect", { reason: "by hand, on the page" }));
+  $("filter").addEventListener("input", () => status && rows(status));
+  $("more").addEventListener("click", () => { all = true; rows(status); });
+  const redraw = () => { if (status) { pace(status); members(status); } };
+  addEventListener("resize", redraw);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+
+  // ---- the stream; without it the page says so
+  function connection(on, words) { text($("live"), words); $("live").className = "pill " + (on ? "good" : "bad"); if (!on) $("now").className = "now"; }
+  const source = new EventSource("/api/events");
+  source.onopen = () => connection(true, "live");
+  source.onmessage = (event) => { show(JSON.parse(event.data)); document.body.dataset.ready = "yes"; };
+  source.onerror = () => connection(false, "connection lost, trying again");
+})();

@@ -1,0 +1,101 @@
+"""The first line of the job's page: what the training does now, who is missing, and in which colour."""
+
+from __future__ import annotations
+
+from allranks.lighthouse.status import Event
+from allranks.lighthouse.training import Scene, TrainingView
+
+
+class Clock:
+    """Seconds that a test turns."""
+
+    def __init__(self) -> None:
+        self.at = 100.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+def trained(steps: int = 20, pause_s: float = 0.5) -> tuple[TrainingView, Clock]:
+    """A view that has seen steps come regularly."""
+    clock = Clock()
+    view = TrainingView(clock)
+    for step in range(1, steps + 1):
+        clock.at += pause_s
+        view.note_step("replica-0", step, clock.at)
+    return view, clock
+
+
+ALL = Scene(members=3, alive=("replica-0", "replica-1", "replica-2"))
+TWO = Scene(members=2, alive=("replica-0", "replica-1"))
+
+
+def test_steps_that_come_are_green_with_their_speed() -> None:
+    """As in "Training: step 1,650, 6.6 steps/s, 3 of 4 replicas"."""
+    view, _ = trained()
+    found = view.look(ALL)
+    assert (found.sentence, found.mood) == ("Training: step 20, 2.0 steps/s, 3 of 3 replicas", "good")
+
+
+def test_a_stall_of_seconds_is_amber_and_of_a_minute_red() -> None:
+    """Whatever the quorum thinks of it; the next step is green again."""
+    view, clock = trained()
+    clock.at += 33
+    found = view.look(ALL)
+    assert (found.sentence, found.mood) == ("Stalled: no step for 33 s, at step 20, 3 of 3 replicas", "warn")
+    assert (found.stalled_s, found.steps_per_s) == (33.0, None)
+    clock.at += 60
+    assert view.look(ALL).mood == "bad"
+    view.note_step("replica-0", 21, clock.at)
+    assert view.look(ALL).mood == "good"
+
+
+def test_slow_steps_are_no_stall() -> None:
+    """What is usual for this job counts."""
+    view, clock = trained(6, pause_s=30.0)
+    clock.at += 45
+    found = view.look(ALL)
+    assert (found.sentence, found.mood) == ("Training: step 6, 30.0 s per step, 3 of 3 replicas", "good")
+
+
+def test_a_lost_replica_is_amber_and_named_until_it_is_back() -> None:
+    """The second time it is known how long coming back takes."""
+    view, clock = trained()
+    view.happened(Event(1.0, "lost", "replica-2 lost: connection closed", "replica-2"))
+    clock.at += 1
+    view.note_step("replica-0", 22, clock.at)
+    found = view.look(TWO)
+    assert found.mood == "warn" and found.sentence.endswith("2 of 3 replicas, replica-2 lost 1 s ago")
+    assert view.departed["replica-2"].reason == "connection closed"
+    clock.at += 19
+    view.happened(Event(2.0, "connected", "replica-2 connected", "replica-2"))
+    assert view.departed == {}
+    view.happened(Event(3.0, "lost", "replica-2 lost: connection closed", "replica-2"))
+    view.note_step("replica-0", 60, clock.at)
+    assert view.look(TWO).sentence.endswith("2 of 3 replicas, replica-2 back in about 20 s")
+
+
+def test_agents_are_no_replicas() -> None:
+    """A job without replicas speaks of its nodes; an agent that goes is not missed as a replica."""
+    view, _ = trained()
+    view.happened(Event(1.0, "lost", "node n1 lost: gone", "agent-n1"))
+    assert view.look(Scene(members=0, agents=2)).sentence == "Training: step 20, 2.0 steps/s, 2 nodes"
+
+
+def test_before_the_first_step_and_after_the_last() -> None:
+    """Starting is amber, nobody left is red, the end is green."""
+    assert TrainingView(Clock()).look(Scene(1, ("replica-0",), waiting="waiting for replica-1")).sentence == (
+        "Starting, 1 of 1 replicas: waiting for replica-1"
+    )
+    view, _ = trained()
+    assert view.look(Scene(0)).mood == "bad"
+    found = view.look(Scene(3, over=True))
+    assert (found.sentence, found.mood) == ("Finished at step 20", "good")
+
+
+def test_a_restart_from_a_checkpoint_counts_from_there() -> None:
+    """The step may go back; the speed is measured anew."""
+    view, clock = trained()
+    clock.at += 1
+    view.note_step("replica-0", 10, clock.at)
+    assert view.look(ALL).step == 10 and view.look(ALL).steps_per_s is None
