@@ -63,6 +63,7 @@ def make_manager(library: str, load: Any, save: Any) -> tuple[Any, Any, Any]:
         group = ProcessGroupGloo(30) if CPU else ProcessGroupNCCL(30, device="cuda:0")
         return Manager(group, load, save, min_replica_size=1), DistributedDataParallel, Optimizer
     from torch.distributed import TCPStore
+
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo, ProcessGroupNCCL
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

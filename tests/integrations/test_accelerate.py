@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 import allranks
-from allranks.integrations.accelerate import Accelerator
 from allranks.blackbox.reader import read_header
+from allranks.integrations.accelerate import Accelerator
 
 
 def test_backwards_that_synchronise_mark_steps_and_saving_is_announced(tmp_path: Path, folder: Path) -> None:

@@ -129,7 +129,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         self._batch_size = dataloader.batch_size or 1
         self._sampler = ReplicaSampler(
             len(dataloader.dataset), *replica_number(), seed=torch.initial_seed() % 2**31
-        )  # type: ignore[arg-type]
+        )
         return _update_dataloader(dataloader, self._sampler)
 
     @property
@@ -159,7 +159,9 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         self._healed = True
 
     def _steps_per_epoch(self) -> int:
-        return max(1, -(-int(self._trainer.num_training_batches) // self._trainer.accumulate_grad_batches))
+        return max(
+            1, -(-int(self._trainer.num_training_batches) // int(self._trainer.accumulate_grad_batches))
+        )
 
     def _align(self, step: int) -> None:
         """Lightning's counters as if this process had made the `step` steps: Lightning counts the last one itself."""

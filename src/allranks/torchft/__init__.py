@@ -6,8 +6,8 @@ another way here is accepted; what does not exist here raises one sentence that 
 
 from __future__ import annotations
 
-from allranks.manager.hsdp import replicate
 from allranks.manager.groups.managed import ManagedDeviceMesh, ft_init_device_mesh, managed_device_mesh
+from allranks.manager.hsdp import replicate
 from allranks.torchft import checkpointing, coordination, local_sgd, manager, optim, process_group
 from allranks.torchft.data import DistributedSampler
 from allranks.torchft.ddp import DistributedDataParallel

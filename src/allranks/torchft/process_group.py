@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from allranks.errors import ConfigurationError
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
-from allranks.manager.groups.nccl import ProcessGroupNCCL
 from allranks.manager.groups.managed import ManagedProcessGroup
+from allranks.manager.groups.nccl import ProcessGroupNCCL
 from allranks.torchft.wrappers import (
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
