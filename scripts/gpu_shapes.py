@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -128,11 +129,11 @@ class Program:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
-            if manager.current_step() > before:
-                scaler.update()
-                scheduler.step()
-                return True
-            return False
+            scaler.update()
+            if manager.current_step() == before:
+                return False
+            scheduler.step()
+            return True
 
         return step
 
@@ -407,7 +408,7 @@ def run_shape(shape: str, out: Path) -> dict[str, Any]:
         codes = [process.returncode for one in replicas.values() for process in one.processes]
         result["exit_codes"] = codes
         result["pass"] = result["equal_bits"] and set(codes) == {0}
-    except (RuntimeError, TimeoutError) as error:
+    except (RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
         result["error"] = str(error)[-3000:]
         for one in replicas.values():
             result.setdefault("stacks", []).append(one.stacks()[-12000:])

@@ -33,6 +33,7 @@ class JobLife:
         self.lives = dict.fromkeys(NAMES, 0)
         self.formed: dict[tuple[int, int], Quorum] = {}
         self.reported: Quorum | None = None
+        self.started = 0
         for name in NAMES[:crowd]:
             self.connect(name, False)
 
@@ -92,7 +93,8 @@ class JobLife:
     def lighthouse_forgets(self) -> None:
         """The new one knows nothing yet; whoever is faster than the members may come first."""
         self.reported = self.state.last or self.reported
-        self.state = State(self.options, settling_until=self.now + 2.0)
+        self.started += 1  # a lighthouse takes its epoch from the clock
+        self.state = State(self.options, epoch=self.started * 1000, settling_until=self.now + 2.0)
 
     def member_reports(self) -> None:
         """A member comes back to a lighthouse that has formed nothing, or something out of nothing."""
@@ -261,7 +263,21 @@ EVICTED_THEN_SILENT: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+# A lighthouse that knows nothing begins with number 1 again, in an epoch of its own (once found by chance).
+NEW_LIGHTHOUSE: list[tuple[str, dict[str, Any]]] = [
+    ("one_step", {}),
+    ("lighthouse_forgets", {}),
+    ("time_passes", {"seconds": 4.0}),
+    ("connect", {"name": "r0", "observer": False}),
+    ("all_finish", {}),
+]
+
+
 @settings(max_examples=400, deadline=None)
+@example(
+    crowd=2, min_replicas=1, multiple_of=1, max_replicas=0, flap_limit=0, expect=0,
+    events=NEW_LIGHTHOUSE,
+)  # fmt: skip
 @example(
     crowd=2, min_replicas=2, multiple_of=1, max_replicas=0, flap_limit=0, expect=0, events=EVICTED_THEN_SILENT
 )

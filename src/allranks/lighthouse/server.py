@@ -12,6 +12,7 @@ import logging
 import socket
 import ssl
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from types import TracebackType
@@ -132,6 +133,10 @@ class Lighthouse:
         """Startup, main loop, shutdown. Ends when `stop` is set; `listening()` is called once it listens."""
         self._loop, self._stop = asyncio.get_running_loop(), stop
         service = Service(self.options, self._loop, job=self.server.job, leading=self.etcd is None)
+        if (
+            self.etcd is None
+        ):  # nothing survives a restart: the clock keeps (epoch, number) of two quorums apart
+            service.state.epoch = int(time.time())
         door = Door(service, self.server, self.http)
         server = await self._listen(door)
         try:
