@@ -8,18 +8,18 @@ from allranks.errors import ManagerError
 from allranks.model.cluster import Quorum
 
 
-@dataclass(frozen=True)
+@dataclass
 class QuorumResult:
-    """What a manager is told. Ranks are places among the replicas, sorted by name."""
+    """What a manager is told. Ranks are indices among the replicas, sorted by name."""
 
-    quorum_id: int
-    replica_rank: int
-    replica_world_size: int
-    store_address: str  # of the replica whose store the new group meets in
-    max_step: int
-    max_replica_rank: int | None  # our place among those at the highest step; None: we are behind
-    max_world_size: int  # how many are at the highest step
-    heal: bool  # we take our state from somebody
+    quorum_id: int = 0
+    replica_rank: int = 0
+    replica_world_size: int = 1
+    store_address: str = ""  # of the replica whose store the new group meets in
+    max_step: int = 0
+    max_replica_rank: int | None = None  # our place among those at the highest step; None: we are behind
+    max_world_size: int = 1  # how many are at the highest step
+    heal: bool = False  # we take our state from somebody
     recover_src_manager_address: str = ""
     recover_src_replica_rank: int | None = None
     recover_dst_replica_ranks: list[int] = field(default_factory=list)  # who takes it from us
