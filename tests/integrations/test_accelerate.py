@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 import allranks
-from allranks.blackbox.reader import read_header
+from allranks.blackbox.header import read_header
 from allranks.integrations.accelerate import Accelerator
 
 

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 import allranks  # noqa: E402
-from allranks.blackbox.reader import read_header  # noqa: E402
+from allranks.blackbox.header import read_header  # noqa: E402
 from allranks.integrations.transformers import AllranksCallback  # noqa: E402
 
 MODEL = """
