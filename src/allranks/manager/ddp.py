@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from allranks.errors import ConfigurationError
 from allranks.manager.groups.generation import Generation
+from allranks.manager.heal.state import local_of
 from allranks.manager.manager import Manager
 from allranks.manager.work import ManagedWork
 
@@ -61,7 +62,7 @@ class Bucket:
                 part.zero_()
             else:
                 present.append(part)
-                local.append(p.grad)
+                local.append(local_of(p.grad))
         if divisor > 1 and buffer.device.type == "cpu" and buffer.nbytes > _LARGE_BYTES * len(present):
             for part, gradient in zip(present, local, strict=True):
                 torch.div(gradient, divisor, out=part)  # one pass over memory
@@ -101,17 +102,17 @@ class Bucket:
         if self.parameters[0].device.type == "cpu":
             self.spent = [p.grad for p in self.parameters]
         for p, part in zip(self.parameters, self.slices, strict=True):
-            p.grad = part
+            p.grad = _wrapped_like(p, part)
 
     def _allocate(self) -> torch.Tensor:
         if self.buffer is None:
-            first = self.parameters[0]
-            length = sum(p.numel() for p in self.parameters)
-            self.buffer = torch.empty(length, dtype=first.dtype, device=first.device)
+            parts = [local_of(p) for p in self.parameters]
+            length = sum(part.numel() for part in parts)
+            self.buffer = torch.empty(length, dtype=parts[0].dtype, device=parts[0].device)
             offset = 0
-            for p in self.parameters:
-                self.slices.append(_shaped_like(p, self.buffer[offset : offset + p.numel()]))
-                offset += p.numel()
+            for part in parts:
+                self.slices.append(_shaped_like(part, self.buffer[offset : offset + part.numel()]))
+                offset += part.numel()
         return self.buffer
 
 
@@ -184,6 +185,7 @@ class DistributedDataParallel(nn.Module):
         if not self._synchronises or not training.in_step:
             return
         self._enter()
+        _place_like(parameter)
         self._home[parameter].missing -= 1
         while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
             if not training.may_launch(training.attempt):
@@ -282,10 +284,30 @@ def _any_wants_grad(tree: Any) -> bool:
 
 
 def _same_place(gradient: torch.Tensor | None, part: torch.Tensor) -> bool:
-    return gradient is not None and part.numel() > 0 and gradient.data_ptr() == part.data_ptr()
+    return gradient is not None and part.numel() > 0 and local_of(gradient).data_ptr() == part.data_ptr()
 
 
-def _shaped_like(p: nn.Parameter, flat: torch.Tensor) -> torch.Tensor:
+def _place_like(p: nn.Parameter) -> None:
+    """A sharded parameter's gradient may come as partial sums of its replica's ranks: it is placed as the parameter."""
+    gradient = p.grad
+    if gradient is not None and getattr(gradient, "placements", None) != getattr(p, "placements", None):
+        with torch.no_grad():
+            p.grad = gradient.redistribute(p.device_mesh, p.placements)
+
+
+def _wrapped_like(p: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
+    """As a DTensor where the parameter is one."""
+    if local_of(p) is p:
+        return part
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(p, DTensor)
+    return DTensor.from_local(
+        part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
+
+
+def _shaped_like(p: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     """A view with the parameter's strides (channels last ...), as optimizers want their gradients."""
     dense = torch.empty_like(p, device="meta", memory_format=torch.preserve_format).stride() == p.stride()
     return flat.as_strided(p.shape, p.stride(), flat.storage_offset()) if dense else flat.view(p.shape)
@@ -296,7 +318,7 @@ def cut(parameters: list[nn.Parameter], cap_bytes: int) -> list[Bucket]:
     buckets: list[Bucket] = []
     room, kind = 0, None
     for p in reversed(parameters):
-        size = p.numel() * p.element_size()
+        size = local_of(p).numel() * p.element_size()
         if not buckets or size > room or (p.dtype, p.device) != kind:
             buckets.append(Bucket([]))
             room = min(cap_bytes, _FIRST_BUCKET_BYTES) if len(buckets) == 1 else cap_bytes

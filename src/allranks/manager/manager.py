@@ -140,7 +140,8 @@ class Manager:
         """From any thread, while the state stands still: also on the device, where the last step may still run."""
         if self._settled is not None:
             self._settled.synchronize()
-        user = {key: save() for key, (_, save) in self._functions.items()}
+        with self.training.reading(self.options.timeout_s):
+            user = {key: save() for key, (_, save) in self._functions.items()}
         return {"user": user, "manager": self.state_dict()}
 
     def _moving_places(self) -> frozenset[int]:
@@ -173,7 +174,9 @@ class Manager:
         self.training.begin()
         record.step(self.training.step)  # the progress mark: a hang is told from slowness by it
         wait = not self.options.use_async_quorum or not self.training.eager
-        if first or wait or self._must_load(self.training.generation):
+        if not self.training.eager:
+            self._agree_on_group(opened)
+        elif first or wait or self._must_load(self.training.generation):
             self.wait_quorum()
 
     def wait_quorum(self) -> None:
@@ -181,6 +184,28 @@ class Manager:
         generation = self.training.park(self._patience_s)
         while self._must_load(generation) and not self._load_healed(generation):
             generation = self.training.park(self._patience_s)
+
+    def _agree_on_group(self, opened: Opened) -> None:
+        """All ranks of this replica open the step in the same group, or wait for the next one together."""
+        inside = opened.regrouper.inside
+
+        def waiting() -> None:
+            if inside.others_ask():
+                self.training.want("another rank of this replica requests a quorum")
+
+        if self._must_load(self.training.settled()):
+            self.wait_quorum()
+        while True:
+            generation = self.training.settled()
+            number = generation.number if generation is not None else 0
+            with self.training.parking():
+                numbers = inside.exchange(number, waiting)
+            if generation is not None and numbers == {number}:  # also if it broke meanwhile: the others go on too
+                self.training.attempt.generation = generation
+                return
+            if 0 in numbers:
+                self.training.want("another rank of this replica needs a new group")
+            self.wait_quorum()
 
     def allreduce(
         self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: Any = dist.ReduceOp.AVG
@@ -456,7 +481,7 @@ class Manager:
         if opened is None:
             return False
         began = time.monotonic()
-        with self.training.changed:
+        with self.training.parking(), self.training.changed:
             done = self.training.changed.wait_for(
                 lambda: not generation.usable or self._fetched(opened, generation) is not None,
                 self.options.timeout_s,

@@ -1,7 +1,9 @@
-"""The ranks inside one replica: they ask for a quorum as one, through the store they share.
+"""The ranks inside one replica: they request a quorum as one, through the store they share.
 
-Rank 0 collects the claims of all and says what the replica says; every rank asks the lighthouse with the same
-words and gets the same answer. A replica of one rank needs none of this.
+Rank 0 collects the claims of all ranks; every rank sends the lighthouse the same request and gets the same answer.
+At each step the ranks agree on the group of that step (`exchange`): a rank that heard of a loss and waits for a new
+group would otherwise wait for one that did not and stands in a collective inside the replica, and the other way
+round. A replica of one rank needs none of this.
 """
 
 from __future__ import annotations
@@ -9,15 +11,22 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch.distributed as dist
 
+from allranks.channel.keys import Keyring
 from allranks.errors import ManagerError
 from allranks.manager.plan import Claim
+from allranks.manager.vote_mesh import Voter, VoteMesh
 from allranks.model.cluster import Member
 
 _LOOK_S = 0.005
+
+
+def mesh_name(session: str) -> str:
+    """Under which the ranks of one replica connect; a quorum's voters connect under "EPOCH.NUMBER"."""
+    return f"replica-{session}"
 
 
 @dataclass(eq=False)
@@ -28,7 +37,28 @@ class ReplicaRendezvous:
     world_size: int
     store: dist.Store | None = None
     closing: Callable[[], bool] = lambda: False  # ends every wait
+    mesh: VoteMesh = field(default_factory=VoteMesh)  # connects the ranks, for the agreement at each step
     _round: int = 0
+
+    def connect(self, session: str, address: str, keys: Keyring, limit_s: float) -> None:
+        """Connects the ranks with each other; `address` is this rank's healing server, which takes the calls."""
+        if self.store is None:
+            return
+        self.store.set(f"address/{self.rank}", address)
+        ranks = [rank for rank in range(self.world_size) if rank != self.rank]
+        self._await([f"address/{rank}" for rank in ranks], limit_s)
+        name = mesh_name(session)
+        credential = keys.for_purpose(f"quorum {name}")
+        voters = [Voter(rank, self.store.get(f"address/{rank}").decode(), credential) for rank in ranks]
+        self.mesh.meet(name, 0, self.rank, voters, limit_s)
+
+    def exchange(self, number: int, waiting: Callable[[], None]) -> set[int]:
+        """The numbers of all ranks; every rank of the replica must call this equally often."""
+        return {number} if self.store is None else {number, *self.mesh.exchange(number, waiting)}
+
+    def others_ask(self) -> bool:
+        """Whether another rank asks for a quorum and waits for this rank to do so too."""
+        return self.store is not None and bool(self.store.check([f"asked/{self._round + 1}"]))
 
     @property
     def speaks(self) -> bool:
@@ -50,6 +80,7 @@ class ReplicaRendezvous:
         if self.store is None:
             return [claim]
         self.store.set(f"claim/{self._round}/{self.rank}", json.dumps(asdict(claim)))
+        self.store.set(f"asked/{self._round}", "1")
         if not self.speaks:
             return []
         keys = [f"claim/{self._round}/{rank}" for rank in range(self.world_size)]

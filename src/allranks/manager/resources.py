@@ -23,7 +23,7 @@ from allranks.manager.heal.serve import HealServer
 from allranks.manager.heal.state import LiveState
 from allranks.manager.options import ManagerOptions
 from allranks.manager.regroup import Regrouper
-from allranks.manager.replica_rendezvous import ReplicaRendezvous
+from allranks.manager.replica_rendezvous import ReplicaRendezvous, mesh_name
 from allranks.manager.training import TrainingState
 from allranks.manager.vote_mesh import VoteMesh
 from allranks.model.cluster import (
@@ -67,7 +67,9 @@ class Opened:
         self.client = self._connect(session)
         self.server = HealServer(options.host, Keyring(options.token or find_token()), options.timeout_s)
         self.server.on_fetched = self.training.transferred
+        box = self._box(inside)
         self.server.start()
+        inside.connect(session, self.server.address, self.server.keys, options.connect_timeout_s)
         self.regrouper = Regrouper(
             options=options,
             training=self.training,
@@ -75,7 +77,7 @@ class Opened:
             inside=inside,
             group=self.group,
             control=self._control(),
-            box=self._box(),
+            box=box,
             server=self.server,
             store_address=self._host_store() if inside.speaks else "",
             live=live,
@@ -104,6 +106,7 @@ class Opened:
         if generation is not None:
             generation.over = True
         self.regrouper.box.shutdown()
+        self.regrouper.inside.mesh.shutdown()
         self.regrouper.control.shutdown()
         self.group.shutdown()
         self.regrouper.cancel()
@@ -140,11 +143,12 @@ class Opened:
         shared = isinstance(self.group, ProcessGroupGloo) and self.options.world_size == 1
         return self.group if shared else control
 
-    def _box(self) -> VoteMesh:
+    def _box(self, inside: ReplicaRendezvous) -> VoteMesh:
         box = VoteMesh(self.options.timeout_s)
         if self.options.proactive:
             box.on_connected = self.client.hold
-        self.server.on_ballot = box.arrive
+        own = mesh_name(self.client.session)
+        self.server.on_ballot = lambda name, *call: (inside.mesh if name == own else box).arrive(name, *call)
         return box
 
     def _host_store(self) -> str:

@@ -6,11 +6,14 @@ while APPLYING, and a claim made to the lighthouse stays true until its answer h
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from allranks.errors import HealingFailed
 from allranks.manager.groups.generation import Attempt, Generation
 from allranks.manager.phase import Phase, may_ask
 from allranks.manager.plan import Claim, Position
@@ -55,6 +58,8 @@ class TrainingState:
         True  # the state may be read beside the computation; False: LocalSGD, DiLoCo, sharded models
     )
     parked: bool = False  # the training thread waits in start_quorum
+    readers: int = 0  # threads that read the state meanwhile
+    thread: int = 0  # the training thread
     closing: bool = False
 
     # ---- training thread ----
@@ -78,6 +83,7 @@ class TrainingState:
             if old.committed and old.generation is not None:
                 old.generation.together = True
             self.attempt = Attempt(opened=True)
+            self.thread = threading.get_ident()
             self.phase = Phase.COMPUTING
             self.verdict, self.claimed_pending = None, False
             self.failure = None
@@ -93,9 +99,6 @@ class TrainingState:
             if attempt.spoiled:
                 return None
             if attempt.generation is None:
-                if not self.eager and not self._settled():
-                    attempt.spoiled = self.wanted or "the members change"
-                    return None
                 generation = self._wait_for_group(limit_s)
                 stale = attempt.empty or (generation.heals and not generation.loaded)
                 if stale and generation.participates:
@@ -112,6 +115,9 @@ class TrainingState:
         """After the group broke: the next one, if our state stands and the collectives can be repeated."""
         with self.changed:
             if attempt.error is not None or self.closing:
+                return None
+            if not self.eager:  # the other ranks of this replica try the step again from its start
+                attempt.spoiled = attempt.spoiled or "the members changed"
                 return None
             attempt.generation, attempt.spoiled = None, ""
             attempt.issuers.clear()
@@ -151,13 +157,50 @@ class TrainingState:
 
     def park(self, limit_s: float) -> Generation:
         """The training thread waits for the group, and lets its state be read meanwhile."""
+        with self.parking(), self.changed:
+            return self._wait_for_group(limit_s)
+
+    @contextlib.contextmanager
+    def parking(self) -> Iterator[None]:
+        """Inside, the training thread waits for others: its state may be read."""
         with self.changed:
             self.parked = True
             self.changed.notify_all()
-            try:
-                return self._wait_for_group(limit_s)
-            finally:
+        try:
+            yield
+        finally:
+            with self.changed:
                 self.parked = False
+                while self.readers:
+                    self.changed.wait()
+
+    @contextlib.contextmanager
+    def reading(self, limit_s: float) -> Iterator[None]:
+        """Inside, the state may be read: from any thread if `eager`, else while the training thread waits."""
+        if self.eager or threading.get_ident() == self.thread:
+            yield
+            return
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.parked or self.phase is Phase.VOTING, limit_s):
+                raise HealingFailed(f"the training thread did not reach its next step in {limit_s:.1f} s")
+            self.readers += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.readers -= 1
+                self.changed.notify_all()
+
+    def settled(self) -> Generation | None:
+        """The group that works; None while a new one is needed or being made."""
+        with self.changed:
+            return self.generation if self._settled() else None
+
+    def want(self, reason: str) -> None:
+        """A new quorum is to be requested as soon as that is possible."""
+        with self.changed:
+            self.wanted = self.wanted or reason
+            self.changed.notify_all()
 
     def _settled(self) -> bool:
         usable = self.generation is not None and self.generation.usable

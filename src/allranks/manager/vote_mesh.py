@@ -7,6 +7,7 @@ MAX_VOTERS; larger quorums vote by allreduce (votes.py), where all-to-all would 
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import threading
@@ -29,6 +30,8 @@ from allranks.manager.votes import Tally, Vote
 
 MAX_VOTERS = 32
 _FORM = struct.Struct("!q??")  # step, good, news
+_NUMBER = struct.Struct("!q")
+_WAITING_S = 0.2
 _LOOK_S = 0.05  # how often we look whether who should call has gone elsewhere
 _REMEMBERED = 8  # early callers of that many meetings
 
@@ -104,6 +107,23 @@ class VoteMesh:
         if self._error:
             raise GroupAborted(self._error)
         return Tally(len(lines) + 1, good, news)
+
+    def exchange(self, number: int, waiting: Callable[[], None]) -> list[int]:
+        """Sends a number to every other member and returns theirs. `waiting` is called every 0.2 s meanwhile.
+
+        No limit: another rank may be saving or evaluating. One that is gone ends it with GroupAborted.
+        """
+        lines, found = self._lines, []
+        try:
+            for line in lines:
+                line.sendall(_NUMBER.pack(number))
+            for line in lines:
+                while not select.select([line], (), (), _WAITING_S)[0]:
+                    waiting()
+                found.append(int(_NUMBER.unpack(read_exactly(line, _NUMBER.size))[0]))
+        except (OSError, ValueError, HealWireError) as error:
+            raise GroupAborted(self._error or f"another rank of this replica is gone: {error}") from None
+        return found
 
     def abort(self, reason: str = "aborted") -> None:
         """Ends the meeting, finished or in the making."""

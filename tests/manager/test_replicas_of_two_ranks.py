@@ -1,0 +1,110 @@
+"""Replicas of two ranks that communicate with each other in every step: a lost replica must not part them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import allranks.torchft as torchft
+from allranks.drill.ranks import Ranks
+from allranks.lighthouse.options import Options
+from allranks.manager.ddp import DistributedDataParallel
+
+from .cluster import LIMIT_S, LighthouseProcess, batch
+
+TOGETHER = 3  # steps of both replicas before one is killed
+
+
+def _sharded(model: nn.Module, manager: torchft.Manager | None = None) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if manager is None:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        return model
+    return torchft.replicate(manager, model)
+
+
+def _tensor_parallel(model: nn.Module, manager: torchft.Manager | None = None) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    if manager is None:
+        mesh = init_device_mesh("cpu", (2,))
+        return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return DistributedDataParallel(manager, model, bucket_cap_mb=0.0005)
+
+
+def _train(
+    rank: int, world: int, address: str, folder: Path, shape: str, waits: int
+) -> tuple[int, list[float], int]:
+    """Trains until the other replica was lost and three more steps were made."""
+    torch.set_num_threads(1)
+    replica, inner = divmod(rank, 2)
+    os.environ.update(RANK=str(inner), WORLD_SIZE="2")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{replica}", rank=inner, world_size=2)
+    torch.manual_seed(5 + replica)
+    arrange = {"sharded": _sharded, "tensor parallel": _tensor_parallel}[shape]
+    model = arrange(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))
+    inner_optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        inner_optimizer.load_state_dict(state["optimizer"])
+
+    manager = torchft.Manager(
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner_optimizer.state_dict()},
+        min_replica_size=1, lighthouse_addr=address, replica_id=f"r{replica}", timeout=30, quorum_timeout=30,
+    )  # fmt: skip
+    wrapped, optimizer = arrange(model, manager), torchft.Optimizer(manager, inner_optimizer)
+    together, alone, retries = 0, 0, 0
+    while not (together >= TOGETHER and alone >= 3):
+        if together == TOGETHER and replica == 0 and inner == waits:
+            _wait_for_loss(manager)
+        optimizer.zero_grad()
+        wrapped(batch(manager.current_step() * world + replica, 8)).square().mean().backward()
+        committed = optimizer.step()
+        participants = manager.num_participants()  # also after a step that failed
+        retries += not committed
+        together += committed and participants == 2
+        alone += committed and participants == 1
+        if replica == 1 and together == TOGETHER:
+            os.kill(os.getpid(), signal.SIGKILL)
+    found = [p.to_local().double().sum().item() for p in model.parameters()]
+    manager.shutdown()
+    dist.destroy_process_group()
+    return manager.current_step(), found, retries
+
+
+def _wait_for_loss(manager: torchft.Manager) -> None:
+    """Until this rank knows that its group is broken; the other rank of its replica may not know yet."""
+    generation = manager.training.generation
+    assert generation is not None
+    deadline = time.monotonic() + LIMIT_S
+    while generation.usable and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("shape", ["sharded", "tensor parallel"])
+@pytest.mark.parametrize("waits", [-1, 0, 1])
+def test_both_ranks_of_a_replica_go_on_together_after_the_other_replica_was_killed(
+    tmp_path: Path, shape: str, waits: int
+) -> None:
+    """Whichever of them hears of it first (`waits`: that one knows before its step begins)."""
+    with LighthouseProcess(Options(min_replicas=1, heartbeat_timeout_s=2.0)) as lighthouse:
+        args = (lighthouse.address, tmp_path, shape, waits)
+        with Ranks(_train, 4, args=args, backend=None) as ranks:
+            outcomes = ranks.join(LIMIT_S)
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0, -signal.SIGKILL, -signal.SIGKILL], outcomes
+    (step, first, _), (other, second, _) = (outcome.value for outcome in outcomes[:2])
+    assert step == other >= TOGETHER + 3
+    assert first != second  # each holds its own part
