@@ -21,6 +21,7 @@ AllranksError                  anything we raise on purpose; `.hint` holds the c
 │   ├── GroupAborted           a process group was taken down on purpose while somebody used it
 │   ├── HealingFailed          no peer could hand over the live state; knows how much had arrived
 │   └── RetriesExhausted       too many steps in a row were not committed
+│                              (TrainingFinished is no error but a SystemExit with code 0: this replica came too late)
 ├── DistributedSetupError      the process group could not be set up; names the missing variables (RuntimeError)
 ├── TopologyChangeError        a change of the world is refused or failed; knows both sizes
 ├── DataLoadingError           training data or its index cannot be read; knows the file
@@ -277,6 +278,20 @@ class HealingFailed(ManagerError):
         super().__init__(message, hint=hint)
         self.received_bytes = received_bytes
         self.total_bytes = total_bytes
+
+
+class TrainingFinished(SystemExit):
+    """The other replicas have finished the training: this one came too late and ends, with exit code 0.
+
+    Raised out of the training loop, so that an unchanged script trains nothing, and saves nothing after the loop.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(0)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class RetriesExhausted(ManagerError):

@@ -29,8 +29,11 @@ def dumb_decision(now: float, state: State, options: Options) -> tuple[str, tupl
         if not gone.certain and now - gone.at < options.presume_dead_s and name not in state.evicted
     }
     finished = [gone for gone in state.gone.values() if gone.finished]
-    late = now < state.finished_at + options.finished_hold_s and len(asking) <= state.largest / 2
-    if finished and not continuing and not silent and late:
+    held = bool(finished) and now < state.finished_at + options.finished_hold_s and not silent
+    done = max((gone.step for gone in finished), default=-1)
+    few = not continuing and len(asking) <= state.largest / 2
+    behind = max(member.step for member in asking.values()) < done and len(asking) < state.largest
+    if held and not continuing - set(asking) and (few or behind):
         return "finished", (), ()
     group = continuing if continuing or silent else set(eligible)
     idle = {name for name in group if name not in asking}

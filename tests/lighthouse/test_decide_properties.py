@@ -106,9 +106,9 @@ class JobLife:
             assert not self.state.yielding and self.state.number >= self.reported.number
             self.reported = None
 
-    def finish(self, name: str) -> None:
+    def finish(self, name: str, step: int = -1) -> None:
         if name in self.state.replicas:
-            self.state.leave(self.now, name, "through")
+            self.state.leave(self.now, name, "through", step)
             self.state.finish(self.now, name)
 
     def all_finish(self) -> None:
@@ -245,7 +245,7 @@ EVENTS = st.one_of(
     _event("lighthouse_restarts"),
     _event("lighthouse_forgets"),
     _event("member_reports"),
-    _event("finish", name=names),
+    _event("finish", name=names, step=st.integers(-1, 3)),
     _event("all_finish"),
     _event("form"),
     _event("one_step"),

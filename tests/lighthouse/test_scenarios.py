@@ -75,9 +75,10 @@ class Play:
         for name in names:
             self.state.leave(self.now, name, "bye")
 
-    def do_finishes(self, *names: str) -> None:
-        for name in names:
-            self.state.leave(self.now, name, "through")
+    def do_finishes(self, *words: str) -> None:
+        step = next((int(word.removeprefix("step=")) for word in words if "=" in word), -1)
+        for name in (word for word in words if "=" not in word):
+            self.state.leave(self.now, name, "through", step)
             assert self.state.finish(self.now, name)
 
     def do_restarts(self, name: str) -> None:
@@ -121,7 +122,8 @@ class Play:
         decision, reason = decide(self.now, self.state, self.state.options)
         if not isinstance(decision, Form):
             until = "" if decision.until is None else f" (again at {decision.until:g})"
-            return [f"wait, {decision.rule}{until}: {reason}"]
+            refused = f", refuses {' '.join(decision.refused)}" if decision.refused else ""
+            return [f"wait, {decision.rule}{until}{refused}: {reason}"]
         quorum = self.state.next_quorum(decision.members, decision.spares, reason)
         self.state.form(quorum)
         return self._shown(quorum, decision.rule)

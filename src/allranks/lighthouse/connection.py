@@ -249,7 +249,7 @@ class Connection(asyncio.Protocol):
             self.deliver(waiting, encode(waiting))
         elif isinstance(message, messages.Leave):
             self._session = None
-            service.leave(session, message.reason, message.finished)
+            service.leave(session, message.reason, message.finished, message.term, message.step)
             self.close()
         elif isinstance(message, messages.Died):
             self._session = None

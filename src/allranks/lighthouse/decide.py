@@ -5,9 +5,11 @@ The rules, in order; the first that speaks decides:
   starting    this lighthouse has just started, or somebody is about to tell the quorum of an earlier one: replicas
               that train already come first, nobody new forms a quorum of its own before they had the time
               to come back
-  finished    the training is over: members said so, and none of the others is left. Who comes now is late and
-              would begin anew, alone. A new training begins when more than half as many ask as trained
-              before, when one is let in by hand, or after a while
+  finished    the training is over: members reported so, and none of the others is left, or those who are left have
+              not as many steps as the finished state (they were healing when the source finished). Who comes now
+              is late and is refused after LATE_S. A new training begins when more than half as many ask as
+              trained before (all of them, where the finished step is known and theirs is lower), when one is
+              let in by hand, or after a while
   stragglers  members of the last quorum live but do not ask yet (at the very first quorum: anybody connected);
               they are waited for until the join timeout, counted from the first member that asked (a
               newcomer or spare that waits for long must not cost a member its place)
@@ -29,6 +31,9 @@ from allranks.lighthouse.options import Options
 from allranks.lighthouse.state import State
 from allranks.model.cluster import Member
 
+LATE_S = (
+    5.0  # so long one that comes after the end is kept waiting for others that begin a new training with it
+)
 _NAMED = 8  # reasons name at most so many replicas
 
 
@@ -48,6 +53,7 @@ class Wait:
     rule: str
     missing: tuple[str, ...] = ()  # who is waited for, as far as we know their names
     until: float | None = None
+    refused: tuple[str, ...] = ()  # they ask too late, and nobody came to begin a new training with them
 
 
 Decision = Form | Wait
@@ -61,10 +67,11 @@ def decide(now: float, state: State, options: Options) -> tuple[Decision, str]:
         return Wait("nobody", until=later), f"nobody asks for a quorum{pausing}"
     if now < state.settling_until:
         return Wait("starting", until=_earliest(state.settling_until, later)), _starting(state)
-    if state.over and 2 * len(state.asking) <= state.largest:
-        until = state.finished_at + options.finished_hold_s
-        if now < until:
-            return Wait("finished", until=_earliest(until, later)), _finished(state)
+    if state.too_late and now < (until := state.finished_at + options.finished_hold_s):
+        late = {name: replica.asked_at + LATE_S for name, replica in state.asking.items()}
+        refused = tuple(sorted(name for name, at in late.items() if now >= at))
+        until = min([until, *(at for at in late.values() if now < at)])
+        return Wait("finished", until=_earliest(until, later), refused=refused), _finished(state)
     by_last = bool(state.continuing or state.silent)
     idle = state.continuing_not_asking if by_last else state.idle
     askers = state.asking_veterans if by_last else state.asking
@@ -197,9 +204,13 @@ def _starting(state: State) -> str:
 
 def _finished(state: State) -> str:
     late = "is" if len(state.asking) == 1 else "are"
+    done = max(state.gone[name].step for name in state.finishers)
+    at, enough = f" at step {done}" if done >= 0 else "", f"more than half of {state.largest}"
+    if done >= 0:
+        enough = f"{state.largest} replicas"
     return (
-        f"the training is over ({listed(state.finishers)} finished in quorum {state.number}): "
-        f"{listed(state.asking)} {late} too late; a new one begins when more than half of {state.largest} ask, "
+        f"the training is over ({listed(state.finishers)} finished{at} in quorum {state.number}): "
+        f"{listed(state.asking)} {late} too late; a new one begins when {enough} ask, "
         "or one is let in (`allranks lighthouse let-in`)"
     )
 

@@ -59,6 +59,8 @@ class Leave:
 
     reason: str = ""
     finished: bool = False  # its training is over: it was not only told to go
+    term: int = 0  # of the group that committed its last step
+    step: int = -1  # steps that its state has; -1: not known
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Refused:
-    """No. code: token | version | moved | evicted | superseded | full | draining | garbage."""
+    """No. code: token | version | moved | evicted | superseded | full | draining | garbage | finished."""
 
     code: str
     message: str

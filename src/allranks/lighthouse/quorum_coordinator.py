@@ -14,6 +14,7 @@ from typing import Protocol
 from allranks.lighthouse.codec import encode
 from allranks.lighthouse.decide import Form, Wait, decide, find_broken, find_wanted
 from allranks.lighthouse.event_log import EventLog
+from allranks.lighthouse.messages import Refused
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.persisted_state import Kept
 from allranks.lighthouse.sessions import Sessions
@@ -177,8 +178,20 @@ class QuorumCoordinator:
         if decision.rule != self._rule and self.waiting:
             self.timers.call_later(_LASTING_S, self._tell_waiting, decision.rule, self.state.round)
         self._rule = decision.rule
+        self._turn_away(decision.refused, reason)
         self._call_members()
         self._plan(decision.until, now)
+
+    def _turn_away(self, names: tuple[str, ...], reason: str) -> None:
+        """The training is finished: these replicas learn it instead of a quorum."""
+        refused = Refused("finished", reason)
+        for name in names:
+            self.state.withdraw(name)
+            for session in self.sessions.of(name):
+                session.asking = None
+                if session.peer is not None:
+                    session.peer.deliver(refused, encode(refused))
+            self.bulletin.event("refused", f"{name} came too late: the training is finished", name)
 
     def _tell_waiting(self, rule: str, round_: int) -> None:
         """A wait is told when it lasts, once per rule: not at every step, nor for each replica that comes."""

@@ -306,8 +306,10 @@ class Service:
 
     # ---- going ------------------------------------------------------------------------------------------
 
-    def leave(self, session: Session, reason: str, finished: bool = False) -> None:
-        """The replica goes in good order; `finished`: because its training is over."""
+    def leave(
+        self, session: Session, reason: str, finished: bool = False, term: int = 0, step: int = -1
+    ) -> None:
+        """The replica goes in good order (see messages.Leave)."""
         name = session.replica
         if session.observer or name not in self.state.replicas:
             self._drop(session)
@@ -315,10 +317,10 @@ class Service:
                 self.agents.leave(name, reason)
             return
         number, targets = self._number_of(name), self._concerned(name)
-        self.state.leave(self.now(), name, reason)
+        self.state.leave(self.now(), name, reason, step)
         self._drop(session)
         self.bulletin.event("left", f"{name} left: {reason or 'no reason given'}", name, number)
-        self.bulletin.tell(MemberLeft(name, reason, number), targets)
+        self.bulletin.tell(MemberLeft(name, reason, number, term, step), targets)
         self.former.soon()
         if finished:
             self._finishing.add(session.session)

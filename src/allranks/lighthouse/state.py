@@ -45,6 +45,7 @@ class Gone:
     certain: bool  # False: only silent, may be training on behind a cut network
     left: bool = False  # said good-bye
     finished: bool = False  # its training is over
+    step: int = -1  # steps that its state had; -1: not known
 
 
 @dataclass
@@ -117,9 +118,11 @@ class State:
         self.losses[name] = (*self._recent_losses(now, name), now)
         self._depart(now, replica, reason, certain)
 
-    def leave(self, now: float, name: str, reason: str) -> None:
-        """It said good-bye."""
+    def leave(self, now: float, name: str, reason: str, step: int = -1) -> None:
+        """It left in good order, with a state of `step` steps."""
         self._depart(now, self.replicas.pop(name), reason, certain=True, left=True)
+        if name in self.gone:
+            self.gone[name] = replace(self.gone[name], step=step)
 
     def finish(self, now: float, name: str) -> bool:
         """A member that is gone was through with its training; False when nothing is known of it."""
@@ -135,6 +138,16 @@ class State:
         """Whether the training is over: members have finished, and none is left that could go on."""
         return bool(self.finishers) and not self.continuing and not self.silent
 
+    @property
+    def too_late(self) -> bool:
+        """Whether those who ask could only repeat steps of a training that is finished, and nobody else trains."""
+        if not self.finishers or self.continuing_not_asking or self.silent:
+            return False
+        done = max(self.gone[name].step for name in self.finishers)
+        asked = max((replica.asking.step for replica in self.asking.values() if replica.asking), default=0)
+        behind = asked < done and len(self.asking) < self.largest
+        return behind or (not self.continuing and 2 * len(self.asking) <= self.largest)
+
     def evict(self, name: str, reason: str) -> None:
         """It stays out until it is let in, also under a new session."""
         self.evicted[name] = reason
@@ -149,7 +162,7 @@ class State:
         """Takes an eviction back, forgives flapping, and lets a new training begin after one that is over; False
         when there was nothing to take back."""
         had = self.evicted.pop(name, None) is not None or name in self.cooling
-        if self.over and name in self.replicas:
+        if (self.over or self.too_late) and name in self.replicas:
             had, self.largest = True, 0
             for finisher in list(self.finishers):
                 self.gone[finisher] = replace(self.gone[finisher], finished=False)

@@ -9,7 +9,7 @@ from allranks.model.cluster import Incident, Quorum
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened. `kind`: connected, returned, lost, left, finished, evicted, let_in, quorum,
+    """One thing that happened. `kind`: connected, returned, lost, left, finished, refused, evicted, let_in, quorum,
     waiting, incident, collect, leader, stalled."""
 
     at: float  # Unix time, for people only

@@ -9,7 +9,9 @@ pending collective, a new group is made beside the running computation, and the 
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +30,7 @@ from allranks.manager.heal.fetch import Fetch
 from allranks.manager.heal.state import LiveState
 from allranks.manager.options import ManagerOptions, WorldSizeMode, from_environment
 from allranks.manager.resources import Opened
-from allranks.manager.training import TrainingState, last_word
+from allranks.manager.training import TrainingState
 from allranks.manager.votes import Vote
 from allranks.manager.work import ManagedWork
 
@@ -200,7 +202,9 @@ class Manager:
             number = generation.number if generation is not None else 0
             with self.training.parking():
                 numbers = inside.exchange(number, waiting)
-            if generation is not None and numbers == {number}:  # also if it broke meanwhile: the others go on too
+            if generation is not None and numbers == {
+                number
+            }:  # also if it broke meanwhile: the others go on too
                 self.training.attempt.generation = generation
                 return
             if 0 in numbers:
@@ -318,25 +322,41 @@ class Manager:
 
     # ---- end ----
 
-    def shutdown(self, wait: bool = True, reason: str = "left") -> None:
-        """Says good-bye: the others go on at once, without an error. Any number of times."""
+    def finish(self) -> None:
+        """The training is finished, for the whole job: a replica that comes later trains nothing and exits with 0."""
+        self._close("finished", finished=self.training.step > 0)
+
+    def shutdown(self, wait: bool = True, reason: str = "") -> None:
+        """Leaves in good order: the others go on at once, without an error. Any number of times.
+
+        Without a reason, and outside of an exception's handling, it means `finish`, as at the end of a script.
+        """
+        if reason or sys.exc_info()[0] is not None:
+            self._close(reason or "left", finished=False)
+        else:
+            self.finish()
+
+    def __enter__(self) -> Manager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._close("left" if kind else "finished", finished=kind is None and self.training.step > 0)
+
+    def _leave_at_exit(self) -> None:
+        """The script ended without `shutdown`, perhaps by an exception: it has not finished."""
+        self._close("left", finished=False)
+
+    def _close(self, reason: str, finished: bool) -> None:
         with self._life:
             opened, self._opened = self._opened, None
         if opened is None:
             return
         with self.training.changed:
             self.training.closing = True
-            position = (self.training.term, self.training.step)
             self.training.changed.notify_all()
-        atexit.unregister(self.shutdown)
+        atexit.unregister(self._leave_at_exit)
         record.announce("leaving", up_to_s=120.0)  # saving and ending are no hang
-        opened.close(last_word(reason, position))
-
-    def __enter__(self) -> Manager:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
+        opened.close(reason, finished)
 
     # ---- inside ----
 
@@ -353,7 +373,10 @@ class Manager:
                 opened = Opened(self.options, self.training, self.group)
                 live = LiveState(self._read_state, self._moving_places, lambda: self._volatile)
                 self._opened = opened.start(live, lambda: bool(self._wrapped))
-                atexit.register(self.shutdown)
+                atexit.register(
+                    gc.freeze
+                )  # else the interpreter visits all objects of torch again: 2 s of a busy CPU
+                atexit.register(self._leave_at_exit)
             return self._opened
 
     def _mark_settled(self) -> None:

@@ -18,7 +18,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from allranks.errors import AllranksError, GroupAborted, HealingFailed, ManagerError
+from allranks.errors import (
+    AllranksError,
+    GroupAborted,
+    HealingFailed,
+    LighthouseRefused,
+    ManagerError,
+    TrainingFinished,
+)
 from allranks.lighthouse.client.client import Client
 from allranks.manager.groups.abandonable_call import AbandonableCall
 from allranks.manager.groups.cpp_log import silenced
@@ -72,13 +79,23 @@ class Regrouper:
         while self.training.wait_until_wanted():
             try:
                 generation = self._regroup()
+            except LighthouseRefused as error:
+                if error.code == "finished":
+                    log.warning("this replica exits: %s", error)
+                    self.training.finish_regrouping(TrainingFinished(str(error)))
+                else:
+                    self._no_quorum(error)
+                continue
             except Exception as error:
-                if not self.training.closing:
-                    log.error("no quorum: %s", error)
-                self.training.finish_regrouping(error)
+                self._no_quorum(error)
                 continue
             self.training.finish_regrouping()
             self._take_state(generation)
+
+    def _no_quorum(self, error: Exception) -> None:
+        if not self.training.closing:
+            log.error("no quorum: %s", error)
+        self.training.finish_regrouping(error)
 
     def interrupt(self, number: int, reason: str) -> None:
         """A member of the quorum that is being made, or heals us, is gone: do not wait for it."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from allranks.channel.keys import Keyring
 from allranks.errors import ManagerError
 from allranks.manager.plan import Claim
-from allranks.manager.vote_mesh import Voter, VoteMesh
+from allranks.manager.vote_mesh import VoteMesh, Voter
 from allranks.model.cluster import Member
 
 _LOOK_S = 0.005

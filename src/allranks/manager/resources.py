@@ -39,7 +39,9 @@ from allranks.model.cluster import (
 log = logging.getLogger("allranks.manager")
 
 _REPORT_EVERY_S = 0.1
-_DEPART_S = 5.0
+_DEPART_S = 5.0  # of waiting for the other ranks of a replica that has finished
+_DEPART_UNFINISHED_S = 0.5
+_CLOSE_S = 2.0  # of waiting for each thread
 
 
 @dataclass(eq=False)
@@ -95,13 +97,13 @@ class Opened:
             self._reported = now
             self.client.report(step=step, progress=step)
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, finished: bool) -> None:
         """Leaves, stops the thread, closes the groups and the servers."""
         try:
-            self.regrouper.inside.depart(_DEPART_S)
+            self.regrouper.inside.depart(_DEPART_S if finished else _DEPART_UNFINISHED_S)
         except RuntimeError:
             pass  # the rank that hosts the store is gone already
-        self.client.leave(reason)
+        self.client.leave(reason, finished, *self.training.position)
         generation = self.training.generation
         if generation is not None:
             generation.over = True
@@ -111,8 +113,8 @@ class Opened:
         self.group.shutdown()
         self.regrouper.cancel()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=10.0)
-        self.client.close()
+            self._thread.join(_CLOSE_S)
+        self.client.close(_CLOSE_S)
         self.server.close()
         self._store = None
 
@@ -186,8 +188,9 @@ class Opened:
             log.info("the lighthouse is now %s", notice.address)
 
     def _somebody_went(self, notice: MemberLost | MemberLeft | Evicted) -> None:
-        act = self.options.proactive or isinstance(notice, MemberLeft)
-        if self.training.lost(notice.number, notice.reason, act):
+        left = isinstance(notice, MemberLeft)
+        position = (notice.term, notice.step) if isinstance(notice, MemberLeft) and notice.step >= 0 else None
+        if self.training.lost(notice.number, notice.reason, self.options.proactive or left, position):
             log.warning("quorum %d: %s is gone: %s", notice.number, notice.replica, notice.reason)
         self.regrouper.interrupt(notice.number, notice.reason)
 

@@ -7,7 +7,6 @@ while APPLYING, and a claim made to the lighthouse stays true until its answer h
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -18,15 +17,9 @@ from allranks.manager.groups.generation import Attempt, Generation
 from allranks.manager.phase import Phase, may_ask
 from allranks.manager.plan import Claim, Position
 
-_LAST_WORD = re.compile(r"\[term (\d+) step (\d+)\]")
 _REMEMBERED_LOSSES = 64
 _REMEMBERED_TRANSFERS = 8  # quorums; only the one that is being made matters
 _LOOK_S = 0.2  # how often we look whether a peer is gone without notice
-
-
-def last_word(reason: str, position: Position) -> str:
-    """A reason for leaving that tells the others where we stood: their doubtful step may hang on it."""
-    return f"{reason} [term {position[0]} step {position[1]}]"
 
 
 @dataclass(eq=False)
@@ -49,11 +42,11 @@ class TrainingState:
     news: str = ""  # raised in the next vote
     forming: int = 0  # number of the quorum whose group is being made
     losses: dict[int, str] = field(default_factory=dict)  # quorum number -> what was lost
-    heard: set[Position] = field(default_factory=set)  # last words of members that left
+    heard: set[Position] = field(default_factory=set)  # states of members that left
     fetched: dict[tuple[int, int], set[int]] = field(
         default_factory=dict
     )  # quorum (order) that we do not have yet -> replicas that have fetched their state in it
-    failure: Exception | None = None  # why no quorum could be had
+    failure: BaseException | None = None  # why no quorum could be had
     eager: bool = (
         True  # the state may be read beside the computation; False: LocalSGD, DiLoCo, sharded models
     )
@@ -68,6 +61,11 @@ class TrainingState:
     def in_step(self) -> bool:
         """Whether a step is open: outside of one nothing is communicated."""
         return self.phase in (Phase.COMPUTING, Phase.REDUCING)
+
+    @property
+    def position(self) -> Position:
+        """Of the state: the term that committed it, and its steps."""
+        return self.term, self.step
 
     def begin(self) -> Attempt:
         """A new step attempt. One that left collectives without a vote has put the group out of step."""
@@ -239,7 +237,7 @@ class TrainingState:
             return True
 
     def doubtful(self, generation: Generation, reason: str, limit_s: float) -> bool:
-        """The vote was given and its result did not come: the next quorum, or a last word, decides."""
+        """The vote was given and its result did not come: the next quorum, or a member that left, decides."""
         with self.changed:
             self._break(generation, reason)
             return self._wait_for_verdict(limit_s, generation.plan.term)
@@ -294,15 +292,17 @@ class TrainingState:
 
     # ---- notices ----
 
-    def lost(self, number: int, reason: str, act: bool) -> bool:
-        """A member of quorum `number` is gone. True when that quorum is ours and was healthy until now."""
+    def lost(self, number: int, reason: str, act: bool, position: Position | None = None) -> bool:
+        """A member of quorum `number` is gone. True when that quorum is ours and was healthy until now.
+
+        `position`: of the state that it held; our doubtful step may depend on it.
+        """
         with self.changed:
             self.losses[number] = reason
             while len(self.losses) > _REMEMBERED_LOSSES:
                 self.losses.pop(min(self.losses))
-            found = _LAST_WORD.search(reason)
-            if found:
-                self.heard.add((int(found[1]), int(found[2])))
+            if position is not None:
+                self.heard.add(position)
             self.changed.notify_all()
             generation = self.generation
             if not act or generation is None or generation.number != number:
@@ -392,7 +392,7 @@ class TrainingState:
             generation.loaded = True
             self.changed.notify_all()
 
-    def finish_regrouping(self, failure: Exception | None = None) -> None:
+    def finish_regrouping(self, failure: BaseException | None = None) -> None:
         """The regrouping thread is done for now."""
         with self.changed:
             self.regrouping, self.forming = False, 0

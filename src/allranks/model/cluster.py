@@ -96,6 +96,8 @@ class MemberLeft:
     replica: str
     reason: str
     number: int = 0
+    term: int = 0  # of the group that committed its last step
+    step: int = -1  # steps that its state has; -1: not known
 
 
 @dataclass(frozen=True)

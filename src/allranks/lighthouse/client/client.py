@@ -162,10 +162,11 @@ class Client:
         if self.options.beacon:
             self._reactor.call(self._send_report)
 
-    def leave(self, reason: str = "", finished: bool = False) -> None:
-        """Good-bye: the others go on at once, nobody is told of a death. Returns when it is sent.
+    def leave(self, reason: str = "", finished: bool = False, term: int = 0, step: int = -1) -> None:
+        """Leaves in good order: the others go on at once. Returns when it is sent.
 
         `finished` says that the training is over: who comes after the last member does not begin it anew, alone.
+        `term` and `step` are those of the state that this replica held.
         """
         if self._left or self._closed:
             return
@@ -174,7 +175,7 @@ class Client:
 
         def send() -> None:
             if self._line is not None:
-                self._line.finish(encode(Leave(reason, finished)))
+                self._line.finish(encode(Leave(reason, finished, term, step)))
             sent.set()
 
         self._reactor.call(send)
@@ -482,6 +483,7 @@ _alive: weakref.WeakSet[Client] = weakref.WeakSet()
 _HINTS = {
     "token": "Give every process of the job the same ALLRANKS_TOKEN or ALLRANKS_TOKEN_FILE as the lighthouse.",
     "superseded": "Two processes use one replica name, or this one was replaced by a restart.",
+    "finished": "To begin a new training here: allranks lighthouse let-in ADDRESS REPLICA",
     "evicted": "Let it in again: allranks lighthouse let-in ADDRESS REPLICA",
 }
 
