@@ -32,8 +32,9 @@ def dumb_decision(now: float, state: State, options: Options) -> tuple[str, tupl
     held = bool(finished) and now < state.finished_at + options.finished_hold_s and not silent
     done = max((gone.step for gone in finished), default=-1)
     few = not continuing and len(asking) <= state.largest / 2
-    behind = max(member.step for member in asking.values()) < done and len(asking) < state.largest
-    if held and not continuing - set(asking) and (few or behind):
+    behind = max(member.step for member in asking.values()) < done
+    again = {name for name, gone in state.gone.items() if gone.finished} <= set(asking)
+    if held and not continuing - set(asking) and (not again if behind else few):
         return "finished", (), ()
     group = continuing if continuing or silent else set(eligible)
     idle = {name for name in group if name not in asking}

@@ -236,6 +236,12 @@ def test_options_come_from_the_argument_then_the_environment_then_the_default(
     )  # fmt: skip
 
 
+def test_the_default_group_has_the_timeout_of_its_manager() -> None:
+    """One number for one wait: not the group's own default."""
+    manager = torchft.Manager(lighthouse_addr="127.0.0.1:1", rank=0, world_size=1, timeout=7)
+    assert manager.group.timeout_s == 7.0
+
+
 def _trains_like_torchft(rank: int, world: int) -> bool:
     from allranks.torchft.coordination import LighthouseServer
     from allranks.torchft.manager import Manager

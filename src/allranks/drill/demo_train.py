@@ -180,7 +180,7 @@ def main() -> None:
             if step % 10 == 0:
                 print(f"step {step}: loss {loss:.4f}, {manager.num_participants()} replicas", flush=True)
         time.sleep(max(0.0, args.pace_s - (time.monotonic() - begin)))
-    manager.shutdown(reason="training finished")
+    manager.shutdown()
     torch.save(plain.state_dict(), args.out / f"final.{rank}.pt")
 
 

@@ -7,9 +7,9 @@ The rules, in order; the first that speaks decides:
               to come back
   finished    the training is over: members reported so, and none of the others is left, or those who are left have
               not as many steps as the finished state (they were healing when the source finished). Who comes now
-              is late and is refused after LATE_S. A new training begins when more than half as many ask as
-              trained before (all of them, where the finished step is known and theirs is lower), when one is
-              let in by hand, or after a while
+              is late and is refused after LATE_S. A new training begins when those who finished ask
+              again (where the finished step is not known: more than half as many as trained before), when one
+              is let in by hand, or after a while
   stragglers  members of the last quorum live but do not ask yet (at the very first quorum: anybody connected);
               they are waited for until the join timeout, counted from the first member that asked (a
               newcomer or spare that waits for long must not cost a member its place)
@@ -205,9 +205,8 @@ def _starting(state: State) -> str:
 def _finished(state: State) -> str:
     late = "is" if len(state.asking) == 1 else "are"
     done = max(state.gone[name].step for name in state.finishers)
-    at, enough = f" at step {done}" if done >= 0 else "", f"more than half of {state.largest}"
-    if done >= 0:
-        enough = f"{state.largest} replicas"
+    at = f" at step {done}" if done >= 0 else ""
+    enough = listed(state.finishers) if done >= 0 else f"more than half of {state.largest}"
     return (
         f"the training is over ({listed(state.finishers)} finished{at} in quorum {state.number}): "
         f"{listed(state.asking)} {late} too late; a new one begins when {enough} ask, "

@@ -145,8 +145,9 @@ class State:
             return False
         done = max(self.gone[name].step for name in self.finishers)
         asked = max((replica.asking.step for replica in self.asking.values() if replica.asking), default=0)
-        behind = asked < done and len(self.asking) < self.largest
-        return behind or (not self.continuing and 2 * len(self.asking) <= self.largest)
+        if asked < done:
+            return not self.finishers <= self.asking.keys()
+        return not self.continuing and 2 * len(self.asking) <= self.largest
 
     def evict(self, name: str, reason: str) -> None:
         """It stays out until it is let in, also under a new session."""

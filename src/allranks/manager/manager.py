@@ -95,7 +95,9 @@ class Manager:
                 "token": token,
             }
         )
-        self.group: ReconfigurableGroup = pg if pg is not None else ProcessGroupGloo()
+        self.group: ReconfigurableGroup = (
+            pg if pg is not None else ProcessGroupGloo(self.options.timeout_s)
+        )
         self.training = TrainingState()
         self._functions: dict[str, tuple[LoadFunction, SaveFunction]] = {}
         self._before_vote: list[Callable[[], None]] = []

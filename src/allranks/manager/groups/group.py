@@ -21,13 +21,14 @@ from allranks.manager.groups.abandonable_call import AbandonableCall
 from allranks.manager.groups.gloo import GlooMesh
 from allranks.manager.groups.group_spec import GroupSpec, Seconds, seconds
 from allranks.manager.groups.registered import RegisteredGroup
-from allranks.manager.groups.teardown import bury, ended, finish
+from allranks.manager.groups.teardown import destroy_later, ended, finish
 
 
 class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
     """The parts that all backends share: one current backend, replaced under a lock, delegated to by name."""
 
     backend_name = ""
+    slow_to_destroy = False  # the backend's destructor may take seconds
 
     def __init__(self, timeout: Seconds = 60.0) -> None:
         super().__init__(0, 1)
@@ -89,7 +90,7 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
             making.abandon(GroupAborted(reason))
         self._take_down(backend, gate)
         if backend is not None:
-            bury(backend, works)
+            destroy_later(backend, works, self.slow_to_destroy)
 
     def shutdown(self) -> None:
         """Takes the group down for good."""
@@ -227,7 +228,7 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
 
     def _discard(self, backend: Any) -> None:
         """It was made, but nobody wants it any more."""
-        bury(backend, ())
+        destroy_later(backend, (), self.slow_to_destroy)
 
     def _take_down(self, backend: Any, gate: threading.Lock) -> None:
         """Ends what waits in the backend; may be None. `gate` is held while it takes an operation."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from allranks.manager.groups.cpp_log import silenced
 from allranks.manager.groups.group import ReconfigurableGroup
 from allranks.manager.groups.group_spec import GroupSpec, Seconds
-from allranks.manager.groups.teardown import attend
+from allranks.manager.groups.teardown import start_attended
 
 log = logging.getLogger("allranks.manager")
 
@@ -44,6 +44,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
     """One NCCL communicator on one device (default: the training thread's current one)."""
 
     backend_name = "nccl"
+    slow_to_destroy = True
 
     def __init__(self, timeout: Seconds = 60.0, device: torch.device | None = None) -> None:
         super().__init__(timeout)
@@ -98,7 +99,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
 
     def _take_down(self, backend: Any, gate: threading.Lock) -> None:
         if backend is not None:
-            attend(
+            start_attended(
                 threading.Thread(target=_abort, args=(backend, gate), name="allranks-nccl-abort", daemon=True)
             )
 

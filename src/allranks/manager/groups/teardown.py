@@ -1,8 +1,9 @@
 """Destroying process group backends without ever waiting for them.
 
 A backend's destructor waits for its operations. gloo can miss that its sockets were shut, and an operation then
-sits there until its timeout: the destructor must not run before its operations have ended. And it must not run
-on a thread that the interpreter kills at exit: C++ then terminates the process.
+stays until its timeout: the destructor must not run before its operations have ended. And it must not run on a
+thread that the interpreter kills at exit: C++ then terminates the process. At exit nothing is destroyed any more
+that could take time: such backends are kept, and end with the process.
 """
 
 from __future__ import annotations
@@ -14,22 +15,27 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+EXIT_S = 1.0  # the longest that the end of a process waits for teardowns
 _POLL_S = 0.02
 _PATIENCE_S = 120.0  # longer than any timeout of an operation that we know of
-_hurry = threading.Event()
+_exiting = threading.Event()
 _threads: set[threading.Thread] = set()
 _lock = threading.Lock()
 _registered = False
 
 
-def bury(backend: Any, works: Sequence[Any]) -> None:
-    """Destroys a backend once its works have ended, in a thread of its own. Give no reference away."""
-    grave = [backend]
-    attend(threading.Thread(target=_dig, args=(grave, list(works)), name="allranks-bury", daemon=True))
+def destroy_later(backend: Any, works: Sequence[Any], keep_at_exit: bool = False) -> None:
+    """Destroys a backend once its works have ended, in a thread of its own. Give no reference away.
+
+    `keep_at_exit`: its destructor may take seconds; not while the process ends.
+    """
+    last = [backend]
+    args = (last, list(works), keep_at_exit)
+    start_attended(threading.Thread(target=_destroy, args=args, name="allranks-teardown", daemon=True))
 
 
-def attend(thread: threading.Thread) -> None:
-    """Starts a thread that works on a backend; the process does not end before it has (see `finish`)."""
+def start_attended(thread: threading.Thread) -> None:
+    """Starts a thread that works on a backend; the end of the process waits for it a little (see `finish`)."""
     global _registered
     with _lock:
         _threads.difference_update([each for each in _threads if each.ident and not each.is_alive()])
@@ -40,27 +46,29 @@ def attend(thread: threading.Thread) -> None:
         _threads.add(thread)
 
 
-def finish(limit_s: float = 10.0) -> None:
-    """Waits for burials and aborts; a backend with an operation that does not end is kept until the process is gone."""
-    _hurry.set()
+def finish(limit_s: float = EXIT_S) -> None:
+    """Waits for teardowns, at most `limit_s`: what does not end by then is kept until the process is gone."""
+    _exiting.set()
     deadline = time.monotonic() + limit_s
     with _lock:
         waiting = list(_threads)
     for thread in waiting:
         thread.join(max(0.0, deadline - time.monotonic()))
-    _hurry.clear()
+    with _lock:
+        _threads.difference_update(waiting)  # waited for once: the next end need not
+    _exiting.clear()
 
 
-def _dig(grave: list[Any], works: list[Any]) -> None:
+def _destroy(last: list[Any], works: list[Any], keep_at_exit: bool) -> None:
     deadline = time.monotonic() + _PATIENCE_S
     time.sleep(_POLL_S)  # a call that is just entering the backend must not end up as its last owner
     while works and not all(ended(work) for work in works) and time.monotonic() < deadline:
-        if _hurry.wait(_POLL_S):
+        if _exiting.wait(_POLL_S):
             break
-    if not all(ended(work) for work in works):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(grave[0]))  # never destroyed
+    if not all(ended(work) for work in works) or (keep_at_exit and _exiting.is_set()):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(last[0]))  # never destroyed
     works.clear()
-    grave.clear()
+    last.clear()
     with _lock:
         _threads.discard(threading.current_thread())
 

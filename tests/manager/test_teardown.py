@@ -1,0 +1,56 @@
+"""The end of a process does not wait for groups that were given up."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+
+from allranks.manager.groups import teardown
+
+
+class Backend:
+    """Stands for a native backend: what matters is whether and when it is destroyed."""
+
+
+class Work:
+    """An operation that ends when it is told to."""
+
+    def __init__(self, done: bool) -> None:
+        self.done = done
+
+    def is_completed(self) -> bool:
+        return self.done
+
+
+def _destroyed(works: list[Work], keep_at_exit: bool) -> bool:
+    backend = Backend()
+    found = weakref.ref(backend)
+    teardown.destroy_later(backend, works, keep_at_exit)
+    del backend
+    teardown.finish(limit_s=20.0)
+    gc.collect()
+    return found() is None
+
+
+@pytest.mark.parametrize(
+    ("done", "keep_at_exit", "destroyed"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_at_exit_only_what_ends_at_once_is_destroyed(done: bool, keep_at_exit: bool, destroyed: bool) -> None:
+    """A pending operation, or a destructor that may take seconds: the backend is kept until the process is gone."""
+    assert _destroyed([Work(done)], keep_at_exit) is destroyed
+
+
+def test_a_teardown_that_does_not_end_is_waited_for_once() -> None:
+    """An abort that is stuck in the driver: `shutdown` and the exit of the process do not add up their waits."""
+    stuck = threading.Event()
+    thread = threading.Thread(target=stuck.wait, daemon=True)
+    teardown.start_attended(thread)
+    teardown.finish(limit_s=0.01)
+    assert thread.is_alive()
+    teardown.finish(limit_s=60.0)  # returns at once: only hanging reaches the limit of the test
+    assert thread.is_alive()
+    stuck.set()
+    thread.join()
