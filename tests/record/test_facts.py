@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -90,14 +91,13 @@ def _all_but_one(rank: int, world: int) -> None:
     if rank == 1:
         reached("waiting")
         threading.Event().wait()
-    assert recorder.path is not None
-    threading.Thread(target=_tell_when_inside, args=(recorder.path.parent, rank), daemon=True).start()
+    threading.Thread(target=_tell_when_inside, args=(recorder.box,), daemon=True).start()
     dist.init_process_group("gloo", rank=rank, world_size=world)
 
 
-def _tell_when_inside(folder: Path, rank: int) -> None:
-    while not any(t.progress.inside and t.header.rank == rank for t in traces(folder).values()):
-        threading.Event().wait(0.01)
+def _tell_when_inside(box: Any) -> None:
+    while not box.get("inside"):
+        time.sleep(0.005)
     reached("waiting")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from datetime import timedelta
 from typing import Any
 
 from allranks.record.engine import fast
@@ -115,37 +114,30 @@ def _text(group: Any, attribute: str) -> str:
 
 
 def _ranks(group: Any, world_size: int, members: tuple[int, ...]) -> tuple[int, ...]:
-    from torch.distributed import distributed_c10d
+    import torch.distributed as dist
 
-    mapping = distributed_c10d._world.pg_group_ranks.get(group)
-    if mapping:
-        return tuple(sorted(mapping, key=mapping.__getitem__))
-    if members:
-        return members
-    listed = getattr(getattr(group, "options", None), "global_ranks_in_group", None)
-    if listed:
-        return tuple(int(rank) for rank in listed)
+    from allranks.record.torch_internals import group_ranks
+
+    known = members or group_ranks(group)
+    if known:
+        return known
     try:
         size = int(group.size())
     except Exception:  # as above
         return ()
-    if world_size < 0 and distributed_c10d.is_initialized():
-        world_size = distributed_c10d.get_world_size()
+    if world_size < 0 and dist.is_initialized():
+        world_size = dist.get_world_size()
     return tuple(range(size)) if size == world_size or world_size < 0 else ()
 
 
 def _backend(group: Any) -> str:
     """ "nccl", "gloo", …; "cpu:gloo,cuda:nccl" for a group that has several."""
     try:
-        from torch.distributed import distributed_c10d
+        from allranks.record.torch_internals import backends, group_backend
 
-        config = distributed_c10d._world.pg_map.get(group)
-        if config and config[0] != "undefined":
-            return str(config[0])
-        names = {
-            str(device.type): str(group._get_backend(device).name())
-            for device in getattr(group, "_device_types", [])
-        }
+        if config := group_backend(group):
+            return config
+        names = {str(device.type): str(backend.name()) for device, backend in backends(group)}
         if len(set(names.values())) > 1:
             return ",".join(f"{device}:{name}" for device, name in sorted(names.items()))
         return next(iter(names.values()), "") or str(group.name())
@@ -155,13 +147,7 @@ def _backend(group: Any) -> str:
 
 def timeout_ms(group: Any) -> int:
     """The group's own timeout in milliseconds; 0 when it does not tell."""
-    candidates = [group]
-    try:
-        candidates += [group._get_backend(device) for device in getattr(group, "_device_types", [])]
-    except Exception:  # as above
-        pass
-    for candidate in candidates:
-        value = getattr(getattr(candidate, "options", None), "_timeout", None)
-        if isinstance(value, timedelta):
-            return int(value.total_seconds() * 1000)
-    return 0
+    from allranks.record.torch_internals import group_timeout
+
+    value = group_timeout(group)
+    return int(value.total_seconds() * 1000) if value is not None else 0

@@ -19,11 +19,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import _distributed_c10d as c10d
+import torch.distributed as dist
 
 from allranks.blackbox.layout import Item
+from allranks.record import torch_internals as internals
 from allranks.record.calls import CALLS, Call, Reader
-from allranks.record.compiler import hide_from_compiler
 from allranks.record.dtypes import dtype_name
 from allranks.record.engine import fast
 from allranks.record.groups import GroupState, describe_group, timeout_ms
@@ -39,15 +39,9 @@ OURS = (
         f"allranks.record.{name}"
         for name in ("hook", "recording_group", "writer", "row_writer", "stack", "calls")
     ),
-    *(f"allranks.record.{name}" for name in ("groups", "dtypes", "marker")),
+    *(f"allranks.record.{name}" for name in ("groups", "dtypes", "marker", "torch_internals")),
     "allranks.blackbox.file_writer",
 )
-#: Methods that `_fast.c` can read, with the class of their options; MOVED are those of (output, input, options).
-MOVED = {
-    "_allgather_base": c10d.AllgatherOptions, "all_gather_single": c10d.AllgatherOptions,
-    "_reduce_scatter_base": c10d.ReduceScatterOptions, "reduce_scatter_single": c10d.ReduceScatterOptions,
-}  # fmt: skip
-FAST: dict[str, Any] = {"allreduce": c10d.AllreduceOptions, "broadcast": c10d.BroadcastOptions, **MOVED}
 MAX_SHAPES = 100_000  # distinct sizes remembered; further ones are worked out on every call
 
 
@@ -82,27 +76,25 @@ class Hook:
     def install(self) -> None:
         """Wraps the methods. Those that this version of torch does not have are passed over."""
         assert self.writer is not None
-        self.writer.original_wait = c10d.Work.wait
-        owners: tuple[Any, ...] = (c10d.ProcessGroup, c10d.Backend)
+        lost = internals.missing()
+        if lost:
+            warn_once(f"with torch {torch.__version__} these are not recorded: {'; '.join(lost)}")
+        self.writer.original_wait = dist.Work.wait
+        owners: tuple[Any, ...] = (dist.ProcessGroup, internals.Backend)
+        wrappers = (
+            (internals.START_BATCH, self._wrap_start), (internals.END_BATCH, self._wrap_end), ("split_group", self._wrap_split)
+        )  # fmt: skip
         for owner in owners:
             for method, (op, reader) in CALLS.items():
-                if method not in vars(owner):
-                    continue
-                original = getattr(owner, method)
-                wrapper = self._wrap(original, op, reader)
-                self._replace(owner, method, self._fast_collective(original, wrapper, method, op))
-            self._replace(owner, "_start_coalescing", self._wrap_start(owner._start_coalescing))
-            self._replace(owner, "_end_coalescing", self._wrap_end(owner._end_coalescing))
-        if hasattr(c10d.ProcessGroup, "split_group"):
-            split = c10d.ProcessGroup.split_group
-            self._replace(c10d.ProcessGroup, "split_group", self._wrap_split(split))
-        works = [
-            kind for kind in vars(c10d).values() if isinstance(kind, type) and issubclass(kind, c10d.Work)
-        ]
-        for kind in works:
-            if "wait" in vars(kind):
-                wait = kind.wait
-                self._replace(kind, "wait", self._fast_wait(wait, self._wrap_wait(wait)))
+                if method in vars(owner):
+                    original = getattr(owner, method)
+                    wrapper = self._wrap(original, op, reader)
+                    self._replace(owner, method, self._fast_collective(original, wrapper, method, op))
+            for method, wrap in wrappers:
+                if method in vars(owner):
+                    self._replace(owner, method, wrap(getattr(owner, method)))
+        for kind in internals.work_classes():
+            self._replace(kind, "wait", self._fast_wait(kind.wait, self._wrap_wait(kind.wait)))
         self._watch_cuda()
         try:
             from allranks.record.recording_group import RecordingProxies
@@ -110,9 +102,9 @@ class Hook:
             twins = RecordingProxies(self)
             twins.install()
             self._twins = twins
-            hide_from_compiler(*(sys.modules[name] for name in OURS if name in sys.modules))
+            internals.hide_from_compiler(*(sys.modules[name] for name in OURS if name in sys.modules))
         except Exception as error:  # another version of torch
-            self.lost("calls made by C++ (DDP, functional collectives)", error)
+            self.lost(internals.CPP_CALLS, error)
         self._setup = SetupCalls(self)
         self._setup.install()
 
@@ -150,9 +142,7 @@ class Hook:
         if hasattr(wrapper, "__name__"):
             wrapper.__name__ = name
             wrapper.__doc__ = getattr(owner, name).__doc__
-            wrapper._torchdynamo_disable = (
-                True  # code that is compiled leaves the graph here, as it did before
-            )
+            internals.leave_graph(wrapper)
         self._replaced.append((owner, name, wrapper, original))
         setattr(owner, name, wrapper)
 
@@ -288,13 +278,15 @@ class Hook:
         writer = self.writer
         assert writer is not None
         module = fast(writer.accelerate)
-        layout = layout_of(FAST[method]) if module is not None and method in FAST else None
+        layout = (
+            layout_of(internals.FAST[method]) if module is not None and method in internals.FAST else None
+        )
         if module is None or layout is None:
             return slow
         stacks = writer.stacks.engine if writer.stacks is not None else None
         return module.Collective(
             original, slow, writer.failed, writer.pending, writer.ring, self._counters, self._plain_shapes,
-            writer.sweep, writer.no_work, stacks, writer.box.intern(Item.NAME, op), method in MOVED, layout,
+            writer.sweep, writer.no_work, stacks, writer.box.intern(Item.NAME, op), method in internals.MOVED, layout,
         )  # fmt: skip
 
     def _fast_wait(self, original: Callable[..., Any], slow: Callable[..., Any]) -> Any:
@@ -399,8 +391,8 @@ class Hook:
 
     def _watch_cuda(self) -> None:
         """Follows calls that leave no Work by events, and asks no event while any thread captures a CUDA graph."""
-        graph = getattr(torch._C, "_CUDAGraph", None)
-        if graph is None or "capture_begin" not in vars(graph):
+        graph = internals.cuda_graph()
+        if graph is None:
             return
         writer = self.writer
         assert writer is not None

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
-from torch._C import _distributed_c10d as c10d
+from torch.distributed import ReduceOp
 
 VALUE_AT = 16  # in a pybind object: behind the reference count and the type
 BYTES = 64  # of the C++ value that are looked at; our fields are at its front
@@ -41,7 +41,7 @@ def layout_of(options: Any) -> Layout | None:
 
 
 def _layout(options: Any, memory: int) -> Layout | None:
-    operators = [getattr(c10d.ReduceOp, name) for name in ("SUM", "AVG", "MIN", "MAX", "BXOR", "PRODUCT")]
+    operators = [getattr(ReduceOp, name) for name in ("SUM", "AVG", "MIN", "MAX", "BXOR", "PRODUCT")]
     waits = [12_345, 67, 9_876_543]
     places = [
         _find(options, memory, "reduceOp", [(operator, struct.pack("B", hash(operator))) for operator in operators]),

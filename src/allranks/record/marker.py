@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from allranks.record.torch_internals import current_stream_key
+
 
 class EventMarker:
     """A CUDA event behind what is queued on the current stream. Events and streams are reused: both are dear."""
@@ -26,9 +28,9 @@ class EventMarker:
             if not torch.cuda.is_initialized():
                 return None
             cls._ready = True
-        if torch._C._cuda_isCurrentStreamCapturing():
+        key = current_stream_key()
+        if key is None:
             return None
-        key = torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())
         stream = cls._streams.get(key)
         if stream is None:
             stream = cls._streams[key] = torch.cuda.current_stream()

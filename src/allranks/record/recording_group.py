@@ -10,37 +10,28 @@ fails, the original is handed over and only the recording of C++'s own calls is 
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torch._C import _distributed_c10d as c10d
-from torch.distributed import distributed_c10d
+import torch.distributed as dist
 
+from allranks.record import torch_internals as internals
 from allranks.record.engine import fast
 
 if TYPE_CHECKING:
     from allranks.record.hook import Hook
 
-#: Methods that C++'s trampoline looks up on a Python subclass, over the versions of torch.
-METHODS = (
-    "allreduce", "allreduce_coalesced", "broadcast", "allgather", "allgather_into_tensor_coalesced",
-    "all_gather_single_coalesced", "reduce_scatter", "reduce_scatter_tensor_coalesced",
-    "reduce_scatter_single_coalesced", "alltoall_base", "all_to_all_single", "barrier", "send", "recv",
-    "_allgather_base", "_reduce_scatter_base", "all_gather_single", "reduce_scatter_single",
-)  # fmt: skip
 
-
-class RecordingProxyGroup(c10d.ProcessGroup):
+class RecordingProxyGroup(dist.ProcessGroup):
     """A group for C++ to hold. `original` is the group it stands for."""
 
     original: Any
     waits_block: Callable[[], bool]  # gloo: wait() returns when the call is over
 
 
-class WaitedWork(c10d.Work):
+class WaitedWork(dist.Work):
     """Hands C++ a Work whose wait() goes through Python: gloo's reduce_scatter never says by itself that it is over."""
 
     def __init__(self, inner: Any) -> None:
@@ -64,11 +55,10 @@ def _forward(method: str) -> Callable[..., Any]:
 
 
 _fast = fast(True)
-for _method in METHODS:
-    if hasattr(c10d.ProcessGroup, _method):
-        setattr(
-            RecordingProxyGroup, _method, _forward(_method)
-        )  # their code is that of `call`, nested in `_forward`
+for _method in internals.TRAMPOLINE:
+    if hasattr(dist.ProcessGroup, _method):
+        # Their code is that of `call`, nested in `_forward`.
+        setattr(RecordingProxyGroup, _method, _forward(_method))
 
 
 class RecordingProxies:
@@ -82,14 +72,14 @@ class RecordingProxies:
 
     def install(self) -> None:
         """Wraps the places where C++ is handed a group, and re-registers the groups that exist already."""
-        self._wrap_function("_register_process_group", self._register)
-        self._wrap_function("_unregister_process_group", self._unregister)
-        self._wrap_function("_unregister_all_process_groups", self._unregister_all)
-        self._wrap_function("_resolve_process_group", self._resolve)
-        self._wrap_function("_broadcast_coalesced", self._with_twin)
-        self._wrap_function("_verify_params_across_processes", self._with_twin)
+        self._wrap_function(internals.REGISTER, self._register)
+        self._wrap_function(internals.UNREGISTER, self._unregister)
+        self._wrap_function(internals.UNREGISTER_ALL, self._unregister_all)
+        self._wrap_function(internals.RESOLVE, self._resolve)
+        for function in internals.DDP_FUNCTIONS:
+            self._wrap_function(function, self._with_twin)
         self._wrap_reducer()
-        for group, name in list(distributed_c10d._world.pg_names.items()):
+        for name, group in internals.named_groups():
             with contextlib.suppress(Exception):  # a group that is half gone
                 self._swap(name, group)
 
@@ -97,8 +87,8 @@ class RecordingProxies:
         """Puts everything back; C++ keeps the twins it holds, which work on unrecorded."""
         for name, twin in list(self._registered.items()):
             with contextlib.suppress(Exception):  # gone meanwhile
-                self._original("_unregister_process_group")(name)
-                self._original("_register_process_group")(name, twin.original)
+                self._original(internals.UNREGISTER)(name)
+                self._original(internals.REGISTER)(name, twin.original)
         for module, name, wrapper, original in self._replaced:
             if vars(module).get(name) is wrapper:
                 setattr(module, name, original)
@@ -107,14 +97,14 @@ class RecordingProxies:
 
     def twin(self, group: Any) -> Any:
         """A recording twin of a plain ProcessGroup; the group itself where that is impossible or not needed."""
-        if type(group) is not c10d.ProcessGroup or self._hook.writer is None:
+        if type(group) is not dist.ProcessGroup or self._hook.writer is None:
             return group
         try:
             return (
-                self._make(group) if group._device_types else group
-            )  # unfinished: a twin would have no backend
+                self._make(group) if internals.backends(group) else group
+            )  # unfinished: it would have no backend
         except Exception as error:  # another version of torch: C++'s own calls go unrecorded
-            self._hook.lost("calls made by C++ (DDP, functional collectives)", error)
+            self._hook.lost(internals.CPP_CALLS, error)
             return group
 
     def _make(self, group: Any) -> RecordingProxyGroup:
@@ -126,15 +116,7 @@ class RecordingProxies:
         twin.waits_block = lambda: (
             self._hook.group(group).counters.blocking
         )  # asked late: members are not known yet
-        for device in group._device_types:
-            backend = group._get_backend(device)
-            twin._register_backend(device, _backend_type(backend), backend)
-        with contextlib.suppress(Exception):  # not every version has it
-            twin._set_default_backend(_type_of(str(group._get_backend_name())))
-        twin._set_group_name(group.group_name)
-        twin._set_group_desc(group.group_desc)
-        if getattr(group, "bound_device_id", None) is not None:
-            twin.bound_device_id = group.bound_device_id
+        internals.make_like(group, twin)
         return twin
 
     # -- the registry of names ----------------------------------------------------------------------------------
@@ -143,8 +125,8 @@ class RecordingProxies:
         twin = self.twin(group)
         if twin is group:
             return
-        self._original("_unregister_process_group")(name)
-        self._original("_register_process_group")(name, twin)
+        self._original(internals.UNREGISTER)(name)
+        self._original(internals.REGISTER)(name, twin)
         self._registered[name] = twin
 
     def _register(self, original: Callable[..., Any], name: str, group: Any) -> Any:
@@ -173,7 +155,7 @@ class RecordingProxies:
 
     def _wrap_reducer(self) -> None:
         """The reducer takes its group as fourth argument or by name."""
-        original = c10d.Reducer.__init__
+        original = dist.Reducer.__init__
         twins = self
 
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -187,43 +169,24 @@ class RecordingProxies:
             if isinstance(twin, RecordingProxyGroup):
                 twins._reducers[self] = twin  # C++ keeps the group, not its Python half
 
-        self._replaced.append((c10d.Reducer, "__init__", __init__, vars(c10d.Reducer)["__init__"]))
-        c10d.Reducer.__init__ = __init__  # type: ignore[method-assign]
+        self._replaced.append((dist.Reducer, "__init__", __init__, vars(dist.Reducer)["__init__"]))
+        dist.Reducer.__init__ = __init__
 
     # -- wrapping functions -------------------------------------------------------------------------------------
 
     def _wrap_function(self, name: str, around: Callable[..., Any]) -> None:
         """Wraps a function of _distributed_c10d in every module of torch that has taken it by name."""
-        original = getattr(c10d, name, None)
-        if original is None:
-            return
+        original, homes = internals.homes_of(name)
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return around(original, *args, **kwargs)
 
         wrapper.__name__ = name
-        wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
-        for module in [c10d, *_torch_modules()]:
-            if vars(module).get(name) is original:
-                setattr(module, name, wrapper)
-                self._replaced.append((module, name, wrapper, original))
+        internals.leave_graph(wrapper)
+        for module in homes:
+            setattr(module, name, wrapper)
+            self._replaced.append((module, name, wrapper, original))
 
     def _original(self, name: str) -> Callable[..., Any]:
         found: Callable[..., Any] = next(o for m, n, _, o in self._replaced if n == name)
         return found
-
-
-def _torch_modules() -> list[Any]:
-    return [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith("torch.distributed") and module
-    ]
-
-
-def _backend_type(backend: Any) -> Any:
-    return _type_of(str(backend.name()))
-
-
-def _type_of(name: str) -> Any:
-    return getattr(c10d.ProcessGroup.BackendType, name.upper(), c10d.ProcessGroup.BackendType.CUSTOM)

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import distributed_c10d
+import torch.distributed as dist
 
 from allranks.blackbox.layout import Item
 from allranks.model.trace import SETUP_CALLS
+from allranks.record.torch_internals import leave_graph
 
 if TYPE_CHECKING:
     from allranks.record.hook import Hook
@@ -31,7 +32,7 @@ class SetupCalls:
     def install(self) -> None:
         """Wraps the functions wherever a module has taken them by name, the user's own included."""
         for name in SETUP_CALLS:
-            original = getattr(distributed_c10d, name)
+            original = getattr(dist, name)
             wrapper = self._wrap(original, name)
             for module in list(sys.modules.values()):
                 if getattr(module, "__dict__", {}).get(name) is original:
@@ -59,7 +60,7 @@ class SetupCalls:
             finally:
                 self._guarded(self._leave, outer, name)
 
-        wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
+        leave_graph(wrapper)
         return wrapper
 
     def _guarded(self, note: Callable[..., None], *args: Any) -> None:
@@ -73,7 +74,6 @@ class SetupCalls:
     def _enter(self, number: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hook = self._hook
         assert hook.writer is not None
-        hook.writer.box.set(inside_ns=time.time_ns(), inside=number)
         if name == "init_process_group":  # (backend, init_method, timeout, world_size, rank, …)
             world_size, rank = (
                 args[at] if len(args) > at else kwargs.get(key, -1)
@@ -82,15 +82,14 @@ class SetupCalls:
             hook.on_rank(int(rank), int(world_size))
         elif name == "destroy_process_group":
             group = args[0] if args else kwargs.get("group")
-            if group is None or isinstance(
-                group, distributed_c10d.ProcessGroup
-            ):  # a stranger to it passes a number
-                hook.destroyed(None if group is distributed_c10d.group.WORLD else group)
+            if group is None or isinstance(group, dist.ProcessGroup):  # a stranger to it passes a number
+                hook.destroyed(None if group is dist.group.WORLD else group)
+        hook.writer.box.set(inside_ns=time.time_ns(), inside=number)
 
     def _leave(self, outer: int, name: str) -> None:
         hook = self._hook
         assert hook.writer is not None
         box = hook.writer.box
         box.set(inside=outer, setups=box.get("setups") + 1, inside_ns=time.time_ns())
-        if name == "init_process_group" and distributed_c10d.is_initialized():
-            hook.group(distributed_c10d.group.WORLD)
+        if name == "init_process_group" and dist.is_initialized():
+            hook.group(dist.group.WORLD)
