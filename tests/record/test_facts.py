@@ -115,6 +115,23 @@ def test_a_rank_that_waits_in_init_process_group_says_so(folder: Path, engine: s
         assert (absent.progress.inside, absent.progress.setups) == ("", 0)
 
 
+def _inner_group(rank: int, world: int) -> None:
+    os.environ["ALLRANKS_RANK"], os.environ["ALLRANKS_WORLD_SIZE"] = str(4 + rank), "8"
+    recorder = allranks.record()
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    dist.all_reduce(torch.ones(1))
+    recorder.close()
+
+
+def test_a_replica_keeps_its_place_in_the_job_whatever_its_inner_group_says(folder: Path) -> None:
+    """A group inside a replica counts from 0 in each of them; boxes of two replicas must not share a rank."""
+    with Ranks(_inner_group, 2, backend=None) as ranks:
+        ranks.values()
+    found = traces(folder)
+    assert set(found) == {4, 5}
+    assert {trace.header.world_size for trace in found.values()} == {8}
+
+
 def _fail(rank: int, world: int) -> None:
     recorder = allranks.record()
     try:

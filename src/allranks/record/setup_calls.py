@@ -74,12 +74,15 @@ class SetupCalls:
     def _enter(self, number: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hook = self._hook
         assert hook.writer is not None
-        if name == "init_process_group":  # (backend, init_method, timeout, world_size, rank, …)
-            world_size, rank = (
-                args[at] if len(args) > at else kwargs.get(key, -1)
-                for at, key in ((3, "world_size"), (4, "rank"))
+        if name == "init_process_group":
+            given = {
+                **dict(zip(("backend", "init_method", "timeout", "world_size", "rank"), args, strict=False)),
+                **kwargs,
+            }
+            rank, world_size = (
+                value if isinstance(value := given.get(key), int) else -1 for key in ("rank", "world_size")
             )
-            hook.on_rank(int(rank), int(world_size))
+            hook.on_rank(rank, world_size)
         elif name == "destroy_process_group":
             group = args[0] if args else kwargs.get("group")
             if group is None or isinstance(group, dist.ProcessGroup):  # a stranger to it passes a number
