@@ -23,6 +23,7 @@ from allranks.frtrace import (
     match_one_event,
     read_dir,
 )
+from allranks.frtrace.events import PARTING
 
 from .test_frtrace import CASES, frtrace
 
@@ -54,7 +55,22 @@ def test_two_entries_are_matched_as_torchfrtrace_matches_them() -> None:
     types = pytest.importorskip("torch.distributed.flight_recorder.components.types")
     assert types.COLLECTIVES <= COLLECTIVES and types.P2P == P2P
     rng = random.Random(7)
-    names = [*sorted(types.COLLECTIVES), "all_reduce", "send 0->1", "recv 1<-0", "send 1->0", "coalesced"]
+    newest = "allgather_coalesced" in types.COLLECTIVES  # torch 2.15, whose answers we give
+    changed = {
+        "all_to_all_single",
+        "_all_gather_base",
+        "all_gather",
+        "all_gather_into_tensor_coalesced",
+        *PARTING,
+    }
+    names = [
+        *sorted(types.COLLECTIVES if newest else types.COLLECTIVES - changed),
+        "all_reduce",
+        "send 0->1",
+        "recv 1<-0",
+        "send 1->0",
+        "coalesced",
+    ]
     sizes = [[[4, 4]], [[2, 4]], [[8, 4]], [[4, 4], [1]]]
     members = {"0": {0, 1}}
     for _ in range(3000):
@@ -81,12 +97,29 @@ def test_two_entries_are_matched_as_torchfrtrace_matches_them() -> None:
 
 def test_entries_that_are_none_are_named() -> None:
     """An operation, its ends and a version that make no sense are errors with the value in them."""
-    for name, value in (("lunch", "nccl:lunch"), ("send 0=>1", "0=>1")):
+    for name, value in (("lunch", "nccl:lunch"), ("send 0=>1", "0=>1"), ("send 0->?", "->")):
         with pytest.raises(InputError, match=value):
             Op(_event(name), {"0": {0, 1}}, "0")
     assert get_version_detail("2.10") == (2, 10)
     with pytest.raises(InputError, match="two"):
         get_version_detail("two")
+
+
+def test_a_list_of_parts_and_a_receive_from_anybody_are_matched() -> None:
+    """As torch 2.15 writes and reads them."""
+    members = {"0": {0, 1}}
+    whole, parts = [[8, 4]], [[4, 4], [4, 4]]
+    for gathered in (whole, parts):
+        event = _event("_all_gather_base", sizes=([[4, 4]], gathered))
+        assert match_one_event(event, event, members, "0").state is MatchState.FULLY_MATCHED
+    short = _event("all_gather", sizes=([[4, 4]], [[4, 4]]))
+    assert match_one_event(short, short, members, "0").state is MatchState.SIZE_OR_SYNTAX_MISMATCH
+    uneven = [_event("all_to_all_single", sizes=([[n]], [[3]])) for n in (2, 4)]
+    assert match_one_event(uneven[0], uneven[1], members, "0").state is MatchState.UNDECIDED
+    sent, anybody = _event("send 0->1"), _event("recv 1<-?")
+    assert match_one_event(sent, anybody, members, "0").state is MatchState.FULLY_MATCHED
+    assert match_one_event(anybody, sent, members, "0").state is MatchState.FULLY_MATCHED
+    assert repr(Op(anybody, members, "0")).startswith("recv(s=None d=1, ")
 
 
 def test_all_findings_of_a_group_are_printed_in_order(

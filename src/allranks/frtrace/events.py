@@ -12,7 +12,6 @@ from typing import Any
 
 from allranks.errors import InputError
 from allranks.frtrace.types import MatchInfo, MatchState
-from allranks.model.torch_dump import BACKENDS
 
 COLLECTIVES = {
     "_all_gather_base", "_broadcast_oop", "_reduce_oop", "_reduce_scatter_base", "ALLGATHER_coalesced",
@@ -24,9 +23,10 @@ COLLECTIVES = {
 P2P = {"send", "recv"}
 BATCH_ENDS = {"coalesced", "ALLGATHER_coalesced", "REDUCE_SCATTER_coalesced"}
 #: Operations of which every rank has its own input sizes, or its own output sizes.
-OWN_INPUTS, OWN_OUTPUTS = {"all_to_all", "scatter"}, {"all_to_all", "gather"}
+EXCHANGES = {"all_to_all", "all_to_all_single"}
+OWN_INPUTS, OWN_OUTPUTS = EXCHANGES | {"scatter"}, EXCHANGES | {"gather"}
 #: Operations whose one output is the inputs of all ranks, and the other way round.
-JOINING = {"all_gather", "all_gather_base", "all_gather_into_tensor_coalesced"}
+JOINING = {"all_gather", "_all_gather_base", "all_gather_into_tensor_coalesced"}
 PARTING = {"reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"}
 
 
@@ -35,9 +35,9 @@ class Op:
 
     def __init__(self, event: Mapping[str, Any], memberships: Mapping[str, set[Any]], pg_name: str) -> None:
         self.profiling_name: str = event["profiling_name"]
-        backend, _, rest = self.profiling_name.partition(":")
+        library, _, rest = self.profiling_name.rpartition(":")
         self.type, _, ends = rest.partition(" ")
-        if backend not in BACKENDS or self.type not in COLLECTIVES | P2P | BATCH_ENDS:
+        if not library or self.type not in COLLECTIVES | P2P | BATCH_ENDS:
             raise InputError(f"{self.profiling_name!r} is no operation that torchfrtrace knows")
         self.state: str = event["state"]
         self.pg_name = pg_name
@@ -54,8 +54,8 @@ class Op:
         self._ends = _ends(self.type, ends)
 
     @property
-    def src(self) -> int:
-        """The sender's rank in the group."""
+    def src(self) -> int | None:
+        """The sender's rank in the group; None for a recv from anybody."""
         return self._ends[0]
 
     @property
@@ -66,7 +66,7 @@ class Op:
     def __repr__(self) -> str:
         ends = ""
         if self.type in P2P:
-            source, target = (self._members[rank] for rank in self._ends)
+            source, target = (None if rank is None else self._members[rank] for rank in self._ends)
             ends = f"s={source} d={target}, "
         return f"{self.type}({ends}input_sizes={self.input_sizes}, state={self.state})"
 
@@ -95,11 +95,12 @@ class Op:
             return MatchInfo(MatchState.COLLECTIVE_DTYPE_MISMATCH, text)
         if self.state != other.state:
             return MatchInfo(MatchState.COLLECTIVE_STATE_MISMATCH, state_text(self.state, other.state))
-        return MatchInfo(MatchState.UNDECIDED if self.type == "all_to_all" else MatchState.FULLY_MATCHED)
+        return MatchInfo(MatchState.UNDECIDED if self.type in EXCHANGES else MatchState.FULLY_MATCHED)
 
     def _meets(self, other: Op) -> bool:
         """Whether a send and a recv are the two ends of one transfer."""
-        if {self.type, other.type} != P2P or self._ends != other._ends:
+        anybody = self.src is None or other.src is None
+        if {self.type, other.type} != P2P or self.dst != other.dst or not (anybody or self.src == other.src):
             return False
         sent, received = (self, other) if self.type == "send" else (other, self)
         return bool(sent.input_sizes == received.output_sizes)
@@ -115,11 +116,17 @@ class Op:
             return f"Expected input sizes: '{self.input_sizes}' does not match found output sizes: '{other.output_sizes}'"
         if self.type in JOINING | PARTING:
             given, taken = prod(other.input_sizes[0]), prod(other.output_sizes[0])
-            if self.type in JOINING and taken != given * self.pg_size:
+            if self.type in JOINING and not self._holds_all(other.output_sizes, self.input_sizes):
                 return f"Found input numel '{given} * pg size {self.pg_size}' does not match output numel '{taken}'"
-            if self.type in PARTING and given != taken * self.pg_size:
+            if self.type in PARTING and not self._holds_all(other.input_sizes, self.output_sizes):
                 return f"Found input numel '{given}' does not match output numel '{taken} * pg size {self.pg_size}'"
         return ""
+
+    def _holds_all(self, whole: Sequence[Sequence[int]], part: Sequence[Sequence[int]]) -> bool:
+        """Whether `whole` has room for the parts of all ranks: as one tensor, or as a list of one for each."""
+        parts = self.pg_size * sum(map(prod, part))
+        listed = len(whole) == self.pg_size * len(part) and sum(map(prod, whole)) == parts
+        return listed or prod(whole[0]) == self.pg_size * prod(part[0])
 
     def dtype_mismatch(self, other: Op) -> bool:
         """Whether dtypes differ where both sides move something; a root's side may be empty elsewhere."""
@@ -143,11 +150,13 @@ class Op:
         )
 
 
-def _ends(op: str, text: str) -> tuple[int, int]:
-    """(sender, receiver) of "1->2" or "2<-1"; (-1, -1) for collectives."""
+def _ends(op: str, text: str) -> tuple[int | None, int]:
+    """(sender, receiver) of "1->2", "2<-1" or "2<-?"; (-1, -1) for collectives."""
     if op not in P2P:
         return -1, -1
     one, arrow, two = text.partition("->" if op == "send" else "<-")
+    if op == "recv" and one.isdigit() and two == "?":
+        return None, int(one)
     if not (arrow and one.isdigit() and two.isdigit()):
         raise InputError(f"a {op} names its two ends as in 'send 1->2', not {text!r}")
     return (int(one), int(two)) if op == "send" else (int(two), int(one))
