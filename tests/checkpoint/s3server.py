@@ -19,6 +19,8 @@ from pathlib import Path
 from allranks.drill.ranks import free_port
 
 KEY, SECRET = "tester", "tester-secret"
+#: A user who may read another bucket only.
+GUEST_KEY, GUEST_SECRET = "guest", "guest-secret"
 
 
 def weed_binary() -> str | None:
@@ -47,8 +49,12 @@ class S3Server:
         self.folder.mkdir(parents=True, exist_ok=True)
         actions = ["Admin", "Read", "Write", "List", "Tagging"]
         identity = {"name": "t", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": actions}
+        guest = {
+            "name": "g", "credentials": [{"accessKey": GUEST_KEY, "secretKey": GUEST_SECRET}],
+            "actions": ["Read:elsewhere", "List:elsewhere"],
+        }  # fmt: skip
         config = self.folder / "s3.json"
-        config.write_text(json.dumps({"identities": [identity]}))
+        config.write_text(json.dumps({"identities": [identity, guest]}))
         ports = [
             f"-{name.replace('.grpc', '')}.port{'.grpc' if 'grpc' in name else ''}={port}"
             for name, port in self.ports.items()
@@ -100,17 +106,22 @@ class S3Server:
 
 class Proxy:
     """A TCP proxy in threads. `judge(request_line)` is asked about every request: None lets it pass, an HTTP
-    status answers in the server's place, "cut" closes the connection. `delay_s` slows every block down."""
+    status answers in the server's place, "cut" closes the connection. `delay_s` slows every block down. Whatever the
+    protocol, a block with `cut_on` in it closes the connection."""
 
-    def __init__(self, target: int, judge: Callable[[str], int | str | None] = lambda line: None) -> None:
+    def __init__(
+        self, target: int, judge: Callable[[str], int | str | None] = lambda line: None, cut_on: bytes = b""
+    ) -> None:
         self.target = target
+        self.cut_on = cut_on
         self.judge = judge
         self.delay_s = 0.0
         self.judged: list[str] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._sockets: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
-        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.endpoint = f"http://{self.address}"
         self._spawn(self._accept)
 
     def __enter__(self) -> Proxy:
@@ -150,6 +161,9 @@ class Proxy:
             self._spawn(self._pump, server, client)
             fresh = True
             while data := client.recv(1 << 18):
+                if self.cut_on and self.cut_on in data:
+                    self.judged.append("cut")
+                    break
                 line = data.split(b"\r\n", 1)[0].decode(errors="replace")
                 is_request = line.endswith(" HTTP/1.1") and line.split(" ")[0].isupper()
                 if fresh or is_request:

@@ -6,7 +6,9 @@ A seal proves that bytes are as they were written, not that a sane program wrote
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import add, le
 from typing import Any
 
 from allranks.checkpoint.checksum import ALGORITHMS
@@ -53,8 +55,44 @@ def check_index(raw: Mapping[str, Any]) -> None:
         _kind("header_checksum", file["header_checksum"], str)
 
 
-def check_row(row: Any) -> None:
-    """One shard of an index."""
+def check_rows(rows: Sequence[Any], files: Mapping[str, int]) -> list[tuple[Any, ...]]:
+    """The shards of an index as columns, once they were found right; `files` are its data files with their sizes.
+
+    There are as many rows as tensors: whole columns are checked first, rows one by one only where that is not enough.
+    """
+    try:
+        columns = list(zip(*rows, strict=True))
+        fine = not columns or _whole_tensors(columns, files)
+    except (KeyError, TypeError, ValueError):  # not ten columns, other types, or files of other checkpoints
+        fine = False
+    if fine:
+        return columns or [()] * 10
+    for row in rows:
+        _check_row(row, files)
+    return [
+        tuple(map(tuple, column)) if at == 2 else column for at, column in enumerate(zip(*rows, strict=True))
+    ]
+
+
+def _whole_tensors(columns: list[tuple[Any, ...]], files: Mapping[str, int]) -> bool:
+    """Whether these are whole tensors as most are; their shapes become tuples."""
+    names, dtypes, shapes, offsets, sizes, lengths, views, homes, starts, sums = columns
+    if set(map(type, chain(names, views, sums))) != {str} or set(map(type, shapes)) != {list}:
+        return False
+    if set(map(type, chain(lengths, starts, chain.from_iterable(shapes)))) != {int}:
+        return False
+    if not set(offsets) == set(sizes) == {None} or set(views) != {""} or min(starts) < 0:
+        return False
+    columns[2] = tuple(map(tuple, shapes))
+    kinds = set(zip(columns[2], dtypes, lengths, strict=True))  # few, whatever the number of tensors
+    right = (
+        min(shape, default=0) >= 0 and math.prod(shape) * ITEM_BYTES[kind] == length < 1 << 63
+        for shape, kind, length in kinds
+    )
+    return all(right) and all(map(le, map(add, starts, lengths), map(files.__getitem__, homes)))
+
+
+def _check_row(row: Any, files: Mapping[str, int]) -> None:
     name, dtype, shape, offsets, sizes, length, view, file, start, checksum = row
     for label, text in (("name", name), ("view", view), ("checksum", checksum)):
         _kind(label, text, str)
@@ -78,6 +116,8 @@ def check_row(row: Any) -> None:
         raise ValueError(f"{name}: {view!r:.80} is stored as {dtype}, not as bytes")
     if not view and length != math.prod(piece) * ITEM_BYTES[dtype]:
         raise ValueError(f"{name}: {length} bytes for {piece} of {dtype}")
+    if start + length > files.get(file, 1 << 63):
+        raise ValueError(f"{name}: bytes {start} to {start + length} of {file}, which has {files[file]}")
 
 
 def _kind(name: str, value: Any, kind: type) -> None:

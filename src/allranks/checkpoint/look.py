@@ -27,6 +27,7 @@ from allranks.errors import (
 log = logging.getLogger("allranks.checkpoint")
 #: Between two looks at a store that does not answer.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+AFTER_UNREACHABLE = 'then start again; to go on without it: CheckpointConfig(on_unreachable="ignore")'
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Looker:
         self.rules = rules
         self.stores: dict[str, Store] = {}
         self.damaged: list[tuple[Store, str, str]] = []
-        self._deadline = time.monotonic() + rules.wait_s
+        self.deadline = time.monotonic() + rules.wait_s
 
     def look(self, tier: str, spec: StoreSpec, seen: Seen) -> None:
         """Adds what a tier holds to `seen`, or what it answered instead."""
@@ -76,7 +77,7 @@ class Looker:
                 seen.unusable += unusable
                 return
             except (OSError, AllranksError) as error:
-                left = self._deadline - time.monotonic()
+                left = self.deadline - time.monotonic()
                 if left <= 0 or not _may_pass(error):
                     seen.found[tier] = []
                     seen.unanswered.append(_answer(tier, spec, error))
@@ -146,7 +147,7 @@ def refuse_to_guess(views: Sequence[Mapping[str, Any]], choice: Choice, rules: R
     raise CheckpointUnreachable(
         "; ".join(dict.fromkeys(texts)) + ". It may hold something newer, so nothing was restored",
         path=first["address"],
-        hint=f'{first["hint"]}\nthen start again; to go on without it: CheckpointConfig(on_unreachable="ignore")',
+        hint=f"{first['hint']}\n{AFTER_UNREACHABLE}",
     )
 
 
@@ -178,8 +179,10 @@ def refuse_to_start_over(
 
 
 def _ways_out(unusable: Sequence[Mapping[str, str]]) -> str:
-    stores = dict.fromkeys(one["store"] for one in unusable)
+    stores = dict.fromkeys(one["store"] for one in unusable if one["store"])
     lines = [f"allranks checkpoint verify '{store}' shows what is whole" for store in stores]
+    if any(one["tier"] == "MEMORY" for one in unusable):
+        lines.append("to go on without the snapshots in memory: manager.clear_memory_snapshots()")
     if any(one["reason"].startswith("it is of job") for one in unusable):
         lines.append(
             'give this job a path of its own, or restore the other job\'s: CheckpointConfig(from_job="NAME")'

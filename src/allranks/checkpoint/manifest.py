@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
-from allranks.checkpoint.checks import check_index, check_manifest, check_row
+from allranks.checkpoint.checks import check_index, check_manifest, check_rows
 from allranks.checkpoint.layout import Shard
 from allranks.errors import CheckpointDamaged, CheckpointValidationError
 
@@ -144,11 +145,10 @@ def decode_index(data: bytes, path: str) -> Index:
                 f"unknown columns {raw['columns']}", path=path, hint="upgrade allranks"
             )
         check_index(raw)
-        for row in raw["shards"]:
-            check_row(row)
+        columns = check_rows(raw["shards"], {file["file"]: file["bytes"] for file in raw["files"]})
         return Index(
             raw["rank"], raw["algorithm"], tuple(DataFile(**file) for file in raw["files"]),
-            tuple(_stored(*row) for row in raw["shards"]), raw["common"], raw["own"],
+            _stored(columns), raw["common"], raw["own"],
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointDamaged(f"not an index: {error}", path=path) from error
@@ -165,18 +165,22 @@ def _row(stored: StoredShard) -> list[Any]:
     return [shard.name, shard.dtype, shard.shape, *place, shard.bytes, shard.view, *stored[1:]]
 
 
-def _stored(
-    name: str, dtype: str, shape: list[int], offsets: list[int] | None, sizes: list[int] | None, length: int,
-    view: str, file: str, start: int, checksum: str,
-) -> StoredShard:  # fmt: skip
-    whole = tuple(shape)
-    if offsets is None or sizes is None:
-        return StoredShard(
-            Shard(name, dtype, whole, (0,) * len(whole), whole, length, view), file, start, checksum
-        )
-    return StoredShard(
-        Shard(name, dtype, whole, tuple(offsets), tuple(sizes), length, view), file, start, checksum
-    )
+def _stored(columns: list[tuple[Any, ...]]) -> tuple[StoredShard, ...]:
+    """Shards out of their columns; no offsets and sizes stand for a whole tensor."""
+    names, dtypes, shapes, offsets, sizes, lengths, views, *places = columns
+    zeros = [(0,) * rank for rank in range(max(map(len, shapes), default=0) + 1)]
+    starts: Iterable[Any] = map(zeros.__getitem__, map(len, shapes))
+    pieces: Iterable[Any] = shapes
+    if any(offset is not None for offset in offsets):
+        starts = [zero if o is None else tuple(o) for zero, o in zip(starts, offsets, strict=True)]
+        pieces = [shape if s is None else tuple(s) for shape, s in zip(shapes, sizes, strict=True)]
+    # tuple's constructor: a named tuple's own takes twice as long
+    shards = map(_new_shard, zip(names, dtypes, shapes, starts, pieces, lengths, views, strict=True))
+    return tuple(map(_new_stored, zip(shards, *places, strict=True)))
+
+
+_new_shard = partial(tuple.__new__, Shard)
+_new_stored = partial(tuple.__new__, StoredShard)
 
 
 def _dump(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from allranks.checkpoint.manifest import Index
 from allranks.checkpoint.restore.opened_checkpoint import Opened
 from allranks.checkpoint.restore.regions import new_targets, reading_list, stored_dtype, targets_of
-from allranks.checkpoint.restore.tensor_reader import prepare, read_whole
+from allranks.checkpoint.restore.tensor_reader import prepare
 from allranks.checkpoint.save.plan import local_parts
 from allranks.checkpoint.save.snapshot import Snapshot
 from allranks.checkpoint.state import (
@@ -22,7 +23,7 @@ from allranks.checkpoint.state import (
     unwrap,
 )
 from allranks.checkpoint.tensors import flatten, tensor_names, unflatten
-from allranks.errors import CheckpointValidationError
+from allranks.errors import CheckpointDamaged, CheckpointValidationError
 
 
 class Live:
@@ -45,10 +46,13 @@ class Live:
 
 def read_state(checkpoint: Opened, rank: int) -> CheckpointState:
     """The whole state with new CPU tensors, and every rank's own part under `rank_states`."""
-    common, own = skeletons(checkpoint, rank)
-    names = [*tensor_names(common), *(name for part in own.values() for name in tensor_names(part))]
-    tensors = read_whole(checkpoint, names)
-    return _assemble(common, own, rank, tensors)
+    with _readable(checkpoint):
+        common, own = skeletons(checkpoint, rank)
+        names = [*tensor_names(common), *(name for part in own.values() for name in tensor_names(part))]
+        targets = new_targets(checkpoint, names)
+        state = _assemble(common, own, rank, {target.name: target.tensor for target in targets})
+    prepare(checkpoint, reading_list(checkpoint, targets)).finish()
+    return state
 
 
 def prepare_into(checkpoint: Opened, live: Live, rank: int) -> Callable[[], CheckpointState]:
@@ -57,28 +61,53 @@ def prepare_into(checkpoint: Opened, live: Live, rank: int) -> Callable[[], Chec
     Raises CheckpointValidationError (also CheckpointDamaged). Calling the result does the rest, and returns the
     state around the live tensors.
     """
-    common, own = skeletons(checkpoint, rank)
-    _check_optimizer(live, common)
-    kept = _model_targets(live, common, live.strict)
-    existing, new = _optimizer_targets(checkpoint, live, common)
-    kept.update(existing)
-    private = [name for part in own.values() for name in tensor_names(part)]
-    others = [name for name in tensor_names(_without_model(common)) if name not in kept and name not in new]
-    rest = new_targets(checkpoint, [*others, *private])
+    model = flatten({"model_state_dict": live.model.state_dict()}).tensors
+    with _readable(checkpoint):
+        common, own = skeletons(checkpoint, rank)
+        _check_optimizer(live, common)
+        kept = _model_targets(model, common, live.strict)
+        existing, new = _optimizer_targets(checkpoint, live, common)
+        kept.update(existing)
+        private = [name for part in own.values() for name in tensor_names(part)]
+        others = [
+            name for name in tensor_names(_without_model(common)) if name not in kept and name not in new
+        ]
+        rest = new_targets(checkpoint, [*others, *private])
+        tensors = _Lenient({**kept, **new, **{target.name: target.tensor for target in rest}})
+        state = _assemble(common, own, rank, tensors)
     items = reading_list(checkpoint, [*targets_of(kept, live.check_first), *targets_of(new, False), *rest])
     live.torn = not live.check_first
     prepared = prepare(checkpoint, items)
-    tensors = _Lenient({**kept, **new, **{target.name: target.tensor for target in rest}})
 
     def finish() -> CheckpointState:
         live.torn = True
         prepared.finish()
-        state = _assemble(common, own, rank, tensors)
         _install(live, state)
         live.torn = False
         return state
 
     return finish
+
+
+@contextmanager
+def _readable(checkpoint: Opened) -> Iterator[None]:
+    """A skeleton that no saver of ours has made is damage, whatever Python thinks of it."""
+    try:
+        yield
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise CheckpointDamaged(
+            f"its state cannot be read: {type(error).__name__}: {error}",
+            invalid_keys=("common",),
+            path=checkpoint.path,
+        ) from error
 
 
 def copy_into(snapshot: Snapshot, live: Live) -> CheckpointState:
@@ -120,9 +149,8 @@ def _assemble(
     return state
 
 
-def _model_targets(live: Live, common: Any, strict: bool) -> dict[str, torch.Tensor]:
+def _model_targets(tensors: dict[str, torch.Tensor], common: Any, strict: bool) -> dict[str, torch.Tensor]:
     """The live tensors of the model that the checkpoint has."""
-    tensors = flatten({"model_state_dict": live.model.state_dict()}).tensors
     saved = set(tensor_names({"model_state_dict": common.get("model_state_dict", {})}))
     missing, unexpected = tuple(set(tensors) - saved), tuple(saved - set(tensors))
     if strict and (missing or unexpected):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +15,16 @@ from typing import Any, TypeVar
 from allranks.checkpoint.config import CheckpointLoadConfig, CheckpointTier
 from allranks.checkpoint.failure import hint_for, reason_of
 from allranks.checkpoint.group import Group
-from allranks.checkpoint.look import Looker, Rules, Seen, refuse_to_guess, refuse_to_start_over
+from allranks.checkpoint.look import (
+    AFTER_UNREACHABLE,
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    Looker,
+    Rules,
+    Seen,
+    refuse_to_guess,
+    refuse_to_start_over,
+)
 from allranks.checkpoint.restore.choose import Candidate, choose
 from allranks.checkpoint.restore.into_state import Live, copy_into, prepare_into, read_state
 from allranks.checkpoint.restore.opened_checkpoint import opened
@@ -21,7 +32,13 @@ from allranks.checkpoint.restore.pt_file import is_legacy, load_legacy
 from allranks.checkpoint.state import CheckpointState
 from allranks.checkpoint.stores.memory import MemorySnapshotBackend
 from allranks.checkpoint.stores.store import Store, StoreSpec, open_store, split_address
-from allranks.errors import CheckpointDamaged, CheckpointLoadError, CheckpointValidationError
+from allranks.errors import (
+    AllranksError,
+    CheckpointDamaged,
+    CheckpointLoadError,
+    CheckpointUnreachable,
+    CheckpointValidationError,
+)
 
 log = logging.getLogger("allranks.checkpoint")
 T = TypeVar("T")
@@ -65,15 +82,31 @@ class Loader:
             log.info("nothing to load: %s", choice.reason)
             return None
         log.info("loading: %s", choice.reason)
-        tried = []
+        tried: list[str] = []
+        unread: list[Candidate] = []
         for candidate in choice.candidates:
-            state, problem = self._attempt(candidate, into)
+            if unread and candidate.step < unread[0].step and not self.rules.ignore_unreachable:
+                break  # an older one is no answer to a store that does not answer
+            state, problem, unreadable = self._attempt_patiently(candidate, into, looker.deadline)
             if state is not None:
                 self.taken = candidate
                 return state
             tried.append(f"step {candidate.step} in {candidate.tier}: {problem}")
             log.warning("%s; trying the next older or slower one", tried[-1])
-        raise CheckpointLoadError(
+            if unreadable:
+                unread.append(candidate)
+        raise self._failed(tried, unread, into)
+
+    def _failed(self, tried: list[str], unread: list[Candidate], into: Live | None) -> CheckpointLoadError:
+        if unread:
+            address = self.specs[unread[0].tier].url
+            return CheckpointUnreachable(
+                f"[{unread[0].tier}] {address} stopped answering: {'; '.join(tried)}. Nothing older was restored"
+                + self._left(into),
+                path=address,
+                hint=hint_for(OSError(), unread[0].tier, address) + "\n" + AFTER_UNREACHABLE,
+            )
+        return CheckpointLoadError(
             "every checkpoint is bad: " + "; ".join(tried) + self._left(into),
             hint="\n".join(
                 f"to start from scratch: allranks checkpoint set-aside '{spec.url}' (deletes nothing)"
@@ -127,6 +160,10 @@ class Loader:
         looker, seen = Looker(self.rules), Seen(given=self.given)
         if self.memory is not None:
             seen.found["MEMORY"] = [(str(step), step) for step in self.memory.steps()]
+            seen.unusable += [
+                {"tier": "MEMORY", "store": "", "path": f"the snapshot of step {step}", "name": str(step), "reason": reason}
+                for step, reason in self.memory.damaged.items()
+            ]  # fmt: skip
         self._stores = looker.stores
         for tier, spec in self.specs.items():
             looker.look(tier, spec, seen)
@@ -142,33 +179,54 @@ class Loader:
             return ". Model and optimizer are as they were"
         return f". THE MODEL HOLDS PARTS OF STEP {self._torn.step}: build it anew before training"
 
-    def _attempt(self, candidate: Candidate, into: Live | None) -> tuple[CheckpointState | None, str]:
+    def _attempt_patiently(
+        self, candidate: Candidate, into: Live | None, deadline: float
+    ) -> tuple[CheckpointState | None, str, bool]:
+        """(state, what went wrong, whether a store that does not answer was it): read again until the deadline."""
+        pause = FIRST_PAUSE_S
+        while True:
+            state, problem, kinds = self._attempt(candidate, into)
+            unreadable = bool(kinds) and kinds <= {"unreadable", "refused"}
+            if state is not None or not unreadable or "refused" in kinds:
+                return state, problem, unreadable
+            left = min(self.group.gather(deadline - time.monotonic()))
+            if left <= 0:
+                return None, problem, True
+            log.warning(
+                "step %d in %s: %s; reading again for %.0f s", candidate.step, candidate.tier, problem, left
+            )
+            time.sleep(min(pause, left))
+            pause = min(LONGEST_PAUSE_S, 2 * pause)
+
+    def _attempt(
+        self, candidate: Candidate, into: Live | None
+    ) -> tuple[CheckpointState | None, str, set[str]]:
         """Every rank reads and checks; only if all of them succeed does any of them take it as its state."""
         if into is not None:
             into.torn = False
         with ExitStack() as held:
-            finish, problem = self._together(candidate, lambda: self._prepare(candidate, into, held))
+            finish, problem, kinds = self._together(candidate, lambda: self._prepare(candidate, into, held))
             state = None
             if finish is not None and not problem:
-                state, problem = self._together(candidate, finish)
+                state, problem, kinds = self._together(candidate, finish)
             if problem and into is not None and into.torn:
                 self._torn = candidate
-            return (None if problem else state), problem
+            return (None if problem else state), problem, kinds
 
-    def _together(self, candidate: Candidate, act: Callable[[], T]) -> tuple[T | None, str]:
-        """(result, what went wrong on any rank): it counts only if all succeed. Misfits raise on all ranks."""
+    def _together(self, candidate: Candidate, act: Callable[[], T]) -> tuple[T | None, str, set[str]]:
+        """(result, what went wrong on any rank, and how): it counts only if all succeed. Misfits raise on all ranks."""
         result, error = None, None
         try:
             result = act()
         except Exception as caught:  # the other ranks must hear of it, whatever it is
             error = caught
-        kind = "" if error is None else _kind(error)
+        kind = "" if error is None else _kind(error, candidate.tier)
         outcomes = self.group.gather([kind, "" if error is None else reason_of(error)])
         if isinstance(error, CheckpointDamaged):
             self._put_away(candidate, error.reason)
         self._raise_misfit(outcomes, error, candidate)
         bad = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(outcomes) if kind]
-        return result, "; ".join(bad)
+        return result, "; ".join(bad), {kind for kind, _ in outcomes if kind}
 
     def _raise_misfit(
         self, outcomes: list[list[str]], error: BaseException | None, candidate: Candidate
@@ -176,10 +234,10 @@ class Loader:
         """A model that does not fit fits no older checkpoint either: said at once."""
         if not any(kind == "misfit" for kind, _ in outcomes):
             return
-        if error is not None and _kind(error) == "misfit":
+        if isinstance(error, AllranksError) and _kind(error, candidate.tier) == "misfit":
             raise error
         texts = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(outcomes) if kind == "misfit"]
-        raise CheckpointLoadError("; ".join(texts), tier=candidate.tier, path=candidate.name)
+        raise CheckpointLoadError("; ".join(texts), tier=candidate.tier, path=candidate.name) from error
 
     def _prepare(
         self, candidate: Candidate, into: Live | None, held: ExitStack
@@ -207,7 +265,7 @@ class Loader:
         if candidate.tier != "MEMORY":
             self._quarantine(self._stores[candidate.tier], candidate.name, reason)
         elif self.memory is not None:
-            self.memory.drop(candidate.step)
+            self.memory.drop(candidate.step, reason)
             log.warning("[MEMORY] the snapshot of step %d is damaged (%s): let go", candidate.step, reason)
 
     def _quarantine(self, store: Store, name: str, reason: str) -> None:
@@ -232,8 +290,9 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _kind(error: BaseException) -> str:
-    """ "damaged" and "unreadable" lead on to the next candidate, "misfit" does not."""
+def _kind(error: BaseException, tier: str) -> str:
+    """ "damaged", "partial" and "gone" lead on to the next candidate, "unreadable" (for now) and "refused" only to the
+    same step in another tier, "misfit" to none."""
     if isinstance(error, CheckpointDamaged):
         return "damaged"
     if isinstance(error, CheckpointValidationError):
@@ -242,6 +301,9 @@ def _kind(error: BaseException) -> str:
             if error.missing_keys and not error.invalid_keys and "elements of" in error.reason
             else "misfit"
         )
-    if isinstance(error, (OSError, EOFError)):
-        return "unreadable"
-    return "misfit"
+    bad_sector = tier == "NVME" and isinstance(error, OSError) and error.errno == errno.EIO
+    if isinstance(error, (EOFError, FileNotFoundError)) or bad_sector:
+        return "gone"
+    if isinstance(error, PermissionError):
+        return "refused"
+    return "unreadable" if isinstance(error, OSError) else "misfit"

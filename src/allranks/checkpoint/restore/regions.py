@@ -6,6 +6,7 @@ saved chunks overlap a wanted one, so any layout loads into any other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from allranks.checkpoint.manifest import Index, StoredShard
 from allranks.checkpoint.restore.opened_checkpoint import Opened
 from allranks.checkpoint.save.plan import TORCH_DTYPES, local_parts
 from allranks.checkpoint.state import is_dtensor
-from allranks.errors import CheckpointValidationError
+from allranks.errors import CheckpointDamaged, CheckpointValidationError
 
 
 class Target(NamedTuple):
@@ -88,8 +89,33 @@ def new_targets(checkpoint: Opened, names: Iterable[str]) -> list[Target]:
     table = checkpoint.table()
     wanted = list(names)
     require(checkpoint, wanted)
+    for name in wanted:
+        _refuse_gaps(checkpoint, name, table[name])
     tensors = {name: empty_for(table[name][0][1].shard, whole=True) for name in wanted}
     return [Target(name, tensor, (0,) * tensor.dim()) for name, tensor in tensors.items()]
+
+
+def _refuse_gaps(checkpoint: Opened, name: str, stored: list[tuple[Index, StoredShard]]) -> None:
+    """Before memory is taken for a tensor: all of it must be there, and inside its files."""
+    there, shape = 0, stored[0][1].shard.shape
+    for _, one in stored:
+        if one.file.startswith("../") and one.start + one.shard.bytes > checkpoint.source(one.file).bytes:
+            raise CheckpointDamaged(f"{one.file} is cut short", invalid_keys=(name,), path=checkpoint.path)
+        elements = math.prod(one.shard.sizes)
+        if one.shard.view and elements * stored_dtype(one.shard).itemsize != one.shard.bytes:
+            raise CheckpointDamaged(
+                f"{name}: {one.shard.bytes} bytes for {elements} of {one.shard.view}", path=checkpoint.path
+            )
+        there += elements
+    if there < math.prod(shape):
+        raise _gaps(checkpoint, name, there, math.prod(shape))
+
+
+def _gaps(checkpoint: Opened, name: str, there: int, wanted: int) -> CheckpointValidationError:
+    return CheckpointValidationError(
+        f"only {there} of {wanted} elements of {name} are in this checkpoint",
+        missing_keys=(name,), path=checkpoint.path,
+    )  # fmt: skip
 
 
 def reading_list(checkpoint: Opened, targets: Sequence[Target]) -> list[Item]:
@@ -191,10 +217,7 @@ def _regions(
         found.append((index, one, Region(tuple(item.storage_offsets), tuple(item.lengths), view)))
     covered = sum(region.view.numel() for _, _, region in found)
     if covered != target.tensor.numel():
-        raise CheckpointValidationError(
-            f"only {covered} of {target.tensor.numel()} elements of {target.name} are in this checkpoint",
-            missing_keys=(target.name,), path=checkpoint.path,
-        )  # fmt: skip
+        raise _gaps(checkpoint, target.name, covered, target.tensor.numel())
     return found
 
 

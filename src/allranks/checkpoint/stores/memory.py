@@ -32,6 +32,7 @@ class MemorySnapshotBackend:
         self._snapshots: list[Snapshot] = []
         self._lock = threading.Lock()
         self._plans: dict[str, Any] = {}
+        self.damaged: dict[int, str] = {}  # step → why its snapshot was dropped, until there is a new one
 
     @property
     def num_snapshots(self) -> int:
@@ -102,7 +103,7 @@ class MemorySnapshotBackend:
                 return self.load_by_step(step)
             except CheckpointDamaged as error:
                 log.warning("[MEMORY] %s: let go, the next older one is taken", error.reason)
-                self.drop(step)
+                self.drop(step, error.reason)
         return None
 
     def load_by_step(self, step: int) -> CheckpointState | None:
@@ -127,6 +128,7 @@ class MemorySnapshotBackend:
 
     def clear(self) -> None:
         """Lets every snapshot go; their memory stays in the pool for the next one."""
+        self.damaged.clear()
         with self._lock:
             gone, self._snapshots = self._snapshots, []
         for snapshot in gone:
@@ -156,6 +158,7 @@ class MemorySnapshotBackend:
     def add(self, snapshot: Snapshot) -> None:
         """Keeps a snapshot; one that is not ready yet counts from when it is."""
         snapshot.hold()
+        self.damaged.clear()
         with self._lock:
             older = [s for s in self._snapshots if s.step == snapshot.step]
             self._snapshots = [s for s in self._snapshots if s.step != snapshot.step] + [snapshot]
@@ -163,8 +166,9 @@ class MemorySnapshotBackend:
         for replaced in older:
             _let_go(replaced)
 
-    def drop(self, step: int) -> None:
-        """Lets go of the snapshot of a step."""
+    def drop(self, step: int, reason: str) -> None:
+        """Lets go of the snapshot of a step whose bytes are not what was copied."""
+        self.damaged[step] = reason
         for snapshot in [one for one in self._ready() if one.step == step]:
             self.discard(snapshot)
 

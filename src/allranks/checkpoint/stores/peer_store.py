@@ -203,18 +203,19 @@ class PeerBlobs:
             raise first or ConnectionRefusedError(errno.ECONNREFUSED, "no snapshot keeper answers")
 
     def _anywhere(self, key: str, act: Callable[[Keeper], T]) -> T:
-        """The first keeper that has it."""
-        missing: OSError = FileNotFoundError(
-            errno.ENOENT, f"{key} is kept by no snapshot keeper that answers"
-        )
+        """The first keeper that has it. FileNotFoundError only if all of them answered that they do not."""
+        silent: OSError | None = None
         for keeper in self._nearest():
             try:
                 return self._with(keeper, act)
             except FileNotFoundError:
                 continue
             except OSError as error:
+                silent = silent or error
                 log.info("[PEER] snapshot keeper %s: %s", keeper.address, error)
-        raise missing
+        if silent is not None:
+            raise silent
+        raise FileNotFoundError(errno.ENOENT, f"{key} is kept by no snapshot keeper")
 
     def _with(self, keeper: Keeper, act: Callable[[Keeper], T]) -> T:
         if time.monotonic() < keeper.down_until:
