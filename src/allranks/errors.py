@@ -88,7 +88,7 @@ class CheckpointSaveError(CheckpointError):
         where = f" to '{path}'" if path else ""
         super().__init__(
             f"[{tier}] Failed to save checkpoint{where}: {reason}", tier=tier, path=path,
-            hint=hint or "the last good one is untouched: allranks checkpoint ls STORE shows what is there",
+            hint=hint or f"the last good one is untouched. What is there: allranks checkpoint ls '{_parent(path)}'",
         )  # fmt: skip
         self.reason = reason
 
@@ -101,7 +101,7 @@ class CheckpointLoadError(CheckpointError):
         where = f" from '{path}'" if path else ""
         super().__init__(
             f"{prefix}Failed to load checkpoint{where}: {reason}", tier=tier, path=path,
-            hint=hint or f"allranks checkpoint verify '{path or 'STORE'}' says what is whole",
+            hint=hint or f"what is whole: allranks checkpoint verify '{path or 'STORE'}'",
         )  # fmt: skip
         self.reason = reason
 
@@ -130,7 +130,7 @@ class CheckpointValidationError(CheckpointError):
             text += f"\n  Invalid keys: {sorted(invalid_keys)}"
         super().__init__(
             text, tier=tier, path=path,
-            hint=hint or f"corrupted, or of another version? allranks checkpoint verify '{path or 'STORE'}'",
+            hint=hint or f"damaged, or of another version? Look: allranks checkpoint verify '{path or 'STORE'}'",
         )  # fmt: skip
         self.reason = reason
         self.missing_keys = tuple(missing_keys)
@@ -206,6 +206,11 @@ class DataLoadingError(AllranksError):
         where = f"Failed to load data from '{file_path}': " if file_path else ""
         super().__init__(where + message, hint=hint)
         self.file_path = file_path
+
+
+def _parent(path: str) -> str:
+    """The store of a checkpoint's path."""
+    return path.rstrip("/").rpartition("/")[0] or "STORE"
 
 
 def _bullets(title: str, lines: Sequence[str]) -> str:

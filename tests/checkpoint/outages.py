@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -66,7 +68,9 @@ def make(
     spec = _SPECS[tier](setup, folder, s3, stack)
     if spec is not None and outage != "empty":
         for step in STEPS:
-            Backend(spec).save(make_state(step), checkpoint_name(step))
+            backend = Backend(spec)
+            backend.save(make_state(step), checkpoint_name(step))
+            backend.store.close()
     for step in {"newest damaged": STEPS[1:], "all damaged": STEPS}.get(outage, ()):
         _damage(spec, step, setup)
     if other:
@@ -120,8 +124,12 @@ def _start(manager: CheckpointManager, mode: str, trains: bool) -> str:
 
 
 def _nvme(setup: Setup, folder: Path, s3: S3Server, stack: contextlib.ExitStack) -> StoreSpec:
-    setup.config["nvme_path"] = str(folder / "nvme")
-    return StoreSpec(str(folder / "nvme"))
+    reachable = tempfile.mkdtemp(prefix="allranks-outage-")  # by nobody, too
+    stack.callback(shutil.rmtree, reachable, ignore_errors=True)
+    os.chmod(reachable, 0o755)
+    (folder / "disk").symlink_to(reachable)
+    setup.config["nvme_path"] = f"{reachable}/nvme"
+    return StoreSpec(f"{reachable}/nvme")
 
 
 def _s3(setup: Setup, folder: Path, s3: S3Server, stack: contextlib.ExitStack) -> StoreSpec:
@@ -217,22 +225,22 @@ def _put_between(proxy: Proxy, delay_s: float, gone: bool, stack: contextlib.Exi
 
 
 def _no_folder(setup: Setup, folder: Path, *_: Any) -> None:
-    (folder / "nvme").rename(folder / "unmounted")
-    (folder / "nvme").symlink_to(folder / "not-mounted")
+    (folder / "disk" / "nvme").rename(folder / "disk" / "unmounted")
+    (folder / "disk" / "nvme").symlink_to(folder / "not-mounted")
 
 
 def _unreadable_data(setup: Setup, folder: Path, *_: Any) -> None:
     """Manifests can be read, data cannot: a link to itself, as root and as anybody else."""
     for step in STEPS:
-        data = folder / "nvme" / checkpoint_name(step) / "rank-00000.safetensors"
+        data = folder / "disk" / "nvme" / checkpoint_name(step) / "rank-00000.safetensors"
         data.unlink()
         data.symlink_to(data)
 
 
 def _without_rights(mode: int) -> Any:
     def change(setup: Setup, folder: Path, s3: S3Server, stack: contextlib.ExitStack) -> None:
-        (folder / "nvme").chmod(mode)
-        stack.callback((folder / "nvme").chmod, 0o755)
+        (folder / "disk" / "nvme").chmod(mode)
+        stack.callback((folder / "disk" / "nvme").chmod, 0o755)
         setup.nobody = True
 
     return change
@@ -252,7 +260,7 @@ _BREAKS: dict[tuple[str, str], Any] = {
     ("PEER", "slow"): _peer_behind(delay_s=0.02),
     ("S3", "slow"): _s3_behind(delay_s=0.02),
     ("NVME", "down while training"): _without_rights(0o555),
-    ("PEER", "down while training"): _peer_behind(cut_on=b'"do": "put"'),
+    ("PEER", "down while training"): _peer_behind(cut_on=checkpoint_name(4).encode()),
     ("S3", "down while training"): _s3_behind(
         lambda line: "cut" if line.startswith(("PUT", "POST")) else None
     ),

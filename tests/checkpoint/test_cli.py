@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import enum
 import json
 import os
@@ -280,7 +281,7 @@ def test_addresses_that_lead_nowhere_are_said(tmp_path: Path, capsys: pytest.Cap
 
 def test_an_imported_pickle_must_be_trusted(tmp_path: Path) -> None:
     """As everywhere: weights only, unless the user vouches for it."""
-    torch.save(make_state(1).to_dict(), tmp_path / "full.pt")
+    torch.save({**make_state(1).to_dict(), "args": argparse.Namespace(lr=1)}, tmp_path / "full.pt")
     with pytest.raises(Exception, match="holds more than tensors"):
         import_checkpoint(tmp_path / "full.pt", str(tmp_path / "run"))
     path = import_checkpoint(

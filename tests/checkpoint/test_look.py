@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,7 +148,10 @@ def test_a_folder_without_permission_stops_the_start(tmp_path: Path) -> None:
             _start(config)
     finally:
         folder.chmod(0o755)
-    assert f"ls -ld '{folder}'" in caught.value.hint
+    named = re.search(r"ls -ld '(.*)'", caught.value.hint)
+    assert named and str(folder).startswith(
+        named[1]
+    )  # the folder, or the one above it that is closed already
 
 
 @pytest.mark.parametrize("what", ["a file", "a link to nowhere", "a link to itself"])

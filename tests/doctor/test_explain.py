@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from allranks.cli import main
 from allranks.doctor.explain import Pattern, explain, match_line, parse_line, patterns, read_lines
 
 
@@ -111,3 +115,39 @@ def test_without_times_the_rank_that_the_launcher_saw_fail_first_is_asked(tmp_pa
     )
     found = explain(read_lines([tmp_path]))
     assert found.first is not None and found.first.cause == "The program raised ValueError: bad label 77"
+
+
+def test_a_cut_packed_log_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is read as far as it goes, and named."""
+    whole = gzip.compress(b"2026-01-01 03:00:00 fine\n" + os.urandom(9000).hex().encode())
+    (tmp_path / "rank0.log.gz").write_bytes(whole[:-4000])
+    (tmp_path / "rank1.log.gz").write_bytes(b"not packed at all")
+    (tmp_path / "rank2.log").write_text("Fatal Python error: Segmentation fault\n")
+    assert main(["doctor", "explain", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "rank 2" in said and "rank0.log.gz" in said and "rank1.log.gz" in said
+    assert main(["doctor", "explain", str(tmp_path / "rank1.log.gz")]) == 2
+
+
+def test_a_packed_log_that_unpacks_to_gigabytes_takes_no_memory(tmp_path: Path) -> None:
+    """One line without an end; what came before it is explained. In a process with little memory."""
+    with gzip.open(tmp_path / "rank0.log.gz", "wb", compresslevel=1) as log:
+        log.write(b"Fatal Python error: Segmentation fault\n")
+        for _ in range(40):
+            log.write(bytes(16 << 20))
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (400 << 20, 400 << 20)); "
+        f"from allranks.cli import main; raise SystemExit(main(['doctor', 'explain', {str(tmp_path)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "segmentation" in done.stdout.lower() and "only its first 512 MiB" in done.stdout
+
+
+def test_a_warning_alone_is_told_with_what_to_do_and_is_no_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 0."""
+    (tmp_path / "log").write_text("SECURITY: Loading checkpoint with weights_only=False\n")
+    assert main(["doctor", "explain", str(tmp_path / "log")]) == 0
+    assert "what to do" in capsys.readouterr().out

@@ -77,6 +77,23 @@ LINES = [
     ('nccl_remote_error', '[rank0]: torch.distributed.DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5'),
     ('nccl_remote_error', 'node1:33:200 [0] transport/net_ib.cc:2201 NCCL WARN NET/IB: Got completion from peer 10.0.0.4<41234> with status=12 opcode=0 len=0 vendor err 129 (Send)'),
     ('connection_refused', 'ConnectionRefusedError: [Errno 111] Connection refused'),
+    ('no_route', 'node-3:12:88 [0] NCCL WARN Connect to 10.0.0.9<45123> failed : No route to host'),
+    ('no_route', '[W1115 06:22:11.123 socket.cpp:460] [c10d] The client socket has failed to connect to [node-1]:29500 (errno: 113 - No route to host).'),
+    ('no_route', 'RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:144] connect [10.0.0.9]:41221: No route to host'),
+    ('init_timeout', 'RuntimeError: Distributed initialization timed out'),
+    ('permission_denied', "[NVME] Failed to save checkpoint to '/nvme/run-1/checkpoint_step_00000500': Permission denied"),
+    ('permission_denied', "CheckpointSaveError: [NVME] Failed to save checkpoint to '/ckpt/step_5': Read-only file system"),
+    ('file_missing', "CheckpointSaveError: [NVME] Failed to save checkpoint to '/nvme/checkpoints/step_100': No such file or directory"),
+    ('file_missing', "[NVME] Failed to load checkpoint from '/nvme/old.pt': No such file"),
+    ('unsafe_pickle_refused', "SECURITY: refusing to load 'model.pt': untrusted pickle"),
+    ('unsafe_pickle_refused', "[NVME] Failed to load checkpoint from 'x.pt': it holds more than tensors and plain containers, and loading that runs code"),
+    ('unsafe_pickle', 'SECURITY: Loading checkpoint with weights_only=False enables arbitrary code execution'),
+    ('invalid_config', 'Error: min_nodes must be >= 1'),
+    ('invalid_config', 'Error: target_global_batch_size is required for constant_batch strategy'),
+    ('store_unreachable', '[S3] s3://ckpt/run-1 did not answer: 503 Service Unavailable. It may hold something newer, so nothing was restored'),
+    ('s3_unreachable', 'obstore.exceptions.GenericError: Generic S3 error: Error performing PUT http://10.0.0.1:9000/b/k in 3.2s, after 5 retries, max_retries: 5, retry_timeout: 180s  - HTTP error: error sending request'),
+    ('etcd_unwell', 'etcdserver: request timed out'),
+    ('urllib3_missing', "the launch failed: ModuleNotFoundError: No module named 'urllib3'"),
 ]  # fmt: skip
 
 
@@ -86,3 +103,11 @@ def test_a_line_of_a_library_is_known(failure: str, line: str) -> None:
     match = match_line(parse_line("log", 1, line))
     assert match is not None and match.pattern.id == failure
     assert "{" not in match.cause and "[" not in match.cause.replace(line, "")[:1]
+
+
+def test_what_to_do_about_an_unhandled_system_error_names_interface_log_and_driver() -> None:
+    """What its users search for."""
+    line = "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9"
+    match = match_line(parse_line("log", 1, line))
+    assert match is not None
+    assert all(word in match.cure for word in ("NCCL_SOCKET_IFNAME", "NCCL_DEBUG=INFO", "driver"))

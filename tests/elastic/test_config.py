@@ -302,3 +302,10 @@ def test_checking_a_file_does_not_import_torch(tmp_path: Path) -> None:
     """`allranks config` is for login nodes."""
     code = "import sys; from allranks.elastic.config import validate_config; validate_config({}); assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("deep", ["[" * 5000, "{a: " * 5000, "- " * 5000 + "x", "[" * 5000 + "]" * 5000])
+def test_values_nested_too_deeply_are_one_problem(deep: str) -> None:
+    """Not a RecursionError."""
+    result = validate_config(f"model:\n  a: {deep}\n")
+    assert not result.valid and result.errors

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from allranks.elastic.index import BuildRequest, TokenIndexFile, build_index
+from allranks.errors import InputError
 from proc import children_of, gone
 
 from .corpus import build_command, plain_loop, texts, tokens_of, write_jsonl
@@ -181,3 +182,16 @@ def test_a_build_killed_again_and_again_ends_with_the_same_index(
     build_index(BuildRequest((str(source),), str(whole), str(tokenizer_file)))
     with TokenIndexFile(output) as a, TokenIndexFile(whole) as b:
         assert a.fingerprint == b.fingerprint
+
+
+def test_touched_files_are_the_same_input_and_changed_ones_are_not(tmp_path: Path) -> None:
+    """A copy or a `touch` changes the time; a byte changes the content."""
+    corpus = tmp_path / "a.jsonl"
+    write_jsonl(corpus, texts(50))
+    request = BuildRequest((str(corpus),), str(tmp_path / "a.index"), workers=0)
+    assert build_index(request).fresh
+    os.utime(corpus, (1, 1))
+    assert not build_index(request).fresh
+    corpus.write_bytes(corpus.read_bytes().replace(b"e", b"i", 1))
+    with pytest.raises(InputError, match="built from something else"):
+        build_index(request)

@@ -8,7 +8,7 @@ import pytest
 
 from allranks.drill.ranks import Ranks
 from allranks.elastic.config import load_config
-from allranks.elastic.torchrun import ElasticTrainingConfig
+from allranks.elastic.torchrun import ElasticTrainingConfig, need_etcd_v2, obey_timeout
 from allranks.elastic.world import (
     barrier,
     broadcast_object,
@@ -19,7 +19,7 @@ from allranks.elastic.world import (
     is_main_process,
     setup_distributed_environment,
 )
-from allranks.errors import ConfigurationError, DistributedSetupError
+from allranks.errors import ConfigurationError, DistributedSetupError, InputError
 
 pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
 
@@ -130,3 +130,33 @@ def test_torchrun_flags_come_from_the_elastic_section() -> None:
         ElasticTrainingConfig(min_nodes=5)
     with pytest.raises(ConfigurationError, match="at least twice"):
         ElasticTrainingConfig(heartbeat_interval=500, heartbeat_timeout=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [
+        (["--rdzv-conf=timeout=6"], ["--rdzv-conf=join_timeout=6"]),
+        (["--rdzv_conf", "a=1,timeout=6"], ["--rdzv_conf", "a=1,join_timeout=6"]),
+        (["--rdzv-conf=timeout=6,join_timeout=9"], ["--rdzv-conf=timeout=6,join_timeout=9"]),
+        (["--nnodes", "2", "train.py", "timeout=6"], ["--nnodes", "2", "train.py", "timeout=6"]),
+    ],
+)
+def test_a_rendezvous_timeout_is_passed_on_under_the_name_that_torchrun_obeys(
+    given: list[str], passed: list[str]
+) -> None:
+    """It passes over `timeout` without a word."""
+    assert obey_timeout(given) == passed
+
+
+def test_etcd_v2_without_its_packages_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is started; etcd-v3 needs none of them."""
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name in ("etcd", "urllib3") else True
+    )
+    with pytest.raises(
+        InputError, match="--rdzv-backend etcd-v2 needs the packages python-etcd and urllib3"
+    ) as caught:
+        need_etcd_v2("etcd-v2")
+    assert "etcd-v3" in caught.value.hint
+    for backend in ("etcd-v3", "c10d", None):
+        need_etcd_v2(backend)

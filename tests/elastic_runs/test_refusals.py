@@ -41,7 +41,7 @@ def test_each_way_of_not_meeting_is_explained(tmp_path: Path, etcd: str) -> None
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         taken = f"127.0.0.1:{stranger.getsockname()[1]}"
         dead = f"127.0.0.1:{free_port()}"
-        few = "--rdzv-conf=join_timeout=3,timeout=3"
+        few = "--rdzv-conf=timeout=3"
         started = {
             "wrong id": _start(tmp_path, *_meeting(etcd, "nobody-else", "--nnodes=2", few)),
             "dead etcd": _start(tmp_path, *_meeting(dead, "any", "--nnodes=1")),

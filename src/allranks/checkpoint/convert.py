@@ -19,7 +19,7 @@ from allranks.checkpoint.restore.pt_file import read_legacy
 from allranks.checkpoint.state import CheckpointState, state_of
 from allranks.checkpoint.stores.backends import Backend
 from allranks.checkpoint.stores.store import StoreSpec, checkpoint_name, open_store, split_address
-from allranks.errors import InputError
+from allranks.errors import AllranksError, CheckpointLoadError, InputError
 
 
 def export_checkpoint(
@@ -78,7 +78,12 @@ def import_checkpoint(
 def _read(path: Path, config: CheckpointLoadConfig) -> Any:
     readers: dict[str, Callable[[], Any]] = {".safetensors": lambda: _read_safetensors(path)}
     if is_dcp(path):
-        return read_dcp(path)
+        try:
+            return read_dcp(path)
+        except AllranksError:
+            raise
+        except Exception as error:  # torch.load of a damaged entry raises whatever it likes
+            raise _damaged(path, error) from error
     if not path.is_file():
         raise InputError(
             f"'{path}' is neither a file nor a DCP folder",
@@ -88,9 +93,21 @@ def _read(path: Path, config: CheckpointLoadConfig) -> Any:
 
 
 def _read_safetensors(path: Path) -> Any:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    return load_file(str(path))
+    try:
+        return load_file(str(path))
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: BaseException) -> CheckpointLoadError:
+    first = (str(error).splitlines() or [""])[0][:200]
+    return CheckpointLoadError(
+        f"damaged, cut short, or something else ({type(error).__name__}: {first})", path=str(path),
+        hint=f"was it copied to the end? Compare its size with the original: ls -l '{path}'",
+    )  # fmt: skip
 
 
 def _write(state: CheckpointState, path: Path, kind: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from allranks.checkpoint.failure import hint_for, reason_of
+from allranks.checkpoint.failure import hint_for, reason_of, store_arguments
 from allranks.checkpoint.manifest import MANIFEST, decode_manifest
 from allranks.checkpoint.restore.choose import Choice
 from allranks.checkpoint.stores.store import Store, StoreSpec, open_store, step_in_name
@@ -168,19 +168,21 @@ def refuse_to_start_over(
         raise CheckpointLoadError(
             choice.reason,
             tier=partial[0],
-            hint="bring back the disk that is missing, or copy what the others have to it:\n"
-            "allranks checkpoint copy STORE/NAME STORE; allranks checkpoint set-aside STORE starts from scratch",
+            hint="bring back the disk that is missing, or copy what the others have to it, on that node: "
+            "allranks checkpoint copy STORE/NAME STORE\n"
+            "to start from scratch (deletes nothing), on every node: allranks checkpoint set-aside STORE",
         )
     if not rules.missing_ok:
         raise CheckpointLoadError(
             f"there is no checkpoint in {' or '.join(addresses) or 'any tier: none is configured'}",
-            hint="is this the path of the run that saved? allranks checkpoint ls STORE",
+            hint="is this the path of the run that saved? What is there: allranks checkpoint ls "
+            + (addresses[0] if addresses else "STORE"),
         )
 
 
 def _ways_out(unusable: Sequence[Mapping[str, str]]) -> str:
     stores = dict.fromkeys(one["store"] for one in unusable if one["store"])
-    lines = [f"allranks checkpoint verify '{store}' shows what is whole" for store in stores]
+    lines = [f"what is there: allranks checkpoint ls {store}" for store in stores]
     if any(one["tier"] == "MEMORY" for one in unusable):
         lines.append("to go on without the snapshots in memory: manager.clear_memory_snapshots()")
     if any(one["reason"].startswith("it is of job") for one in unusable):
@@ -188,8 +190,7 @@ def _ways_out(unusable: Sequence[Mapping[str, str]]) -> str:
             'give this job a path of its own, or restore the other job\'s: CheckpointConfig(from_job="NAME")'
         )
     lines += [
-        f"to start from scratch: allranks checkpoint set-aside '{store}' (deletes nothing)"
-        for store in stores
+        f"to start from scratch (deletes nothing): allranks checkpoint set-aside {store}" for store in stores
     ]
     return "\n".join(lines)
 
@@ -202,7 +203,7 @@ def _may_pass(error: Exception) -> bool:
 
 def _answer(tier: str, spec: StoreSpec, error: Exception) -> dict[str, str]:
     return {
-        "tier": tier, "address": spec.url, "answer": reason_of(error), "hint": hint_for(error, tier, spec.url),
+        "tier": tier, "address": spec.url, "answer": reason_of(error), "hint": hint_for(error, tier, spec.url, spec.options),
     }  # fmt: skip
 
 
@@ -211,7 +212,7 @@ def _unusable(store: Store, path: str, reason: str) -> dict[str, str]:
     name = path.removeprefix(url).strip("/").removeprefix("quarantine/")
     return {
         "tier": store.tier,
-        "store": url,
+        "store": store_arguments(url, store.spec.options),
         "path": path,
         "name": name.split("-")[0].split("/")[0],
         "reason": reason,

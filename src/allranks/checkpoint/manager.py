@@ -35,6 +35,7 @@ from allranks.checkpoint.config import (
     CheckpointLoadConfig,
     CheckpointTier,
 )
+from allranks.checkpoint.fresh import start_fresh
 from allranks.checkpoint.group import Group
 from allranks.checkpoint.look import Rules
 from allranks.checkpoint.restore.into_state import Live, install_rng
@@ -224,6 +225,7 @@ class CheckpointManager:
         loader = self._loader(tier)
         if path is not None:
             return loader.load_path(path, tier, config or CheckpointLoadConfig())
+        start_fresh(self.places, os.environ)
         return loader.load_newest(None)
 
     def restore(
@@ -241,6 +243,7 @@ class CheckpointManager:
         """
         self._settle()
         self._last = None  # the model is no longer what that step left
+        start_fresh(self.places, os.environ)
         loader = self._loader(tier, missing_ok)
         live = Live(model, optimizer, lr_scheduler, strict=strict, check_first=check_first)
         state = loader.load_newest(live)

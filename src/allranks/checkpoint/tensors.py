@@ -168,7 +168,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$bytes": base64.b64decode,
     "$complex": lambda parts: complex(float(parts[0]), float(parts[1])),
     "$dtype": lambda name: _dtype(name),
-    "$device": torch.device,
+    "$device": lambda name: _device(name),
     "$size": torch.Size,
     "$numpy": lambda pair: _numpy_scalar(pair[0], pair[1]),
     "$path": PurePath,
@@ -207,6 +207,13 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"unknown dtype {name!r}")
     return found
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {name!r}") from error
 
 
 def _numpy_scalar(dtype: str, text: str) -> Any:

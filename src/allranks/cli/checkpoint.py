@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.checkpoint.stores.store import Store, StoreSpec, open_store, split_address
-from allranks.errors import InputError
+from allranks.errors import InputError, require
 
 _ADDRESS = "a folder, or a URL: s3://BUCKET/PREFIX, gs://…, az://…, peer://HOST:PORT/JOB"
 
@@ -238,6 +238,7 @@ def _set_aside(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    require("torch", feature="allranks checkpoint export", extra="torch")
     from allranks.checkpoint.convert import export_checkpoint
 
     with (
@@ -254,6 +255,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
+    require("torch", feature="allranks checkpoint import", extra="torch")
     from allranks.checkpoint.config import CheckpointLoadConfig
     from allranks.checkpoint.convert import import_checkpoint
 
@@ -285,12 +287,23 @@ def _options(given: list[str]) -> dict[str, str]:
 @contextmanager
 def _store(address: str, options: list[str], must_exist: bool = True) -> Iterator[Store]:
     if "://" not in address and must_exist and not Path(address).is_dir():
-        raise InputError(f"no such folder: '{address}'")
+        raise _not_a_store(Path(address))
     store = open_store(StoreSpec(address, _options(options)))
     try:
         yield store
     finally:
         store.close()
+
+
+def _not_a_store(path: Path) -> InputError:
+    if not path.exists():
+        return InputError(f"no such folder: '{path}'", hint=f"what is there: ls '{path.absolute().parent}'")
+    if path.suffix in (".pt", ".pth", ".ckpt", ".bin"):
+        return InputError(
+            f"'{path}' is a file of torch.save: it has no checksums, and is no store",
+            hint=f"make a checkpoint of it: allranks checkpoint import '{path}' STORE",
+        )
+    return InputError(f"'{path}' is a file, not a store of checkpoints", hint="name the folder it is in")
 
 
 @contextmanager

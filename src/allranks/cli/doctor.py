@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,17 +135,16 @@ def _tell(found: list[Check], args: argparse.Namespace, **more: Any) -> int:
 
 def _with_config(options: DoctorOptions, path: Path) -> DoctorOptions:
     """Adds what a job configuration names: folders, bucket, etcd."""
-    from dataclasses import replace
-
     import yaml
 
     try:
         content = yaml.safe_load(path.read_text()) or {}
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise InputError(
-            f"{path} is not valid YAML: {error}", hint=f"allranks config check {path}"
+            f"{path} is not valid YAML: {error}",
+            hint=f"every mistake with its line: allranks config check {path}",
         ) from error
     checkpoint, elastic = content.get("checkpoint") or {}, content.get("elastic") or {}
     changes: dict[str, object] = {}
@@ -195,16 +194,17 @@ def _explain(args: argparse.Namespace) -> int:
         missing = [path for path in paths if not os.path.exists(path)]
         if missing:
             raise InputError(f"no such file or folder: {', '.join(missing)}")
-        try:
-            found = explain(read_lines([Path(path) for path in paths]))
-        except OSError as error:
-            raise InputError(f"cannot read {error.filename}: {error.strerror}") from error
+        unreadable: list[tuple[str, str]] = []
+        found = explain(read_lines([Path(path) for path in paths], unreadable))
+        found = replace(found, unreadable=tuple(unreadable))
+        if unreadable and not found.lines:
+            raise InputError("; ".join(f"cannot read {path}: {why}" for path, why in unreadable))
     if args.json:
         print(json.dumps(_as_json(found)))
     else:
         for line in render_explanation(found):
             print(line)
-    return 1 if found.first else 0
+    return 1 if found.first and found.first.pattern.level != "warning" else 0
 
 
 def render_explanation(found: Explanation) -> Iterator[str]:
@@ -218,6 +218,8 @@ def render_explanation(found: Explanation) -> Iterator[str]:
         yield f"  first seen: {who}{line.path}:{line.number}"
         yield f"  > {line.text.strip()[:300]}"
         yield f"  what to do: {found.first.cure}"
+    for path, why in found.unreadable:
+        yield f"not read to its end: {path}: {why}"
     for match, count in found.others:
         word = "also" if match.pattern.level != "symptom" else "followed from it"
         yield f"{word}: {match.pattern.id.replace('_', ' ')}, {count} times, first at {match.line.path}:{match.line.number}"
@@ -234,6 +236,7 @@ def _as_json(found: Explanation) -> dict[str, object]:
     return {
         "schema": 1,
         "lines": found.lines,
+        "unreadable": [{"path": path, "reason": why} for path, why in found.unreadable],
         "first": one(found.first) if found.first else None,
         "others": [one(match, count) for match, count in found.others],
     }

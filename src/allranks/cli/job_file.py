@@ -52,6 +52,7 @@ def take_defaults(args: argparse.Namespace, settings: Settings, script: list[str
         logging.getLogger().setLevel(logging.DEBUG)
     if args.incidents is None and debug["incidents"]:
         args.incidents = Path(debug["incidents"])
+    args.fresh = args.fresh or settings["checkpoint"]["fresh"]
     args.lighthouse = args.lighthouse or lighthouse["address"]
     args.no_lighthouse = args.no_lighthouse or not (lighthouse["embedded"] or lighthouse["address"])
     args.min_replicas = args.min_replicas or lighthouse["min_replicas"]

@@ -26,7 +26,7 @@ from allranks.cli.job_file import (
     read_settings,
     take_defaults,
 )
-from allranks.elastic.torchrun import ElasticTrainingConfig
+from allranks.elastic.torchrun import ElasticTrainingConfig, need_etcd_v2, obey_timeout
 from allranks.errors import InputError
 from allranks.launch.command_line import arrange, flag_value, from_environment, has_flag
 from allranks.launch.environment import JobEnvironment, job_token
@@ -50,6 +50,7 @@ FLAGS = {
     "--first-replica": True, "--total-replicas": True, "--lighthouse": True, "--no-lighthouse": False,
     "--bind": True, "--no-record": False, "--no-watch": False, "--incidents": True, "--recovery": True,
     "--notice-s": True, "--webhook": True, "--incident-store": True, "--quiet": False, "--verbose": False, "--snapshots": False,
+    "--fresh": False,
     "--no-snapshots": False, "--no-spares": False,
     "-h": False, "--help": False,
 }  # fmt: skip
@@ -127,6 +128,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-snapshots", dest="snapshots", action="store_false", help="keep none")
     parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="start from scratch: checkpoints found at the first restore are set aside (nothing is deleted)",
+    )
+    parser.add_argument(
         "--no-spares",
         action="store_true",
         help="no warm processes for restarts (they have imported torch, and use memory)",
@@ -180,10 +186,12 @@ def _run(
         args.total_replicas = args.total_replicas or total
     torchrun = [*from_environment(os.environ, torchrun), *torchrun]
     job = find_job_name(args.job, os.environ, torchrun, settings, script[0])
-    torchrun = [*_torchrun_from(settings, torchrun), *torchrun]
+    torchrun = obey_timeout([*_torchrun_from(settings, torchrun), *torchrun])
+    need_etcd_v2(flag_value(torchrun, "--rdzv-backend"))
     token = job_token(os.environ)
     folder = _folder(job)
     set_aside_earlier(folder)
+    _start_fresh(args, folder, replica_mode)
     write_token(folder / "token", token)
     lighthouse = _lighthouse(args, settings, token, replica_mode, stack, job)
     keep = args.snapshots if args.snapshots is not None else not replica_mode
@@ -289,6 +297,21 @@ def _run_replicas(
         previous = signal.signal(number, supervisor.note_signal)
         stack.callback(signal.signal, number, previous)
     return supervisor.run()
+
+
+def _start_fresh(args: argparse.Namespace, folder: Path, replica_mode: bool) -> None:
+    """Tells the ranks of --fresh; the first restore of this run obeys it, and later ones do not."""
+    if not args.fresh:
+        return
+    if replica_mode and args.lighthouse:
+        raise InputError(
+            "--fresh is not for replicas of several nodes: a node that joins later would set the others' checkpoints aside",
+            hint="once, before the first node starts: allranks checkpoint set-aside STORE",
+        )
+    from allranks.checkpoint.fresh import FRESH_VARIABLE, MARK
+
+    (folder / MARK).unlink(missing_ok=True)
+    os.environ[FRESH_VARIABLE] = "1"
 
 
 def _need_script(script: list[str], torchrun: list[str]) -> None:

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import gzip
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal, cast
 
 import yaml
 
 Level = Literal["root", "symptom", "warning"]
 MAX_LINE = 4000
+#: Bytes of one packed log that are read: a small file may unpack to any size.
+MAX_UNPACKED = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ def explain(lines: Iterable[LogLine]) -> Explanation:
         if key not in firsts or _earlier(match.line, firsts[key].line):
             firsts[key] = match
     ordered = sorted(firsts.values(), key=lambda match: _weight(match, launcher.blamed))
-    first = _long_before(ordered) or next((m for m in ordered if m.pattern.level != "warning"), None)
+    first = _long_before(ordered) or next(iter(ordered), None)  # a warning only where there is nothing worse
     seen = {first.pattern.id} if first is not None else set()
     others = [m for m in ordered if not (m.pattern.id in seen or seen.add(m.pattern.id))]  # type: ignore[func-returns-value]
     return Explanation(first, tuple((m, counts[m.pattern.id]) for m in others), total)
@@ -136,12 +139,19 @@ def _long_before(ordered: list[Match]) -> Match | None:
     return min(early, key=lambda match: match.line.at or 0.0, default=None)
 
 
-def read_lines(paths: Iterable[Path]) -> Iterator[LogLine]:
-    """The lines of log files and folders of them (plain or gz), with rank and time where they can be told."""
+def read_lines(paths: Iterable[Path], unreadable: list[tuple[str, str]] | None = None) -> Iterator[LogLine]:
+    """The lines of log files and folders of them (plain or gz), with rank and time where they can be told.
+
+    What cannot be read, or not to the end, is added to `unreadable` with the reason; the others are read.
+    """
     for path in paths:
         files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
         for file in files:
-            yield from _file_lines(file)
+            try:
+                yield from _file_lines(file)
+            except (OSError, EOFError, zlib.error, _TooLong) as error:
+                if unreadable is not None:
+                    unreadable.append((str(file), getattr(error, "strerror", None) or str(error)))
 
 
 def parse_line(path: str, number: int, text: str, rank: int | None = None) -> LogLine:
@@ -171,10 +181,27 @@ def _file_lines(file: Path) -> Iterator[LogLine]:
     opener = gzip.open if file.suffix == ".gz" else open
     last: dict[int | None, float | None] = {}
     with opener(file, "rb") as log:
-        for number, raw in enumerate(log, 1):
+        limit = MAX_UNPACKED if file.suffix == ".gz" else None
+        for number, raw in enumerate(_bounded(cast(BinaryIO, log), limit), 1):
             line = parse_line(str(file), number, raw.decode("utf-8", "replace").rstrip("\r\n"), rank)
             at = last[line.rank] = line.at if line.at is not None else last.get(line.rank)
             yield replace(line, at=at)
+
+
+class _TooLong(Exception):
+    """A packed log that unpacks to more than anybody reads."""
+
+
+def _bounded(log: BinaryIO, limit: int | None) -> Iterator[bytes]:
+    """The lines, each cut to what is looked at: memory does not grow with a line, nor with a packed file."""
+    read, inside = 0, False
+    while piece := log.readline(1 << 16):
+        read += len(piece)
+        if limit is not None and read > limit:
+            raise _TooLong(f"only its first {limit >> 20} MiB (unpacked) were read")
+        if not inside:
+            yield piece[: 4 * MAX_LINE]
+        inside = not piece.endswith(b"\n")
 
 
 def _time(text: str) -> float | None:

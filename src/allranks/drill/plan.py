@@ -73,7 +73,7 @@ def read_plan(path: Path, *, ranks: int | None = None, ranks_per_replica: int = 
         content = yaml.safe_load(path.read_text())
     except OSError as error:
         raise InputError(f"cannot read the plan {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path} is neither YAML nor JSON: {error}") from error
     return make_plan(content, ranks=ranks, ranks_per_replica=ranks_per_replica, name=str(path))
 

@@ -11,7 +11,7 @@ def make_checkpoint_config(config: Any) -> Any:
     """The CheckpointConfig of a JobConfig."""
     from allranks.checkpoint import CheckpointConfig
 
-    return CheckpointConfig(**config.checkpoint.model_dump())
+    return CheckpointConfig(**config.checkpoint.model_dump(exclude={"fresh"}))
 
 
 def make_limits(config: Any, ranks_per_node: int = 1) -> Any:

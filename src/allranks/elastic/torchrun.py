@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import dataclass
 
-from allranks.errors import ConfigurationError
+from allranks.errors import ConfigurationError, InputError
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,32 @@ def keep_alive(interval_s: float, timeout_s: float) -> str:
     """torchrun's words for heartbeats; it knows whole seconds only."""
     whole = max(1, math.floor(interval_s))
     return f"keep_alive_interval={whole},keep_alive_max_attempt={max(2, math.ceil(timeout_s / whole))}"
+
+
+def obey_timeout(words: list[str]) -> list[str]:
+    """`--rdzv-conf timeout=N`, which torchrun passes over without a word, as what it does obey: join_timeout."""
+    found = []
+    for index, word in enumerate(words):
+        after_flag = index > 0 and words[index - 1].replace("_", "-") == "--rdzv-conf"
+        head, equals, value = ("", "", word) if after_flag else word.partition("=")
+        if after_flag or (equals and head.replace("_", "-") == "--rdzv-conf"):
+            pairs = [pair.strip() for pair in value.split(",")]
+            if not any(pair.startswith("join_timeout=") for pair in pairs):
+                pairs = [f"join_{pair}" if pair.startswith("timeout=") else pair for pair in pairs]
+            word = f"{head}{equals}{','.join(pairs)}"
+        found.append(word)
+    return found
+
+
+def need_etcd_v2(backend: str | None) -> None:
+    """torch's own etcd backends need packages that it does not install."""
+    missing = [name for name in ("etcd", "urllib3") if importlib.util.find_spec(name) is None]
+    if backend in ("etcd", "etcd-v2") and missing:
+        raise InputError(
+            f"--rdzv-backend {backend} needs the package{'s' if len(missing) > 1 else ''} "
+            f"{' and '.join({'etcd': 'python-etcd'}.get(name, name) for name in missing)}",
+            hint="pip install python-etcd urllib3, or use --rdzv-backend etcd-v3, which needs nothing (and etcd 3.6 has no v2)",
+        )
 
 
 def _devices() -> int:

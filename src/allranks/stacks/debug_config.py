@@ -95,7 +95,7 @@ def read_debug_options(path: str | Path, base: DebugOptions | None = None) -> De
         document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigurationError(f"{path} is no YAML: {error}") from error
     if not isinstance(document, dict):
         raise ConfigurationError(f"{path} has no sections", hint="see docs/stacks.md for a debug section")

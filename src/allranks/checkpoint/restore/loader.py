@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from allranks.checkpoint.config import CheckpointLoadConfig, CheckpointTier
-from allranks.checkpoint.failure import hint_for, reason_of
+from allranks.checkpoint.failure import hint_for, reason_of, store_arguments
 from allranks.checkpoint.group import Group
 from allranks.checkpoint.look import (
     AFTER_UNREACHABLE,
@@ -78,7 +78,12 @@ class Loader:
             looker.quarantined(seen)
             views = self.group.gather(seen.to_dict())
             refuse_to_guess(views, choice, self.rules)
-            refuse_to_start_over(views, choice, self.rules, [spec.url for spec in self.specs.values()])
+            refuse_to_start_over(
+                views,
+                choice,
+                self.rules,
+                [store_arguments(spec.url, spec.options) for spec in self.specs.values()],
+            )
             log.info("nothing to load: %s", choice.reason)
             return None
         log.info("loading: %s", choice.reason)
@@ -99,17 +104,18 @@ class Loader:
 
     def _failed(self, tried: list[str], unread: list[Candidate], into: Live | None) -> CheckpointLoadError:
         if unread:
-            address = self.specs[unread[0].tier].url
+            spec = self.specs[unread[0].tier]
+            address = spec.url
             return CheckpointUnreachable(
                 f"[{unread[0].tier}] {address} stopped answering: {'; '.join(tried)}. Nothing older was restored"
                 + self._left(into),
                 path=address,
-                hint=hint_for(OSError(), unread[0].tier, address) + "\n" + AFTER_UNREACHABLE,
+                hint=hint_for(OSError(), unread[0].tier, address, spec.options) + "\n" + AFTER_UNREACHABLE,
             )
         return CheckpointLoadError(
             "every checkpoint is bad: " + "; ".join(tried) + self._left(into),
             hint="\n".join(
-                f"to start from scratch: allranks checkpoint set-aside '{spec.url}' (deletes nothing)"
+                f"to start from scratch (deletes nothing): allranks checkpoint set-aside {store_arguments(spec.url, spec.options)}"
                 for spec in self.specs.values()
             ),
         )
@@ -133,7 +139,7 @@ class Loader:
                 reason_of(error),
                 tier=store.tier,
                 path=store.path_of(name),
-                hint=hint_for(error, store.tier, path),
+                hint=hint_for(error, store.tier, store.spec.url, store.spec.options),
             ) from error
 
     def _locate(self, path: str, tier: CheckpointTier | None) -> tuple[Store | Path, str, str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allranks.checkpoint.checksum import READ_BYTES, TOGETHER_BYTES, again, checksum, new_hasher
+from allranks.checkpoint.failure import store_arguments
 from allranks.checkpoint.manifest import (
     MANIFEST,
     DataFile,
@@ -181,7 +182,7 @@ class Opened:
     def _damaged(self, reason: str, key: str) -> CheckpointDamaged:
         return CheckpointDamaged(
             reason, invalid_keys=(key,), tier=self.store.tier, path=self.path,
-            hint=f"allranks checkpoint verify '{self.path}'",
+            hint=f"all that is damaged: allranks checkpoint verify {store_arguments(self.path, self.store.spec.options)}",
         )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from allranks.checkpoint.config import CheckpointLoadConfig
@@ -57,7 +58,7 @@ def check_structure(raw: Mapping[str, Any], path: str, tier: str) -> None:
         wrong = CheckpointValidationError("required keys are missing", missing, tier=tier, path=path)
         raise CheckpointLoadError(
             f"Missing required keys: {set(missing)}", tier=tier, path=path,
-            hint=f"a bare state_dict? allranks checkpoint import '{path}' STORE makes a checkpoint of it",
+            hint=f"a bare state_dict? Make a checkpoint of it: allranks checkpoint import '{path}' STORE",
         ) from wrong  # fmt: skip
     invalid = []
     if not isinstance(raw["step"], int):
@@ -67,11 +68,26 @@ def check_structure(raw: Mapping[str, Any], path: str, tier: str) -> None:
         raise CheckpointValidationError("keys of the wrong type", (), tuple(invalid), tier=tier, path=path)
 
 
+def _numpy_types() -> list[Any]:
+    """What an array of numbers is pickled with: the state of numpy's generator is one, also in our own exports."""
+    make: Any = np.empty(0).__reduce__()[0]
+    names = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
+    return [
+        *((make, name) for name in names),
+        np.ndarray,
+        np.dtype,
+        *(type(np.dtype(kind)) for kind in "?bBhHiIlLqQefd"),
+    ]
+
+
 def _load(path: Path, tier: str, weights_only: bool) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=weights_only)
+        with torch.serialization.safe_globals(_numpy_types()):
+            return torch.load(path, map_location="cpu", weights_only=weights_only)
     except FileNotFoundError as error:
-        raise CheckpointLoadError("No such file", tier=tier, path=str(path)) from error
+        raise CheckpointLoadError(
+            "No such file", tier=tier, path=str(path), hint=f"what is there: ls '{path.parent}'"
+        ) from error
     except pickle.UnpicklingError as error:
         raise CheckpointLoadError(
             "it holds more than tensors and plain containers, and loading that runs code", tier=tier, path=str(path),
@@ -79,5 +95,10 @@ def _load(path: Path, tier: str, weights_only: bool) -> Any:
         ) from error  # fmt: skip
     except Exception as error:  # torch raises RuntimeError, EOFError, KeyError … for damaged files
         raise CheckpointLoadError(
-            f"damaged or not a checkpoint ({type(error).__name__}: {error})", tier=tier, path=str(path)
-        ) from error
+            f"damaged or not a checkpoint ({type(error).__name__}: {_first_line(error)})", tier=tier, path=str(path),
+            hint="a .pt file has no checksums of its own: take another copy of it, or an older one",
+        ) from error  # fmt: skip
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:200]

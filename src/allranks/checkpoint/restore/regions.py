@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from allranks.checkpoint.failure import store_arguments
 from allranks.checkpoint.layout import Shard
 from allranks.checkpoint.manifest import Index, StoredShard
 from allranks.checkpoint.restore.opened_checkpoint import Opened
@@ -164,7 +165,7 @@ def require(checkpoint: Opened, names: Iterable[str]) -> None:
     if missing:
         raise CheckpointValidationError(
             f"{len(missing)} tensors are not in it", missing_keys=missing[:20], path=checkpoint.path,
-            hint=f"allranks checkpoint show '{checkpoint.path}' --tensors",
+            hint=f"what is in it: allranks checkpoint show {store_arguments(checkpoint.path, checkpoint.store.spec.options)} --tensors",
         )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ class Helper:
             path = _path(job)
             return {
                 "kind": "failed", "save": message["save"], "reason": reason_of(error), "path": path,
-                "hint": hint_for(error, message["tier"], path), "trace": traceback.format_exc(),
+                "hint": hint_for(error, message["tier"], job.store.url, job.store.options), "trace": traceback.format_exc(),
             }  # fmt: skip
 
     def store(self, spec: StoreSpec) -> Store:

@@ -210,7 +210,7 @@ def _settle_dead(running: _Running) -> None:
             future.set_exception(
                 CheckpointSaveError(
                     f"the helper process (pid {running.pid}) died while saving, {restarts + 1} times",
-                    tier=order.tier, path=path, hint="out of memory? dmesg | grep -i -E 'oom|killed'",
+                    tier=order.tier, path=path, hint="out of memory? The kernel says so: dmesg | tail",
                 )
             )  # fmt: skip
             continue

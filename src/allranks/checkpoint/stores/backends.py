@@ -80,7 +80,7 @@ class Backend:
         except OSError as error:
             raise CheckpointLoadError(
                 reason_of(error), tier=self.store.tier, path=self.store.path_of(name),
-                hint=hint_for(error, self.store.tier, self.spec.url),
+                hint=hint_for(error, self.store.tier, self.spec.url, self.spec.options),
             ) from error  # fmt: skip
 
     def exists(self, path: str) -> bool:
@@ -139,7 +139,7 @@ class Backend:
         except (OSError, TypeError) as error:
             raise CheckpointSaveError(
                 str(error) if isinstance(error, TypeError) else reason_of(error), tier=self.store.tier,
-                path=self.store.path_of(name), hint=hint_for(error, self.store.tier, self.spec.url),
+                path=self.store.path_of(name), hint=hint_for(error, self.store.tier, self.spec.url, self.spec.options),
             ) from error  # fmt: skip
         return self.store.path_of(name)
 

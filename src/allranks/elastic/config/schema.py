@@ -93,6 +93,7 @@ class Checkpoint(Section):
         "raise", description="what a restore does when a tier cannot be read"
     )
     wait_for_stores_s: float = Field(60.0, ge=0, description="seconds to ask such a tier again")
+    fresh: bool = Field(False, description="as `allranks run --fresh`: set earlier checkpoints aside first")
 
 
 class Elastic(Section):

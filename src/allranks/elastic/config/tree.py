@@ -18,6 +18,7 @@ from allranks.elastic.config.yaml_mistakes import explain
 
 Path = tuple[str | int, ...]
 _MAX_NODES = 100_000
+_TOO_DEEP = "values are nested too deeply to be read: a bracket that is never closed?"
 
 
 @dataclass
@@ -69,6 +70,9 @@ def read_tree(text: str) -> Tree:
     except (yaml.MarkedYAMLError, yaml.reader.ReaderError) as error:
         tree.problems.extend(explain(text, error))
         return tree
+    except RecursionError:
+        tree.problems.append(Problem(_TOO_DEEP))
+        return tree
     if node is None:
         tree.values = {}
         return tree
@@ -77,6 +81,9 @@ def read_tree(text: str) -> Tree:
         tree.values = _Reader(tree).value(node, ())
     except (yaml.YAMLError, ValueError) as error:
         tree.problems.append(Problem(str(error)))
+    except RecursionError:
+        tree.values = None
+        tree.problems.append(Problem(_TOO_DEEP))
     return tree
 
 

@@ -15,7 +15,7 @@ import allranks
 from allranks.elastic.index.file import TokenIndexFile
 from allranks.elastic.index.layout import IndexHeader
 from allranks.elastic.index.pool import WorkerPool, run_here
-from allranks.elastic.index.sources import Block, Source, cut, read_source
+from allranks.elastic.index.sources import Block, Source, content_crc32, cut, read_source
 from allranks.elastic.index.tokenize import Encode, TokenizerSpec, find_tokenizer, make_encoder, wrap_object
 from allranks.elastic.index.worker import Setup
 from allranks.elastic.index.writer import IndexWriter, Position
@@ -185,22 +185,44 @@ class _Build:
 
     def _meta(self) -> dict[str, Any]:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        return {**self._identity(), "allranks": allranks.__version__, "created": now}
+        content = [content_crc32(source.path) for source in self.sources]
+        return {
+            **self._identity(),
+            "content_crc32": content,
+            "allranks": allranks.__version__,
+            "created": now,
+        }
 
     def _there_already(self, output: Path) -> BuildResult:
         try:
             with TokenIndexFile(output) as index:
-                meta = {k: v for k, v in index.meta.items() if k not in {"allranks", "created"}}
+                meta = {
+                    k: v for k, v in index.meta.items() if k not in {"allranks", "created", "content_crc32"}
+                }
+                content = index.meta.get("content_crc32")
                 header = index.header
         except AllranksError as error:
             raise InputError(
                 f"{output} exists and is no usable index ({error}); overwrite it with --force"
             ) from error
-        if meta != self._identity():
+        if meta != self._identity() and not self._only_touched(meta, content):
             raise InputError(f"{output} exists and was built from something else; overwrite it with --force")
         here = Position(tokens=header.total_tokens, documents=header.num_documents)
         done = _progress(here, self._total, self._total, self._total, time.monotonic())
         return BuildResult(str(output), header, done, fresh=False)
+
+    def _only_touched(self, meta: dict[str, Any], content: list[int] | None) -> bool:
+        """Whether the files differ in nothing but their times: copied or touched, with the same bytes."""
+
+        def timeless(identity: dict[str, Any]) -> dict[str, Any]:
+            files = [
+                {k: v for k, v in file.items() if k != "modified_ns"} for file in identity.get("files", ())
+            ]
+            return {**identity, "files": files}
+
+        if content is None or timeless(meta) != timeless(self._identity()):
+            return False
+        return content == [content_crc32(source.path) for source in self.sources]
 
 
 def _progress(position: Position, done: int, total: int, before: int, started: float) -> Progress:
