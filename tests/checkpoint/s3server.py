@@ -106,7 +106,8 @@ class S3Server:
 
 class Proxy:
     """A TCP proxy in threads. `judge(request_line)` is asked about every request: None lets it pass, an HTTP
-    status answers in the server's place, "cut" closes the connection. `delay_s` slows every block down. Whatever the
+    status answers in the server's place, "cut" closes the connection, "late" closes it when the server has answered, and
+    "stall" lets it wait for ever. `delay_s` slows every block down. Whatever the
     protocol, a block with `cut_on` in it closes the connection."""
 
     def __init__(
@@ -158,7 +159,8 @@ class Proxy:
         with contextlib.suppress(OSError):
             server = socket.create_connection(("127.0.0.1", self.target))
             self._sockets.add(server)
-            self._spawn(self._pump, server, client)
+            late = threading.Event()
+            self._spawn(self._pump, server, client, late)
             fresh = True
             while data := client.recv(1 << 18):
                 if self.cut_on and self.cut_on in data:
@@ -170,6 +172,11 @@ class Proxy:
                     verdict = self.judge(line) if is_request else None
                     if verdict is not None:
                         self.judged.append(f"{verdict} {line}")
+                    if verdict == "stall":
+                        continue
+                    if verdict == "late":
+                        late.set()
+                    elif verdict is not None:
                         if isinstance(verdict, int):
                             body = b"<Error><Code>Injected</Code></Error>"
                             client.sendall(
@@ -186,9 +193,9 @@ class Proxy:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _pump(self, server: socket.socket, client: socket.socket) -> None:
+    def _pump(self, server: socket.socket, client: socket.socket, late: threading.Event) -> None:
         with contextlib.suppress(OSError):
-            while data := server.recv(1 << 18):
+            while (data := server.recv(1 << 18)) and not late.is_set():
                 client.sendall(data)
         with contextlib.suppress(OSError):
             client.shutdown(socket.SHUT_RDWR)

@@ -51,16 +51,16 @@ def hint_for(error: BaseException, tier: str, url: str, options: Mapping[str, st
         return "is `allranks run` alive on the other nodes, and ALLRANKS_TOKEN the same on all of them?"
     there = quoted(_existing(url))
     if number in {errno.ENOSPC, errno.EDQUOT}:
-        return (
-            f"how full it is: df -h {there}\nremove older ones: allranks checkpoint prune {store} --keep 1"
-        )
+        return f"how full it is: df -h {there}\nremove older ones: allranks checkpoint prune {store} --keep 1"
     if number in {errno.EACCES, errno.EPERM, errno.EROFS}:
         return (
             f"it must be readable and writable for user {os.geteuid()}: ls -ld {there}\n"
-            f"is it mounted read-only? look for ro: grep \" $(df --output=target {there} | tail -1) \" /proc/mounts"
+            f'is it mounted read-only? look for ro: grep " $(df --output=target {there} | tail -1) " /proc/mounts'
         )
     if number == errno.ENOENT:
-        return f"is a disk not mounted? What is there: ls -ld {there}\ncreate the folder: mkdir -p {quoted(url)}"
+        return (
+            f"is a disk not mounted? What is there: ls -ld {there}\ncreate the folder: mkdir -p {quoted(url)}"
+        )
     if number in {errno.ENOTDIR, errno.ELOOP, errno.EEXIST}:
         return f"it must be a folder, or a link to one: ls -ld {there}"
     return f"is the disk in order? Space: df -h {there}\nerrors of the kernel: dmesg | tail"
@@ -70,6 +70,8 @@ def _object_store_hint(text: str, number: int | None, store: str, options: Mappi
     keys = f"\n(with the job's keys in {_KEYS})" if "access_key_id" in options else ""
     if "NoCredentials" in text:
         return f"set {_KEYS}, or give the machine a role; then try: allranks checkpoint ls {store}"
+    if "TimeTooSkewed" in text or "request time" in text.lower():
+        return f"the clock of this machine is wrong: date -u; set it (chronyd, ntpd), then try: allranks checkpoint ls {store}{keys}"
     if number == errno.EACCES:
         return (
             "the key must be right, and may s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket "

@@ -59,7 +59,9 @@ def _set_aside(places: Places) -> str:
             problems.append(f"[{tier.name}] {spec.url} cannot be set aside: {reason_of(error)} ({hint})")
             continue
         if moved:
-            log.warning("[%s] --fresh: the checkpoints of %s are set aside: %s", tier.name, spec.url, ", ".join(moved))
+            log.warning(
+                "[%s] --fresh: the checkpoints of %s are set aside: %s", tier.name, spec.url, ", ".join(moved)
+            )
     return "; ".join(problems)
 
 

@@ -187,7 +187,7 @@ class CheckpointManager:
         memory. Every rank calls it. Safe to call twice."""
         try:
             if self.config.save_on_close and sys.exc_info()[0] is None:
-                self._save_last()
+                self._try_to_save_last()
             self.wait_for_pending_saves(timeout_s)
         finally:
             for hook in self._hooks:
@@ -196,6 +196,15 @@ class CheckpointManager:
             self.saves.helper.close()
             self.memory_backend.clear()
             self.pool.close()
+
+    def _try_to_save_last(self) -> None:
+        try:
+            self._save_last()
+        except RuntimeError as error:  # of gloo: another rank is gone
+            first = (str(error).splitlines() or [""])[0][:200]
+            log.warning(
+                "step %d is not saved at the end: another rank does not answer (%s)", self._last_step, first
+            )
 
     def _save_last(self) -> None:
         state, self._last = self._last, None

@@ -105,7 +105,7 @@ class KeyedStore:
             for key, _ in listed
             if key.endswith((f"/{MANIFEST}", f"/{QUARANTINED}")) or f"/{SET_ASIDE}" in key
         }
-        limit = time.time() - LEFT_BEHIND_S
+        limit = _newest(listed) - LEFT_BEHIND_S
         referenced = self._referenced(complete)
         stale = [
             key
@@ -198,8 +198,10 @@ class KeyedStore:
     def _readers(self, name: str) -> list[str]:
         """Marks of readers that have not run out."""
         alive = []
-        for key, changed in self.blobs.keys(f"{READING}/{name}/"):
-            if changed > time.time() - READING_LIMIT_S:
+        marks = self.blobs.keys(f"{READING}/{name}/")
+        limit = _newest(self.blobs.keys("")) - READING_LIMIT_S if marks else 0.0
+        for key, changed in marks:
+            if changed > limit:
                 alive.append(key)
         return alive
 
@@ -251,6 +253,11 @@ class BlobSource:
 
     def close(self) -> None:
         """Nothing is held open."""
+
+
+def _newest(listed: list[tuple[str, float]]) -> float:
+    """The store's own time, or a little less: this machine's clock may be wrong by days."""
+    return max((changed for _, changed in listed), default=0.0)
 
 
 def _join(name: str, file: str) -> str:
