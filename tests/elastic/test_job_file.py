@@ -79,9 +79,9 @@ def test_every_key_of_debug_recovery_and_lighthouse_has_a_reader() -> None:
 
 def test_a_silence_that_was_asked_for_holds_from_the_first_steps() -> None:
     """--notice-s and recovery.notice_s; nothing asked: the first steps have the time of the start."""
-    assert notice_options(5, {}).first_steps_s == 5
-    assert notice_options(None, _settings(recovery={"notice_s": 33})).first_steps_s == 33
-    assert notice_options(None, {}).first_steps_s is None
+    assert notice_options(5, {}).asked
+    assert notice_options(None, _settings(recovery={"notice_s": 33})).asked
+    assert not notice_options(None, {}).asked
 
 
 def test_the_managers_timeout_is_taken_from_the_environment() -> None:

@@ -67,15 +67,18 @@ def test_calls_of_a_long_step_buy_time_until_the_cap() -> None:
     assert judge([*looks[:2], replace(looks[2], calling=True, quiet_s=301)], 300)[0] is True
 
 
-def test_a_pause_of_all_ranks_is_not_a_hang_until_the_cap() -> None:
+def test_a_pause_of_all_ranks_is_a_hang_after_a_minute_and_work_of_all_at_the_cap() -> None:
     """Everybody loads data or evaluates: nobody waits for anybody. Once one waits for another it is a hang."""
 
     def looks(*causes: str, quiet_s: float = 15) -> list[Look]:
         ranks = {rank: RankState(rank, cause, "train.py:10 in f", "") for rank, cause in enumerate(causes)}
-        guilty = tuple(rank for rank, cause in enumerate(causes) if cause == "sleep")
+        guilty = tuple(rank for rank, cause in enumerate(causes) if cause in ("sleep", "busy_python"))
         report = StacksReport(hung=True, culprits=guilty, sentence="", ranks=ranks)
         return [Look(0, 10, report, False), Look(5, quiet_s, report, False)]
 
     assert judge(looks("sleep", "sleep", "sleep"), 300)[0] is None
-    assert judge(looks("sleep", "sleep", "sleep", quiet_s=300), 300)[0] is True
+    assert judge(looks("sleep", "sleep", "sleep", quiet_s=59), 300)[0] is None
+    assert judge(looks("sleep", "sleep", "sleep", quiet_s=61), 300)[0] is True
+    assert judge(looks("busy_python", "sleep", "busy_python", quiet_s=299), 300)[0] is None
+    assert judge(looks("busy_python", "sleep", "busy_python", quiet_s=300), 300)[0] is True
     assert judge(looks("collective_wait", "sleep", "sleep"), 300)[0] is True

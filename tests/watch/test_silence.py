@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from allranks.watch.rhythm import Rhythm
 from allranks.watch.samples import RankSample
 from allranks.watch.silence import (
     MANAGER_TIMEOUT_S,
@@ -176,14 +177,14 @@ def test_a_silence_that_an_action_ended_does_not_make_the_job_look_slow() -> Non
     state = cure(state, now + 12)
     state = observe(now + 12.1, state, [sample(r, 30) for r in range(3)], OPTIONS)
     assert limit_s(state, OPTIONS) == 10
-    state = observe(now + 17.1, state, [sample(r, 31) for r in range(3)], OPTIONS)
+    state = observe(now + 22.1, state, [sample(r, 31) for r in range(3)], OPTIONS)
     assert round(limit_s(state, OPTIONS)) == 20  # this one it recovered from by itself
 
 
 def test_a_frozen_rank_is_judged_by_its_own_history() -> None:
-    """The others stood still for 5 s until the lighthouse gave it up: that does not buy it time."""
+    """The others stood still for 10 s until the lighthouse gave it up: that does not buy it time."""
     now, state = trained(step_s=0.1)
-    state = observe(now + 5, state, [sample(0, 30), sample(1, 29), sample(2, 30)], OPTIONS)
+    state = observe(now + 10, state, [sample(0, 30), sample(1, 29), sample(2, 30)], OPTIONS)
     samples = [sample(0, 60), sample(1, 29), sample(2, 60)]
     assert round(limit_s(state, OPTIONS)) == 20
     assert behind(now + 11, state, samples)[0] == (1,)
@@ -248,13 +249,28 @@ def test_slow_steps_are_no_suspicion_in_replica_mode() -> None:
     assert 50 < limit_s(state, REPLICAS) < 50 + MANAGER_TIMEOUT_S
 
 
-def test_the_silence_that_was_asked_for_is_obeyed_from_the_second_step() -> None:
-    """--notice-s: the first step may compile and wait for others to start, any later one is looked at."""
-    options = replace(REPLICAS, floor_s=5, first_steps_s=5)
-    _, starting = trained(0.15, 1, options=options)
-    assert limit_s(starting, options) > 30
-    now, state = trained(0.15, 3, options=options)
-    assert silent_until_noticed(options, now, state, 2) == 5
+@pytest.mark.parametrize("steps", [1, 2, 3, 30])
+def test_the_silence_that_was_asked_for_is_obeyed_from_the_first_step(steps: int) -> None:
+    """--notice-s: also in the first step, and whatever history says."""
+    options = replace(REPLICAS, floor_s=5, asked=True)
+    now, state = trained(0.15, steps, options=options)
+    assert silent_until_noticed(options, now, state, steps - 1) == 5
+
+
+def test_the_silence_that_was_asked_for_is_obeyed_after_a_long_pause() -> None:
+    """One pause is no habit; steps that always take longer are."""
+    options = replace(OPTIONS, floor_s=5, asked=True)
+    now, state = trained(0.15, 40, options=options)
+    state = observe(now + 20, state, [sample(r, 40) for r in range(3)], options)
+    assert limit_s(state, options) == 5
+    assert limit_s(trained(20, options=options)[1], options) == 80
+
+
+def test_a_process_that_waits_for_its_first_call_gets_the_warm_up_whatever_was_asked_for() -> None:
+    """It imports."""
+    options = replace(OPTIONS, floor_s=5, asked=True)
+    state = observe(0.0, NoticeState(), [sample(0, -1, calls_started=0, calls_completed=0)], options)
+    assert limit_s(state, options) == 60
 
 
 def test_the_managers_timeout_is_the_one_that_managers_have() -> None:
@@ -280,3 +296,50 @@ def test_a_rank_that_froze_in_its_first_steps_is_left_behind_soon() -> None:
     state = observe(now + 61, state, samples, REPLICAS)
     found, _ = left_behind(now + 61, 10**18, state, samples, REPLICAS)
     assert found is not None and found.quiet == (1,)
+
+
+def unmarked(rank: int, calls: int, **facts: object) -> RankSample:
+    """A rank of a program that never marks a step."""
+    return sample(rank, -1, **{"calls_started": calls, "calls_completed": calls, **facts})
+
+
+def look_at_unmarked(quiet_s: float, calls: int, rhythm: Rhythm) -> bool:
+    """Whether a job that is silent after so many calls is suspected."""
+    state = observe(0.0, NoticeState(), [unmarked(r, 0) for r in range(2)], OPTIONS)
+    samples = [unmarked(r, calls) for r in range(2)]
+    state = observe(1.0, state, samples, OPTIONS)
+    return notice(1.0 + quiet_s, 10**18, state, samples, OPTIONS, lambda path: rhythm)[0] is not None
+
+
+@pytest.mark.parametrize("calls", [3, 60])
+def test_a_program_without_marks_is_suspected_soon_where_it_has_passed_before(calls: int) -> None:
+    """Earlier calls at this place were followed by the next one at once: no warm-up is needed."""
+    assert not look_at_unmarked(9.9, calls, Rhythm((0.1, 0.1)))
+    assert look_at_unmarked(10.1, calls, Rhythm((0.1, 0.1)))
+
+
+@pytest.mark.parametrize("calls", [3, 60])
+def test_a_place_that_is_new_to_a_program_without_marks_gets_the_warm_up(calls: int) -> None:
+    """The first step compiles, the first evaluation builds its data: however many calls came before."""
+    assert not look_at_unmarked(59, calls, Rhythm((0.1,)))
+    assert look_at_unmarked(61, calls, Rhythm((0.1,)))
+
+
+def test_a_replica_that_starts_again_and_again_does_not_hide_that_nobody_moves() -> None:
+    """Each new process begins its own history; the others wait since before."""
+    now, state = trained(step_s=0.1)
+    for life in range(12):
+        at = now + 1 + 6 * life
+        samples = [sample(0, 29), sample(1, 29), sample(2, -1, pid=900 + life)]
+        state = observe(at, state, samples, OPTIONS)
+        if notice(at, 10**18, state, samples, OPTIONS)[0] is not None:
+            break
+    assert 60 <= at - now < 70
+
+
+def test_a_rank_that_waits_where_it_was_before_is_enough_when_the_other_is_somewhere_new() -> None:
+    """Rank 1 never came back from its first log message; rank 0 waits in the next step."""
+    samples = [unmarked(0, 20, path="waits"), unmarked(1, 20, path="new")]
+    state = observe(1.0, NoticeState(), samples, OPTIONS)
+    rhythms = {"waits": Rhythm((0.1, 0.1)), "new": Rhythm()}
+    assert notice(12.0, 10**18, state, samples, OPTIONS, rhythms.__getitem__)[0] is not None

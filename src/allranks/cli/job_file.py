@@ -118,7 +118,4 @@ def notice_options(floor_s: float | None, settings: Settings, retry_s: float | N
     floor = float(asked or debug.get("hang_floor_s") or NoticeOptions.floor_s)
     cap = max(float(debug.get("hang_cap_s") or NoticeOptions.cap_s), floor)
     warm_up = float(debug.get("startup_s") or NoticeOptions.warm_up_s)
-    first_steps = floor if asked else None
-    return NoticeOptions(
-        floor_s=floor, cap_s=cap, warm_up_s=warm_up, first_steps_s=first_steps, retry_s=retry_s
-    )
+    return NoticeOptions(floor_s=floor, cap_s=cap, warm_up_s=warm_up, asked=bool(asked), retry_s=retry_s)

@@ -2,7 +2,8 @@
 
 One look is never enough: a rank may sleep, compile, save or collect garbage for longer than usual. A rank
 that works (its stack or its CPU moves) gets patience up to the cap; one that waits for nobody and does not
-move is hung at the second look; one that burns CPU in the same functions is hung at the third.
+move is hung at the second look; one that burns CPU in the same functions is hung at the third. All ranks at once may
+pause for a minute.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ COMPILING = (
     "triton/compiler",
     "/torch/utils/cpp_extension",
 )
+#: All ranks pause on their own, without a wait for another: a pause that nobody announced, or none of them comes back.
+ALL_IDLE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ def judge(looks: list[Look], cap_s: float) -> tuple[bool | None, str]:
         )
     if last.quiet_s >= cap_s:
         return True, f"no progress for {last.quiet_s:.1f} s, more than the {cap_s:g} s that anything may take"
-    if 1 < len(last.report.ranks) == len(guilty):
+    idle = not any(state.cause in WORKING for state in guilty) and last.quiet_s >= ALL_IDLE_S
+    if 1 < len(last.report.ranks) == len(guilty) and not idle:
         return None, "all ranks are busy on their own and none waits for another: looking again"
     for state in guilty:
         answer = _patience(state, looks)

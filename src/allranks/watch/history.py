@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from allranks.watch import silence as notice
+from allranks.watch.rhythm import read_rhythm
 from allranks.watch.samples import RankSample
 from allranks.watch.silence import NoticeOptions, NoticeState, Suspicion
 
@@ -26,7 +27,7 @@ class History:
 
     def standstill(self, now_s: float, samples: list[RankSample]) -> Suspicion | None:
         """Nobody moves."""
-        return notice.notice(now_s, time.time_ns(), self._state, samples, self.options)[0]
+        return notice.notice(now_s, time.time_ns(), self._state, samples, self.options, read_rhythm)[0]
 
     def left_behind(self, now_s: float, samples: list[RankSample]) -> Suspicion | None:
         """Some do not move, the others do."""

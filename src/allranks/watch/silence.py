@@ -1,19 +1,23 @@
 """Knows a standstill by evidence: nobody makes progress for longer than this job's own history allows.
 
-Progress is a committed step where steps are tried again (replica mode), else a step mark or a completed call. Pure: samples and the clock come in, a suspicion and its reason go out. A suspicion is not yet a hang: the
-agent looks at stacks and CPU next, since a slow rank (compiling, evaluating, saving) also stands still.
+Progress is a committed step where steps are tried again (replica mode), else a step mark or a completed call. How long
+it may take is known from earlier steps, or from earlier calls at the same place (watch/rhythm.py), so that programs
+without marks are noticed as early as those with marks. Pure: samples and the clock come in, a suspicion and its reason
+go out. A suspicion is not yet a hang: the agent looks at stacks and CPU next, since a slow rank (compiling, evaluating,
+saving) also stands still.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from allranks.watch.rhythm import Rhythm
 from allranks.watch.samples import RankSample
 
 MANAGER_TIMEOUT_S = 60.0  # `retry_s` of replica mode unless the job sets another
 FIRST_LOOK, SECOND_LOOK = 0.7, 0.85  # of `retry_s`: both looks at a hang see the calls that wait for it
-BEGUN = 2  # changes: one when the first step begins, one when it is done
 TRAINED = 3  # changes: a replica that joined has loaded its state and then made a step
 
 
@@ -23,13 +27,16 @@ class NoticeOptions:
 
     floor_s: float = 10.0
     cap_s: float = 300.0
-    factor: float = 4.0  # times the longest silence that the job has recovered from lately
+    factor: float = 4.0  # times the silences that this job is used to
+    outlier_factor: float = 2.0  # times the longest silence that it has recovered from lately
     warm_up_s: float = 60.0  # limit before the job has a history: first steps, compilation
     warm_up_marks: int = 20  # steps or completed calls of a rank that make a history
     memory: int = 64  # silences remembered per rank
-    first_steps_s: float | None = None  # limit between the first step and a history; None: warm_up_s
+    asked: bool = (
+        False  # floor_s is a person's wish: it holds from the first step or call on, also after a pause
+    )
     retry_s: float | None = (
-        None  # ranks give a collective up after this long and try the step again; None: never
+        None  # a collective is given up and its step tried again after this long; None: never
     )
 
     def __post_init__(self) -> None:
@@ -52,8 +59,13 @@ class RankHistory:
     changes: int = 0  # steps or completed calls seen
     silences_s: tuple[float, ...] = ()
     marked_ns: int = (
-        0  # epoch: the rank's own time of the mark; a later one of the same step is another attempt
+        0  # epoch: the rank's own time of the mark; a later one of a step is another attempt at it
     )
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has come to its first step or completed a call."""
+        return self.changes > 0 or self.mark[0] >= 0 or self.mark[2] > 0
 
 
 @dataclass(frozen=True)
@@ -105,25 +117,34 @@ def observe(
     return replace(state, ranks={r: h for r, h in ranks.items() if r in present}, excused=excused)
 
 
-def limit_s(state: NoticeState, options: NoticeOptions) -> float:
-    """How long this job may be silent before we look closer."""
+def limit_s(state: NoticeState, options: NoticeOptions, rhythms: Sequence[Rhythm] = ()) -> float:
+    """How long this job may be silent before we look closer; `rhythms` are of the places where its ranks are now."""
     histories = [h for h in state.ranks.values() if h.changes >= options.warm_up_marks]
-    longest = usual = 0.0
-    if histories:  # a replica that has just been restarted does not make the others slow
-        longest = max((max(h.silences_s) for h in histories if h.silences_s), default=0.0)
-        usual = max((statistics.median(h.silences_s) for h in histories if h.silences_s), default=0.0)
-        base = max(options.floor_s, options.factor * longest)
-    else:
-        begun = any(h.changes >= BEGUN for h in state.ranks.values())
-        base = max(options.floor_s, _first_steps_s(options) if begun else options.warm_up_s)
+    silences = [h.silences_s for h in histories if h.silences_s]
+    usual = max((statistics.median(s) for s in silences), default=0.0)
+    marked = any(h.mark[0] >= 0 for h in state.ranks.values())
+    known = [
+        rhythm.pauses_s for rhythm in rhythms if rhythm.known
+    ]  # one rank that has been there before is enough
+    base = max((_allowed_s(s, options) for s in silences), default=options.floor_s)
+    if histories and (marked or known or not rhythms):
+        pass  # one that has just been restarted does not make the others slow
+    elif known:
+        base = max(_allowed_s(pauses, options) for pauses in known)
+    elif not (options.asked and any(h.begun for h in state.ranks.values())):
+        base = max(base, options.warm_up_s)
     limit = min(base, _before_retry_s(FIRST_LOOK, usual, options)) * (1 + state.excused / 2)
     if state.excused == 1:
         limit = min(limit, _before_retry_s(SECOND_LOOK, usual, options))
     return min(options.cap_s, limit)
 
 
-def _first_steps_s(options: NoticeOptions) -> float:
-    return options.warm_up_s if options.first_steps_s is None else options.first_steps_s
+def _allowed_s(silences: Sequence[float], options: NoticeOptions) -> float:
+    """By what a job is used to, and, unless a person has set the limit, by the longest silence that it survived."""
+    ordered = sorted(silences) or [0.0]
+    usual, longest = ordered[(len(ordered) - 1) * 9 // 10], ordered[-1]
+    outlier = 0.0 if options.asked else options.outlier_factor * longest
+    return max(options.floor_s, options.factor * usual, outlier)
 
 
 def _before_retry_s(share: float, usual_s: float, options: NoticeOptions) -> float:
@@ -134,21 +155,36 @@ def _before_retry_s(share: float, usual_s: float, options: NoticeOptions) -> flo
 
 
 def notice(
-    now_s: float, now_ns: int, state: NoticeState, samples: list[RankSample], options: NoticeOptions
+    now_s: float,
+    now_ns: int,
+    state: NoticeState,
+    samples: list[RankSample],
+    options: NoticeOptions,
+    rhythm: Callable[[str], Rhythm] | None = None,
 ) -> tuple[Suspicion | None, str]:
-    """Whether the job stands still, and why we think so (or why not)."""
-    running = [s for s in samples if s.alive and not s.closed]
+    """Whether the job stands still, and why we think so (or why not). `rhythm` reads a rank's black box."""
+    running = [s for s in samples if s.alive and not s.closed and s.rank in state.ranks]
     if not running:
         return None, "no rank runs"
     expecting = [s.rank for s in running if s.expect_until_ns > now_ns]
     if expecting:
         return None, f"rank {expecting[0]} has announced a long phase"
-    present = {s.rank for s in running}  # those who have finished say nothing about those who start
-    limit = limit_s(replace(state, ranks={r: h for r, h in state.ranks.items() if r in present}), options)
-    last = max(state.ranks[s.rank].changed_s for s in running if s.rank in state.ranks)
+    present = {s.rank: state.ranks[s.rank] for s in running}  # those who have finished say nothing
+    last = _last_progress_s(state, list(present.values()))
     quiet_s = now_s - last
     if now_s < state.allowed_until_s:
         return None, "silence is excused for now"
+    if quiet_s < options.floor_s:
+        return None, f"last progress {quiet_s:.1f} s ago"
+    limit = limit_s(
+        replace(state, ranks=present),
+        options,
+        [rhythm(s.path) for s in running] if rhythm is not None else (),
+    )
+    if any(
+        h.changes == 0 and h.changed_s > last for h in present.values()
+    ):  # one that starts may import and heal
+        limit = max(limit, options.warm_up_s)
     if quiet_s < limit:
         return None, f"last progress {quiet_s:.1f} s ago, within the {limit:.1f} s that this job may take"
     gone = tuple(s.rank for s in samples if not s.alive and not s.closed)
@@ -158,6 +194,14 @@ def notice(
         f"; gone: {list(gone)}" if gone else ""
     )
     return Suspicion(last, quiet_s, limit, quiet, gone, left, reason), reason
+
+
+def _last_progress_s(state: NoticeState, histories: list[RankHistory]) -> float:
+    """A process that has just started is no progress of those that wait for it; an action of ours begins a new wait."""
+    moved = [h.changed_s for h in histories if h.changes]
+    if not moved:
+        return max(h.changed_s for h in histories)
+    return max(*moved, state.cured_s) if state.cured_s else max(moved)
 
 
 def left_behind(
@@ -201,9 +245,9 @@ def _own_limit_s(known: RankHistory, options: NoticeOptions) -> float:
     """By the rank's own history: the others' was lengthened when they waited for it in vain."""
     if known.changes < TRAINED:
         return options.cap_s
-    if known.changes < options.warm_up_marks:
-        return min(options.cap_s, max(options.floor_s, _first_steps_s(options)))
-    return min(options.cap_s, max(options.floor_s, options.factor * max(known.silences_s, default=0.0)))
+    if known.changes < options.warm_up_marks and not options.asked:
+        return min(options.cap_s, max(options.floor_s, options.warm_up_s))
+    return min(options.cap_s, _allowed_s(known.silences_s, options))
 
 
 def cure(state: NoticeState, now_s: float) -> NoticeState:
