@@ -128,3 +128,31 @@ def test_a_good_job_is_seen_from_outside_ends_with_zero_and_leaves_boxes(tmp_pat
     samples = read_samples(tmp_path / "boxes")
     assert [s.rank for s in samples] == [0, 1]
     assert all(s.calls_completed >= 1 and s.closed == "exit" for s in samples)
+
+
+def test_a_program_that_always_fails_the_same_way_ends_after_three_times_with_one_incident(
+    tmp_path: Path,
+) -> None:
+    """Before its first step; the last word is the user's own line."""
+    body = "open(f'{OUT}/tries', 'a').write('x') if rank == 1 else None\nopen('/nowhere/data.bin') if rank == 1 else time.sleep(600)"
+    code, output = finish(start(tmp_path, body, "--max-restarts", "50"))
+    assert code == 1, output
+    assert (tmp_path / "tries").read_text() == "xxx"
+    assert "3 times before the first step: rank 1 raised FileNotFoundError at train.py:11" in output
+    assert len(list((tmp_path / "incidents").glob("*/incident.json"))) == 1
+
+
+def test_replicas_of_a_script_without_a_manager_are_stopped_with_two_ways_out(tmp_path: Path) -> None:
+    """Each would train a model of its own, and nobody would know."""
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\ndist.all_reduce(torch.ones(1))"
+    )
+    command = [
+        sys.executable, "-m", "allranks", "run", "--replicas", "2", "--incidents", str(tmp_path / "incidents"), str(script),
+    ]  # fmt: skip
+    env = {**os.environ, "ALLRANKS_DIR": str(tmp_path / "boxes")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("never made a Manager") == 1
+    assert "--nproc-per-node 2" in done.stderr and "docs/manager.md" in done.stderr

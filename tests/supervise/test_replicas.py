@@ -11,9 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from allranks.model.incident import Failure
 from allranks.supervise.logs import Terminal
 from allranks.supervise.replicas import Event, ReplicaOptions, Request, Supervisor
-from allranks.supervise.restarts import RestartHistory, RestartOptions, decide_restart
+from allranks.supervise.restarts import (
+    RestartHistory,
+    RestartOptions,
+    decide_restart,
+    find_common_error,
+    find_program_error,
+)
 
 
 def script(tmp_path: Path, text: str) -> tuple[str, ...]:
@@ -255,3 +262,52 @@ def test_children_of_a_killed_rank_go_with_it(tmp_path: Path) -> None:
     while stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] not in "ZX":
         assert time.monotonic() < deadline, "the child of the killed rank still runs"
         time.sleep(0.02)
+
+
+def failing(
+    step: int = -1, where: str = "train.py:7", calls: int = 0, reason: str = "raised KeyError"
+) -> Failure:
+    """A failure of the program."""
+    return Failure(0, reason, where, "'x'", step, calls)
+
+
+def test_the_same_failure_three_times_is_an_error_of_the_program() -> None:
+    """Before the first step, in the same step, or without marks after about as many calls; however long it took."""
+    assert "3 times before the first step: rank 0 raised KeyError at train.py:7" in find_program_error(
+        [failing()] * 3
+    )
+    assert "3 times in step 5" in find_program_error([failing(3), *[failing(5)] * 3])
+    assert find_program_error([failing(calls=1000), failing(calls=1010), failing(calls=1005)])
+    assert not find_program_error([failing()] * 2)
+    assert not find_program_error([failing(), failing(where="train.py:8"), failing()])
+    assert not find_program_error([failing(4), failing(5), failing(6)])
+    assert not find_program_error([failing(calls=1000), failing(calls=2000), failing(calls=3000)])
+
+
+def test_a_failure_of_every_replica_is_an_error_of_the_program_sooner() -> None:
+    """Three in all are enough when nobody is without; one sick replica says nothing of the others."""
+    assert find_common_error({0: [failing()] * 2, 1: [failing()]}, 2)
+    assert not find_common_error({0: [failing()] * 3, 1: []}, 2)
+    assert not find_common_error({0: [failing(), failing()], 1: [failing(9)]}, 2)
+
+
+def test_a_job_whose_program_always_fails_the_same_way_ends_after_three_times(tmp_path: Path) -> None:
+    """However long its imports take: no back-off, no storm rule, one last word."""
+    command = script(tmp_path, "sys.exit(3)")
+    events: list[Event] = []
+    supervisor = Supervisor(
+        ReplicaOptions(command, replicas=2, quiet=True),
+        on_event=events.append,
+        failure=lambda replica, exits: failing(reason=f"exited with code {next(iter(exits.values()))}"),
+    )
+    assert supervisor.run() == 1
+    assert sum(event.kind == "rank_exited" and not event.expected for event in events) == 3
+
+
+def test_a_supervisor_that_is_told_to_give_up_stops_all_and_fails(tmp_path: Path) -> None:
+    """A script without a Manager, say."""
+    command = script(tmp_path, "time.sleep(600)")
+    supervisor = Supervisor(ReplicaOptions(command, replicas=2, quiet=True))
+    supervisor.on_event = lambda event: supervisor.give_up("no Manager") if event.replica == 1 else None
+    assert supervisor.run() == 1
+    assert supervisor.pids() == {}

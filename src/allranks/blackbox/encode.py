@@ -10,11 +10,9 @@ import struct
 
 import numpy as np
 
-from allranks.blackbox.header import HEADER_BYTES, MAGIC, VERSION
+from allranks.blackbox.header import CLOSED_BYTES, GOODBYE_BYTES, HEADER_BYTES, MAGIC, VERSION, shorten
 from allranks.blackbox.layout import HEADER, Item
 from allranks.model.trace import CALL, RankTrace
-
-_CLOSED_BYTES = 64
 
 
 class _Heap:
@@ -114,7 +112,7 @@ def _header(trace: RankTrace, ring: np.ndarray, heap_bytes: int, names: tuple[in
         "expect_until_ns": progress.expect_until_ns, "phase": names[0],
         "inside": names[1], "inside_ns": progress.inside_ns, "setups": progress.setups,
         "closed_ns": source.written_ns if progress.closed else 0,
-        "closed": progress.closed.encode("utf-8", "replace")[:_CLOSED_BYTES],
+        "closed": shorten(progress.closed, CLOSED_BYTES - 1), "goodbye": shorten(progress.closed, GOODBYE_BYTES - 1),
     }  # fmt: skip
     for name, value in values.items():
         head[name] = value

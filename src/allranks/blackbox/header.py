@@ -17,6 +17,7 @@ MAGIC = b"ALLRANKS"
 VERSION = 2
 #: Versions that are read. 1 has no tags (its timeouts take their place), threads or destroyed groups.
 READABLE = (1, 2)
+CLOSED_BYTES, GOODBYE_BYTES = 64, 512
 HEADER_BYTES = 4096  # reserved in front of the ring
 
 
@@ -47,16 +48,17 @@ class Header(NamedTuple):
     expect_until_ns: int
     phase: int  # NAME id
     closed_ns: int  # 0 while running or after a sudden death
-    closed_bytes: bytes  # see `closed`
+    closed_bytes: bytes  # the beginning of `goodbye`; all that older boxes have
     inside: int  # NAME id of the function of trace.SETUP_CALLS that was entered and not left
     inside_ns: int
     setups: int  # how many of those functions were finished
+    goodbye: bytes = b""  # see `closed`
     path: Path = Path()  # where it was read
 
     @property
     def closed(self) -> str:
         """How the rank said goodbye: "exit", "exception: KIND (FILE:LINE): TEXT", "signal 15"; "" if it did not."""
-        return self.closed_bytes.split(b"\0")[0].decode("utf-8", "replace")
+        return (self.goodbye.rstrip(b"\0") or self.closed_bytes).split(b"\0")[0].decode("utf-8", "replace")
 
     @property
     def last_sign_ns(self) -> int:
@@ -65,7 +67,7 @@ class Header(NamedTuple):
 
 
 #: The code of `struct` of every field in the file, in order.
-CODES = ("8s", "I", "I", *["Q"] * 6, *["q"] * 13, "Q", "q", "64s", "Q", "q", "q")
+CODES = ("8s", "I", "I", *["Q"] * 6, *["q"] * 13, "Q", "q", f"{CLOSED_BYTES}s", "Q", "q", "q", f"{GOODBYE_BYTES}s")
 STRUCT = struct.Struct("<" + "".join(CODES))
 
 
@@ -102,6 +104,15 @@ def find_header(path: str | os.PathLike[str]) -> Header | None:
         return read_header(path)
     except InputError:
         return None
+
+
+def shorten(text: str, limit: int) -> bytes:
+    """At most so many bytes, cut between words and marked as cut."""
+    data = text.encode(errors="replace")
+    if len(data) <= limit:
+        return data
+    cut = data[: limit - 3].decode(errors="ignore")
+    return (cut.rsplit(maxsplit=1)[0] if " " in cut else cut).encode() + "…".encode()
 
 
 # -- the process that writes ------------------------------------------------------------------------------------

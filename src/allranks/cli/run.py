@@ -249,7 +249,9 @@ def _run_whole(
     stack.callback(agent.close)
     variables = environment.variables()
     job = Launch(tuple(words), variables, not args.no_record, log_dir, args.quiet, not args.no_spares)
-    return launch(job if watch is None else replace(job, on_stop=watch.deaths.answered.update))
+    if watch is not None:
+        job = replace(job, on_stop=watch.deaths.answered.update, why_not_again=agent.why_not_again)
+    return launch(job)
 
 
 def _run_replicas(

@@ -16,7 +16,7 @@ from allranks.incidents.policy import PROGRAM_FAULT, decide_leaving
 from allranks.incidents.publish import IncidentPublisher
 from allranks.incidents.recoveries import Recoveries
 from allranks.model.cluster import FOLLOW_S, Gathering
-from allranks.model.incident import Action, Incident, Moment
+from allranks.model.incident import Action, Failure, Incident, Moment
 from allranks.report.story import headline
 from allranks.watch.exits import Ending
 from allranks.watch.first_death import Death, find_deaths, find_first
@@ -53,6 +53,7 @@ class DeathIncidents:
     in_background: bool = False  # `look` only finds deaths: keeping evidence and asking others take seconds
     _echo: IncidentFolder | None = None  # the last incident that was opened for echoes alone
     echo_patience_s: Callable[[], float] = lambda: ECHO_S
+    _failed: tuple[Failure, IncidentFolder] | None = None  # the last failure of the program, and its incident
     _closing: threading.Event = field(default_factory=threading.Event)
     _noting: threading.Lock = field(default_factory=threading.Lock)
 
@@ -64,6 +65,10 @@ class DeathIncidents:
                 known.update(Moment("gone", death.at, death.reason))
                 return known
             samples = read_samples(self.options.folder)
+            failure = death.failure(samples)
+            again = self._failed_again(death, failure)
+            if again is not None:
+                return again
             opened = self._open_death(death, samples)
             gathering = (
                 self.gatherer.ask(
@@ -76,6 +81,7 @@ class DeathIncidents:
                 opened.discard()
                 return None
             self._known[death.pid] = opened
+            self._failed = (failure, opened) if failure is not None else self._failed
             self._echo = opened if death.echo else None
         log.error("%s: %s", opened.current.id, headline(opened.current))
         self.teller.publish(opened)
@@ -84,6 +90,16 @@ class DeathIncidents:
             if not death.echo:
                 self.count_failure(opened)
             self.explain_later(lambda: self._explain(opened, samples, gathering))
+        return opened
+
+    def _failed_again(self, death: Death, failure: Failure | None) -> IncidentFolder | None:
+        """The incident of the same failure of the program, if this one only repeats it."""
+        if failure is None or self._failed is None or not failure.repeats(self._failed[0]):
+            return None
+        self._known[death.pid] = opened = self._failed[1]
+        opened.update(Moment("again", death.at, death.sentence), closed=None)
+        log.error("%s: again %s", opened.current.id, death.sentence)
+        self.teller.publish(opened)
         return opened
 
     def explain_later(self, explain: Callable[[], object]) -> None:

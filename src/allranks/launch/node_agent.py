@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from allranks.blackbox.header import process_state
@@ -21,10 +21,12 @@ from allranks.incidents.peers import PeerAgents
 from allranks.lighthouse.client.client import Client
 from allranks.model.cluster import CollectEvidence, Evicted, MemberLeft, MemberLost
 from allranks.model.cluster import Incident as Told
-from allranks.model.incident import Action, Incident
+from allranks.model.incident import Action, Failure, Incident
 from allranks.report.story import headline
 from allranks.supervise.replicas import Event, Request, Supervisor
-from allranks.watch.first_death import Death
+from allranks.supervise.restarts import find_program_error
+from allranks.watch.exits import Ending
+from allranks.watch.first_death import Death, find_deaths, find_first
 from allranks.watch.nodes import AWAY_S, NodeMonitor
 from allranks.watch.samples import read_samples
 
@@ -32,6 +34,13 @@ log = logging.getLogger("allranks.agent")
 
 #: A dying process closes its connections a moment before it is gone: only then is a lost one known to be cut off.
 STILL_THERE_S = 0.3
+#: A script that trains this much without a Manager has none.
+MANAGER_LOOK_S, PLAIN_S, PLAIN_CALLS = 2.0, 20.0, 20
+NO_MANAGER = (
+    "the script never made a Manager: its {replicas} replicas would train {replicas} separate models. Two ways out: run it "
+    "as one job (allranks run --standalone --nproc-per-node {replicas} SCRIPT), or make a Manager in the script "
+    "(docs/manager.md)"
+)
 #: A replica that was killed after this much training has nothing wrong with itself and comes back at once.
 TRAINED_S, TRAINED_CALLS = 10.0, 20
 MAX_STORY = 1 << 20  # characters of a page that is sent to the lighthouse
@@ -69,6 +78,9 @@ class NodeAgent:
     _neighbours: NodeMonitor | None = None
     _evicted: set[int] = field(default_factory=set)
     _told: dict[str, str] = field(default_factory=dict)
+    _closing: threading.Event = field(default_factory=threading.Event)
+    _failures: list[Failure] = field(default_factory=list)  # of the program, in whole-job mode
+    _born_ns: int = field(default_factory=time.time_ns)
 
     def start(self) -> None:
         """Starts watching and listening to the lighthouse."""
@@ -85,9 +97,13 @@ class NodeAgent:
         if self.supervisor is not None:
             self.supervisor.on_event = self._happened
             self.supervisor.trained = self.has_trained
+            self.supervisor.failure = self.find_failure
+            if self.client is not None and self.watch is not None:
+                threading.Thread(target=self._expect_manager, name="allranks-manager", daemon=True).start()
 
     def close(self) -> None:
         """Stops watching; the supervisor and the lighthouse belong to the caller."""
+        self._closing.set()
         if self._neighbours is not None:
             self._neighbours.close()
         if self.watch is not None:
@@ -181,6 +197,7 @@ class NodeAgent:
                 target=self._note_death, args=(event.replica, death), name="allranks-death", daemon=True
             ).start()
         elif event.kind == "finished":
+            self._check_manager(over=True)
             self._ask(lambda client: client.finish(replica_name(event.replica)))
             self._turn_away_latecomers()
         elif event.kind == "started" and event.replica in self._evicted:
@@ -196,6 +213,48 @@ class NodeAgent:
         return bool(own) and all(
             s.calls_completed >= TRAINED_CALLS and s.step_ns - s.start_ns >= TRAINED_S * 1e9 for s in own
         )
+
+    def find_failure(self, replica: int | None, exits: dict[int, int]) -> Failure | None:
+        """How the program of a replica (None: of the job) ended; None when nothing tells, and for a kill."""
+        if self.watch is None:
+            return None
+        size, now = self.watch.options.ranks_per_replica, time.time()
+        samples = [s for s in read_samples(self.watch.options.folder) if replica in (None, s.rank // size)]
+        own = [s for s in samples if not exits or s.pid in exits]
+        endings = {pid: Ending(pid, code, now) for pid, code in exits.items()}
+        first = find_first(find_deaths(own, endings, since_ns=self._born_ns))
+        return first.failure(own) if first is not None else None
+
+    def why_not_again(self, exits: dict[int, int]) -> str:
+        """Whole-job mode, after a failure: why the launcher should not start the ranks again; "" when it should."""
+        failure = self.find_failure(None, exits)
+        if failure is not None:
+            self._failures.append(failure)
+        return find_program_error(self._failures) if failure is not None else ""
+
+    def _expect_manager(self) -> None:
+        """Until the first replica has made a Manager."""
+        while not self._closing.wait(MANAGER_LOOK_S) and not self._check_manager():
+            pass
+
+    def _check_manager(self, over: bool = False) -> bool:
+        """Whether replicas have a Manager, or it is too early to tell; a plain script would train each replica alone."""
+        client, watch, supervisor = self.client, self.watch, self.supervisor
+        if client is None or watch is None or supervisor is None:
+            return True
+        samples = [s for s in read_samples(watch.options.folder) if s.start_ns >= self._born_ns]
+        calls = max((s.calls_completed for s in samples), default=0)
+        trains_s = time.time() - min((s.start_ns for s in samples), default=time.time_ns()) / 1e9
+        if not (calls if over else calls >= PLAIN_CALLS and trains_s >= PLAIN_S):
+            return False
+        try:
+            status = client.status()
+        except (AllranksError, OSError):
+            return False
+        if status["number"] or any(r["state"] not in ("expected", "observer") for r in status["replicas"]):
+            return True
+        supervisor.give_up(NO_MANAGER.format(replicas=watch.options.replicas))
+        return True
 
     def _turn_away_latecomers(self) -> None:
         """The training is over: a replica that was on its way back would begin it anew, alone."""
@@ -213,7 +272,9 @@ class NodeAgent:
         try:
             self._ask(lambda client: client.accuse(replica_name(replica), death.reason))
             if self.watch is not None:
-                self.watch.deaths.note_death(death)
+                samples = [s for s in read_samples(self.watch.options.folder) if s.pid == death.pid]
+                said = find_deaths(samples, {}, since_ns=0, raised_only=True)  # its own words tell more
+                self.watch.deaths.note_death(replace(said[0], seen=death.seen) if said else death)
         except Exception:  # a full disk, say: the death itself is known to the lighthouse and in the log
             log.exception("the evidence of %s could not be kept", death.sentence)
 

@@ -17,6 +17,7 @@ log = logging.getLogger("allranks.agent")
 MEETING = "torch.distributed.elastic.agent.server.api:SimpleElasticAgent._rendezvous"
 WAITING = "torch.distributed.elastic.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler.num_nodes_waiting"
 STARTING = "torch.distributed.elastic.multiprocessing.subprocess_handler:SubprocessHandler._popen"
+MONITORING = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._monitor_workers"
 STOPPING = "torch.distributed.elastic.multiprocessing.api:SubprocessContext._close"
 
 

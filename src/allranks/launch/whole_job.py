@@ -6,20 +6,23 @@ torchrun's way); what we add is recording, restarts that work, prefixed logs and
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from allranks.errors import InputError, require
 from allranks.launch.endpoint import LaunchError, nobody_answers, port_in_use, refuse_stranger, wait_for_host
 from allranks.launch.rendezvous_retry import AWAY_S, RendezvousRetry, between_meetings, meeting_again
 from allranks.launch.shutdown import ending_ranks
 from allranks.launch.spares import RANK_MODULE, Spares, serving
+from allranks.launch.torchrun_patches import MONITORING, replaced
 
 log = logging.getLogger("allranks.agent")
 
@@ -45,6 +48,9 @@ class Launch:
     quiet: bool = False  # ranks' output only to their log files
     spares: bool = True  # keep warm processes where a restart is possible
     on_stop: Callable[[set[int]], object] = lambda pids: None  # told which ranks are about to be asked to end
+    why_not_again: Callable[[dict[int, int]], str] = lambda exits: (
+        ""
+    )  # asked after a failure: pid -> exit code
 
 
 def launch(job: Launch) -> int:
@@ -64,7 +70,7 @@ def launch(job: Launch) -> int:
             find_host(args)
         with (
             serving(spares), ending_ranks(grace(args), job.on_stop), meeting_again() as meetings,
-            between_meetings(meetings, restarts=may_restart(args)),
+            between_meetings(meetings, restarts=may_restart(args)), sensible_restarts(job.why_not_again),
         ):  # fmt: skip
             run_through_losses(args, meetings)
     except ChildFailedError as error:
@@ -80,6 +86,28 @@ def launch(job: Launch) -> int:
         log.debug("launch failed:\n%s", traceback.format_exc())
         raise explain(error, endpoint=str(args.rdzv_endpoint), run_id=str(args.rdzv_id)) from error
     return 0
+
+
+@contextlib.contextmanager
+def sensible_restarts(why_not_again: Callable[[dict[int, int]], str]) -> Iterator[None]:
+    """While it is open, a failure that no restart cures uses up the restarts that are left."""
+
+    def judging(ordinary: Any) -> Any:
+        def monitor(agent: Any, group: Any) -> Any:
+            result = ordinary(agent, group)
+            if result.state.name in ("FAILED", "UNHEALTHY") and agent._remaining_restarts > 0:
+                why = why_not_again({f.pid: int(f.exitcode) for f in (result.failures or {}).values()})
+                if why:
+                    log.error("%s", why)
+                    agent._remaining_restarts = 0
+            return result
+
+        return monitor
+
+    with replaced(
+        MONITORING, judging, "a program that always fails the same way is restarted again and again"
+    ):
+        yield
 
 
 def at_a_host(args: Namespace) -> bool:

@@ -39,6 +39,40 @@ class Action:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """How a rank's program ended by its own doing, told so that the same failure is recognised when it comes again."""
+
+    rank: int
+    reason: str  # "raised ValueError", "exited with code 3"
+    where: str = ""  # the user's line, "" when nothing tells
+    text: str = ""
+    step: int = -1  # of the last mark, -1 without one
+    calls: int = 0  # completed
+
+    @property
+    def sentence(self) -> str:
+        """For the log and the page."""
+        at = f" at {self.where}" if self.where else ""
+        return f"rank {self.rank} {self.reason}{at}" + (f": {self.text}" if self.text else "")
+
+    @property
+    def place(self) -> str:
+        """When it happened, in words."""
+        if self.step >= 0:
+            return f"in step {self.step}"
+        return f"after {self.calls} collective calls" if self.calls else "before the first step"
+
+    def repeats(self, earlier: Failure) -> bool:
+        """Whether it is the same line and error at the same step; without marks, after about as many calls."""
+        if (self.reason, self.where, self.step) != (earlier.reason, earlier.where, earlier.step):
+            return False
+        if not self.where and self.text != earlier.text:
+            return False
+        near = abs(self.calls - earlier.calls) <= max(2, 0.02 * max(self.calls, earlier.calls))
+        return self.step >= 0 or near
+
+
+@dataclass(frozen=True)
 class Incident:
     """The whole story. Fields are filled in as the loop goes on; the file is rewritten atomically."""
 

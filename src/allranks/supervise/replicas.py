@@ -20,9 +20,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from allranks.model.incident import Failure
 from allranks.supervise.logs import LogPump, Terminal, open_log
 from allranks.supervise.orphans import Guard, sweep
-from allranks.supervise.restarts import RestartHistory, RestartOptions, decide_restart
+from allranks.supervise.restarts import (
+    RestartHistory,
+    RestartOptions,
+    decide_restart,
+    find_common_error,
+    find_program_error,
+)
 
 log = logging.getLogger("allranks.agent")
 
@@ -87,6 +94,8 @@ class _Replica:
     after_stop: Literal["restart", "stop", "set_aside"] = "restart"
     reason: str = ""
     raised: bool = False  # it ended by itself with an exit code, which may come again; else it was killed
+    exits: dict[int, int] = field(default_factory=dict)  # of its last life: pid -> exit code
+    failures: list[Failure] = field(default_factory=list)  # of its program
 
 
 @dataclass
@@ -102,7 +111,9 @@ class Supervisor:
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _guard: Guard = field(default_factory=Guard)
     _terminal: Terminal | None = None
+    failure: Callable[[int, dict[int, int]], Failure | None] = lambda replica, exits: None  # of its last life
     _signal: int = 0
+    _program_error: str = ""  # all replicas have it: none is started again
     _finished_s: float | None = None  # when the first replica finished by itself: the training is over
 
     def request(self, request: Request) -> None:
@@ -117,6 +128,11 @@ class Supervisor:
                 self._wake[1].send(b"!")
             except OSError:
                 pass
+
+    def give_up(self, reason: str) -> None:
+        """Ends the job from any thread: its program cannot train, and the reason is its last word."""
+        self._program_error = reason
+        self.wake()
 
     def note_signal(self, number: int, frame: object = None) -> None:
         """A signal handler: only notes; the loop stops all replicas and passes the signal on."""
@@ -162,6 +178,10 @@ class Supervisor:
                 self._stop_latecomers()
                 if self._signal:
                     return self._stop_all()
+                if self._program_error:
+                    self._stop_all()
+                    log.error("%s", self._program_error)
+                    return 1
             return self._exit_code()
         finally:
             self._stop_all()
@@ -185,7 +205,7 @@ class Supervisor:
         port = _free_port()
         replica.ranks = [self._spawn(replica, local, port) for local in range(self.options.ranks_per_replica)]
         replica.state, replica.started_s, replica.start_at_s = "running", now, None
-        replica.raised = False
+        replica.raised, replica.exits = False, {}
         pids = ", ".join(str(rank.process.pid) for rank in replica.ranks)
         self._tell(Event("started", replica.number, now, f"pid {pids}", pid=replica.ranks[0].process.pid))
 
@@ -246,6 +266,7 @@ class Supervisor:
         code = rank.process.wait()
         now = time.monotonic()
         self._forget(rank)
+        replica.exits[rank.process.pid] = code
         if code != 0 or replica.state == "stopping":  # a rank that ended well may have left an upload running
             sweep(rank.process.pid)
         self._guard.remove(rank.process.pid)
@@ -285,8 +306,11 @@ class Supervisor:
         ran_s = now - replica.started_s
         replica.history = replica.history.after_failure(now, ran_s, self.options.restarts, trained)
         delay, why = decide_restart(replica.history, self.options.restarts)
+        error = self._find_program_error(replica) if replica.raised else ""
         if replica.after_stop == "set_aside":
             delay, why = None, f"set aside: {replica.reason}"
+        elif error:
+            delay, why = None, f"set aside: {error}"
         elif self._finished_s is not None and now > self._finished_s + self.options.finish_grace_s:
             delay, why = None, "not started again: the training is over"
         if delay is None:
@@ -296,6 +320,16 @@ class Supervisor:
         replica.history = replica.history.after_restart()
         replica.state, replica.start_at_s = "waiting", now + delay
         self._tell(Event("restarting", replica.number, now, f"{replica.reason}: {why}"))
+
+    def _find_program_error(self, replica: _Replica) -> str:
+        """Why it makes no sense to start the replica again; when all replicas have the same error, the job ends."""
+        failure = self.failure(replica.number, replica.exits)
+        if failure is None:
+            return ""
+        replica.failures.append(failure)
+        histories = {other.number: other.failures for other in self._replicas.values()}
+        self._program_error = find_common_error(histories, len(self._replicas))
+        return self._program_error or find_program_error(replica.failures)
 
     # stopping
 

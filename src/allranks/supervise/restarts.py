@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from allranks.model.incident import Failure
+
+#: The same failure this often is an error of the program, and no restart cures it.
+SAME_FAILURES = 3
 
 
 @dataclass(frozen=True)
@@ -59,3 +65,22 @@ def decide_restart(history: RestartHistory, options: RestartOptions) -> tuple[fl
         delay = min(options.max_delay_s, base * options.factor ** (history.failures_in_row - 2))
     number = history.restarts + 1
     return delay, f"restart {number} of at most {options.max_restarts}, after {delay:g} s"
+
+
+def find_program_error(failures: Sequence[Failure]) -> str:
+    """Why the newest failure is an error of the program: the last ones are all the same; "" when they are not."""
+    last = failures[-SAME_FAILURES:]
+    if len(last) < SAME_FAILURES or not all(last[-1].repeats(earlier) for earlier in last):
+        return ""
+    return (
+        f"the program fails the same way each time, {len(last)} times {last[-1].place}: {last[-1].sentence}; "
+        "it is not started again"
+    )
+
+
+def find_common_error(failures: Mapping[int, Sequence[Failure]], replicas: int) -> str:
+    """As `find_program_error`, over all replicas (replica -> its failures): every one of them met the same failure."""
+    newest = [own[-1] for own in failures.values() if own]
+    same = [f for own in failures.values() for f in own if newest and f.repeats(newest[0])]
+    everywhere = len(newest) == replicas and all(f.repeats(newest[0]) for f in newest)
+    return find_program_error(same) if everywhere else ""

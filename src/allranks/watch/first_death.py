@@ -7,6 +7,7 @@ import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from allranks.model.incident import Failure
 from allranks.watch.exits import Ending
 from allranks.watch.samples import RankSample
 
@@ -39,8 +40,14 @@ class Death:
     @property
     def sentence(self) -> str:
         """For the log and the page."""
-        at = f" at {self.where}" if self.where else ""
-        return f"rank {self.rank} {self.reason}{at}" + (f": {self.text}" if self.text else "")
+        return Failure(self.rank, self.reason, self.where, self.text).sentence
+
+    def failure(self, samples: Sequence[RankSample]) -> Failure | None:
+        """As the program's own failure, which may come again; None for an echo and for a kill."""
+        own = next((s for s in samples if s.pid == self.pid), None)
+        if own is None or self.echo or not self.reason.startswith(("raised", "exited")):
+            return None
+        return Failure(self.rank, self.reason, self.where, self.text, own.step, own.calls_completed)
 
 
 def find_deaths(
