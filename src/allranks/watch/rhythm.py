@@ -7,13 +7,13 @@ is new (the first step, the first evaluation) tells nothing, and the rank may ta
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import numpy as np
 
-from allranks.blackbox.layout import HEADER
-from allranks.blackbox.ring_copy import Arena, OpenFile, read_ring
+from allranks.blackbox.header import read_header
+from allranks.blackbox.reader import read_rows
+from allranks.errors import InputError
 
 PASSED = 2  # times that a place must have been passed before
 _PLACE = ("op", "group", "stack", "peer")  # sizes may differ from step to step
@@ -34,15 +34,9 @@ class Rhythm:
 def read_rhythm(path: str) -> Rhythm:
     """Of the rank that writes this black box; an unreadable one knows nothing."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+        return measure_rhythm(read_rows(path, read_header(path)))
+    except InputError:
         return Rhythm()
-    try:
-        return measure_rhythm(_rows(OpenFile(fd, Arena()), fd))
-    except (OSError, ValueError):
-        return Rhythm()
-    finally:
-        os.close(fd)
 
 
 def measure_rhythm(rows: np.ndarray) -> Rhythm:
@@ -54,11 +48,3 @@ def measure_rhythm(rows: np.ndarray) -> Rhythm:
         same &= rows[column][:-1] == rows[column][-1]
     pauses = np.diff(rows["created_ns"])[same] / 1e9
     return Rhythm(tuple(float(pause) for pause in np.maximum(pauses, 0.0)))
-
-
-def _rows(file: OpenFile, fd: int) -> np.ndarray:
-    def next_id() -> int:
-        return int(np.frombuffer(os.pread(fd, HEADER.itemsize, 0), HEADER, 1)[0]["next_id"])
-
-    capacity = int(np.frombuffer(os.pread(fd, HEADER.itemsize, 0), HEADER, 1)[0]["capacity"])
-    return read_ring(file, capacity, capacity, next_id(), next_id)[0] if capacity else np.zeros(0)

@@ -68,6 +68,7 @@ def read_sample(path: Path) -> RankSample | None:
         closed=head.closed,
         closed_ns=head.closed_ns,
         attempt=head.attempt,
+        step_ns=head.step_ns,
     )
 
 
