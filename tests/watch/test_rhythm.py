@@ -44,7 +44,7 @@ def test_the_rhythm_is_read_from_a_recorders_black_box(tmp_path: Path) -> None:
     """As the agent does it, from the file."""
     from tests.boxes import write_box
 
-    path = write_box(tmp_path, rank=0, step=-1, capacity=8, next_id=5)
+    path = write_box(tmp_path, rank=0, step=-1, capacity=8, next_id=5, record_bytes=CALL.itemsize)
     rows = calls((1, 0), (2, 0.1), (1, 0.5), (2, 0.2), (1, 0.5))
     path.write_bytes(path.read_bytes().ljust(4096, b"\0") + rows.tobytes().ljust(8 * CALL.itemsize, b"\0"))
     assert read_rhythm(str(path)).known
