@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from allranks.lighthouse.codec import EMPTY_BEAT, FIRST_NOTICE, HEAD, PREAMBLE, QUORUM, WELCOME, encode
-from allranks.lighthouse.messages import Ack, Beat, Hello, Join
+from allranks.lighthouse.messages import Ack, Beat, Hello, Join, Proof
 from allranks.model.cluster import Member
 
 LOST = FIRST_NOTICE
+NO_PROOF = encode(Proof(""))  # the lighthouse of a benchmark has no token
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Crowd:
         self.lights[sock.fileno()] = light
         self._poll.register(sock.fileno(), select.EPOLLIN)
         light.session = f"{name}-{time.monotonic_ns()}"
-        self._send(light, PREAMBLE + encode(Hello(replica=name, session=light.session, node="bench")))
+        self._send(light, PREAMBLE + encode(Hello(replica=name, session=light.session, node="bench")) + NO_PROOF)
         return light
 
     def _send(self, light: Light, data: bytes) -> None:

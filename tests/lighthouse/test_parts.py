@@ -37,7 +37,7 @@ QUORUM = Quorum(
 )
 SAMPLES = [
     QUORUM, MemberLost("a", "gone", ms=1.5, certain=False), CollectEvidence("i", "r", ("a", "b")),
-    messages.Hello(token="t", replica="a"), messages.Join(Member("a"), 5), messages.Beat(1, 2, 0.5, "ok", True),
+    messages.Hello(nonce="t", replica="a"), messages.Challenge("c"), messages.Proof("p"), messages.Join(Member("a"), 5), messages.Beat(1, 2, 0.5, "ok", True),
 ]  # fmt: skip
 
 

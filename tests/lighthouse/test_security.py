@@ -16,13 +16,15 @@ import pytest
 from allranks.errors import LighthouseRefused, LighthouseUnreachable
 from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.lighthouse.codec import HEAD, PREAMBLE, encode
-from allranks.lighthouse.messages import Hello, Join
+from allranks.lighthouse.messages import Hello, Join, Proof
 from allranks.lighthouse.options import ServerOptions
 from allranks.lighthouse.server import Lighthouse
 from allranks.model.cluster import Member
 
 from .waiting import eventually
 
+#: Where no token is asked for, hello and (any) proof can be sent at once.
+HELLO = PREAMBLE + encode(Hello(replica="g")) + encode(Proof(""))
 Embedded = Callable[..., Lighthouse]
 Connect = Callable[..., Client]
 
@@ -81,7 +83,7 @@ def test_another_version_is_refused_by_name(embedded: Embedded) -> None:
     """Both versions are in the answer."""
     with raw(embedded()) as sock:
         sock.sendall(PREAMBLE + encode(Hello(version=99, replica="a")))
-        assert b"speaks version 1, the client 99" in read_all(sock)
+        assert b"speaks version 2, the client 99" in read_all(sock)
 
 
 @pytest.mark.parametrize(
@@ -93,13 +95,13 @@ def test_another_version_is_refused_by_name(embedded: Embedded) -> None:
         PREAMBLE + HEAD.pack(4, 200) + b"what",
         PREAMBLE + encode(Join(Member("a"))),
         PREAMBLE + HEAD.pack(6, 0x81) + b"zipped",
-        PREAMBLE + framed(1, b'{"token":"\xed\xa0\x80"}'),
+        PREAMBLE + framed(1, b'{"nonce":"\xed\xa0\x80"}'),
         PREAMBLE + framed(1, b"[" * 15000),
         PREAMBLE + framed(1, b'{"a":' + b"[" * 15000),
-        PREAMBLE + encode(Hello(replica="g")) + framed(2, b'{"health":"\xff"}'),
-        PREAMBLE + encode(Hello(replica="g")) + framed(2, b'{"a":' + b"[" * 15000),
-        PREAMBLE + encode(Hello(replica="g")) + HEAD.pack(3, 2) + b"[[[",
-        PREAMBLE + encode(Hello(replica="g")) + HEAD.pack(2, 99) + b"{}",
+        HELLO + framed(2, b'{"health":"\xff"}'),
+        HELLO + framed(2, b'{"a":' + b"[" * 15000),
+        HELLO + HEAD.pack(3, 2) + b"[[[",
+        HELLO + HEAD.pack(2, 99) + b"{}",
     ],
     ids=[
         "tls",
@@ -137,7 +139,7 @@ def test_an_oversized_frame_is_refused_before_it_is_read(
     """The length alone is enough to say no."""
     lighthouse = embedded(ServerOptions(max_frame_bytes=1 << 20))
     with raw(lighthouse) as sock:
-        sock.sendall(PREAMBLE + (encode(Hello(replica="fat")) if hello else b"") + HEAD.pack(1 << 30, 1))
+        sock.sendall(PREAMBLE + (encode(Hello(replica="fat")) + encode(Proof("")) if hello else b"") + HEAD.pack(1 << 30, 1))
         assert b"at most" in read_all(sock)
     assert_serves(lighthouse, connect)
 
@@ -185,7 +187,7 @@ def test_a_client_that_reads_nothing_is_cut_off(embedded: Embedded, connect: Con
     observer = connect(lighthouse.address, role="observer")
     with raw(lighthouse) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.sendall(PREAMBLE + encode(Hello(role="observer", node="deaf", session="deaf")))
+        sock.sendall(PREAMBLE + encode(Hello(role="observer", node="deaf", session="deaf")) + encode(Proof("")))
         eventually(lambda: lighthouse.status().connections == 2)
         reason = os.urandom(400_000).hex()  # nothing that deflate could shrink to a few bytes
         for i in range(200):  # how much the kernel swallows first is its own affair

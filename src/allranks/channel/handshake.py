@@ -11,14 +11,13 @@ What follows is neither signed nor encrypted: against one who can change packets
 
 from __future__ import annotations
 
-import hmac
 import os
 import socket
 import time
 
-from allranks.channel.keys import Credential, Keyring
+from allranks.channel.keys import Credential, Keyring, is_proof, prove
 
-MAGIC = b"allranks-auth-1\n"
+MAGIC = b"allranks-auth-2\n"
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 GREETING_S = 10.0  # a rank that computes may be slow to answer
@@ -43,10 +42,10 @@ def greet_as_server(
     answer = _read(sock, NONCE_BYTES + PROOF_BYTES, deadline)
     credential = keys.for_purpose(purpose)
     nonces = nonce + answer[:NONCE_BYTES]
-    known = hmac.compare_digest(answer[NONCE_BYTES:], _proof(credential, b"client", nonces, server))
+    known = is_proof(answer[NONCE_BYTES:], credential, b"client", nonces, server.encode())
     if not known or purpose.split(" ")[0] != kind:
         raise ChannelError("the caller does not know the key")
-    _send(sock, _proof(credential, b"server", nonces, server), deadline)
+    _send(sock, prove(credential, b"server", nonces, server.encode()), deadline)
     sock.settimeout(before)
     return purpose
 
@@ -63,19 +62,15 @@ def greet_as_client(sock: socket.socket, credential: Credential, server: str = "
         raise ChannelError("not a server of allranks, or of another version")
     nonce, purpose = os.urandom(NONCE_BYTES), credential.purpose.encode()
     nonces = hello[len(MAGIC) :] + nonce
-    proof = _proof(credential, b"client", nonces, server)
+    proof = prove(credential, b"client", nonces, server.encode())
     _send(sock, bytes([len(purpose)]) + purpose + nonce + proof, deadline)
     try:
         answer = _read(sock, PROOF_BYTES, deadline)
     except ChannelError:
         raise ChannelError("refused: do both sides have the same job token?") from None
-    if not hmac.compare_digest(answer, _proof(credential, b"server", nonces, server)):
+    if not is_proof(answer, credential, b"server", nonces, server.encode()):
         raise ChannelError("the other side does not know the key")
     sock.settimeout(before)
-
-
-def _proof(credential: Credential, side: bytes, nonces: bytes, server: str) -> bytes:
-    return hmac.digest(credential.key, MAGIC + side + nonces + server.encode(), "sha256")
 
 
 def _send(sock: socket.socket, data: bytes, deadline: float) -> None:

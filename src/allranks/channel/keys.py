@@ -34,3 +34,17 @@ class Keyring:
     def for_quorum(self, epoch: int, number: int) -> Credential:
         """The key of the members of one quorum."""
         return self.for_purpose(f"quorum {epoch}.{number}")
+
+
+def prove(credential: Credential, side: bytes, *said: bytes) -> bytes:
+    """Shows that one side ("client" or "server") knows the key; good for these very words, nonces among them."""
+    lengths = b"".join(len(part).to_bytes(4, "big") for part in said)
+    return hmac.digest(credential.key, b"/".join((side, lengths, *said)), "sha256")
+
+
+def is_proof(given: str | bytes, credential: Credential, side: bytes, *said: bytes) -> bool:
+    """Whether `given` (as hexadecimal, if it is text) is that proof."""
+    right = prove(credential, side, *said)
+    if isinstance(given, bytes):
+        return hmac.compare_digest(given, right)
+    return hmac.compare_digest(given.encode(errors="replace"), right.hex().encode())

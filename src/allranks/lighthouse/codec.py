@@ -39,7 +39,7 @@ KINDS: dict[int, type] = dict(
             messages.Hello, messages.Beat, messages.Join, messages.Withdraw, messages.Leave, messages.Died,
             messages.Ack, messages.Command, messages.Welcome, messages.Refused, messages.Waiting,
             messages.Pong, messages.Result, cluster.Quorum, messages.Hold, messages.Release, messages.Report,
-            messages.Start,
+            messages.Start, messages.Challenge, messages.Proof,
         ),
         start=1,
     )

@@ -7,14 +7,15 @@ closed with a line in the log. A client has one chance to say a right hello; eve
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
 import msgspec
 
+from allranks.channel.keys import Credential, Keyring, is_proof, prove
 from allranks.lighthouse import messages
 from allranks.lighthouse.codec import ACK, BEAT, HEAD, PREAMBLE, QUORUM, BadFrame, decode, encode
 from allranks.lighthouse.commands import carry_out
@@ -67,6 +68,10 @@ class Door:
     strangers: dict[Connection, float] = field(default_factory=dict)  # no hello yet; oldest first
     open: set[Connection] = field(default_factory=set)
     throttle: Throttle = field(default_factory=Throttle)
+    credential: Credential = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.credential = Keyring(self.options.token).for_purpose(messages.PURPOSE)
 
     def drop_slow(self, now: float) -> None:
         """Closes connections that never said hello."""
@@ -78,7 +83,7 @@ class Door:
 class Connection(asyncio.Protocol):
     """See the module. Implements sessions.Peer."""
 
-    __slots__ = ("_door", "_need", "_rest", "_session", "_transport", "address")
+    __slots__ = ("_door", "_greeting", "_need", "_rest", "_session", "_transport", "address")
 
     def __init__(self, door: Door) -> None:
         self._door = door
@@ -86,6 +91,7 @@ class Connection(asyncio.Protocol):
         self._session: Session | None = None
         self._rest = b""
         self._need = len(PREAMBLE)
+        self._greeting: tuple[messages.Hello, bytes, bytes] | None = None  # the hello, its bytes, our nonce
         self.address = ""
 
     # ---- asyncio ----------------------------------------------------------------------------------------
@@ -206,7 +212,7 @@ class Connection(asyncio.Protocol):
             return  # another member was faster; with thousands of them reading each one's word would take seconds
         message, _ = decode(kind, payload, self._door.options.max_frame_bytes)
         if session is None:
-            self._hello(message)
+            self._greet(message, payload)
         else:
             self._message(session, message)
 
@@ -218,20 +224,34 @@ class Connection(asyncio.Protocol):
             return
         self._door.service.beat(session, cast(messages.Beat, beat))
 
-    def _hello(self, message: object) -> None:
+    def _greet(self, message: object, payload: bytes) -> None:
+        """A hello, then the proof that whoever said it knows the job token. Strangers can say nothing else."""
+        if self._greeting is not None:
+            self._prove(message, *self._greeting)
+            return
         if not isinstance(message, messages.Hello):
             raise BadFrame(f"expected a Hello, got {type(message).__name__}")
         if message.version != PROTOCOL_VERSION:
             ours = f"this lighthouse speaks version {PROTOCOL_VERSION}, the client {message.version}"
             self._refuse(messages.Refused("version", f"{ours}: install the same allranks on both sides"))
             return
-        token = self._door.options.token
-        if token and not hmac.compare_digest(token.encode(), message.token.encode(errors="replace")):
-            self._refuse(
-                messages.Refused("token", "the job token is wrong" if message.token else "no job token")
-            )
+        nonce = os.urandom(16).hex()
+        self._greeting = (message, payload, nonce.encode())
+        challenge = messages.Challenge(nonce)
+        self.deliver(challenge, encode(challenge))
+
+    def _prove(self, message: object, hello: messages.Hello, said: bytes, nonce: bytes) -> None:
+        if not isinstance(message, messages.Proof):
+            raise BadFrame(f"expected a Proof, got {type(message).__name__}")
+        door = self._door
+        if door.options.token and not is_proof(message.proof, door.credential, b"client", nonce, said):
+            why = "the job token is wrong" if message.proof else "no job token"
+            self._refuse(messages.Refused("token", why))
             return
-        entered = self._door.service.hello(self, message)
+        ours = messages.Proof(prove(door.credential, b"server", nonce, said).hex())
+        self.deliver(ours, encode(ours))
+        self._greeting = None
+        entered = door.service.hello(self, hello)
         if isinstance(entered, messages.Refused):
             self._refuse(entered)
             return

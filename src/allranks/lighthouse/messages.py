@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from allranks.model.cluster import PROTOCOL_VERSION, Member
 
 
+PURPOSE = "lighthouse"  # names the key that client and lighthouse prove to know
+
+
 @dataclass(frozen=True)
 class Hello:
-    """First message of a client. `epoch` and `number` are those of the last quorum it was in."""
+    """First message of a client, answered by a Challenge. `epoch` and `number` are of the last quorum it was in."""
 
-    token: str = ""
+    nonce: str = ""  # hexadecimal, new for each connection
     version: int = PROTOCOL_VERSION
     role: str = "replica"  # replica | observer
     replica: str = ""
@@ -27,6 +30,21 @@ class Hello:
     number: int = 0
     round: int = 0
     pid: int = 0
+
+
+@dataclass(frozen=True)
+class Challenge:
+    """Answer to a Hello: prove that you know the job token."""
+
+    nonce: str
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Of the client over the server's nonce and its own Hello; then of the lighthouse, which welcomes it.
+    Hexadecimal (channel/keys.py: prove)."""
+
+    proof: str
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 #: Spoken in the hello. Raised when a message changes in a way that an older peer would misread.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 #: How long after one agent's asking another's may be about the same hang.
 FOLLOW_S = 120.0

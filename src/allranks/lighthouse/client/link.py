@@ -15,6 +15,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from allranks.channel.keys import Keyring, is_proof, prove
 from allranks.lighthouse.client.reactor import Reactor, Timer
 from allranks.lighthouse.codec import (
     EMPTY_BEAT,
@@ -27,7 +28,7 @@ from allranks.lighthouse.codec import (
     encode,
     take_frames,
 )
-from allranks.lighthouse.messages import Beat, Hello, Refused, Welcome
+from allranks.lighthouse.messages import PURPOSE, Beat, Challenge, Hello, Proof, Refused, Welcome
 from allranks.lighthouse.sockets import split_address, tune
 from allranks.model.cluster import ConnectionLost
 
@@ -90,6 +91,9 @@ class Link:
         self._heard = self._pinged = 0.0
         self._sent_beat: Beat | None = None
         self._last_error = ""
+        self._credential = Keyring(options.token).for_purpose(PURPOSE)
+        self._said: tuple[bytes, ...] = ()  # the lighthouse's nonce and our hello: what both sides prove
+        self._proved = False  # the lighthouse has
         self._secure = False
         self._again: tuple[type[OSError], ...] = _AGAIN  # not ready, try later
 
@@ -162,11 +166,13 @@ class Link:
             self._start_tls()
         epoch, number, round_ = self.known
         hello = Hello(
-            token=options.token, role=options.role, replica=options.replica, session=options.session,
+            nonce=os.urandom(16).hex(), role=options.role, replica=options.replica, session=options.session,
             node=options.node, rank=options.rank, connections=options.connections, epoch=epoch, number=number,
             round=round_, pid=os.getpid(),
         )  # fmt: skip
-        self._out = bytearray(PREAMBLE + encode(hello))
+        frame = encode(hello)
+        self._said, self._proved = (frame[HEAD.size :],), False
+        self._out = bytearray(PREAMBLE + frame)
         self._flush()
 
     def _start_tls(self) -> None:
@@ -219,14 +225,33 @@ class Link:
             self._broken(f"this is no lighthouse of our version: {error}")
 
     def _handle(self, kind: int, payload: bytes) -> None:
-        if kind in (WELCOME, REFUSED):
-            message, _ = decode(kind, payload)
-            if isinstance(message, Refused):
-                self._refused(message, payload)
-                return
-            assert isinstance(message, Welcome)
-            self._welcomed(message)
-        self._receive(kind, payload)
+        if self.up and kind not in (WELCOME, REFUSED):
+            self._receive(kind, payload)
+            return
+        message, _ = decode(kind, payload)
+        if isinstance(message, Challenge):
+            self._prove(message)
+        elif isinstance(message, Proof):
+            self._proved = is_proof(message.proof, self._credential, b"server", *self._said)
+        elif isinstance(message, Refused):
+            self._refused(message, payload)
+        elif self.options.token and not self._proved:
+            why = f"the lighthouse at {self.address} does not know our job token"
+            refused = Refused("token", f"{why}: is it another job's, or was it started with --no-token?")
+            self._refused(refused, encode(refused)[HEAD.size :])
+        else:
+            if isinstance(message, Welcome):
+                self._welcomed(message)
+            self._receive(kind, payload)
+
+    def _prove(self, challenge: Challenge) -> None:
+        """Answers with what only a holder of the job token can say; the token itself stays here."""
+        if len(self._said) != 1:
+            raise BadFrame("a second Challenge")
+        self._said = (challenge.nonce.encode(), *self._said)
+        proof = prove(self._credential, b"client", *self._said).hex() if self.options.token else ""
+        self._out += encode(Proof(proof))
+        self._flush()
 
     def _flush(self) -> None:
         if self._socket is None or self._connecting:
