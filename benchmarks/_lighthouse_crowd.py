@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from allranks.lighthouse.codec import EMPTY_BEAT, FIRST_NOTICE, HEAD, PREAMBLE, QUORUM, WELCOME, encode
+from allranks.channel.frames import HEAD
+from allranks.lighthouse.codec import EMPTY_BEAT, FIRST_NOTICE, PREAMBLE, QUORUM, WELCOME, encode
 from allranks.lighthouse.messages import Ack, Beat, Hello, Join, Proof
 from allranks.model.cluster import Member
 
@@ -53,7 +54,9 @@ class Crowd:
         self.lights[sock.fileno()] = light
         self._poll.register(sock.fileno(), select.EPOLLIN)
         light.session = f"{name}-{time.monotonic_ns()}"
-        self._send(light, PREAMBLE + encode(Hello(replica=name, session=light.session, node="bench")) + NO_PROOF)
+        self._send(
+            light, PREAMBLE + encode(Hello(replica=name, session=light.session, node="bench")) + NO_PROOF
+        )
         return light
 
     def _send(self, light: Light, data: bytes) -> None:

@@ -14,7 +14,8 @@ import socket
 import sys
 import time
 
-from allranks.lighthouse.codec import HEAD, PREAMBLE
+from allranks.channel.frames import HEAD
+from allranks.lighthouse.codec import PREAMBLE
 from allranks.lighthouse.limits import raise_open_files
 
 RATE = 1000

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from allranks.channel.frames import JsonReader, send_json
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointState, NVMeBackend
 from allranks.checkpoint.manifest import MANIFEST, decode_manifest
-from allranks.checkpoint.save import wire
 from allranks.checkpoint.save.helper import Helper
 from allranks.checkpoint.stores.file_store import FileStore
 from allranks.drill.ranks import Ranks
@@ -177,10 +177,10 @@ def test_a_rank_that_died_with_replies_unread_is_heard_to_its_end() -> None:
     """The kernel reports a reset once: what the rank had sent still counts, and then comes the end."""
     rank, helper = socket.socketpair()
     with helper:
-        wire.send(helper, {"kind": "saved"})  # never read
-        wire.send(rank, {"kind": "drop", "id": 1})
+        send_json(helper, {"kind": "saved"})  # never read
+        send_json(rank, {"kind": "drop", "id": 1})
         rank.close()
-        inbox = wire.Inbox(helper)
+        inbox = JsonReader(helper)
         assert inbox.receive() == {"kind": "drop", "id": 1}
         assert inbox.receive() is None
 

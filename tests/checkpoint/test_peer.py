@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from allranks.channel.handshake import ChannelError
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier, SnapshotServer
-from allranks.checkpoint.stores import peer_wire
 from allranks.checkpoint.stores.keyed_store import KeyedStore
 from allranks.checkpoint.stores.peer_store import PeerBlobs
+from allranks.checkpoint.stores.snapshot_server import receive_bytes, send_bytes
 from allranks.checkpoint.stores.store import StoreSpec, open_store
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as mark
@@ -102,12 +103,12 @@ def test_bytes_changed_on_the_way_are_refused() -> None:
     """The checksum after the bytes does not fit."""
     sender, receiver = socket.socketpair()
     with sender, receiver:
-        peer_wire.send_bytes(sender, [memoryview(b"right")], "crc32")
+        send_bytes(sender, [memoryview(b"right")], "crc32")
         raw = bytearray(receiver.recv(4096))
         raw[0] ^= 1
         sender.sendall(raw)
-        with pytest.raises(peer_wire.PeerProtocolError, match="wrong checksum"):
-            peer_wire.receive_bytes(receiver, memoryview(bytearray(5)), "crc32")
+        with pytest.raises(ChannelError, match="wrong checksum"):
+            receive_bytes(receiver, memoryview(bytearray(5)), "crc32")
 
 
 def test_a_keeper_keeps_no_more_than_its_bound(keeper: SnapshotServer) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import urllib.error
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from allranks.channel.handshake import ChannelError
 from allranks.errors import InputError
 from allranks.incidents.evidence_archive import pack_part, unpack_part
 from allranks.incidents.evidence_server import EvidenceServer, send_part
@@ -63,7 +63,7 @@ def test_a_part_that_grows_when_unpacked_or_is_none_is_refused(tmp_path: Path) -
 
 
 def test_the_mailbox_wants_the_token_and_takes_only_what_is_expected(tmp_path: Path) -> None:
-    """A stranger gets 401, a part of an incident that is over 410, a silent node is named, a lost one not waited for."""
+    """A stranger is refused, so is a part of an incident that is over; a silent node is named, a lost one not waited for."""
     (tmp_path / "boxes").mkdir()
     (tmp_path / "boxes" / "0.box").write_bytes(b"box")
     data = pack_part(tmp_path, [])
@@ -71,14 +71,14 @@ def test_the_mailbox_wants_the_token_and_takes_only_what_is_expected(tmp_path: P
     box.start()
     try:
         box.expect("i-1", tmp_path / "in")
-        with pytest.raises(urllib.error.HTTPError, match="401"):
+        with pytest.raises(ChannelError, match="same job token"):
             send_part(box.address, "i-1", "agent-a", "wrong", data)
         send_part(box.address, "i-1", "agent-a", TOKEN, data)
         assert box.wait("i-1", ("agent-a", "agent-b"), 0.0) == ["agent-b: no evidence within 0 s"]
         box.expect("i-2", tmp_path / "in")
         box.give_up("agent-b")
         assert box.wait("i-2", ("agent-b",), 3600.0) == ["agent-b: no evidence, it is gone"]
-        with pytest.raises(urllib.error.HTTPError, match="410"):
+        with pytest.raises(ChannelError, match="nobody waits"):
             send_part(box.address, "i-1", "agent-b", TOKEN, data)
     finally:
         box.close()

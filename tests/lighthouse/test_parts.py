@@ -14,15 +14,16 @@ import pytest
 from hypothesis import given, settings
 
 from allranks.blackbox import header, layout
+from allranks.channel.addresses import join_address, split_address
+from allranks.channel.frames import BadFrame, take_frames
 from allranks.errors import ConfigurationError
 from allranks.lighthouse import codec, messages
 from allranks.lighthouse.client.progress import read_mark
-from allranks.lighthouse.codec import BadFrame, decode, encode, load, plain_dump, plain_load, take_frames
+from allranks.lighthouse.codec import decode, encode, load, plain_dump, plain_load
 from allranks.lighthouse.detect import AwakeClock, find_silent
 from allranks.lighthouse.healing import assign_healing
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.sessions import Session
-from allranks.lighthouse.sockets import join_address, split_address
 from allranks.model.cluster import CollectEvidence, Member, MemberLost, Quorum
 
 QUORUM = Quorum(

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 
 import pytest
 
+from allranks.channel.addresses import split_address
+from allranks.channel.frames import HEAD, take_frames
 from allranks.errors import LighthouseRefused
 from allranks.lighthouse.client.client import Client, ClientOptions
-from allranks.lighthouse.codec import HEAD, PREAMBLE, decode, encode, take_frames
+from allranks.lighthouse.codec import PREAMBLE, decode, encode
 from allranks.lighthouse.messages import Challenge, Hello, Proof, Refused, Welcome
 from allranks.lighthouse.options import ServerOptions
 from allranks.lighthouse.server import Lighthouse
-from allranks.lighthouse.sockets import split_address
 from allranks.model.cluster import Member
 
 TOKEN = "the-token-of-this-job"

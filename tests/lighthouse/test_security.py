@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from allranks.channel.frames import HEAD
 from allranks.errors import LighthouseRefused, LighthouseUnreachable
 from allranks.lighthouse.client.client import Client, ClientOptions
-from allranks.lighthouse.codec import HEAD, PREAMBLE, encode
+from allranks.lighthouse.codec import PREAMBLE, encode
 from allranks.lighthouse.messages import Hello, Join, Proof
 from allranks.lighthouse.options import ServerOptions
 from allranks.lighthouse.server import Lighthouse
@@ -139,7 +140,11 @@ def test_an_oversized_frame_is_refused_before_it_is_read(
     """The length alone is enough to say no."""
     lighthouse = embedded(ServerOptions(max_frame_bytes=1 << 20))
     with raw(lighthouse) as sock:
-        sock.sendall(PREAMBLE + (encode(Hello(replica="fat")) + encode(Proof("")) if hello else b"") + HEAD.pack(1 << 30, 1))
+        sock.sendall(
+            PREAMBLE
+            + (encode(Hello(replica="fat")) + encode(Proof("")) if hello else b"")
+            + HEAD.pack(1 << 30, 1)
+        )
         assert b"at most" in read_all(sock)
     assert_serves(lighthouse, connect)
 
@@ -187,7 +192,9 @@ def test_a_client_that_reads_nothing_is_cut_off(embedded: Embedded, connect: Con
     observer = connect(lighthouse.address, role="observer")
     with raw(lighthouse) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.sendall(PREAMBLE + encode(Hello(role="observer", node="deaf", session="deaf")) + encode(Proof("")))
+        sock.sendall(
+            PREAMBLE + encode(Hello(role="observer", node="deaf", session="deaf")) + encode(Proof(""))
+        )
         eventually(lambda: lighthouse.status().connections == 2)
         reason = os.urandom(400_000).hex()  # nothing that deflate could shrink to a few bytes
         for i in range(200):  # how much the kernel swallows first is its own affair

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from allranks.channel.frames import receive_json, send_json
 from allranks.channel.handshake import ChannelError, greet_as_client
 from allranks.channel.keys import Keyring
 from allranks.errors import HealingFailed
 from allranks.manager.heal.fetch import Fetch, Source
 from allranks.manager.heal.serve import HealServer
 from allranks.manager.heal.state import LiveState, Offer, make_offer, stripes
-from allranks.manager.heal.wire import read_frame, send_frame
 
 KEYS = Keyring("known to members only")
 MEMBER = KEYS.for_quorum(1, 2)
@@ -237,12 +237,12 @@ def test_a_voter_of_another_quorum_is_not_handed_over(server: HealServer) -> Non
         host, _, port = server.address.rpartition(":")
         with socket.create_connection((host, int(port)), 20) as caller:
             greet_as_client(caller, MEMBER, server.address)
-            send_frame(caller, {"want": "ballot", "name": name, "place": 1})
+            send_json(caller, {"want": "ballot", "name": name, "place": 1})
             if taken:
-                assert read_frame(caller) == {"ok": True}
+                assert receive_json(caller) == {"ok": True}
             else:
                 with pytest.raises(ChannelError):
-                    read_frame(caller)
+                    receive_json(caller)
     name, place, line = voters.get(timeout=20)
     line.close()
     assert (name, place) == ("1.2", 1) and voters.empty()

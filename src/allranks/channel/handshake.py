@@ -24,7 +24,7 @@ GREETING_S = 10.0  # a rank that computes may be slow to answer
 _CLIENT_S = 60.0
 
 
-class ChannelError(Exception):
+class ChannelError(ConnectionError):
     """The other side closed, lied or sent garbage."""
 
 

@@ -14,12 +14,18 @@ def find_token(environment: Mapping[str, str] = os.environ) -> str:
     if token := environment.get("ALLRANKS_TOKEN"):
         return token
     path = environment.get("ALLRANKS_TOKEN_FILE")
-    if not path:
-        return ""
+    return read_token(Path(path)) if path else ""
+
+
+def read_token(path: Path) -> str:
+    """What the file holds; an error when that is nothing."""
     try:
-        return Path(path).read_text().strip()
-    except OSError as error:
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"cannot read the job token: {error}") from error
+    if not token:
+        raise ConfigurationError(f"the token file {path} is empty")
+    return token
 
 
 def write_token(path: Path, token: str) -> None:

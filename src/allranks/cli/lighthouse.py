@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allranks.errors import InputError
+from allranks.channel.token import read_token, write_token
+from allranks.errors import ConfigurationError, InputError
 
 if TYPE_CHECKING:
     from allranks.lighthouse.server import Lighthouse
@@ -216,7 +217,7 @@ def make_lighthouse(args: argparse.Namespace, token: str) -> Lighthouse:
 
 
 def _bind(text: str) -> tuple[str, int]:
-    from allranks.lighthouse.sockets import split_address
+    from allranks.channel.addresses import split_address
 
     try:
         return split_address(text)
@@ -234,26 +235,16 @@ def _server_token(args: argparse.Namespace) -> tuple[str, Path | None]:
     if args.token_file is None and (token := os.environ.get("ALLRANKS_TOKEN")):
         return token, None
     if path:
-        return _read_token(Path(path)), Path(path)
+        return read_token(Path(path)), Path(path)
     return _left_token(default_token_file(args.bind)) or secrets.token_urlsafe(24), None
 
 
 def _left_token(path: Path) -> str:
     """The token of a lighthouse at this place that was killed: its replicas know no other. "" when there is none."""
     try:
-        return _read_token(path) if path.lstat().st_uid == os.getuid() else ""
-    except OSError:
+        return read_token(path) if path.lstat().st_uid == os.getuid() else ""
+    except (OSError, ConfigurationError):
         return ""
-
-
-def _read_token(path: Path) -> str:
-    try:
-        token = path.read_text().strip()
-    except OSError as error:
-        raise InputError(f"cannot read the job token: {error}") from error
-    if not token:
-        raise InputError(f"the token file {path} is empty")
-    return token
 
 
 def default_token_file(address: str) -> Path:
@@ -283,8 +274,6 @@ def _announce(args: argparse.Namespace, lighthouse: Lighthouse, token: str, toke
 
 def _leave_token(path: Path, token: str) -> None:
     """For commands of this user; not in a folder that somebody else laid at this well-known place."""
-    from allranks.channel.token import write_token
-
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.parent.stat().st_uid != os.getuid():
         raise InputError(f"{path.parent} belongs to somebody else", hint="Give --token-file.")
@@ -329,11 +318,11 @@ def _act(args: argparse.Namespace) -> int:
 
 def _client_token(args: argparse.Namespace) -> str:
     if args.token_file:
-        return _read_token(Path(args.token_file))
+        return read_token(Path(args.token_file))
     if os.environ.get("ALLRANKS_TOKEN") or os.environ.get("ALLRANKS_TOKEN_FILE"):
         return ""  # the client reads them
     path = default_token_file(args.address)
-    return _read_token(path) if path.exists() else ""
+    return read_token(path) if path.exists() else ""
 
 
 def _show_status(status: dict[str, Any], as_json: bool) -> int:

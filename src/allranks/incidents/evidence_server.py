@@ -1,29 +1,39 @@
-"""Where other nodes send their part of an incident: a small HTTP server that takes PUT and nothing else.
+"""Where other nodes send their part of an incident: a small server for those who prove that they know the job token.
 
-Runs in the agent that leads an incident, or in a command. Only for those who know the job token, only for an incident
-that is waited for, once from each sender, and never more than a part may have.
+Runs in the agent that leads an incident, or in a command. Takes parts only of an incident that is waited for, once
+from each sender, and never more than a part may have.
 """
 
 from __future__ import annotations
 
-import hmac
+import hashlib
 import logging
 import socket
 import threading
 import time
-import urllib.parse
-import urllib.request
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
+from allranks.channel.addresses import join_address, split_address
+from allranks.channel.frames import (
+    is_intact,
+    read_into,
+    receive_json,
+    send_checksum,
+    send_from,
+    send_json,
+)
+from allranks.channel.handshake import ChannelError, greet_as_client
+from allranks.channel.keys import Keyring
+from allranks.channel.server import MemberServer
 from allranks.errors import AllranksError
 from allranks.incidents.evidence_archive import MAX_PACKED_BYTES, unpack_part
 
 log = logging.getLogger("allranks.agent")
 
 UPLOAD_S = 20.0
+PURPOSE = "evidence"  # names the key that both sides prove
+MAX_REQUEST_BYTES = 16 << 10
 EARLY_S = 2.0  # a part may arrive before its leader has opened a folder for it
 
 
@@ -35,38 +45,27 @@ class _Awaited:
 
 
 class EvidenceServer:
-    """`start()` and `close()` own the socket and the thread; `address` is where parts go."""
+    """`start()` and `close()` own the socket and the threads; `address` (HOST:PORT) is where parts go."""
 
     def __init__(self, token: str, host: str = "127.0.0.1") -> None:
-        self.token = token
         self.host = host
         self.address = ""
         self._awaited: dict[str, _Awaited] = {}
         self._over: set[str] = set()  # incidents that were waited for
         self._gone: set[str] = set()  # senders that are not waited for any more
         self._changed = threading.Condition()
-        self._server: ThreadingHTTPServer | None = None
+        self._members = MemberServer(Keyring(token), PURPOSE, self._serve, "allranks-evidence")
 
     def start(self) -> None:
         """Listens on a free port."""
-        mailbox = self
-
-        class Handler(_Handler):
-            box = mailbox
-
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        kind = type("Server", (ThreadingHTTPServer,), {"address_family": family, "daemon_threads": True})
-        self._server = kind((self.host, 0), Handler)
-        shown = f"[{self.host}]" if ":" in self.host else self.host
-        self.address = f"http://{shown}:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, name="allranks-mailbox", daemon=True).start()
+        listener = socket.create_server((self.host, 0), family=family)
+        self.address = join_address(self.host, listener.getsockname()[1])
+        self._members.start(listener)
 
     def close(self) -> None:
         """Takes nothing any more."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
+        self._members.close()
 
     def expect(self, incident: str, folder: Path) -> None:
         """From now on parts of this incident are put into the folder."""
@@ -117,46 +116,30 @@ class EvidenceServer:
             self._changed.notify_all()
         return True
 
-
-class _Handler(BaseHTTPRequestHandler):
-    box: EvidenceServer
-    timeout = UPLOAD_S
-
-    def do_PUT(self) -> None:
-        """PUT /parts/INCIDENT/SENDER."""
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        size = self.headers.get("Content-Length", "")
-        words = [urllib.parse.unquote(word) for word in self.path.split("/")]
-        if not hmac.compare_digest(given.encode(), self.box.token.encode()):
-            self.send_error(401)
-        elif len(words) != 4 or words[1] != "parts":
-            self.send_error(404)
-        elif not size.isdigit() or int(size) > MAX_PACKED_BYTES + (1 << 20):
-            self.send_error(413)
-        else:
-            taken = self.box.take(words[2], words[3], self.rfile.read(int(size)))
-            self.send_response(204 if taken else 410)
-            self.end_headers()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        log.debug("mailbox: " + format, *args)
+    def _serve(self, connection: socket.socket, purpose: str) -> None:
+        """One part: who sends what, the bytes, and the answer."""
+        connection.settimeout(UPLOAD_S)
+        told = receive_json(connection, MAX_REQUEST_BYTES)
+        size = int(told["bytes"])
+        if size > MAX_PACKED_BYTES + (1 << 20):
+            send_json(connection, {"ok": False, "why": f"a part of {size} bytes is too large"})
+            return
+        data, hasher = bytearray(size), hashlib.sha256()
+        read_into(connection, [memoryview(data)], hasher)
+        if not is_intact(connection, hasher):
+            raise ChannelError("a part came with the wrong checksum")
+        taken = self.take(str(told["incident"]), str(told["sender"]), bytes(data))
+        send_json(connection, {"ok": taken, "why": "" if taken else "nobody waits for it any more"})
 
 
 def send_part(upload: str, incident: str, sender: str, token: str, data: bytes) -> None:
-    """Sends a part to a mailbox; OSError when it cannot be done in time."""
-    place = "/".join(urllib.parse.quote(word, safe="") for word in (incident, sender))
-    request = urllib.request.Request(f"{upload}/parts/{place}", data, method="PUT")
-    request.add_header("Authorization", f"Bearer {token}")
-    with urllib.request.urlopen(request, timeout=UPLOAD_S):
-        pass
-
-
-def own_address(toward: str) -> str:
-    """The address of this host as seen by whoever is at HOST:PORT; nothing is sent."""
-    host, _, port = toward.rpartition(":")
-    host = host.strip("[]")
-    family = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))
-        found: str = probe.getsockname()[0]
-        return found
+    """Sends a part to another agent; OSError when it cannot be done in time."""
+    with socket.create_connection(split_address(upload), UPLOAD_S) as sock:
+        greet_as_client(sock, Keyring(token).for_purpose(PURPOSE))
+        send_json(sock, {"incident": incident, "sender": sender, "bytes": len(data)})
+        hasher = hashlib.sha256()
+        send_from(sock, [memoryview(data)], hasher)
+        send_checksum(sock, hasher)
+        answer = receive_json(sock)
+    if not answer.get("ok"):
+        raise ChannelError(str(answer.get("why", "refused")))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from allranks.blackbox.header import process_state
-from allranks.errors import AllranksError, InputError
+from allranks.channel.token import find_token, read_token
+from allranks.errors import AllranksError, ConfigurationError, InputError
 from allranks.incidents.folder import new_id
 from allranks.incidents.job_overview import find_job, read_job
 from allranks.incidents.peers import PARTS_S, PeerAgents
@@ -28,7 +29,7 @@ def find_lighthouse(job: str | None) -> tuple[str, str] | None:
     """(address, token) of the lighthouse of a job that runs on this node, or of the environment; None without one."""
     address = os.environ.get("ALLRANKS_LIGHTHOUSE", "")
     if address:
-        return address, os.environ.get("ALLRANKS_TOKEN", "")
+        return address, find_token()
     try:
         folder = find_job(job)
     except InputError:
@@ -38,8 +39,8 @@ def find_lighthouse(job: str | None) -> tuple[str, str] | None:
     if not isinstance(agent, int) or process_state(agent) in ("", "Z", "X"):
         return None  # the job is over
     try:
-        token = (folder / "token").read_text().strip()
-    except OSError:
+        token = read_token(folder / "token")
+    except ConfigurationError:
         return None
     return (address, token) if address else None
 

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from allranks.channel.addresses import own_address
 from allranks.errors import AllranksError
 from allranks.incidents.evidence_archive import pack_part
-from allranks.incidents.evidence_server import EvidenceServer, own_address, send_part
+from allranks.incidents.evidence_server import EvidenceServer, send_part
 from allranks.lighthouse.client.client import Client
 from allranks.model.cluster import FOLLOW_S, CollectEvidence, Gathering
 

@@ -1,4 +1,4 @@
-"""Frames: five bytes (u32 payload length, u8 kind), then JSON. Read and written with msgspec where it is
+"""Messages as frames (channel/frames.py): a kind for each type, then JSON. Read and written with msgspec where it is
 installed and with the standard library elsewhere (a rank need not have msgspec); both are checked against
 the same types.
 
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any, TypeVar
 
+from allranks.channel.frames import HEAD, BadFrame
 from allranks.lighthouse import messages
 from allranks.model import cluster
 
@@ -26,7 +27,6 @@ except ImportError:  # a rank without it
     msgspec = None  # type: ignore[assignment]
 
 PREAMBLE = b"ALRK"
-HEAD = struct.Struct("!IB")
 _ID = struct.Struct("!Q")
 _DEFLATED = 0x80
 _DEFLATE_FROM = 4096
@@ -69,10 +69,6 @@ DEPARTURES = frozenset(_KIND_OF[kind] for kind in (cluster.MemberLost, cluster.M
 EMPTY_BEAT = HEAD.pack(0, BEAT)
 
 
-class BadFrame(ValueError):
-    """The other side sent something that is no frame of ours."""
-
-
 T = TypeVar("T")
 
 
@@ -101,22 +97,6 @@ def decode(kind: int, payload: bytes | memoryview, limit: int = 64 << 20) -> tup
     if kind & _DEFLATED:
         payload = _inflate(payload, limit)
     return load(KINDS[code], payload or b"{}"), notice_id
-
-
-def take_frames(buffer: bytearray, limit: int) -> list[tuple[int, bytes]]:
-    """Takes the whole frames off the front of `buffer`. Raises BadFrame for one longer than `limit`."""
-    found, start, size = [], 0, len(buffer)
-    while size - start >= HEAD.size:
-        length, kind = HEAD.unpack_from(buffer, start)
-        if length > limit:
-            raise BadFrame(f"a frame of {length} bytes, at most {limit} are allowed")
-        end = start + HEAD.size + length
-        if end > size:
-            break
-        found.append((kind, bytes(buffer[start + HEAD.size : end])))
-        start = end
-    del buffer[:start]
-    return found
 
 
 def _inflate(payload: bytes | memoryview, limit: int) -> bytes:

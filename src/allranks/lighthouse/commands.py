@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from allranks.lighthouse.codec import BadFrame, load
+from allranks.channel.frames import BadFrame
+from allranks.lighthouse.codec import load
 from allranks.lighthouse.messages import Command, Result
 from allranks.lighthouse.service import Service
 from allranks.model.cluster import CollectEvidence, Incident

@@ -15,14 +15,15 @@ from typing import cast
 
 import msgspec
 
+from allranks.channel.addresses import tune
+from allranks.channel.frames import HEAD, BadFrame, check_length
 from allranks.channel.keys import Credential, Keyring, is_proof, prove
 from allranks.lighthouse import messages
-from allranks.lighthouse.codec import ACK, BEAT, HEAD, PREAMBLE, QUORUM, BadFrame, decode, encode
+from allranks.lighthouse.codec import ACK, BEAT, PREAMBLE, QUORUM, decode, encode
 from allranks.lighthouse.commands import carry_out
 from allranks.lighthouse.options import ServerOptions
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
-from allranks.lighthouse.sockets import tune
 from allranks.lighthouse.throttle import Throttle
 from allranks.model.cluster import PROTOCOL_VERSION, Quorum
 
@@ -183,8 +184,7 @@ class Connection(asyncio.Protocol):
         start, size = 0, len(data)
         while size - start >= HEAD.size:
             length, kind = HEAD.unpack_from(data, start)
-            if length > limit:
-                raise BadFrame(f"a frame of {length} bytes, at most {limit} are allowed")
+            check_length(length, limit)
             end = start + HEAD.size + length
             if end > size:
                 self._need = end - start

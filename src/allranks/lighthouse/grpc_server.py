@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from allranks.channel.addresses import join_address
 from allranks.errors import require
 from allranks.lighthouse.connection import Taker
 from allranks.lighthouse.grpc_relay import PREFACE, Relay
@@ -28,7 +29,6 @@ from allranks.lighthouse.grpc_wire import (
 from allranks.lighthouse.messages import Hello, Refused
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
-from allranks.lighthouse.sockets import join_address
 from allranks.model.cluster import Quorum
 
 log = logging.getLogger("allranks.lighthouse")

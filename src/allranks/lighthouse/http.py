@@ -9,6 +9,7 @@ JSON are in `web.py`.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import urllib.parse
 from collections.abc import Callable
@@ -35,6 +36,7 @@ class Request:
     query: dict[str, str] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)  # lower-case names
     body: bytes = b""
+    private: bool = True  # nobody can listen on the way: TLS, or from this machine
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ class HttpConnection(asyncio.Protocol):
         start, stop = end + 4, end + 4 + length
         if len(self._rest) < stop:
             return False
-        whole = replace(request, body=bytes(self._rest[start:stop]))
+        whole = replace(request, body=bytes(self._rest[start:stop]), private=_is_private(self._transport))
         del self._rest[:stop]
         try:
             answer = self._handle(whole)
@@ -202,6 +204,15 @@ class HttpConnection(asyncio.Protocol):
         transport = self._transport
         if transport is not None:
             self._timer = asyncio.get_running_loop().call_later(seconds, transport.abort)
+
+
+def _is_private(transport: asyncio.Transport | None) -> bool:
+    """Whether nobody between the two sides can read what is sent."""
+    if transport is None or transport.get_extra_info("sslcontext") is not None:
+        return True
+    peer = transport.get_extra_info("peername")
+    address = ipaddress.ip_address(peer[0].partition("%")[0]) if peer else None
+    return address is None or (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def _parse_head(head: bytes) -> tuple[Request, int]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from allranks.model.cluster import PROTOCOL_VERSION, Member
 
-
 PURPOSE = "lighthouse"  # names the key that client and lighthouse prove to know
 
 

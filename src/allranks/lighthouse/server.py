@@ -18,6 +18,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from types import TracebackType
 from typing import Any, TypeVar
 
+from allranks.channel.addresses import join_address
 from allranks.errors import LighthouseError
 from allranks.lighthouse.codec import encode
 from allranks.lighthouse.connection import Connection, Door, Taker
@@ -26,7 +27,6 @@ from allranks.lighthouse.messages import Refused
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.persisted_state import Kept
 from allranks.lighthouse.service import Service
-from allranks.lighthouse.sockets import join_address
 from allranks.lighthouse.status import Status
 
 log = logging.getLogger("allranks.lighthouse")

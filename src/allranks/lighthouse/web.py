@@ -1,7 +1,7 @@
 """The lighthouse's page, JSON API, events and metrics: one function from request to answer. On the loop's thread.
 
 Reading is open to whoever reaches the port under a name that no stranger can register (see `_own_name`); every
-action needs the job token (Authorization: Bearer …). What members tell each other (Member.data) is not shown.
+action needs the job token (Authorization: Bearer …), over TLS or from this machine. What members tell each other (Member.data) is not shown.
 """
 
 from __future__ import annotations
@@ -185,6 +185,9 @@ class Web:
         origin = request.headers.get("origin")
         if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
             return _error(403, f"actions are not taken from pages of {origin}")
+        if self.token and not request.private:
+            cure = "switch TLS on (--certificate), use `allranks lighthouse`, or an ssh tunnel to its port"
+            return _error(403, f"the job token must not travel unencrypted: {cure}")
         if not self._allowed(request):
             return _error(401, "this needs the job token: Authorization: Bearer TOKEN")
         try:

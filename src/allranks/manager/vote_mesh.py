@@ -15,17 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from allranks.channel.handshake import greet_as_client
+from allranks.channel.frames import read_exactly, receive_json, send_json, tune_for_bulk
+from allranks.channel.handshake import ChannelError, greet_as_client
 from allranks.channel.keys import Credential
 from allranks.errors import GroupAborted, ManagerError
 from allranks.manager.groups.sockets import SocketSet
-from allranks.manager.heal.wire import (
-    HealWireError,
-    read_exactly,
-    read_frame,
-    send_frame,
-    tune,
-)
 from allranks.manager.votes import Tally, Vote
 
 MAX_VOTERS = 32
@@ -102,7 +96,7 @@ class VoteMesh:
                 if step != vote.step:
                     raise ManagerError(f"a member votes on step {step}, we on step {vote.step}")
                 good, news = good + his_good, news + his_news
-        except (OSError, HealWireError) as error:
+        except OSError as error:
             raise GroupAborted(self._error or f"a voter is gone: {error}") from None
         if self._error:
             raise GroupAborted(self._error)
@@ -159,9 +153,9 @@ class VoteMesh:
         self._own(line)
         try:
             greet_as_client(line, booth.credential, booth.address)
-            send_frame(line, {"want": "ballot", "name": name, "place": place})
-            read_frame(line)
-        except HealWireError as error:
+            send_json(line, {"want": "ballot", "name": name, "place": place})
+            receive_json(line)
+        except ChannelError as error:
             raise GroupAborted(self._error or f"voter {booth.place}: {error}") from None
         return line
 
@@ -184,7 +178,7 @@ class VoteMesh:
         return [found[place] for place in sorted(places)]
 
     def _own(self, line: socket.socket) -> None:
-        tune(line, self.timeout_s)
+        tune_for_bulk(line, self.timeout_s)
         with self._changed:
             if self._sockets is None:
                 line.close()

@@ -150,7 +150,7 @@ class CollectEvidence:
     reason: str
     replicas: tuple[str, ...] = ()
     lead: str = ""  # the agent (or command) that gathers the parts
-    upload: str = ""  # http://HOST:PORT of its mailbox
+    upload: str = ""  # HOST:PORT of its evidence server
     stacks: bool = True  # False: black boxes are enough
     alone: bool = True  # another agent that notices the same meanwhile follows instead of leading too
     follow_s: float = FOLLOW_S  # whoever leads and asked within this time before has noticed the same

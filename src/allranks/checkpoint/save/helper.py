@@ -18,6 +18,7 @@ import threading
 from dataclasses import asdict
 from typing import Any
 
+from allranks.channel.frames import JsonReader, send_json
 from allranks.checkpoint.failure import hint_for, reason_of
 from allranks.checkpoint.layout import FileLayout, lay_out
 from allranks.checkpoint.manifest import MANIFEST, Index, decode_manifest
@@ -36,7 +37,7 @@ class Helper:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.inbox = wire.Inbox(sock)
+        self.inbox = JsonReader(sock)
         self.parent = _watch_parent()
         self.arenas: dict[int, memoryview] = {}
         self.layouts: dict[int, FileLayout] = {}
@@ -131,7 +132,7 @@ class Helper:
     def reply(self, message: dict[str, Any]) -> None:
         """Tells the rank; a rank that is gone does not need to know."""
         with contextlib.suppress(OSError), self.sending:
-            wire.send(self.sock, message)
+            send_json(self.sock, message)
 
 
 def _path(job: SaveJob) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import allranks
+from allranks.channel.frames import JsonReader, send_json
 from allranks.checkpoint.layout import Shard
 from allranks.checkpoint.save import wire
 from allranks.checkpoint.save.arena import Arena
@@ -148,15 +149,15 @@ def _send_order(running: _Running, number: int, order: Order) -> None:
     arena = order.arena
     known = running.arenas.get(arena.id)
     if known is None:
-        wire.send(running.sock, {"kind": "arena", "id": arena.id, "bytes": arena.bytes}, (arena.fd,))
+        send_json(running.sock, {"kind": "arena", "id": arena.id, "bytes": arena.bytes}, (arena.fd,))
         running.arenas[arena.id] = weakref.ref(arena)
     for gone in [key for key, ref in running.arenas.items() if ref() is None]:
         del running.arenas[gone]
-        wire.send(running.sock, {"kind": "drop", "id": gone})
+        send_json(running.sock, {"kind": "drop", "id": gone})
     if order.layout not in running.layouts:
         running.layouts.add(order.layout)
-        wire.send(running.sock, {"kind": "layout", "id": order.layout, "shards": order.shards})
-    wire.send(
+        send_json(running.sock, {"kind": "layout", "id": order.layout, "shards": order.shards})
+    send_json(
         running.sock,
         {
             "kind": "save", "save": number, "layout": order.layout, "arena": arena.id, "tier": order.tier,
@@ -167,7 +168,7 @@ def _send_order(running: _Running, number: int, order: Order) -> None:
 
 def _listen(running: _Running) -> None:
     """Thread of one helper: turns its replies into results until it ends."""
-    inbox = wire.Inbox(running.sock)
+    inbox = JsonReader(running.sock)
     try:
         while (message := inbox.receive()) is not None:
             _deliver(

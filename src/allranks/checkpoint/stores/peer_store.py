@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from allranks.channel.frames import receive_json, send_json
 from allranks.channel.handshake import ChannelError, greet_as_client
 from allranks.channel.keys import Keyring
 from allranks.checkpoint.checksum import best_algorithm
-from allranks.checkpoint.stores import peer_wire as wire
 from allranks.checkpoint.stores.keyed_store import KeyedStore
-from allranks.checkpoint.stores.snapshot_server import PURPOSE
+from allranks.checkpoint.stores.snapshot_server import PURPOSE, receive_bytes, send_bytes
 from allranks.checkpoint.stores.store import Pieces, StoreSpec
 
 log = logging.getLogger("allranks.checkpoint")
@@ -68,11 +68,11 @@ class Keeper:
         """Stores a blob; OSError says why not."""
         algorithm = best_algorithm()
         with self.connection() as sock:
-            wire.send_json(sock, {"do": "put", "key": key, "length": length, "algorithm": algorithm, **extra})
-            answer = _answer(sock)
+            send_json(sock, {"do": "put", "key": key, "length": length, "algorithm": algorithm, **extra})
+            answer = receive_json(sock)
             if answer["ok"]:
-                wire.send_bytes(sock, pieces, algorithm)
-            result = _answer(sock)
+                send_bytes(sock, pieces, algorithm)
+            result = receive_json(sock)
         if result.get("conflict"):
             raise FileExistsError(errno.EEXIST, "another saver has written this checkpoint's manifest")
         if not result["ok"]:
@@ -84,12 +84,12 @@ class Keeper:
         if view is not None:
             request["length"] = len(view)
         with self.connection() as sock:
-            wire.send_json(sock, request)
-            answer = _answer(sock)
+            send_json(sock, request)
+            answer = receive_json(sock)
             if answer.get("missing"):
                 raise FileNotFoundError(errno.ENOENT, f"{key} is not kept by {self.address}")
             target = memoryview(bytearray(answer["length"])) if view is None else view[: answer["length"]]
-            wire.receive_bytes(sock, target, answer["algorithm"])
+            receive_bytes(sock, target, answer["algorithm"])
         if view is not None and answer["length"] != len(view):
             raise EOFError(f"{key} ends at byte {answer['size']}")
         return target, answer["version"], answer["size"]
@@ -97,8 +97,8 @@ class Keeper:
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """A request without bytes."""
         with self.connection() as sock:
-            wire.send_json(sock, request)
-            return _answer(sock)
+            send_json(sock, request)
+            return receive_json(sock)
 
     def close(self) -> None:
         """Closes idle connections."""
@@ -229,10 +229,3 @@ class PeerBlobs:
                     keeper.down_until = time.monotonic() + DOWN_S
                     raise
         raise AssertionError("unreachable")
-
-
-def _answer(sock: socket.socket) -> dict[str, Any]:
-    answer = wire.receive_json(sock)
-    if answer is None:
-        raise ConnectionError("the snapshot keeper closed the connection")
-    return answer

@@ -16,17 +16,27 @@ import mmap
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from allranks.channel.frames import (
+    is_intact,
+    next_json,
+    read_into,
+    send_checksum,
+    send_from,
+    send_json,
+)
+from allranks.channel.handshake import ChannelError
 from allranks.channel.keys import Keyring
 from allranks.channel.server import MemberServer
-from allranks.checkpoint.checksum import best_algorithm
-from allranks.checkpoint.stores import peer_wire as wire
+from allranks.checkpoint.checksum import best_algorithm, new_hasher
 
 log = logging.getLogger("allranks.checkpoint")
 PURPOSE = "snapshots"  # names the key that both sides prove
 _BACKLOG = 512
+MAX_REQUEST_BYTES = 1 << 20
 
 
 @dataclass
@@ -77,13 +87,13 @@ class SnapshotServer:
     def _serve(self, connection: socket.socket, purpose: str) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(None)  # ends with the other side, or with close()
-        while (request := wire.receive_json(connection)) is not None:
+        while (request := next_json(connection, MAX_REQUEST_BYTES)) is not None:
             self._answer(connection, request)
 
     def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
         operation = request["do"]
         if operation == "put":
-            wire.send_json(connection, self._put(connection, request))
+            send_json(connection, self._put(connection, request))
         elif operation == "get":
             self._get(connection, request)
         elif operation == "list":
@@ -93,26 +103,26 @@ class SnapshotServer:
                     for key, blob in self._blobs.items()
                     if key.startswith(request["prefix"])
                 ]
-            wire.send_json(connection, {"ok": True, "keys": found})
+            send_json(connection, {"ok": True, "keys": found})
         elif operation == "delete":
             with self._lock:
                 for key in request["keys"]:
                     self._blobs.pop(key, None)
-            wire.send_json(connection, {"ok": True})
+            send_json(connection, {"ok": True})
         else:
-            wire.send_json(connection, {"ok": False, "error": f"unknown operation {operation!r}"})
+            send_json(connection, {"ok": False, "error": f"unknown operation {operation!r}"})
 
     def _put(self, connection: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
         """Reserves room, says go on or no, receives, and puts the whole blob in its place at once."""
         key, length = str(request["key"]), int(request["length"])
         refusal = self._reserve(key, length)
-        wire.send_json(connection, {"ok": not refusal, "error": refusal})
+        send_json(connection, {"ok": not refusal, "error": refusal})
         if refusal:
             return {"ok": False, "error": refusal}
         try:
             data = mmap.mmap(-1, length) if length else None
             blob = _Blob(data, length, 0, time.time())
-            wire.receive_bytes(connection, blob.view(), request["algorithm"])
+            receive_bytes(connection, blob.view(), request["algorithm"])
             return self._place(key, blob, request)
         finally:
             with self._lock:
@@ -147,12 +157,12 @@ class SnapshotServer:
         with self._lock:
             blob = self._blobs.get(request["key"])
         if blob is None:
-            wire.send_json(connection, {"ok": False, "missing": True})
+            send_json(connection, {"ok": False, "missing": True})
             return
         start = int(request.get("start", 0))
         length = min(int(request.get("length", blob.length)), max(0, blob.length - start))
         algorithm = best_algorithm()
-        wire.send_json(
+        send_json(
             connection,
             {
                 "ok": True,
@@ -162,10 +172,25 @@ class SnapshotServer:
                 "algorithm": algorithm,
             },
         )
-        wire.send_bytes(connection, [blob.view()[start : start + length]], algorithm)
+        send_bytes(connection, [blob.view()[start : start + length]], algorithm)
 
     def _used(self) -> int:
         return self._reserved + sum(blob.length for blob in self._blobs.values())
+
+
+def send_bytes(sock: socket.socket, pieces: Iterable[memoryview], algorithm: str) -> None:
+    """Raw bytes whose length was told, then their checksum."""
+    hasher = new_hasher(algorithm)
+    send_from(sock, pieces, hasher)
+    send_checksum(sock, hasher)
+
+
+def receive_bytes(sock: socket.socket, view: memoryview, algorithm: str) -> None:
+    """Fills `view` and checks what came."""
+    hasher = new_hasher(algorithm)
+    read_into(sock, [view], hasher)
+    if not is_intact(sock, hasher):
+        raise ChannelError(f"{len(view)} bytes came with the wrong checksum")
 
 
 def _available_bytes() -> int:

@@ -15,21 +15,12 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from allranks.channel.addresses import split_address, tune
+from allranks.channel.frames import HEAD, BadFrame, take_frames
 from allranks.channel.keys import Keyring, is_proof, prove
 from allranks.lighthouse.client.reactor import Reactor, Timer
-from allranks.lighthouse.codec import (
-    EMPTY_BEAT,
-    HEAD,
-    PREAMBLE,
-    REFUSED,
-    WELCOME,
-    BadFrame,
-    decode,
-    encode,
-    take_frames,
-)
+from allranks.lighthouse.codec import EMPTY_BEAT, PREAMBLE, REFUSED, WELCOME, decode, encode
 from allranks.lighthouse.messages import PURPOSE, Beat, Challenge, Hello, Proof, Refused, Welcome
-from allranks.lighthouse.sockets import split_address, tune
 from allranks.model.cluster import ConnectionLost
 
 log = logging.getLogger("allranks.lighthouse")

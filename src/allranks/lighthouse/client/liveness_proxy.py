@@ -16,24 +16,22 @@ import socket
 import sys
 import time
 
+from allranks.channel.frames import HEAD, BadFrame, take_frames
 from allranks.lighthouse.client.held_sockets import HeldSockets
 from allranks.lighthouse.client.link import Link, LinkOptions
 from allranks.lighthouse.client.progress import read_mark
 from allranks.lighthouse.client.reactor import Reactor
 from allranks.lighthouse.codec import (
     DEPARTURES,
-    HEAD,
     HOLD,
     LEAVE,
     RELEASE,
     REPORT,
     START,
     WELCOME,
-    BadFrame,
     decode,
     encode,
     load,
-    take_frames,
 )
 from allranks.lighthouse.messages import Beat, Died, Hold, Release, Report, Start, Welcome
 from allranks.model.cluster import Evicted, MemberLeft, MemberLost

@@ -16,9 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import allranks
+from allranks.channel.frames import HEAD, BadFrame, take_frames
 from allranks.lighthouse.client.link import LinkOptions
 from allranks.lighthouse.client.reactor import Reactor
-from allranks.lighthouse.codec import HEAD, WELCOME, BadFrame, encode, take_frames
+from allranks.lighthouse.codec import WELCOME, encode
 from allranks.lighthouse.messages import Hold, Release, Report, Start
 from allranks.model.cluster import ConnectionLost
 

@@ -17,20 +17,13 @@ from typing import Any
 
 import torch
 
-from allranks.channel.handshake import greet_as_client
+from allranks.channel.frames import is_intact, read_into, receive_json, send_json, tune_for_bulk
+from allranks.channel.handshake import ChannelError, greet_as_client
 from allranks.channel.keys import Credential
 from allranks.checkpoint.checksum import new_hasher
 from allranks.errors import AllranksError, HealingFailed
 from allranks.manager.heal.staging import Staging
-from allranks.manager.heal.state import Landing, Layout, LiveState, make_landing, stripes
-from allranks.manager.heal.wire import (
-    HealWireError,
-    Segment,
-    read_frame,
-    read_into,
-    send_frame,
-    tune,
-)
+from allranks.manager.heal.state import Landing, Layout, LiveState, Segment, make_landing, stripes
 from allranks.manager.plan import MAX_SOURCES, Position
 
 _AHEAD = 2  # stripes asked for before the first has arrived
@@ -157,7 +150,7 @@ class Fetch:
             greet_as_client(sock, source.credential, source.address)
             self._agree_on_layout(sock)
             self._take_stripes(sock, asked)
-        except (OSError, HealWireError, AllranksError, ValueError, KeyError, TypeError) as error:
+        except (OSError, AllranksError, ValueError, KeyError, TypeError) as error:
             self.failures.append(f"{source.name or source.address}: {error}")
         finally:
             self._hand_back(asked)
@@ -179,7 +172,7 @@ class Fetch:
                 damaged += not sound
                 self._hand_back([] if sound else [stripe], landed=sound)
                 if damaged >= _DAMAGED:
-                    raise HealWireError(f"{damaged} stripes arrived damaged")
+                    raise ChannelError(f"{damaged} stripes arrived damaged")
             elif self._finished():
                 return
 
@@ -201,18 +194,18 @@ class Fetch:
     def _connect(self, sock: socket.socket, source: Source) -> None:
         host, _, port = source.address.rpartition(":")
         if self._cancelled.is_set():
-            raise HealWireError("called off")
-        tune(sock, min(self.timeout_s, _CONNECT_S))
+            raise ChannelError("called off")
+        tune_for_bulk(sock, min(self.timeout_s, _CONNECT_S))
         sock.connect((host, int(port)))
         sock.settimeout(self.timeout_s)
 
     def _agree_on_layout(self, sock: socket.socket) -> None:
         """The first source's layout counts; one that describes another state is not used."""
         term, step = self.position
-        send_frame(sock, {"want": "layout", "term": term, "step": step, "wait_s": self.timeout_s / 2})
-        answer = read_frame(sock)
+        send_json(sock, {"want": "layout", "term": term, "step": step, "wait_s": self.timeout_s / 2})
+        answer = receive_json(sock)
         if not answer.get("ok"):
-            raise HealWireError(str(answer.get("why", "refused")))
+            raise ChannelError(str(answer.get("why", "refused")))
         layout = Layout.from_json(answer)
         with self._lock:
             if self._landing is None:
@@ -221,7 +214,7 @@ class Fetch:
                 self._left.extend(stripes(layout))
                 self._landing = landing
             elif self._landing.layout.notes != layout.notes:
-                raise HealWireError("this source holds other tensors than the first one")
+                raise ChannelError("this source holds other tensors than the first one")
 
     def _take(self) -> tuple[Segment, ...] | None:
         with self._lock:
@@ -241,17 +234,17 @@ class Fetch:
     def _ask(self, sock: socket.socket, stripe: tuple[Segment, ...]) -> None:
         term, step = self.position
         segments = [[part.tensor, part.offset, part.length] for part in stripe]
-        send_frame(sock, {"want": "stripe", "term": term, "step": step, "segments": segments})
+        send_json(sock, {"want": "stripe", "term": term, "step": step, "segments": segments})
 
     def _receive(self, sock: socket.socket, stripe: tuple[Segment, ...], staging: Staging) -> bool:
         """Takes one stripe to where it belongs; False when its checksum is wrong."""
         assert self._landing is not None
-        answer = read_frame(sock)
+        answer = receive_json(sock)
         if not answer.get("ok"):
-            raise HealWireError(str(answer.get("why", "refused")))
+            raise ChannelError(str(answer.get("why", "refused")))
         hasher = new_hasher(str(answer["algorithm"]))
         read_into(sock, self._landing.views(stripe, staging), hasher)
-        if hasher.hexdigest() != read_frame(sock)["checksum"]:
+        if not is_intact(sock, hasher):
             return False
         self._landing.settle(stripe, staging)
         with self._lock:
@@ -268,10 +261,10 @@ def report_fetched(
     while wanted() and time.monotonic() < deadline:
         try:
             with socket.create_connection((host, int(port)), timeout=min(limit_s, _CONNECT_S)) as sock:
-                tune(sock, min(limit_s, _CONNECT_S))
+                tune_for_bulk(sock, min(limit_s, _CONNECT_S))
                 greet_as_client(sock, source.credential, source.address)
-                send_frame(sock, {"want": "fetched", "quorum": list(order), "healer": healer})
-                read_frame(sock)
+                send_json(sock, {"want": "fetched", "quorum": list(order), "healer": healer})
+                receive_json(sock)
                 return
-        except (OSError, HealWireError, ValueError):
+        except (OSError, ValueError):
             time.sleep(_RETRY_S)

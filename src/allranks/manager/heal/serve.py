@@ -12,19 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from allranks.channel.frames import receive_json, send_checksum, send_from, send_json, tune_for_bulk
+from allranks.channel.handshake import ChannelError
 from allranks.channel.keys import Keyring
 from allranks.channel.server import MemberServer
 from allranks.checkpoint.checksum import best_algorithm, new_hasher
 from allranks.manager.heal.staging import Staging
-from allranks.manager.heal.state import Offer
-from allranks.manager.heal.wire import (
-    HealWireError,
-    Segment,
-    read_frame,
-    send_frame,
-    send_from,
-    tune,
-)
+from allranks.manager.heal.state import Offer, Segment
 from allranks.manager.plan import Position
 
 _BACKLOG = 512
@@ -77,8 +71,8 @@ class HealServer:
 
     def _serve(self, connection: socket.socket, purpose: str) -> None:
         staging = Staging()
-        tune(connection, self.timeout_s)
-        while (request := read_frame(connection)).get("want") != "ballot":
+        tune_for_bulk(connection, self.timeout_s)
+        while (request := receive_json(connection)).get("want") != "ballot":
             self._answer(connection, request, staging)
         self._hand_over(connection, request, purpose)
 
@@ -86,8 +80,8 @@ class HealServer:
         """A voter calls: its connection is not ours any more."""
         name, place = str(request["name"]), int(request["place"])
         if self.on_ballot is None or purpose != f"quorum {name}":
-            raise HealWireError("no votes here")
-        send_frame(connection, {"ok": True})
+            raise ChannelError("no votes here")
+        send_json(connection, {"ok": True})
         self.on_ballot(name, place, socket.socket(fileno=connection.detach()))
 
     def _answer(self, connection: socket.socket, request: dict[str, Any], staging: Staging) -> None:
@@ -95,14 +89,14 @@ class HealServer:
             epoch, number = request["quorum"]
             if self.on_fetched is not None:
                 self.on_fetched((int(epoch), int(number)), int(request["healer"]))
-            send_frame(connection, {"ok": True})
+            send_json(connection, {"ok": True})
             return
         position = (int(request["term"]), int(request["step"]))
         offer = self._wait_for(position, float(request.get("wait_s", 0.0)))
         if offer is None:
-            send_frame(connection, {"ok": False, "why": f"the state at {position} is not offered here"})
+            send_json(connection, {"ok": False, "why": f"the state at {position} is not offered here"})
         elif request["want"] == "layout":
-            send_frame(connection, {"ok": True, **offer.layout.to_json()})
+            send_json(connection, {"ok": True, **offer.layout.to_json()})
         else:
             self._send_stripe(connection, offer, [Segment(*item) for item in request["segments"]], staging)
 
@@ -111,11 +105,11 @@ class HealServer:
     ) -> None:
         algorithm = best_algorithm()
         hasher = new_hasher(algorithm)
-        send_frame(connection, {"ok": True, "algorithm": algorithm})
+        send_json(connection, {"ok": True, "algorithm": algorithm})
         self.sent_bytes += send_from(connection, offer.read(segments, staging), hasher)
         if self._offer is not offer:
-            raise HealWireError("withdrawn")  # some of it may be of the next state: it is not vouched for
-        send_frame(connection, {"checksum": hasher.hexdigest()})
+            raise ChannelError("withdrawn")  # some of it may be of the next state: it is not vouched for
+        send_checksum(connection, hasher)
 
     def _wait_for(self, position: Position, wait_s: float) -> Offer | None:
         deadline = time.monotonic() + min(wait_s, self.timeout_s)

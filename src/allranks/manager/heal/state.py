@@ -13,14 +13,23 @@ from typing import Any
 
 import torch
 
+from allranks.channel.handshake import ChannelError
 from allranks.checkpoint.tensors import flatten, memory_of, unflatten
 from allranks.manager.heal.staging import Staging
-from allranks.manager.heal.wire import HealWireError, Segment
 from allranks.manager.plan import Position
 
 #: Tensors up to this size are copied when they are offered: forward may change them (buffers, counters).
 SMALL_BYTES = 64 << 10
 STRIPE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of bytes of one tensor of the layout."""
+
+    tensor: int
+    offset: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ class Layout:
             note = TensorNote(str(name), str(dtype), tuple(shape), int(nbytes), tuple(whole))
             size = torch.Size(note.shape).numel() * _dtype(note.dtype).itemsize
             if size != note.nbytes:
-                raise HealWireError(f"{note.name}: {note.nbytes} bytes announced for a tensor of {size}")
+                raise ChannelError(f"{note.name}: {note.nbytes} bytes announced for a tensor of {size}")
             notes.append(note)
         return Layout(raw["skeleton"], tuple(notes))
 
@@ -92,7 +101,7 @@ class Offer:
             tensor = self.tensors[segment.tensor]
             end = segment.offset + segment.length
             if not 0 <= segment.offset <= end <= self.layout.notes[segment.tensor].nbytes:
-                raise HealWireError(f"segment {segment} lies outside its tensor")
+                raise ChannelError(f"segment {segment} lies outside its tensor")
             if tensor.device.type == "cpu":
                 yield memory_of(tensor)[segment.offset : end]
             else:
@@ -237,7 +246,7 @@ def _sharded_like(local: torch.Tensor, note: TensorNote, own: Mapping[str, torch
                 shape=mine.shape, stride=mine.stride(),
             )  # fmt: skip
             return wrapped
-    raise HealWireError(f"{note.name} is sharded at the source, and nothing of ours is sharded like it")
+    raise ChannelError(f"{note.name} is sharded at the source, and nothing of ours is sharded like it")
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -248,5 +257,5 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise HealWireError(f"unknown dtype {name!r}")
+        raise ChannelError(f"unknown dtype {name!r}")
     return found

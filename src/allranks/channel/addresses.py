@@ -1,4 +1,4 @@
-"""Socket options for both sides: no Nagle delay, and a dead network is noticed even without heartbeats."""
+"""Addresses (HOST:PORT, with brackets around IPv6), and options of the sockets that are connected to them."""
 
 from __future__ import annotations
 
@@ -38,3 +38,12 @@ def join_address(host: str, port: int) -> str:
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def own_address(toward: str) -> str:
+    """The address of this host as seen by whoever is at HOST:PORT; nothing is sent."""
+    host, port = split_address(toward)
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,171 @@
+"""Frames, the one form in which our processes send each other messages: u32 length, u8 kind, payload.
+
+The lighthouse gives every type of message a kind (lighthouse/codec.py). Healing, votes, snapshots, evidence and the
+checkpoint helper send JSON objects (kind 0), and between them raw bytes whose length an object has told, followed
+by an object with their checksum. No pickle anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from allranks.channel.handshake import ChannelError
+
+HEAD = struct.Struct("!IB")
+JSON = 0
+MAX_JSON_BYTES = 64 << 20  # the layout of a very large model
+PIECE_BYTES = (
+    512 << 10
+)  # sent or received, and hashed, while it is in the cache: one pass over memory, not two
+BUFFER_BYTES = 4 << 20
+
+
+class BadFrame(ChannelError, ValueError):
+    """The other side sent something that is no frame of ours."""
+
+
+class Hasher(Protocol):
+    """What hashlib objects offer; the part used here."""
+
+    def update(self, data: bytes | memoryview, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+def take_frames(buffer: bytearray, limit: int) -> list[tuple[int, bytes]]:
+    """Takes the whole frames off the front of `buffer`. Raises BadFrame for one longer than `limit`."""
+    found, start, size = [], 0, len(buffer)
+    while size - start >= HEAD.size:
+        length, kind = HEAD.unpack_from(buffer, start)
+        check_length(length, limit)
+        end = start + HEAD.size + length
+        if end > size:
+            break
+        found.append((kind, bytes(buffer[start + HEAD.size : end])))
+        start = end
+    del buffer[:start]
+    return found
+
+
+def check_length(length: int, limit: int) -> None:
+    """Raises BadFrame for a frame that nobody honest sends."""
+    if length > limit:
+        raise BadFrame(f"a frame of {length} bytes, at most {limit} are allowed")
+
+
+# ---- JSON objects over a blocking socket -----------------------------------------------------------------
+
+
+def send_json(sock: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+    """One object, with descriptors if any (of a local socket)."""
+    body = json.dumps(message, separators=(",", ":")).encode()
+    frame = HEAD.pack(len(body), JSON) + body
+    sent = socket.send_fds(sock, [frame], fds) if fds else 0
+    sock.sendall(frame[sent:])
+
+
+def receive_json(sock: socket.socket, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The next object, bounded in size; raises ChannelError when there is none."""
+    length, kind = HEAD.unpack(read_exactly(sock, HEAD.size))
+    check_length(length, limit)
+    return read_object(kind, read_exactly(sock, length))
+
+
+def next_json(sock: socket.socket, limit: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
+    """The next object, or None when the other side has closed in between, as it may."""
+    return receive_json(sock, limit) if sock.recv(1, socket.MSG_PEEK) else None
+
+
+def read_object(kind: int, payload: bytes) -> dict[str, Any]:
+    """The JSON object of a frame."""
+    try:
+        message = json.loads(payload) if kind == JSON else None
+    except (ValueError, RecursionError) as error:
+        raise BadFrame(f"not JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise BadFrame("not a JSON object")
+    return message
+
+
+class JsonReader:
+    """Reads objects from a local socket, and the descriptors that came along (in `fds`)."""
+
+    def __init__(self, sock: socket.socket, limit: int = 1 << 30) -> None:
+        self._sock, self._limit = sock, limit
+        self._buffer = bytearray()
+        self._ready: list[tuple[int, bytes]] = []
+        self.fds: list[int] = []
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next object; None when the other side has closed."""
+        while not self._ready:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._sock, 1 << 20, 8)
+            except ConnectionResetError:  # died with our replies unread; said once, what it sent comes after
+                continue
+            self.fds += fds
+            if not data:
+                return None
+            self._buffer += data
+            self._ready = take_frames(self._buffer, self._limit)
+        return read_object(*self._ready.pop(0))
+
+
+# ---- raw bytes, with a checksum --------------------------------------------------------------------------
+
+
+def read_exactly(sock: socket.socket, length: int) -> bytes:
+    """`length` bytes, or ChannelError when the other side closes before."""
+    data = bytearray(length)
+    read_into(sock, [memoryview(data)])
+    return bytes(data)
+
+
+def read_into(sock: socket.socket, views: Iterable[memoryview], hasher: Hasher | None = None) -> None:
+    """Fills the views one after the other, straight from the socket."""
+    for piece in _pieces(views):
+        filled = 0
+        while filled < len(piece):
+            count = sock.recv_into(piece[filled:])
+            if count == 0:
+                raise ChannelError("the other side closed the connection")
+            filled += count
+        if hasher is not None:
+            hasher.update(piece)
+
+
+def send_from(sock: socket.socket, views: Iterable[memoryview], hasher: Hasher) -> int:
+    """Sends the views one after the other; says how many bytes they were."""
+    sent = 0
+    for piece in _pieces(views):
+        hasher.update(piece)
+        sock.sendall(piece)
+        sent += len(piece)
+    return sent
+
+
+def send_checksum(sock: socket.socket, hasher: Hasher) -> None:
+    """Ends bytes that were sent."""
+    send_json(sock, {"checksum": hasher.hexdigest()})
+
+
+def is_intact(sock: socket.socket, hasher: Hasher) -> bool:
+    """Ends bytes that were received: whether they are those that were sent."""
+    return receive_json(sock).get("checksum") == hasher.hexdigest()
+
+
+def _pieces(views: Iterable[memoryview]) -> Iterator[memoryview]:
+    for view in views:
+        for start in range(0, len(view), PIECE_BYTES):
+            yield view[start : start + PIECE_BYTES]
+
+
+def tune_for_bulk(sock: socket.socket, timeout_s: float) -> None:
+    """Large buffers, no delay, and no wait without a limit."""
+    sock.settimeout(timeout_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
