@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from allranks.channel.frames import JsonReader, send_json
+from allranks.channel.frames import HEAD, JsonReader, send_json
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointState, NVMeBackend
 from allranks.checkpoint.manifest import MANIFEST, decode_manifest
 from allranks.checkpoint.save.helper import Helper
@@ -191,7 +191,7 @@ def test_a_helper_whose_rank_talks_nonsense_ends_with_its_workers() -> None:
     with rank, other:
         helper = Helper(other)
         waiting = helper.queue_of("file:///nowhere")
-        rank.sendall((1 << 31).to_bytes(4, "big"))
+        rank.sendall(HEAD.pack(1 << 31, 0))
         with pytest.raises(ValueError, match="bytes"):
             helper.serve()
         assert waiting.empty()

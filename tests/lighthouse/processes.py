@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from allranks.drill.ranks import free_port
-
 HERE = Path(__file__).parent
 
 
@@ -117,12 +115,11 @@ class LighthouseProcess:
         prefix: Sequence[str] = (),
         host: str = "127.0.0.1",
     ) -> None:
-        self.port = port or free_port()
-        self.log_path = folder / f"lighthouse-{self.port}-{time.monotonic_ns()}.log"
+        self.log_path = folder / f"lighthouse-{time.monotonic_ns()}.log"
         self._log = self.log_path.open("w")
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "allranks", "lighthouse", "--json", "--no-token",
-             "--bind", f"{host}:{self.port}", "--start-grace-ms", "0", *arguments],
+             "--bind", f"{host}:{port}", "--start-grace-ms", "0", *arguments],
             stdout=subprocess.PIPE, stderr=self._log, text=True,
         )  # fmt: skip
         assert self.process.stdout is not None
@@ -130,6 +127,7 @@ class LighthouseProcess:
         assert line, self.log()
         self.hello = json.loads(line)
         self.address = self.hello["address"]
+        self.port = int(self.address.rpartition(":")[2])  # for the next one at the same place
 
     def log(self) -> str:
         return self.log_path.read_text()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from allranks.lighthouse.http import _is_private
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
-from allranks.lighthouse.web import http_protocol
+from allranks.lighthouse.web import MAX_CONNECTIONS, http_protocol
 
 from .processes import LighthouseProcess
 
@@ -57,7 +60,7 @@ def test_pipelined_requests_whose_answers_are_not_read_cost_no_memory(
         try:
             while sent < 20 << 20 and peak_mb(pid) - before < 200:
                 sent += sock.send(blob)
-        except TimeoutError:
+        except (TimeoutError, ConnectionError):  # or it is cut off: far too many questions at once
             pass
         assert ask(lighthouse.address) == 200
         assert peak_mb(pid) - before < 30
@@ -104,3 +107,47 @@ def test_an_action_from_another_origin_is_refused_even_with_the_token() -> None:
             connection.request("POST", "/api/collect", "{}", {"Authorization": "Bearer t", "Origin": origin})
             assert connection.getresponse().status == expected
             connection.close()
+
+
+def test_strangers_who_keep_connections_open_do_not_hold_all_places(run_lighthouse: RunLighthouse) -> None:
+    """The host with most connections loses its oldest; a person at another address is answered."""
+    lighthouse = run_lighthouse()
+    host, port = lighthouse.address.rsplit(":", 1)
+    request = b"GET /healthz HTTP/1.1\r\n\r\n"
+    with ExitStack() as stack:
+        kept = [stack.enter_context(dial(lighthouse.address)) for _ in range(MAX_CONNECTIONS + 44)]
+        for sock in kept:
+            sock.sendall(request)
+        assert kept[-1].recv(9) == b"HTTP/1.1 "  # so all of them have come in, in their order
+        person = http.client.HTTPConnection(host, int(port), timeout=20, source_address=("127.0.0.2", 0))
+        stack.callback(person.close)
+        person.request("GET", "/healthz")
+        assert person.getresponse().status == 200
+        with pytest.raises((ConnectionError, AssertionError)):  # the oldest is closed, its answer read or not
+            while True:
+                kept[0].sendall(request)
+                assert kept[0].recv(65536)
+
+
+def test_the_token_is_not_taken_over_an_unencrypted_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From this machine it is; from elsewhere the answer names TLS, the command and a tunnel."""
+    with Lighthouse(Options(), ServerOptions(token="t"), http=http_protocol()) as lighthouse:
+        for private, status, words in ((True, 200, b"incident"), (False, 403, b"ssh tunnel")):
+            monkeypatch.setattr("allranks.lighthouse.http._is_private", lambda _, value=private: value)
+            connection = http.client.HTTPConnection(lighthouse.address, timeout=20)
+            connection.request("POST", "/api/collect", "{}", {"Authorization": "Bearer t"})
+            answer = connection.getresponse()
+            assert (answer.status, words in answer.read()) == (status, True)
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    ("peer", "private"),
+    [("127.0.0.1", True), ("::1", True), ("::ffff:127.0.0.1", True), ("10.1.2.3", False), ("fe80::1%eth0", False)],
+)  # fmt: skip
+def test_only_this_machine_counts_as_private_without_tls(peer: str, private: bool) -> None:
+    class Transport(asyncio.Transport):
+        def get_extra_info(self, name: str, default: object = None) -> object:
+            return (peer, 1234) if name == "peername" else default
+
+    assert _is_private(Transport()) is private

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from allranks.channel.addresses import split_address
 from allranks.channel.frames import HEAD
 from allranks.errors import LighthouseRefused, LighthouseUnreachable
 from allranks.lighthouse.client.client import Client, ClientOptions
@@ -20,8 +21,9 @@ from allranks.lighthouse.codec import PREAMBLE, encode
 from allranks.lighthouse.messages import Hello, Join, Proof
 from allranks.lighthouse.options import ServerOptions
 from allranks.lighthouse.server import Lighthouse
-from allranks.model.cluster import Member
+from allranks.model.cluster import Incident, Member
 
+from .processes import LighthouseProcess
 from .waiting import eventually
 
 #: Where no token is asked for, hello and (any) proof can be sent at once.
@@ -56,7 +58,12 @@ def read_all(sock: socket.socket) -> bytes:
 
 def assert_serves(lighthouse: Lighthouse, connect: Connect, **options: object) -> None:
     """A right client still gets its quorum."""
-    client = connect(lighthouse.address, "honest", **options)
+    assert_serves_at(lighthouse.address, connect, **options)
+
+
+def assert_serves_at(address: str, connect: Connect, **options: object) -> None:
+    """Likewise."""
+    client = connect(address, "honest", **options)
     assert client.join(Member("honest"), timeout_s=30).names == ("honest",)
 
 
@@ -196,9 +203,9 @@ def test_a_client_that_reads_nothing_is_cut_off(embedded: Embedded, connect: Con
             PREAMBLE + encode(Hello(role="observer", node="deaf", session="deaf")) + encode(Proof(""))
         )
         eventually(lambda: lighthouse.status().connections == 2)
-        reason = os.urandom(400_000).hex()  # nothing that deflate could shrink to a few bytes
+        name = os.urandom(400_000).hex()  # nothing that deflate could shrink to a few bytes
         for i in range(200):  # how much the kernel swallows first is its own affair
-            observer.collect(f"{i}{reason}")
+            observer.collect("much to read", [f"{i}{name}"])
             if lighthouse.call(lambda service: len(service.sessions.by_replica)) == 1:
                 break
         eventually(lambda: lighthouse.status().connections == 1)
@@ -277,3 +284,42 @@ def test_mtls_refuses_clients_without_a_certificate(
             secure.sendall(PREAMBLE + encode(Hello(replica="a")))
             if not secure.recv(1):
                 raise ConnectionError("closed")
+
+
+ESCAPE = "\x1b]0;owned\x07"
+
+
+@pytest.mark.parametrize("field", ["replica", "node", "session"])
+def test_a_name_that_would_steer_a_terminal_is_refused(embedded: Embedded, field: str) -> None:
+    """It would be printed in every log and every status."""
+    options = {"replica": "a"} | {field: f"a{ESCAPE}"}
+    with pytest.raises(LighthouseRefused, match="printable"):
+        Client(ClientOptions(addresses=(embedded().address,), **options)).start(20)  # type: ignore[arg-type]
+
+
+def test_reasons_and_incidents_are_shown_without_control_characters(
+    embedded: Embedded, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In events, the log, the status and the notices of others."""
+    lighthouse = embedded()
+    watcher, member = connect(lighthouse.address, "w", role="observer"), connect(lighthouse.address, "a")
+    member.join(Member("a"), timeout_s=30)
+    with caplog.at_level(logging.INFO):
+        watcher.tell_incident(Incident("i-1", f"bad{ESCAPE}", replicas=(f"a{ESCAPE}",), path=f"/{ESCAPE}"))
+        watcher.evict("a", f"tired{ESCAPE}")
+        member.leave(f"gone{ESCAPE}")
+        eventually(lambda: "a left" in str(lighthouse.status()))
+    shown = str(lighthouse.status())
+    assert "tired" in shown and "bad" in shown
+    assert "\\x1b" not in shown and "\x1b" not in caplog.text
+
+
+def test_members_get_in_when_strangers_use_up_the_descriptors(
+    run_lighthouse: Callable[..., LighthouseProcess], connect: Connect
+) -> None:
+    """A low limit of open files: strangers have a part of it, never all."""
+    lighthouse = run_lighthouse(prefix=("sh", "-c", 'ulimit -n 128; exec "$@"', "sh"))
+    with ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(socket.create_connection(split_address(lighthouse.address), 20))
+        assert_serves_at(lighthouse.address, connect)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from allranks.lighthouse.messages import Command, Result
 from allranks.lighthouse.service import Service
 from allranks.model.cluster import CollectEvidence, Incident
 from allranks.model.nodes import Presence
+from allranks.model.text import printable
 
 
 def carry_out(service: Service, command: Command, reply: Callable[[Result], None]) -> None:
@@ -28,7 +30,7 @@ def carry_out(service: Service, command: Command, reply: Callable[[Result], None
 
 
 def _answer(service: Service, command: Command) -> Result:
-    name, reason = command.replica, command.reason
+    name, reason = command.replica, printable(command.reason)
     if command.action == "status":
         return Result(command.id, True, msgspec.json.encode(service.snapshot()).decode())
     if command.action == "evict" and name:
@@ -65,8 +67,18 @@ def _answer(service: Service, command: Command) -> Result:
         return Result(command.id, True, json.dumps({"lost": service.accuse(name, reason)}))
     if command.action == "incident":
         try:
-            service.agents.tell_incident(load(Incident, command.body.encode()))
+            service.agents.tell_incident(_cleaned(load(Incident, command.body.encode())))
         except BadFrame as error:
             return Result(command.id, False, str(error))
         return Result(command.id, True, "{}")
     return Result(command.id, False, f"cannot do {command.action!r}" + ("" if name else " without a replica"))
+
+
+def _cleaned(incident: Incident) -> Incident:
+    """It is shown on the page and in terminals."""
+    texts = {
+        name: printable(value)
+        for name, value in vars(incident).items()
+        if isinstance(value, str) and name != "story"
+    }
+    return dataclasses.replace(incident, **texts, replicas=tuple(map(printable, incident.replicas)))

@@ -21,11 +21,13 @@ from allranks.channel.keys import Credential, Keyring, is_proof, prove
 from allranks.lighthouse import messages
 from allranks.lighthouse.codec import ACK, BEAT, PREAMBLE, QUORUM, decode, encode
 from allranks.lighthouse.commands import carry_out
+from allranks.lighthouse.limits import open_files_limit
 from allranks.lighthouse.options import ServerOptions
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
 from allranks.lighthouse.throttle import Throttle
 from allranks.model.cluster import PROTOCOL_VERSION, Quorum
+from allranks.model.text import printable
 
 log = logging.getLogger("allranks.lighthouse")
 
@@ -70,8 +72,11 @@ class Door:
     open: set[Connection] = field(default_factory=set)
     throttle: Throttle = field(default_factory=Throttle)
     credential: Credential = field(init=False)
+    max_strangers: int = field(init=False)
 
     def __post_init__(self) -> None:
+        #: Strangers never take the descriptors that members need.
+        self.max_strangers = min(self.options.max_strangers, open_files_limit() // 4)
         self.credential = Keyring(self.options.token).for_purpose(messages.PURPOSE)
 
     def drop_slow(self, now: float) -> None:
@@ -110,7 +115,7 @@ class Connection(asyncio.Protocol):
         tune(transport.get_extra_info("socket"), door.service.options.heartbeat_timeout_s)
         door.open.add(self)
         door.strangers[self] = door.service.clock()
-        if len(door.strangers) > door.options.max_strangers:
+        if len(door.strangers) > door.max_strangers:
             oldest = next(iter(door.strangers))
             oldest.refuse_quietly("too many connections without a hello")
 
@@ -269,11 +274,11 @@ class Connection(asyncio.Protocol):
             self.deliver(waiting, encode(waiting))
         elif isinstance(message, messages.Leave):
             self._session = None
-            service.leave(session, message.reason, message.finished, message.term, message.step)
+            service.leave(session, printable(message.reason), message.finished, message.term, message.step)
             self.close()
         elif isinstance(message, messages.Died):
             self._session = None
-            service.accuse(session.replica, message.reason)
+            service.accuse(session.replica, printable(message.reason))
         elif isinstance(message, Quorum):
             service.recalled(message)
         elif isinstance(message, messages.Command):

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from allranks.lighthouse.sessions import Sessions
 from allranks.lighthouse.status import Event
 from allranks.model.cluster import Notice
+from allranks.model.text import printable
 
 log = logging.getLogger("allranks.lighthouse")
 
-_MAX_TEXT = 2000  # what clients give as a reason is kept and shown; it must not fill memory or page
 _LOUD = frozenset({"lost", "evicted", "stalled", "incident"})
 
 
@@ -30,11 +30,11 @@ class EventLog:
 
     def event(self, kind: str, text: str, replica: str = "", number: int = 0) -> None:
         """Something happened."""
-        text = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} …"
+        text, replica = printable(text), printable(replica)
         event = Event(time.time(), kind, text, replica, number)
         self.history.append(event)
         self.counts[kind] += 1
-        log.log(logging.WARNING if kind in _LOUD else logging.INFO, text)
+        log.log(logging.WARNING if kind in _LOUD else logging.INFO, "%s", text)
         for listener in list(self._listeners):
             try:
                 listener(event)

@@ -1,9 +1,9 @@
 """HTTP/1.1 on the lighthouse's own port, as little as its page, API and metrics need. On the loop's thread.
 
 Requests are bounded (head 16 KiB, body 64 KiB, 10 s to arrive); answers are whole or server-sent events. Who
-sends many requests at once gets one answer per turn of the loop, and the next only after reading the last ones:
-a connection never holds more than one answer and UNREAD_BYTES. Everything from outside stays text: routing and
-JSON are in `web.py`.
+sends many requests at once shares TURN_S with all others who do, and gets the next answer only after reading the
+last ones: a connection never holds more than one answer and UNREAD_BYTES. When all places are taken, the host that has most
+of them loses its oldest. Everything from outside stays text: routing and JSON are in `web.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import ipaddress
 import logging
 import urllib.parse
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from email.utils import formatdate
@@ -24,6 +25,7 @@ MAX_HEAD = 16 << 10
 MAX_BODY = 64 << 10
 ARRIVAL_S = 10.0
 IDLE_S = 60.0
+TURN_S = 0.002
 UNREAD_BYTES = 64 << 10  # beyond this no further request is read and no event sent
 
 
@@ -73,16 +75,55 @@ class EventStream:
             transport.abort()
 
 
+@dataclass
+class Places:
+    """The connections that are open, by host. One that comes when all places are taken has one all the same."""
+
+    limit: int
+    _impatient: deque[Callable[[], None]] = field(default_factory=deque)  # have sent more than one request
+    _by_host: dict[str, dict[HttpConnection, None]] = field(default_factory=dict)  # oldest first
+    _taken: int = 0
+
+    def take(self, connection: HttpConnection, host: str) -> None:
+        """Comes in; somebody of the host with most connections may have to go."""
+        self._by_host.setdefault(host, {})[connection] = None
+        self._taken += 1
+        if self._taken > self.limit:
+            crowd = max(self._by_host.values(), key=len)
+            next(iter(crowd)).abort()
+
+    def wait(self, turn: Callable[[], None]) -> None:
+        """Calls back in turn: one every TURN_S, so that many requests at once leave time for everybody else."""
+        self._impatient.append(turn)
+        if len(self._impatient) == 1:
+            asyncio.get_running_loop().call_later(TURN_S, self._next_turn)
+
+    def _next_turn(self) -> None:
+        if len(self._impatient) > 1:
+            asyncio.get_running_loop().call_later(TURN_S, self._next_turn)
+        self._impatient.popleft()()
+
+    def free(self, connection: HttpConnection, host: str) -> None:
+        """Is gone, or will be in a moment."""
+        here = self._by_host.get(host, {})
+        if connection in here:
+            del here[connection]
+            self._taken -= 1
+        if not here:
+            self._by_host.pop(host, None)
+
+
 class HttpConnection(asyncio.Protocol):
     """One connection; requests are handled one after the other."""
 
-    def __init__(self, handle: Callable[[Request], Answer], full: bool = False) -> None:
+    def __init__(self, handle: Callable[[Request], Answer], places: Places) -> None:
         self._handle = handle
-        self._full = full  # too many are open already: answer 503 and close
+        self._places = places
+        self._host = ""
         self._transport: asyncio.Transport | None = None
         self._rest = bytearray()
         self._timer: asyncio.TimerHandle | None = None
-        self._turn: asyncio.Handle | None = None  # the next request's, after those of other connections
+        self._waiting = False  # for the turn of the next request
         self._unread = False  # the other side does not take its answers
         self._reading = True
         self._end_stream: Callable[[], None] | None = None
@@ -90,12 +131,21 @@ class HttpConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=UNREAD_BYTES)
+        peer = transport.get_extra_info("peername")
+        self._host = str(peer[0]) if peer else ""
+        self._places.take(self, self._host)
         self._wait(ARRIVAL_S)
 
+    def abort(self) -> None:
+        """Ends it at once: its place is needed."""
+        self._places.free(self, self._host)
+        if self._transport is not None:
+            self._transport.abort()
+
     def connection_lost(self, error: Exception | None) -> None:
-        for planned in (self._timer, self._turn):
-            if planned is not None:
-                planned.cancel()
+        self._places.free(self, self._host)
+        if self._timer is not None:
+            self._timer.cancel()
         if self._end_stream is not None:
             self._end_stream()
             self._end_stream = None
@@ -103,30 +153,31 @@ class HttpConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._end_stream is not None:
             return  # nothing more is expected from a listener
-        if self._full:
-            self._refuse(503)
-            return
         self._rest += data
-        if self._turn is None:
+        if not self._waiting:
             self._next()
+        if len(self._rest) > MAX_HEAD + MAX_BODY:  # nobody honest asks so many questions at once
+            self._refuse(413)
+            self._rest.clear()
 
     def pause_writing(self) -> None:
         self._unread = True
 
     def resume_writing(self) -> None:
         self._unread = False
-        if self._turn is None:
+        if not self._waiting:
             self._next()
 
     def _next(self) -> None:
         """Handles one request, if its answer has room; nothing more is read while one waits for its turn."""
-        self._turn = None
+        self._waiting = False
         transport = self._transport
         if transport is None or transport.is_closing():
             return
         if not self._unread and self._end_stream is None and self._take_one() and self._rest:
-            self._turn = asyncio.get_running_loop().call_soon(self._next)
-        self._read(not self._unread and self._turn is None)
+            self._waiting = True
+            self._places.wait(self._next)
+        self._read(not self._unread and not self._waiting)
 
     def _read(self, wanted: bool) -> None:
         transport = self._transport
@@ -152,12 +203,16 @@ class HttpConnection(asyncio.Protocol):
         start, stop = end + 4, end + 4 + length
         if len(self._rest) < stop:
             return False
-        whole = replace(request, body=bytes(self._rest[start:stop]), private=_is_private(self._transport))
+        whole = replace(
+            request,
+            body=bytes(self._rest[start:stop]),
+            private=request.method != "POST" or _is_private(self._transport),
+        )
         del self._rest[:stop]
         try:
             answer = self._handle(whole)
         except Exception:
-            log.exception("%s %s failed", whole.method, whole.path)
+            log.exception("%r %r failed", whole.method, whole.path)
             answer = Answer(500, b'{"error": "internal error, see the log of the lighthouse"}')
         self._answer(whole, answer)
         return True

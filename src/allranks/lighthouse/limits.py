@@ -14,6 +14,12 @@ def raise_open_files() -> int:
     return hard
 
 
+def open_files_limit() -> int:
+    """How many descriptors this process may have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft if soft != resource.RLIM_INFINITY else 1 << 20
+
+
 def calm_collector() -> None:
     """Lets the cyclic collector run rarely: with ten thousand sessions a full run is a pause that clients feel."""
     gc.collect()

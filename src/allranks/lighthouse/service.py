@@ -142,6 +142,10 @@ class Service:
             return Refused("draining", "this lighthouse is closing", self.leader)
         if not self.leading:
             return Refused("moved", "this lighthouse does not lead", self.leader)
+        if not all(map(str.isprintable, (hello.replica, hello.node, hello.session))):
+            return Refused(
+                "garbage", "names of replicas and nodes must be printable, without control characters"
+            )
         observer = hello.role == "observer"
         name = hello.replica or f"{hello.node or 'observer'}#{hello.session[:8] or uuid.uuid4().hex[:8]}"
         key = hello.session or uuid.uuid4().hex

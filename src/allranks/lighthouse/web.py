@@ -12,7 +12,6 @@ import ipaddress
 import os
 import re
 import socket
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -21,13 +20,15 @@ from importlib import resources
 
 import msgspec
 
-from allranks.lighthouse.http import Answer, EventStream, HttpConnection, Request
+from allranks.lighthouse.http import Answer, EventStream, HttpConnection, Places, Request
+from allranks.lighthouse.limits import open_files_limit
 from allranks.lighthouse.metrics import KIND as METRICS_KIND
 from allranks.lighthouse.metrics import render_metrics
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.status import Event
+from allranks.model.text import printable
 
-MAX_CONNECTIONS = 1000  # of HTTP, beside those of replicas
+MAX_CONNECTIONS = 256  # of HTTP, beside those of replicas
 PUSH_S = 0.5  # least time between two pushes of the whole status
 REFRESH_S = 2.0  # pushed this often even when nothing happens, for ages and steps
 
@@ -194,7 +195,7 @@ class Web:
             asked = msgspec.json.decode(request.body or b"{}", type=_Reason)
         except (ValueError, RecursionError) as error:
             return _error(400, f"the body must be JSON with a reason: {error}")
-        reason = asked.reason or "asked for on the page"
+        reason = printable(asked.reason) or "asked for on the page"
         found = re.fullmatch(r"/api/replicas/(.+)/(evict|let_in)", request.path)
         if found and found.group(2) == "evict":
             return self._evict(found.group(1), reason)
@@ -219,14 +220,8 @@ class Web:
 def web_door(service: Service, token: str, names: Sequence[str] = ()) -> Callable[[], asyncio.Protocol]:
     """For one lighthouse: makes the protocol of each HTTP connection; all share one Web."""
     web = Web(service, token, frozenset(name.lower() for name in names))
-    living: weakref.WeakSet[HttpConnection] = weakref.WeakSet()
-
-    def make() -> asyncio.Protocol:
-        connection = HttpConnection(web.handle, full=len(living) >= MAX_CONNECTIONS)
-        living.add(connection)
-        return connection
-
-    return make
+    places = Places(min(MAX_CONNECTIONS, open_files_limit() // 8))
+    return lambda: HttpConnection(web.handle, places)
 
 
 def http_protocol(names: Sequence[str] = ()) -> Callable[[Service, str], asyncio.Protocol]:
