@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -14,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from allranks.channel.token import write_token
 from allranks.cli import main
-from allranks.drill.ranks import free_port
+from allranks.cli.lighthouse import _server_token, default_token_file
 from allranks.lighthouse.client.client import Client
 from allranks.model.cluster import Member
 
@@ -67,12 +69,28 @@ def test_a_given_token_file_is_used_and_kept(tmp_path: Path, capsys: pytest.Capt
     assert token.exists()
 
 
+def test_only_a_lighthouse_that_made_its_token_knows_that_nobody_trains_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the first quorum need not wait for members of an earlier lighthouse; with a token from before it must."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for name in ("ALLRANKS_TOKEN", "ALLRANKS_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    args = argparse.Namespace(no_token=False, token_file=None, bind="127.0.0.1:29510")
+    token, _, fresh = _server_token(args)
+    assert token and fresh
+    write_token(default_token_file(args.bind), token)
+    assert _server_token(args) == (token, None, False)
+    monkeypatch.setenv("ALLRANKS_TOKEN", "given")
+    assert _server_token(args) == ("given", None, False)
+
+
 def test_a_restarted_lighthouse_has_the_same_token_and_lets_members_come_first(
     connect: Callable[..., Client], tmp_path: Path
 ) -> None:
     """kill -9 and the same command again: a member comes back by itself, before a newcomer that was faster."""
-    words = ("--json", "--bind", f"127.0.0.1:{free_port()}", "--start-grace-ms", "30000")
-    with serving(*words[:3], "--start-grace-ms", "0", XDG_RUNTIME_DIR=str(tmp_path)) as (line, process):
+    with serving("--json", "--bind", "127.0.0.1:0", XDG_RUNTIME_DIR=str(tmp_path)) as (line, process):
+        words = ("--json", "--bind", line["address"], "--start-grace-ms", "30000")
         token_file = Path(line["token_file"])
         token = token_file.read_text().strip()
         member = connect(line["address"], "a", token=token)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from allranks.lighthouse.server import Lighthouse
 
 DEFAULT_BIND = "127.0.0.1:29510"
+_START_GRACE_MS = 1500
 ACTIONS = ("serve", "status", "evict", "let-in", "collect")
 
 
@@ -59,8 +60,8 @@ def _quorum_arguments(group: argparse._ArgumentGroup) -> None:
     _milliseconds(
         group,
         "start-grace-ms",
-        1500,
-        "a new lighthouse waits so long for members of a quorum that trains already",
+        _START_GRACE_MS,
+        "a new lighthouse waits so long for members of a quorum that trains already; 0 with a token that it made itself",
     )
     _milliseconds(
         group, "stall-ms", 0, "ask for evidence when a member makes no progress for this long; 0: never"
@@ -144,7 +145,11 @@ def _serve(args: argparse.Namespace) -> int:
     )
     raise_open_files()
     calm_collector()
-    token, token_file = _server_token(args)
+    token, token_file, fresh = _server_token(args)
+    if fresh and args.start_grace_ms == _START_GRACE_MS:
+        args.start_grace_ms = (
+            0.0  # nobody has this token yet, so nobody trains: the first quorum need not wait
+        )
     lighthouse = make_lighthouse(args, token)
     stop = asyncio.Event()
     caught: list[int] = []
@@ -225,18 +230,19 @@ def _bind(text: str) -> tuple[str, int]:
         raise InputError(f"--bind: {error}") from error
 
 
-def _server_token(args: argparse.Namespace) -> tuple[str, Path | None]:
-    """(token, its file or None when it still has to be written)."""
+def _server_token(args: argparse.Namespace) -> tuple[str, Path | None, bool]:
+    """(token, its file or None when it still has to be written, whether it was made just now)."""
     import secrets
 
     if args.no_token:
-        return "", None
+        return "", None, False
     path = args.token_file or os.environ.get("ALLRANKS_TOKEN_FILE")
     if args.token_file is None and (token := os.environ.get("ALLRANKS_TOKEN")):
-        return token, None
+        return token, None, False
     if path:
-        return read_token(Path(path)), Path(path)
-    return _left_token(default_token_file(args.bind)) or secrets.token_urlsafe(24), None
+        return read_token(Path(path)), Path(path), False
+    left = _left_token(default_token_file(args.bind))
+    return left or secrets.token_urlsafe(24), None, not left
 
 
 def _left_token(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -76,9 +77,9 @@ def _answer(service: Service, command: Command) -> Result:
 
 def _cleaned(incident: Incident) -> Incident:
     """It is shown on the page and in terminals."""
-    texts = {
+    texts: dict[str, Any] = {
         name: printable(value)
         for name, value in vars(incident).items()
-        if isinstance(value, str) and name != "story"
+        if isinstance(value, str) and name != "story"  # HTML, shown in a sandbox
     }
     return dataclasses.replace(incident, **texts, replicas=tuple(map(printable, incident.replicas)))

@@ -189,6 +189,8 @@
   async function act(path, body) {
     const said = $("said");
     try {
+      const here = ["localhost", "[::1]"].includes(location.hostname) || /^127\./.test(location.hostname);
+      if (location.protocol !== "https:" && !here) throw "This page is not encrypted, so the token is not sent: use TLS, an ssh tunnel, or `allranks lighthouse`.";
       const answer = await fetch(path, { method: "POST", headers: { Authorization: "Bearer " + $("token").value, "Content-Type": "application/json" }, body: JSON.stringify(body) });
       const found = await answer.json();
       text(said, found.error || "Done."); said.className = found.error ? "bad" : "soft";

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from allranks.channel.addresses import split_address
 from allranks.errors import MissingExtra
 from allranks.lighthouse.grpc_wire import (
     decode_quorum_response,
@@ -22,7 +23,6 @@ from allranks.lighthouse.grpc_wire import (
 )
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
-from allranks.lighthouse.sockets import split_address
 from allranks.lighthouse.web import http_protocol
 from allranks.model.cluster import Member
 from allranks.torchft.calls import Calls

@@ -12,8 +12,11 @@ import logging
 import os
 import random
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from allranks.channel.addresses import split_address, tune
 from allranks.channel.frames import HEAD, BadFrame, take_frames
@@ -26,6 +29,7 @@ from allranks.model.cluster import ConnectionLost
 log = logging.getLogger("allranks.lighthouse")
 
 FATAL = frozenset({"token", "version", "superseded", "garbage"})
+ResolvedAddress = tuple[socket.AddressFamily, Any]
 _AGAIN = (BlockingIOError, InterruptedError)
 _MAX_FRAME = 256 << 20
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 1.0
@@ -70,6 +74,7 @@ class Link:
         self._beat = beat
         self._socket: socket.socket | None = None
         self._connecting = False
+        self._attempt = 0  # to connect; what an earlier one brings is too late
         self._in = bytearray()
         self._out = bytearray()
         self._failures = 0
@@ -126,23 +131,33 @@ class Link:
         if not self._detour:
             self._next += 1
         self._detour = ""
+        self._timeout = self._reactor.later(
+            options.connect_timeout_s, lambda: self._broken(f"no answer in {options.connect_timeout_s} s")
+        )
+        self._attempt += 1
+        resolve(self.address, self._reactor, partial(self._resolved, self._attempt))
+
+    def _resolved(self, attempt: int, found: ResolvedAddress | Exception) -> None:
+        """The address is looked up, unless it took so long that we gave up."""
+        if attempt != self._attempt:
+            return
+        options = self.options
+        if isinstance(found, Exception):
+            self._broken(f"{found}")
+            return
+        family, target = found
         try:
-            host, port = split_address(self.address)
-            family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            self._socket = socket.socket(family, kind, protocol)
+            self._socket = socket.socket(family, socket.SOCK_STREAM)
             self._socket.setblocking(False)
             tune(self._socket, max(options.connect_timeout_s, 5.0))
             code = self._socket.connect_ex(target)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             self._broken(f"{error}")
             return
         if code not in (0, errno.EINPROGRESS):
             self._broken(os.strerror(code))
             return
         self._connecting = True
-        self._timeout = self._reactor.later(
-            options.connect_timeout_s, lambda: self._broken(f"no answer in {options.connect_timeout_s} s")
-        )
         self._reactor.watch(self._socket.fileno(), self._ready, write=True)
 
     def _connected(self) -> None:
@@ -336,12 +351,47 @@ class Link:
             if timer is not None:
                 timer.cancel()
         self.up = False
+        self._attempt += 1
         self._in.clear()
         self._out.clear()
         if self._socket is not None:
             self._reactor.forget(self._socket.fileno())
             self._socket.close()
             self._socket = None
+
+
+def resolve(
+    address: str, reactor: Reactor, tell: Callable[[ResolvedAddress | Exception], None]
+) -> threading.Thread | None:
+    """Looks HOST:PORT up and tells on the reactor's thread: at once for numbers, from a thread (returned) for names,
+    because a name server that hangs must not hold up heartbeats and notices."""
+    try:
+        host, port = split_address(address)
+    except ValueError as error:
+        tell(error)
+        return None
+    try:
+        tell(_look_up(host, port, socket.AI_NUMERICHOST))
+        return None
+    except socket.gaierror:
+        pass
+
+    def ask() -> None:
+        found: ResolvedAddress | Exception
+        try:
+            found = _look_up(host, port)
+        except OSError as error:
+            found = error
+        reactor.call(lambda: tell(found))
+
+    thread = threading.Thread(target=ask, name="allranks-resolve", daemon=True)
+    thread.start()
+    return thread
+
+
+def _look_up(host: str, port: int, flags: int = 0) -> ResolvedAddress:
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)[0]
+    return family, target
 
 
 def _words(error: OSError) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import stat
 import threading
 import weakref
 from collections.abc import Iterable
@@ -26,7 +27,7 @@ class SocketSet:
 
     number: int = 0
     _held: list[socket.socket] = field(default_factory=list)
-    _originals: list[int] = field(default_factory=list)
+    _originals: list[tuple[int, int]] = field(default_factory=list)  # descriptor and inode
     _lock: threading.Lock = field(default_factory=threading.Lock)
     aborted: bool = False
 
@@ -40,7 +41,7 @@ class SocketSet:
         found = find_connected(frozenset(local_ports), frozenset(remote_ports), without)
         with self._lock:
             self._held += [held for _, held in found]
-            self._originals += [fd for fd, _ in found]
+            self._originals += [(fd, _inode(held)) for fd, held in found]
             if self.aborted:
                 self._shut()
         _remember(self)
@@ -81,12 +82,16 @@ class SocketSet:
             self._originals.clear()
 
     def close_in_child(self) -> None:
-        """In a forked child: drop duplicates and originals, else our death would show only when it dies too."""
+        """In a forked child: drop duplicates and originals, else our death would show only when it dies too.
+
+        An original may be closed already and its number be another file's: it is dropped only if it is still it.
+        """
         for held in self._held:
             held.close()
-        for fd in self._originals:
+        for fd, inode in self._originals:
             try:
-                os.close(fd)
+                if os.fstat(fd).st_ino == inode and stat.S_ISSOCK(os.fstat(fd).st_mode):
+                    os.close(fd)
             except OSError:
                 pass
         self._held.clear()
