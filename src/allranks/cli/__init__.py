@@ -10,9 +10,11 @@ import argparse
 import gc
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any, NoReturn
 
 import allranks
 from allranks.errors import AllranksError
@@ -33,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "watch": ("watch", "run or join a job as a sidecar and collect stacks when it stands still"),
     "status": ("status", "ranks, steps, who waits for whom, incidents of a running job"),
     "top": ("status", "the same, live"),
+    "page": ("page", "open the page of a running job in the browser"),
     "demo": ("demo", "the whole story on CPU, in about a minute"),
     "drill": ("drill", "run a job under a fault plan and report what was noticed"),
     "frtrace": ("frtrace", "torchfrtrace's command line and output, without its crashes"),
@@ -47,6 +50,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "etcd": ("etcd", "start, check or stop an etcd on this machine"),
     "config": ("config", "check, show or describe a job's configuration file"),
     "index": ("index", "build, show or verify a token index"),
+    "completion": ("completion", "print a completion script for bash, zsh or fish"),
 }
 
 #: Commands that read dumps with numpy and start in the blink of an eye.
@@ -62,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str], name: str | None) -> int:
-    parser = _parser(name, alone=bool(words) and words[0] == name)
+    if words and name == words[0] and name not in COMMANDS:
+        return _unknown(name)
+    parser = make_parser(name, alone=bool(words) and words[0] == name)
     if name in COMMANDS:
         module = importlib.import_module(f"allranks.cli.{COMMANDS[name][0]}")
         if hasattr(module, "arrange_words"):  # `run` takes another command's flags as they are
@@ -117,19 +123,91 @@ def _one_thread() -> Iterator[None]:
             del os.environ[name]
 
 
-def _parser(chosen: str | None, *, alone: bool) -> argparse.ArgumentParser:
+def _unknown(name: str) -> int:
+    """Says so, with the names that are near."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, COMMANDS, 3, 0.6)
+    print(f"allranks: there is no command {name!r}", file=sys.stderr)
+    hint = f"Did you mean {' or '.join(near)}?" if near else "`allranks --help` lists the commands."
+    print(hint, file=sys.stderr)
+    return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument that is not known is answered with the one that was meant."""
+
+    def error(self, message: str) -> NoReturn:
+        from difflib import get_close_matches
+
+        known = [flag for action in self._actions for flag in action.option_strings]
+        choices = [name for action in self._actions for name in action.choices or ()]
+        wrong = re.search(r"unrecognized arguments: (\S+)|invalid choice: '([^']*)'", message)
+        word = (wrong[1] or wrong[2]) if wrong else ""
+        near = get_close_matches(word.split("=")[0], [*known, *map(str, choices)], 2, 0.6) if word else []
+        tail = f"; did you mean {' or '.join(near)}?" if near else ""
+        self.exit(2, f"{self.prog}: {message}{tail}\n`{self.prog} --help` explains it.\n")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Unknown words are the sub-command's to explain: it knows the flags that were meant."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._inner(found).error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found
+
+    def _inner(self, found: argparse.Namespace) -> argparse.ArgumentParser:
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                inner = action.choices.get(getattr(found, action.dest, None) or "")
+                if isinstance(inner, _Parser):
+                    return inner._inner(found)
+        return self
+
+
+class _Program(_Parser):
+    """The program's own help: commands by what people come for."""
+
+    def format_help(self) -> str:
+        from allranks.cli.catalog import GROUPS
+
+        lines = ["usage: allranks COMMAND …", "", str(self.description), ""]
+        for heading, names in GROUPS.items():
+            lines.append(f"{heading}:")
+            lines += [f"  {name:<12}{COMMANDS[name][1]}" for name in names]
+            lines.append("")
+        lines += ["allranks COMMAND --help shows arguments and examples; allranks --version the version."]
+        return "\n".join(lines) + "\n"
+
+
+def make_parser(chosen: str | None, *, alone: bool) -> argparse.ArgumentParser:
     """The parser; only the chosen sub-command's module is imported for its arguments. `alone`: the command is the
     first word, so that nobody can ask for the list of the others."""
-    parser = argparse.ArgumentParser(
+    parser = _Program(
         prog="allranks",
         description="Finds out why a distributed PyTorch job hangs, and keeps it training when machines fail.",
     )
     parser.add_argument("--version", action="version", version=f"allranks {allranks.__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     names = [chosen] if alone and chosen in COMMANDS else list(COMMANDS)
     for name in names:
         module, text = COMMANDS[name]
         sub = subparsers.add_parser(name, help=text, description=text)
         if name == chosen:
             importlib.import_module(f"allranks.cli.{module}").add_arguments(sub)
+            _add_examples(sub)
     return parser
+
+
+def _add_examples(parser: argparse.ArgumentParser) -> None:
+    """Puts the examples of the catalog under the help of a command and of its actions."""
+    from allranks.cli.catalog import EXAMPLES
+
+    lines = EXAMPLES.get(parser.prog.removeprefix("allranks "))
+    if lines:
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        examples = "examples:\n" + "\n".join(f"  {line}" for line in lines)
+        parser.epilog = f"{parser.epilog}\n\n{examples}" if parser.epilog else examples
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in dict.fromkeys(action.choices.values()):
+                _add_examples(inner)

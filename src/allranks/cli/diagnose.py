@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from allranks.cli.terminal import at_work, use_color
 from allranks.errors import InputError
 
 if TYPE_CHECKING:  # heavy: numpy comes with them
@@ -98,7 +99,8 @@ def main(args: argparse.Namespace) -> int:
         allow_incomplete_ranks=args.allow_incomplete_ranks or bool(args.selected_ranks),
         consequences=max(0, args.mismatch_cap),
     )
-    result = diagnose(traces, loaded.files, stacks=find_seen(loaded, traces, args.paths), options=options)
+    with at_work(f"comparing the calls of {len(traces):,} ranks"):
+        result = diagnose(traces, loaded.files, stacks=find_seen(loaded, traces, args.paths), options=options)
     _write_files(args, result, traces)  # before stdout, which may be closed
     _print(args, result)
     if not result.ranks:
@@ -163,8 +165,7 @@ def _print(args: argparse.Namespace, result: Diagnosis) -> None:
         return
     from allranks.report import text
 
-    color = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    for line in text.render(result, text.TextOptions(color, args.print_stack_trace, args.verbose)):
+    for line in text.render(result, text.TextOptions(use_color(), args.print_stack_trace, args.verbose)):
         print(line)
 
 
@@ -201,7 +202,10 @@ def _write(name: str, parts: Iterable[str | bytes]) -> None:
         else target
     )
     try:
-        with gzip.open(draft, "wb", 5) if name.endswith(".gz") else draft.open("wb") as file:
+        with (
+            at_work(f"writing {name}"),
+            gzip.open(draft, "wb", 5) if name.endswith(".gz") else draft.open("wb") as file,
+        ):
             for part in parts:
                 file.write(part if isinstance(part, bytes) else part.encode("utf-8", "replace"))
         if draft != target:

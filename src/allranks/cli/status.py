@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+from allranks.cli.terminal import full_screen, key_within, use_color
 from allranks.model.job import JobView, RankRow
+
+if TYPE_CHECKING:  # numpy comes with it
+    from allranks.incidents.job_overview import Overview
+
+WIDE = 80  # a narrower screen has fewer columns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print one JSON object (with --watch: one per line)"
     )
     parser.add_argument(
-        "--watch", "-w", action="store_true", help="go on until the job ends or Ctrl-C (`allranks top`)"
+        "--watch", "-w", action="store_true", help="go on until the job ends or q is pressed (`allranks top`)"
     )
     parser.add_argument(
         "--interval", type=float, default=1.0, metavar="S", help="seconds between looks (%(default)s)"
@@ -38,41 +44,77 @@ def main(args: argparse.Namespace) -> int:
 
     overview = Overview(find_job(args.job))
     live = args.watch or args.command == "top"
-    view = overview.look()
+    if live and not args.json and sys.stdout.isatty():
+        return _watch(overview, max(0.1, args.interval))
     while True:
-        _show(view, args.json, live)
+        view = overview.look()
+        print(
+            json.dumps(view.to_dict()) if args.json else "\n".join(render(view, colour=use_color())),
+            flush=True,
+        )
         if not live or not view.running:
             return 0 if view.running else 1
         time.sleep(max(0.1, args.interval))
-        view = overview.look()
 
 
-def _show(view: JobView, as_json: bool, live: bool) -> None:
-    if as_json:
-        print(json.dumps(view.to_dict()), flush=True)
-        return
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    if live and sys.stdout.isatty():
-        sys.stdout.write("\x1b[H\x1b[2J")
-    size = shutil.get_terminal_size() if sys.stdout.isatty() else os.terminal_size((10_000, 10_000))
-    print("\n".join(render(view, colour=colour, height=size.lines, width=size.columns)), flush=True)
+def _watch(overview: Overview, interval_s: float) -> int:
+    """The live screen; ends with q, with the job or with Ctrl-C, and leaves its last state behind."""
+    lines: list[str] = []
+    by_silence, paused, view = False, False, overview.look()
+    with full_screen():
+        while view.running:
+            if not paused:
+                size = shutil.get_terminal_size()
+                lines = list(
+                    render(
+                        view,
+                        colour=use_color(),
+                        height=size.lines - 1,
+                        width=size.columns,
+                        by_silence=by_silence,
+                    )
+                )
+                keys = (
+                    "q quit  s sort by silence  p pause"
+                    if not by_silence
+                    else "q quit  s sort by rank  p pause"
+                )
+                sys.stdout.write("\x1b[H\x1b[2J" + "\n".join([*lines, _cut(keys, size.columns)]))
+                sys.stdout.flush()
+            key = key_within(interval_s).lower()
+            if key in ("q", "\x04"):
+                break
+            by_silence, paused = by_silence ^ (key == "s"), paused ^ (key == "p")
+            view = overview.look()
+    print("\n".join(lines or render(view, colour=use_color())), flush=True)
+    return 0 if view.running else 1
 
 
 def render(
-    view: JobView, *, colour: bool = False, height: int = 10_000, width: int = 10_000
+    view: JobView,
+    *,
+    colour: bool = False,
+    height: int = 10_000,
+    width: int = 10_000,
+    by_silence: bool = False,
 ) -> Iterator[str]:
-    """The screen: a headline, the table (the most silent ranks first when it does not fit), incidents."""
+    """The screen: a headline, the table (the most silent ranks first when it does not fit), incidents. A narrow one
+    leaves out pid and calls: who waits for whom is what matters."""
     alive = [row for row in view.rows if row.alive]
     speeds = [row.steps_per_s for row in alive if row.steps_per_s is not None]
     speed = f", {sorted(speeds)[len(speeds) // 2]:.2f} steps/s" if speeds else ""
     step = max((row.step for row in view.rows), default=-1)
-    yield f"{view.job}: {len(alive)} of {len(view.rows)} ranks run, step {step if step >= 0 else '-'}{speed}"
+    yield _cut(
+        f"{view.job}: {len(alive)} of {len(view.rows)} ranks run, step {step if step >= 0 else '-'}{speed}",
+        width,
+    )
     if view.quorum:
-        yield f"lighthouse {view.lighthouse}: {view.quorum}"
-    yield f"{'rank':>5} {'pid':>8} {'step':>8} {'calls':>9} {'silent':>8}  doing"
+        yield _cut(f"lighthouse {view.lighthouse}: {view.quorum}", width)
+    middle = f"{'pid':>8} {'step':>8} {'calls':>9}" if width >= WIDE else f"{'step':>7}"
+    yield f"{'rank':>5} {middle} {'silent':>8}  doing"
     rows = list(view.rows)
     room = max(5, height - 6 - len(view.incidents))
-    if len(rows) > room:
+    if len(rows) > room or by_silence:
         rows = sorted(rows, key=lambda row: (row.alive, -(row.silent_s or 0.0)))[:room]
     waiters = Counter(rank for row in alive for rank in row.waits_for)
     for row in rows:
@@ -86,11 +128,22 @@ def render(
 def _line(row: RankRow, waiters: int, colour: bool, width: int) -> str:
     """One rank; one that others wait for stands out."""
     silent = f"{row.silent_s:.1f} s" if row.silent_s is not None and row.alive else "-"
-    waits = f", waits for rank {_ranks(row.waits_for)}" if row.waits_for else ""
+    step = row.step if row.step >= 0 else "-"
     phase = f" [{row.phase}]" if row.phase else ""
-    text = f"{row.rank:>5} {row.pid:>8} {row.step if row.step >= 0 else '-':>8} {row.calls_completed:>9} {silent:>8}  {row.doing}{waits}{phase}"
-    if waiters and row.alive:
-        text += f"  <- {waiters} {'rank waits' if waiters == 1 else 'ranks wait'} for it"
+    waits = f", waits for rank {_ranks(row.waits_for)}" if row.waits_for else ""
+    held = (
+        f"{waiters} {'rank waits' if waiters == 1 else 'ranks wait'} for it" if waiters and row.alive else ""
+    )
+    if width >= WIDE:
+        tail = f"{row.doing}{waits}{phase}" + (f"  <- {held}" if held else "")
+        text = f"{row.rank:>5} {row.pid:>8} {step:>8} {row.calls_completed:>9} {silent:>8}  {tail}"
+    else:
+        waits = f"waits for {_ranks(row.waits_for)}: " if row.waits_for else ""
+        text = (
+            f"{row.rank:>5} {step:>7} {silent:>8}  "
+            + (f"<- {held}: " if held else waits)
+            + f"{row.doing}{phase}"
+        )
     text = _cut(text, width)
     if not colour:
         return text

@@ -6,6 +6,7 @@ import json
 import time
 import urllib.request
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,19 @@ def find_job(name: str | None) -> Path:
         folders = [folder for folder in folders if folder.name == name or name in folder.name]
     if not folders:
         what = f"no job {name!r}" if name else "no recorded job"
-        raise InputError(
-            f"{what} on this node",
-            hint="Start one with `allranks run …`, or give the folder of its black boxes.",
-        )
+        raise InputError(f"{what} on this node", hint=_meant(name))
     return max(folders, key=lambda folder: max(box.stat().st_mtime for box in folder.glob("*.box")))
+
+
+def _meant(name: str | None) -> str:
+    """What else there is, the nearest names first."""
+    known = [folder.name for folder in job_folders() if any(folder.glob("*.box"))]
+    near = get_close_matches(name or "", known, 3, 0.5)
+    if near:
+        return f"Did you mean {' or '.join(near)}?"
+    if known:
+        return f"Jobs on this node: {', '.join(known[:8])}."
+    return "Start one with `allranks run …`, or give the folder of its black boxes."
 
 
 @dataclass

@@ -1,0 +1,65 @@
+"""What the help shows besides arguments: the commands in groups, and examples of each. Plain data."""
+
+from __future__ import annotations
+
+#: Heading -> commands, in the order of `allranks --help`.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "My job hangs now": ("diagnose", "stacks", "dump", "status", "top", "page"),
+    "Keep my job running": ("run", "lighthouse", "watch", "slurm", "drill"),
+    "Lose nothing": ("checkpoint", "config", "index"),
+    "Look into dumps": ("dump-info", "convert", "frtrace"),
+    "This machine": ("demo", "doctor", "etcd", "completion"),
+}
+
+#: "command" or "command action" -> lines to copy.
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "diagnose": (
+        "allranks diagnose dumps/                       # the guilty rank, the line, the cause",
+        "allranks diagnose dumps/ --html report.html    # the same as one page, with a timeline",
+        "allranks diagnose dumps/ --perfetto t.pftrace.gz",
+        "allranks diagnose dumps/ --json | jq .verdict.sentence",
+    ),
+    "stacks": (
+        "allranks stacks                                # every rank on this node",
+        "allranks stacks --pid 4711 --html stacks.html",
+        "allranks stacks --all-nodes -o captured/       # a job under `allranks run` or Slurm",
+    ),
+    "watch": (
+        "allranks watch -- torchrun --nproc-per-node 8 train.py",
+        "allranks watch --pid 4711 --no-progress 120 -o captured/",
+    ),
+    "status": ("allranks status", "allranks status my-job --json"),
+    "top": ("allranks top                                   # q quits", "allranks top my-job --interval 0.5"),
+    "page": ("allranks page                                  # of the newest job on this node", "allranks page my-job --no-browser"),
+    "demo": ("allranks demo",),
+    "frtrace": ("allranks frtrace dumps/", "allranks frtrace dumps/ -j --selected-ranks 0 1"),
+    "dump-info": ("allranks dump-info dumps/rank3.box --calls 20",),
+    "convert": ("allranks convert dumps/ pickles/ --to pickle",),
+    "doctor": (
+        "allranks doctor                                # before the job",
+        "allranks doctor explain logs/                  # after it",
+    ),
+    "checkpoint": ("allranks checkpoint ls /nvme/ckpt", "allranks checkpoint verify s3://bucket/run-7/step-1200"),
+    "checkpoint ls": ("allranks checkpoint ls /nvme/ckpt",),
+    "checkpoint show": ("allranks checkpoint show /nvme/ckpt --tensors",),
+    "checkpoint verify": ("allranks checkpoint verify s3://bucket/run-7",),
+    "checkpoint copy": ("allranks checkpoint copy /nvme/ckpt s3://bucket/run-7",),
+    "checkpoint prune": ("allranks checkpoint prune /nvme/ckpt --keep 3",),
+    "checkpoint export": ("allranks checkpoint export /nvme/ckpt model.safetensors",),
+    "checkpoint import": ("allranks checkpoint import model.safetensors /nvme/ckpt --step 0",),
+    "checkpoint set-aside": ("allranks checkpoint set-aside /nvme/ckpt",),
+    "etcd": ("allranks etcd start", "allranks etcd status --json"),
+    "config": ("allranks config check job.yaml", "allranks config show job.yaml"),
+    "config check": ("allranks config check job.yaml",),
+    "config show": ("allranks config show job.yaml",),
+    "config schema": ("allranks config schema > job.schema.json",),
+    "index": ("allranks index build --data-files a.jsonl b.jsonl -o tokens.idx", "allranks index show tokens.idx"),
+    "index build": ("allranks index build --data-files a.jsonl b.jsonl -o tokens.idx",),
+    "index show": ("allranks index show tokens.idx",),
+    "index verify": ("allranks index verify tokens.idx",),
+    "completion": (
+        "allranks completion bash > ~/.local/share/bash-completion/completions/allranks",
+        "allranks completion zsh > ~/.zfunc/_allranks",
+        "allranks completion fish > ~/.config/fish/completions/allranks.fish",
+    ),
+}  # fmt: skip

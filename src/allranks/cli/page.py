@@ -1,0 +1,49 @@
+"""`allranks page [JOB]`: the page of a running job, served by its lighthouse."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from allranks.errors import InputError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    parser.add_argument(
+        "job",
+        nargs="?",
+        help="name of the job, folder of its black boxes, or HOST:PORT of a lighthouse (default: the newest job here)",
+    )
+    parser.add_argument("--no-browser", action="store_true", help="only print the address")
+    parser.add_argument("--json", action="store_true", help='print {"url": …}')
+
+
+def main(args: argparse.Namespace) -> int:
+    """0 opened or printed, 2 no such job or it has no lighthouse."""
+    url = _url(args.job)
+    print(json.dumps({"url": url}) if args.json else url, flush=True)
+    if args.no_browser or args.json:
+        return 0
+    import webbrowser
+
+    if not webbrowser.open(url):
+        print("allranks page: no browser here; open the address above", file=sys.stderr)
+    return 0
+
+
+def _url(job: str | None) -> str:
+    host, _, port = (job or "").rpartition(":")
+    if host and port.isdigit():
+        return f"http://{host}:{port}/"
+    from allranks.incidents.job_overview import find_job, read_job
+
+    folder = find_job(job)
+    address = str(read_job(folder).get("lighthouse") or "").split(",")[0]
+    if not address:
+        raise InputError(
+            f"job {folder.name} has no lighthouse, which would serve its page",
+            hint="`allranks run` starts one unless --no-lighthouse is given; `allranks top` shows the job in the terminal.",
+        )
+    return address if "://" in address else f"http://{address}/"

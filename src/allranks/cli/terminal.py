@@ -1,0 +1,81 @@
+"""What all commands do on a terminal: colour or not, a sign of life on everything longer than a second, raw keys."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+LONG_S = 1.0  # what takes longer shows that it is at work
+
+
+def use_color(stream: TextIO | None = None) -> bool:
+    """Whether to write in colour: NO_COLOR and FORCE_COLOR decide before the terminal does."""
+    stream = stream or sys.stdout
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return os.environ["FORCE_COLOR"] != "0"
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+@contextmanager
+def at_work(label: str) -> Iterator[None]:
+    """Shows "label … 3 s" on a terminal's stderr while something takes long, and takes it away in the end."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    done, began = threading.Event(), time.monotonic()
+    shown = threading.Event()
+
+    def show() -> None:
+        pause = LONG_S
+        while not done.wait(pause):
+            shown.set()
+            pause = 0.5
+            print(f"\r\x1b[K{label} … {time.monotonic() - began:.0f} s", end="", file=sys.stderr, flush=True)
+
+    worker = threading.Thread(target=show, name="allranks-progress", daemon=True)
+    worker.start()
+    try:
+        yield
+    finally:
+        done.set()
+        worker.join()
+        if shown.is_set():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def full_screen() -> Iterator[None]:
+    """The terminal's other screen, without a cursor and with keys as they are pressed; all is given back in the end."""
+    import termios
+    import tty
+
+    keys = sys.stdin.fileno() if sys.stdin.isatty() else None
+    before = termios.tcgetattr(keys) if keys is not None else None
+    if keys is not None:
+        tty.setcbreak(keys)
+    sys.stdout.write("\x1b[?1049h\x1b[?25l")
+    try:
+        yield
+    finally:
+        sys.stdout.write("\x1b[?25h\x1b[?1049l")
+        sys.stdout.flush()
+        if keys is not None and before is not None:
+            termios.tcsetattr(keys, termios.TCSADRAIN, before)
+
+
+def key_within(seconds: float) -> str:
+    """The key pressed within this time, or ""; just waits where there is no keyboard."""
+    import select
+
+    if not sys.stdin.isatty():
+        time.sleep(seconds)
+        return ""
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    return os.read(sys.stdin.fileno(), 1).decode("latin-1") if ready else ""
