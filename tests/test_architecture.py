@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "frtrace": {"load", "diagnose"},
     "drill": {"*"},
     "testing": {"drill"},
+    "api": {"load", "diagnose", "report", "stacks", "checkpoint"},
     "cli": {"*"},
 }
 NO_TORCH = {

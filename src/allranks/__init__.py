@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+
+TYPE_CHECKING = False  # as type checkers know it, without the cost of importing typing
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.2.0"
 
@@ -18,7 +21,12 @@ _PUBLIC = {
     "Manager": "allranks.manager.manager",
     "Optimizer": "allranks.manager.optimizer",
     "DistributedDataParallel": "allranks.manager.ddp",
+    "diagnose": "allranks.diagnose",
+    "stacks": "allranks.stacks",
+    "load_checkpoint_index": "allranks.api.functions",
 }
+
+_CALLABLE = frozenset({"record", "diagnose", "stacks"})  # packages that can be called
 
 __all__ = sorted([*_PUBLIC, "__version__"])
 
@@ -27,7 +35,7 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'allranks' has no attribute {name!r}")
     module = importlib.import_module(_PUBLIC[name])
-    return module if name == "record" else getattr(module, name)  # that package can be called
+    return module if name in _CALLABLE else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from allranks.lighthouse.status import Event
+import json
+import re
+from pathlib import Path
+
+import yaml
+
+from allranks.lighthouse.metrics import render_metrics
+from allranks.lighthouse.status import Event, Status
 from allranks.lighthouse.training import Scene, TrainingView
 
 
@@ -99,3 +106,19 @@ def test_a_restart_from_a_checkpoint_counts_from_there() -> None:
     clock.at += 1
     view.note_step("replica-0", 10, clock.at)
     assert view.look(ALL).step == 10 and view.look(ALL).steps_per_s is None
+
+
+def test_every_metric_is_documented_and_dashboard_and_alerts_use_what_exists() -> None:
+    """Names that drift apart would show empty panels and never alert."""
+    docs = Path(__file__).parent.parent.parent / "docs"
+    status = Status(1, "a", True, "", 1, 1, "", "", None, (), {}, {}, (), (), 1.0, 0.0, 0)
+    made = {line.split()[2] for line in render_metrics(status) if line.startswith("# TYPE")}
+    assert set(re.findall(r"^\| `(allranks_\w+)", (docs / "metrics.md").read_text(), re.M)) == made
+    board, alerts = (
+        (docs / "grafana" / "allranks.json").read_text(),
+        (docs / "prometheus" / "alerts.yml").read_text(),
+    )
+    json.loads(board)
+    for group in yaml.safe_load(alerts)["groups"]:
+        assert all(rule["annotations"]["summary"] for rule in group["rules"])
+    assert set(re.findall(r"allranks_\w+", board + alerts)) <= made

@@ -119,11 +119,12 @@ def _print_list(address: str, found: list[Any]) -> None:
 
 
 def _show(args: argparse.Namespace) -> int:
+    from allranks.api.functions import tensors_of
     from allranks.checkpoint.restore.opened_checkpoint import opened
 
     with _checkpoint(args.checkpoint, args.option) as (store, name), opened(store, name) as checkpoint:
         manifest = checkpoint.manifest
-        tensors = _tensors(checkpoint)
+        tensors = tensors_of(checkpoint)
         path = checkpoint.path
     total = sum(int(entry["bytes"]) for entry in tensors.values())
     algorithm = checkpoint.indexes[0].algorithm if checkpoint.indexes else ""
@@ -336,19 +337,6 @@ def _refuse_existing(store: Store, name: str, force: bool) -> None:
 
     if not force and has_manifest(store, name):
         raise InputError(f"'{store.path_of(name)}' exists already", hint="--force replaces it")
-
-
-def _tensors(checkpoint: Any) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for _, stored in checkpoint.shards():
-        shard = stored.shard
-        entry = found.setdefault(
-            shard.name,
-            {"dtype": shard.view or shard.dtype, "shape": list(shard.shape), "bytes": 0, "shards": 0},
-        )
-        entry["bytes"] += shard.bytes
-        entry["shards"] += 1
-    return dict(sorted(found.items()))
 
 
 def _bytes_of(store: Store, name: str) -> int:

@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """0 nothing wrong, 1 fault found (or unclear), 2 could not run."""
-    from allranks.cli.extra_evidence import find_seen, is_post_mortem, taken_ns
+    from allranks.api.extra_evidence import find_seen, is_post_mortem, taken_ns
     from allranks.diagnose import DiagnoseOptions, diagnose
 
     _check(args)

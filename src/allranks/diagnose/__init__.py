@@ -11,6 +11,22 @@ graph    the wait-for graph and its sinks
 absent, entered, misfit, cycles, crossed, quiet  from sinks to findings; verdict puts the root cause first
 """
 
+import sys
+from types import ModuleType
+from typing import Any
+
 from allranks.diagnose.verdict import DiagnoseOptions, diagnose
 
 __all__ = ["DiagnoseOptions", "diagnose"]
+
+
+class _CallableModule(ModuleType):
+    """Makes `allranks.diagnose(…)` work although `allranks.diagnose` is this package."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        import importlib  # the function stands above the stations and is looked up when it is called
+
+        return importlib.import_module("allranks.api.functions").diagnose(*args, **options)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -10,7 +10,10 @@ types of `allranks.model.stacks`.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from allranks.model.stacks import StacksReport
 from allranks.stacks.bundle import join, read_capture, write_bundle
@@ -38,3 +41,15 @@ __all__ = [
 def read_bundle(path: str | Path) -> StacksReport:
     """What every rank was doing when a bundle or a folder of raw captures was taken."""
     return classify(read_capture(path))
+
+
+class _CallableModule(ModuleType):
+    """Makes `allranks.stacks(…)` work although `allranks.stacks` is this package."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        import importlib  # the function stands above the stations and is looked up when it is called
+
+        return importlib.import_module("allranks.api.functions").stacks(*args, **options)
+
+
+sys.modules[__name__].__class__ = _CallableModule

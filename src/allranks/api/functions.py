@@ -1,0 +1,111 @@
+"""The functions behind `allranks.diagnose`, `allranks.stacks` and `allranks.load_checkpoint_index`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from allranks.api.results import Calls, CheckpointIndex, DiagnosisResult, StacksResult
+from allranks.errors import InputError
+
+
+def diagnose(
+    paths: str | Path | Iterable[str | Path],
+    *,
+    ranks: Iterable[int] | None = None,
+    attempt: int | None = None,
+    pg_filters: Iterable[str] = (),
+    allow_incomplete_ranks: bool = False,
+) -> DiagnosisResult:
+    """Why the job hangs, from dumps of any origin: what `allranks diagnose PATH…` prints, as an object.
+
+    `paths` are folders, files or URLs; the other arguments are the command's flags.
+    """
+    from allranks.api.extra_evidence import find_seen, is_post_mortem, taken_ns
+    from allranks.diagnose.verdict import DiagnoseOptions
+    from allranks.diagnose.verdict import diagnose as judge
+    from allranks.load import LoadOptions, load_paths
+
+    roots = [str(paths)] if isinstance(paths, str | Path) else [str(path) for path in paths]
+    wanted = None if ranks is None else frozenset(ranks)
+    loaded = load_paths(roots, LoadOptions(attempt=attempt, ranks=wanted))
+    boxes = any(trace.kind.startswith("black box") for trace in loaded.traces)
+    ended = boxes and is_post_mortem(loaded.traces)
+    options = DiagnoseOptions(
+        now_ns=taken_ns(loaded.traces, roots) if boxes and not ended else 0,
+        ended=ended,
+        pg_filters=frozenset(pg_filters),
+        allow_incomplete_ranks=allow_incomplete_ranks or wanted is not None,
+    )
+    seen = find_seen(loaded, loaded.traces, roots)
+    return DiagnosisResult(
+        judge(loaded.traces, loaded.files, stacks=seen, options=options), Calls(loaded.traces)
+    )
+
+
+def stacks(
+    folder: str | Path | None = None,
+    *,
+    pid: int | Iterable[int] = (),
+    name: str = "",
+    job: str = "",
+    rounds: int = 2,
+) -> StacksResult:
+    """What every rank on this node is doing, or was when a `folder` of captures was made."""
+    from allranks.stacks import CollectOptions, Selection, classify, collect, find_targets, read_capture
+    from allranks.stacks.titles import RANK_TITLES
+
+    if folder is not None:
+        capture = read_capture(folder)
+    else:
+        pids = (pid,) if isinstance(pid, int) else tuple(pid)
+        targets = find_targets(Selection(pids, name, job, RANK_TITLES))
+        capture = collect(targets, CollectOptions(rounds=rounds, interval_s=1.0), lambda text: None)
+    return StacksResult(classify(capture), capture)
+
+
+def load_checkpoint_index(address: str | Path, **options: str) -> CheckpointIndex:
+    """What a checkpoint holds: a folder or URL of a store (its newest one) or of one checkpoint. Reads no tensors."""
+    from allranks.checkpoint.inspect import has_manifest, list_checkpoints
+    from allranks.checkpoint.restore.opened_checkpoint import opened
+    from allranks.checkpoint.stores.store import StoreSpec, open_store, split_address
+
+    whole = str(address) if "://" in str(address) else str(Path(address).absolute())
+    head, tail = split_address(whole)
+    for home, name in ((head, tail), (whole, "")):
+        if not home or ("://" not in home and not Path(home).is_dir()):
+            continue
+        store = open_store(StoreSpec(home, options))
+        try:
+            names = [tail] if name and has_manifest(store, name) else []
+            names = names or ([] if name else [listed.name for listed in list_checkpoints(store)])
+            if names:
+                with opened(store, names[-1]) as checkpoint:
+                    return _index(checkpoint)
+        finally:
+            store.close()
+    raise InputError(
+        f"no checkpoint at {address}", hint="is the address right? `allranks checkpoint ls STORE` lists them"
+    )
+
+
+def _index(checkpoint: Any) -> CheckpointIndex:
+    manifest, tensors = checkpoint.manifest, tensors_of(checkpoint)
+    return CheckpointIndex(
+        checkpoint.path, manifest.step, manifest.epoch, manifest.world_size, dict(manifest.metrics), tensors
+    )
+
+
+def tensors_of(checkpoint: Any) -> dict[str, dict[str, Any]]:
+    """name -> dtype, shape, bytes and shards of every tensor, sorted."""
+    found: dict[str, dict[str, Any]] = {}
+    for _, stored in checkpoint.shards():
+        shard = stored.shard
+        entry = found.setdefault(
+            shard.name,
+            {"dtype": shard.view or shard.dtype, "shape": list(shard.shape), "bytes": 0, "shards": 0},
+        )
+        entry["bytes"] += shard.bytes
+        entry["shards"] += 1
+    return dict(sorted(found.items()))

@@ -1,0 +1,106 @@
+"""allranks from Python and notebooks: the answers of the commands as objects."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import allranks
+from allranks.errors import AllranksError, InputError
+
+TESTS = Path(__file__).parent.parent
+DUMPS = TESTS / "diagnose" / "cases" / "nccl_missing_rank"
+CAPTURES = TESTS / "stacks" / "cases" / "hangs" / "dataloader_worker_sleep"
+
+
+def test_a_diagnosis_has_verdict_findings_and_json() -> None:
+    """The same as the command says."""
+    result = allranks.diagnose(DUMPS)
+    assert result.status == "fault" and result.verdict.ranks == (2,)
+    assert result.sentence.startswith("rank 2 never entered all_reduce #8")
+    assert result.findings[0] is result.verdict
+    body = json.loads(result.to_json())
+    assert body["verdict"]["cause"] == "missing_rank" and body["schema"] == 1
+    assert str(result).splitlines()[0] == result.sentence and "rank 2 never entered" in repr(result)
+
+
+def test_the_calls_become_a_table() -> None:
+    """One row per call, with ranks, names, times and lines."""
+    pytest.importorskip("pandas")
+    result = allranks.diagnose([str(DUMPS)])
+    table = result.calls.to_pandas()
+    assert len(table) == len(result.calls) == 34
+    assert set(table["rank"]) == {0, 1, 2, 3} and set(table["op"]) == {"all_reduce"}
+    assert table["created"].dt.year.min() > 2000 and table["where"].str.contains("nccl_cases.py").all()
+    assert (table.loc[table["state"] == "completed", "ms"] >= 0).all()
+
+
+def test_a_notebook_shows_the_whole_page_apart_from_itself(tmp_path: Path) -> None:
+    """In a frame of its own, so that styles and scripts of neither reach the other."""
+    result = allranks.diagnose(DUMPS)
+    shown = result._repr_html_()
+    assert shown.startswith("<iframe srcdoc=") and "<script" not in shown
+    result.to_html(tmp_path / "page.html")
+    assert "never entered" in (tmp_path / "page.html").read_text()
+
+
+def test_stacks_of_captures_are_an_object_too() -> None:
+    """Sentence, culprits, JSON and page."""
+    result = allranks.stacks(CAPTURES)
+    assert result.culprits == (0,) and "DataLoader" in result.sentence
+    assert json.loads(result.to_json())["culprits"] == [0]
+    assert "iframe" in result._repr_html_() and str(result)
+
+
+def test_the_index_of_a_checkpoint_is_read_without_its_tensors(tmp_path: Path) -> None:
+    """By store or by name; nothing there is an error that says so."""
+    torch = pytest.importorskip("torch")
+    safetensors = pytest.importorskip("safetensors.torch")
+    from allranks.cli import main
+
+    safetensors.save_file({"w": torch.zeros(4, 3), "b": torch.zeros(3)}, tmp_path / "m.safetensors")
+    (tmp_path / "store").mkdir()
+    assert (
+        main(
+            ["checkpoint", "import", str(tmp_path / "m.safetensors"), str(tmp_path / "store"), "--step", "7"]
+        )
+        == 0
+    )
+    index = allranks.load_checkpoint_index(tmp_path / "store")
+    assert index.step == 7 and index.bytes == 60
+    shapes = {
+        name.rpartition(".")[2].rpartition("/")[2]: entry["shape"] for name, entry in index.tensors.items()
+    }
+    assert shapes == {"w": [4, 3], "b": [3]}
+    (name,) = (
+        path.name for path in (tmp_path / "store").iterdir() if path.name.startswith("checkpoint_step")
+    )
+    assert allranks.load_checkpoint_index(tmp_path / "store" / name).tensors == index.tensors
+    assert "<table>" in index._repr_html_() and json.loads(index.to_json())["step"] == 7
+    with pytest.raises(AllranksError, match="no checkpoint"):
+        allranks.load_checkpoint_index(tmp_path)
+
+
+def test_a_wrong_path_is_an_error_that_names_it(tmp_path: Path) -> None:
+    """Not an empty answer."""
+    with pytest.raises(InputError, match="nowhere"):
+        allranks.diagnose(tmp_path / "nowhere")
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    """Neither numpy nor jinja2 nor typing; the packages can be called whichever way they were imported."""
+    code = (
+        "import sys; before = set(sys.modules); import allranks; new = set(sys.modules) - before; "
+        "assert not {'numpy', 'jinja2', 'torch', 'typing'} & new, new; "
+        "import allranks.diagnose; from allranks.stacks import classify; "
+        "assert callable(allranks.diagnose) and callable(allranks.stacks); assert 'jinja2' not in sys.modules"
+    )
+    subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {sys.path!r}; {code}"],
+        check=True,
+        timeout=60,
+    )
