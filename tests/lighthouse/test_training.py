@@ -122,3 +122,28 @@ def test_every_metric_is_documented_and_dashboard_and_alerts_use_what_exists() -
     for group in yaml.safe_load(alerts)["groups"]:
         assert all(rule["annotations"]["summary"] for rule in group["rules"])
     assert set(re.findall(r"allranks_\w+", board + alerts)) <= made
+
+
+def test_a_stall_says_who_waits_for_whom_when_an_agent_knows() -> None:
+    """The reason stands in the first line."""
+    view, clock = trained()
+    clock.at += 10
+    found = view.look(Scene(0, agents=1, waits="ranks 0, 1 wait for rank 2 in all_reduce #9 of default_pg"))
+    assert found.sentence == (
+        "Stalled: no step for 10 s, at step 20, 1 node; ranks 0, 1 wait for rank 2 in all_reduce #9 of default_pg"
+    )
+
+
+def test_replicas_that_left_do_not_train() -> None:
+    """Between their good-bye and the end of the job."""
+    view, _ = trained()
+    view.happened(Event(1.0, "left", "replica-0 left: done", "replica-0"))
+    found = view.look(Scene(0, agents=1))
+    assert (found.sentence, found.mood) == ("No replica trains: they have left; the last step was 20", "warn")
+
+
+def test_before_the_first_quorum_the_job_starts() -> None:
+    """A replica that has only asked makes no steps."""
+    view = TrainingView(Clock())
+    view.note_step("replica-0", 0, 1.0)
+    assert view.look(Scene(0, ("replica-0",))).sentence == "Starting, 0 of 1 replicas"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -22,7 +23,13 @@ def embed_lighthouse(
     host, _, port = bind.rpartition(":")
     server = ServerOptions(host=host.strip("[]"), port=int(port), token=token, job=job)
     options = Options(min_replicas=min_replicas or 1, expect_replicas=replicas, **quorum_times(settings))
+    # the agent of this process logs its incidents itself
+    logging.getLogger("allranks.lighthouse").addFilter(_no_incidents)
     lighthouse = stack.enter_context(Lighthouse(options, server, http=http_protocol()))
     address = str(lighthouse.address)
     print(f"[allranks] lighthouse at {address}, page http://{address}/", file=sys.stderr, flush=True)
     return address
+
+
+def _no_incidents(record: logging.LogRecord) -> bool:
+    return getattr(record, "event", "") != "incident"

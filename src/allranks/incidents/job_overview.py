@@ -172,5 +172,7 @@ def _quorum(lighthouse: str) -> str:
             status = json.loads(answer.read())
     except (OSError, ValueError):
         return "the lighthouse does not answer"
+    if said := (status.get("training") or {}).get("sentence"):
+        return str(said)
     quorum = status.get("quorum") or {}
     return f"quorum {quorum.get('number', '-')}: {status.get('reason') or quorum.get('reason') or ''}"

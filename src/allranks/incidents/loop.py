@@ -22,6 +22,7 @@ from allranks.incidents.options import WatchOptions
 from allranks.incidents.peers import PeerAgents
 from allranks.incidents.publish import IncidentPublisher
 from allranks.incidents.recoveries import Recoveries
+from allranks.incidents.waiting import Waiting
 from allranks.model.incident import Incident
 from allranks.watch.exits import ExitWatcher
 from allranks.watch.history import History
@@ -40,7 +41,7 @@ class Watch:
 
     options: WatchOptions
     actor: Actor | None = None
-    on_step: Callable[[int], None] = lambda step: None  # is told the highest step at every look
+    on_look: Callable[[int, str], None] = lambda step, waits: None  # highest step, who waits for whom
     gatherer: Gatherer = field(init=False)
     teller: IncidentPublisher = field(init=False)
     recoveries: Recoveries = field(default_factory=Recoveries)
@@ -49,6 +50,7 @@ class Watch:
     inquiries: HangInvestigator = field(init=False)
     ranks: tuple[int, ...] = ()  # that ran at the last look
     _lines: ExitWatcher = field(default_factory=ExitWatcher)
+    _waiting: Waiting = field(default_factory=Waiting)
     _stop: bool = False
     _thread: threading.Thread | None = None
     _examining: threading.Thread | None = None
@@ -118,7 +120,7 @@ class Watch:
         self.ranks = tuple(s.rank for s in running)
         self._lines.hold(s.pid for s in running)
         if running:
-            self.on_step(max(s.step for s in running))
+            self.on_look(max(s.step for s in running), self._waiting.look(running))
         self.history.observe(now, samples)
         self.deaths.look(samples, self._lines.endings)
         for opened in self.recoveries.look(samples):

@@ -86,7 +86,7 @@ def decide_leaving(
         return None, f"{len(recent)} failures of this node within {options.window_s:g} s"
     why = f"ranks of this node were the cause of {len(recent)} failures within {options.window_s:g} s"
     if not options.enabled:
-        return "dry_run", f"{why}: would leave the job (recovery is not enabled for this mode)"
+        return "dry_run", f"{why}: would leave the job (--recovery on does it)"
     return "leave_node", f"{why}: the job goes on without it"
 
 
@@ -129,5 +129,5 @@ def decide_action(now_s: float, case: Case, state: PolicyState, options: PolicyO
     if wanted == "evict" and len(guilty) > 1 and len(guilty) * 2 > max(1, len(case.members) or case.replicas):
         return answer("collect", f"{len(guilty)} of {case.replicas} replicas are named: too many to evict")
     if not enabled:
-        return answer("dry_run", f"would {wanted}: {why} (recovery is not enabled for this mode)")
+        return answer("dry_run", f"would {wanted}: {why} (--recovery on does it)")
     return answer(wanted, why)

@@ -92,7 +92,7 @@ class NodeAgent:
             client = self.client
             client.subscribe(self._noticed)
             if self.watch is not None:
-                self.watch.on_step = lambda step: client.report(step=step, progress=step)
+                self.watch.on_look = lambda step, waits: client.report(step, step, waits)
             self._meet_neighbours(self.client)
         if self.supervisor is not None:
             self.supervisor.on_event = self._happened

@@ -34,7 +34,7 @@ class EventLog:
         event = Event(time.time(), kind, text, replica, number)
         self.history.append(event)
         self.counts[kind] += 1
-        log.log(logging.WARNING if kind in _LOUD else logging.INFO, "%s", text)
+        log.log(logging.WARNING if kind in _LOUD else logging.INFO, "%s", text, extra={"event": kind})
         for listener in list(self._listeners):
             try:
                 listener(event)

@@ -481,6 +481,7 @@ class Service:
         alive = [name for name, replica in state.replicas.items() if not replica.observer]
         scene = Scene(
             sum(1 for name in state.members if name in state.replicas), frozenset(alive), self.agents.count, self.former.waiting,
+            next((each.health for each in self.sessions if each.observer and each.health), ""),
             state.over, self.leading, self.leader,
         )  # fmt: skip
         return Status(

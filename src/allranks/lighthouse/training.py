@@ -32,6 +32,7 @@ class Scene:
     alive: Collection[str] = ()  # replicas that are connected
     agents: int = 0
     waiting: str = ""  # why there is no new quorum
+    waits: str = ""  # which ranks wait for which, from an agent
     over: bool = False
     leading: bool = True
     leader: str = ""
@@ -136,12 +137,16 @@ class TrainingView:
             else ""
         )
         missing = self._missing(gone, now)
-        if self.step < 0:
+        begun = self.step > 0 or bool(self.samples and scene.members)
+        if not begun or (total and not scene.members and len(self._rates) < 2):
             return f"Starting{count}" + (f": {scene.waiting}" if scene.waiting else missing), "warn"
-        if not scene.alive and not scene.agents:
+        if not scene.alive and (self.departed or not scene.agents):
+            if any(one.kind == "left" for one in self.departed.values()):
+                return f"No replica trains: they have left; the last step was {self.step:,}{missing}", "warn"
             return f"Stopped: no replica is connected; the last step was {self.step:,}{missing}", "bad"
         if stalled:
-            why = f"; {scene.waiting}" if scene.waiting else missing
+            cause = scene.waits or scene.waiting
+            why = f"; {cause}" if cause else missing
             mood = "bad" if stalled >= max(RED_STALL_S, 2 * self._limit()) else "warn"
             return f"Stalled: no step for {_age(stalled)}, at step {self.step:,}{count}{why}", mood
         speed = f", {_speed(rate)}" if rate is not None else ""

@@ -24,7 +24,7 @@
     $("why").hidden = !why; text($("why"), why);
     cards([["Step", number(t.step)], ["Steps per second", t.steps_per_s === null ? "–" : t.steps_per_s.toFixed(t.steps_per_s < 10 ? 2 : 1)], ["Replicas", t.replicas ? `${t.members} of ${t.replicas}` : "–"],
       ["Without a step", t.stalled_s ? age(t.stalled_s) : "–"], ["Incidents", String(s.incidents.length)], ["Up", age(s.up_s)]]);
-    rows(s); incidents(s); log(s); pace(s); members(s);
+    rows(s); waits(s); incidents(s); log(s); pace(s); members(s);
     text($("where"), `lighthouse ${s.address}${s.number ? `, quorum ${s.number} (${s.reason})` : ""}, allranks ${s.version}`);
   }
   function cards(facts) {
@@ -77,6 +77,15 @@
       text(button, out ? "Readmit" : "Evict");
       button.dataset.replica = r.replica; button.dataset.action = out ? "let_in" : "evict";
     });
+  }
+
+  // ---- who waits for whom: what agents see of their nodes, and who has not asked for the next quorum
+  function waits(s) {
+    const found = s.replicas.filter((r) => r.state === "observer" && r.health).map((r) => `${r.node || r.replica}: ${r.health}`);
+    if (s.waiting) found.push(s.waiting);
+    $("waits-part").hidden = !found.length;
+    const box = $("waits");
+    if (box.dataset.key !== found.join("\n")) { box.dataset.key = found.join("\n"); box.replaceChildren(...found.map((words) => make("li", words))); }
   }
 
   // ---- incidents and history
