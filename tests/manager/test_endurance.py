@@ -54,7 +54,9 @@ def _reconfigure(rank: int, world: int, folder: Path, rounds: int) -> tuple[int,
 
 def _held() -> tuple[int, int, float]:
     for _ in range(100):  # burials are aside
-        if not any(thread.name in ("allranks-teardown", "allranks-making") for thread in threading.enumerate()):
+        if not any(
+            thread.name in ("allranks-teardown", "allranks-making") for thread in threading.enumerate()
+        ):
             break
         threading.Event().wait(0.02)
     gc.collect()

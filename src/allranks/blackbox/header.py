@@ -67,7 +67,20 @@ class Header(NamedTuple):
 
 
 #: The code of `struct` of every field in the file, in order.
-CODES = ("8s", "I", "I", *["Q"] * 6, *["q"] * 13, "Q", "q", f"{CLOSED_BYTES}s", "Q", "q", "q", f"{GOODBYE_BYTES}s")
+CODES = (
+    "8s",
+    "I",
+    "I",
+    *["Q"] * 6,
+    *["q"] * 13,
+    "Q",
+    "q",
+    f"{CLOSED_BYTES}s",
+    "Q",
+    "q",
+    "q",
+    f"{GOODBYE_BYTES}s",
+)
 STRUCT = struct.Struct("<" + "".join(CODES))
 
 

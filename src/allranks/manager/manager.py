@@ -95,9 +95,7 @@ class Manager:
                 "token": token,
             }
         )
-        self.group: ReconfigurableGroup = (
-            pg if pg is not None else ProcessGroupGloo(self.options.timeout_s)
-        )
+        self.group: ReconfigurableGroup = pg if pg is not None else ProcessGroupGloo(self.options.timeout_s)
         self.training = TrainingState()
         self._functions: dict[str, tuple[LoadFunction, SaveFunction]] = {}
         self._before_vote: list[Callable[[], None]] = []

@@ -115,7 +115,7 @@ class VoteMesh:
                 while not select.select([line], (), (), _WAITING_S)[0]:
                     waiting()
                 found.append(int(_NUMBER.unpack(read_exactly(line, _NUMBER.size))[0]))
-        except (OSError, ValueError, HealWireError) as error:
+        except (OSError, ValueError, ChannelError) as error:
             raise GroupAborted(self._error or f"another rank of this replica is gone: {error}") from None
         return found
 
