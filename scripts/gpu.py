@@ -58,15 +58,21 @@ def run_check(name: str, out: Path, more: list[str]) -> None:
     path.unlink(missing_ok=True)
     began = time.monotonic()
     print(f"== {name}", flush=True)
-    try:
-        code = subprocess.run(
-            command, env={**os.environ, "OUT": str(out)}, timeout=limit_s, check=False
-        ).returncode
-    except subprocess.TimeoutExpired:
-        code = 124
-    found = json.loads(path.read_text()) if path.exists() else {"verdicts": {}, "numbers": {}}
-    if "verdicts" not in found:  # gpu_shapes.json is by shape
-        found = {"verdicts": {shape: one["pass"] for shape, one in found.items()}, "numbers": found}
+    verdicts: dict[str, bool] = {}
+    with subprocess.Popen(
+        ["timeout", str(limit_s), *command],
+        env={**os.environ, "OUT": str(out)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if line.startswith(("PASS", "FAIL")):
+                verdicts[line[4:].split("  {")[0].strip()] = line.startswith("PASS")
+    code = process.returncode
+    numbers = json.loads(path.read_text()) if path.exists() else {}
+    found: dict[str, Any] = {"verdicts": verdicts, "numbers": numbers.get("numbers", numbers)}
     if code and all(found["verdicts"].values()):
         found["verdicts"][f"the script ends well (code {code})"] = False
     found |= {"seconds": round(time.monotonic() - began, 1), "machine": machine()}
