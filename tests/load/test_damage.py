@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from allranks.load import LoadOptions, LoadResult, load_paths
-from allranks.load.salvage import salvage
-from allranks.load.unpickle import is_plain, read_pickle
+from allranks.load.unpickle import is_plain, read_pickle, salvage
 
 from .dumps import dump, entry
 
@@ -217,3 +216,12 @@ def test_plain_pickles_of_all_protocols_pass_the_scanner() -> None:
         data = pickle.dumps(content, protocol)
         assert is_plain(data), protocol
         assert read_pickle(data).value == content
+
+
+@pytest.mark.parametrize(
+    "levels", [b"N" + b"\x85" * 300_000, b"(" * 300_000 + b"N" + b"t" * 300_000, b"N" + b"N\x86" * 300_000]
+)
+def test_tuples_nested_without_end_do_not_crash_the_reader(levels: bytes) -> None:
+    """As a key they are hashed, which recurses in C without a limit: the process would be gone."""
+    value = read_pickle(b"\x80\x02}" + levels + b"Ns.").value
+    assert value == {}
