@@ -7,6 +7,7 @@ ended by a notice of the lighthouse about the quorum in question, and nothing wa
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import socket
 import threading
@@ -256,17 +257,19 @@ class Regrouper:
     def _let_go(self, old: Generation | None, reason: str) -> None:
         """Takes the previous group down, so that nobody waits in it for us."""
         with self.training.changed:
+            healthy = old is not None and old.usable
             if old is not None:
                 old.over = True
                 self.client.release(old.number)
         self.box.abort(reason)
         self.control.abort(reason)
         if self.group is not self.control:
-            self.group.abort(reason)
+            (self.group.retire if healthy else self.group.abort)(reason)
 
     def _connect(self, quorum: Quorum, plan: Plan, said: Sequence[ReplicaClaim], index: int) -> None:
-        rank = self.options.rank
+        rank, began = self.options.rank, time.monotonic()
         store = self._reach_store(quorum.members[plan.sources[0]].store)
+        reached = time.monotonic()
         prefix = f"allranks/{quorum.epoch}.{quorum.number}"
         others = [replica for place, replica in enumerate(said) if place != index]
         places = tuple(replica.ranks[rank].port for replica in others)
@@ -275,6 +278,7 @@ class Regrouper:
         name = f"replicas/{quorum.number}" + (f"/{rank}" if self.options.world_size > 1 else "")
         limit_s = self.options.connect_timeout_s
         self.group.meet(GroupSpec(own_store, index, len(said), quorum.number, places, name, beside, limit_s))
+        met = time.monotonic()
         first = sum(len(replica.ranks) for replica in said[:index]) + rank
         voters = [claim for replica in said for claim in replica.ranks]
         credential = self.server.keys.for_quorum(quorum.epoch, quorum.number)
@@ -290,6 +294,12 @@ class Regrouper:
             self.control.meet(
                 GroupSpec(control_store, first, len(voters), quorum.number, ports, limit_s=limit_s)
             )
+        parts = [(b - a) * 1e3 for a, b in itertools.pairwise((began, reached, met, time.monotonic()))]
+        log.debug(
+            "quorum %d: store reached in %.0f ms, group connected in %.0f ms, voters in %.0f ms",
+            quorum.number,
+            *parts,
+        )
 
     def _reach_store(self, address: str) -> dist.Store:
         """A new client of the primary's store (also when that is us: aborting cuts clients, not the server)."""

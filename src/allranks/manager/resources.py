@@ -62,6 +62,8 @@ class Opened:
         """Connects to the lighthouse and starts the regrouping thread."""
         options = self.options
         self.group.choose_device()
+        preparing = threading.Thread(target=self.group.prepare, name="allranks-prepare", daemon=True)
+        preparing.start()
         inside = ReplicaRendezvous(
             options.rank, options.world_size, self._inside_store(), lambda: self.training.closing
         )
@@ -85,6 +87,7 @@ class Opened:
             live=live,
             may_come_late=may_come_late,
         )
+        preparing.join()
         self.client.subscribe(self._hear)
         self._thread = threading.Thread(target=self.regrouper.run, name="allranks-regroup", daemon=True)
         self._thread.start()

@@ -92,6 +92,13 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         if backend is not None:
             destroy_later(backend, works, self.slow_to_destroy)
 
+    def retire(self, reason: str) -> None:
+        """As `abort`, of a group that works and that its members have left together for the next one."""
+        self.abort(reason)
+
+    def prepare(self) -> None:
+        """Does what is slow only once, before other members wait for it. Nothing to do for CPU tensors."""
+
     def shutdown(self) -> None:
         """Takes the group down for good."""
         self.abort("shut down")

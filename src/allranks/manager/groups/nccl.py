@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -20,10 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from allranks.errors import GroupAborted
 from allranks.manager.groups.cpp_log import silenced
 from allranks.manager.groups.group import ReconfigurableGroup
 from allranks.manager.groups.group_spec import GroupSpec, Seconds
-from allranks.manager.groups.teardown import start_attended
+from allranks.manager.groups.teardown import destroy_later, ended, start_attended
 
 log = logging.getLogger("allranks.manager")
 
@@ -50,6 +52,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         super().__init__(timeout)
         self.device = device
         self._quiet = contextlib.ExitStack()
+        self._retired: list[tuple[Any, threading.Lock]] = []  # communicators that were left in good order
 
     def choose_device(self) -> None:
         if self.device is None and torch.cuda.is_available():
@@ -59,15 +62,46 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         """Waits for the stream: only then it is known that the gradients are reduced."""
         torch.cuda.current_stream(self.device).synchronize()
 
+    def prepare(self) -> None:
+        """Loads NCCL and its kernels, by a group of one: a replica that joins must not keep the others waiting."""
+        began = time.monotonic()
+        try:
+            self._discard(self._make(GroupSpec(dist.HashStore(), 0, 1, name="allranks_prepare")))
+        except RuntimeError as error:  # the first real group will raise it again, with the members' names
+            log.debug("NCCL could not be prepared: %s", str(error).splitlines()[0])
+        log.debug("NCCL was prepared in %.0f ms", (time.monotonic() - began) * 1e3)
+
     def meet(self, meeting: GroupSpec) -> None:
         self._quiet.close()
         if "TORCH_CPP_LOG_LEVEL" not in os.environ:
             self._quiet.enter_context(silenced())
-        super().meet(meeting)
+        try:
+            super().meet(meeting)
+        finally:
+            self._abort_retired()
+
+    def retire(self, reason: str) -> None:
+        """Aborting a communicator keeps the device busy: not while the next one is being made."""
+        with self._guard:
+            idle = self._backend is not None and all(ended(work) for work in self._works)
+            if idle:
+                self._retired.append((self._backend, self._gate))
+                self._backend, self._error = None, GroupAborted(reason)
+                self._works.clear()
+        if not idle:
+            self.abort(reason)
 
     def shutdown(self) -> None:
+        self._abort_retired()
         super().shutdown()
         self._quiet.close()
+
+    def _abort_retired(self) -> None:
+        with self._guard:
+            retired, self._retired = self._retired, []
+        for backend, gate in retired:
+            self._take_down(backend, gate)
+            destroy_later(backend, (), self.slow_to_destroy)
 
     def _make(self, meeting: GroupSpec) -> Any:
         """The communicator is ready when this returns.
