@@ -19,6 +19,7 @@ AllranksError                  anything we raise on purpose; `.hint` holds the c
 │   └── MemoryLimitExceeded    a snapshot does not fit into its memory bound
 ├── ManagerError               training together failed in this rank
 │   ├── GroupAborted           a process group was taken down on purpose while somebody used it
+│   ├── StateDiffers           replicas hold different parameters or optimizer state
 │   ├── HealingFailed          no peer could hand over the live state; knows how much had arrived
 │   └── RetriesExhausted       too many steps in a row were not committed
 │                              (TrainingFinished is no error but a SystemExit with code 0: this replica came too late)
@@ -283,6 +284,10 @@ class HealingFailed(ManagerError):
         super().__init__(message, hint=hint)
         self.received_bytes = received_bytes
         self.total_bytes = total_bytes
+
+
+class StateDiffers(ManagerError):
+    """The replicas do not hold the same state (Manager(on_difference="stop")); the message names who and where."""
 
 
 class TrainingFinished(SystemExit):

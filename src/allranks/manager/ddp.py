@@ -145,6 +145,7 @@ class DistributedDataParallel(nn.Module):
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self._home]
         manager._before_vote.append(self._reduce_missing)
         manager._wrapped.append(module)
+        manager.sums.modules.append(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self.module(*args, **kwargs)

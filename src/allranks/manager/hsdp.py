@@ -31,4 +31,5 @@ def replicate(manager: Manager, model: nn.Module) -> nn.Module:
 
     for module in sharded:
         module.set_all_reduce_hook(average)
+    manager.sums.modules.append(model)
     return model

@@ -14,14 +14,15 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from allranks import record
-from allranks.errors import GroupAborted, HealingFailed, ManagerError, RetriesExhausted
+from allranks.errors import GroupAborted, HealingFailed, ManagerError, RetriesExhausted, StateDiffers
+from allranks.manager.drift import OnDifference, StateSums
 from allranks.manager.future_or_default import sure
 from allranks.manager.groups.generation import Attempt, Generation
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
@@ -29,9 +30,16 @@ from allranks.manager.groups.group_spec import Seconds, seconds
 from allranks.manager.heal.fetch import Fetch
 from allranks.manager.heal.state import LiveState
 from allranks.manager.options import ManagerOptions, WorldSizeMode, from_environment
+from allranks.manager.registered_state import (
+    is_small,
+    missing_parts,
+    named_parts,
+    state_functions,
+    warn_about,
+)
 from allranks.manager.resources import Opened
 from allranks.manager.training import TrainingState
-from allranks.manager.votes import Vote
+from allranks.manager.votes import Tally, Vote
 from allranks.manager.work import ManagedWork
 
 log = logging.getLogger("allranks.manager")
@@ -73,6 +81,9 @@ class Manager:
         quorum_retries: int = 0,
         proactive_recovery: bool | None = None,
         token: str | None = None,
+        state: Sequence[Any] | Mapping[str, Any] = (),
+        check_every: int | None = None,
+        on_difference: OnDifference | None = None,
     ) -> None:
         self.options: ManagerOptions = from_environment(
             {
@@ -93,11 +104,16 @@ class Manager:
                 "store_host": store_addr,
                 "store_port": store_port,
                 "token": token,
+                "check_every": check_every,
+                "on_difference": on_difference,
             }
         )
         self.group: ReconfigurableGroup = pg if pg is not None else ProcessGroupGloo(self.options.timeout_s)
         self.training = TrainingState()
         self._functions: dict[str, tuple[LoadFunction, SaveFunction]] = {}
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._scaler_seen = False
+        self._starts = 0
         self._before_vote: list[Callable[[], None]] = []
         self._wrapped: list[torch.nn.Module] = []
         self._opened: Opened | None = None
@@ -106,6 +122,12 @@ class Manager:
         self._volatile = False  # the state changes between commits: offers must be copies
         self._life = threading.Lock()
         self.training.eager = self.options.world_size == 1
+        self.sums = StateSums(self.options.check_every)
+        self._parts = named_parts(state)
+        for name, part in self._parts.items():
+            self.register_state_dict_fn(name, *state_functions(part))
+            if is_small(part):
+                self.sums.small[name] = part
         if checkpoint_transport is not None:
             log.warning("checkpoint_transport is not used: healing is built in")
         if load_state_dict is not None and state_dict is not None:
@@ -174,6 +196,9 @@ class Manager:
         self.training.rest()
         opened.regrouper.make_offer_if_due()
         self.training.begin()
+        self._warn_about_missing_state()
+        if self._checks_state():
+            self.sums.begin()
         record.step(self.training.step)  # the progress mark: a hang is told from slowness by it
         wait = not self.options.use_async_quorum or not self.training.eager
         if not self.training.eager:
@@ -447,12 +472,22 @@ class Manager:
             return self._no_vote(attempt)
         enough = len(generation.participants) >= self.options.min_replica_size
         news = bool(self.training.news)
-        vote = Vote(good=attempt.error is None and enough, news=news, step=self.training.step)
+        vote = Vote(
+            good=attempt.error is None and enough,
+            news=news,
+            step=self.training.step,
+            small=0 if self._volatile else self.sums.small_digest(),
+            state=self.sums.finish() if self._checks_state() else 0,
+        )
         try:
             tally = generation.vote(vote)
+            reason = self._state_differs(generation, tally)
         except (RuntimeError, GroupAborted) as error:
             reason = generation.broken or f"the vote failed: {str(error).splitlines()[0]}"
             return self.training.doubtful(generation, reason, self._patience_s)
+        if reason:
+            attempt.spoiled = reason
+            return self._no_vote(attempt)
         if tally.news:
             with self.training.changed:
                 self.training.wanted = self.training.news or "another member has news of the membership"
@@ -465,6 +500,50 @@ class Manager:
             return False
         self.training.batches += counted
         return True
+
+    def _checks_state(self) -> bool:
+        return not self._volatile and self.sums.is_due(self.training.step)
+
+    def _state_differs(self, generation: Generation, tally: Tally) -> str:
+        """Compares the members' digests. Returns why the step must not be committed, after all have left the group."""
+        step = self.training.step
+        small = self.sums.examine_small(generation, tally, step)
+        if small and not generation.reported:
+            log.error("%s; is a scheduler or scaler missing in Manager(state=[...])?", small)
+            generation.reported = True
+        found = self.sums.examine(generation, tally, step)
+        if found is None:
+            return ""
+        log.error("%s", found.sentence)
+        if self._opened is not None:
+            self._opened.health = found.sentence
+        if self.options.on_difference == "stop":
+            raise StateDiffers(found.sentence)
+        if self.options.on_difference == "report" or not found.healable:
+            return ""
+        if self.options.replica_id in found.replicas:
+            self.training.healing()
+        reason = f"{' and '.join(found.replicas)} must take the state of the others"
+        self.training.break_group(generation, reason)
+        return reason
+
+    def note_optimizers(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Where a scheduler may be attached (see `_warn_about_missing_state`)."""
+        self._optimizers += optimizers
+
+    def note_scaler(self) -> None:
+        """A GradScaler steps our optimizer."""
+        self._scaler_seen = True
+
+    def _warn_about_missing_state(self) -> None:
+        """Once, after two steps: a scheduler or scaler shows itself in the first."""
+        if self._starts < 2:
+            self._starts += 1
+            if self._starts == 2 and self._functions:
+                states = [save() for _, save in self._functions.values()]
+                missing = missing_parts(self._optimizers, self._scaler_seen, states)
+                if missing:
+                    warn_about(missing)
 
     def _no_vote(self, attempt: Attempt) -> bool:
         generation = attempt.generation
@@ -515,6 +594,7 @@ class Manager:
         if fetch is None:
             return False
         arrived = time.monotonic()
+        self.sums.forget()
         state = fetch.state()
         for key, (load, _) in self._functions.items():
             if key in state["user"]:

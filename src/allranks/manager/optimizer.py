@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ class OptimizerWrapper(TorchOptimizer):
     def __init__(self, manager: Manager, optim: TorchOptimizer) -> None:
         self.manager = manager
         self.optim = optim
+        manager.sums.optimizers.append(optim)
+        manager.note_optimizers(self, optim)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Opens a step, then clears the gradients."""
@@ -26,6 +29,8 @@ class OptimizerWrapper(TorchOptimizer):
         """Closes the step; True when it was committed and applied."""
         if closure is not None:
             raise ValueError("closures are not supported: the step may be voted down after it has run")
+        if sys._getframe(1).f_globals.get("__name__") == "torch.amp.grad_scaler":
+            self.manager.note_scaler()
         if not self.manager.should_commit():
             return False
         self.optim.step()

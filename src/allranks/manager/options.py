@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from allranks.errors import ConfigurationError
+from allranks.manager.drift import EVERY_STEPS, OnDifference
 from allranks.manager.groups.gloo import own_host
 
 
@@ -44,6 +45,8 @@ class ManagerOptions:
     store_host: str = ""  # of the store that the ranks of this replica share; only for world_size > 1
     store_port: int = 0
     token: str | None = None  # of the job; None: from the environment
+    check_every: int = EVERY_STEPS  # steps between two comparisons of the replicas' states; 0: never
+    on_difference: OnDifference = "heal"  # what is done when one differs; see Manager
     global_rank: int = -1  # in the whole job; names the rank in verdicts; -1: not known
 
     def __post_init__(self) -> None:
@@ -56,6 +59,12 @@ class ManagerOptions:
         for name in ("timeout_s", "quorum_timeout_s", "connect_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigurationError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.check_every < 0:
+            raise ConfigurationError(f"check_every must not be negative, but is {self.check_every}")
+        if self.on_difference not in ("heal", "stop", "report"):
+            raise ConfigurationError(
+                f"on_difference must be heal, stop or report, not {self.on_difference!r}"
+            )
         if not self.lighthouse:
             raise ConfigurationError(
                 "the manager does not know where the lighthouse is",

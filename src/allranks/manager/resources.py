@@ -56,6 +56,7 @@ class Opened:
     regrouper: Regrouper = field(init=False)
     _store: Any = None
     _thread: threading.Thread | None = None
+    health: str = ""  # shown by the lighthouse
     _reported: float = 0.0
 
     def start(self, live: LiveState, may_come_late: Callable[[], bool]) -> Opened:
@@ -98,7 +99,7 @@ class Opened:
         now = time.monotonic()
         if now - self._reported >= _REPORT_EVERY_S:
             self._reported = now
-            self.client.report(step=step, progress=step)
+            self.client.report(step=step, progress=step, health=self.health)
 
     def close(self, reason: str, finished: bool) -> None:
         """Leaves, stops the thread, closes the groups and the servers."""

@@ -23,7 +23,7 @@ from allranks.manager.groups.sockets import SocketSet
 from allranks.manager.votes import Tally, Vote
 
 MAX_VOTERS = 32
-_FORM = struct.Struct("!q??")  # step, good, news
+_FORM = struct.Struct("!q??qq")  # step, good, news, digests of the small and of the large state
 _NUMBER = struct.Struct("!q")
 _WAITING_S = 0.2
 _LOOK_S = 0.05  # how often we look whether who should call has gone elsewhere
@@ -49,6 +49,7 @@ class VoteMesh:
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _sockets: SocketSet | None = None
     _lines: list[socket.socket] = field(default_factory=list)
+    _place: int = 0  # ours among the voters
     _error: str = ""
 
     def meet(
@@ -66,7 +67,7 @@ class VoteMesh:
         with self._changed:
             if self._error:
                 raise GroupAborted(self._error)
-            self._lines = lines
+            self._lines, self._place = lines, place
             descriptors = self._sockets.fds()
         if self.on_connected is not None:
             self.on_connected(descriptors, number)
@@ -86,21 +87,35 @@ class VoteMesh:
     def cast(self, vote: Vote) -> Tally:
         """Votes and waits for the others; raises GroupAborted when one of them is gone."""
         lines = self._lines
-        form = _FORM.pack(vote.step, vote.good, vote.news)
-        good, news = int(vote.good), int(vote.news)
+        form = _FORM.pack(vote.step, vote.good, vote.news, vote.small, vote.state)
+        votes = []
         try:
             for line in lines:
                 self._tell(line, form)
             for line in lines:
-                step, his_good, his_news = _FORM.unpack(read_exactly(line, _FORM.size))
+                step, *rest = _FORM.unpack(read_exactly(line, _FORM.size))
                 if step != vote.step:
                     raise ManagerError(f"a member votes on step {step}, we on step {vote.step}")
-                good, news = good + his_good, news + his_news
+                votes.append(rest)
         except OSError as error:
             raise GroupAborted(self._error or f"a voter is gone: {error}") from None
         if self._error:
             raise GroupAborted(self._error)
-        return Tally(len(lines) + 1, good, news)
+        votes.insert(self._place, [vote.good, vote.news, vote.small, vote.state])
+        good, news, small, state = zip(*votes, strict=True)
+        return Tally(len(votes), sum(good), sum(news), small, state)
+
+    def exchange_sums(self, sums: Sequence[int]) -> list[list[int]]:
+        """After a vote whose digests differ: the sums of all voters, in their order."""
+        lines, body = self._lines, {"sums": list(sums)}
+        try:
+            for line in lines:
+                send_json(line, body)
+            found = [[int(value) for value in receive_json(line)["sums"]] for line in lines]
+        except OSError as error:
+            raise GroupAborted(self._error or f"a voter is gone: {error}") from None
+        found.insert(self._place, list(sums))
+        return found
 
     def exchange(self, number: int, waiting: Callable[[], None]) -> list[int]:
         """Sends a number to every other member and returns theirs. `waiting` is called every 0.2 s meanwhile.

@@ -25,6 +25,8 @@ class Vote:
     good: bool  # its gradients are reduced and it wants to commit
     news: bool  # the membership should change at this boundary
     step: int  # the step it is about to make
+    small: int = 0  # digest of learning rates, loss scale and the like; 0: none
+    state: int = 0  # digest of parameters and optimizer state, in some steps; 0: not in this one
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Tally:
     voters: int
     good: int
     news: int
+    small: tuple[int, ...] = ()  # in the order of the voters; () where only sums are known
+    state: tuple[int, ...] = ()
 
     @property
     def passed(self) -> bool:

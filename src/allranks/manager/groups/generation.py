@@ -26,6 +26,7 @@ class Generation:
     broken: str = ""  # why, in the words of who noticed
     over: bool = False  # replaced by a later one: its end is no accident
     loaded: bool = True  # the state to train on is in place; False while healing
+    reported: bool = False  # that learning rates and the like differ in it
     together: bool = False  # its first step is behind it: those who came late hold the state too
     transfers: set[int] = field(init=False)  # healing replicas whose state transfer still needs this rank
 
@@ -39,6 +40,25 @@ class Generation:
     @property
     def voters(self) -> int:
         return sum(member.world_size for member in self.quorum.members)
+
+    @property
+    def counterparts(self) -> list[list[int]]:
+        """The voters that must hold the same state: the ranks of equal number in each replica."""
+        places: dict[int, list[int]] = {}
+        voter = 0
+        for member in self.quorum.members:
+            for rank in range(member.world_size):
+                places.setdefault(rank, []).append(voter)
+                voter += 1
+        return list(places.values())
+
+    def replica_of(self, voter: int) -> str:
+        """The replica to which a voter belongs."""
+        for member in self.quorum.members:
+            if voter < member.world_size:
+                return member.replica
+            voter -= member.world_size
+        return "?"
 
     @property
     def heals(self) -> bool:

@@ -1,0 +1,235 @@
+"""Do all replicas hold the same state? Checksums of parameters and optimizer state, compared in the votes.
+
+Runs in a rank. Every `every` steps each rank sums the bits of every parameter and of every tensor of the optimizer's
+state, beside the step: on a GPU on a stream of its own, on a CPU in a thread. The vote that ends the step carries a
+digest of the sums; when digests differ the sums follow, so that every member can name the replica that differs and the
+first tensor in which it does. Learning rates, loss scales and the position of samplers are part of every vote.
+Buffers (batch-norm statistics) and random generators may differ between replicas and are left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from allranks.manager.groups.generation import Generation
+from allranks.manager.heal.state import local_of
+from allranks.manager.votes import Tally
+
+OnDifference = Literal["heal", "stop", "report"]
+EVERY_STEPS = 100  # keeps the cost below 0.5 % of a step: benchmarks/drift.py
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Members whose values differ from the majority's; all of them when there is no majority."""
+
+    places: tuple[int, ...]  # of the voters that differ
+    majority: tuple[int, ...]  # of those that agree; () when no more than half do
+
+
+def find_difference(values: Sequence[int], groups: Iterable[Sequence[int]]) -> Difference | None:
+    """Compares the values of the voters of each group; 0 stands for "not computed" and differs from nothing."""
+    differ: list[int] = []
+    agree: list[int] = []
+    for group in groups:
+        known = [place for place in group if values[place]]
+        counts = Counter(values[place] for place in known)
+        if len(counts) < 2:
+            continue
+        value, count = counts.most_common(1)[0]
+        decided = 2 * count > len(known)
+        differ += [place for place in known if not decided or values[place] != value]
+        agree += [place for place in known if decided and values[place] == value]
+    return Difference(tuple(sorted(differ)), tuple(sorted(agree))) if differ else None
+
+
+def first_difference(own: Sequence[int], other: Sequence[int], names: Sequence[str]) -> str:
+    """The name of the first tensor whose sums differ."""
+    for mine, theirs, name in zip(own, other, names, strict=False):
+        if mine != theirs:
+            return name
+    return "" if len(own) == len(other) else "the number of tensors"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the digests of a vote show."""
+
+    sentence: str
+    replicas: tuple[str, ...]  # that differ
+    healable: bool  # a majority agrees: the others can take its state
+
+
+@dataclass(eq=False)
+class StateSums:
+    """What is summed, and the sums of the current step. All methods run on the training thread."""
+
+    every: int = EVERY_STEPS
+    modules: list[nn.Module] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    small: dict[str, Any] = field(
+        default_factory=dict
+    )  # schedulers, scalers, samplers: state_dict() is compared
+    names: list[str] = field(default_factory=list)
+    sums: list[int] = field(default_factory=list)
+    _running: _Summing | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether the vote of this step carries a checksum."""
+        return self.every > 0 and step > 0 and step % self.every == 0
+
+    def begin(self) -> None:
+        """Starts to sum the state as it is now; it must not change before `finish`."""
+        named = dict(self._tensors())
+        self.names = list(named)
+        self._running = _Summing([local_of(tensor.detach()) for tensor in named.values()])
+
+    def forget(self) -> None:
+        """The state was replaced meanwhile."""
+        self._running = None
+
+    def finish(self) -> int:
+        """The digest of the sums, never 0; begins now if that was not done."""
+        if self._running is None:
+            self.begin()
+        assert self._running is not None
+        self.sums, self._running = self._running.result(), None
+        return _digest(struct.pack(f"{len(self.sums)}q", *self.sums)) if self.sums else 0
+
+    def examine(self, generation: Generation, tally: Tally, step: int) -> Finding | None:
+        """Who differs after this vote, and where. Every member comes to the same result; raises GroupAborted."""
+        found = find_difference(tally.state, generation.counterparts) if tally.state else None
+        if found is None:
+            return None
+        sums = generation.box.exchange_sums(self.sums)
+        replicas = _replicas(generation, found.places)
+        other = next(place for group in generation.counterparts if found.places[0] in group for place in group
+                     if tally.state[place] != tally.state[found.places[0]])  # fmt: skip
+        where = first_difference(sums[found.places[0]], sums[other], self.names)
+        who, verb = " and ".join(replicas), "differs" if len(replicas) == 1 else "differ"
+        if not found.majority:
+            sentence = (
+                f"step {step}: the states of {who} differ, first in {where}; nobody can tell which is right"
+            )
+        else:
+            sentence = (
+                f"step {step}: the state of {who} {verb} from that of the other replicas, first in {where}"
+            )
+        healable = bool(found.majority) and 2 * len(replicas) < len(generation.quorum.members)
+        return Finding(sentence, replicas, healable)
+
+    def examine_small(self, generation: Generation, tally: Tally, step: int) -> str:
+        """A sentence when learning rates and the like differ; else ""."""
+        found = find_difference(tally.small, generation.counterparts) if tally.small else None
+        if found is None:
+            return ""
+        who = " and ".join(_replicas(generation, found.places))
+        return (
+            f"step {step}: learning rate, loss scale or the like of {who} differ; here: {self.small_state()}"
+        )
+
+    def small_state(self) -> dict[str, Any]:
+        """Learning rates, and what the small objects say of themselves: in plain values."""
+        found: dict[str, Any] = {}
+        for index, optimizer in enumerate(self.optimizers):
+            found[f"learning rates {index}"] = [float(group["lr"]) for group in optimizer.param_groups]
+        for name, part in self.small.items():
+            state = part.state_dict()
+            plain = state.items() if isinstance(state, Mapping) else ()
+            found[name] = {key: value for key, value in plain if isinstance(value, (int, float, str, bool))}
+        return found
+
+    def small_digest(self) -> int:
+        """Of `small_state`; never 0."""
+        return _digest(json.dumps(self.small_state(), sort_keys=True).encode())
+
+    def _tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        names: dict[torch.Tensor, str] = {}
+        for index, module in enumerate(self.modules):
+            prefix = f"module {index}." if len(self.modules) > 1 else ""
+            for name, p in module.named_parameters():
+                names[p] = prefix + name
+                yield prefix + name, p
+        for optimizer in self.optimizers:
+            for group, parameters in enumerate(optimizer.param_groups):
+                for index, p in enumerate(parameters["params"]):
+                    of = names.get(p, f"parameter {group}.{index}")
+                    for key, value in optimizer.state.get(p, {}).items():
+                        if isinstance(value, torch.Tensor):
+                            yield f"{key} of {of}", value
+
+
+def _replicas(generation: Generation, places: Sequence[int]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(generation.replica_of(place) for place in places))
+
+
+class _Summing:
+    """Sums of the bits of tensors, computed beside the training."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._host = [(index, tensor) for index, tensor in enumerate(tensors) if tensor.device.type != "cuda"]
+        device = [(index, tensor) for index, tensor in enumerate(tensors) if tensor.device.type == "cuda"]
+        self._sums = [0] * len(tensors)
+        self._on_device = [(index, *_launch(tensor)) for index, tensor in device]
+        self._thread = threading.Thread(target=self._sum_on_host, name="allranks-checksum", daemon=True)
+        self._thread.start()
+
+    def _sum_on_host(self) -> None:
+        for index, tensor in self._host:
+            self._sums[index] = sum(int(part) for part in bit_sums(tensor))
+
+    def result(self) -> list[int]:
+        self._thread.join()
+        for index, stream, parts in self._on_device:
+            stream.synchronize()
+            self._sums[index] = sum(int(part) for part in parts)
+        return [_signed(value) for value in self._sums]
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _launch(tensor: torch.Tensor) -> tuple[torch.cuda.Stream, list[torch.Tensor]]:
+    if tensor.device not in _streams:
+        _streams[tensor.device] = torch.cuda.Stream(tensor.device)
+    stream = _streams[tensor.device]
+    stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(stream):
+        return stream, bit_sums(tensor)
+
+
+def bit_sums(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Sums whose total changes with every single bit of the tensor (modulo 2**64)."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    parts = []
+    if whole and flat.storage_offset() % 8 == 0:
+        parts.append(flat[:whole].view(torch.int64).sum())
+    else:
+        whole = 0
+    if whole < flat.numel():
+        parts.append(_weighted(flat[whole:]))
+    return parts
+
+
+def _weighted(tail: torch.Tensor) -> torch.Tensor:
+    return tail.to(torch.int64).mul_(torch.arange(1, tail.numel() + 1, device=tail.device)).sum()
+
+
+def _signed(value: int) -> int:
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1 or 1

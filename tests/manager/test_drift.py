@@ -1,0 +1,206 @@
+"""Replicas whose states differ: found, named with the tensor, and healed from the majority."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from allranks.drill.ranks import Ranks
+from allranks.errors import ConfigurationError, StateDiffers
+from allranks.lighthouse.options import Options
+from allranks.manager.ddp import DistributedDataParallel
+from allranks.manager.drift import StateSums, bit_sums, find_difference, first_difference
+from allranks.manager.manager import Manager
+from allranks.manager.optimizer import Optimizer
+from allranks.manager.registered_state import missing_parts, named_parts
+
+from .cluster import LIMIT_S, LighthouseProcess, batch, fingerprint
+
+EVERY = 4
+
+
+def test_every_single_bit_of_a_tensor_changes_its_sum() -> None:
+    """Also at an odd length, where the last bytes are no whole word, and in half precision."""
+    for tensor in (torch.randn(5), torch.randn(3, 3).to(torch.bfloat16), torch.randn(4, 4).t()):
+        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+        before = sum(int(part) for part in bit_sums(flat))
+        assert before == sum(int(part) for part in bit_sums(tensor))
+        for bit in range(8 * flat.numel()):
+            flipped = flat.clone()
+            flipped[bit // 8] ^= 1 << bit % 8
+            assert sum(int(part) for part in bit_sums(flipped)) != before
+
+
+@pytest.mark.parametrize(
+    ("values", "groups", "expected"),
+    [
+        ([7, 7, 7], [[0, 1, 2]], None),
+        ([7, 8, 7], [[0, 1, 2]], ((1,), (0, 2))),
+        ([7, 8], [[0, 1]], ((0, 1), ())),
+        ([7, 8, 9], [[0, 1, 2]], ((0, 1, 2), ())),
+        ([7, 0, 7], [[0, 1, 2]], None),  # one has not computed it
+        ([7, 8, 7, 8, 7, 9], [[0, 2, 4], [1, 3, 5]], ((5,), (1, 3))),  # two ranks in each replica
+    ],
+)
+def test_the_minority_differs_and_without_a_majority_all_do(
+    values: list[int], groups: list[list[int]], expected: Any
+) -> None:
+    """Ranks are compared with those of equal number in the other replicas."""
+    found = find_difference(values, groups)
+    assert (found and (found.places, found.majority)) == expected
+
+
+def test_the_first_tensor_that_differs_is_named_by_its_parameter() -> None:
+    """Parameters come first, then the optimizer's state."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    sums = StateSums(modules=[model], optimizers=[optimizer])
+    digest, before = sums.finish(), list(sums.sums)
+    assert (sums.finish(), sums.sums) == (digest, before)
+    state = optimizer.state[model[1].weight]["exp_avg"]
+    state.view(torch.int32)[1, 2] ^= 1 << 20
+    assert sums.finish() != digest
+    assert first_difference(sums.sums, before, sums.names) == "exp_avg of 1.weight"
+
+
+def test_parts_of_the_state_get_names_and_must_have_a_state() -> None:
+    """Class names, numbered; a mapping keeps its own."""
+    model, generator = nn.Linear(2, 2), torch.Generator()
+    assert list(named_parts([model, nn.Linear(1, 1), generator])) == ["linear", "linear2", "generator"]
+    assert list(named_parts({"net": model})) == ["net"]
+    with pytest.raises(ConfigurationError, match="has no state_dict"):
+        named_parts([object()])
+
+
+def test_a_scheduler_or_scaler_that_no_state_carries_is_named() -> None:
+    """By looking into the state functions' results too: they may carry it."""
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    state = {"optimizer": optimizer.state_dict()}
+    assert missing_parts([optimizer], True, [state]) == ["the learning rate scheduler", "the GradScaler"]
+    assert missing_parts([optimizer], False, [{**state, "schedule": scheduler.state_dict()}]) == []
+
+
+class Lines(logging.Handler):
+    """Errors and warnings of the manager."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseProcess]:
+    with LighthouseProcess(Options(min_replicas=2, heartbeat_timeout_s=5.0)) as running:
+        yield running
+
+
+def _train(
+    rank: int, world: int, address: str, steps: int, options: dict[str, Any], schedules: bool = True
+) -> tuple[str, list[str], float]:
+    """The last replica's memory loses one bit of a parameter at step 5."""
+    torch.set_num_threads(1)
+    torch.manual_seed(11)
+    lines = Lines()
+    logging.getLogger("allranks.manager").addHandler(lines)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda n: 1 / (1 + n))
+    manager = Manager(
+        state=[model, inner, scheduler] if schedules else [model, inner], min_replica_size=world,
+        lighthouse_addr=address, replica_id=f"r{rank}", rank=0, world_size=1, timeout=30, quorum_timeout=30,
+        check_every=EVERY, **options,
+    )  # fmt: skip
+    ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
+    flipped = False
+    while manager.current_step() < steps:
+        optimizer.zero_grad()
+        ddp(batch(manager.current_step(), 8)).square().mean().backward()
+        if optimizer.step() and (schedules or rank):
+            scheduler.step()
+        if manager.current_step() == 5 and rank == world - 1 and not flipped and schedules:
+            model[2].weight.data.view(torch.int32)[0, 3] ^= 1 << 22
+            flipped = True
+    manager.shutdown()
+    return fingerprint(model, inner), lines.lines, inner.param_groups[0]["lr"]
+
+
+def test_one_of_three_replicas_with_a_flipped_bit_is_named_and_healed(lighthouse: LighthouseProcess) -> None:
+    """Found at the next comparison, in every member's log; from there on all hold the majority's bits."""
+    with Ranks(_train, 3, args=(lighthouse.address, 3 * EVERY, {}), backend=None) as ranks:
+        found = ranks.values(LIMIT_S)
+    assert len({state for state, _, _ in found}) == 1
+    sentence = "step 8: the state of r2 differs from that of the other replicas, first in 2.weight"
+    assert all(lines.count(sentence) == 1 for _, lines, _ in found), found
+    assert not [line for _, lines, _ in found for line in lines if "step 12" in line]
+
+
+def test_of_two_replicas_a_difference_is_reported(lighthouse: LighthouseProcess) -> None:
+    """Nobody can tell which is right: they train on, and the log says so."""
+    with Ranks(_train, 2, args=(lighthouse.address, EVERY * 2 + 1, {}), backend=None) as ranks:
+        found = ranks.values(LIMIT_S)
+    assert len({state for state, _, _ in found}) == 2
+    sentence = "step 8: the states of r0 and r1 differ, first in 2.weight; nobody can tell which is right"
+    assert all(sentence in lines for _, lines, _ in found), found
+
+
+def test_a_difference_ends_the_training_if_that_was_chosen(lighthouse: LighthouseProcess) -> None:
+    """on_difference="stop": every member raises the sentence."""
+    args = (lighthouse.address, 3 * EVERY, {"on_difference": "stop"})
+    with Ranks(_train, 3, args=args, backend=None) as ranks:
+        outcomes = ranks.join(LIMIT_S)
+    for outcome in outcomes.values():
+        assert outcome.exit_code == 1 and StateDiffers.__name__ in outcome.error, outcome
+
+
+def test_learning_rates_that_part_are_reported_in_the_same_step(lighthouse: LighthouseProcess) -> None:
+    """A scheduler that only one replica steps, and that nobody registered, which is warned about too."""
+    with Ranks(_train, 2, args=(lighthouse.address, 4, {}, False), backend=None) as ranks:
+        found = ranks.values(LIMIT_S)
+    assert len({rate for _, _, rate in found}) == 2
+    for _, lines, _ in found:
+        assert any("learning rate, loss scale or the like of r0 and r1 differ" in line for line in lines), (
+            lines
+        )
+        assert any("the learning rate scheduler is not part of the state" in line for line in lines), lines
+
+
+def test_a_registered_state_comes_over_as_a_whole(lighthouse: LighthouseProcess, tmp_path: Path) -> None:
+    """Scheduler and generator of a replica that joins are those of the others."""
+    with Ranks(_join, 2, args=(lighthouse.address,), backend=None) as ranks:
+        first, second = ranks.values(LIMIT_S)
+    assert first == second
+
+
+def _join(rank: int, world: int, address: str) -> tuple[list[float], list[int]]:
+    torch.manual_seed(rank)
+    model = nn.Linear(8, 4)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    data = torch.Generator().manual_seed(rank)
+    for _ in range(rank):  # they do not start equal
+        inner.step()
+        scheduler.step()
+    manager = Manager(
+        state={"model": model, "optimizer": inner, "scheduler": scheduler, "data": data}, min_replica_size=2,
+        lighthouse_addr=address, replica_id=f"r{rank}", rank=0, world_size=1, timeout=30, quorum_timeout=30,
+    )  # fmt: skip
+    ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
+    while manager.current_step() < 3:
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 8)).square().mean().backward()
+        if optimizer.step():
+            scheduler.step()
+    manager.shutdown()
+    return scheduler.get_last_lr(), data.get_state().tolist()
