@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 
 from allranks.incidents import evidence as gatherer_module
-from allranks.incidents.examine import Examination, nearest_line, verdict_on
+from allranks.incidents.examine import Examination
 from allranks.incidents.folder import read_incidents
+from allranks.incidents.judge import Observed, accuse, judge, nearest_line
 from allranks.incidents.loop import Watch
 from allranks.incidents.options import WatchOptions
 from allranks.incidents.policy import PolicyOptions
 from allranks.incidents.upload import Keeper
 from allranks.launch.node_agent import NodeAgent
+from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.incident import Action, Incident
 from allranks.model.stacks import ChildState, RankState, StacksReport
 from allranks.supervise.replicas import Event, ReplicaOptions, Request, Supervisor
@@ -28,12 +30,7 @@ from allranks.watch.silence import NoticeOptions, Suspicion
 from boxes import write_box
 
 START_S = time.monotonic()  # the hand-set clock runs ahead of the real one
-VERDICT = {
-    "cause": "stuck_before_collective",
-    "ranks": [1],
-    "confidence": 0.95,
-    "sentence": "rank 1 is stuck",
-}
+VERDICT = Finding("stuck_before_collective", (1,), "rank 1 is stuck", confidence=0.95)
 
 
 @dataclass
@@ -74,16 +71,23 @@ def trained(tmp_path: Path, hand: Hand, **options: Any) -> Watch:
     return watch
 
 
-def answer_with(monkeypatch: pytest.MonkeyPatch, found: Examination) -> None:
-    """Every examination finds this."""
-    monkeypatch.setattr(gatherer_module, "examine", lambda *args, **kwargs: found)
+def answer_with(
+    monkeypatch: pytest.MonkeyPatch, verdict: Finding | None = None, stacks: StacksReport | None = None
+) -> None:
+    """Every examination finds this in boxes and stacks; the judge has the last word."""
+
+    def examine(folder: Path, pids: dict[int, int], *, observed: Observed, **rest: object) -> Examination:
+        boxes = Diagnosis("fault", verdict) if verdict is not None else None
+        return Examination(stacks, judge(boxes, stacks, observed))
+
+    monkeypatch.setattr(gatherer_module, "examine", examine)
 
 
 def test_a_failing_page_webhook_or_actor_does_not_lose_the_incident(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever is told raises, and so does who should act: the story is complete on disk and says so."""
-    answer_with(monkeypatch, Examination(verdict=VERDICT))
+    answer_with(monkeypatch, VERDICT)
     watch = trained(tmp_path, Hand(error=RuntimeError("no supervisor")))
 
     def deaf(incident: Incident) -> None:
@@ -102,7 +106,7 @@ def test_a_second_hang_soon_after_waits_for_the_back_off_in_one_incident(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is neither given up nor reported again and again; it is answered when the back-off is over."""
-    answer_with(monkeypatch, Examination(verdict=VERDICT))
+    answer_with(monkeypatch, VERDICT)
     hand = Hand()
     watch = trained(tmp_path, hand, policy=PolicyOptions(back_off_s=0.5))
     watch.inquiries._policy = watch.inquiries._policy.after(time.monotonic(), 0, 3600)
@@ -127,8 +131,7 @@ def test_a_replica_that_has_not_moved_since_before_a_regroup_is_evicted(
         r: RankState(r, "sleep" if r == 1 else "collective_wait", "data.py:3 in load", "") for r in range(3)
     }
     report = StacksReport(hung=True, culprits=(1,), sentence="", ranks=ranks)
-    wrong = {"cause": "not_started", "ranks": [named], "confidence": 0.9, "sentence": "has not begun"}
-    answer_with(monkeypatch, Examination(stacks=report, verdict=wrong))
+    answer_with(monkeypatch, Finding("not_started", (named,), "has not begun", confidence=0.9), report)
     hand = Hand()
     watch = trained(tmp_path, hand)
     for rank in (0, 2):
@@ -147,7 +150,7 @@ def test_a_stopped_replica_that_the_others_left_behind_is_replaced(
     """Rank 1 is frozen; ranks 0 and 2 train on; rank 1's replica is evicted once, the others are not touched."""
     state = RankState(1, "stopped", "data.py:3 in load", "state T")
     report = StacksReport(hung=None, culprits=(1,), sentence="", ranks={1: state})
-    answer_with(monkeypatch, Examination(stacks=report))
+    answer_with(monkeypatch, stacks=report)
     hand = Hand()
     watch = trained(tmp_path, hand)
     for moment in range(40, 200):
@@ -166,7 +169,7 @@ def test_a_suspicion_that_one_look_did_not_settle_is_no_hang_when_the_job_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow ending is not an incident of its own."""
-    answer_with(monkeypatch, Examination(verdict=VERDICT))
+    answer_with(monkeypatch, VERDICT)
     watch = trained(tmp_path, Hand())
     look(watch, 8.1)
     watch.close()
@@ -194,11 +197,11 @@ def test_when_all_ranks_die_at_once_their_next_lives_end_the_incident(tmp_path: 
 def test_of_a_replica_left_behind_the_rank_that_waits_for_nobody_is_named() -> None:
     """Rank 2 waits for rank 3, which is stopped; when all wait, nobody is accused with confidence."""
     ranks = {2: RankState(2, "collective_wait", "", ""), 3: RankState(3, "stopped", "a.py:1 in f", "state T")}
-    verdict = verdict_on([2, 3], StacksReport(None, (3,), "", ranks), "silent")
-    assert verdict is not None and (verdict["ranks"], verdict["confidence"]) == ([3], 0.9)
-    waiting = verdict_on([2], StacksReport(None, (), "", ranks), "silent")
-    assert waiting is not None and waiting["confidence"] < 0.6
-    assert verdict_on([2], None, "silent") is None
+    verdict = accuse((2, 3), StacksReport(None, (3,), "", ranks), "silent")
+    assert verdict is not None and (verdict.ranks, verdict.confidence) == ((3,), 0.9)
+    waiting = accuse((2,), StacksReport(None, (), "", ranks), "silent")
+    assert waiting is not None and waiting.confidence < 0.6
+    assert accuse((2,), None, "silent") is None
 
 
 class Ranks(Supervisor):

@@ -82,14 +82,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """0 nothing wrong, 1 fault found (or unclear), 2 could not run."""
-    from allranks.api.extra_evidence import find_seen, is_post_mortem, taken_ns
-    from allranks.diagnose import DiagnoseOptions, diagnose
-
     _check(args)
     loaded = _load(args)
     traces = _transformed(args, loaded.traces)
     if args.just_print_entries:
         return _print_entries(args, traces)
+    result = _judge_incident(args) or _diagnose(args, loaded, traces)
+    _write_files(args, result, traces)  # before stdout, which may be closed
+    _print(args, result)
+    if not result.ranks and result.verdict is None:
+        return 2
+    return 0 if result.status == "ok" else 1
+
+
+def _diagnose(args: argparse.Namespace, loaded: LoadResult, traces: list[RankTrace]) -> Diagnosis:
+    from allranks.api.extra_evidence import find_seen, is_post_mortem, taken_ns
+    from allranks.diagnose import DiagnoseOptions, diagnose
+
     boxes = any(trace.kind.startswith("black box") for trace in traces)
     ended = boxes and is_post_mortem(traces)
     options = DiagnoseOptions(
@@ -100,12 +109,23 @@ def main(args: argparse.Namespace) -> int:
         consequences=max(0, args.mismatch_cap),
     )
     with at_work(f"comparing the calls of {len(traces):,} ranks"):
-        result = diagnose(traces, loaded.files, stacks=find_seen(loaded, traces, args.paths), options=options)
-    _write_files(args, result, traces)  # before stdout, which may be closed
-    _print(args, result)
-    if not result.ranks:
-        return 2
-    return 0 if result.status == "ok" else 1
+        return diagnose(traces, loaded.files, stacks=find_seen(loaded, traces, args.paths), options=options)
+
+
+def _judge_incident(args: argparse.Namespace) -> Diagnosis | None:
+    """The folder of an incident is judged by the code that judged it then; None when something else is asked for."""
+    chosen = (args.attempt, args.selected_ranks, args.pg_filters, args.prefix)
+    whole = all(value is None for value in chosen) and not (args.transform_ft or args.allow_incomplete_ranks)
+    folder = Path(args.paths[0])
+    if len(args.paths) != 1 or not whole or not (folder / "observed.json").is_file():
+        return None
+    from allranks.incidents.judge import judge_folder
+
+    missing: list[str] = []
+    result = judge_folder(folder, missing)[0]
+    for line in missing:
+        print(f"left out: {line}", file=sys.stderr)
+    return result
 
 
 def _check(args: argparse.Namespace) -> None:

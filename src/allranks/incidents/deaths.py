@@ -11,12 +11,15 @@ from pathlib import Path
 
 from allranks.incidents.evidence import Gatherer
 from allranks.incidents.folder import IncidentFolder, open_incident
+from allranks.incidents.judge import Observed, read_observed
 from allranks.incidents.options import WatchOptions
-from allranks.incidents.policy import PROGRAM_FAULT, decide_leaving
+from allranks.incidents.policy import decide_leaving
 from allranks.incidents.publish import IncidentPublisher
 from allranks.incidents.recoveries import Recoveries
 from allranks.model.cluster import FOLLOW_S, Gathering
+from allranks.model.diagnosis import Finding
 from allranks.model.incident import Action, Failure, Incident, Moment
+from allranks.report import as_json
 from allranks.report.story import headline
 from allranks.watch.exits import Ending
 from allranks.watch.first_death import Death, find_deaths, find_first
@@ -86,10 +89,9 @@ class DeathIncidents:
         log.error("%s: %s", opened.current.id, headline(opened.current))
         self.teller.publish(opened)
         self.recoveries.add(opened, samples, {death.rank}, reborn=self.options.whole_job)
-        if self.options.whole_job:
-            if not death.echo:
-                self.count_failure(opened)
-            self.explain_later(lambda: self._explain(opened, samples, gathering))
+        if self.options.whole_job and not death.echo:
+            self.count_failure(opened)
+        self.explain_later(lambda: self._explain(opened, samples, gathering))
         return opened
 
     def _failed_again(self, death: Death, failure: Failure | None) -> IncidentFolder | None:
@@ -168,13 +170,11 @@ class DeathIncidents:
             ranks=ranks, step=step,
         )  # fmt: skip
         _, missing = opened.keep_boxes([Path(sample.path) for sample in samples])
-        verdict = {
-            "cause": "none_finished", "ranks": list(ranks), "group": "", "sequence": None, "confidence": 0.9,
-            "where": "", "sentence": f"{sentence} (the network, not the program)",
-        }  # fmt: skip
+        told = Finding("none_finished", ranks, f"{sentence} (the network, not the program)", confidence=0.9)
+        Observed(taken_ns=time.time_ns(), told=told, reason=sentence).write(opened.path)
         opened.update(
             Moment("fault", at, reason), Moment("noticed", at, "by the lighthouse; its agent sees the process run"),
-            verdict=verdict, missing=tuple(missing), durations_s={"noticed": 0.0},
+            verdict=as_json.verdict(told), missing=tuple(missing), durations_s={"noticed": 0.0},
             action=Action("none", "it comes back by itself when the network does; the others go on", ranks),
         )  # fmt: skip
         self._cut[ranks] = opened
@@ -195,14 +195,11 @@ class DeathIncidents:
             ranks=(death.rank,), step=step,
         )  # fmt: skip
         _, missing = opened.keep_boxes([Path(sample.path) for sample in samples])
-        verdict = {
-            "cause": "rank_died", "ranks": [death.rank], "group": "", "sequence": None, "confidence": 1.0,
-            "where": death.where, "sentence": death.sentence,
-        }  # fmt: skip
+        told = Finding("rank_died", (death.rank,), death.sentence, confidence=1.0, where=death.where)
         if death.echo and death.where:  # it lost a peer, and no peer has died
             sentence = f"connections between ranks broke and no rank had died before: {death.sentence}"
-            verdict |= {"cause": "none_finished", "ranks": [], "confidence": 0.7, "sentence": sentence}
-            opened.update(ranks=())
+            told = Finding("none_finished", (), sentence, confidence=0.7, where=death.where)
+        Observed(taken_ns=time.time_ns(), told=told, reason=death.sentence).write(opened.path)
         if self.options.whole_job:
             action = Action(
                 "restart_job", "the launcher restarts the job while --max-restarts allows", (death.rank,)
@@ -216,7 +213,7 @@ class DeathIncidents:
         opened.update(
             Moment("evidence", time.time(), f"{len(samples) - len(missing)} black boxes"),
             Moment("died", death.at, death.sentence), Moment("noticed", max(noticed, death.at), "by its agent"),
-            verdict=verdict, missing=tuple(missing), action=action,
+            verdict=as_json.verdict(told), ranks=told.ranks, missing=tuple(missing), action=action,
             durations_s={"noticed": max(0.0, noticed - death.at)},
         )  # fmt: skip
         return opened
@@ -225,11 +222,9 @@ class DeathIncidents:
         self, opened: IncidentFolder, samples: list[RankSample], gathering: Gathering | None
     ) -> None:
         """A rank may have died of what another did: calls that do not match are found in the boxes of all."""
-        found = self.gatherer.examine(opened, {}, samples, gathering)
-        cause = (found.verdict or {}).get("cause")
-        if cause in PROGRAM_FAULT:
-            opened.update(verdict=found.verdict, ranks=tuple((found.verdict or {}).get("ranks") or ()))
-        opened.update(missing=(*opened.current.missing, *found.missing))
+        observed = read_observed(opened.path)
+        found = self.gatherer.examine(opened, {}, samples, gathering, observed)
+        opened.update(missing=(*opened.current.missing, *found.missing), **found.facts())
         self.teller.publish(opened)
 
     def look(

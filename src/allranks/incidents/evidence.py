@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from allranks.incidents.examine import Examination, Others, collect_stacks, examine
 from allranks.incidents.folder import IncidentFolder, copy_boxes
+from allranks.incidents.judge import Observed
 from allranks.incidents.options import WatchOptions
 from allranks.incidents.peers import PeerAgents
 from allranks.model.cluster import FOLLOW_S, Gathering
@@ -45,20 +47,22 @@ class Gatherer:
         pids: dict[int, int],
         samples: list[RankSample],
         gathering: Gathering | None,
+        observed: Observed | None = None,
     ) -> Examination:
-        """Stacks of these ranks and the parts of others, diagnosed together with the boxes that were kept."""
+        """Stacks of these ranks and the parts of others, judged together with the boxes that were kept."""
         others = None
         if gathering is not None and self.company is not None:
             company = self.company
             others = Others(company.name, lambda: company.wait(gathering))
-        return examine(
-            opened.path,
-            pids if self.options.collect_stacks else {},
-            job_folder=self.options.folder,
+        seen = replace(
+            observed or Observed(),
+            taken_ns=time.time_ns(),
             gone=tuple(s.rank for s in samples if not s.alive and not s.closed),
-            others=others,
+            marked=tuple(s.rank for s in samples if s.step >= 0),
             still_s=self.options.notice.floor_s,
         )
+        chosen = pids if self.options.collect_stacks else {}
+        return examine(opened.path, chosen, job_folder=self.options.folder, observed=seen, others=others)
 
     def collect_part(self, folder: Path, stacks: bool) -> list[str]:
         """Our part of an incident that another node leads; returns what is missing."""

@@ -15,14 +15,16 @@ from typing import Protocol
 
 from allranks.incidents.deaths import DeathIncidents
 from allranks.incidents.evidence import Gatherer
-from allranks.incidents.examine import Examination, verdict_on
+from allranks.incidents.examine import Examination
 from allranks.incidents.folder import IncidentFolder, open_incident
+from allranks.incidents.judge import Observed
 from allranks.incidents.options import WatchOptions
 from allranks.incidents.policy import Case, PolicyState, back_off_left_s, decide_action
 from allranks.incidents.publish import IncidentPublisher
 from allranks.incidents.recoveries import Recoveries
 from allranks.incidents.stuck_or_slow import Look, judge
 from allranks.model.cluster import Gathering
+from allranks.model.diagnosis import Finding
 from allranks.model.incident import Action, Incident, Moment
 from allranks.report.story import headline
 from allranks.watch.history import History
@@ -87,19 +89,18 @@ class HangInvestigator:
 
     def gather(
         self, opened: IncidentFolder, samples: list[RankSample], suspects: list[RankSample] | None = None,
-        gathering: Gathering | None = None,
+        gathering: Gathering | None = None, observed: Observed | None = None,
     ) -> Examination:  # fmt: skip
         """Boxes of all ranks; stacks of the suspects, which are all ranks unless said otherwise; others' parts."""
         begin = time.monotonic()
         _, missing = opened.keep_boxes([Path(sample.path) for sample in samples])
         pids = {s.rank: s.pid for s in (samples if suspects is None else suspects) if s.alive}
-        found = self.gatherer.examine(opened, pids, samples, gathering)
+        found = self.gatherer.examine(opened, pids, samples, gathering, observed)
         durations = {**opened.current.durations_s, "evidence": time.monotonic() - begin}
         parts = f", parts of {len(gathering.agents)} other nodes" if gathering else ""
         opened.update(
             Moment("evidence", time.time(), f"{len(samples)} black boxes, stacks of {len(pids)} ranks{parts}"),
-            missing=(*missing, *found.missing), verdict=found.verdict, stacks=found.stacks_json, durations_s=durations,
-            ranks=tuple((found.verdict or {}).get("ranks") or ()),
+            missing=(*missing, *found.missing), durations_s=durations, **found.facts(),
         )  # fmt: skip
         return found
 
@@ -116,9 +117,11 @@ class HangInvestigator:
             return
         if not case.looks:
             log.warning("%s: %s", case.opened.current.id, suspicion.reason)
-        found = self.gather(case.opened, samples, gathering=gathering)
-        if self.options.mode == "replica":
-            found = self._blame_unmoved(case, suspicion, found)
+        unmoved = (
+            () if self.options.whole_job else self.history.not_retrying(read_samples(self.options.folder))
+        )
+        observed = Observed(reason=suspicion.reason, quiet_s=suspicion.quiet_s, unmoved=unmoved)
+        found = self.gather(case.opened, samples, gathering=gathering, observed=observed)
         hung, reason = self._judge(case, suspicion, found, samples)
         if hung is None:
             self.history.excuse()
@@ -128,24 +131,6 @@ class HangInvestigator:
             self._standstill = None
             # The same standstill is not reported twice: a new suspicion needs a whole further limit.
             self.history.excuse(times=4)
-
-    def _blame_unmoved(self, case: _Inquiry, suspicion: Suspicion, found: Examination) -> Examination:
-        """After a regroup the boxes show new groups and new calls: who has not moved since before it is the suspect,
-        and who has made steps is not "not started". Only stacks that show no wait for another rank count."""
-        samples, verdict = read_samples(self.options.folder), found.verdict or {}
-        named, suspects = set(verdict.get("ranks") or ()), self.history.not_retrying(samples)
-        marked = {s.rank for s in samples if s.step >= 0}
-        if named and named <= set(suspects or named):
-            suspects = tuple(sorted(named)) if verdict["cause"] == "not_started" and named <= marked else ()
-        better = verdict_on(list(suspects), found.stacks, suspicion.reason)
-        if better is None or better["confidence"] < self.options.policy.min_confidence:
-            return found
-        quiet = (
-            f"rank {better['ranks'][0]} has not moved for {suspicion.quiet_s:.1f} s while others wait for it"
-        )
-        better["sentence"] = f"{quiet}: {better['cause']} at {better['where'] or 'an unknown line'}"
-        case.opened.update(verdict=better, ranks=tuple(better["ranks"]))
-        return replace(found, verdict=better)
 
     def _follow(self, case: _Inquiry, gathering: Gathering) -> None:
         """Another node noticed the same before us: it explains and acts, and has our part."""
@@ -179,10 +164,10 @@ class HangInvestigator:
             pids = frozenset(s.pid for s in suspects)
             case = self._behind = _Inquiry(self._open(suspicion, suspects[0].step), pids)
             log.warning("%s: %s", case.opened.current.id, suspicion.reason)
-        found = self.gather(case.opened, samples, suspects)
-        verdict = verdict_on([s.rank for s in suspects], found.stacks, suspicion.reason)
-        found = replace(found, verdict=verdict)
-        case.opened.update(verdict=verdict, ranks=tuple((verdict or {}).get("ranks") or ()))
+        behind = Observed(
+            reason=suspicion.reason, quiet_s=suspicion.quiet_s, behind=tuple(s.rank for s in suspects)
+        )
+        found = self.gather(case.opened, samples, suspects, observed=behind)
         hung, reason = self._judge(case, suspicion, found, suspects)
         if hung is None:
             case.next_s = time.monotonic() + self.options.notice.floor_s / 2
@@ -221,8 +206,7 @@ class HangInvestigator:
         self, case: _Inquiry, suspicion: Suspicion, found: Examination, suspects: list[RankSample]
     ) -> tuple[bool | None, str]:
         after = read_samples(self.options.folder)
-        guilty = tuple((found.verdict or {}).get("ranks") or ())
-        ended = find_ended(suspects, after, guilty, self.options.whole_job)
+        ended = find_ended(suspects, after, found.ranks, self.options.whole_job)
         if ended is not None:
             return False, f"rank {ended} ended while it was looked at: its own incident tells"
         now, progress = {s.rank: s for s in after}, self.options.notice.progress
@@ -237,17 +221,17 @@ class HangInvestigator:
 
     def _answer(self, case: _Inquiry, found: Examination, reason: str, samples: list[RankSample]) -> bool:
         """Decides and acts; False when the action must wait for the back-off after the one before."""
-        opened, verdict = case.opened, found.verdict or {}
+        opened, verdict = case.opened, found.verdict or Finding("", (), reason)
         left_s = back_off_left_s(time.monotonic(), self._policy, self.options.policy)
         if left_s > 0:
             log.warning("%s: %s; acting in %.0f s at the earliest", opened.current.id, reason, left_s)
             case.next_s = time.monotonic() + left_s
             return False
-        opened.update(Moment("verdict", time.time(), str(verdict.get("sentence") or reason)))
+        opened.update(Moment("verdict", time.time(), verdict.sentence))
         log.error("%s: %s", opened.current.id, headline(opened.current))
         facts = Case(
-            self.options.mode, str(verdict.get("cause") or ""), tuple(verdict.get("ranks") or ()),
-            float(verdict.get("confidence") or 0.0), self.options.ranks_per_replica, self.options.replicas,
+            self.options.mode, verdict.cause, verdict.ranks, verdict.confidence, self.options.ranks_per_replica,
+            self.options.replicas,
             members=tuple(sorted({s.rank // self.options.ranks_per_replica for s in samples if s.alive})),
         )  # fmt: skip
         action, why = decide_action(time.monotonic(), facts, self._policy, self.options.policy)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from allranks.errors import AllranksError
 from allranks.incidents.deaths import DeathIncidents
 from allranks.incidents.evidence import Gatherer
 from allranks.incidents.folder import IncidentFolder, open_incident
+from allranks.incidents.judge import Observed, read_observed
 from allranks.incidents.options import WatchOptions
 from allranks.incidents.publish import IncidentPublisher
 from allranks.incidents.recoveries import Recoveries
 from allranks.load import LoadOptions, load_paths
 from allranks.model.cluster import Gathering
+from allranks.model.diagnosis import Finding
 from allranks.model.incident import Action, Moment
 from allranks.model.trace import RankTrace, State
+from allranks.report import as_json
 from allranks.report.story import headline
 from allranks.watch.nodes import Loss
 from allranks.watch.samples import RankSample, read_samples
@@ -69,10 +73,8 @@ class NodeLosses:
 
     def _tell(self, opened: IncidentFolder, loss: Loss, samples: list[RankSample]) -> None:
         ranks, sentence = loss.node.ranks, describe(loss)
-        verdict = {
-            "cause": "rank_died", "ranks": list(ranks), "group": "", "sequence": None,
-            "confidence": 1.0 if loss.certain else 0.8, "where": "", "sentence": sentence,
-        }  # fmt: skip
+        told = Finding("rank_died", ranks, sentence, confidence=1.0 if loss.certain else 0.8)
+        Observed(taken_ns=time.time_ns(), told=told, reason=sentence).write(opened.path)
         if self.options.whole_job:
             action = Action(
                 "restart_job", "the nodes that are left restart the job, where --nnodes and --max-restarts allow", ranks
@@ -93,7 +95,7 @@ class NodeLosses:
             Moment("last good step", min(last, loss.at), f"step {step}"),
             Moment("died", loss.at, f"node {loss.node.node} with {_ranks(ranks)}"),
             Moment("noticed", loss.at, loss.reason),
-            verdict=verdict, ranks=ranks, node=loss.node.node, reason=sentence, action=action,
+            verdict=as_json.verdict(told), ranks=ranks, node=loss.node.node, reason=sentence, action=action,
             durations_s={"noticed": 0.0},
         )  # fmt: skip
         log.error("%s: %s", opened.current.id, headline(opened.current))
@@ -106,14 +108,16 @@ class NodeLosses:
         opened.keep_boxes(
             [Path(s.path) for s in samples]
         )  # once more: now they hold what the loss did to them
-        found = self.gatherer.examine(opened, {}, samples, gathering)
-        lost = f"black boxes of {_ranks(loss.node.ranks)}: they lie on the lost node"
-        opened.update(missing=(*opened.current.missing, *found.missing, lost))
+        observed = read_observed(opened.path) or Observed()
+        found = self.gatherer.examine(opened, {}, samples, gathering, observed)
         waiting = self._waiting(opened, loss)
-        if waiting:
-            verdict = dict(opened.current.verdict or {})
-            verdict["sentence"] = f"{verdict.get('sentence', '')}; {waiting}"
-            opened.update(Moment("waited", loss.at, waiting), verdict=verdict)
+        if waiting and observed.told is not None:  # known when the boxes of the other nodes are here
+            told = replace(observed.told, sentence=f"{observed.told.sentence}; {waiting}")
+            opened.update(Moment("waited", loss.at, waiting))
+            again = self.gatherer.examine(opened, {}, samples, None, replace(observed, told=told))
+            found = replace(again, missing=found.missing)
+        lost = f"black boxes of {_ranks(loss.node.ranks)}: they lie on the lost node"
+        opened.update(missing=(*opened.current.missing, *found.missing, lost), **found.facts())
         self.teller.publish(opened)
 
     def _waiting(self, opened: IncidentFolder, loss: Loss) -> str:

@@ -15,7 +15,7 @@ def to_object(diagnosis: Diagnosis) -> Json:
     return {
         "schema": SCHEMA,
         "status": diagnosis.status,
-        "verdict": None if diagnosis.verdict is None else _verdict(diagnosis.verdict),
+        "verdict": None if diagnosis.verdict is None else verdict(diagnosis.verdict),
         "findings": [_finding(finding) for finding in diagnosis.findings],
         "files": [
             {"path": note.path, "rank": note.rank, "kind": note.kind, "status": note.status, "note": note.note}
@@ -56,7 +56,8 @@ def _finding(finding: Finding) -> Json:
     }
 
 
-def _verdict(finding: Finding) -> Json:
+def verdict(finding: Finding) -> Json:
+    """The verdict alone, as it stands in an incident too."""
     body = _finding(finding)
     del body["severity"]
     body["evidence"] = list(finding.evidence)

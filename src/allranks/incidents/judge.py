@@ -1,0 +1,199 @@
+"""The one judge of an incident: what lies in its folder in, one diagnosis out.
+
+The agent judges with it, and `allranks diagnose FOLDER` judges again with it: the same evidence gives the same verdict.
+Black boxes and stacks do not tell everything: how a process ended, which ranks have not moved since before a regroup,
+when the copies were taken. The agent keeps that in observed.json beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from allranks.diagnose import DiagnoseOptions, diagnose
+from allranks.errors import AllranksError, InputError
+from allranks.incidents.folder import write_atomically
+from allranks.incidents.policy import PROGRAM_FAULT
+from allranks.load import LoadOptions, load_paths
+from allranks.model.diagnosis import Diagnosis, Finding, RankNow
+from allranks.model.stacks import Capture, RankState, StacksReport
+from allranks.stacks import Stillness, classify, read_capture
+from allranks.stacks.progress import WAITS
+from allranks.stacks.user_code import is_user_file
+
+log = logging.getLogger("allranks.agent")
+
+FILE = "observed.json"
+TRUSTED = 0.6  # of a verdict from stacks: less does not overrule the black boxes
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the agent knew of an incident besides black boxes and stacks."""
+
+    taken_ns: int = 0  # epoch: when the black boxes were copied
+    gone: tuple[int, ...] = ()  # ranks whose process ended without a goodbye
+    told: Finding | None = None  # what is known without a diagnosis: a death, a cut connection, a lost node
+    reason: str = ""  # why it was opened
+    quiet_s: float = 0.0
+    unmoved: tuple[
+        int, ...
+    ] = ()  # ranks that have not begun another attempt at their step, while others have
+    marked: tuple[int, ...] = ()  # ranks that have made steps
+    behind: tuple[int, ...] = ()  # ranks that the others go on without
+    still_s: float = Stillness.still_s  # the silence that this job's watch takes for standing still
+
+    def write(self, folder: Path) -> None:
+        """Keeps it with the evidence."""
+        write_atomically(folder / FILE, json.dumps(asdict(self)))
+
+
+def read_observed(folder: Path) -> Observed | None:
+    """What the agent kept; None when there is nothing, or nothing readable."""
+    try:
+        found = json.loads((folder / FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    facts: dict[str, Any] = {
+        field.name: tuple(found[field.name]) if isinstance(found[field.name], list) else found[field.name]
+        for field in fields(Observed)
+        if field.name in found
+    }
+    told = facts.pop("told", None)
+    return Observed(**facts, told=_finding(told) if isinstance(told, dict) else None)
+
+
+def judge_folder(
+    folder: Path, missing: list[str] | None = None
+) -> tuple[Diagnosis | None, StacksReport | None]:
+    """Judges what lies in an incident's folder; what could not be used is added to `missing`."""
+    absent: list[str] = [] if missing is None else missing
+    observed = read_observed(folder) or Observed()
+    report = _stacks(folder / "stacks", observed.still_s, absent)
+    return judge(_diagnose(folder / "boxes", report, observed, absent), report, observed), report
+
+
+def judge(diagnosis: Diagnosis | None, report: StacksReport | None, observed: Observed) -> Diagnosis | None:
+    """The diagnosis of boxes and stacks, corrected by what the agent saw. Pure."""
+    found = diagnosis.verdict if diagnosis is not None else None
+    better: Finding | None = None
+    if observed.told is not None:
+        # a rank may have died of what another did: calls that do not match are found in the boxes of all
+        better = observed.told if found is None or found.cause not in PROGRAM_FAULT else None
+    elif observed.behind:
+        better = accuse(observed.behind, report, observed.reason)
+    elif observed.unmoved or (found is not None and found.cause == "not_started"):
+        better = _unmoved(found, report, observed)
+    elif found is None and report is not None and report.culprits:
+        better = _from_stacks(report)
+    if better is None:
+        return diagnosis
+    rest = tuple(
+        replace(f, severity="consequence") if f.severity == "root" else f
+        for f in (diagnosis.findings if diagnosis is not None else ())
+    )
+    better = replace(better, severity="root")
+    base = diagnosis or Diagnosis("fault", None)
+    return replace(base, status="fault", verdict=better, findings=(better, *rest))
+
+
+def accuse(ranks: tuple[int, ...], report: StacksReport | None, reason: str) -> Finding | None:
+    """The verdict on ranks that do not move while others do; None when no stack could be read.
+
+    Those that wait for another rank are not the cause; when all do, nobody is accused with confidence.
+    """
+    states = [report.ranks[rank] for rank in ranks if rank in report.ranks] if report is not None else []
+    if not states:
+        return None
+    guilty = [s for s in states if s.cause not in WAITS and s.cause not in ("healthy", "unknown")]
+    state = (guilty or states)[0]
+    where = nearest_line(state)
+    what = f"{state.cause} at {where}" if where else state.cause
+    return Finding(
+        state.cause,
+        (state.rank,),
+        f"{reason} ({what}: {state.evidence})",
+        confidence=0.9 if guilty else 0.5,
+        where=where,
+    )
+
+
+def nearest_line(state: RankState) -> str:
+    """The user's line nearest the hang: the worker's where a DataLoader worker hangs, else the rank's own."""
+    if state.cause == "dataloader_wait":
+        for child in state.children:
+            file = child.where.split(":")[0]
+            if child.cause not in ("queue_wait", "healthy", "unknown") and is_user_file(file):
+                return f"{child.where} (DataLoader worker {child.child})"
+    return state.where
+
+
+def _unmoved(found: Finding | None, report: StacksReport | None, observed: Observed) -> Finding | None:
+    """After a regroup the boxes show new groups and new calls: who has not moved since before it is the suspect,
+    and who has made steps is not "not started". Only stacks that show no wait for another rank count."""
+    named, suspects = set(found.ranks if found else ()), observed.unmoved
+    if found is not None and named and named <= set(suspects or named):
+        started = found.cause == "not_started" and named <= set(observed.marked)
+        suspects = tuple(sorted(named)) if started else ()
+    better = accuse(suspects, report, observed.reason)
+    if better is None or better.confidence < TRUSTED:
+        return None
+    quiet = f"rank {better.ranks[0]} has not moved for {observed.quiet_s:.1f} s while others wait for it"
+    return replace(better, sentence=f"{quiet}: {better.cause} at {better.where or 'an unknown line'}")
+
+
+def _from_stacks(report: StacksReport) -> Finding:
+    """A verdict from stacks alone, when the black boxes show no open call. Who waits elsewhere is only odd."""
+    culprit = report.ranks[report.culprits[0]]
+    confidence = 0.5 if culprit.cause in WAITS else 0.6
+    return Finding(
+        culprit.cause,
+        tuple(report.culprits),
+        report.sentence,
+        confidence=confidence,
+        where=nearest_line(culprit),
+    )
+
+
+def _stacks(folder: Path, still_s: float, missing: list[str]) -> StacksReport | None:
+    try:
+        capture: Capture | None = read_capture(folder) if folder.exists() else None
+        if capture is None:
+            return None
+        return classify(capture, stillness=Stillness(still_s=min(still_s, Stillness.still_s)))
+    except (AllranksError, OSError) as error:
+        missing.append(f"stacks: {error}")
+    except Exception as error:  # our own mistake: the rest of the evidence still counts
+        log.exception("stacks could not be read")
+        missing.append(f"stacks: {error!r}")
+    return None
+
+
+def _diagnose(
+    boxes: Path, report: StacksReport | None, observed: Observed, missing: list[str]
+) -> Diagnosis | None:
+    now = {
+        rank: RankNow(rank, s.cause, nearest_line(s), s.evidence)
+        for rank, s in (report.ranks if report else {}).items()
+    }
+    now.update({rank: RankNow(rank, "gone", "", "its process is gone") for rank in observed.gone})
+    try:
+        loaded = load_paths([str(boxes)], LoadOptions())
+        options = DiagnoseOptions(now_ns=observed.taken_ns)
+        return diagnose(loaded.traces, loaded.files, stacks=now.values(), options=options)
+    except (InputError, OSError) as error:
+        missing.append(f"diagnosis: {error}")
+    except Exception as error:  # as above
+        log.exception("the black boxes could not be diagnosed")
+        missing.append(f"diagnosis: {error!r}")
+    return None
+
+
+def _finding(told: dict[str, Any]) -> Finding:
+    plain = ("cause", "sentence", "group", "sequence", "confidence", "where")
+    return Finding(ranks=tuple(told.get("ranks") or ()), **{key: told[key] for key in plain if key in told})

@@ -1,0 +1,92 @@
+"""One judge: the agent's verdict and `allranks diagnose` on the folder that it left are the same."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from allranks.cli import main
+from allranks.incidents.folder import read_incidents
+from allranks.incidents.judge import Observed, judge, read_observed
+from allranks.incidents.loop import Watch
+from allranks.incidents.options import WatchOptions
+from allranks.model.diagnosis import Diagnosis, Finding
+from allranks.model.stacks import RankState, StacksReport
+from boxes import write_box
+
+GONE = 2**22  # no process has such a number
+DIED = Finding("rank_died", (2,), "rank 2 died of SIGKILL", confidence=1.0)
+
+
+def stacks(*causes: str) -> StacksReport:
+    """Of ranks 0, 1, …"""
+    ranks = {rank: RankState(rank, cause, "data.py:3 in load", "") for rank, cause in enumerate(causes)}
+    return StacksReport(hung=True, culprits=(), sentence="", ranks=ranks)
+
+
+def named(diagnosis: Diagnosis | None) -> tuple[str, tuple[int, ...]]:
+    """Cause and ranks of the verdict."""
+    assert diagnosis is not None and diagnosis.verdict is not None
+    return diagnosis.verdict.cause, diagnosis.verdict.ranks
+
+
+def test_a_death_that_was_seen_wins_over_what_the_survivors_say() -> None:
+    """An innocent rank's "Connection closed" is a consequence; calls that do not match are the program's fault."""
+    innocent = Finding("rank_died", (0,), "rank 0 raised RuntimeError: Connection closed", severity="root")
+    found = judge(Diagnosis("fault", innocent, (innocent,)), None, Observed(told=DIED))
+    assert named(found) == ("rank_died", (2,))
+    assert found is not None and [f.severity for f in found.findings] == ["root", "consequence"]
+    mismatch = Diagnosis("fault", Finding("size_mismatch", (1,), "rank 1 has another size"))
+    assert named(judge(mismatch, None, Observed(told=DIED))) == ("size_mismatch", (1,))
+    assert named(judge(None, None, Observed(told=DIED))) == ("rank_died", (2,))
+
+
+def test_the_rank_that_has_not_moved_since_before_a_regroup_is_in_the_diagnosis_too() -> None:
+    """The boxes of a new group accuse who is waited for there."""
+    boxes = Diagnosis("fault", Finding("stuck_before_collective", (0,), "rank 0 is late"))
+    observed = Observed(reason="silent", quiet_s=12.0, unmoved=(1,), marked=(0, 1))
+    assert named(judge(boxes, stacks("collective_wait", "sleep"), observed)) == ("sleep", (1,))
+    assert named(judge(boxes, stacks("collective_wait", "collective_wait"), observed))[1] == (0,)
+
+
+def test_what_the_agent_observed_is_read_back_as_it_was(tmp_path: Path) -> None:
+    """And a damaged file is none."""
+    observed = Observed(7, (1,), DIED, "why", 3.5, (1,), (0, 1), (), 5.0)
+    observed.write(tmp_path)
+    assert read_observed(tmp_path) == observed
+    (tmp_path / "observed.json").write_text("[")
+    assert read_observed(tmp_path) is None
+
+
+@pytest.mark.parametrize("mode", ["whole_job", "replica"])
+def test_diagnose_on_an_incident_folder_says_what_the_incident_says(
+    tmp_path: Path, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 2 was killed; rank 0 raised because of it, and said so first."""
+    boxes = tmp_path / "boxes"
+    boxes.mkdir()
+    options = WatchOptions(boxes, tmp_path / "incidents", "job", mode=mode, collect_stacks=False)  # type: ignore[arg-type]
+    watch = Watch(options)
+    now = time.time_ns()
+    closed = {"closed": b"exception: RuntimeError (train.py:9): gloo: Connection closed", "closed_ns": now}
+    write_box(boxes, 0, 7, start_ns=now, **closed)  # type: ignore[arg-type]
+    write_box(boxes, 1, 7, start_ns=now)
+    write_box(boxes, 2, 7, start_ns=now, pid=GONE)
+    if mode == "whole_job":
+        watch.look()
+    else:
+        from allranks.watch.first_death import Death
+
+        watch.deaths.note_death(Death(2, GONE, time.time(), "died of SIGKILL"))
+    watch.close()
+    (story,) = read_incidents(tmp_path / "incidents")
+    folder = tmp_path / "incidents" / story["id"]
+    capsys.readouterr()
+    assert main(["diagnose", "--json", str(folder)]) == 1
+    again = json.loads(capsys.readouterr().out)["verdict"]
+    kept = json.loads((folder / "diagnosis.json").read_text())["verdict"]
+    assert story["verdict"]["ranks"] == [2]
+    assert again == kept == story["verdict"]
