@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from allranks.blackbox.files import job_folder
 from allranks.channel.token import write_token
 from allranks.cli import main
 from allranks.cli.lighthouse import _server_token, default_token_file
+from allranks.incidents.job_overview import TOKEN_FILE, write_job
 from allranks.lighthouse.client.client import Client
 from allranks.model.cluster import Member
 
@@ -136,6 +138,31 @@ def test_status_evict_let_in_and_collect(
     assert "neither evicted nor pausing" in capsys.readouterr().err
     assert main(["lighthouse", "collect", lighthouse.address, "r0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["incident"]
+    for words in (["evict"], ["let-in"], ["collect"]):
+        assert main(["lighthouse", *words, lighthouse.address, "nosuch"]) == 2
+        assert capsys.readouterr().err.splitlines() == [
+            "allranks lighthouse: no replica 'nosuch' is known",
+            "Known: r0.",
+        ]
+
+
+def test_a_lighthouse_is_found_by_the_name_of_its_job(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Address and token are in the job's folder; without a name it is the newest job; unknown names are errors."""
+    monkeypatch.setattr("allranks.blackbox.files.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    assert main(["lighthouse", "status"]) == 2
+    assert "no recorded job on this node" in capsys.readouterr().err
+    folder = job_folder("mine")
+    write_token(folder / TOKEN_FILE, "secret-of-the-job")
+    with serving("--bind", "127.0.0.1:0", "--json", "--token-file", str(folder / TOKEN_FILE)) as (line, _):
+        write_job(folder, {"job": "mine", "lighthouse": line["address"]})
+        for name in (["mine"], []):
+            assert main(["lighthouse", "status", *name]) == 0
+            assert "quorum 0" in capsys.readouterr().out
+        assert main(["lighthouse", "status", "other"]) == 2
+        assert "Jobs on this node: mine." in capsys.readouterr().err
 
 
 def test_status_says_with_its_exit_code_that_a_member_is_lost(
@@ -159,7 +186,7 @@ def test_status_says_with_its_exit_code_that_a_member_is_lost(
     ("words", "said"),
     [
         (["lighthouse", "dance"], "unknown action"),
-        (["lighthouse", "status"], "needs the address"),
+        (["lighthouse", "status", "no-such-job"], "no job 'no-such-job' on this node"),
         (["lighthouse", "--bind", "nowhere:x:y:99999"], "--bind"),
         (["lighthouse", "--min-replicas", "0", "--bind", "127.0.0.1:0"], "min_replicas is 0"),
         (["lighthouse", "--bind", "203.0.113.7:1"], "cannot listen on 203.0.113.7:1"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from allranks.model.incident import Failure
-from allranks.supervise.logs import Terminal
+from allranks.supervise.logs import Terminal, _whole_lines
 from allranks.supervise.replicas import Event, ReplicaOptions, Request, Supervisor
 from allranks.supervise.restarts import (
     RestartHistory,
@@ -311,3 +311,12 @@ def test_a_supervisor_that_is_told_to_give_up_stops_all_and_fails(tmp_path: Path
     supervisor.on_event = lambda event: supervisor.give_up("no Manager") if event.replica == 1 else None
     assert supervisor.run() == 1
     assert supervisor.pids() == {}
+
+
+def test_lines_go_to_the_terminal_in_whole_pieces() -> None:
+    """What a pipe takes at once ends with a line; a line that is longer goes alone."""
+    short, long = b"x" * 99 + b"\n", b"y" * 9999 + b"\n"
+    assert _whole_lines(short * 5) == 500
+    assert _whole_lines(short * 100) == 4000
+    assert _whole_lines(long + short) == 10_000
+    assert _whole_lines(long[:-1]) == 9999

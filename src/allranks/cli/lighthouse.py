@@ -27,13 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "examples:\n"
         "  allranks lighthouse --bind 0.0.0.0:29510 --min-replicas 2\n"
         "  allranks lighthouse status 127.0.0.1:29510 --json\n"
+        "  allranks lighthouse collect my-job              (by the name of a job of `allranks run` on this node)\n"
         "  allranks lighthouse evict 127.0.0.1:29510 replica-3 --reason 'bad GPU'\n"
         "  allranks lighthouse let-in 127.0.0.1:29510 replica-3"
     )
     parser.add_argument(
         "action", nargs="?", default="serve", metavar="ACTION", help=f"{', '.join(ACTIONS)} (serve)"
     )
-    parser.add_argument("address", nargs="?", help="HOST:PORT of a running lighthouse (not for serve)")
+    parser.add_argument(
+        "address",
+        nargs="?",
+        help="HOST:PORT of a running lighthouse, or the name of a job on this node (not for serve)",
+    )
     parser.add_argument("replica", nargs="*", help="replica to evict or let in; replicas to collect from")
     parser.add_argument("--json", action="store_true", help="print one JSON line (serve: once it listens)")
     parser.add_argument(
@@ -122,8 +127,7 @@ def main(args: argparse.Namespace) -> int:
         raise InputError(f"unknown action {args.action!r}", hint=f"One of: {', '.join(ACTIONS)}")
     if args.action == "serve":
         return _serve(args)
-    if not args.address:
-        raise InputError(f"{args.action} needs the address of a lighthouse: HOST:PORT")
+    _find_lighthouse(args)
     return _act(args)
 
 
@@ -300,6 +304,7 @@ def _act(args: argparse.Namespace) -> int:
     try:
         if args.action == "status":
             return _show_status(client.status(), args.json)
+        _check_names(args, client.status())
         if args.action == "collect":
             incident = client.collect(args.reason or "asked for on the command line", args.replica)
             print(
@@ -308,8 +313,6 @@ def _act(args: argparse.Namespace) -> int:
                 else f"evidence asked for: incident {incident}"
             )
             return 0
-        if len(args.replica) != 1:
-            raise InputError(f"{args.action} needs one replica")
         name = args.replica[0]
         if args.action == "evict":
             client.evict(name, args.reason or "asked for on the command line")
@@ -320,6 +323,33 @@ def _act(args: argparse.Namespace) -> int:
         return 0
     finally:
         client.close()
+
+
+def _find_lighthouse(args: argparse.Namespace) -> None:
+    """Address and token of a job that runs on this node, where a name (or nothing) is given instead of an address."""
+    host, colon, port = str(args.address or "").rpartition(":")
+    if colon and host and port.isdigit():
+        return
+    from allranks.incidents.job_overview import TOKEN_FILE, find_job, read_job, read_job_token
+
+    folder = find_job(args.address)
+    address = str(read_job(folder).get("lighthouse") or "")
+    if not address:
+        raise InputError(f"job {folder.name} has no lighthouse", hint="Give its address: HOST:PORT.")
+    args.address = address.split(",")[0]
+    if not args.token_file and read_job_token(folder):
+        args.token_file = str(folder / TOKEN_FILE)
+
+
+def _check_names(args: argparse.Namespace, status: dict[str, Any]) -> None:
+    """A replica that nobody knows is a mistake, and not evicted, let in or asked."""
+    rows = [row["replica"] for row in status["replicas"] if row["state"] != "observer"]
+    known = sorted({*rows, *status["lost"], *status["evicted"]})
+    if args.action in ("evict", "let-in") and len(args.replica) != 1:
+        raise InputError(f"{args.action} needs one replica", hint=f"Known: {', '.join(known) or 'none'}.")
+    for name in args.replica:
+        if name not in known:
+            raise InputError(f"no replica {name!r} is known", hint=f"Known: {', '.join(known) or 'none'}.")
 
 
 def _client_token(args: argparse.Namespace) -> str:

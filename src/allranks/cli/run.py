@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import signal
@@ -159,6 +160,8 @@ def main(args: argparse.Namespace) -> int:
         level=logging.DEBUG if args.verbose else logging.INFO, stream=sys.stderr,
         format="[allranks %(asctime)s] %(message)s", datefmt="%H:%M:%S",
     )  # fmt: skip
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # lines of ranks go out whole, whoever else writes there
     settings = _settings(args)
     script = take_defaults(args, settings, script)
     if not script:
@@ -176,7 +179,7 @@ def _run(
     script: list[str],
     stack: ExitStack,
 ) -> int:
-    from allranks.incidents.job_overview import set_aside_earlier, write_job
+    from allranks.incidents.job_overview import TOKEN_FILE, set_aside_earlier, write_job
     from allranks.watch.timed_stacks import start_timed_stacks, stop_timed_stacks
 
     replica_mode = args.replicas is not None
@@ -192,7 +195,7 @@ def _run(
     folder = _folder(job)
     set_aside_earlier(folder)
     _start_fresh(args, folder, replica_mode)
-    write_token(folder / "token", token)
+    write_token(folder / TOKEN_FILE, token)
     lighthouse = _lighthouse(args, settings, token, replica_mode, stack, job)
     keep = args.snapshots if args.snapshots is not None else not replica_mode
     snapshots = _snapshot_keeper(token, torchrun, stack) if keep else ""
@@ -203,7 +206,7 @@ def _run(
         folder,
         {"job": job, "lighthouse": lighthouse, "incidents": str(incidents.absolute()), "pid": os.getpid()},
     )
-    _say(f"job {job}: black boxes in {folder}, logs in {log_dir}")
+    _say(f"job {job}: black boxes in {folder}, logs in {log_dir}, job token in {folder / TOKEN_FILE}")
     collector = start_timed_stacks(settings.get("debug") or {}, folder, log_dir)
     if collector is not None:
         stack.callback(stop_timed_stacks, collector)

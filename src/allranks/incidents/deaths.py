@@ -20,7 +20,6 @@ from allranks.model.cluster import FOLLOW_S, Gathering
 from allranks.model.diagnosis import Finding
 from allranks.model.incident import Action, Failure, Incident, Moment
 from allranks.report import as_json
-from allranks.report.story import headline
 from allranks.watch.exits import Ending
 from allranks.watch.first_death import Death, find_deaths, find_first
 from allranks.watch.memory_kills import MemoryKills
@@ -86,7 +85,7 @@ class DeathIncidents:
             self._known[death.pid] = opened
             self._failed = (failure, opened) if failure is not None else self._failed
             self._echo = opened if death.echo else None
-        log.error("%s: %s", opened.current.id, headline(opened.current))
+        self.teller.say(opened)
         self.teller.publish(opened)
         self.recoveries.add(opened, samples, {death.rank}, reborn=self.options.whole_job)
         if self.options.whole_job and not death.echo:

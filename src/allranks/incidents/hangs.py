@@ -26,7 +26,6 @@ from allranks.incidents.stuck_or_slow import Look, judge
 from allranks.model.cluster import Gathering
 from allranks.model.diagnosis import Finding
 from allranks.model.incident import Action, Incident, Moment
-from allranks.report.story import headline
 from allranks.watch.history import History
 from allranks.watch.samples import RankSample, read_samples
 from allranks.watch.silence import Suspicion
@@ -216,7 +215,7 @@ class HangInvestigator:
         case.looks.append(Look(time.monotonic(), suspicion.quiet_s, found.stacks, moved, calling))
         hung, reason = judge(case.looks, self.options.notice.cap_s)
         case.hung = hung is True
-        log.info("%s: look %d: %s", case.opened.current.id, len(case.looks), reason)
+        log.debug("%s: look %d: %s", case.opened.current.id, len(case.looks), reason)
         return hung, reason
 
     def _answer(self, case: _Inquiry, found: Examination, reason: str, samples: list[RankSample]) -> bool:
@@ -228,7 +227,7 @@ class HangInvestigator:
             case.next_s = time.monotonic() + left_s
             return False
         opened.update(Moment("verdict", time.time(), verdict.sentence))
-        log.error("%s: %s", opened.current.id, headline(opened.current))
+        self.teller.say(opened)
         facts = Case(
             self.options.mode, verdict.cause, verdict.ranks, verdict.confidence, self.options.ranks_per_replica,
             self.options.replicas,
@@ -265,7 +264,7 @@ class HangInvestigator:
         opened.update(
             Moment("action", time.time(), f"{action.kind.replace('_', ' ')}: {result}"), action=carried
         )
-        log.warning("%s: %s: %s", opened.current.id, action.kind, result)
+        log.warning("%s: %s: %s", opened.current.id, action.kind.replace("_", " "), result)
 
     def _close_as_slow(self, reason: str) -> None:
         case, self._standstill = self._standstill, None

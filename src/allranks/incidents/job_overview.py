@@ -21,7 +21,7 @@ from allranks.model.job import JobView, RankRow
 from allranks.model.trace import Flag, RankTrace, State
 from allranks.watch.samples import RankSample, read_sample, read_samples
 
-JOB_FILE = "job.json"
+JOB_FILE, TOKEN_FILE = "job.json", "token"
 
 
 def write_job(folder: Path, facts: dict[str, Any]) -> None:
@@ -50,21 +50,42 @@ def read_job(folder: Path) -> dict[str, Any]:
 
 
 def find_job(name: str | None) -> Path:
-    """The folder of a job: by path, by name, else the newest one of this user on this node."""
+    """The folder of a job: by path, by name or a part of it that only one has, else the newest of this user here."""
     if name and Path(name).is_dir():
         return Path(name)
-    folders = [folder for folder in job_folders() if any(folder.glob("*.box"))]
-    if name:
-        folders = [folder for folder in folders if folder.name == name or name in folder.name]
-    if not folders:
-        what = f"no job {name!r}" if name else "no recorded job"
-        raise InputError(f"{what} on this node", hint=_meant(name))
-    return max(folders, key=lambda folder: max(box.stat().st_mtime for box in folder.glob("*.box")))
+    folders = sorted(job_folders(), key=_last_written, reverse=True)
+    folders = [folder for folder in folders if _last_written(folder)]
+    if not name:
+        if not folders:
+            raise InputError("no recorded job on this node", hint=_meant(name))
+        return folders[0]
+    exact = [folder for folder in folders if name in (folder.name, read_job(folder).get("job"))]
+    part = [folder for folder in folders if name in folder.name]
+    if exact or len(part) == 1:
+        return (exact or part)[0]
+    raise InputError(
+        f"{len(part)} jobs match {name!r}" if part else f"no job {name!r} on this node", hint=_meant(name)
+    )
+
+
+def _last_written(folder: Path) -> float:
+    """When a box of the job, or its own file, was written last; 0.0 for a folder that holds neither."""
+    return max(
+        (path.stat().st_mtime for path in (*folder.glob("*.box"), *folder.glob(JOB_FILE))), default=0.0
+    )
+
+
+def read_job_token(folder: Path) -> str:
+    """The job token, as `allranks run` leaves it for commands of the same user; "" when there is none."""
+    try:
+        return (folder / TOKEN_FILE).read_text().strip()
+    except OSError:
+        return ""
 
 
 def _meant(name: str | None) -> str:
     """What else there is, the nearest names first."""
-    known = [folder.name for folder in job_folders() if any(folder.glob("*.box"))]
+    known = [folder.name for folder in job_folders() if _last_written(folder)]
     near = get_close_matches(name or "", known, 3, 0.5)
     if near:
         return f"Did you mean {' or '.join(near)}?"

@@ -22,7 +22,6 @@ from allranks.model.diagnosis import Finding
 from allranks.model.incident import Action, Moment
 from allranks.model.trace import RankTrace, State
 from allranks.report import as_json
-from allranks.report.story import headline
 from allranks.watch.nodes import Loss
 from allranks.watch.samples import RankSample, read_samples
 
@@ -98,7 +97,7 @@ class NodeLosses:
             verdict=as_json.verdict(told), ranks=ranks, node=loss.node.node, reason=sentence, action=action,
             durations_s={"noticed": 0.0},
         )  # fmt: skip
-        log.error("%s: %s", opened.current.id, headline(opened.current))
+        self.teller.say(opened)
         self.teller.publish(opened)
         self.recoveries.add(opened, samples, set(ranks), reborn=self.options.whole_job)
 

@@ -129,5 +129,5 @@ def decide_action(now_s: float, case: Case, state: PolicyState, options: PolicyO
     if wanted == "evict" and len(guilty) > 1 and len(guilty) * 2 > max(1, len(case.members) or case.replicas):
         return answer("collect", f"{len(guilty)} of {case.replicas} replicas are named: too many to evict")
     if not enabled:
-        return answer("dry_run", f"would {wanted}: {why} (--recovery on does it)")
+        return answer("dry_run", f"would {wanted.replace('_', ' ')}: {why} (--recovery on does it)")
     return answer(wanted, why)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from allranks.incidents.folder import IncidentFolder, write_atomically
@@ -22,7 +22,6 @@ class IncidentPublisher:
     webhooks: tuple[str, ...] = ()
     on_incident: Callable[[Incident], None] = lambda incident: None
     keep: Callable[[Path], None] = lambda folder: None  # a copy elsewhere (incidents/upload.py)
-    _published: set[str] = field(default_factory=set)
 
     def publish(self, opened: IncidentFolder) -> None:
         """To everybody."""
@@ -32,14 +31,16 @@ class IncidentPublisher:
             lambda: send(self.webhooks, opened.current, headline(opened.current)),
             lambda: self.keep(opened.path),
         )
-        if opened.current.id not in self._published:
-            self._published.add(opened.current.id)
-            log.warning("%s: the story is %s", opened.current.id, opened.path / "story.html")
         for tell in tellers:
             try:
                 tell()
             except Exception:
                 log.exception("%s could not be told everywhere", opened.current.id)
+
+    def say(self, opened: IncidentFolder) -> None:
+        """The verdict in the log: one whole line, with the page that has the rest."""
+        story = opened.path.absolute() / "story.html"
+        log.error("%s: %s; story: %s", opened.current.id, headline(opened.current).rstrip("."), story)
 
     def write_page(self, opened: IncidentFolder) -> None:
         """Only the page in the incident's folder."""

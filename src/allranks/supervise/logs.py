@@ -55,8 +55,10 @@ class Terminal:
     def _run(self) -> None:
         while (lines := self._next()) is not None:
             try:
-                while lines:
-                    lines = lines[self._write(lines) :]
+                while (
+                    lines
+                ):  # small writes of whole lines: what others write to the same place cannot tear them
+                    lines = lines[self._write(lines[: _whole_lines(lines)]) :]
             except OSError:
                 return  # nobody reads any more
 
@@ -79,6 +81,13 @@ class Terminal:
             left_out, self._size, self._left_out = self._left_out, 0, 0
         note = f"[allranks] {left_out} lines left out: the terminal does not keep up; the logs have them\n"
         return lines + note.encode() if left_out else lines
+
+
+def _whole_lines(lines: bytes) -> int:
+    """How many bytes to write at once: as many whole lines as a pipe takes in one piece, or one longer line."""
+    if len(lines) <= select.PIPE_BUF:
+        return len(lines)
+    return lines.rfind(b"\n", 0, select.PIPE_BUF) + 1 or lines.find(b"\n") + 1 or len(lines)
 
 
 @dataclass
@@ -123,8 +132,6 @@ class LogPump:
             self.file.close()
 
     def _readable(self) -> bool:
-        import select
-
         return bool(select.select([self.fd], [], [], 0)[0])
 
     def _write(self, lines: list[bytes]) -> None:

@@ -170,9 +170,7 @@ class Supervisor:
         try:
             while not self._over():
                 self._start_due()
-                for key, _ in self._selector.select(self._timeout()):
-                    if self._selector.get_map().get(key.fileobj) == key:  # not ended by one before it
-                        key.data()
+                self._turn()
                 self._serve_requests()
                 self._kill_overdue()
                 self._stop_latecomers()
@@ -192,6 +190,12 @@ class Supervisor:
             for end in self._wake:
                 end.close()
             self._wake = None
+
+    def _turn(self) -> None:
+        """Waits for what happens next, and lets whom it concerns answer."""
+        for key, _ in self._selector.select(self._timeout()):
+            if self._selector.get_map().get(key.fileobj) == key:  # not ended by one before it
+                key.data()
 
     # starting
 
@@ -383,8 +387,7 @@ class Supervisor:
             elif replica.state == "waiting":
                 replica.state = "finished"
         while any(replica.ranks for replica in self._replicas.values()):
-            for key, _ in self._selector.select(self._timeout()):
-                key.data()
+            self._turn()
             self._kill_overdue()
         return 128 + self._signal if self._signal else self._exit_code()
 
