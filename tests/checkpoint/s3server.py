@@ -64,7 +64,7 @@ class S3Server:
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
             [binary, "-logtostderr", "server", f"-dir={self.folder}", "-s3", f"-s3.config={config}", "-ip=127.0.0.1",
-             "-ip.bind=127.0.0.1", "-volume.max=200", "-master.volumeSizeLimitMB=512", "-s3.port.iceberg=0", "-s3.port.lance=0",
+             "-ip.bind=127.0.0.1", "-volume.max=2000", "-master.volumeSizeLimitMB=512", "-s3.port.iceberg=0", "-s3.port.lance=0",
              "-master.telemetry=false", f"-filer.localSocket={self.folder}/filer.sock", *ports],
             stdout=subprocess.DEVNULL, stderr=log, cwd=self.folder,
             start_new_session=True,
