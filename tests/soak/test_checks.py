@@ -1,0 +1,58 @@
+"""The checks of the soak find what they are there for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .checks import JobChecks, ReplicaChecks
+
+
+def commit(step: int, digest: str = "", **row: Any) -> dict[str, Any]:
+    base = {"kind": "commit", "pid": 1, "replica": "a", "step": step, "quorum": 1, "size": 1}
+    return {**base, "hash": digest or f"h{step}", **row}
+
+
+def attempt(step: int, **row: Any) -> dict[str, Any]:
+    return {"kind": "try", "pid": 1, "replica": "a", "step": step, "quorum": 1, "size": 1, "place": 0, **row}
+
+
+GOOD = [attempt(0), commit(1), attempt(1), commit(2)]
+
+
+def test_a_good_run_is_not_blamed() -> None:
+    checks = ReplicaChecks()
+    checks.take(GOOD)
+    checks.finish()
+    assert checks.wrong == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([commit(2, "other", pid=2, replica="b")], "another state"),
+        ([commit(5)], "committed step 5 after step 2"),
+        ([attempt(3), commit(4, pid=2)], "steps were lost"),
+        ([attempt(0, replica="b")], "two quorums of number 1"),
+        ([commit(2, pid=2, quorum=2)], "committed in two ways"),
+        ([attempt(2, size=2), commit(3, size=2)], "samples of places"),
+    ],
+)
+def test_what_must_not_happen_is_named(rows: list[dict[str, Any]], words: str) -> None:
+    checks = ReplicaChecks()
+    checks.take([*GOOD, *rows])
+    checks.finish()
+    assert any(words in sentence for sentence in checks.wrong), checks.wrong
+
+
+def test_a_restored_state_that_never_was_is_named() -> None:
+    checks = JobChecks()
+    rows = [{"kind": "step", "pid": 1, "replica": "0", "step": n, "hash": f"h{n}"} for n in range(1, 60)]
+    checks.take(rows)
+    checks.take([{"kind": "restored", "pid": 2, "replica": "0", "step": 40, "hash": "h40"}])
+    checks.finish()
+    assert checks.wrong == [] and checks.restores == 1
+    checks.take([{"kind": "restored", "pid": 3, "replica": "0", "step": 40, "hash": "flipped"}])
+    checks.take([{"kind": "start", "pid": 4, "replica": "0", "step": 0, "hash": "h0"}])
+    assert len(checks.wrong) == 2
