@@ -18,8 +18,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Real trainings under faults: LENGTH in seconds, SEED repeats a plan.
+LENGTH ?= 3600
 soak: $(STAMP) packages
-	$(BIN)/python -m pytest --soak $(ARGS)
+	$(BIN)/python -m tests.soak.run --length $(LENGTH) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 bench: $(STAMP)
 	for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

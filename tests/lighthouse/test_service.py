@@ -18,6 +18,12 @@ from allranks.lighthouse.sessions import Session
 from allranks.model.cluster import Member, MemberLost, Notice, Quorum, QuorumFormed, QuorumWanted
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for it; the test's own limit ends a wait in vain."""
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
 @dataclass
 class FakePeer:
     """Keeps what it is sent."""
@@ -250,7 +256,7 @@ async def test_many_deaths_in_one_moment_are_told_together() -> None:
     await desk.settle()
     for session, peer in crowd[:20]:
         desk.service.disconnected(session, peer, clean=True)
-    await asyncio.sleep(0.05)
+    await until(lambda: all(len(peer.of(MemberLost)) >= 20 for _, peer in crowd[20:]))
     for _, peer in crowd[20:]:
         lost = [notice.replica for notice in peer.of(MemberLost)]
         assert sorted(lost) == [f"r{i:02d}" for i in range(20)]
@@ -289,7 +295,7 @@ async def test_spares_are_told_and_used_when_a_member_dies() -> None:
     assert not spare.of(Quorum)
     assert not crowd[0][1].of(QuorumWanted)
     desk.service.disconnected(*crowd[1], clean=True)
-    await asyncio.sleep(0.05)
+    await until(lambda: bool(crowd[0][1].of(MemberLost)))
     desk.service.join(crowd[0][0], Member("a", step=1))
     await desk.settle()
     assert spare.of(Quorum)[0].names == ("a", "c")
@@ -333,10 +339,9 @@ async def test_a_member_lost_while_its_quorum_is_being_kept_makes_it_void() -> N
         desk.service.join(session, Member(session.replica))
     await desk.settle()
     desk.service.disconnected(b, b_peer, clean=True)
-    await asyncio.sleep(0.05)
+    await until(lambda: "b" not in desk.service.state.replicas)
     gate.set()
-    while not a_peer.of(Quorum):
-        await asyncio.sleep(0.01)
+    await until(lambda: bool(a_peer.of(Quorum)))
     (quorum,) = a_peer.of(Quorum)
     assert quorum.names == ("a",)
     assert quorum.number == 2

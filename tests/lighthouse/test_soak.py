@@ -1,4 +1,4 @@
-"""Ten thousand replicas held under load with a crowd of strangers: the specification's number, under `make soak`."""
+"""Ten thousand replicas held under load with a crowd of strangers: the specification's number, under `make test ARGS=--soak`."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class World:
         s3 = {"SOAK_S3": json.dumps(self.s3.options())} if self.s3 is not None else {}
         own = {"ALLRANKS_SOAK": self.name, "ALLRANKS_TOKEN": f"token-of-{self.name}"}
         boxes = str(self.folder / "boxes")
-        return {**os.environ, **own, **s3, "ALLRANKS_DIR": boxes, "PYTHONPATH": str(ROOT)}
+        return {**os.environ, **own, **s3, "ALLRANKS_DIR": boxes, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
 
     # ---- look -------------------------------------------------------------------------------------------
 
