@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from allranks.diagnose.align import is_box
 from allranks.diagnose.context import Context, Stacks, latest_stack
+from allranks.diagnose.divergence import Divergence, find_divergence, odd_one
+from allranks.diagnose.explain_divergence import explain_divergence
 from allranks.diagnose.job import GroupView, Lane, Now
 from allranks.diagnose.p2p import P2PWait
 from allranks.diagnose.phrasing import count_ranks, place, ranks_text, seconds, who
@@ -29,12 +31,26 @@ def explain_ranks(context: Context, blocked: Blocked, ranks: tuple[int, ...]) ->
         if crossed is not None:
             return crossed
     else:
+        divergence = _by_steps(context, blocked, ranks)
+        if divergence is not None:
+            return explain_divergence(context, group, divergence, (divergence.rank,), None, blocked)
         shift = find_stack_shift(context.job, group)
         if shift is not None and shift.seq <= blocked.seq:
             return shifted(context, blocked, group, shift)
         if _one_against_all(context, blocked, group, ranks):
             return _lone_waiter(context, blocked, ranks)
     return _never_entered(context, blocked, ranks)
+
+
+def _by_steps(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Divergence | None:
+    """Where the step marks of a rank that lacks and of one that waits part, if they do."""
+    group = context.group(blocked)
+    waiter, rank = min(blocked.rows), ranks[0]
+    if len(ranks) > 1 or rank not in group.lanes or not len(group.lanes[rank].seqs):
+        return None
+    if len(group.lanes) == 2:
+        return odd_one(context.job, group, rank, waiter)
+    return find_divergence(context.job, group, rank, waiter)
 
 
 def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:

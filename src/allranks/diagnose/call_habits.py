@@ -65,6 +65,14 @@ def owes_message(view: RankView, row: int, peer: int, sends: bool) -> bool:
     return bool(earlier) and now < min(earlier)
 
 
+def messages_per_round(view: RankView, row: int, peer: int, sends: bool) -> list[int]:
+    """How many messages to (or from) a partner the rank had posted in each round, the last one up to `row` alone."""
+    begins = _rounds(view, row).tolist()
+    family = int(Family.SEND if sends else Family.RECV)
+    mine = (view.trace.calls["peer"] == peer) & (view.family == family)
+    return [int(mine[begin:end].sum()) for begin, end in zip(begins, [*begins[1:], row], strict=True)]
+
+
 def _rounds(view: RankView, row: int) -> np.ndarray:
     """Where the rank's rounds begin, before a call: the first with the ring, if nothing was lost."""
     messages = (view.trace.calls["flags"][:row] & int(Flag.P2P | Flag.COALESCED_PART)) != 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from allranks.diagnose.absent import explain_ranks, wrong_peer
-from allranks.diagnose.call_habits import breaks_habit, owes_message
+from allranks.diagnose.call_habits import breaks_habit, messages_per_round, owes_message
 from allranks.diagnose.context import Context, p2p_text
 from allranks.diagnose.phrasing import place, ranks_text, who
 from allranks.diagnose.waits import Blocked
@@ -49,6 +49,36 @@ def _went_on(context: Context, call: Blocked, calls: list[Blocked]) -> bool:
     return any(other.p2p is None and other.rows.get(rank) == context.first_open(rank) for other in calls)
 
 
+def _exceeds_round(context: Context, call: Blocked) -> bool:
+    """Whether the waiter posts more messages with this partner than in any earlier round, while the partner posted as
+    many as always."""
+    wait = call.p2p
+    if wait is None or wait.peer not in context.job.ranks:
+        return False
+    mine = messages_per_round(context.job.ranks[wait.rank], wait.row, wait.peer, wait.sends)
+    end = context.first_open(wait.peer)
+    theirs = messages_per_round(context.job.ranks[wait.peer], end, wait.rank, not wait.sends) if end > 0 else []
+    usual = len(mine) > 1 and len(theirs) > 1 and theirs[-1] in theirs[:-1]
+    return usual and mine[-1] >= max(mine[:-1])
+
+
+def _one_too_many(context: Context, call: Blocked) -> Finding:
+    wait = call.p2p
+    assert wait is not None
+    verb = "receives from" if not wait.sends else "sends to"
+    finding = explain_ranks(context, call, (wait.peer,))
+    at = place(context.job.frames(wait.rank, wait.row))
+    sentence = (
+        f"{who(context.job, (wait.rank,))} {verb} rank {wait.peer} once more than in every round before"
+        f"{f' ({at})' if at else ''}; rank {wait.peer} posted as many messages for it as always and went on"
+    )
+    return replace(
+        finding, cause="p2p_mismatch", ranks=(wait.rank,), sentence=sentence, confidence=0.8, where=at, missing_evidence=(),
+        waiting=tuple(sorted((set(finding.waiting) | {wait.peer}) - {wait.rank})),
+        advice=(f"look at the loop around {at or 'this call'}: both ends must make the same number of calls",),
+    )  # fmt: skip
+
+
 def crossed(context: Context, ranks: tuple[int, ...], p2p: list[Blocked], calls: list[Blocked]) -> Finding:
     """A circle with a send or receive in it: crossed, to the wrong rank, or without partner."""
     for call in p2p:
@@ -56,6 +86,8 @@ def crossed(context: Context, ranks: tuple[int, ...], p2p: list[Blocked], calls:
         if wrong is not None:
             return wrong
     p2p = [call for call in p2p if call.missing] or p2p
+    if len(p2p) == 1 and _exceeds_round(context, p2p[0]):
+        return _one_too_many(context, p2p[0])
     if len(p2p) == 1 and _went_on(context, p2p[0], calls):
         finding = explain_ranks(context, p2p[0], p2p[0].missing)
         return replace(finding, cause="p2p_mismatch", confidence=0.7)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from allranks.diagnose.call_habits import breaks_habit
+from allranks.diagnose.divergence import Divergence, find_divergence, odd_one
 from allranks.diagnose.job import GroupView, Job
 from allranks.diagnose.match import Mismatch, majority
 from allranks.diagnose.shift import Shift, by_habit, find_shift
@@ -22,6 +24,7 @@ class Culprit:
     confidence: float
     reason: str
     shift: Shift | None = None
+    divergence: Divergence | None = None
 
 
 def judge(job: Job, mismatch: Mismatch) -> Culprit:
@@ -29,6 +32,10 @@ def judge(job: Job, mismatch: Mismatch) -> Culprit:
     group = job.groups[mismatch.group]
     exchange = mismatch.exchange
     odd = majority(mismatch) if exchange is None else exchange.suspects if exchange.confidence > 0.5 else None
+    divergence = _divergence(job, group, mismatch, odd) if not mismatch.part and exchange is None else None
+    if divergence is not None:
+        ranks = _diverged(job, group, mismatch, divergence, odd)
+        return Culprit(ranks, divergence.confidence, divergence.reason, None, divergence)
     # Inside a batch the numbers of the group say nothing about a call too many or too few.
     shift = None if mismatch.part else _shift(job, group, mismatch, odd)
     if shift is not None and (odd is None or shift.rank in odd):
@@ -49,12 +56,36 @@ def judge(job: Job, mismatch: Mismatch) -> Culprit:
         return Culprit(
             odd, 0.95 if total - len(odd) > 2 else 0.9, f"{total - len(odd)} of {total} ranks agree"
         )
-    for rule in (_own_history, _other_groups, _aborted):
+    for rule in (_own_history, _left_round, _other_groups, _aborted):
         guilt = rule(job, group, mismatch)
         if guilt is not None:
             return guilt
     everyone = tuple(sorted(rank for _, ranks in mismatch.classes for rank in ranks))
     return Culprit(everyone, 0.5, "there is no majority and no history to tell who is the odd one")
+
+
+def _divergence(
+    job: Job, group: GroupView, mismatch: Mismatch, odd: tuple[int, ...] | None
+) -> Divergence | None:
+    """Where the odd rank left the program of the majority; of two that differ, where the one that left its own round did."""
+    if odd is not None:
+        return find_divergence(job, group, odd[0], mismatch.classes[0][1][0], mismatch.seq)
+    if len(mismatch.classes) != 2:
+        return None
+    return odd_one(job, group, mismatch.classes[0][1][0], mismatch.classes[1][1][0], mismatch.seq)
+
+
+def _diverged(
+    job: Job, group: GroupView, mismatch: Mismatch, divergence: Divergence, odd: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    """All ranks that left the program there and in the same way."""
+    candidates = odd or next(ranks for _, ranks in mismatch.classes if divergence.rank in ranks)
+    same = [divergence.rank]
+    for rank in candidates[:ASKED_RANKS]:
+        found = find_divergence(job, group, rank, divergence.reference, mismatch.seq)
+        if rank != divergence.rank and found is not None and found.kind == divergence.kind:
+            same.append(rank)
+    return tuple(sorted(same))
 
 
 def _shift(job: Job, group: GroupView, mismatch: Mismatch, odd: tuple[int, ...] | None) -> Shift | None:
@@ -102,6 +133,18 @@ def _own_history(job: Job, group: GroupView, mismatch: Mismatch) -> Culprit | No
     if len(changed) == 1 and steady:
         return Culprit(changed[0], 0.85, "at the same line it did what the others did until then")
     return None
+
+
+def _left_round(job: Job, group: GroupView, mismatch: Mismatch) -> Culprit | None:
+    """A rank that, at this point of its earlier rounds, always made another call, perhaps in another group."""
+    odd = []
+    for _, ranks in mismatch.classes:
+        rank = ranks[0]
+        if breaks_habit(job.ranks[rank], group.lanes[rank].row(mismatch.seq)):
+            odd.append(ranks)
+    if len(odd) != 1:
+        return None
+    return Culprit(odd[0], 0.85, "in all its rounds before it made another call at this point, the others did not")
 
 
 def _changed(job: Job, group: GroupView, rank: int, seq: int) -> bool | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from allranks.diagnose.context import Context
 from allranks.diagnose.culprit import Culprit, judge
 from allranks.diagnose.exchange import Exchange
+from allranks.diagnose.explain_divergence import explain_divergence
 from allranks.diagnose.job import GroupView
 from allranks.diagnose.match import Mismatch
 from allranks.diagnose.p2p import P2PMismatch
@@ -24,6 +25,8 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
     """The finding of the first collective of a group that does not fit."""
     group = context.job.groups[mismatch.group]
     guilt = judge(context.job, mismatch)
+    if guilt.divergence is not None:
+        return explain_divergence(context, group, guilt.divergence, guilt.ranks, mismatch)
     rows = dict(mismatch.rows) or {
         rank: group.lanes[rank].row(mismatch.seq) for _, ranks in mismatch.classes for rank in ranks
     }

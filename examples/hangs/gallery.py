@@ -1,0 +1,187 @@
+"""Runs the scripts of this folder as real jobs, and writes a page with the verdict on each: `make gallery`.
+
+    python examples/hangs/gallery.py [--output FOLDER] [NAME ...]
+
+All ranks are forked from this process, which has imported torch once: a job takes a second or two. The truth is the table
+in README.md. The tests use `truth`, `run_hang` and `is_right`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import os
+import re
+import runpy
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from allranks.diagnose import DiagnoseOptions, diagnose
+from allranks.drill.ranks import Ranks
+from allranks.load import LoadOptions, load_paths
+from allranks.model.diagnosis import Diagnosis, RankNow
+from allranks.model.trace import RankTrace
+
+HERE = Path(__file__).resolve().parent
+#: Nothing has moved for so long while every rank sleeps, or while one computes: the job hangs, or has ended.
+ASLEEP_S, BUSY_S = 0.6, 3.0
+#: Frames of a call's stack: torch's sharding puts twenty of its own between a call and the user's line.
+STACK_DEPTH = 40
+
+
+@dataclass(frozen=True)
+class Truth:
+    """One row of the table. A healthy job has no causes and no ranks."""
+
+    name: str
+    text: str
+    processes: int
+    causes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    lines: tuple[int, ...]  # those marked in the script
+
+    @property
+    def script(self) -> Path:
+        return HERE / f"{self.name}.py"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one job: its traces, what was seen of its ranks, and the verdict."""
+
+    truth: Truth
+    traces: tuple[RankTrace, ...]
+    diagnosis: Diagnosis
+    now_ns: int
+    seen: tuple[RankNow, ...] = ()
+
+
+def truth() -> dict[str, Truth]:
+    """The table of README.md, by name."""
+    found = {}
+    for row in re.findall(r"^\| \[(\w+)\].*$", (HERE / "README.md").read_text(), re.M):
+        line = re.search(rf"^\| \[{row}\].*$", (HERE / "README.md").read_text(), re.M)
+        assert line is not None
+        _, _, text, processes, causes, ranks, _ = (cell.strip() for cell in line[0].split("|"))
+        code = (HERE / f"{row}.py").read_text().splitlines()
+        found[row] = Truth(
+            row, text, int(processes), tuple(causes.split(" or ")) if causes != "–" else (),
+            tuple(map(int, ranks.split(","))) if ranks != "–" else (),
+            tuple(number for number, line in enumerate(code, 1) if "# <- here" in line),
+        )  # fmt: skip
+    return found
+
+
+def _rank(rank: int, world: int, script: str) -> None:
+    """A rank: records, runs the script, and ends as a process of its own would."""
+    import allranks
+
+    os.environ["TORCH_SHOW_CPP_STACKTRACES"] = "0"
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    recorder = allranks.record()
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit:
+        pass
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # the recorder's, which notes how the rank ended
+        os._exit(1)
+    recorder.close("exit")
+
+
+@contextmanager
+def hanging(case: Truth, folder: Path, limit_s: float = 60.0) -> Iterator[Ranks]:
+    """The ranks of a job, once nothing moves any more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    env = {"ALLRANKS_DIR": str(folder), "ALLRANKS_STACK_DEPTH": str(STACK_DEPTH)}
+    ranks = Ranks(_rank, case.processes, args=(str(case.script),), backend=None, env=env)
+    with ranks:
+        deadline, last, moved, busy = time.monotonic() + limit_s, None, 0.0, 0.0
+        while time.monotonic() < deadline:
+            now = _position(folder, case.processes)
+            states = [_state(pid) for pid in ranks.pids.values()]
+            if now != last:
+                last, moved = now, time.monotonic()
+            busy = time.monotonic() if "R" in states else busy
+            quiet = time.monotonic() - max(moved, busy)
+            if now is not None and (set(states) <= {"Z"} or quiet > ASLEEP_S or time.monotonic() - moved > BUSY_S):
+                break
+            time.sleep(0.05)
+        yield ranks
+
+
+def _position(folder: Path, processes: int) -> tuple[object, ...] | None:
+    """How far every rank has come; None until all have begun."""
+    loaded = load_paths([str(folder)], LoadOptions(allow_nothing=True))
+    if len(loaded.traces) < processes:
+        return None
+    return tuple((len(t.calls), t.calls["state"].sum(), t.progress) for t in loaded.traces)
+
+
+def run_hang(case: Truth, folder: Path) -> Outcome:
+    """Runs one script until it hangs, and judges it from its black boxes."""
+    with hanging(case, folder) as ranks:
+        deadline = time.monotonic() + 10.0
+        while True:
+            gone = [RankNow(rank, "gone", "", f"its process {pid} is gone") for rank, pid in ranks.pids.items() if _state(pid) == "Z"]
+            over = len(gone) == case.processes
+            loaded, now_ns = load_paths([str(folder)]), 0 if over else time.time_ns()
+            seen = [] if over else gone
+            options = DiagnoseOptions(now_ns=now_ns, ended=over)
+            result = diagnose(loaded.traces, loaded.files, stacks=seen, options=options)
+            if result.status == "fault" or over or time.monotonic() > deadline:
+                return Outcome(case, tuple(loaded.traces), result, now_ns, tuple(seen))
+            time.sleep(0.1)
+
+
+def _state(pid: int) -> str:
+    """The state of a process as the kernel names it: R running, S asleep, T stopped, Z ended."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0]  # it is ours, and not reaped yet
+
+
+def is_right(outcome: Outcome) -> tuple[bool, bool, bool]:
+    """Whether rank, cause and line of the verdict are those of the table."""
+    case, verdict = outcome.truth, outcome.diagnosis.verdict
+    if not case.ranks:
+        return (outcome.diagnosis.status == "ok",) * 3
+    if verdict is None:
+        return False, False, False
+    named = re.match(rf"{case.name}\.py:(\d+)", verdict.where)
+    return verdict.ranks == case.ranks, verdict.cause in case.causes, bool(named) and int(named[1]) in case.lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="scripts to run (default: all)")
+    parser.add_argument("--output", type=Path, default=Path("gallery"), metavar="FOLDER", help="default: gallery")
+    args = parser.parse_args()
+    from allranks.report import html as page
+
+    table = truth()
+    args.output.mkdir(parents=True, exist_ok=True)
+    entries, wrong = [], 0
+    for name in args.names or table:
+        with tempfile.TemporaryDirectory(prefix="allranks-gallery-") as folder:
+            outcome = run_hang(table[name], Path(folder))
+        right, verdict = is_right(outcome), outcome.diagnosis.verdict
+        wrong += not all(right)
+        (args.output / f"{name}.html").write_text("".join(page.render(outcome.diagnosis, list(outcome.traces))))
+        sentence = verdict.sentence if verdict else "nothing wrong"
+        missed = [word for word, held in zip(("rank", "cause", "line"), right, strict=True) if not held]
+        print(f"{name}: {sentence}" + (f"  [differs from the table: {', '.join(missed)}]" if missed else ""), flush=True)
+        entries.append(f'<tr><td><a href="{name}.html">{name}</a><td>{html.escape(table[name].text)}<td>{html.escape(sentence)}')
+    title = "<!doctype html><meta charset=utf-8><title>Gallery of hangs</title><h1>Gallery of hangs</h1>"
+    (args.output / "index.html").write_text(title + "<table>" + "\n".join(entries) + "</table>\n")
+    print(f"{len(entries)} jobs, {wrong} verdicts that differ from the table; pages in {args.output}/index.html")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

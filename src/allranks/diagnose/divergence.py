@@ -1,0 +1,247 @@
+"""Where one rank's program leaves the others': the first call that differs, and whether it was skipped, added or swapped.
+
+Sequence numbers count calls, not what a program meant: a rank that skips an all_reduce meets the others' with its next one,
+and the numbers disagree much later. So calls are compared by what they are (operation, sizes, line), by the training step
+they were made in, and by what has always come next at this point. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from allranks.diagnose.job import GroupView, Job, Lane
+from allranks.diagnose.shift import keys
+
+#: At most so many calls are skipped, added or swapped in a row.
+MAX_CALLS = 4
+#: So many calls before a point tell which point of the program it is.
+CONTEXT = 12
+
+Kind = Literal["skipped", "extra", "swapped"]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """`rank` left the program of `reference` at call `seq` of the group."""
+
+    rank: int
+    reference: int
+    seq: int
+    kind: Kind
+    count: int  # calls skipped, added, or between the two that are swapped
+    confidence: float
+    reason: str  # what shows it, as a sentence
+    either: bool = False  # an added call and an early end of a loop look the same here
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The calls of two ranks in one group from the first number that both know."""
+
+    rank: int
+    reference: int
+    low: int  # sequence number of index 0
+    mine: np.ndarray
+    theirs: np.ndarray
+    my_steps: np.ndarray
+    their_steps: np.ndarray
+    one_line: np.ndarray  # per number that both know: whether they called from the same line
+
+    @staticmethod
+    def of(job: Job, group: GroupView, rank: int, reference: int) -> Pair | None:
+        """None when a number is missing in between or the two know no common call."""
+        lanes = group.lanes[rank], group.lanes[reference]
+        low = max(lane.first for lane in lanes)
+        parts = [_from(job, lane, low) for lane in lanes]
+        if any(part is None for part in parts):
+            return None
+        (mine, my_steps, my_lines), (theirs, their_steps, their_lines) = (p for p in parts if p is not None)
+        one_line = ~_differences(my_lines, their_lines)
+        return Pair(rank, reference, low, mine, theirs, my_steps, their_steps, one_line)
+
+
+def _from(job: Job, lane: Lane, low: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """(what the calls are, their steps, their lines) of a lane from a number on; None when one is missing."""
+    start = int(np.searchsorted(lane.seqs, low))
+    rows = lane.rows[start:]
+    if not len(rows) or int(lane.seqs[-1]) - low != len(rows) - 1:
+        return None
+    view = job.ranks[lane.rank]
+    return keys(job, lane)[start:], view.trace.calls["step"][rows].astype(np.int64), view.stack[rows]
+
+
+def find_divergence(
+    job: Job, group: GroupView, rank: int, reference: int, seq: int | None = None, outvoted: bool = True
+) -> Divergence | None:
+    """Where `rank` left the program of `reference`. `seq`: the call whose mismatch is to be explained, if there is one.
+    `outvoted`: most ranks do as the reference does."""
+    pair = Pair.of(job, group, rank, reference)
+    if pair is None:
+        return None
+    found = by_steps(pair)
+    if found is not None or seq is None:
+        return found
+    at = seq - pair.low
+    if not 0 <= at < min(len(pair.mine), len(pair.theirs)) or pair.mine[at] == pair.theirs[at]:
+        return None
+    return _swapped(pair, at) or _moved(pair, at) or by_habit(pair, at, outvoted)
+
+
+def odd_one(job: Job, group: GroupView, one: int, two: int, seq: int | None = None) -> Divergence | None:
+    """Of two ranks that differ, where the one that left its own round left it; None when nothing tells which."""
+    pairs = [pair for a, b in ((one, two), (two, one)) if (pair := Pair.of(job, group, a, b)) is not None]
+    if len(pairs) < 2:
+        return None
+    found = [by_steps(pair) for pair in pairs]
+    if found[0] is not None:
+        odd = unusual_in_step(pairs[0], found[0].seq)
+        return next((d for d in found if d is not None and d.rank == odd), None)
+    found = [find_divergence(job, group, pair.rank, pair.reference, seq, False) for pair in pairs] if seq is not None else []
+    told = [d for d in found if d is not None]
+    if len(told) == 2 and told[0].seq == told[1].seq:
+        at = told[0].seq - pairs[0].low
+        told = [d for pair in pairs if (d := by_habit(pair, at)) is not None and not d.either]
+    return told[0] if len(told) == 1 and not told[0].either else None
+
+
+def by_steps(pair: Pair) -> Divergence | None:
+    """From some call on the two are in different training steps, and never again in the same."""
+    length = min(len(pair.mine), len(pair.theirs))
+    ahead = pair.my_steps[:length] - pair.their_steps[:length]
+    apart = np.flatnonzero((ahead != 0) | _differences(pair.mine, pair.theirs))
+    if not len(apart) or pair.my_steps[:length].min() < 0 or pair.their_steps[:length].min() < 0:
+        return None
+    at = length - len(apart)
+    if at == 0 or apart[0] != at or ahead[at] == 0 or (ahead[at:] * ahead[at] < 0).any():
+        return None
+    skips = bool(ahead[at] > 0)
+    step = int(pair.their_steps[at] if skips else pair.my_steps[at])
+    made = int((pair.my_steps == step).sum()), int((pair.their_steps == step).sum())
+    count = max(1, min(MAX_CALLS, abs(made[1] - made[0])))
+    word = "skipped" if skips else "extra"
+    reason = (
+        f"step marks: rank {pair.rank} entered #{pair.low + at} in step {int(pair.my_steps[at])}, rank {pair.reference} in step "
+        f"{int(pair.their_steps[at])}; in step {step} rank {pair.rank} made {made[0]} calls of the group, rank {pair.reference} {made[1]}"
+    )
+    return Divergence(pair.rank, pair.reference, pair.low + at, word, count, 0.93, reason)
+
+
+def unusual_in_step(pair: Pair, seq: int) -> int | None:
+    """Which of the two made, in the step of the divergence, another number of calls than in its steps before."""
+    step = min(int(pair.my_steps[seq - pair.low]), int(pair.their_steps[seq - pair.low]))
+    odd = []
+    for rank, steps in ((pair.rank, pair.my_steps), (pair.reference, pair.their_steps)):
+        before = steps[(steps < step) & (steps > steps[0])]
+        counts = np.unique(before, return_counts=True)[1]
+        if not len(counts):
+            return None
+        if not bool((counts == int((steps == step).sum())).any()):
+            odd.append(rank)
+    return odd[0] if len(odd) == 1 else None
+
+
+def _swapped(pair: Pair, at: int) -> Divergence | None:
+    """Both made both calls, in different order."""
+    mine, theirs = pair.mine[at : at + MAX_CALLS + 1], pair.theirs[at : at + MAX_CALLS + 1]
+    later, earlier = np.flatnonzero(mine[1:] == theirs[0]), np.flatnonzero(theirs[1:] == mine[0])
+    if not len(later) or not len(earlier):
+        return None
+    # In a round of two calls a shift by one looks the same, but then the calls behind it fit as well.
+    ahead = min(len(pair.mine), len(pair.theirs)) - at
+    if ahead > 3 and bool((pair.mine[at + 1 : at + ahead] == pair.theirs[at : at + ahead - 1]).all()):
+        return None
+    reason = f"rank {pair.rank} made the calls #{pair.low + at} and #{pair.low + at + int(later[0]) + 1} in the other order"
+    return Divergence(
+        pair.rank, pair.reference, pair.low + at, "swapped", int(later[0]) + 1, 0.9, reason
+    )
+
+
+def _moved(pair: Pair, at: int) -> Divergence | None:
+    """The two fit again when one is moved from some call before `at` on; in place they have differed since."""
+    best: tuple[int, int, Divergence] | None = None
+    differs = _differences(pair.mine, pair.theirs)
+    for count in range(1, MAX_CALLS + 1):
+        for kind, mine, theirs in (
+            ("skipped", pair.mine, pair.theirs[count:]),
+            ("extra", pair.mine[count:], pair.theirs),
+        ):
+            moved = _differences(mine, theirs)
+            length = min(len(differs), len(moved), at + 1)
+            if length < 2:
+                continue
+            # Differences in place before d, and moved behind it, for every d; the last of equal ones is the certain one.
+            total = np.append(0, np.cumsum(differs[:length])) + np.append(np.cumsum(moved[::-1])[::-1], 0)[: length + 1]
+            d = int(length - np.argmin(total[::-1]))
+            agreeing = len(moved) - d
+            gain = int(differs[: at + 1].sum()) - int(total[d])
+            if d > at or d == 0 or agreeing < 2 or gain < 2 or not differs[d]:
+                continue
+            reason = f"moved by {count}, its next {agreeing} calls are at the same lines as those of rank {pair.reference}"
+            found = Divergence(
+                pair.rank, pair.reference, pair.low + d, "skipped" if kind == "skipped" else "extra", count,
+                min(0.95, 0.8 + 0.03 * agreeing), reason,
+            )  # fmt: skip
+            if best is None or (gain, -count) > best[:2]:
+                best = (gain, -count, found)
+    return best[2] if best is not None else None
+
+
+def _differences(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    length = min(len(mine), len(theirs))
+    differences: np.ndarray = mine[:length] != theirs[:length]
+    return differences
+
+
+def usual_next(calls: np.ndarray, at: int) -> np.ndarray:
+    """Indices of what followed, in earlier rounds, the calls before `at`: the longest run that occurred before."""
+    found = np.arange(1, at)
+    for back in range(1, min(CONTEXT, at) + 1):
+        alike = found[(found >= back)]
+        alike = alike[calls[alike - back] == calls[at - back]]
+        if not len(alike):
+            break
+        found = alike
+    else:
+        return found if at else np.zeros(0, np.int64)
+    return found if back > 1 else np.zeros(0, np.int64)
+
+
+def _in_usual_step(pair: Pair, at: int, starts: np.ndarray, ends: np.ndarray) -> bool:
+    """Whether the rank's step marks went on from its last call as they did when the calls in between were made."""
+    steps = pair.their_steps
+    usual = steps[ends] - steps[starts - 1]
+    return bool((usual == pair.my_steps[at] - pair.my_steps[at - 1]).any())
+
+
+def by_habit(pair: Pair, at: int, outvoted: bool = False) -> Divergence | None:
+    """What has always come next at this point tells who left the round, and how."""
+    mine, theirs = pair.mine, pair.theirs
+    known = theirs[:at]
+    usual = usual_next(theirs, at)
+    if not len(usual):
+        return None
+    expected = known[usual]
+    seq, me, them = pair.low + at, mine[at], theirs[at]
+    if bool((expected == me).all()) and not bool((known == them).any()):
+        reason = f"rank {pair.rank} went on as in all rounds before, rank {pair.reference} did not"
+        return Divergence(pair.rank, pair.reference, seq, "extra", 1, 0.75, reason, True)
+    always = bool((expected == them).all())
+    if not always and not (outvoted and bool((expected == them).any())):
+        return None
+    for count in range(1, MAX_CALLS + 1):
+        starts = usual[usual + count < at]
+        ends, between = starts + count, theirs[usual[0] : usual[0] + count]
+        alike = len(ends) > 0 and bool((known[ends] == me).all()) and not bool((between == me).any())
+        if alike and _in_usual_step(pair, at, starts, ends):
+            reason = f"in all rounds before, rank {pair.rank} made the call too, and then the one it is in now"
+            sure = 0.7 if not always else 0.9 if len(ends) > 1 else 0.85
+            return Divergence(pair.rank, pair.reference, seq, "skipped", count, sure, reason)
+    new = not bool((known == me).any())
+    if new and pair.one_line[at]:
+        return None  # the right call with the wrong arguments
+    often = "in all rounds before" if always else "in rounds before"
+    reason = f"{often}, rank {pair.rank} made here the call that the others make"
+    return Divergence(pair.rank, pair.reference, seq, "extra", 1, 0.85 if always else 0.7, reason, new)
