@@ -59,7 +59,7 @@ def _exceeds_round(context: Context, call: Blocked) -> bool:
     end = context.first_open(wait.peer)
     theirs = messages_per_round(context.job.ranks[wait.peer], end, wait.rank, not wait.sends) if end > 0 else []
     usual = len(mine) > 1 and len(theirs) > 1 and theirs[-1] in theirs[:-1]
-    return usual and mine[-1] >= max(mine[:-1])
+    return usual and mine[-1] >= max(mine[:-1]) > 0
 
 
 def _one_too_many(context: Context, call: Blocked) -> Finding:

@@ -33,7 +33,7 @@ def judge(job: Job, mismatch: Mismatch) -> Culprit:
     exchange = mismatch.exchange
     odd = majority(mismatch) if exchange is None else exchange.suspects if exchange.confidence > 0.5 else None
     divergence = _divergence(job, group, mismatch, odd) if not mismatch.part and exchange is None else None
-    if divergence is not None:
+    if divergence is not None and not (divergence.either and mismatch.cause == "type_mismatch"):
         ranks = _diverged(job, group, mismatch, divergence, odd)
         return Culprit(ranks, divergence.confidence, divergence.reason, None, divergence)
     # Inside a batch the numbers of the group say nothing about a call too many or too few.
@@ -53,9 +53,10 @@ def judge(job: Job, mismatch: Mismatch) -> Culprit:
         )
     if odd is not None:
         total = sum(len(ranks) for _, ranks in mismatch.classes)
-        return Culprit(
-            odd, 0.95 if total - len(odd) > 2 else 0.9, f"{total - len(odd)} of {total} ranks agree"
-        )
+        reason = f"{total - len(odd)} of {total} ranks agree"
+        if divergence is not None:
+            reason += f"; {divergence.reason}: a call of one side only, or the end of a loop that came too early or too late"
+        return Culprit(odd, 0.95 if total - len(odd) > 2 else 0.9, reason)
     for rule in (_own_history, _left_round, _other_groups, _aborted):
         guilt = rule(job, group, mismatch)
         if guilt is not None:

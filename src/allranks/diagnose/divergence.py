@@ -87,7 +87,7 @@ def find_divergence(
     at = seq - pair.low
     if not 0 <= at < min(len(pair.mine), len(pair.theirs)) or pair.mine[at] == pair.theirs[at]:
         return None
-    return _swapped(pair, at) or _moved(pair, at) or by_habit(pair, at, outvoted)
+    return _moved(pair, at) or _swapped(pair, at) or by_habit(pair, _apart_since(pair, at), outvoted)
 
 
 def odd_one(job: Job, group: GroupView, one: int, two: int, seq: int | None = None) -> Divergence | None:
@@ -143,20 +143,25 @@ def unusual_in_step(pair: Pair, seq: int) -> int | None:
     return odd[0] if len(odd) == 1 else None
 
 
+def _apart_since(pair: Pair, at: int) -> int:
+    """Where the calls began to differ on the way to `at`: they may have fitted by chance since."""
+    same = np.flatnonzero(pair.mine[:at] == pair.theirs[:at])
+    return int(same[-1]) + 1 if len(same) else 0
+
+
 def _swapped(pair: Pair, at: int) -> Divergence | None:
-    """Both made both calls, in different order."""
+    """Both made both calls, in different order, and what lies behind fits where it is."""
     mine, theirs = pair.mine[at : at + MAX_CALLS + 1], pair.theirs[at : at + MAX_CALLS + 1]
-    later, earlier = np.flatnonzero(mine[1:] == theirs[0]), np.flatnonzero(theirs[1:] == mine[0])
+    later, earlier = np.flatnonzero(mine == theirs[0]), np.flatnonzero(theirs == mine[0])
     if not len(later) or not len(earlier):
         return None
-    # In a round of two calls a shift by one looks the same, but then the calls behind it fit as well.
-    ahead = min(len(pair.mine), len(pair.theirs)) - at
-    if ahead > 3 and bool((pair.mine[at + 1 : at + ahead] == pair.theirs[at : at + ahead - 1]).all()):
+    length = max(int(later[0]), int(earlier[0])) + 1
+    same = sorted(mine[:length].tolist()) == sorted(theirs[:length].tolist())
+    if not same or _differences(pair.mine[at + length :], pair.theirs[at + length :]).any():
         return None
-    reason = f"rank {pair.rank} made the calls #{pair.low + at} and #{pair.low + at + int(later[0]) + 1} in the other order"
-    return Divergence(
-        pair.rank, pair.reference, pair.low + at, "swapped", int(later[0]) + 1, 0.9, reason
-    )
+    last = pair.low + at + int(later[0])
+    reason = f"rank {pair.rank} made the calls #{pair.low + at} and #{last} in the other order than rank {pair.reference}"
+    return Divergence(pair.rank, pair.reference, pair.low + at, "swapped", int(later[0]), 0.9, reason)
 
 
 def _moved(pair: Pair, at: int) -> Divergence | None:
@@ -169,14 +174,14 @@ def _moved(pair: Pair, at: int) -> Divergence | None:
             ("extra", pair.mine[count:], pair.theirs),
         ):
             moved = _differences(mine, theirs)
-            length = min(len(differs), len(moved), at + 1)
+            length = min(len(differs), len(moved))
             if length < 2:
                 continue
             # Differences in place before d, and moved behind it, for every d; the last of equal ones is the certain one.
             total = np.append(0, np.cumsum(differs[:length])) + np.append(np.cumsum(moved[::-1])[::-1], 0)[: length + 1]
             d = int(length - np.argmin(total[::-1]))
             agreeing = len(moved) - d
-            gain = int(differs[: at + 1].sum()) - int(total[d])
+            gain = int(differs.sum()) - int(total[d])
             if d > at or d == 0 or agreeing < 2 or gain < 2 or not differs[d]:
                 continue
             reason = f"moved by {count}, its next {agreeing} calls are at the same lines as those of rank {pair.reference}"
@@ -225,6 +230,8 @@ def by_habit(pair: Pair, at: int, outvoted: bool = False) -> Divergence | None:
         return None
     expected = known[usual]
     seq, me, them = pair.low + at, mine[at], theirs[at]
+    if pair.one_line[at] and not bool((known == me).any() and (known == them).any()):
+        return None  # the right call with the wrong arguments
     if bool((expected == me).all()) and not bool((known == them).any()):
         reason = f"rank {pair.rank} went on as in all rounds before, rank {pair.reference} did not"
         return Divergence(pair.rank, pair.reference, seq, "extra", 1, 0.75, reason, True)
@@ -235,13 +242,14 @@ def by_habit(pair: Pair, at: int, outvoted: bool = False) -> Divergence | None:
         starts = usual[usual + count < at]
         ends, between = starts + count, theirs[usual[0] : usual[0] + count]
         alike = len(ends) > 0 and bool((known[ends] == me).all()) and not bool((between == me).any())
-        if alike and _in_usual_step(pair, at, starts, ends):
+        # Several calls left out before a rare one: rather was the rare one added.
+        likely = count == 1 or int((known == me).sum()) > int((known == them).sum())
+        if alike and likely and _in_usual_step(pair, at, starts, ends):
             reason = f"in all rounds before, rank {pair.rank} made the call too, and then the one it is in now"
             sure = 0.7 if not always else 0.9 if len(ends) > 1 else 0.85
             return Divergence(pair.rank, pair.reference, seq, "skipped", count, sure, reason)
-    new = not bool((known == me).any())
-    if new and pair.one_line[at]:
-        return None  # the right call with the wrong arguments
+    inserted = at + 1 < len(mine) and bool(mine[at + 1] == them)
+    either = not inserted and not bool((known == me).any())
     often = "in all rounds before" if always else "in rounds before"
     reason = f"{often}, rank {pair.rank} made here the call that the others make"
-    return Divergence(pair.rank, pair.reference, seq, "extra", 1, 0.85 if always else 0.7, reason, new)
+    return Divergence(pair.rank, pair.reference, seq, "extra", 1, 0.85 if always else 0.7, reason, either)
