@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEBIAN := etcd-server etcd-client chromium fonts-dejavu-core slurmctld slurmd slurm-client munge gdb iproute2 nftables iptables strace
 
-.PHONY: demo test lint soak bench packages clean
+.PHONY: demo test lint soak bench gallery packages clean
 
 demo: $(STAMP)
 	$(BIN)/allranks demo
@@ -25,6 +25,10 @@ soak: $(STAMP) packages
 
 bench: $(STAMP)
 	for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+# Runs every script of examples/hangs and writes the page of its verdict to gallery/.
+gallery: $(STAMP)
+	$(BIN)/python examples/hangs/gallery.py --output gallery
 
 $(STAMP): pyproject.toml constraints.txt src/allranks/record/_fast.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -8,5 +8,5 @@ import torch.distributed as dist
 
 if os.environ["RANK"] == "2":
     time.sleep(3600)
-dist.init_process_group("gloo")  # <- here
+dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(8))

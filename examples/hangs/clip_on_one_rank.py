@@ -11,5 +11,5 @@ model = fully_shard(torch.nn.Linear(16, 16))
 for step in range(20):
     model(torch.ones(2, 16)).sum().backward()
     if step % 4 == 3 or (rank == 1 and step == 9):
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        norm.full_tensor()  # <- here
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # <- here
+        norm.full_tensor()

@@ -5,6 +5,8 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
+
+
 def log(loss):
     dist.all_reduce(loss)  # <- here
     print(loss[0].item())

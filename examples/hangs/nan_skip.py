@@ -7,6 +7,8 @@ import allranks
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
+
+
 def sync(gradient):
     dist.all_reduce(gradient)  # <- here
 

@@ -5,6 +5,8 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
+
+
 def evaluate():
     dist.all_reduce(torch.ones(8))  # <- here
 

@@ -7,6 +7,8 @@ import allranks
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
+
+
 def train_step(step):
     if rank == 2 and step == 9:
         raise RuntimeError("out of memory")

@@ -5,6 +5,8 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
+
+
 def load_batch(step):
     if rank == 2 and step == 6:
         raise ValueError("sample 173 is truncated")

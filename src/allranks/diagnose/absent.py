@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from allranks.diagnose.align import is_box
 from allranks.diagnose.context import Context, Stacks, latest_stack
 from allranks.diagnose.divergence import Divergence, find_divergence, odd_one
 from allranks.diagnose.explain_divergence import explain_divergence
 from allranks.diagnose.job import GroupView, Lane, Now
+from allranks.diagnose.ops import Family
 from allranks.diagnose.p2p import P2PWait
 from allranks.diagnose.phrasing import count_ranks, place, ranks_text, seconds, who
 from allranks.diagnose.shift import Shift, find_stack_shift
@@ -55,6 +58,9 @@ def _by_steps(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Div
 
 def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
     seen = [context.seen[rank] for rank in ranks if rank in context.seen]
+    destroyed = tuple(rank for rank in ranks if _destroyed_ns(context, blocked, rank))
+    if destroyed:
+        return _destroyed(context, blocked, destroyed)
     dead = {rank: text for rank in ranks if (text := death_of(context, blocked, rank))}
     if dead:
         return _died(context, blocked, dead)
@@ -84,6 +90,27 @@ def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -
     sentence = f"{who(context.job, ranks)} never {_entered(context, blocked)}{f' ({at})' if at else ''}; {waiting}{tail}"
     base = replace(base, missing_evidence=(*base.missing_evidence, *_unrecorded(context, blocked, ranks)))
     return replace(base, cause=cause, sentence=sentence, confidence=0.9 if blocked.p2p is None else 0.8)
+
+
+def _destroyed_ns(context: Context, blocked: Blocked, rank: int) -> int:
+    """When the rank called destroy_process_group on the group of the call; 0 when it did not, or ended otherwise."""
+    trace, name = context.job.ranks[rank].trace, context.group(blocked).name
+    if trace.progress.closed not in ("", "exit"):
+        return 0
+    return max((ns for index, ns in trace.destroyed.items() if trace.groups[index].name == name), default=0)
+
+
+def _destroyed(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
+    """Ranks that made an end of the group while others still use it."""
+    base, group = _base(context, blocked, ranks), context.group(blocked)
+    left = context.job.ranks[ranks[0]].trace.progress.closed == "exit"
+    sentence = (
+        f"{who(context.job, ranks)} called destroy_process_group on group {group.label} and never entered {context.call(blocked)}; "
+        f"{_waiting(context, blocked, ranks)}{'; it has left the program' if left else ''}"
+    )
+    at = context.place(blocked)
+    return replace(base, sentence=sentence, confidence=0.93, missing_evidence=(),
+                   advice=(f"make {at or 'this call'} before any rank destroys the group, or on no rank",))  # fmt: skip
 
 
 def _entered(context: Context, blocked: Blocked) -> str:
@@ -292,20 +319,43 @@ def wrong_peer(context: Context, blocked: Blocked) -> Finding | None:
             or o.partner >= 0
         ):
             continue
-        label = context.group(blocked).label
-        verb = "receives from" if not wait.sends else "sends to"
-        sentence = (
-            f"{who(context.job, (wait.rank,))} {verb} rank {wait.peer}, but it is rank {o.rank} that "
-            f"{'sends to' if o.sends else 'receives from'} it (group {label})"
-        )
-        base = _base(context, blocked, (wait.peer,))
-        return replace(
-            base, cause="p2p_mismatch", ranks=(wait.rank,), sentence=sentence, confidence=0.85,
-            waiting=tuple(sorted({wait.rank, o.rank})), stacks=context.stacks([(wait.rank, wait.row), (o.rank, o.row)]),
-            stack_labels=(),
-            missing_evidence=(),
-        )  # fmt: skip
+        return _other_partner(context, blocked, wait, o.rank, o.row)
+    for rank in context.group(blocked).members:
+        row = _unanswered(context, wait, rank) if rank not in (wait.rank, wait.peer) else -1
+        if row >= 0:
+            return _other_partner(context, blocked, wait, rank, row)
     return None
+
+
+def _other_partner(context: Context, blocked: Blocked, wait: P2PWait, rank: int, row: int) -> Finding:
+    """It is `rank` that has posted a message for the waiter, not the one it waits for."""
+    verb = "receives from" if not wait.sends else "sends to"
+    sentence = (
+        f"{who(context.job, (wait.rank,))} {verb} rank {wait.peer}, but it is rank {rank} that "
+        f"{'receives from' if wait.sends else 'sends to'} it (group {context.group(blocked).label})"
+    )
+    return replace(
+        _base(context, blocked, (wait.peer,)), cause="p2p_mismatch", ranks=(wait.rank,), sentence=sentence, confidence=0.85,
+        waiting=tuple(sorted({wait.rank, rank})), stacks=context.stacks([(wait.rank, wait.row), (rank, row)]),
+        stack_labels=(), missing_evidence=(),
+    )  # fmt: skip
+
+
+def _unanswered(context: Context, wait: P2PWait, rank: int) -> int:
+    """The row of a message that `rank` posted for the waiter, and for which the waiter posted nothing; -1 when there is none."""
+    if rank not in context.job.ranks:
+        return -1
+    mine, theirs = context.job.ranks[wait.rank], context.job.ranks[rank]
+    if any(int(view.trace.calls["begin"][0]) > 1 for view in (mine, theirs) if len(view.trace.calls)):
+        return -1
+    calls = mine.trace.calls
+    posted = (calls["peer"] == rank) & (mine.family == mine.family[wait.row]) & (mine.group == wait.group)
+    family = int(Family.RECV if wait.sends else Family.SEND)
+    offered = (
+        (theirs.trace.calls["peer"] == wait.rank) & (theirs.family == family) & (theirs.group == wait.group)
+    )
+    rows = np.flatnonzero(offered)
+    return int(rows[-1]) if len(rows) > int(posted.sum()) else -1
 
 
 def _known_partner(context: Context, wait: P2PWait) -> bool:
@@ -324,7 +374,7 @@ def _base(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding
     labels = (*(label for _, frames, label in latest if frames), *("in this call" for _ in waiters))
     at = context.place(blocked)
     evidence = [f"{ranks_text(blocked.waiters)} entered {context.call(blocked)}{f' at {at}' if at else ''}"
-                + (f" and {seconds(w)} later had not left it" if (w := context.waited(blocked)) is not None else "")]  # fmt: skip
+                + (f" and {seconds(w)} later had not left it" if (w := context.waited(blocked)) is not None and not blocked.failed else "")]  # fmt: skip
     if failure := context.failure(blocked):
         evidence.append(failure)
     for rank in ranks[:4]:

@@ -54,6 +54,8 @@ class Context:
         label = self.group(blocked).label
         if blocked.p2p is not None:
             return p2p_text(blocked.p2p, label)
+        if len({self.job.op(rank, row) for rank, row in blocked.rows.items()}) > 1:
+            return f"call #{blocked.seq} of group {label}"
         return call_text(self.job, rank, row, blocked.seq, label)
 
     def failure(self, blocked: Blocked) -> str:

@@ -57,7 +57,9 @@ def _exceeds_round(context: Context, call: Blocked) -> bool:
         return False
     mine = messages_per_round(context.job.ranks[wait.rank], wait.row, wait.peer, wait.sends)
     end = context.first_open(wait.peer)
-    theirs = messages_per_round(context.job.ranks[wait.peer], end, wait.rank, not wait.sends) if end > 0 else []
+    theirs = (
+        messages_per_round(context.job.ranks[wait.peer], end, wait.rank, not wait.sends) if end > 0 else []
+    )
     usual = len(mine) > 1 and len(theirs) > 1 and theirs[-1] in theirs[:-1]
     return usual and mine[-1] >= max(mine[:-1]) > 0
 

@@ -145,7 +145,9 @@ def _left_round(job: Job, group: GroupView, mismatch: Mismatch) -> Culprit | Non
             odd.append(ranks)
     if len(odd) != 1:
         return None
-    return Culprit(odd[0], 0.85, "in all its rounds before it made another call at this point, the others did not")
+    return Culprit(
+        odd[0], 0.85, "in all its rounds before it made another call at this point, the others did not"
+    )
 
 
 def _changed(job: Job, group: GroupView, rank: int, seq: int) -> bool | None:

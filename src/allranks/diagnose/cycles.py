@@ -38,7 +38,9 @@ def explain_cycle(context: Context, sink: tuple[int, ...]) -> Finding:
     guilty = sorted({rank for _, rank in skipped})
     everybody = set(ranks) or {rank for call in calls for rank in call.rows}
     # Where several ranks left their round at once nobody skipped a call: they take the groups in another order.
-    if len(guilty) == 1 or (guilty and len({call.index for call, _ in skipped}) == 1 and len(guilty) < len(everybody)):
+    if len(guilty) == 1 or (
+        guilty and len({call.index for call, _ in skipped}) == 1 and len(guilty) < len(everybody)
+    ):
         call = min(
             (c for c, rank in skipped if rank == guilty[0]), key=lambda c: (context.began_ns(c), c.index)
         )

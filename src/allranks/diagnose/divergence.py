@@ -99,7 +99,11 @@ def odd_one(job: Job, group: GroupView, one: int, two: int, seq: int | None = No
     if found[0] is not None:
         odd = unusual_in_step(pairs[0], found[0].seq)
         return next((d for d in found if d is not None and d.rank == odd), None)
-    found = [find_divergence(job, group, pair.rank, pair.reference, seq, False) for pair in pairs] if seq is not None else []
+    found = (
+        [find_divergence(job, group, pair.rank, pair.reference, seq, False) for pair in pairs]
+        if seq is not None
+        else []
+    )
     told = [d for d in found if d is not None]
     if len(told) == 2 and told[0].seq == told[1].seq:
         at = told[0].seq - pairs[0].low
@@ -112,10 +116,10 @@ def by_steps(pair: Pair) -> Divergence | None:
     length = min(len(pair.mine), len(pair.theirs))
     ahead = pair.my_steps[:length] - pair.their_steps[:length]
     apart = np.flatnonzero((ahead != 0) | _differences(pair.mine, pair.theirs))
-    if not len(apart) or pair.my_steps[:length].min() < 0 or pair.their_steps[:length].min() < 0:
-        return None
     at = length - len(apart)
-    if at == 0 or apart[0] != at or ahead[at] == 0 or (ahead[at:] * ahead[at] < 0).any():
+    if not len(apart) or at == 0 or apart[0] != at or ahead[at] == 0 or (ahead[at:] * ahead[at] < 0).any():
+        return None
+    if min(pair.my_steps[at:length].min(), pair.their_steps[at:length].min()) < 0:
         return None
     skips = bool(ahead[at] > 0)
     step = int(pair.their_steps[at] if skips else pair.my_steps[at])
@@ -178,7 +182,10 @@ def _moved(pair: Pair, at: int) -> Divergence | None:
             if length < 2:
                 continue
             # Differences in place before d, and moved behind it, for every d; the last of equal ones is the certain one.
-            total = np.append(0, np.cumsum(differs[:length])) + np.append(np.cumsum(moved[::-1])[::-1], 0)[: length + 1]
+            total = (
+                np.append(0, np.cumsum(differs[:length]))
+                + np.append(np.cumsum(moved[::-1])[::-1], 0)[: length + 1]
+            )
             d = int(length - np.argmin(total[::-1]))
             agreeing = len(moved) - d
             gain = int(differs.sum()) - int(total[d])
@@ -245,7 +252,9 @@ def by_habit(pair: Pair, at: int, outvoted: bool = False) -> Divergence | None:
         # Several calls left out before a rare one: rather was the rare one added.
         likely = count == 1 or int((known == me).sum()) > int((known == them).sum())
         if alike and likely and _in_usual_step(pair, at, starts, ends):
-            reason = f"in all rounds before, rank {pair.rank} made the call too, and then the one it is in now"
+            reason = (
+                f"in all rounds before, rank {pair.rank} made the call too, and then the one it is in now"
+            )
             sure = 0.7 if not always else 0.9 if len(ends) > 1 else 0.85
             return Divergence(pair.rank, pair.reference, seq, "skipped", count, sure, reason)
     inserted = at + 1 < len(mine) and bool(mine[at + 1] == them)

@@ -22,14 +22,21 @@ def explain_divergence(
     maker = divergence.reference if skipped else divergence.rank
     row = group.lanes[maker].row(divergence.seq)
     op, at = context.job.op(maker, row), place(context.job.frames(maker, row))
-    subject, call = who(context.job, ranks), f"{op} #{divergence.seq} of group {group.label}{f' at {at}' if at else ''}"
-    others = tuple(rank for rank, lane in group.lanes.items() if rank not in ranks and lane.row(divergence.seq) >= 0)
+    subject, call = (
+        who(context.job, ranks),
+        f"{op} #{divergence.seq} of group {group.label}{f' at {at}' if at else ''}",
+    )
+    others = tuple(
+        rank for rank, lane in group.lanes.items() if rank not in ranks and lane.row(divergence.seq) >= 0
+    )
     if skipped:
         more = f" and {count(divergence.count - 1, 'call')} behind it" if divergence.count > 1 else ""
         sentence = f"{subject} skipped {call}{more}, which {_made_by(context, group, divergence.seq, others)}, and went on"
     elif divergence.kind == "extra":
         more = f" and {count(divergence.count - 1, 'call')} behind it" if divergence.count > 1 else ""
-        sentence = f"{subject} made an extra {call}{more}, where {_called(context, group, divergence.seq, others)}"
+        sentence = (
+            f"{subject} made an extra {call}{more}, where {_called(context, group, divergence.seq, others)}"
+        )
         if divergence.either:
             sentence += " (an extra call, or one of them has left its loop early)"
     else:
@@ -72,7 +79,11 @@ def _called(context: Context, group: GroupView, seq: int, others: tuple[int, ...
 
 
 def _swapped(
-    context: Context, group: GroupView, divergence: Divergence, ranks: tuple[int, ...], others: tuple[int, ...]
+    context: Context,
+    group: GroupView,
+    divergence: Divergence,
+    ranks: tuple[int, ...],
+    others: tuple[int, ...],
 ) -> str:
     """Two calls of one group in another order; which threads made them, where that differs."""
     job, rank, seq = context.job, divergence.rank, divergence.seq
@@ -120,4 +131,6 @@ def _advice(divergence: Divergence, at: str) -> str:
         return f"make these calls in one order on all ranks; a thread beside the training loop needs a group of its own ({line})"
     if divergence.kind == "skipped":
         return f"look for a condition, exception or early end of a loop that lets rank {divergence.rank} pass {line}"
-    return f"make the call on all ranks of the group, or on none: look for a condition on the rank around {line}"
+    return (
+        f"make the call on all ranks of the group, or on none: look for a condition on the rank around {line}"
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from allranks.diagnose.context import Context
 from allranks.diagnose.culprit import Culprit, judge
 from allranks.diagnose.exchange import Exchange
@@ -36,7 +38,8 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
     cause, sentence = _say(context, group, mismatch, guilt, rows, at)
     evidence = [f"{ranks_text(ranks)}: {text}" for text, ranks in mismatch.classes[:6]] + [guilt.reason]
     lines = {place(context.job.frames(rank, row)) for rank, row in others} - {""}
-    if guilt.shift is None and at and lines and at not in lines:
+    elsewhere = guilt.shift is None and bool(at and lines) and at not in lines
+    if elsewhere:
         evidence.append(
             f"it called from {at}, the others from {sorted(lines)[0]}: it may be a call that only it makes"
         )
@@ -49,7 +52,7 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
     return Finding(
         cause, guilt.ranks, sentence, "root", group.label, mismatch.seq, guilt.confidence, at, waiting,
         context.waited(began[0]) if began else None, (*context.stacks(guilty), *context.stacks(others)),
-        tuple(evidence), _missing(group), (_advice(cause, at) if guilt.confidence > 0.5 else _compare(context, rows, at),),
+        tuple(evidence), _missing(group), (_advice(cause, at) if guilt.confidence > 0.5 and not elsewhere else _compare(context, rows, at),),
     )  # fmt: skip
 
 
@@ -117,6 +120,8 @@ def explain_p2p(context: Context, mismatch: P2PMismatch) -> Finding:
         job.shapes(mismatch.target, mismatch.recv_row),
     )
     label = job.groups[mismatch.group].label
+    if mismatch.aspect == "tag":
+        return _explain_tags(context, mismatch)
     if mismatch.aspect == "size":
         what = f"sends {list(map(list, sent.inputs or sent.outputs))}, the other expects {list(map(list, taken.outputs or taken.inputs))}"
     else:
@@ -129,6 +134,42 @@ def explain_p2p(context: Context, mismatch: P2PMismatch) -> Finding:
         context.stacks([(mismatch.source, mismatch.send_row), (mismatch.target, mismatch.recv_row)]), (), (),
         ("send and receive the same number of elements of the same dtype",),
     )  # fmt: skip
+
+
+def _explain_tags(context: Context, mismatch: P2PMismatch) -> Finding:
+    """A message sent and a receive that wait for each other's tag."""
+    job, label = context.job, context.job.groups[mismatch.group].label
+    ends = ((mismatch.source, mismatch.send_row), (mismatch.target, mismatch.recv_row))
+    tags = [int(job.ranks[rank].trace.calls["tag"][row]) for rank, row in ends]
+    odd = [(rank, row) for rank, row in ends if _tag_is_odd(context, rank, row)]
+    guilty = odd if len(odd) == 1 else list(ends)
+    at = place(job.frames(*guilty[0]))
+    lines = [place(job.frames(rank, row)) for rank, row in ends]
+    sentence = (
+        f"rank {mismatch.source} sends to rank {mismatch.target} with tag {tags[0]}{f' at {lines[0]}' if lines[0] else ''}, "
+        f"rank {mismatch.target} receives with tag {tags[1]}{f' at {lines[1]}' if lines[1] else ''} (group {label}): "
+        "the tags differ, so the message never arrives"
+    )
+    waited = [b for b in context.blocked if b.p2p is not None and (b.p2p.rank, b.p2p.row) in ends]
+    evidence = (
+        ("its tag does not continue the order of its earlier tags, the other's does",)
+        if len(odd) == 1
+        else ()
+    )
+    return Finding(
+        "p2p_mismatch", tuple(sorted(rank for rank, _ in guilty)), sentence, "root", label, None, 0.9 if odd else 0.8, at, (),
+        context.waited(waited[0]) if waited else None, context.stacks([*guilty, *(end for end in ends if end not in guilty)]),
+        evidence, (), ("use the same tag at both ends",),
+    )  # fmt: skip
+
+
+def _tag_is_odd(context: Context, rank: int, row: int) -> bool:
+    """Whether the step from the rank's previous tag with this partner to this one is unlike all steps before."""
+    view = context.job.ranks[rank]
+    calls = view.trace.calls[: row + 1]
+    same = (calls["peer"] == calls["peer"][row]) & (view.family[: row + 1] == view.family[row])
+    steps = np.diff(calls["tag"][same & (calls["group"] == calls["group"][row])].astype(np.int64))
+    return len(steps) > 1 and not bool((steps[:-1] == steps[-1]).any())
 
 
 def _p2p_odd(context: Context, mismatch: P2PMismatch) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ counts mean nothing, and pairing starts behind the last pair that is known to be
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -54,7 +55,7 @@ class P2PWait:
 
 @dataclass(frozen=True)
 class P2PMismatch:
-    """A matched pair whose two ends disagree on elements or dtype."""
+    """A matched pair whose two ends disagree on elements, dtype or tag."""
 
     group: int
     source: int
@@ -62,7 +63,7 @@ class P2PMismatch:
     send_row: int
     recv_row: int
     number: int
-    aspect: str  # "size" | "dtype"
+    aspect: str  # "size" | "dtype" | "tag"
 
 
 def match_p2p(job: Job) -> tuple[list[P2PWait], list[P2PMismatch]]:
@@ -192,6 +193,9 @@ def _complete(view: RankView | None) -> bool:
 
 def _mismatches(job: Job, send: Side, receive: Side) -> list[P2PMismatch]:
     """The first pair that does not fit. After a wrap only open pairs can be paired with certainty."""
+    apart = _tags_apart(job, send, receive)
+    if apart is not None:
+        return [apart]
     if send.reliable and receive.reliable:
         first_send = first_receive = 0
     else:
@@ -210,6 +214,35 @@ def _mismatches(job: Job, send: Side, receive: Side) -> list[P2PMismatch]:
             return [P2PMismatch(send.group, send.rank, receive.rank, int(send_rows[at]), int(receive_rows[at]),
                                 first_send + at + 1, aspect)]  # fmt: skip
     return []
+
+
+def _tags_apart(job: Job, send: Side, receive: Side) -> P2PMismatch | None:
+    """An open receive and a message sent, neither of which has a partner of its own tag. NCCL knows no tags."""
+    if job.groups[send.group].backend.startswith("nccl") or not (send.reliable and receive.reliable):
+        return None
+    sent = job.ranks[send.rank].trace.calls["tag"][send.rows]
+    taken = job.ranks[receive.rank].trace.calls["tag"][receive.rows]
+    if (sent == taken[: len(sent)]).all() if len(sent) <= len(taken) else (sent[: len(taken)] == taken).all():
+        return None
+    if min(sent.min(initial=0), taken.min(initial=0)) < 0:
+        return None
+    lone_send, lone_receive = _without_partner(sent, taken), _without_partner(taken, sent)
+    lone_receive = [at for at in lone_receive if receive.now[at] in (Now.OPEN, Now.FAILED)]
+    if not lone_send or not lone_receive:
+        return None
+    row, other = int(send.rows[lone_send[0]]), int(receive.rows[lone_receive[0]])
+    return P2PMismatch(send.group, send.rank, receive.rank, row, other, lone_send[0] + 1, "tag")
+
+
+def _without_partner(mine: np.ndarray, theirs: np.ndarray) -> list[int]:
+    """Indices of the messages whose tag occurs less often at the other end."""
+    left = Counter(theirs.tolist())
+    found = []
+    for index, tag in enumerate(mine.tolist()):
+        left[tag] -= 1
+        if left[tag] < 0:
+            found.append(index)
+    return found
 
 
 def _dtype_differs(

@@ -93,6 +93,9 @@ def _diagnose(
         job, patience, tuple(hung), wait_graph(job, hung, p2p_mismatches), seen, tuple(p2p_mismatches)
     )
     roots = [_with_doubts(context, root, doubts) for root in _roots(context, mismatches)]
+    setup = _setup(context)
+    if setup is not None:
+        roots = [setup, *roots]
     if options.ended:
         roots = [_at_the_end(root) for root in roots]
     if not roots and not (hung and any(is_paused(job, rank) for rank in job.ranks)):
@@ -101,6 +104,16 @@ def _diagnose(
         roots = quiet_roots(context, [d for d in doubts if not d.proven], options.allow_incomplete_ranks)
     warnings = _warnings(context, every, damaged, options, roots)
     return _compose(context, roots, warnings, files, options)
+
+
+def _setup(context: Context) -> Finding | None:
+    """Ranks that others wait for in init_process_group or new_group: what hangs elsewhere follows from it."""
+    inside = any(view.trace.progress.inside for view in context.job.ranks.values())
+    if not inside and (not context.seen or context.blocked):
+        return None
+    from allranks.diagnose.setup import find_absent_in_setup
+
+    return find_absent_in_setup(context)
 
 
 def _roots(context: Context, mismatches: list[Mismatch]) -> list[Finding]:

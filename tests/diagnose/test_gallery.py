@@ -1,0 +1,98 @@
+"""The scripts of examples/hangs as real gloo jobs: right rank, cause and line, no healthy job blamed, no false statement."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.diagnose import diagnose
+
+from .facts import false_statements
+from .histories import on_shared_tables
+from .test_properties import PLANTS, plant
+
+pytest.importorskip("torch")
+HANGS = Path(__file__).parents[2] / "examples" / "hangs"
+
+
+def _load() -> Any:
+    spec = importlib.util.spec_from_file_location("gallery_of_hangs", HANGS / "gallery.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+gallery = _load()
+TRUTH = gallery.truth()
+#: Like others of the table, for the boxes: behind --soak.
+LIKE_OTHERS = (
+    "endless_loop", "empty_queue", "two_locks", "named_pipe", "key_that_nobody_sets", "slow_save_on_rank_0", "stopped",
+    "monitored_barrier_without_one", "nan_skip_of_two_calls", "swallowed_exception", "fsdp_skipped_in_loop", "dtensor_on_one_rank",
+    "fsdp_full_tensor_on_rank_0", "ddp_uneven_inputs", "early_stopping", "signal_to_one_rank", "objects_on_rank_0",
+    "checkpoint_on_rank_0", "metrics_by_key", "gather_roots", "reduce_scatter_sizes", "two_ranks_are_stuck", "hybrid_shards",
+)  # fmt: skip
+NAMES = [pytest.param(name, marks=pytest.mark.soak) if name in LIKE_OTHERS else name for name in TRUTH]
+
+
+@cache
+def _outcome(name: str, folder: Path) -> Any:
+    gallery.preload()
+    return gallery.run_hang(TRUTH[name], folder / name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hangs")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_verdict_on_a_real_hang_is_that_of_the_table(name: str, folder: Path) -> None:
+    """Rank, cause and line; where nothing is wrong, nobody is blamed."""
+    outcome = _outcome(name, folder)
+    verdict = outcome.diagnosis.verdict
+    assert gallery.is_right(outcome) == (True, True, True), verdict
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_false_is_said_of_a_real_hang(name: str, folder: Path) -> None:
+    """Every rank, call, size, tag, step and line that findings name is in the calls."""
+    outcome = _outcome(name, folder)
+    assert false_statements(outcome.diagnosis, outcome.traces, outcome.seen) == []
+
+
+@pytest.mark.parametrize("kind", PLANTS)
+def test_nothing_false_is_said_of_generated_jobs(kind: str) -> None:
+    """As above, over jobs of many groups with a fault planted anywhere."""
+    for seed in range(12):
+        world, _ = plant(kind, random.Random(f"facts {kind} {seed}"))
+        traces = on_shared_tables(world.traces())
+        assert false_statements(diagnose(traces), traces) == [], (kind, seed)
+
+
+def test_the_table_lists_every_script_and_at_least_sixty_kinds_of_hang() -> None:
+    """A script without a row would never be run."""
+    scripts = {path.stem for path in HANGS.glob("*.py")} - {"gallery"}
+    assert scripts == set(TRUTH)
+    assert sum(bool(case.ranks) for case in TRUTH.values()) >= 60
+
+
+def test_a_false_statement_is_noticed() -> None:
+    """The check itself: a sentence with a rank, call and line that nobody has."""
+    from dataclasses import replace
+
+    world, _ = plant("missing", random.Random(1))
+    traces = on_shared_tables(world.traces())
+    result = diagnose(traces)
+    assert result.verdict is not None
+    wrong = replace(
+        result.verdict, sentence="rank 99 entered all_reduce #777 of group default_pg at other.py:3"
+    )
+    assert len(false_statements(replace(result, findings=(wrong,)), traces)) == 4
