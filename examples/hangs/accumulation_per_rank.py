@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+
 import allranks
 
 dist.init_process_group("gloo")

@@ -14,5 +14,5 @@ def load(path):
 
 if rank != 2:
     load("checkpoint")
-for step in range(12):
+for _ in range(12):
     dist.all_reduce(torch.ones(8))  # <- here

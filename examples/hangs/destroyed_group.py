@@ -8,7 +8,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 
-for step in range(8):
+for _ in range(8):
     dist.all_reduce(torch.ones(8))
 if rank == 2:
     dist.destroy_process_group()

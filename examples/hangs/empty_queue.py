@@ -11,5 +11,5 @@ rank, world = dist.get_rank(), dist.get_world_size()
 batches: queue.Queue[torch.Tensor] = queue.Queue()
 for _ in range(8 if rank == 1 else 12):
     batches.put(torch.ones(8))
-for step in range(12):
+for _ in range(12):
     dist.all_reduce(batches.get())  # <- here

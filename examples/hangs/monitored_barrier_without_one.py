@@ -1,7 +1,7 @@
 """Rank 2 is busy and does not come to the monitored barrier."""
 
-from datetime import timedelta
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist

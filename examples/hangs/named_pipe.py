@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,5 +14,5 @@ for step in range(12):
     if rank == 2 and step == 8:
         path = os.path.join(tempfile.mkdtemp(), "samples")
         os.mkfifo(path)
-        open(path).read()
+        Path(path).read_text()
     dist.all_reduce(torch.ones(8))  # <- here

@@ -10,5 +10,5 @@ rank, world = dist.get_rank(), dist.get_world_size()
 
 if rank == 1:
     time.sleep(3600)
-for step in range(12):
+for _ in range(12):
     dist.all_reduce(torch.ones(8))  # <- here

@@ -8,7 +8,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 
-for step in range(20):
+for _ in range(20):
     if rank == 1:
         time.sleep(0.02)
     dist.all_reduce(torch.ones(8))

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
-for step in range(10):
+for _ in range(10):
     parts = [torch.ones(4) for _ in range(world)]
     if rank == 0:
         dist.all_gather(parts, torch.ones(4))
