@@ -1,6 +1,6 @@
-"""What `diagnose` is told besides the dumps: stack captures among the files, and processes that are gone.
+"""What `diagnose` is told besides the dumps: stack captures, logs and NCCL's own answers among the files, processes that are gone.
 
-Reads files and /proc; makes `RankNow`. Used by the diagnose command.
+Reads files and /proc; makes `RankNow` and lines of evidence. Used by the diagnose command.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import re
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allranks.errors import InputError
 from allranks.load import LoadResult
-from allranks.model.diagnosis import RankNow
+from allranks.model.diagnosis import Diagnosis, FileNote, RankNow
 from allranks.model.trace import Frame, RankTrace
 
 if TYPE_CHECKING:  # only when there are captures: start-up counts
@@ -24,16 +25,105 @@ if TYPE_CHECKING:  # only when there are captures: start-up counts
 #: Python's own stack dumps, as people write them beside their dumps: stack_2.txt, rank2.stack.txt
 _PLAIN = re.compile(r"stacks?[_.-]?(?:rank)?[_.-]?(\d{1,7})\.txt$|rank[_.-]?(\d{1,7})\.stacks?\.txt$")
 MAX_TEXT_BYTES = 4 << 20
+#: Files of captures, as `allranks stacks` and people name them.
+_CAPTURE = re.compile(
+    r"^bundle\.json$|\.(?:pyspy|proc|gdb|cudagdb|pystack)\b|^(?:pyspy|cudagdb)_.+_\d+\.txt$|\.progress\.jsonl$"
+)
+_LOG = re.compile(r"\.(?:log|out|err|txt)$|^std(?:out|err)")
+_LOG_RANK = re.compile(r"rank[_.-]?(\d{1,7})|[_/](\d{1,7})/std(?:out|err)")
+#: The last line of a traceback, perhaps behind torch's prefix; and what shells and kernels say of a death.
+_ENDED = re.compile(
+    r"^(?:\[rank(\d{1,7})\]:\s*)?((?:[\w.]+(?:Error|Exception|Interrupt)\b[^\n]{0,300})|Killed|Segmentation fault[^\n]{0,80}|Out of memory[^\n]{0,200})$",
+    re.M,
+)
 
 
-def find_seen(loaded: LoadResult, traces: list[RankTrace], roots: list[str]) -> list[RankNow]:
-    """One entry per rank of which something is known. Notes name files as seen from one of the `roots`."""
+@dataclass(frozen=True)
+class Evidence:
+    """What was found besides the dumps."""
+
+    seen: list[RankNow]  # one entry per rank of which something is known
+    files: list[FileNote]  # every file, with those that were used named as such
+    logs: dict[int, str]  # rank → how its log ends, as a sentence
+    ras: tuple[str, ...]  # what NCCL's RAS service told, as sentences
+
+
+def find_evidence(loaded: LoadResult, traces: list[RankTrace], roots: list[str]) -> Evidence:
+    """Everything in the files that is no dump. Notes name files as seen from one of the `roots`."""
     found = {now.rank: now for now in _gone(traces)}
-    for report in [*_bundles(loaded.other), *_plain_texts((note.path for note in loaded.files), roots)]:
+    used: dict[str, str] = {}
+    captures = _bundles(loaded, roots, used)
+    for report in [*captures, *_plain_texts((note.path for note in loaded.files), roots, used)]:
         for rank, state in report.ranks.items():
             if rank not in found:
                 found[rank] = RankNow(rank, state.cause, state.where, state.evidence, _frames(state.stack))
-    return [found[rank] for rank in sorted(found)]
+    logs, ras = _texts(loaded.files, roots, used)
+    files = [
+        replace(note, status="ok", kind=used[note.path], note="used") if note.path in used else note
+        for note in loaded.files
+    ]
+    return Evidence([found[rank] for rank in sorted(found)], files, logs, ras)
+
+
+def with_evidence(result: Diagnosis, evidence: Evidence) -> Diagnosis:
+    """The diagnosis with what logs and NCCL say of the guilty ranks."""
+    if result.verdict is None:
+        return result
+    lines = [
+        f"the log of rank {rank} ends with: {evidence.logs[rank]}"
+        for rank in result.verdict.ranks
+        if rank in evidence.logs
+    ]
+    lines += [f"NCCL RAS: {line}" for line in evidence.ras]
+    if not lines:
+        return result
+    verdict = replace(result.verdict, evidence=(*result.verdict.evidence, *lines))
+    return replace(
+        result,
+        verdict=verdict,
+        findings=tuple(verdict if f is result.verdict else f for f in result.findings),
+    )
+
+
+def _texts(
+    files: list[FileNote], roots: list[str], used: dict[str, str]
+) -> tuple[dict[int, str], tuple[str, ...]]:
+    """(how the logs of ranks end, what NCCL RAS told) among the files that are plain text."""
+    logs: dict[int, str] = {}
+    told: list[str] = []
+    for note in files:
+        if note.status == "ok" or note.path in used or not _LOG.search(Path(note.path).name.lower()):
+            continue
+        text = _tail(_file_of(note.path, roots))
+        counts = "launched up to operation" in text
+        ends = list(_ENDED.finditer(text))
+        if counts:
+            from allranks.model.stacks import RasReply
+            from allranks.stacks.ras import read_counts, tell
+
+            if read_counts(text):
+                used[note.path] = "NCCL RAS answer"
+                told += tell((RasReply("", 0.0, text), RasReply("", 0.0, text)))
+        elif ends:
+            named = _LOG_RANK.search(note.path)
+            for end in ends:
+                rank = end[1] or (named and (named[1] or named[2]))
+                if rank is not None:
+                    logs[int(rank)] = end[2].strip()
+                    used[note.path] = "log"
+    return logs, tuple(dict.fromkeys(told))
+
+
+def _tail(path: Path | None) -> str:
+    """The end of a text file; "" when it cannot be read."""
+    if path is None:
+        return ""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - MAX_TEXT_BYTES))
+            return file.read(MAX_TEXT_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def is_post_mortem(traces: list[RankTrace]) -> bool:
@@ -92,22 +182,40 @@ def _is_running(trace: RankTrace) -> bool:
     return os.path.exists(f"/proc/{trace.header.pid}")
 
 
-def _bundles(paths: list[str]) -> list[StacksReport]:
-    """Reports of the folders that hold captures."""
-    if not paths:
+def _bundles(loaded: LoadResult, roots: list[str], used: dict[str, str]) -> list[StacksReport]:
+    """Reports of the folders that hold captures; notes which files they were made of."""
+    named = {
+        note.path: file
+        for note in loaded.files
+        if _CAPTURE.search(Path(note.path).name) and (file := _file_of(note.path, roots))
+    }
+    folders = {Path(path).parent for path in loaded.other} | {file.parent for file in named.values()}
+    if not folders:
         return []
     from allranks.stacks import read_bundle
 
     reports = []
-    for folder in sorted({Path(path).parent for path in paths}):
+    for folder in sorted(folders):
         try:
             reports.append(read_bundle(folder))
         except InputError as error:
             print(f"stack captures in {folder} left out: {error}", file=sys.stderr)
+            continue
+        used.update((path, "stacks") for path, file in named.items() if file.parent == folder)
+        used.update(
+            (note.path, "stacks")
+            for note in loaded.files
+            if note.kind == "stacks" and _is_in(note.path, folder, roots)
+        )
     return reports
 
 
-def _plain_texts(paths: Iterable[str], roots: list[str]) -> list[StacksReport]:
+def _is_in(path: str, folder: Path, roots: list[str]) -> bool:
+    file = _file_of(path, roots)
+    return file is not None and file.parent == folder
+
+
+def _plain_texts(paths: Iterable[str], roots: list[str], used: dict[str, str]) -> list[StacksReport]:
     """Reports of texts that faulthandler wrote, one file per rank."""
     named = [(path, match) for path in paths if (match := _PLAIN.search(Path(path).name.lower()))]
     if not named:
@@ -120,6 +228,7 @@ def _plain_texts(paths: Iterable[str], roots: list[str]) -> list[StacksReport]:
         places = [Path(path), *(Path(root) / path for root in roots)]
         stacks = next((read for place in places if (read := _read_plain(place))), ())
         if stacks:
+            used[path] = "stacks"
             captures.append(
                 ProcessCapture(int(match[1] or match[2]), snapshots=(Snapshot(0, stacks=stacks),))
             )

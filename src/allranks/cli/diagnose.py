@@ -96,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _diagnose(args: argparse.Namespace, loaded: LoadResult, traces: list[RankTrace]) -> Diagnosis:
-    from allranks.api.extra_evidence import find_seen, is_post_mortem, taken_ns
+    from allranks.api.extra_evidence import find_evidence, is_post_mortem, taken_ns, with_evidence
     from allranks.diagnose import DiagnoseOptions, diagnose
 
     boxes = any(trace.kind.startswith("black box") for trace in traces)
@@ -108,8 +108,11 @@ def _diagnose(args: argparse.Namespace, loaded: LoadResult, traces: list[RankTra
         allow_incomplete_ranks=args.allow_incomplete_ranks or bool(args.selected_ranks),
         consequences=max(0, args.mismatch_cap),
     )
+    evidence = find_evidence(loaded, traces, args.paths)
+    if not traces and not evidence.seen and not args.json:
+        raise InputError("no dump among the files could be read", hint="\n".join(_unreadable(evidence.files)))
     with at_work(f"comparing the calls of {len(traces):,} ranks"):
-        return diagnose(traces, loaded.files, stacks=find_seen(loaded, traces, args.paths), options=options)
+        return with_evidence(diagnose(traces, evidence.files, stacks=evidence.seen, options=options), evidence)
 
 
 def _judge_incident(args: argparse.Namespace) -> Diagnosis | None:
@@ -151,8 +154,6 @@ def _load(args: argparse.Namespace) -> LoadResult:
         loaded = load_paths(args.paths, options)
     finally:
         bar.clear()
-    if not loaded.traces and not args.json:
-        raise InputError("no dump among the files could be read", hint="\n".join(_unreadable(loaded.files)))
     return loaded
 
 

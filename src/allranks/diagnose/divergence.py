@@ -125,7 +125,7 @@ def by_steps(pair: Pair) -> Divergence | None:
     step = int(pair.their_steps[at] if skips else pair.my_steps[at])
     made = int((pair.my_steps == step).sum()), int((pair.their_steps == step).sum())
     count = max(1, min(MAX_CALLS, abs(made[1] - made[0])))
-    word = "skipped" if skips else "extra"
+    word: Kind = "skipped" if skips else "extra"
     reason = (
         f"step marks: rank {pair.rank} entered #{pair.low + at} in step {int(pair.my_steps[at])}, rank {pair.reference} in step "
         f"{int(pair.their_steps[at])}; in step {step} rank {pair.rank} made {made[0]} calls of the group, rank {pair.reference} {made[1]}"

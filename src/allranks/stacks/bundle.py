@@ -44,7 +44,7 @@ def read_capture(path: str | Path) -> Capture:
     if not any(capture.processes or capture.marks for capture in captures):
         raise InputError(
             f"no stack captures in {start}",
-            hint="looked for bundle.json, rank{R}.pyspy.s1.json, rank{R}.pyspy.txt and rank{R}.proc.s1.json, "
+            hint="looked for bundle.json, rank{R}.pyspy.s1.json, rank{R}.pyspy.txt, rank{R}.proc.s1.json and pyspy_HOST_PID.txt, "
             "here and one folder down",
         )
     return join(captures, str(start))

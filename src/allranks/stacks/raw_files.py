@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,6 +28,8 @@ from allranks.stacks.facts import parse_facts, renumber
 MAX_FILE_BYTES = 256 << 20
 _NAME = re.compile(r"^rank(\d{1,7})(?:\.child(\d{1,6}))?\.([a-z].*)$")
 _PLAIN = re.compile(r"^(?:stack|traceback|faulthandler)s?[_.-]?(?:rank[_-]?)?(\d{1,7})\.txt$")
+#: One file per process, as `allranks stacks` and serving stacks write them: the rank is not in the name.
+_BY_PID = re.compile(r"^(pyspy|cudagdb)_(.+)_(\d{1,10})\.txt$")
 _SNAPSHOT = re.compile(r"\.s(\d{1,4})\.json$")
 
 
@@ -54,7 +56,14 @@ def read_raw(folder: Path) -> Capture:
     processes: dict[tuple[int, int], _Process] = {}
     marks: dict[int, RankMarks] = {}
     notes: list[str] = []
+    ranks = _ranks_of_pids(folder, notes)
     for path in sorted(folder.iterdir()):
+        if (by_pid := _BY_PID.match(path.name)) and path.is_file():
+            rank = ranks[by_pid[2], int(by_pid[3])]
+            if (rank, -1) not in processes or not any(processes[rank, -1].stacks.values()):
+                process = processes.setdefault((rank, -1), _Process(rank, None, int(by_pid[3])))
+                _read_into(process, path, f"{by_pid[1]}.txt")
+            continue
         match = _NAME.match(path.name) or _PLAIN.match(path.name)
         if match is None or not path.is_file():
             continue
@@ -74,6 +83,39 @@ def read_raw(folder: Path) -> Capture:
         notes=tuple(notes),
         path=str(folder),
     )
+
+
+def _ranks_of_pids(folder: Path, notes: list[str]) -> dict[tuple[str, int], int]:
+    """(host, pid) of files named by process → rank: by the black boxes near them, by capture files of the same process, else
+    in the order of host and pid."""
+    named = sorted((m[2], int(m[3])) for path in folder.iterdir() if (m := _BY_PID.match(path.name)))
+    if not named:
+        return {}
+    from allranks.stacks.boxes import read_box
+
+    near = (*folder.glob("*.box"), *folder.parent.glob("*.box"), *folder.parent.glob("*/*.box"))
+    known = {box.pid: box.rank for path in near if (box := read_box(path)) is not None}
+    known |= dict(_pids_of_captures(folder))
+    found = {key: known[key[1]] for key in named if key[1] in known}
+    rest = [key for key in dict.fromkeys(named) if key not in found]
+    if rest:
+        free = (number for number in range(len(named) + len(found) + 1) if number not in found.values())
+        notes.append(f"the rank of {len(rest)} processes is not known: they are numbered by host and pid")
+        found |= dict(zip(rest, free, strict=False))
+    return found
+
+
+def _pids_of_captures(folder: Path) -> Iterator[tuple[int, int]]:
+    """(pid, rank) of captures named by rank that tell their process."""
+    for path in folder.glob("rank*.pyspy*.json"):
+        match = _NAME.match(path.name)
+        if match is None or match.group(2) is not None:
+            continue
+        try:
+            threads = json.loads(path.read_bytes()[:MAX_FILE_BYTES])
+            yield int(threads[0]["pid"]), int(match.group(1))
+        except (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError):
+            continue
 
 
 def _read_into(process: _Process, path: Path, kind: str) -> None:
