@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import random
@@ -203,7 +204,7 @@ def report(held: dict[str, list[tuple[float, bool]]], kinds: int, as_json: bool)
     print(f"{'stated confidence':34} {'verdicts':>9} {'right':>7}")
     numbers: dict[str, Any] = {"kinds": kinds, "verdicts": len(every)}
     ratios: dict[str, float] = {}
-    for low, high in zip(BUCKETS, BUCKETS[1:], strict=False):
+    for low, high in itertools.pairwise(BUCKETS):
         inside = [right for confidence, right in every if low <= confidence < high]
         if inside:
             name = f"{low:.0%} to {min(high, 1):.0%}"
