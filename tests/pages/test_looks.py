@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from pages.gallery import Visit, gallery, running_browser
+from allranks.lighthouse.messages import Beat, Hello
+from allranks.lighthouse.options import Options, ServerOptions
+from allranks.lighthouse.server import Lighthouse
+from allranks.lighthouse.service import Service
+from allranks.lighthouse.sessions import Session
+from allranks.lighthouse.web import http_protocol
+from allranks.model.cluster import Incident, Member
+from pages.gallery import Visit, gallery, running_browser, story_page
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +58,58 @@ def test_every_report_says_job_host_date_and_version_and_can_be_copied_from(
         assert visit.page.locator("#guilty .source .hit").count() == 1
         assert "gallery.py:40" in visit.page.inner_text("#todo")
         visit.page.close()
+
+
+@pytest.mark.parametrize("replicas", [3, 64, 1000])
+def test_the_page_of_a_job_is_as_good_at_every_width(browser: Any, replicas: int) -> None:
+    """With members, lost ones and an incident whose story is one click away."""
+    with Lighthouse(
+        Options(heartbeat_timeout_s=600.0), ServerOptions(job="llama-pretrain-42"), http=http_protocol()
+    ) as lighthouse:
+        lighthouse.call(lambda service: fill(service, replicas))
+        visit = Visit(browser, f"http://{lighthouse.address}/")
+        visit.page.wait_for_selector("body[data-ready=yes]")
+        visit.page.locator(
+            "#sentence", has_text=f"{replicas - 1} of {replicas} replicas, replica-1 lost"
+        ).wait_for()
+        flaws = [
+            flaw
+            for width in (400, 1000, 1600)
+            for scheme in ("light", "dark")
+            for flaw in visit.flaws(width, scheme)
+        ]
+        assert "lost" in visit.page.inner_text("#rows tr:first-child")
+        visit.page.click("text=Open the story")
+        visit.page.wait_for_selector("#guilty")
+        assert visit.errors == []
+        assert all(url.startswith(f"http://{lighthouse.address}/") for url in visit.requests)
+        visit.page.close()
+    assert flaws == []
+
+
+class Silent:
+    """A replica that is only there."""
+
+    address = "10.0.0.1:1"
+
+    def deliver(self, message: object, frame: bytes) -> None:
+        """Takes it."""
+
+    def close(self) -> None:
+        """Goes."""
+
+
+def fill(service: Service, replicas: int) -> None:
+    """A job in which one replica is lost and the others train."""
+    for i in range(replicas):
+        found = service.hello(
+            Silent(), Hello(replica=f"replica-{i}", session=f"s{i}", node=f"gpu-node-{i // 8:03d}")
+        )
+        assert isinstance(found, Session)
+        service.beat(found, Beat(step=1650 + i % 3, progress=1650))
+        service.join(found, Member(replica=f"replica-{i}", step=1650))
+    service.accuse("replica-1", "process 4711 exited")
+    sentence = "Rank 1 (node0) never entered all_reduce #60 of group default_pg; it is at gallery.py:40 in load_batch"
+    service.agents.tell_incident(
+        Incident("20260301-030000-hang", sentence, ("replica-1",), "gpu-node-000", "/var/tmp/x", "stuck_before_collective", 1.7e9, "hang", "replica-1 was evicted", True, story_page(3))
+    )  # fmt: skip

@@ -22,7 +22,7 @@ def diagnose(
 
     `paths` are folders, files or URLs; the other arguments are the command's flags.
     """
-    from allranks.api.extra_evidence import find_seen, is_post_mortem, taken_ns
+    from allranks.api.extra_evidence import find_evidence, is_post_mortem, taken_ns, with_evidence
     from allranks.diagnose.verdict import DiagnoseOptions
     from allranks.diagnose.verdict import diagnose as judge
     from allranks.load import LoadOptions, load_paths
@@ -38,10 +38,9 @@ def diagnose(
         pg_filters=frozenset(pg_filters),
         allow_incomplete_ranks=allow_incomplete_ranks or wanted is not None,
     )
-    seen = find_seen(loaded, loaded.traces, roots)
-    return DiagnosisResult(
-        judge(loaded.traces, loaded.files, stacks=seen, options=options), Calls(loaded.traces)
-    )
+    evidence = find_evidence(loaded, loaded.traces, roots)
+    result = judge(loaded.traces, evidence.files, stacks=evidence.seen, options=options)
+    return DiagnosisResult(with_evidence(result, evidence), Calls(loaded.traces))
 
 
 def stacks(

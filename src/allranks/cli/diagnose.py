@@ -112,7 +112,9 @@ def _diagnose(args: argparse.Namespace, loaded: LoadResult, traces: list[RankTra
     if not traces and not evidence.seen and not args.json:
         raise InputError("no dump among the files could be read", hint="\n".join(_unreadable(evidence.files)))
     with at_work(f"comparing the calls of {len(traces):,} ranks"):
-        return with_evidence(diagnose(traces, evidence.files, stacks=evidence.seen, options=options), evidence)
+        return with_evidence(
+            diagnose(traces, evidence.files, stacks=evidence.seen, options=options), evidence
+        )
 
 
 def _judge_incident(args: argparse.Namespace) -> Diagnosis | None:

@@ -20,6 +20,7 @@ from allranks.incidents.policy import PROGRAM_FAULT
 from allranks.load import LoadOptions, load_paths
 from allranks.model.diagnosis import Diagnosis, Finding, RankNow
 from allranks.model.stacks import Capture, RankState, StacksReport
+from allranks.model.trace import Frame
 from allranks.stacks import Stillness, classify, read_capture
 from allranks.stacks.progress import WAITS
 from allranks.stacks.user_code import is_user_file
@@ -178,7 +179,7 @@ def _diagnose(
     boxes: Path, report: StacksReport | None, observed: Observed, missing: list[str]
 ) -> Diagnosis | None:
     now = {
-        rank: RankNow(rank, s.cause, nearest_line(s), s.evidence)
+        rank: RankNow(rank, s.cause, nearest_line(s), s.evidence, _python_frames(s))
         for rank, s in (report.ranks if report else {}).items()
     }
     now.update({rank: RankNow(rank, "gone", "", "its process is gone") for rank in observed.gone})
@@ -197,3 +198,7 @@ def _diagnose(
 def _finding(told: dict[str, Any]) -> Finding:
     plain = ("cause", "sentence", "group", "sequence", "confidence", "where")
     return Finding(ranks=tuple(told.get("ranks") or ()), **{key: told[key] for key in plain if key in told})
+
+
+def _python_frames(state: RankState) -> tuple[Frame, ...]:
+    return tuple(Frame(frame.name, frame.file, frame.line) for frame in state.stack if not frame.native)

@@ -16,6 +16,7 @@ from allranks.model.nodes import AGENT
 SAMPLE_S = 1.0  # at most one sample of the step in this time
 MAX_SAMPLES = 900
 RATE_S = 15.0  # the speed is measured over so long
+LEAST_RATE_S = 1.0  # over less it would be noise
 LEAST_STALL_S = 3.0  # a shorter silence is no stall, however quick the steps are
 FIRST_STALL_S = 60.0  # until a few steps have told what is usual
 RED_STALL_S = 60.0
@@ -120,7 +121,7 @@ class TrainingView:
         if len(recent) < 2:
             return None
         (first, low), (last, high) = recent[0], recent[-1]
-        return (high - low) / (last - first) if last > first else None
+        return (high - low) / (last - first) if last - first >= LEAST_RATE_S else None
 
     def _sentence(
         self, scene: Scene, gone: list[Departed], total: int, rate: float | None, stalled: float, now: float

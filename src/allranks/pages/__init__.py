@@ -51,7 +51,7 @@ def render(template: str, *, script: str = "", **values: object) -> str:
     """The whole page; `script` names a file of this folder that runs on it."""
     code = "\n".join(asset(name) for name in ("copy.js", script) if name)
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
-    values = {"connect": "'none'", "icon": "data:,", **values}
+    values = {"connect": "'none'", "icon": "", **values}
     found: str = (
         _environment()
         .get_template(template)

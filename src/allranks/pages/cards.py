@@ -93,10 +93,20 @@ def frame_lines(frames: Iterable[tuple[str, str, int]]) -> tuple[FrameLine, ...]
 
 
 def is_library(file: str) -> bool:
-    """Whether a frame is of torch, of Python itself or of another installed package."""
-    return file[:1] in ("", "<") or any(
-        part in file for part in ("/torch/", "site-packages", "dist-packages", "/lib/python3", "frozen ")
-    )
+    """Whether a frame is of torch, of Python itself, of another installed package or of our own."""
+    return file[:1] in ("", "<") or any(part in file for part in _LIBRARIES)
+
+
+_LIBRARIES = (
+    "/torch/", "site-packages", "dist-packages", "/lib/python3", "frozen ", "/allranks/record/", "/allranks/launch/", "/allranks/manager/",
+)  # fmt: skip
+
+
+def without_stale(cards: Iterable[StackCard]) -> list[StackCard]:
+    """Leaves out where a rank was when it is known where it is."""
+    found = list(cards)
+    live = {card.title for card in found if card.label == "live stack"}
+    return [card for card in found if card.title not in live or card.label == "live stack" or not card.guilty]
 
 
 def read_source(frames: Sequence[FrameLine]) -> Source | None:

@@ -2,7 +2,7 @@
 (function () {
   const $ = (id) => document.getElementById(id);
   const MAX_ROWS = 100, STRIP_ROWS = 24;
-  const MOODS = { member: "good", asking: "good", spare: "", connected: "", finished: "good", left: "", lost: "bad", evicted: "bad", cooling: "warn", expected: "warn" };
+  const MOODS = { member: "good", asking: "good", spare: "", connected: "", finished: "good", running: "good", left: "", lost: "bad", evicted: "bad", cooling: "warn", expected: "warn" };
   const NAMES = { asking: "waiting for quorum", cooling: "back-off", expected: "expected back", let_in: "readmit" };
   let status = null, all = false, skew = 0;
   function text(node, value) { if (node.textContent !== value) node.textContent = value; return node; }
@@ -22,7 +22,7 @@
     $("now").className = "now " + t.mood;
     const why = s.waiting && !t.sentence.includes(s.waiting) ? "No new quorum: " + s.waiting : "";
     $("why").hidden = !why; text($("why"), why);
-    cards([["Step", number(t.step)], ["Steps per second", t.steps_per_s === null ? "–" : t.steps_per_s.toFixed(t.steps_per_s < 10 ? 2 : 1)], ["Replicas", t.replicas ? `${t.members} of ${t.replicas}` : "–"],
+    cards([["Step", number(t.step)], ["Steps per second", t.steps_per_s === null ? "–" : t.steps_per_s.toFixed(t.steps_per_s < 10 ? 2 : 1)], t.replicas ? ["Replicas", `${t.members} of ${t.replicas}`] : ["Nodes", String(s.replicas.filter((r) => r.replica.startsWith("agent-")).length)],
       ["Without a step", t.stalled_s ? age(t.stalled_s) : "–"], ["Incidents", String(s.incidents.length)], ["Up", age(s.up_s)]]);
     rows(s); waits(s); incidents(s); log(s); pace(s); members(s);
     text($("where"), `lighthouse ${s.address}${s.number ? `, quorum ${s.number} (${s.reason})` : ""}, allranks ${s.version}`);
@@ -32,7 +32,7 @@
     facts.forEach(([name, value], i) => {
       const card = box.children[i] || box.appendChild(make("div", "", "fact"));
       if (!card.children.length) card.append(make("span", name), make("b"));
-      text(card.children[1], value);
+      text(card.children[0], name); text(card.children[1], value);
     });
   }
 
@@ -44,6 +44,7 @@
       const left = s.departed.find((d) => d.replica === r.replica);
       return left && ["lost", "left", "evicted"].includes(r.state) ? { ...r, step: Math.max(r.step, left.step), gone: left.at, health: left.reason || r.health } : r.state === "evicted" ? { ...r, health: s.evicted[r.replica] || r.health } : r;
     });
+    if (!gone.length && !found.length) return s.replicas.filter((r) => r.replica.startsWith("agent-")).map((r) => ({ ...r, replica: r.node || r.replica, node: "", state: "running", ranks: 0, nodeOnly: true }));
     const order = { lost: 0, evicted: 0, cooling: 1, expected: 1, asking: 2 };
     return [...gone, ...found].sort((a, b) => (order[a.state] ?? 3) - (order[b.state] ?? 3) || a.replica.localeCompare(b.replica, "en", { numeric: true }));
   }
@@ -54,6 +55,10 @@
     text($("shown"), every.length > shown.length ? `${shown.length.toLocaleString("en")} of ${every.length.toLocaleString("en")}` : every.length ? "" : "none yet");
     $("more").hidden = all || shown.length === found.length;
     while (body.rows.length > shown.length) body.deleteRow(-1);
+    const nodes = every.length > 0 && every.every((r) => r.nodeOnly);
+    text($("who"), nodes ? "Nodes" : "Replicas");
+    $("members-part").hidden = nodes;
+    text($("replicas").tHead.rows[0].cells[0], nodes ? "Node" : "Replica");
     const heads = ["Replica", "State", "Node", "Ranks", "Step", "Last heard", "Note", ""];
     shown.forEach((r, i) => {
       let row = body.rows[i];
@@ -73,7 +78,7 @@
       text(row.cells[5], r.gone ? `${age(Math.max(0, serverNow() - r.gone))} ago` : age(r.heard_s));
       text(row.cells[6], r.health || "");
       const button = row.cells[7].firstChild;
-      button.hidden = ["lost", "left", "finished", "expected"].includes(r.state) && !out;
+      button.hidden = r.nodeOnly || ["lost", "left", "finished", "expected"].includes(r.state) && !out;
       text(button, out ? "Readmit" : "Evict");
       button.dataset.replica = r.replica; button.dataset.action = out ? "let_in" : "evict";
     });
@@ -154,6 +159,7 @@
     axis(p, left, from, to);
   }
   function members(s) {
+    if ($("members-part").hidden) return;
     const p = pen($("members")), { g, width, height, colour } = p;
     if (!s.history.length) { empty(p, "Nothing has happened yet."); return; }
     const to = Math.max(serverNow(), s.history[s.history.length - 1].at), from = Math.min(s.history[0].at, to - 10), spans = new Map(), since = new Map();

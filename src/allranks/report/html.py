@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from allranks import pages
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.trace import RankTrace
-from allranks.pages.cards import Row, StackCard, frame_lines, short, stack_card
+from allranks.pages.cards import Row, StackCard, frame_lines, short, stack_card, without_stale
 from allranks.report.slices import MISSING
 from allranks.report.text import clean, headline_text
 from allranks.report.timeline import Timeline, build_timeline, pack
@@ -27,7 +27,7 @@ def render(diagnosis: Diagnosis, traces: Sequence[RankTrace], made_s: float = 0.
     """The page."""
     line = build_timeline(traces)
     verdict = diagnosis.verdict
-    stacks = [] if verdict is None else list(_cards(verdict))
+    stacks = [] if verdict is None else without_stale(_cards(verdict))
     advice = () if verdict is None else verdict.advice
     missing = () if verdict is None else verdict.missing_evidence
     yield pages.render(

@@ -9,7 +9,7 @@ from typing import Any
 
 from allranks import pages
 from allranks.model.incident import Action, Incident, Moment
-from allranks.pages.cards import Row, StackCard, frame_lines, short, stack_card
+from allranks.pages.cards import Row, StackCard, frame_lines, short, stack_card, without_stale
 
 _GOOD = frozenset({"last good step", "recovered", "healed", "back to speed"})
 _BAD = frozenset({"fault", "overdue", "died"})
@@ -79,7 +79,7 @@ def _stacks(incident: Incident, verdict: dict[str, Any]) -> list[StackCard]:
             continue
         lines = frame_lines((f["name"], f["file"], int(f["line"])) for f in entry.get("frames") or ())
         cards.append(stack_card(ranks, lines, str(entry.get("label") or ""), guilty=True))
-    return cards[:4]
+    return without_stale(cards)[:4]
 
 
 def _moment(moment: Moment, begin: float, span: float) -> dict[str, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.trace import Frame, State
-from allranks.pages.cards import short
+from allranks.pages.cards import is_library, short
 
 MAX_FRAMES, MAX_STACKS, MAX_FILES = 4, 4, 8
 
@@ -112,9 +112,7 @@ def _stacks(paint: Painter, verdict: Finding, options: TextOptions) -> Iterator[
 
 def visible_frames(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
     """The frames of the user's own code, a few; the innermost ones when there are none."""
-    own = tuple(
-        f for f in frames if "/torch/" not in f.file and "site-packages" not in f.file and f.file[:1] != "<"
-    )
+    own = tuple(frame for frame in frames if not is_library(frame.file))
     return (own or frames)[:MAX_FRAMES]
 
 
