@@ -51,6 +51,8 @@ def make_manager(library: str, load: Any, save: Any) -> tuple[Any, Any, Any]:
     """(manager, DistributedDataParallel, Optimizer) of either library."""
     from datetime import timedelta
 
+    import torch
+
     if library == "allranks":
         from allranks.torchft import (
             DistributedDataParallel,
@@ -60,7 +62,7 @@ def make_manager(library: str, load: Any, save: Any) -> tuple[Any, Any, Any]:
             ProcessGroupNCCL,
         )
 
-        group = ProcessGroupGloo(30) if CPU else ProcessGroupNCCL(30, device="cuda:0")
+        group = ProcessGroupGloo(30) if CPU else ProcessGroupNCCL(30, device=torch.device("cuda:0"))
         return Manager(group, load, save, min_replica_size=1), DistributedDataParallel, Optimizer
     from torch.distributed import TCPStore
 
@@ -82,6 +84,9 @@ def worker(library: str, out: Path, steps: int) -> None:
     """One replica; trains to `steps`, or until `out/stop` names a step. `out/raise` makes it fail like a user's bug."""
     import logging
 
+    os.environ.setdefault(
+        "NCCL_HOSTID", os.environ["ALLRANKS_REPLICA"]
+    )  # else NCCL refuses two ranks on one GPU
     import torch
 
     logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s %(message)s")
@@ -140,8 +145,8 @@ def cold_runs(out: Path, count: int) -> dict[str, Any]:
         began = time.monotonic()
         with open(log, "w") as file:
             done = subprocess.run(
-                [*words, *(["--cpu"] if CPU else [])], stdout=file, stderr=subprocess.STDOUT, check=False,
-                env={**os.environ, **SHARED_GPU}, timeout=180,
+                ["timeout", "120", *words, *(["--cpu"] if CPU else [])], stdout=file, stderr=subprocess.STDOUT, check=False,
+                env={**os.environ, **SHARED_GPU},
             )  # fmt: skip
         seconds.append(round(time.monotonic() - began, 1))
         commits = [line.split()[-3:-1] for line in log.read_text().splitlines() if " commit " in line]

@@ -262,3 +262,12 @@ def test_torchft_imports_work_with_one_word_changed() -> None:
     """Its modules are there (names: tests/torchft)."""
     with Ranks(_trains_like_torchft, 1, backend=None) as ranks:
         assert ranks.values(LIMIT_S) == [True]
+
+
+@pytest.mark.parametrize(("given", "device"), [("cuda:1", "cuda:1"), (1, "cuda:1"), (None, None)])
+def test_the_device_of_an_nccl_group_may_be_given_as_people_write_it(given: Any, device: str | None) -> None:
+    """A string, a number or nothing; torch's own constructor takes a torch.device only."""
+    from allranks.manager.groups.nccl import ProcessGroupNCCL
+
+    made = ProcessGroupNCCL(30, device=given).device
+    assert made == (None if device is None else torch.device(device))

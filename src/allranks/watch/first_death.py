@@ -22,6 +22,28 @@ _ECHO = re.compile(
     r"|(Read|Write)v? error \[",
     re.I,
 )
+#: No broken connection raises these, whatever their text names.
+_PROGRAM_ERRORS = frozenset(
+    [
+        "ArithmeticError",
+        "AssertionError",
+        "AttributeError",
+        "FileNotFoundError",
+        "ImportError",
+        "IndexError",
+        "KeyError",
+        "ModuleNotFoundError",
+        "NameError",
+        "NotImplementedError",
+        "OverflowError",
+        "RecursionError",
+        "SyntaxError",
+        "TypeError",
+        "UnboundLocalError",
+        "ValueError",
+        "ZeroDivisionError",
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +96,8 @@ def _raised(sample: RankSample) -> Death | None:
     if said is None or said["kind"] in ("KeyboardInterrupt", "SystemExit", "SignalException"):
         return None
     text, where = (said["text"] or "").strip(), said["where"] or ""
-    at, echo = sample.closed_ns / 1e9, bool(_ECHO.search(sample.closed))
+    at = sample.closed_ns / 1e9
+    echo = said["kind"] not in _PROGRAM_ERRORS and bool(_ECHO.search(sample.closed))
     return Death(sample.rank, sample.pid, at, f"raised {said['kind']}", where, text, echo)
 
 

@@ -48,9 +48,15 @@ class ProcessGroupNCCL(ReconfigurableGroup):
     backend_name = "nccl"
     slow_to_destroy = True
 
-    def __init__(self, timeout: Seconds = 60.0, device: torch.device | None = None) -> None:
+    def __init__(self, timeout: Seconds = 60.0, device: torch.device | str | int | None = None) -> None:
         super().__init__(timeout)
-        self.device = device
+        self.device = (
+            device
+            if device is None
+            else torch.device("cuda", device)
+            if isinstance(device, int)
+            else torch.device(device)
+        )
         self._quiet = contextlib.ExitStack()
         self._retired: list[tuple[Any, threading.Lock]] = []  # communicators that were left in good order
 
