@@ -61,6 +61,10 @@ def _frtrace(folder: Path) -> str:
     """What PyTorch's own analyzer says of a folder; "" is a clean bill of health."""
     tool = Path(sys.executable).with_name("torchfrtrace")
     done = subprocess.run([str(tool), str(folder)], capture_output=True, text=True, timeout=110)
+    if "No module named 'tools'" in done.stderr:
+        pytest.skip(
+            "torchfrtrace of this torch cannot start: it lacks its own module `tools` (2.8 and earlier)"
+        )
     assert done.returncode == 0, done.stderr
     return "\n".join(line for line in done.stderr.splitlines() if "tabulate" not in line)
 

@@ -274,7 +274,7 @@ def _functional(rank: int, world: int) -> None:
 
 
 def test_functional_collectives_are_recorded_to_their_end(folder: Path) -> None:
-    """C++ looks their group up by name; the twin registered there records them."""
+    """C++ looks their group up by name; the proxy registered there records them."""
     found = _run(_functional, folder)
     for trace in found.values():
         assert ops(trace) == [
@@ -291,7 +291,7 @@ def _mesh_and_fsdp(rank: int, world: int) -> None:
 
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
     dist.all_reduce(torch.ones(1), group=mesh["dp"].get_group())
-    assert type(mesh.get_group()) is dist.ProcessGroup  # never our twin
+    assert type(mesh.get_group()) is dist.ProcessGroup  # never our proxy
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     fully_shard(model, mesh=mesh)
     model(torch.ones(2, 8)).sum().backward()

@@ -9,7 +9,7 @@
  * Counters numbers the calls of one process group.
  * Collective, Wait  stand in for methods of ProcessGroup and Work in their most frequent form, and hand every other
  *        form to the wrapper written in Python. They hold the GIL throughout, except inside torch.
- * Forward  is a method of a twin, which C++ calls.
+ * Forward  is a method of a proxy, which C++ calls.
  *
  * Other threads and processes run between two calls and leave the caches cold: what counts here is how few cache
  * lines a call touches, not how few instructions it takes.
@@ -1007,7 +1007,7 @@ enum { METHOD_FLAGS = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLA
 static PyType_Spec Collective_spec = {"allranks.record._fast.Collective", sizeof(Method), 0, METHOD_FLAGS, Collective_slots};
 static PyType_Spec Wait_spec = {"allranks.record._fast.Wait", sizeof(Method), 0, METHOD_FLAGS, Wait_slots};
 
-/* A method of a twin (recording_group.py): calls the method of the same name of `self.original`. */
+/* A method of a proxy (recording_group.py): calls the method of the same name of `self.original`. */
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
@@ -1018,7 +1018,7 @@ static PyObject *Forward_call(PyObject *callable, PyObject *const *args, size_t 
     Py_ssize_t count = PyVectorcall_NARGS(flags);
     PyObject *passed[8];
     if (count < 1 || count > 8 || names) {
-        PyErr_SetString(PyExc_TypeError, "C++ calls a twin with at most 7 arguments");
+        PyErr_SetString(PyExc_TypeError, "C++ calls a proxy with at most 7 arguments");
         return NULL;
     }
     passed[0] = PyObject_GetAttr(args[0], str_original);
@@ -1055,7 +1055,7 @@ static PyMemberDef Forward_members[] = {
 static PyType_Slot Forward_slots[] = {
     {Py_tp_init, Forward_init},           {Py_tp_dealloc, Forward_dealloc},
     {Py_tp_descr_get, Method_get},        {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_members, Forward_members},     {Py_tp_doc, "A method of a twin."},
+    {Py_tp_members, Forward_members},     {Py_tp_doc, "A method of a proxy."},
     {0, NULL},
 };
 static PyType_Spec Forward_spec = {"allranks.record._fast.Forward", sizeof(ForwardMethod), 0, METHOD_FLAGS, Forward_slots};

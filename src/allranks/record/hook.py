@@ -67,7 +67,7 @@ class Hook:
         # Ranks of groups that were split off and have made no call yet.
         self._members: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._replaced: list[tuple[Any, str, Any, Any]] = []
-        self._twins: Any = None
+        self._proxies: Any = None
         self._setup: SetupCalls | None = None
         self._lost: set[str] = set()
 
@@ -99,9 +99,9 @@ class Hook:
         try:
             from allranks.record.recording_group import RecordingProxies
 
-            twins = RecordingProxies(self)
-            twins.install()
-            self._twins = twins
+            proxies = RecordingProxies(self)
+            proxies.install()
+            self._proxies = proxies
             internals.hide_from_compiler(*(sys.modules[name] for name in OURS if name in sys.modules))
         except Exception as error:  # another version of torch
             self.lost(internals.CPP_CALLS, error)
@@ -117,9 +117,9 @@ class Hook:
     def uninstall(self) -> None:
         """Puts every method back, unless somebody else has wrapped it since."""
         self.writer = None
-        if self._twins is not None:
-            self._twins.uninstall()
-            self._twins = None
+        if self._proxies is not None:
+            self._proxies.uninstall()
+            self._proxies = None
         if self._setup is not None:
             self._setup.uninstall()
             self._setup = None

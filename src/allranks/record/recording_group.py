@@ -1,9 +1,9 @@
 """Calls that C++ makes by itself: DDP's reducer on the autograd thread, functional collectives. Runs in the rank.
 
 C++ does not look at Python methods of a plain ProcessGroup, but it does call those of a Python subclass. So where
-C++ is handed a group (the reducer, the registry of group names, two functions of DDP's set-up), it gets a twin: a
+C++ is handed a group (the reducer, the registry of group names, two functions of DDP's set-up), it gets a proxy: a
 ProcessGroup of the same name that shares the backends of the original and records before it passes a call on.
-Python code never sees a twin: what it gets from the registry is turned back into the original. If anything here
+Python code never sees a proxy: what it gets from the registry is turned back into the original. If anything here
 fails, the original is handed over and only the recording of C++'s own calls is lost.
 """
 
@@ -62,7 +62,7 @@ for _method in internals.TRAMPOLINE:
 
 
 class RecordingProxies:
-    """Makes twins and hands them to C++. `install` and `uninstall` own the wrapped functions."""
+    """Makes proxies and hands them to C++. `install` and `uninstall` own the wrapped functions."""
 
     def __init__(self, hook: Hook) -> None:
         self._hook = hook
@@ -77,26 +77,26 @@ class RecordingProxies:
         self._wrap_function(internals.UNREGISTER_ALL, self._unregister_all)
         self._wrap_function(internals.RESOLVE, self._resolve)
         for function in internals.DDP_FUNCTIONS:
-            self._wrap_function(function, self._with_twin)
+            self._wrap_function(function, self._with_proxy)
         self._wrap_reducer()
         for name, group in internals.named_groups():
             with contextlib.suppress(Exception):  # a group that is half gone
                 self._swap(name, group)
 
     def uninstall(self) -> None:
-        """Puts everything back; C++ keeps the twins it holds, which work on unrecorded."""
-        for name, twin in list(self._registered.items()):
+        """Puts everything back; C++ keeps the proxies it holds, which work on unrecorded."""
+        for name, proxy in list(self._registered.items()):
             with contextlib.suppress(Exception):  # gone meanwhile
                 self._original(internals.UNREGISTER)(name)
-                self._original(internals.REGISTER)(name, twin.original)
+                self._original(internals.REGISTER)(name, proxy.original)
         for module, name, wrapper, original in self._replaced:
             if vars(module).get(name) is wrapper:
                 setattr(module, name, original)
         self._registered.clear()
         self._replaced.clear()
 
-    def twin(self, group: Any) -> Any:
-        """A recording twin of a plain ProcessGroup; the group itself where that is impossible or not needed."""
+    def proxy(self, group: Any) -> Any:
+        """A recording proxy of a plain ProcessGroup; the group itself where that is impossible or not needed."""
         if type(group) is not dist.ProcessGroup or self._hook.writer is None:
             return group
         try:
@@ -109,31 +109,31 @@ class RecordingProxies:
 
     def _make(self, group: Any) -> RecordingProxyGroup:
         make: Any = RecordingProxyGroup
-        twin: RecordingProxyGroup = make(
+        proxy: RecordingProxyGroup = make(
             group.rank(), group.size()
         )  # the constructor that takes a store cannot make a subclass
-        twin.original = group
-        twin.waits_block = lambda: (
+        proxy.original = group
+        proxy.waits_block = lambda: (
             self._hook.group(group).counters.blocking
         )  # asked late: members are not known yet
-        internals.make_like(group, twin)
-        return twin
+        internals.make_like(group, proxy)
+        return proxy
 
     # -- the registry of names ----------------------------------------------------------------------------------
 
     def _swap(self, name: str, group: Any) -> None:
-        twin = self.twin(group)
-        if twin is group:
+        proxy = self.proxy(group)
+        if proxy is group:
             return
         self._original(internals.UNREGISTER)(name)
-        self._original(internals.REGISTER)(name, twin)
-        self._registered[name] = twin
+        self._original(internals.REGISTER)(name, proxy)
+        self._registered[name] = proxy
 
     def _register(self, original: Callable[..., Any], name: str, group: Any) -> Any:
-        twin = self.twin(group)
-        result = original(name, twin)
-        if twin is not group:
-            self._registered[name] = twin
+        proxy = self.proxy(group)
+        result = original(name, proxy)
+        if proxy is not group:
+            self._registered[name] = proxy
         return result
 
     def _unregister(self, original: Callable[..., Any], name: str) -> Any:
@@ -148,26 +148,26 @@ class RecordingProxies:
         group = original(name)
         return group.original if isinstance(group, RecordingProxyGroup) else group
 
-    def _with_twin(self, original: Callable[..., Any], process_group: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self.twin(process_group), *args, **kwargs)
+    def _with_proxy(self, original: Callable[..., Any], process_group: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self.proxy(process_group), *args, **kwargs)
 
     # -- DDP ----------------------------------------------------------------------------------------------------
 
     def _wrap_reducer(self) -> None:
         """The reducer takes its group as fourth argument or by name."""
         original = dist.Reducer.__init__
-        twins = self
+        proxies = self
 
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            twin = None
+            proxy = None
             if "process_group" in kwargs:
-                twin = kwargs["process_group"] = twins.twin(kwargs["process_group"])
+                proxy = kwargs["process_group"] = proxies.proxy(kwargs["process_group"])
             elif len(args) > 3:
-                twin = twins.twin(args[3])
-                args = (*args[:3], twin, *args[4:])
+                proxy = proxies.proxy(args[3])
+                args = (*args[:3], proxy, *args[4:])
             original(self, *args, **kwargs)
-            if isinstance(twin, RecordingProxyGroup):
-                twins._reducers[self] = twin  # C++ keeps the group, not its Python half
+            if isinstance(proxy, RecordingProxyGroup):
+                proxies._reducers[self] = proxy  # C++ keeps the group, not its Python half
 
         self._replaced.append((dist.Reducer, "__init__", __init__, vars(dist.Reducer)["__init__"]))
         dist.Reducer.__init__ = __init__
