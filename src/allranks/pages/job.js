@@ -4,10 +4,11 @@
   const MAX_ROWS = 100, STRIP_ROWS = 24;
   const MOODS = { member: "good", asking: "good", spare: "", connected: "", finished: "good", running: "good", left: "", lost: "bad", evicted: "bad", cooling: "warn", expected: "warn" };
   const NAMES = { asking: "waiting for quorum", cooling: "back-off", expected: "expected back", let_in: "readmit" };
+  const names = new Intl.Collator("en", { numeric: true }), digits = new Intl.NumberFormat("en");  // made once: a thousand rows use them
   let status = null, all = false, skew = 0;
   function text(node, value) { if (node.textContent !== value) node.textContent = value; return node; }
   function make(tag, value, name) { const node = document.createElement(tag); if (value) node.textContent = value; if (name) node.className = name; return node; }
-  function number(n) { return n < 0 ? "–" : n.toLocaleString("en"); }
+  function number(n) { return n < 0 ? "–" : digits.format(n); }
   function age(s) { return s < 10 ? s.toFixed(1) + " s" : s < 120 ? Math.round(s) + " s" : s < 7200 ? Math.round(s / 60) + " min" : (s / 3600).toFixed(1) + " h"; }
   function clock(at) { return new Date(at * 1000).toLocaleTimeString("en-GB"); }
   const serverNow = () => Date.now() / 1000 + skew;
@@ -40,13 +41,14 @@
   function list(s) {
     const here = new Set(s.replicas.filter((r) => r.state !== "observer").map((r) => r.replica));
     const gone = s.departed.filter((d) => !here.has(d.replica)).map((d) => ({ replica: d.replica, state: d.kind, node: "", ranks: 0, step: d.step, gone: d.at, health: d.reason, heard_s: 0 }));
+    const departed = new Map(s.departed.map((d) => [d.replica, d]));
     const found = s.replicas.filter((r) => r.state !== "observer").map((r) => {
-      const left = s.departed.find((d) => d.replica === r.replica);
+      const left = departed.get(r.replica);
       return left && ["lost", "left", "evicted"].includes(r.state) ? { ...r, step: Math.max(r.step, left.step), gone: left.at, health: left.reason || r.health } : r.state === "evicted" ? { ...r, health: s.evicted[r.replica] || r.health } : r;
     });
     if (!gone.length && !found.length) return s.replicas.filter((r) => r.replica.startsWith("agent-")).map((r) => ({ ...r, replica: r.node || r.replica, node: "", state: "running", ranks: 0, nodeOnly: true }));
     const order = { lost: 0, evicted: 0, cooling: 1, expected: 1, asking: 2 };
-    return [...gone, ...found].sort((a, b) => (order[a.state] ?? 3) - (order[b.state] ?? 3) || a.replica.localeCompare(b.replica, "en", { numeric: true }));
+    return [...gone, ...found].sort((a, b) => (order[a.state] ?? 3) - (order[b.state] ?? 3) || names.compare(a.replica, b.replica));
   }
   function rows(s) {
     const want = $("filter").value.trim().toLowerCase(), body = $("rows"), every = list(s);
@@ -172,9 +174,9 @@
     }
     for (const r of s.replicas) if (!since.has(r.replica) && r.state !== "observer" && !["lost", "left", "evicted", "finished"].includes(r.state) && !spans.get(r.replica).length) since.set(r.replica, from);
     for (const [name, at] of since) add(name, at, to, false);
-    const names = [...spans.keys()].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
-    if (!names.length) { empty(p, "No replica yet."); return; }
-    if (names.length <= STRIP_ROWS) strip(p, names, spans, from, to); else counted(p, spans, from, to);
+    const listed = [...spans.keys()].sort(names.compare);
+    if (!listed.length) { empty(p, "No replica yet."); return; }
+    if (listed.length <= STRIP_ROWS) strip(p, listed, spans, from, to); else counted(p, spans, from, to);
   }
   function strip(p, names, spans, from, to) {
     const { g, width, height, colour } = p, left = Math.min(140, 20 + Math.max(...names.map((n) => g.measureText(n).width))), tall = (height - 34) / names.length;
