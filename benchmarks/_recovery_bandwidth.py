@@ -9,7 +9,7 @@ import time
 import torch
 
 from allranks.channel.keys import Keyring
-from allranks.manager.heal.fetch import Fetch, Source
+from allranks.manager.heal.fetch import Fetch, HealSource
 from allranks.manager.heal.serve import HealServer
 from allranks.manager.heal.state import LiveState, make_offer
 
@@ -62,7 +62,7 @@ def healing(state: torch.Tensor, landing: torch.Tensor) -> float:
     address = os.read(read_end, 100).decode()
 
     def receive() -> None:
-        Fetch((1, 1), LiveState(lambda: {"w": landing})).run([Source(address, KEYS.for_quorum(1, 1))])
+        Fetch((1, 1), LiveState(lambda: {"w": landing})).run([HealSource(address, KEYS.for_quorum(1, 1))])
 
     found = best(receive)
     os.kill(child, signal.SIGKILL)

@@ -68,15 +68,7 @@ def main() -> None:
     model = CharTransformer(len(letters))
     inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    def load(state: dict) -> None:
-        model.load_state_dict(state["model"])
-        inner.load_state_dict(state["optimizer"])
-
-    manager = Manager(
-        load_state_dict=load,
-        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
-        min_replica_size=1,
-    )
+    manager = Manager(state=[model, inner], min_replica_size=1)
     ddp = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, inner)
     number = int("".join(filter(str.isdigit, manager.replica_id())) or 0) % 1000

@@ -23,12 +23,7 @@ def main() -> None:
     fragments = [model[0], model[2]]
     inner = torch.optim.AdamW(model.parameters(), lr=2e-3)
     outer = [torch.optim.SGD(f.parameters(), lr=0.7, momentum=0.9, nesterov=True) for f in fragments]
-    manager = Manager(
-        load_state_dict=lambda state: inner.load_state_dict(state),
-        state_dict=inner.state_dict,
-        min_replica_size=1,
-        use_async_quorum=False,
-    )
+    manager = Manager(state=[inner], min_replica_size=1, use_async_quorum=False)
     truth = torch.randn(16, 1, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(zlib.crc32(manager.replica_id().encode()))  # from here on: data of its own
     said = -1

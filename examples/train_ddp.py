@@ -25,15 +25,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 10))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    def load(state: dict) -> None:
-        model.load_state_dict(state["model"])
-        inner.load_state_dict(state["optimizer"])
-
-    manager = Manager(
-        load_state_dict=load,
-        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
-        min_replica_size=1,
-    )
+    manager = Manager(state=[model, inner], min_replica_size=1)
     ddp = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, inner)
     truth = torch.randn(32, 10, generator=torch.Generator().manual_seed(1))

@@ -15,7 +15,7 @@ from allranks.channel.frames import receive_json, send_json
 from allranks.channel.handshake import ChannelError, greet_as_client
 from allranks.channel.keys import Keyring
 from allranks.errors import HealingFailed
-from allranks.manager.heal.fetch import Fetch, Source
+from allranks.manager.heal.fetch import Fetch, HealSource
 from allranks.manager.heal.serve import HealServer
 from allranks.manager.heal.state import LiveState, Offer, make_offer, stripes
 
@@ -60,7 +60,7 @@ def test_every_kind_of_value_arrives_unchanged(server: HealServer) -> None:
     """Types, shapes, odd keys and values that are no tensors."""
     server.offer(make_offer((1, 5), state()))
     healing = fetch()
-    healing.run([Source(server.address, MEMBER)])
+    healing.run([HealSource(server.address, MEMBER)])
     assert same(healing.state(), state())
 
 
@@ -69,7 +69,7 @@ def test_bytes_land_in_the_tensors_that_train(server: HealServer) -> None:
     own = state(fill=7.0)
     server.offer(make_offer((1, 5), state()))
     healing = fetch(own=own)
-    healing.run([Source(server.address, MEMBER)])
+    healing.run([HealSource(server.address, MEMBER)])
     assert torch.equal(own["weights"]["w3"], state()["weights"]["w3"])
     assert healing.state()["weights"]["w3"].data_ptr() == own["weights"]["w3"].data_ptr()
 
@@ -92,7 +92,7 @@ def test_what_a_forward_may_change_is_copied_at_both_ends(server: HealServer) ->
     live["weights"]["w0"].fill_(-1.0)
     place = own["weights"]["w0"].data_ptr()
     healing = Fetch((1, 5), LiveState(lambda: own, lambda: frozenset([place])), timeout_s=5.0)
-    healing.run([Source(server.address, MEMBER)])
+    healing.run([HealSource(server.address, MEMBER)])
     assert torch.all(own["weights"]["w0"] == 7.0)  # until load_state_dict brings it in
     assert same(healing.state(), state())
 
@@ -104,7 +104,7 @@ def test_the_work_is_shared_by_all_sources() -> None:
         for one in both:
             one.offer(make_offer((1, 5), state()))
         healing = fetch()
-        healing.run([Source(one.address, MEMBER, str(n)) for n, one in enumerate(both)])
+        healing.run([HealSource(one.address, MEMBER, str(n)) for n, one in enumerate(both)])
         assert all(one.sent_bytes > 0 for one in both)
         assert sum(one.sent_bytes for one in both) == healing.total_bytes
     finally:
@@ -132,10 +132,10 @@ def test_a_source_that_dies_is_replaced_without_starting_over(server: HealServer
         server.offer(make_offer((1, 5), state()))
         healing = fetch()
         with pytest.raises(HealingFailed) as caught:
-            healing.run([Source(dying.address, MEMBER, "dying")])
+            healing.run([HealSource(dying.address, MEMBER, "dying")])
         assert 0 < caught.value.received_bytes < caught.value.total_bytes
         before = healing.received_bytes
-        healing.run([Source(server.address, MEMBER)])
+        healing.run([HealSource(server.address, MEMBER)])
         assert server.sent_bytes == healing.total_bytes - before
         assert same(healing.state(), state())
     finally:
@@ -170,7 +170,7 @@ def test_a_flipped_bit_is_noticed_and_the_stripe_taken_elsewhere(server: HealSer
         lying.offer(make_offer((1, 5), state()))
         server.offer(make_offer((1, 5), state()))
         healing = fetch()
-        healing.run([Source(lying.address, MEMBER, "liar"), Source(server.address, MEMBER)])
+        healing.run([HealSource(lying.address, MEMBER, "liar"), HealSource(server.address, MEMBER)])
         assert any("damaged" in failure for failure in healing.failures)
         assert same(healing.state(), state())
     finally:
@@ -184,7 +184,7 @@ def test_a_stripe_damaged_once_is_asked_for_again(server: HealServer) -> None:
     try:
         lying.offer(make_offer((1, 5), state()))
         healing = fetch()
-        healing.run([Source(lying.address, MEMBER, "liar")])
+        healing.run([HealSource(lying.address, MEMBER, "liar")])
         assert lying.times < 1
         assert same(healing.state(), state())
     finally:
@@ -197,7 +197,7 @@ def test_a_source_that_only_sends_damage_is_given_up() -> None:
     try:
         lying.offer(make_offer((1, 5), state()))
         with pytest.raises(HealingFailed, match="damaged"):
-            fetch().run([Source(lying.address, MEMBER, "liar")])
+            fetch().run([HealSource(lying.address, MEMBER, "liar")])
     finally:
         lying.close()
 
@@ -212,7 +212,7 @@ def test_a_fetch_that_cannot_even_connect_is_called_off_at_once() -> None:
             one.setblocking(False)
             one.connect_ex(full.getsockname())
         healing = Fetch((1, 5), LiveState(dict), timeout_s=40.0)
-        healing.begin([Source(f"127.0.0.1:{full.getsockname()[1]}", MEMBER)])
+        healing.begin([HealSource(f"127.0.0.1:{full.getsockname()[1]}", MEMBER)])
         healing.cancel()
         with pytest.raises(HealingFailed):
             healing.finish()
@@ -225,7 +225,7 @@ def test_a_stranger_gets_nothing(server: HealServer) -> None:
     """Without the key of the quorum the connection is closed."""
     server.offer(make_offer((1, 5), state()))
     with pytest.raises(HealingFailed, match="same job token"):
-        fetch().run([Source(server.address, Keyring("guessed").for_quorum(1, 2))])
+        fetch().run([HealSource(server.address, Keyring("guessed").for_quorum(1, 2))])
     assert server.sent_bytes == 0
 
 
@@ -256,7 +256,7 @@ def test_silent_strangers_stop_neither_votes_nor_healing(server: HealServer) -> 
         for _ in range(200):
             stack.enter_context(socket.create_connection((host, int(port)), 20))
         healing = fetch()
-        healing.run([Source(server.address, MEMBER)])
+        healing.run([HealSource(server.address, MEMBER)])
         assert healing.complete
 
 
@@ -268,7 +268,7 @@ def test_garbage_does_not_hurt_the_server(server: HealServer) -> None:
     with socket.create_connection((host, int(port))) as noisy:
         noisy.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
     healing = fetch()
-    healing.run([Source(server.address, MEMBER)])
+    healing.run([HealSource(server.address, MEMBER)])
     silent.close()
     assert healing.complete
 
@@ -278,7 +278,7 @@ def test_a_withdrawn_or_other_state_is_not_sent(server: HealServer) -> None:
     server.offer(make_offer((1, 6), state()))
     waiting = Fetch((1, 5), LiveState(dict), timeout_s=0.2)
     with pytest.raises(HealingFailed, match="is not offered"):
-        waiting.run([Source(server.address, MEMBER)])
+        waiting.run([HealSource(server.address, MEMBER)])
 
 
 def test_stripes_cover_every_byte_once() -> None:

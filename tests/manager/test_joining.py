@@ -15,7 +15,7 @@ from torch import nn
 import allranks.torchft as torchft
 from allranks.drill.ranks import Ranks
 from allranks.lighthouse.options import Options
-from allranks.manager.groups.generation import Attempt, Generation
+from allranks.manager.groups.generation import Generation, StepAttempt
 from allranks.manager.groups.group import ProcessGroupGloo
 from allranks.manager.plan import Claim, ReplicaClaim, decide
 from allranks.manager.training import TrainingState
@@ -201,7 +201,7 @@ def test_gradients_that_were_not_computed_are_never_counted() -> None:
         for claim, beside in ((behind, True), (behind, False), (equal, True))
     )
     for claim, bound in ((late, True), (first, False), (healthy, False)):
-        training, attempt = TrainingState(), Attempt(empty=True)
+        training, attempt = TrainingState(), StepAttempt(empty=True)
         training.generation, training.attempt = made(claim), attempt
         assert (training.bind(attempt, 1.0) is not None) is bound
         assert bool(attempt.spoiled) is not bound

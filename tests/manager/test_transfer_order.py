@@ -16,7 +16,7 @@ from torch import nn
 import allranks.torchft as torchft
 from allranks.drill.ranks import Ranks
 from allranks.lighthouse.options import Options
-from allranks.manager.groups.generation import Attempt, Generation
+from allranks.manager.groups.generation import Generation, StepAttempt
 from allranks.manager.groups.group import ProcessGroupGloo
 from allranks.manager.heal.fetch import Fetch
 from allranks.manager.heal.state import Landing, Offer
@@ -180,7 +180,7 @@ def test_collectives_go_on_when_the_last_transfer_has_ended() -> None:
 
 def test_who_heals_beside_the_step_holds_nothing_back_before_the_first_backward_has_ended() -> None:
     """It gives zeros without a state until then; for everything after it the others count on its state."""
-    attempt, both = Attempt(), generation(0, 1, 2, late=1)
+    attempt, both = StepAttempt(), generation(0, 1, 2, late=1)
     assert both.plan.late == (1,)
     assert both.holding(attempt) == {2}
     attempt.reduced = True
@@ -190,7 +190,7 @@ def test_who_heals_beside_the_step_holds_nothing_back_before_the_first_backward_
 def test_a_transfer_that_does_not_end_is_waited_for_with_a_limit() -> None:
     training = TrainingState()
     training.publish(made := generation(0, 1, 1), rolls=False)
-    assert "r1 did not fetch its state in 0.0 s" in training.wait_for_transfers(Attempt(), made, 0.01)
+    assert "r1 did not fetch its state in 0.0 s" in training.wait_for_transfers(StepAttempt(), made, 0.01)
 
 
 def test_a_group_that_breaks_ends_the_wait() -> None:
@@ -199,6 +199,6 @@ def test_a_group_that_breaks_ends_the_wait() -> None:
     training.publish(made := generation(0, 1, 1), rolls=False)
     thread = threading.Thread(target=training.break_group, args=(made, "a member died"))
     thread.start()
-    assert training.wait_for_transfers(Attempt(), made, 20.0) == ""
+    assert training.wait_for_transfers(StepAttempt(), made, 20.0) == ""
     thread.join()
     assert not made.usable

@@ -236,6 +236,15 @@ def test_options_come_from_the_argument_then_the_environment_then_the_default(
     )  # fmt: skip
 
 
+def test_a_setting_that_a_manager_does_not_know_is_named() -> None:
+    """With those that it knows; torchft's arguments without a meaning are torchft's alone."""
+    from allranks.manager.manager import Manager
+
+    with pytest.raises(TypeError, match=r"does not know quorum_retries; it knows .*quorum_timeout"):
+        Manager(lighthouse_addr="127.0.0.1:1", quorum_retries=1)
+    torchft.Manager(lighthouse_addr="127.0.0.1:1", rank=0, world_size=1, quorum_retries=1)
+
+
 def test_the_default_group_has_the_timeout_of_its_manager() -> None:
     """One number for one wait: not the group's own default."""
     manager = torchft.Manager(lighthouse_addr="127.0.0.1:1", rank=0, world_size=1, timeout=7)

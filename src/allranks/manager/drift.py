@@ -62,7 +62,7 @@ def first_difference(own: Sequence[int], other: Sequence[int], names: Sequence[s
 
 
 @dataclass(frozen=True)
-class Finding:
+class StateFinding:
     """What the digests of a vote show."""
 
     sentence: str
@@ -106,7 +106,7 @@ class StateSums:
         self.sums, self._running = self._running.result(), None
         return _digest(struct.pack(f"{len(self.sums)}q", *self.sums)) if self.sums else 0
 
-    def examine(self, generation: Generation, tally: Tally, step: int) -> Finding | None:
+    def examine(self, generation: Generation, tally: Tally, step: int) -> StateFinding | None:
         """Who differs after this vote, and where. Every member comes to the same result; raises GroupAborted."""
         found = find_difference(tally.state, generation.counterparts) if tally.state else None
         if found is None:
@@ -126,7 +126,7 @@ class StateSums:
                 f"step {step}: the state of {who} {verb} from that of the other replicas, first in {where}"
             )
         healable = bool(found.majority) and 2 * len(replicas) < len(generation.quorum.members)
-        return Finding(sentence, replicas, healable)
+        return StateFinding(sentence, replicas, healable)
 
     def examine_small(self, generation: Generation, tally: Tally, step: int) -> str:
         """A sentence when learning rates and the like differ; else ""."""

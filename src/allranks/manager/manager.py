@@ -22,14 +22,14 @@ import torch.distributed as dist
 
 from allranks import record
 from allranks.errors import GroupAborted, HealingFailed, ManagerError, RetriesExhausted, StateDiffers
-from allranks.manager.drift import OnDifference, StateSums
+from allranks.manager.drift import StateSums
 from allranks.manager.future_or_default import sure
-from allranks.manager.groups.generation import Attempt, Generation
+from allranks.manager.groups.generation import Generation, StepAttempt
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.groups.group_spec import Seconds, seconds
 from allranks.manager.heal.fetch import Fetch
 from allranks.manager.heal.state import LiveState
-from allranks.manager.options import ManagerOptions, WorldSizeMode, from_environment
+from allranks.manager.options import ManagerOptions, from_environment, from_settings
 from allranks.manager.registered_state import (
     is_small,
     missing_parts,
@@ -37,7 +37,7 @@ from allranks.manager.registered_state import (
     state_functions,
     warn_about,
 )
-from allranks.manager.resources import Opened
+from allranks.manager.resources import ManagerResources
 from allranks.manager.training import TrainingState
 from allranks.manager.votes import Tally, Vote
 from allranks.manager.work import ManagedWork
@@ -51,8 +51,8 @@ SaveFunction = Callable[[], Any]
 class Manager:
     """Names and meanings follow torchft's Manager. The constructor only stores; `start_quorum` connects.
 
-    `port`, `heartbeat_interval`, `checkpoint_transport` and `quorum_retries` are taken so that torchft's calls
-    work, and change nothing: there is no server per manager, the lighthouse sets the beat, healing is built in.
+    `state`: what a joining replica takes over, see docs/manager.md; `load_state_dict` and `state_dict` are two functions
+    that do the same. `settings` are those of options.SETTINGS, times in seconds or as timedelta.
     """
 
     def __init__(
@@ -60,54 +60,11 @@ class Manager:
         pg: ReconfigurableGroup | None = None,
         load_state_dict: LoadFunction | None = None,
         state_dict: SaveFunction | None = None,
-        min_replica_size: int = 1,
-        use_async_quorum: bool = True,
-        timeout: Seconds | None = None,
-        quorum_timeout: Seconds | None = None,
-        connect_timeout: Seconds | None = None,
-        rank: int | None = None,
-        world_size: int | None = None,
-        world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC,
-        store_addr: str | None = None,
-        store_port: int | None = None,
-        lighthouse_addr: str | None = None,
-        replica_id: str | None = None,
-        port: int | None = None,
-        hostname: str | None = None,
-        heartbeat_interval: Seconds | None = None,
-        checkpoint_transport: object | None = None,
-        init_sync: bool = True,
-        max_retries: int | None = None,
-        quorum_retries: int = 0,
-        proactive_recovery: bool | None = None,
-        token: str | None = None,
+        *,
         state: Sequence[Any] | Mapping[str, Any] = (),
-        check_every: int | None = None,
-        on_difference: OnDifference | None = None,
+        **settings: Any,
     ) -> None:
-        self.options: ManagerOptions = from_environment(
-            {
-                "lighthouse": lighthouse_addr,
-                "replica_id": replica_id,
-                "min_replica_size": min_replica_size,
-                "rank": rank,
-                "world_size": world_size,
-                "timeout_s": _s(timeout),
-                "quorum_timeout_s": _s(quorum_timeout),
-                "connect_timeout_s": _s(connect_timeout),
-                "use_async_quorum": use_async_quorum,
-                "init_sync": init_sync,
-                "world_size_mode": world_size_mode,
-                "max_retries": max_retries,
-                "proactive": proactive_recovery,
-                "host": hostname,
-                "store_host": store_addr,
-                "store_port": store_port,
-                "token": token,
-                "check_every": check_every,
-                "on_difference": on_difference,
-            }
-        )
+        self.options: ManagerOptions = from_environment(from_settings(settings))
         self.group: ReconfigurableGroup = pg if pg is not None else ProcessGroupGloo(self.options.timeout_s)
         self.training = TrainingState()
         self._functions: dict[str, tuple[LoadFunction, SaveFunction]] = {}
@@ -116,7 +73,7 @@ class Manager:
         self._starts = 0
         self._before_vote: list[Callable[[], None]] = []
         self._wrapped: list[torch.nn.Module] = []
-        self._opened: Opened | None = None
+        self._opened: ManagerResources | None = None
         self._failures = 0
         self._settled: torch.cuda.Event | None = None  # on a GPU: the state stands still once it has passed
         self._volatile = False  # the state changes between commits: offers must be copies
@@ -128,8 +85,6 @@ class Manager:
             self.register_state_dict_fn(name, *state_functions(part))
             if is_small(part):
                 self.sums.small[name] = part
-        if checkpoint_transport is not None:
-            log.warning("checkpoint_transport is not used: healing is built in")
         if load_state_dict is not None and state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
 
@@ -212,7 +167,7 @@ class Manager:
         while self._must_load(generation) and not self._load_healed(generation):
             generation = self.training.park(self._patience_s)
 
-    def _agree_on_group(self, opened: Opened) -> None:
+    def _agree_on_group(self, opened: ManagerResources) -> None:
         """All ranks of this replica open the step in the same group, or wait for the next one together."""
         inside = opened.regrouper.inside
 
@@ -390,12 +345,12 @@ class Manager:
         """How long the training thread may wait for a group: one quorum and its connecting."""
         return self.options.quorum_timeout_s + self.options.connect_timeout_s
 
-    def _open(self) -> Opened:
+    def _open(self) -> ManagerResources:
         with self._life:
             if self._opened is None:
                 if self.training.closing:
                     raise ManagerError("this manager was shut down")
-                opened = Opened(self.options, self.training, self.group)
+                opened = ManagerResources(self.options, self.training, self.group)
                 live = LiveState(self._read_state, self._moving_places, lambda: self._volatile)
                 self._opened = opened.start(live, lambda: bool(self._wrapped))
                 atexit.register(
@@ -419,7 +374,7 @@ class Manager:
         late = generation is not None and not generation.loaded and not generation.participates
         return late and self.training.in_step and len(self._wrapped) == 1
 
-    def _opened_attempt(self) -> Attempt:
+    def _opened_attempt(self) -> StepAttempt:
         attempt = self.training.attempt
         if not attempt.opened:
             raise ManagerError(
@@ -435,13 +390,13 @@ class Manager:
         with self.training.changed:
             return self.training._wait_for_group(self._patience_s)
 
-    def _group_failed(self, attempt: Attempt, generation: Generation, error: Exception) -> None:
+    def _group_failed(self, attempt: StepAttempt, generation: Generation, error: Exception) -> None:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         attempt.spoiled = attempt.spoiled or generation.broken or reason
         if self.training.break_group(generation, f"a collective failed: {reason}"):
             log.info("quorum %d: a collective failed, asking for a new quorum", generation.number)
 
-    def _wait_for_transfers(self, attempt: Attempt, generation: Generation) -> bool:
+    def _wait_for_transfers(self, attempt: StepAttempt, generation: Generation) -> bool:
         """Holds a collective back while it would wait for a state transfer: see Generation.holding.
 
         On a GPU a collective that waits for others keeps every copy waiting as soon as a kernel must be loaded.
@@ -454,7 +409,7 @@ class Manager:
             self._group_failed(attempt, generation, GroupAborted(late))
         return not late
 
-    def _finish(self, attempt: Attempt) -> bool:
+    def _finish(self, attempt: StepAttempt) -> bool:
         """Brings the step's collectives and a healing beside it to an end; False when there can be no vote."""
         generation = self.training.bind(attempt, self._patience_s)
         if generation is None:
@@ -466,7 +421,7 @@ class Manager:
         generation.group.settle()
         return not attempt.spoiled and generation.usable
 
-    def _vote(self, attempt: Attempt) -> bool:
+    def _vote(self, attempt: StepAttempt) -> bool:
         generation = self.training.begin_vote(attempt)
         if generation is None:
             return self._no_vote(attempt)
@@ -545,7 +500,7 @@ class Manager:
                 if missing:
                     warn_about(missing)
 
-    def _no_vote(self, attempt: Attempt) -> bool:
+    def _no_vote(self, attempt: StepAttempt) -> bool:
         generation = attempt.generation
         if generation is not None and not generation.usable and generation is self.training.generation:
             with self.training.changed:
@@ -613,11 +568,7 @@ class Manager:
         )  # fmt: skip
         return True
 
-    def _fetched(self, opened: Opened, generation: Generation) -> Fetch | None:
+    def _fetched(self, opened: ManagerResources, generation: Generation) -> Fetch | None:
         fetch = opened.regrouper.fetch
         right = fetch is not None and fetch.position == generation.plan.top
         return fetch if right and fetch is not None and fetch.complete else None
-
-
-def _s(value: Seconds | None) -> float | None:
-    return None if value is None else seconds(value)

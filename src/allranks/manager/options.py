@@ -15,6 +15,7 @@ from typing import Any
 from allranks.errors import ConfigurationError
 from allranks.manager.drift import EVERY_STEPS, OnDifference
 from allranks.manager.groups.gloo import own_host
+from allranks.manager.groups.group_spec import seconds
 
 
 class WorldSizeMode(Enum):
@@ -73,6 +74,19 @@ class ManagerOptions:
             )
 
 
+def from_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a Manager as fields of ManagerOptions; None stands for "not given"."""
+    unknown = sorted(set(settings) - SETTINGS.keys())
+    if unknown:
+        raise TypeError(
+            f"Manager() does not know {', '.join(unknown)}; it knows {', '.join(sorted(SETTINGS))}"
+        )
+    return {
+        SETTINGS[name]: seconds(value) if name.endswith("timeout") and value is not None else value
+        for name, value in settings.items()
+    }
+
+
 def from_environment(given: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> ManagerOptions:
     """Fills what was not given (None) from the environment; what is in neither keeps its default."""
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -95,6 +109,28 @@ def _switch(text: str) -> bool:
     return text.strip().lower() not in {"0", "false", "no", "off"}
 
 
+#: Argument of a Manager (torchft's name where it has one) -> field of ManagerOptions.
+SETTINGS = {
+    "lighthouse_addr": "lighthouse",
+    "replica_id": "replica_id",
+    "min_replica_size": "min_replica_size",
+    "rank": "rank",
+    "world_size": "world_size",
+    "timeout": "timeout_s",
+    "quorum_timeout": "quorum_timeout_s",
+    "connect_timeout": "connect_timeout_s",
+    "use_async_quorum": "use_async_quorum",
+    "init_sync": "init_sync",
+    "world_size_mode": "world_size_mode",
+    "max_retries": "max_retries",
+    "proactive_recovery": "proactive",
+    "hostname": "host",
+    "store_addr": "store_host",
+    "store_port": "store_port",
+    "token": "token",
+    "check_every": "check_every",
+    "on_difference": "on_difference",
+}
 _VARIABLES: dict[str, tuple[tuple[str, ...], Any]] = {
     "lighthouse": (("ALLRANKS_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"), str),
     "replica_id": (("ALLRANKS_REPLICA", "REPLICA_ID", "REPLICA_GROUP_ID"), str),

@@ -70,7 +70,7 @@ class ReplicaClaim:
 
 
 @dataclass(frozen=True)
-class Plan:
+class QuorumPlan:
     """What the members do next. Replicas are named by their index in the quorum."""
 
     term: int  # of the new group
@@ -94,7 +94,7 @@ class Plan:
         )
 
 
-def decide(members: Sequence[ReplicaClaim], number: int = 0) -> Plan:
+def decide(members: Sequence[ReplicaClaim], number: int = 0) -> QuorumPlan:
     """The plan for a quorum of these members (in quorum order)."""
     rolls = _rolls_forward(members)
     places = [_effective(member, index, rolls) for index, member in enumerate(members)]
@@ -112,7 +112,7 @@ def decide(members: Sequence[ReplicaClaim], number: int = 0) -> Plan:
     rolls = {(replica, rank) for replica, rank in rolls if replica not in healing}
     steady = [index for index in sources if not any(replica == index for replica, _ in rolls)]
     reason = _reason(members, top, steady or sources, healing, participants, late, rolls)
-    return Plan(
+    return QuorumPlan(
         term=term,
         top=top,
         healing=tuple(healing),

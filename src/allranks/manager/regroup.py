@@ -34,11 +34,11 @@ from allranks.manager.groups.generation import Generation
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.groups.group_spec import GroupSpec
 from allranks.manager.groups.sockets import abort_connecting
-from allranks.manager.heal.fetch import Fetch, Source, report_fetched
+from allranks.manager.heal.fetch import Fetch, HealSource, report_fetched
 from allranks.manager.heal.serve import HealServer
 from allranks.manager.heal.state import LiveState
 from allranks.manager.options import ManagerOptions, WorldSizeMode
-from allranks.manager.plan import FRESH, NOWHERE, Claim, Plan, Position, ReplicaClaim, decide
+from allranks.manager.plan import FRESH, NOWHERE, Claim, Position, QuorumPlan, ReplicaClaim, decide
 from allranks.manager.replica_rendezvous import ReplicaRendezvous
 from allranks.manager.training import TrainingState
 from allranks.manager.vote_mesh import MAX_VOTERS, VoteMesh, Voter
@@ -266,7 +266,7 @@ class Regrouper:
         if self.group is not self.control:
             (self.group.retire if healthy else self.group.abort)(reason)
 
-    def _connect(self, quorum: Quorum, plan: Plan, said: Sequence[ReplicaClaim], index: int) -> None:
+    def _connect(self, quorum: Quorum, plan: QuorumPlan, said: Sequence[ReplicaClaim], index: int) -> None:
         rank, began = self.options.rank, time.monotonic()
         store = self._reach_store(quorum.members[plan.sources[0]].store)
         reached = time.monotonic()
@@ -370,13 +370,13 @@ class Regrouper:
             ).start()  # fmt: skip
         self.training.transferred(order, index)
 
-    def _sources(self, generation: Generation) -> list[Source]:
+    def _sources(self, generation: Generation) -> list[HealSource]:
         members, found = generation.quorum.members, []
         credential = self.server.keys.for_quorum(*generation.quorum.order)
         for place in generation.plan.sources_of(generation.index):
             said = ReplicaClaim.decode(members[place].data)
             address = said.ranks[self.options.rank].address
-            found.append(Source(address, credential, members[place].replica))
+            found.append(HealSource(address, credential, members[place].replica))
         return found
 
 

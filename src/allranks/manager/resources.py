@@ -45,7 +45,7 @@ _CLOSE_S = 2.0  # of waiting for each thread
 
 
 @dataclass(eq=False)
-class Opened:
+class ManagerResources:
     """`start` opens everything, `close` says good-bye and takes it down."""
 
     options: ManagerOptions
@@ -59,7 +59,7 @@ class Opened:
     health: str = ""  # shown by the lighthouse
     _reported: float = 0.0
 
-    def start(self, live: LiveState, may_come_late: Callable[[], bool]) -> Opened:
+    def start(self, live: LiveState, may_come_late: Callable[[], bool]) -> ManagerResources:
         """Connects to the lighthouse and starts the regrouping thread."""
         options = self.options
         self.group.choose_device()

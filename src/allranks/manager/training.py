@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from allranks.errors import HealingFailed
-from allranks.manager.groups.generation import Attempt, Generation
+from allranks.manager.groups.generation import Generation, StepAttempt
 from allranks.manager.phase import Phase, may_ask
 from allranks.manager.plan import Claim, Position
 
@@ -33,7 +33,7 @@ class TrainingState:
     seen: int = 0
     torn: bool = False
     batches: int = 0
-    attempt: Attempt = field(default_factory=Attempt)
+    attempt: StepAttempt = field(default_factory=StepAttempt)
     generation: Generation | None = None
     wanted: str = ""  # why a new quorum should be asked for; "": not
     regrouping: bool = False
@@ -67,7 +67,7 @@ class TrainingState:
         """Of the state: the term that committed it, and its steps."""
         return self.term, self.step
 
-    def begin(self) -> Attempt:
+    def begin(self) -> StepAttempt:
         """A new step attempt. One that left collectives without a vote has put the group out of step."""
         with self.changed:
             old = self.attempt
@@ -80,7 +80,7 @@ class TrainingState:
                 self._break(old.generation, "a step was abandoned in the middle")
             if old.committed and old.generation is not None:
                 old.generation.together = True
-            self.attempt = Attempt(opened=True)
+            self.attempt = StepAttempt(opened=True)
             self.thread = threading.get_ident()
             self.phase = Phase.COMPUTING
             self.verdict, self.claimed_pending = None, False
@@ -91,7 +91,7 @@ class TrainingState:
                 self.changed.notify_all()
             return self.attempt
 
-    def bind(self, attempt: Attempt, limit_s: float) -> Generation | None:
+    def bind(self, attempt: StepAttempt, limit_s: float) -> Generation | None:
         """The group of this attempt, waiting for it to be made; None when the attempt cannot be saved."""
         with self.changed:
             if attempt.spoiled:
@@ -109,7 +109,7 @@ class TrainingState:
             self.phase = Phase.REDUCING
             return attempt.generation
 
-    def rebind(self, attempt: Attempt, limit_s: float) -> Generation | None:
+    def rebind(self, attempt: StepAttempt, limit_s: float) -> Generation | None:
         """After the group broke: the next one, if our state stands and the collectives can be repeated."""
         with self.changed:
             if attempt.error is not None or self.closing:
@@ -130,7 +130,7 @@ class TrainingState:
             self.phase = Phase.REDUCING
             return generation
 
-    def may_launch(self, attempt: Attempt) -> bool:
+    def may_launch(self, attempt: StepAttempt) -> bool:
         """Whether a collective of this attempt would not be held back (or would fail at once)."""
         with self.changed:
             if attempt.spoiled:
@@ -138,7 +138,7 @@ class TrainingState:
             generation = attempt.generation or (self.generation if self._settled() else None)
             return generation is not None and not (generation.usable and generation.holding(attempt))
 
-    def wait_for_transfers(self, attempt: Attempt, generation: Generation, limit_s: float) -> str:
+    def wait_for_transfers(self, attempt: StepAttempt, generation: Generation, limit_s: float) -> str:
         """Waits until no transfer holds the next collective back, or the group broke; returns who took too long."""
         deadline = time.monotonic() + limit_s
         with self.changed:
@@ -219,7 +219,7 @@ class TrainingState:
                 )
             self.changed.wait(left)
 
-    def begin_vote(self, attempt: Attempt) -> Generation | None:
+    def begin_vote(self, attempt: StepAttempt) -> Generation | None:
         """Enters VOTING unless the group is gone."""
         with self.changed:
             generation = attempt.generation

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from allranks.manager.groups.group import ReconfigurableGroup
+from allranks.manager.groups.group_spec import Seconds
+from allranks.manager.manager import LoadFunction, SaveFunction
 from allranks.manager.manager import Manager as AllranksManager
 from allranks.manager.options import WorldSizeMode
 from allranks.manager.work import ManagedWork
@@ -31,6 +34,47 @@ class Manager(AllranksManager):
     """allranks' Manager with what only torchft's users expect."""
 
     _told_quantize = False
+
+    def __init__(
+        self,
+        pg: ReconfigurableGroup | None = None,
+        load_state_dict: LoadFunction | None = None,
+        state_dict: SaveFunction | None = None,
+        min_replica_size: int = 1,
+        use_async_quorum: bool = True,
+        timeout: Seconds | None = None,
+        quorum_timeout: Seconds | None = None,
+        connect_timeout: Seconds | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC,
+        store_addr: str | None = None,
+        store_port: int | None = None,
+        lighthouse_addr: str | None = None,
+        replica_id: str | None = None,
+        port: int | None = None,
+        hostname: str | None = None,
+        heartbeat_interval: Seconds | None = None,
+        checkpoint_transport: object | None = None,
+        init_sync: bool = True,
+        max_retries: int | None = None,
+        quorum_retries: int = 0,
+        **more: Any,
+    ) -> None:
+        """torchft's arguments in its order, and allranks' own by name.
+
+        `port`, `heartbeat_interval`, `checkpoint_transport` and `quorum_retries` change nothing: there is no server per
+        manager, the lighthouse sets the heartbeat, healing is built in.
+        """
+        if checkpoint_transport is not None:
+            log.warning("checkpoint_transport is not used: healing is built in")
+        super().__init__(
+            pg, load_state_dict, state_dict, min_replica_size=min_replica_size, use_async_quorum=use_async_quorum,
+            timeout=timeout, quorum_timeout=quorum_timeout, connect_timeout=connect_timeout, rank=rank,
+            world_size=world_size, world_size_mode=world_size_mode, store_addr=store_addr, store_port=store_port,
+            lighthouse_addr=lighthouse_addr, replica_id=replica_id, hostname=hostname, init_sync=init_sync,
+            max_retries=max_retries, **more,
+        )  # fmt: skip
 
     def allreduce(
         self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: Any = dist.ReduceOp.AVG

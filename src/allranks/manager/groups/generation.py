@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allranks.manager.groups.group import ReconfigurableGroup
-from allranks.manager.plan import Plan
+from allranks.manager.plan import QuorumPlan
 from allranks.manager.vote_mesh import MAX_VOTERS, VoteMesh
 from allranks.manager.votes import Tally, Vote, cast
 from allranks.model.cluster import Quorum
@@ -17,7 +17,7 @@ class Generation:
     """Guarded by the training state's lock. Once broken or over it never works again."""
 
     quorum: Quorum
-    plan: Plan
+    plan: QuorumPlan
     index: int  # our replica's place in the quorum
     rank: int  # inside the replica
     group: ReconfigurableGroup  # gradients: the ranks of equal place in each replica
@@ -75,7 +75,7 @@ class Generation:
     def participates(self) -> bool:
         return self.index in self.participants
 
-    def holding(self, attempt: Attempt) -> set[int]:
+    def holding(self, attempt: StepAttempt) -> set[int]:
         """The replicas whose state transfer holds the next collective of this attempt back.
 
         Who heals beside the step gives its zeros without a state, up to the end of the first backward: those
@@ -111,7 +111,7 @@ class Generation:
 
 
 @dataclass(eq=False)
-class Attempt:
+class StepAttempt:
     """One try at a step by the training thread."""
 
     opened: bool = False  # by start_quorum; False only before the first step

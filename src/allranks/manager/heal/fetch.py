@@ -23,7 +23,7 @@ from allranks.channel.keys import Credential
 from allranks.checkpoint.checksum import new_hasher
 from allranks.errors import AllranksError, HealingFailed
 from allranks.manager.heal.staging import Staging
-from allranks.manager.heal.state import Landing, Layout, LiveState, Segment, make_landing, stripes
+from allranks.manager.heal.state import HealSegment, Landing, LiveState, StateLayout, make_landing, stripes
 from allranks.manager.plan import MAX_SOURCES, Position
 
 _AHEAD = 2  # stripes asked for before the first has arrived
@@ -33,7 +33,7 @@ _RETRY_S = 0.05
 
 
 @dataclass(frozen=True)
-class Source:
+class HealSource:
     """A member that holds the wanted state."""
 
     address: str
@@ -53,7 +53,7 @@ class Fetch:
     failures: list[str] = field(default_factory=list)  # "source: why", in order
     began_at: float = 0.0
     _landing: Landing | None = None
-    _left: collections.deque[tuple[Segment, ...]] = field(default_factory=collections.deque)
+    _left: collections.deque[tuple[HealSegment, ...]] = field(default_factory=collections.deque)
     _flying: int = 0
     _lock: threading.Condition = field(default_factory=threading.Condition)
     _cancelled: threading.Event = field(default_factory=threading.Event)
@@ -86,12 +86,12 @@ class Fetch:
     def total_bytes(self) -> int:
         return self._landing.layout.total_bytes if self._landing else 0
 
-    def run(self, sources: Sequence[Source]) -> None:
+    def run(self, sources: Sequence[HealSource]) -> None:
         """Fetches what is missing; raises HealingFailed when these sources cannot provide it."""
         self.begin(sources)
         self.finish()
 
-    def begin(self, sources: Sequence[Source]) -> None:
+    def begin(self, sources: Sequence[HealSource]) -> None:
         """Starts to fetch what is missing."""
         self._cancelled.clear()
         self.failures.clear()
@@ -142,8 +142,8 @@ class Fetch:
             raise HealingFailed("the state has not arrived yet", self.received_bytes, self.total_bytes)
         return self._landing.state()
 
-    def _pull(self, source: Source) -> None:
-        asked: collections.deque[tuple[Segment, ...]] = collections.deque()
+    def _pull(self, source: HealSource) -> None:
+        asked: collections.deque[tuple[HealSegment, ...]] = collections.deque()
         sock = self._socket(source)
         try:
             self._connect(sock, source)
@@ -160,7 +160,7 @@ class Fetch:
                 self._lock.notify_all()
             sock.close()
 
-    def _take_stripes(self, sock: socket.socket, asked: collections.deque[tuple[Segment, ...]]) -> None:
+    def _take_stripes(self, sock: socket.socket, asked: collections.deque[tuple[HealSegment, ...]]) -> None:
         staging, damaged = Staging(), 0
         while not self._cancelled.is_set():
             while len(asked) < _AHEAD and (stripe := self._take()) is not None:
@@ -176,14 +176,14 @@ class Fetch:
             elif self._finished():
                 return
 
-    def _hand_back(self, stripes: Sequence[tuple[Segment, ...]], landed: bool = False) -> None:
+    def _hand_back(self, stripes: Sequence[tuple[HealSegment, ...]], landed: bool = False) -> None:
         """Stripes that did not arrive are for whoever asks next; one that has `landed` flies no more."""
         with self._lock:
             self._left.extendleft(reversed(stripes))
             self._flying -= len(stripes) + landed
             self._lock.notify_all()
 
-    def _socket(self, source: Source) -> socket.socket:
+    def _socket(self, source: HealSource) -> socket.socket:
         """Known to `cancel` before it connects: that can be ended too."""
         family = socket.AF_INET6 if source.address.count(":") > 1 else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -191,7 +191,7 @@ class Fetch:
             self._sockets.add(sock)
         return sock
 
-    def _connect(self, sock: socket.socket, source: Source) -> None:
+    def _connect(self, sock: socket.socket, source: HealSource) -> None:
         host, _, port = source.address.rpartition(":")
         if self._cancelled.is_set():
             raise ChannelError("called off")
@@ -206,7 +206,7 @@ class Fetch:
         answer = receive_json(sock)
         if not answer.get("ok"):
             raise ChannelError(str(answer.get("why", "refused")))
-        layout = Layout.from_json(answer)
+        layout = StateLayout.from_json(answer)
         with self._lock:
             if self._landing is None:
                 landing = make_landing(layout, self.live.read(), self.device, self.live.moving())
@@ -216,7 +216,7 @@ class Fetch:
             elif self._landing.layout.notes != layout.notes:
                 raise ChannelError("this source holds other tensors than the first one")
 
-    def _take(self) -> tuple[Segment, ...] | None:
+    def _take(self) -> tuple[HealSegment, ...] | None:
         with self._lock:
             if not self._left:
                 return None
@@ -231,12 +231,12 @@ class Fetch:
             )
             return not self._left
 
-    def _ask(self, sock: socket.socket, stripe: tuple[Segment, ...]) -> None:
+    def _ask(self, sock: socket.socket, stripe: tuple[HealSegment, ...]) -> None:
         term, step = self.position
         segments = [[part.tensor, part.offset, part.length] for part in stripe]
         send_json(sock, {"want": "stripe", "term": term, "step": step, "segments": segments})
 
-    def _receive(self, sock: socket.socket, stripe: tuple[Segment, ...], staging: Staging) -> bool:
+    def _receive(self, sock: socket.socket, stripe: tuple[HealSegment, ...], staging: Staging) -> bool:
         """Takes one stripe to where it belongs; False when its checksum is wrong."""
         assert self._landing is not None
         answer = receive_json(sock)
@@ -253,7 +253,7 @@ class Fetch:
 
 
 def report_fetched(
-    source: Source, order: tuple[int, int], healer: int, limit_s: float, wanted: Callable[[], bool]
+    source: HealSource, order: tuple[int, int], healer: int, limit_s: float, wanted: Callable[[], bool]
 ) -> None:
     """Tells a source that replica `healer` of quorum `order` needs nothing more from it; tries again as long as `wanted`."""
     host, _, port = source.address.rpartition(":")

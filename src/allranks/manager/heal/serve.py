@@ -18,7 +18,7 @@ from allranks.channel.keys import Keyring
 from allranks.channel.server import MemberServer
 from allranks.checkpoint.checksum import best_algorithm, new_hasher
 from allranks.manager.heal.staging import Staging
-from allranks.manager.heal.state import Offer, Segment
+from allranks.manager.heal.state import HealSegment, Offer
 from allranks.manager.plan import Position
 
 _BACKLOG = 512
@@ -98,10 +98,12 @@ class HealServer:
         elif request["want"] == "layout":
             send_json(connection, {"ok": True, **offer.layout.to_json()})
         else:
-            self._send_stripe(connection, offer, [Segment(*item) for item in request["segments"]], staging)
+            self._send_stripe(
+                connection, offer, [HealSegment(*item) for item in request["segments"]], staging
+            )
 
     def _send_stripe(
-        self, connection: socket.socket, offer: Offer, segments: list[Segment], staging: Staging
+        self, connection: socket.socket, offer: Offer, segments: list[HealSegment], staging: Staging
     ) -> None:
         algorithm = best_algorithm()
         hasher = new_hasher(algorithm)

@@ -24,7 +24,7 @@ STRIPE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Segment:
+class HealSegment:
     """A run of bytes of one tensor of the layout."""
 
     tensor: int
@@ -57,7 +57,7 @@ class TensorNote:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StateLayout:
     """What a source offers: the skeleton (JSON) and its tensors, in order."""
 
     skeleton: Any
@@ -75,7 +75,7 @@ class Layout:
         }
 
     @staticmethod
-    def from_json(raw: Mapping[str, Any]) -> Layout:
+    def from_json(raw: Mapping[str, Any]) -> StateLayout:
         """From the wire; the sizes are checked against shapes before anything is allocated."""
         notes = []
         for name, dtype, shape, nbytes, whole in raw["notes"]:
@@ -84,7 +84,7 @@ class Layout:
             if size != note.nbytes:
                 raise ChannelError(f"{note.name}: {note.nbytes} bytes announced for a tensor of {size}")
             notes.append(note)
-        return Layout(raw["skeleton"], tuple(notes))
+        return StateLayout(raw["skeleton"], tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ class Offer:
     """A state that may be fetched: valid until the rank commits its next step."""
 
     position: Position
-    layout: Layout
+    layout: StateLayout
     tensors: tuple[torch.Tensor, ...]
 
-    def read(self, segments: Sequence[Segment], staging: Staging) -> Iterator[memoryview]:
+    def read(self, segments: Sequence[HealSegment], staging: Staging) -> Iterator[memoryview]:
         """The bytes of the segments, one after the other; each valid until the next is asked for."""
         for segment in segments:
             tensor = self.tensors[segment.tensor]
@@ -128,7 +128,7 @@ def make_offer(
             TensorNote(name, str(local.dtype).removeprefix("torch."), tuple(local.shape), nbytes, whole)
         )
         tensors.append(local.detach())
-    return Offer(position, Layout(flat.skeleton, tuple(notes)), tuple(tensors))
+    return Offer(position, StateLayout(flat.skeleton, tuple(notes)), tuple(tensors))
 
 
 def _settled_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -143,11 +143,11 @@ def _settled_copy(tensor: torch.Tensor) -> torch.Tensor:
 class Landing:
     """Where a fetched state goes: into our own tensors where they fit, else into new ones."""
 
-    layout: Layout
+    layout: StateLayout
     values: dict[str, torch.Tensor]  # what load_state_dict will see
     locals: tuple[torch.Tensor, ...]  # contiguous memory in layout order
 
-    def views(self, segments: Sequence[Segment], staging: Staging) -> list[memoryview]:
+    def views(self, segments: Sequence[HealSegment], staging: Staging) -> list[memoryview]:
         """Writable bytes: the tensors' own on the CPU, room beside a device for its tensors (see `settle`)."""
         room, used, found = self._room(segments, staging), 0, []
         for segment in segments:
@@ -159,7 +159,7 @@ class Landing:
                 used += segment.length
         return found
 
-    def settle(self, segments: Sequence[Segment], staging: Staging) -> None:
+    def settle(self, segments: Sequence[HealSegment], staging: Staging) -> None:
         """Brings checked bytes onto their device. Nothing to do on the CPU: they are there already."""
         used = 0
         for segment in segments:
@@ -169,7 +169,7 @@ class Landing:
                 staging.store(used, target)
                 used += segment.length
 
-    def _room(self, segments: Sequence[Segment], staging: Staging) -> memoryview:
+    def _room(self, segments: Sequence[HealSegment], staging: Staging) -> memoryview:
         far = [part.length for part in segments if self.locals[part.tensor].device.type != "cpu"]
         return staging.room(sum(far)) if far else memoryview(b"")
 
@@ -179,7 +179,10 @@ class Landing:
 
 
 def make_landing(
-    layout: Layout, own_state: Any, device: torch.device | None = None, moving: frozenset[int] = frozenset()
+    layout: StateLayout,
+    own_state: Any,
+    device: torch.device | None = None,
+    moving: frozenset[int] = frozenset(),
 ) -> Landing:
     """Prepares memory for a layout, reusing the tensors of our own state that no forward may be changing."""
     own = flatten(own_state).tensors
@@ -191,16 +194,16 @@ def make_landing(
     return Landing(layout, values, tuple(locals_))
 
 
-def stripes(layout: Layout, size: int = STRIPE_BYTES) -> list[tuple[Segment, ...]]:
+def stripes(layout: StateLayout, size: int = STRIPE_BYTES) -> list[tuple[HealSegment, ...]]:
     """Cuts a layout into pieces of about `size` bytes; small tensors share one, large ones span several."""
-    found: list[tuple[Segment, ...]] = []
-    current: list[Segment] = []
+    found: list[tuple[HealSegment, ...]] = []
+    current: list[HealSegment] = []
     room = size
     for index, note in enumerate(layout.notes):
         offset = 0
         while offset < note.nbytes:
             length = min(room, note.nbytes - offset)
-            current.append(Segment(index, offset, length))
+            current.append(HealSegment(index, offset, length))
             offset, room = offset + length, room - length
             if room == 0:
                 found.append(tuple(current))
