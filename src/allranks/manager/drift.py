@@ -83,6 +83,7 @@ class StateSums:
     names: list[str] = field(default_factory=list)
     sums: list[int] = field(default_factory=list)
     _running: _Summing | None = None
+    _views: _Views = field(default_factory=lambda: _Views())
 
     def is_due(self, step: int) -> bool:
         """Whether the vote of this step carries a checksum."""
@@ -92,7 +93,8 @@ class StateSums:
         """Starts to sum the state as it is now; it must not change before `finish`."""
         named = dict(self._tensors())
         self.names = list(named)
-        self._running = _Summing([local_of(tensor.detach()) for tensor in named.values()])
+        self._views.keep_only(len(named))
+        self._running = _Summing([local_of(tensor) for tensor in named.values()], self._views)
 
     def forget(self) -> None:
         """The state was replaced meanwhile."""
@@ -174,61 +176,88 @@ def _replicas(generation: Generation, places: Sequence[int]) -> tuple[str, ...]:
 
 
 class _Summing:
-    """Sums of the bits of tensors, computed beside the training."""
+    """Sums of the bits of tensors, computed beside the training.
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._host = [(index, tensor) for index, tensor in enumerate(tensors) if tensor.device.type != "cuda"]
-        device = [(index, tensor) for index, tensor in enumerate(tensors) if tensor.device.type == "cuda"]
+    Device kernels are launched here, on the training thread before the step's first collective: loading a kernel while
+    a collective waits for other members could stop both.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], views: _Views) -> None:
         self._sums = [0] * len(tensors)
-        self._on_device = [(index, *_launch(tensor)) for index, tensor in device]
+        self._views = [views.of(tensor) for tensor in tensors]
+        self._host = [index for index, tensor in enumerate(tensors) if tensor.device.type != "cuda"]
+        self._on_device = []
+        for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
+            places = [index for index, tensor in enumerate(tensors) if tensor.device == device]
+            self._on_device.append((places, *self._launch(device, places)))
         self._thread = threading.Thread(target=self._sum_on_host, name="allranks-checksum", daemon=True)
         self._thread.start()
 
+    def _launch(self, device: torch.device, places: list[int]) -> tuple[torch.cuda.Stream, torch.Tensor]:
+        stream = _streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            return stream, torch.stack([_bit_sum(self._views[index]) for index in places])
+
     def _sum_on_host(self) -> None:
-        for index, tensor in self._host:
-            self._sums[index] = sum(int(part) for part in bit_sums(tensor))
+        for index in self._host:
+            self._sums[index] = int(_bit_sum(self._views[index]))
 
     def result(self) -> list[int]:
         self._thread.join()
-        for index, stream, parts in self._on_device:
-            stream.synchronize()
-            self._sums[index] = sum(int(part) for part in parts)
-        return [_signed(value) for value in self._sums]
+        for places, stream, sums in self._on_device:
+            with torch.cuda.stream(stream):
+                for index, value in zip(places, sums.tolist(), strict=True):
+                    self._sums[index] = int(value)
+        return self._sums
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
+View = tuple[torch.Tensor | None, torch.Tensor | None]  # whole words, and the bytes after them
 
 
-def _launch(tensor: torch.Tensor) -> tuple[torch.cuda.Stream, list[torch.Tensor]]:
-    if tensor.device not in _streams:
-        _streams[tensor.device] = torch.cuda.Stream(tensor.device)
-    stream = _streams[tensor.device]
-    stream.wait_stream(torch.cuda.current_stream(tensor.device))
-    with torch.cuda.stream(stream):
-        return stream, bit_sums(tensor)
+@dataclass(eq=False)
+class _Views:
+    """Tensors seen as words: made once, as long as they stay where they are."""
+
+    _known: dict[tuple[int, int, torch.dtype, torch.device], View] = field(default_factory=dict)
+
+    def of(self, tensor: torch.Tensor) -> View:
+        if not tensor.is_contiguous():
+            return as_words(tensor)  # a copy: only for now
+        key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor.device)
+        if key not in self._known:
+            self._known[key] = as_words(tensor)
+        return self._known[key]
+
+    def keep_only(self, count: int) -> None:
+        """Forgets all when tensors were replaced so often that most views are of none that is left."""
+        if len(self._known) > 2 * count:
+            self._known.clear()
 
 
-def bit_sums(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Sums whose total changes with every single bit of the tensor (modulo 2**64)."""
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    parts = []
-    if whole and flat.storage_offset() % 8 == 0:
-        parts.append(flat[:whole].view(torch.int64).sum())
-    else:
-        whole = 0
-    if whole < flat.numel():
-        parts.append(_weighted(flat[whole:]))
-    return parts
+def as_words(tensor: torch.Tensor) -> View:
+    """The bits of a tensor as 8-byte words and the bytes that are left over."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8 if flat.storage_offset() % 8 == 0 else 0
+    return (
+        flat[:whole].view(torch.int64) if whole else None,
+        flat[whole:] if whole < flat.numel() or not whole else None,
+    )
 
 
-def _weighted(tail: torch.Tensor) -> torch.Tensor:
-    return tail.to(torch.int64).mul_(torch.arange(1, tail.numel() + 1, device=tail.device)).sum()
+def bit_sum(tensor: torch.Tensor) -> int:
+    """Changes with every single bit of the tensor."""
+    return int(_bit_sum(as_words(tensor)))
 
 
-def _signed(value: int) -> int:
-    value &= (1 << 64) - 1
-    return value - (1 << 64) if value >> 63 else value
+def _bit_sum(view: View) -> torch.Tensor:
+    words, tail = view
+    total = words.sum() if words is not None else torch.zeros((), dtype=torch.int64)
+    if tail is None:
+        return total
+    weights = torch.arange(1, tail.numel() + 1, device=tail.device)
+    return total.to(tail.device) + tail.to(torch.int64).mul_(weights).sum()
 
 
 def _digest(data: bytes) -> int:
