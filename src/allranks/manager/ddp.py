@@ -149,8 +149,8 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self.module(*args, **kwargs)
-        in_vain = not torch.compiler.is_compiling() and self._manager[0]._backward_is_in_vain()
-        return self._cut_off(output) if in_vain and not _any_wants_grad((args, kwargs)) else output
+        discarded = not torch.compiler.is_compiling() and self._manager[0]._backward_is_discarded()
+        return self._cut_off(output) if discarded and not _any_wants_grad((args, kwargs)) else output
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -365,7 +365,7 @@ class Manager:
             self._settled = torch.cuda.Event()
             self._settled.record()
 
-    def _backward_is_in_vain(self) -> bool:
+    def _backward_is_discarded(self) -> bool:
         """Whether this replica heals beside the step and gives zeros.
 
         Of several wrapped modules one backward may run through all, in an order that only it knows.
@@ -394,7 +394,7 @@ class Manager:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         attempt.spoiled = attempt.spoiled or generation.broken or reason
         if self.training.break_group(generation, f"a collective failed: {reason}"):
-            log.info("quorum %d: a collective failed, asking for a new quorum", generation.number)
+            log.info("quorum %d: a collective failed, requesting a new quorum", generation.number)
 
     def _wait_for_transfers(self, attempt: StepAttempt, generation: Generation) -> bool:
         """Holds a collective back while it would wait for a state transfer: see Generation.holding.

@@ -161,7 +161,11 @@ class Regrouper:
                 if self.training.closing or time.monotonic() > deadline:
                     raise
                 self.training.form(0)
-                log.warning("quorum %d could not connect (%s): asking again", quorum.number, _short(error))
+                log.warning(
+                    "quorum %d could not connect (%s): requesting another quorum",
+                    quorum.number,
+                    _short(error),
+                )
                 self._let_go(old, _short(error))
                 failed = True
                 continue
@@ -282,12 +286,12 @@ class Regrouper:
         first = sum(len(replica.ranks) for replica in said[:index]) + rank
         voters = [claim for replica in said for claim in replica.ranks]
         credential = self.server.keys.for_quorum(quorum.epoch, quorum.number)
-        others_booths = [
+        other_voters = [
             Voter(place, claim.address, credential) for place, claim in enumerate(voters) if place != first
         ]
         if len(voters) <= MAX_VOTERS:
             name = f"{quorum.epoch}.{quorum.number}"
-            self.box.meet(name, quorum.number, first, others_booths, limit_s, self.group.peer_gone)
+            self.box.meet(name, quorum.number, first, other_voters, limit_s, self.group.peer_gone)
         elif self.control is not self.group:
             ports = tuple(claim.control_port for place, claim in enumerate(voters) if place != first)
             control_store = dist.PrefixStore(f"{prefix}/control", store)

@@ -46,7 +46,7 @@ _CLOSE_S = 2.0  # of waiting for each thread
 
 @dataclass(eq=False)
 class ManagerResources:
-    """`start` opens everything, `close` says good-bye and takes it down."""
+    """`start` opens everything, `close` leaves the job and takes it down."""
 
     options: ManagerOptions
     training: TrainingState
@@ -187,7 +187,7 @@ class ManagerResources:
         elif isinstance(notice, QuorumWanted):
             self._wanted(notice)
         elif isinstance(notice, ConnectionLost):
-            log.warning("no lighthouse just now (%s); training goes on", notice.reason)
+            log.warning("no lighthouse can be reached (%s); training continues", notice.reason)
         elif isinstance(notice, LeaderMoved):
             log.info("the lighthouse is now %s", notice.address)
 

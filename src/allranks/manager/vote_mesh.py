@@ -62,8 +62,8 @@ class VoteMesh:
             self._error = ""
             self._sockets = SocketSet(number)
         deadline = time.monotonic() + limit_s
-        lines = [self._call(name, place, booth, deadline) for booth in others if booth.place < place]
-        lines += self._await(name, {booth.place for booth in others if booth.place > place}, deadline, gone)
+        lines = [self._call(name, place, voter, deadline) for voter in others if voter.place < place]
+        lines += self._await(name, {voter.place for voter in others if voter.place > place}, deadline, gone)
         with self._changed:
             if self._error:
                 raise GroupAborted(self._error)
@@ -162,16 +162,16 @@ class VoteMesh:
     def _tell(self, line: socket.socket, form: bytes) -> None:
         line.sendall(form)
 
-    def _call(self, name: str, place: int, booth: Voter, deadline: float) -> socket.socket:
-        host, _, port = booth.address.rpartition(":")
+    def _call(self, name: str, place: int, voter: Voter, deadline: float) -> socket.socket:
+        host, _, port = voter.address.rpartition(":")
         line = socket.create_connection((host, int(port)), timeout=max(0.1, deadline - time.monotonic()))
         self._own(line)
         try:
-            greet_as_client(line, booth.credential, booth.address)
+            greet_as_client(line, voter.credential, voter.address)
             send_json(line, {"want": "ballot", "name": name, "place": place})
             receive_json(line)
         except ChannelError as error:
-            raise GroupAborted(self._error or f"voter {booth.place}: {error}") from None
+            raise GroupAborted(self._error or f"voter {voter.place}: {error}") from None
         return line
 
     def _await(

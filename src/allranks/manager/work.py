@@ -21,7 +21,7 @@ def wait_while(work: Any, usable: Callable[[], bool], gone: Callable[[], bool] =
     then sit there until the group's timeout. A work that is not done soon after its group broke, or after a peer is
     `gone`, is left alone.
     """
-    doomed = not usable()
+    given_up = not usable()
     while True:
         try:
             work.wait(_SLICE)
@@ -30,9 +30,9 @@ def wait_while(work: Any, usable: Callable[[], bool], gone: Callable[[], bool] =
             if work.is_completed():  # perhaps just after our slice of time was over: ask it how it ended
                 work.wait()
                 return
-            if doomed:
+            if given_up:
                 raise GroupAborted("the group broke and its pending operation was given up") from None
-            doomed = not usable() or gone()
+            given_up = not usable() or gone()
 
 
 def wait_on_device(work: Any, usable: Callable[[], bool]) -> None:

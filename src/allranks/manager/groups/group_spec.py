@@ -23,7 +23,7 @@ class GroupSpec:
     store: dist.Store
     rank: int
     world_size: int
-    number: int = 0  # of the quorum; for logs and for the beacon
+    number: int = 0  # of the quorum; for logs and for the liveness proxy
     remote_ports: tuple[int, ...] = ()  # gloo listeners of the other members
     name: str = ""  # of the group, as black boxes and verdicts say it
     global_ranks: tuple[int, ...] = ()  # of the members in group order; () = not known

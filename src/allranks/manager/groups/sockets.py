@@ -55,7 +55,7 @@ class SocketSet:
         _remember(self)
 
     def fds(self) -> list[int]:
-        """The duplicates' numbers, for handing them to the beacon."""
+        """The duplicates' numbers, for handing them to the liveness proxy."""
         with self._lock:
             return [held.fileno() for held in self._held]
 
