@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from allranks.errors import ConfigurationError
+from allranks.model.options import check_options, option
 
 
 class CheckpointTier(enum.Enum):
@@ -36,64 +37,69 @@ class BusyPolicy(str, enum.Enum):
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Intervals count steps; 0 disables memory (and peer) snapshots. `nvme_path` None: no disk tier.
+    """The settings of a manager, and of the `checkpoint` section of a job file; see docs/checkpoint.md.
 
     `job` is kept in every checkpoint: a job with a name restores its own and nameless ones, and those of `from_job`.
     A tier that cannot be read is asked again for `wait_for_stores_s`; then `on_unreachable` "raise" stops the restore,
     since it may hold something newer, and "ignore" goes on without it.
-
-    `peers` are the addresses of every node's agent in node order; each snapshot goes to this node's own
-    agent and to the next one's. `keep_last_n` 0 keeps everything. `max_memory_mb` None does not bound memory.
     """
 
-    checkpoint_interval: int = 500
-    memory_snapshot_interval: int = 50
-    nvme_path: str | Path | None = None
-    s3_bucket: str | None = None
-    s3_prefix: str = ""
-    async_save: bool = True
-    keep_last_n: int = 3
-    async_save_policy: AsyncSavePolicy | str = AsyncSavePolicy.WARN
-    async_save_retries: int = 3
-    async_save_retry_delay: float = 5.0
-    busy_policy: BusyPolicy | str = BusyPolicy.SKIP
-    overlap_copy: bool = True  # copy during the next forward and backward where an optimizer is attached
-    read_back: bool = False  # read what was written from the disk again, and compare, before it counts
-    max_snapshots: int = 2
-    max_memory_mb: float | None = None
-    peers: tuple[str, ...] = ()
-    peer_token: str = ""
-    node_rank: int | None = None  # None: $GROUP_RANK, else 0
-    s3_endpoint_url: str | None = None
-    s3_region: str | None = None
-    s3_options: Mapping[str, str] = field(default_factory=dict)
-    save_on_close: bool = True  # close() saves the last step if a durable tier does not have it
-    job: str = ""
-    from_job: str = ""
-    on_unreachable: str = "raise"
-    wait_for_stores_s: float = 60.0
-    commit_timeout_s: float = 600.0  # how long the first rank waits for the others' parts
+    checkpoint_interval: int = option(
+        500, "between two checkpoints on disk and in the object store", unit="steps", above=0
+    )
+    memory_snapshot_interval: int = option(
+        50, "between two snapshots in memory and at peers; 0: none", unit="steps", at_least=0
+    )
+    nvme_path: str | Path | None = option(None, "a folder of this job's own; none: no disk tier")
+    s3_bucket: str | None = option(None, "a bucket, or a URL such as gs://name; none: no object store")
+    s3_prefix: str = option("", "where in the bucket")
+    async_save: bool = option(True, "save in the background")
+    keep_last_n: int = option(3, "how many checkpoints stay in each store; 0: all", at_least=0)
+    async_save_policy: AsyncSavePolicy | str = option(
+        AsyncSavePolicy.WARN, "what a failed save does: log it, raise at the next call, or try again and then log it",
+        choices=("warn", "fail", "retry"), title="save policy",
+    )  # fmt: skip
+    async_save_retries: int = option(3, "of the policy retry", at_least=0)
+    async_save_retry_delay: float = option(5.0, "between two of them", unit="s", at_least=0)
+    busy_policy: BusyPolicy | str = option(
+        BusyPolicy.SKIP, "what is done while the last save still runs: leave this one out, or copy it and let it wait",
+        choices=("skip", "queue"),
+    )  # fmt: skip
+    overlap_copy: bool = option(
+        True, "copy during the next forward and backward where an optimizer is attached"
+    )
+    read_back: bool = option(
+        False, "read what was written from the disk again, and compare, before it counts"
+    )
+    max_snapshots: int = option(2, "snapshots kept in memory", above=0)
+    max_memory_mb: float | None = option(None, "bound of their memory; none: no bound", unit="MB", above=0)
+    peers: tuple[str, ...] = option(
+        (), "addresses of every node's snapshot keeper, in node order (`allranks run` tells them)"
+    )
+    peer_token: str = option("", "their secret")
+    node_rank: int | None = option(
+        None, "the number of this node's keeper; none: $GROUP_RANK, else 0", at_least=0
+    )
+    s3_endpoint_url: str | None = option(None, "URL of a server that speaks S3")
+    s3_region: str | None = option(None, "none: $AWS_REGION")
+    s3_options: Mapping[str, str] = option(
+        dict, "further options of obstore: access_key_id, timeout_s, max_retries …"
+    )
+    save_on_close: bool = option(True, "`close()` saves the last step where a durable tier does not have it")
+    job: str = option("", "kept in every checkpoint; a named job restores no other job's")
+    from_job: str = option("", "another job whose checkpoints may be restored")
+    on_unreachable: str = option(
+        "raise", "what a restore does when a tier cannot be read", choices=("raise", "ignore")
+    )
+    wait_for_stores_s: float = option(60.0, "how long such a tier is asked again first", unit="s", at_least=0)
+    commit_timeout_s: float = option(
+        600.0, "how long the first rank waits for the others' parts", unit="s", above=0
+    )
 
     def __post_init__(self) -> None:
-        _positive("checkpoint_interval", self.checkpoint_interval)
-        if self.memory_snapshot_interval < 0:
-            raise ConfigurationError(
-                f"memory_snapshot_interval ({self.memory_snapshot_interval}) must not be negative",
-                hint="0 disables memory snapshots",
-            )
-        _positive("max_snapshots", self.max_snapshots)
-        if self.keep_last_n < 0:
-            raise ConfigurationError(
-                f"keep_last_n ({self.keep_last_n}) must not be negative", hint="0 keeps all"
-            )
-        object.__setattr__(self, "async_save_policy", _choice(AsyncSavePolicy, self.async_save_policy))
-        object.__setattr__(self, "busy_policy", _choice(BusyPolicy, self.busy_policy))
-        if self.on_unreachable not in ("raise", "ignore"):
-            raise ConfigurationError(
-                f"on_unreachable is {self.on_unreachable!r}", hint='it must be "raise" or "ignore"'
-            )
-        if self.wait_for_stores_s < 0:
-            raise ConfigurationError(f"wait_for_stores_s ({self.wait_for_stores_s}) must not be negative")
+        check_options(self)
+        object.__setattr__(self, "async_save_policy", AsyncSavePolicy(self.async_save_policy))
+        object.__setattr__(self, "busy_policy", BusyPolicy(self.busy_policy))
         if self.peers and not self.peer_token:
             raise ConfigurationError("peers need a peer_token", hint="the same secret for every node's agent")
 
@@ -117,16 +123,3 @@ class CheckpointLoadConfig:
     validate_structure: bool = True
     warn_on_unsafe: bool = True
     trusted_source: bool = False
-
-
-def _positive(name: str, value: int) -> None:
-    if value <= 0:
-        raise ConfigurationError(f"{name} ({value}) must be positive")
-
-
-def _choice(kind: type[enum.Enum], value: object) -> enum.Enum:
-    try:
-        return kind(value)
-    except ValueError as error:
-        options = [member.value for member in kind]
-        raise ConfigurationError(f"unknown {kind.__name__} {value!r}. Valid options: {options}") from error

@@ -1,15 +1,29 @@
 """The typed shape of a job's configuration. The only module that imports pydantic.
 
-Each default is written here once. A field's `title` is the word used for it in messages; relations between
+Each default is written once: here, or in the options class that a section is made from. A field's `title` is the word used for it in messages; relations between
 fields are in `relations.py`, so that one wrong field does not hide them.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import enum
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    create_model,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
+
+from allranks.checkpoint.config import CheckpointConfig
+from allranks.model.options import default_of, meanings
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -69,30 +83,38 @@ class Training(Section):
     gradient_clipping: GradientClipping = GradientClipping()
 
 
-class Checkpoint(Section):
-    """The same names and defaults as `allranks.checkpoint.CheckpointConfig`, which is made from it."""
+def section_of(options: type, *left_out: str) -> Any:
+    """A section with the names, defaults, bounds and meanings of an options class."""
+    kinds = get_type_hints(options)
+    found: dict[str, Any] = {}
+    for one, meaning in meanings(options):
+        default = default_of(one)
+        if one.name in left_out:
+            continue
+        kind = (
+            Literal[meaning.choices] if meaning.choices else _YAML_KINDS.get(kinds[one.name], kinds[one.name])
+        )
+        value = default.value if isinstance(default, enum.Enum) else default
+        found[one.name] = (
+            kind,
+            Field(
+                value,
+                title=meaning.title or None,
+                description=meaning.help,
+                gt=meaning.above,
+                ge=meaning.at_least,
+            ),
+        )
+    return create_model(f"{options.__name__}Section", __base__=Section, **found)
 
-    checkpoint_interval: Positive = Field(500, description="steps between durable checkpoints")
-    memory_snapshot_interval: Count = Field(50, description="steps between memory snapshots; 0: none")
-    nvme_path: str | None = Field(None, description="a folder of this job's own; None: no disk tier")
-    s3_bucket: str | None = None
-    s3_prefix: str = ""
-    s3_region: str | None = None
-    s3_endpoint_url: str | None = Field(None, description="URL of an S3-compatible server")
-    async_save: bool = True
-    keep_last_n: Count = Field(3, description="0: keep all")
-    async_save_policy: Literal["warn", "fail", "retry"] = Field("warn", title="save policy")
-    async_save_retries: Count = 3
-    async_save_retry_delay: float = Field(5.0, ge=0)
-    max_snapshots: Positive = 2
-    max_memory_mb: float | None = Field(None, gt=0)
-    save_on_close: bool = Field(True, description="save the last step at the end if it is not saved yet")
-    job: str = Field("", description="kept in every checkpoint; a named job restores no other job's")
-    from_job: str = Field("", description="another job whose checkpoints may be restored")
-    on_unreachable: Literal["raise", "ignore"] = Field(
-        "raise", description="what a restore does when a tier cannot be read"
-    )
-    wait_for_stores_s: float = Field(60.0, ge=0, description="seconds to ask such a tier again")
+
+#: What a YAML file can say where a program may give more.
+_YAML_KINDS: dict[Any, Any] = {str | Path | None: str | None, Mapping[str, str]: dict[str, str]}
+
+
+class Checkpoint(section_of(CheckpointConfig, "peers", "peer_token", "node_rank")):  # type: ignore[misc]
+    """`allranks.checkpoint.CheckpointConfig`, which is made from it."""
+
     fresh: bool = Field(False, description="as `allranks run --fresh`: set earlier checkpoints aside first")
 
 

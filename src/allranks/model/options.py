@@ -1,0 +1,92 @@
+"""Options once: a frozen dataclass whose fields carry default, meaning, unit and bounds.
+
+Checks at construction, the schema of the job file and the tables in docs are made from them.
+
+    @dataclass(frozen=True)
+    class SaveOptions:
+        interval: int = option(500, "between two checkpoints", unit="steps", above=0)
+
+        def __post_init__(self) -> None:
+            check_options(self)
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any
+
+from allranks.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What is known of one option. `choices` are its only values, as text; `title` its name in messages."""
+
+    help: str
+    unit: str = ""
+    above: float | None = None
+    at_least: float | None = None
+    choices: tuple[str, ...] = ()
+    title: str = ""
+
+
+def option(
+    default: Any, help: str, *, unit: str = "", above: float | None = None, at_least: float | None = None,
+    choices: Sequence[str] = (), title: str = "",
+) -> Any:  # fmt: skip
+    """A field of an options class. A default that can be changed is given as a function that makes it."""
+    kept = {"option": Meaning(help, unit, above, at_least, tuple(choices), title)}
+    return (
+        field(default_factory=default, metadata=kept)
+        if callable(default)
+        else field(default=default, metadata=kept)
+    )
+
+
+def meanings(options: Any) -> Iterator[tuple[Field[Any], Meaning]]:
+    """Every option of a class or an object, with its meaning."""
+    for one in fields(options):
+        if "option" in one.metadata:
+            yield one, one.metadata["option"]
+
+
+def default_of(one: Field[Any]) -> Any:
+    """An option's default."""
+    return one.default if one.default_factory is MISSING else one.default_factory()
+
+
+def check_options(options: Any) -> None:
+    """Raises ConfigurationError for the first option that is out of its bounds or none of its choices."""
+    for one, meaning in meanings(options):
+        value = getattr(options, one.name)
+        if meaning.choices:
+            text = value.value if isinstance(value, enum.Enum) else value
+            if text not in meaning.choices:
+                raise ConfigurationError(
+                    f"{one.name} is {text!r}. Valid options: {list(meaning.choices)}", hint=meaning.help
+                )
+        elif value is None or isinstance(value, str):
+            continue
+        elif meaning.above is not None and not value > meaning.above:
+            word = "positive" if meaning.above == 0 else f"above {meaning.above:g}"
+            raise ConfigurationError(f"{one.name} ({value}) must be {word}", hint=meaning.help)
+        elif meaning.at_least is not None and not value >= meaning.at_least:
+            word = (
+                "must not be negative" if meaning.at_least == 0 else f"must be at least {meaning.at_least:g}"
+            )
+            raise ConfigurationError(f"{one.name} ({value}) {word}", hint=meaning.help)
+
+
+def markdown_table(options: type) -> list[str]:
+    """The options as lines of a table for docs."""
+    lines = ["| option | default | meaning |", "|---|---|---|"]
+    for one, meaning in meanings(options):
+        default = default_of(one)
+        shown = default.value if isinstance(default, enum.Enum) else default
+        unit = f" {meaning.unit}" if meaning.unit and isinstance(shown, (int, float)) and shown else ""
+        choices = f" ({', '.join(f'`{one}`' for one in meaning.choices)})" if meaning.choices else ""
+        value = "" if shown in (None, "", (), {}) else f"`{shown}`{unit}"
+        lines.append(f"| `{one.name}` | {value} | {meaning.help}{choices} |")
+    return lines
