@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier, create_checkpoint_state
-from allranks.checkpoint.restore.choose import choose
+from allranks.checkpoint.restore.candidates import choose
 from allranks.checkpoint.restore.opened_checkpoint import opened
 from allranks.checkpoint.stores.file_store import FileStore
 from allranks.drill.ranks import Ranks

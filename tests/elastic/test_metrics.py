@@ -19,7 +19,7 @@ from allranks.elastic.metrics import (
     prometheus_text,
     serve_prometheus,
 )
-from allranks.elastic.metrics.goodput import Goodput
+from allranks.elastic.metrics.training import Goodput
 
 pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from allranks.checkpoint.failure import hint_for, reason_of
 from allranks.checkpoint.stores.store import open_store
-from allranks.checkpoint.tier_locations import Places
+from allranks.checkpoint.tier_locations import TierLocations
 from allranks.errors import AllranksError, CheckpointUnreachable
 
 log = logging.getLogger("allranks.checkpoint")
@@ -22,7 +22,7 @@ FRESH_VARIABLE = "ALLRANKS_FRESH"
 MARK = "fresh-start-done"
 
 
-def start_fresh(places: Places, environment: Mapping[str, str]) -> bool:
+def start_fresh(places: TierLocations, environment: Mapping[str, str]) -> bool:
     """Sets everything aside if every rank was started with --fresh and none has done so before. Collective."""
     group = places.group
     asked = environment.get(FRESH_VARIABLE) == "1" and environment.get("ALLRANKS_DIR", "")
@@ -42,7 +42,7 @@ def start_fresh(places: Places, environment: Mapping[str, str]) -> bool:
     return True
 
 
-def _set_aside(places: Places) -> str:
+def _set_aside(places: TierLocations) -> str:
     """What this rank has to set aside: one rank for each store. Returns what went wrong."""
     problems = []
     for tier, spec in places.specs().items():

@@ -37,7 +37,7 @@ from allranks.checkpoint.config import (
 )
 from allranks.checkpoint.fresh import start_fresh
 from allranks.checkpoint.group import Group
-from allranks.checkpoint.look import Rules
+from allranks.checkpoint.restore.candidates import RestoreRules
 from allranks.checkpoint.restore.into_state import Live, install_rng
 from allranks.checkpoint.restore.loader import Loader
 from allranks.checkpoint.save.plan import Plan, Planner, fingerprint, local_tensors
@@ -49,7 +49,7 @@ from allranks.checkpoint.state import CheckpointState, create_checkpoint_state
 from allranks.checkpoint.stores.backends import NVMeBackend, S3Backend
 from allranks.checkpoint.stores.memory import MemorySnapshotBackend
 from allranks.checkpoint.stores.store import Attempt, checkpoint_name
-from allranks.checkpoint.tier_locations import SNAPSHOTS_VARIABLE, Places
+from allranks.checkpoint.tier_locations import SNAPSHOTS_VARIABLE, TierLocations
 from allranks.errors import CheckpointSaveError, MemoryLimitExceeded
 
 log = logging.getLogger("allranks.checkpoint")
@@ -77,7 +77,7 @@ class CheckpointManager:
         )
         known = {Tier.NVME: self.nvme_backend, Tier.S3: self.s3_backend}
         specs = {tier: backend.spec for tier, backend in known.items() if backend is not None}
-        self.places = Places(self.config, self.group, specs)
+        self.places = TierLocations(self.config, self.group, specs)
         if not specs and not self.config.peers and SNAPSHOTS_VARIABLE not in os.environ:
             log.warning(
                 "no checkpoint will outlive this process: set nvme_path or s3_bucket in CheckpointConfig"
@@ -407,7 +407,7 @@ class CheckpointManager:
         wanted = {one.name: spec for one, spec in specs.items() if tier is None or one is tier}
         memory = self.memory_backend if tier is None or tier is Tier.MEMORY else None
         config = self.config
-        rules = Rules(
+        rules = RestoreRules(
             config.job,
             config.from_job,
             config.wait_for_stores_s,

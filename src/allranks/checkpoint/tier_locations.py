@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import uuid
 from pathlib import Path
 
 from allranks.checkpoint.config import CheckpointConfig, CheckpointTier
 from allranks.checkpoint.group import Group
-from allranks.checkpoint.shared_folder import find_sharers
 from allranks.checkpoint.stores.store import StoreSpec
 from allranks.errors import ConfigurationError
 
@@ -16,7 +17,7 @@ Tier = CheckpointTier
 SNAPSHOTS_VARIABLE, TOKEN_VARIABLE, JOB_VARIABLE = "ALLRANKS_SNAPSHOTS", "ALLRANKS_TOKEN", "ALLRANKS_JOB_ID"
 
 
-class Places:
+class TierLocations:
     """The durable tiers of one manager. Found at the first use, by all ranks together."""
 
     def __init__(self, config: CheckpointConfig, group: Group, known: dict[Tier, StoreSpec]) -> None:
@@ -77,3 +78,25 @@ class Places:
             return None
         job = os.environ.get(JOB_VARIABLE, "job")
         return StoreSpec(f"peer://{','.join(addresses)}/{job}", {"token": token, "node": str(node)})
+
+
+def find_sharers(folder: Path, group: Group) -> tuple[int, ...]:
+    """The ranks that see the same folder as this one (a local disk: those of this node). Collective.
+
+    Every rank leaves a mark and looks for the others'. A rank that cannot write sees nobody, and fails later
+    with the right error.
+    """
+    if group.alone:
+        return (0,)
+    token = uuid.uuid4().hex
+    mine = folder / f".seen-{token}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        mine.touch()
+    tokens = group.gather(token)
+    seen = [rank for rank, other in enumerate(tokens) if (folder / f".seen-{other}").exists()]
+    everybody = group.gather(seen)
+    with contextlib.suppress(OSError):
+        mine.unlink()
+    views = [tuple(sorted({rank, *view})) for rank, view in enumerate(everybody)]
+    return tuple(rank for rank in views[group.rank] if group.rank in views[rank])

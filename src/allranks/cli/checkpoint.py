@@ -16,23 +16,22 @@ from allranks.checkpoint.stores.store import Store, StoreSpec, open_store, split
 from allranks.errors import InputError, require
 
 _ADDRESS = "a folder, or a URL: s3://BUCKET/PREFIX, gs://…, az://…, peer://HOST:PORT/JOB"
+_ONE = "one checkpoint (STORE/NAME), or a store: then its newest"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One sub-command per thing to do."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    one = "one checkpoint (STORE/NAME), or a store: then its newest"
-
     ls = _action(actions, "ls", "list the checkpoints of a store")
     ls.add_argument("store", help=_ADDRESS)
     show = _action(actions, "show", "show what a checkpoint holds")
-    show.add_argument("checkpoint", help=one)
+    show.add_argument("checkpoint", help=_ONE)
     show.add_argument("--tensors", action="store_true", help="list every tensor with shape, type and shards")
     verify = _action(actions, "verify", "read every byte and compare every checksum; exit 1 if damaged")
     verify.add_argument("checkpoint", help="one checkpoint (STORE/NAME), or a store: then all of it")
     verify.add_argument("--quarantine", action="store_true", help="move damaged ones out of the way")
     copy = _action(actions, "copy", "copy a checkpoint to another store, verified on the way")
-    copy.add_argument("checkpoint", help=one)
+    copy.add_argument("checkpoint", help=_ONE)
     copy.add_argument("target", help="STORE, or STORE/checkpoint_step_N to rename it")
     copy.add_argument("--force", action="store_true", help="replace one of that name")
     copy.add_argument(
@@ -42,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="as --option, for the target",
     )
+    _add_cleaning(actions)
+    _add_conversions(actions)
+
+
+def _add_cleaning(actions: Any) -> None:
     prune = _action(actions, "prune", "remove old checkpoints; never the last good one, nor one being read")
     prune.add_argument("store", help=_ADDRESS)
     prune.add_argument(
@@ -59,8 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "take all checkpoints out of sight, so that a job starts from scratch; deletes nothing",
     )
     aside.add_argument("store", help=_ADDRESS)
+
+
+def _add_conversions(actions: Any) -> None:
     export = _action(actions, "export", "write one file: .safetensors (the model) or .pt (everything)")
-    export.add_argument("checkpoint", help=one)
+    export.add_argument("checkpoint", help=_ONE)
     export.add_argument("file", help="where to; the suffix decides the kind")
     export.add_argument("--force", action="store_true", help="overwrite the file")
     take = _action(actions, "import", "make a checkpoint of a .pt, a .safetensors or a plain DCP folder")

@@ -10,6 +10,7 @@ import resource
 import shutil
 import socket
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 from allranks.doctor.checks import Check, DoctorOptions
@@ -94,74 +95,48 @@ def check_python(options: DoctorOptions) -> list[Check]:
     return found
 
 
+_GPU_FIELDS = "index,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown"
+
+
 def check_gpus(options: DoctorOptions) -> list[Check]:
     """Driver, GPUs, ECC errors and who else uses them, from nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return [Check("GPU", "skipped", "no nvidia-smi on this node: CPU only")]
-    fields = "index,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown"
     try:
         out = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
+            ["nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits"],
             capture_output=True, text=True, timeout=max(10.0, options.timeout_s), check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        return [
-            Check(
-                "GPU",
-                "problem",
-                f"nvidia-smi does not answer: {error}",
-                "The driver hangs: drain this node and reboot it",
-            )
-        ]
+        fix = "The driver hangs: drain this node and reboot it"
+        return [Check("GPU", "problem", f"nvidia-smi does not answer: {error}", fix)]
     if out.returncode:
-        return [
-            Check(
-                "GPU",
-                "problem",
-                (out.stdout + out.stderr).strip()[:300],
-                "Reload the driver or reboot this node",
-            )
-        ]
+        said = (out.stdout + out.stderr).strip()[:300]
+        return [Check("GPU", "problem", said, "Reload the driver or reboot this node")]
     rows = [[cell.strip() for cell in line.split(",")] for line in out.stdout.splitlines() if line.strip()]
     found = [Check("GPU", "ok", f"{len(rows)} x {rows[0][1]}, driver {rows[0][2]}")] if rows else []
-    for row in rows:
-        if row[5].isdigit() and int(row[5]) > 0:
-            found.append(
-                Check(
-                    "GPU ECC",
-                    "problem",
-                    f"GPU {row[0]} has {row[5]} uncorrected memory errors",
-                    "Set the node aside; nvidia-smi --gpu-reset, or replace the card",
-                )
-            )
-        if row[6].lower() == "active":
-            found.append(
-                Check(
-                    "GPU clocks",
-                    "warning",
-                    f"GPU {row[0]} is slowed down by hardware (heat or power)",
-                    "Check cooling and power of this node: it will be the straggler",
-                )
-            )
-        if row[3].isdigit() and row[4].isdigit() and int(row[4]) > 0.1 * int(row[3]):
-            found.append(
-                Check(
-                    "GPU memory",
-                    "warning",
-                    f"GPU {row[0]} already has {row[4]} of {row[3]} MiB in use",
-                    "nvidia-smi lists who; end left-over ranks",
-                )
-            )
+    found += [check for row in rows for check in _check_gpu(*row)]
     if options.nproc_per_node and options.nproc_per_node > len(rows):
-        found.append(
-            Check(
-                "GPU",
-                "problem",
-                f"{options.nproc_per_node} ranks are asked for, {len(rows)} GPUs are here",
-                "Lower --nproc-per-node, or check CUDA_VISIBLE_DEVICES",
-            )
-        )
+        text = f"{options.nproc_per_node} ranks are asked for, {len(rows)} GPUs are here"
+        found.append(Check("GPU", "problem", text, "Lower --nproc-per-node, or check CUDA_VISIBLE_DEVICES"))
     return found
+
+
+def _check_gpu(
+    number: str, name: str, driver: str, total: str, used: str, errors: str, slowed: str
+) -> Iterator[Check]:
+    """One row of nvidia-smi; what a card does not tell is no number."""
+    if errors.isdigit() and int(errors) > 0:
+        text = f"GPU {number} has {errors} uncorrected memory errors"
+        yield Check("GPU ECC", "problem", text, "Drain the node; nvidia-smi --gpu-reset, or replace the card")
+    if slowed.lower() == "active":
+        text = f"GPU {number} is slowed down by hardware (heat or power)"
+        yield Check(
+            "GPU clocks", "warning", text, "Check cooling and power of this node: it will be the straggler"
+        )
+    if total.isdigit() and used.isdigit() and int(used) > 0.1 * int(total):
+        text = f"GPU {number} already has {used} of {total} MiB in use"
+        yield Check("GPU memory", "warning", text, "nvidia-smi lists who; end left-over ranks")
 
 
 def check_network(options: DoctorOptions) -> list[Check]:
@@ -170,53 +145,44 @@ def check_network(options: DoctorOptions) -> list[Check]:
     found = []
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = os.environ.get(variable, "")
-        wanted = [w.lstrip("=^") for w in value.split(",") if w]
-        if (
-            value
-            and not value.startswith("^")
-            and not any(
-                n == w or (not value.startswith("=") and n.startswith(w)) for w in wanted for n in names
-            )
-        ):
+        if value and not _names_interface(value, names):
+            text = f"{value!r} matches no interface of this node ({', '.join(sorted(names))})"
             found.append(
-                Check(
-                    variable,
-                    "problem",
-                    f"{value!r} matches no interface of this node ({', '.join(sorted(names))})",
-                    f"export {variable}=NAME with a name from `ip -br addr`",
-                )
+                Check(variable, "problem", text, f"export {variable}=NAME with a name from `ip -br addr`")
             )
     up = sorted(n for n in names if n != "lo" and _up(n))
     if len(up) > 1 and "NCCL_SOCKET_IFNAME" not in os.environ:
-        found.append(
-            Check(
-                "interfaces",
-                "warning",
-                f"several interfaces are up ({', '.join(up)}); nodes may choose different ones",
-                "export NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the one that all nodes share",
-            )
-        )
-    try:
-        own = socket.gethostbyname(socket.gethostname())
-        if own.startswith("127."):
-            found.append(
-                Check(
-                    "host name",
-                    "warning",
-                    f"{socket.gethostname()} resolves to {own}: other nodes cannot connect to that",
-                    "Fix /etc/hosts, or export GLOO_SOCKET_IFNAME / pass --local-addr",
-                )
-            )
-    except OSError:
-        found.append(
-            Check(
-                "host name",
-                "warning",
-                f"{socket.gethostname()} does not resolve",
-                "Add it to /etc/hosts or DNS: gloo and torchrun look it up",
-            )
-        )
+        text = f"several interfaces are up ({', '.join(up)}); nodes may choose different ones"
+        fix = "export NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the one that all nodes share"
+        found.append(Check("interfaces", "warning", text, fix))
+    found += _check_host_name()
     return found or [Check("network", "ok", f"interfaces up: {', '.join(up) or 'lo only'}")]
+
+
+def _names_interface(value: str, names: set[str]) -> bool:
+    """Whether a list of interfaces as NCCL reads it (prefixes; ^: not these, =: exactly) can be met."""
+    wanted = [word.lstrip("=^") for word in value.split(",") if word]
+    exact = value.startswith("=")
+    return value.startswith("^") or any(
+        name == word or (not exact and name.startswith(word)) for word in wanted for name in names
+    )
+
+
+def _check_host_name() -> list[Check]:
+    host = socket.gethostname()
+    try:
+        own = socket.gethostbyname(host)
+    except OSError:
+        fix = "Add it to /etc/hosts or DNS: gloo and torchrun look it up"
+        return [Check("host name", "warning", f"{host} does not resolve", fix)]
+    if not own.startswith("127."):
+        return []
+    text = f"{host} resolves to {own}: other nodes cannot connect to that"
+    return [
+        Check(
+            "host name", "warning", text, "Fix /etc/hosts, or export GLOO_SOCKET_IFNAME / pass --local-addr"
+        )
+    ]
 
 
 def _up(name: str) -> bool:

@@ -15,17 +15,18 @@ from typing import Any, TypeVar
 from allranks.checkpoint.config import CheckpointLoadConfig, CheckpointTier
 from allranks.checkpoint.failure import hint_for, reason_of, store_arguments
 from allranks.checkpoint.group import Group
-from allranks.checkpoint.look import (
+from allranks.checkpoint.restore.candidates import (
     AFTER_UNREACHABLE,
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
-    Looker,
-    Rules,
-    Seen,
+    Candidate,
+    RankView,
+    RestoreRules,
+    StoreLister,
+    choose,
     refuse_to_guess,
     refuse_to_start_over,
 )
-from allranks.checkpoint.restore.choose import Candidate, choose
 from allranks.checkpoint.restore.into_state import Live, copy_into, prepare_into, read_state
 from allranks.checkpoint.restore.opened_checkpoint import opened
 from allranks.checkpoint.restore.pt_file import is_legacy, load_legacy
@@ -49,12 +50,12 @@ class Loader:
 
     def __init__(
         self, group: Group, stores: Mapping[str, StoreSpec], memory: MemorySnapshotBackend | None,
-        rules: Rules | None = None, given: Mapping[str, int] | None = None,
+        rules: RestoreRules | None = None, given: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
         self.group = group
         self.specs = stores
         self.memory = memory
-        self.rules = rules or Rules()
+        self.rules = rules or RestoreRules()
         self.given = dict(given or {})  # tier → newest step that this process has handed to it
         self.taken: Candidate | None = None  # what `load_newest` has loaded
         self._torn: Candidate | None = None  # what a live model holds a part of, and no more than a part
@@ -70,12 +71,12 @@ class Loader:
                 store.close()
 
     def _load_newest(self, into: Live | None) -> CheckpointState | None:
-        looker, seen = self._look()
+        lister, seen = self._list_tiers()
         views = self.group.gather(seen.to_dict())
         choice = choose([view["found"] for view in views])
         refuse_to_guess(views, choice, self.rules)
         if not choice.candidates:
-            looker.quarantined(seen)
+            lister.quarantined(seen)
             views = self.group.gather(seen.to_dict())
             refuse_to_guess(views, choice, self.rules)
             refuse_to_start_over(
@@ -92,7 +93,7 @@ class Loader:
         for candidate in choice.candidates:
             if unread and candidate.step < unread[0].step and not self.rules.ignore_unreachable:
                 break  # an older one is no answer to a store that does not answer
-            state, problem, unreadable = self._attempt_patiently(candidate, into, looker.deadline)
+            state, problem, unreadable = self._attempt_patiently(candidate, into, lister.deadline)
             if state is not None:
                 self.taken = candidate
                 return state
@@ -161,21 +162,21 @@ class Loader:
         known = next((spec for spec in self.specs.values() if spec.url.rstrip("/") == head), StoreSpec(head))
         return open_store(known), name, ""
 
-    def _look(self) -> tuple[Looker, Seen]:
+    def _list_tiers(self) -> tuple[StoreLister, RankView]:
         """Every checkpoint with a whole manifest that this rank can see; damaged ones go into quarantine."""
-        looker, seen = Looker(self.rules), Seen(given=self.given)
+        lister, seen = StoreLister(self.rules), RankView(given=self.given)
         if self.memory is not None:
             seen.found["MEMORY"] = [(str(step), step) for step in self.memory.steps()]
             seen.unusable += [
                 {"tier": "MEMORY", "store": "", "path": f"the snapshot of step {step}", "name": str(step), "reason": reason}
                 for step, reason in self.memory.damaged.items()
             ]  # fmt: skip
-        self._stores = looker.stores
+        self._stores = lister.stores
         for tier, spec in self.specs.items():
-            looker.look(tier, spec, seen)
-        for store, name, reason in looker.damaged:
+            lister.list_tier(tier, spec, seen)
+        for store, name, reason in lister.damaged:
             self._quarantine(store, name, reason)
-        return looker, seen
+        return lister, seen
 
     def _left(self, into: Live | None) -> str:
         """What a failed load has done to the model, in words."""

@@ -16,7 +16,7 @@ from allranks.elastic.config.check import (
     validate_config,
     validate_elastic_config,
 )
-from allranks.elastic.config.problem import Problem, ValidationResult
+from allranks.elastic.config.problems import Problem, ValidationResult
 from allranks.elastic.config.s3 import validate_s3_access
 
 __all__ = [

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from allranks.elastic.config.messages import near, not_a_mapping, sentence, written
-from allranks.elastic.config.problem import Problem, ValidationResult, result_of
+from allranks.elastic.config.problems import Problem, ValidationResult, result_of
 from allranks.elastic.config.relations import find_breaches
 from allranks.elastic.config.tree import Tree, read_tree
 from allranks.errors import ConfigurationError, InputError, require

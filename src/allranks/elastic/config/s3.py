@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from allranks.elastic.config.problem import ValidationResult, result_of
+from allranks.elastic.config.problems import ValidationResult, result_of
 from allranks.errors import MissingExtra, require
 
 _CREDENTIALS = "Configure credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or attach an IAM role"

@@ -13,8 +13,7 @@ from typing import Any
 
 import yaml
 
-from allranks.elastic.config.problem import Problem
-from allranks.elastic.config.yaml_mistakes import explain
+from allranks.elastic.config.problems import Problem, explain
 
 Path = tuple[str | int, ...]
 _MAX_NODES = 100_000

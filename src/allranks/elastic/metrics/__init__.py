@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from allranks.elastic.metrics.goodput import Goodput
 from allranks.elastic.metrics.sinks import (
     JsonLinesSink,
     LogSink,
@@ -12,6 +11,7 @@ from allranks.elastic.metrics.sinks import (
 )
 from allranks.elastic.metrics.training import (
     CheckpointMetrics,
+    Goodput,
     GradientMetrics,
     LRMetrics,
     RecoveryEvent,

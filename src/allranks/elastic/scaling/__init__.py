@@ -7,11 +7,10 @@ from allranks.elastic.scaling.accumulation import (
     GradientAccumulationManager,
     RoundingMode,
 )
-from allranks.elastic.scaling.lr import LRScalingManager, ScaledSchedule
+from allranks.elastic.scaling.lr import LRScalingManager, ScaledSchedule, create_lr_scheduler_with_warmup
 from allranks.elastic.scaling.manager import ElasticScalingManager
 from allranks.elastic.scaling.plan import BatchPlan, exact_plan, rounded_plan
 from allranks.elastic.scaling.rules import ScalingConfig, ScalingRule, WarmupScheduler, scaled_lr
-from allranks.elastic.scaling.schedule import create_lr_scheduler_with_warmup
 
 __all__ = [
     "BatchPlan",

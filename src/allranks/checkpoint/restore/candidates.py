@@ -1,7 +1,7 @@
-"""What a rank sees in the tiers, and whether that is enough to decide. Torch-free.
+"""What each rank sees in the tiers, which checkpoint all of them load, and whether that is enough to decide. Torch-free.
 
-"There is nothing" and "I could not look" are different answers: only the first may lead to step 1. Each rank looks
-and tells the others; `refuse_to_guess` and `refuse_to_start_over` raise the same error on all of them.
+"There is nothing" and "I could not look" are different answers: only the first may lead to step 1. Each rank lists its
+stores and sends the others what it found; `choose` is a pure decision over that; `refuse_to_guess` and `refuse_to_start_over` raise the same error on all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 from allranks.checkpoint.failure import hint_for, reason_of, store_arguments
 from allranks.checkpoint.manifest import MANIFEST, decode_manifest
-from allranks.checkpoint.restore.choose import Choice
 from allranks.checkpoint.stores.store import Store, StoreSpec, open_store, step_in_name
 from allranks.errors import (
     AllranksError,
@@ -25,13 +24,64 @@ from allranks.errors import (
 )
 
 log = logging.getLogger("allranks.checkpoint")
-#: Between two looks at a store that does not answer.
+#: Between two attempts at a store that does not answer.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 AFTER_UNREACHABLE = 'then start again; to go on without it: CheckpointConfig(on_unreachable="ignore")'
 
 
+#: Fastest first; of equal steps the faster tier is taken.
+TIER_ORDER = ("MEMORY", "PEER", "NVME", "S3")
+
+
 @dataclass(frozen=True)
-class Rules:
+class Candidate:
+    """A checkpoint that every rank can see."""
+
+    tier: str
+    step: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to try, best first, and why."""
+
+    candidates: tuple[Candidate, ...]
+    reason: str
+
+
+#: One rank's view: tier → (name, step) of every checkpoint it can see.
+FoundByTier = Mapping[str, Sequence[tuple[str, int]]]
+
+
+def choose(views: Sequence[FoundByTier]) -> Choice:
+    """The checkpoints complete everywhere: newest step first, the faster tier first among equal steps."""
+    found = []
+    partial: dict[int, int] = {}
+    for tier in TIER_ORDER:
+        seen: list[set[tuple[str, int]]] = [
+            {(name, step) for name, step in view.get(tier, ())} for view in views
+        ]
+        everywhere = set.intersection(*seen) if seen else set()
+        found += [Candidate(tier, step, name) for name, step in everywhere]
+        for name, step in set.union(*seen) - everywhere if seen else set():
+            partial[step] = max(partial.get(step, 0), sum((name, step) in one for one in seen))
+    found.sort(key=lambda c: (-c.step, TIER_ORDER.index(c.tier), c.name))
+    return Choice(tuple(found), _reason(found, partial, len(views)))
+
+
+def _reason(found: Sequence[Candidate], partial: Mapping[int, int], ranks: int) -> str:
+    newest = found[0].step if found else -1
+    newer = sorted(step for step in partial if step > newest)
+    missed = "".join(f"; step {step} is complete on {partial[step]} of {ranks} ranks only" for step in newer)
+    if not found:
+        return f"no checkpoint is complete on all {ranks} ranks{missed}"
+    where = f" on all {ranks} ranks" if ranks > 1 else ""
+    return f"step {newest} in {found[0].tier} is the newest complete one{where}{missed}"
+
+
+@dataclass(frozen=True)
+class RestoreRules:
     """What the user wants of a look. `job` "" takes every job's checkpoints, `from_job` those of that one too."""
 
     job: str = ""
@@ -46,7 +96,7 @@ class Rules:
 
 
 @dataclass
-class Seen:
+class RankView:
     """One rank's view. `given` is the newest step that this process has handed to each tier."""
 
     found: dict[str, list[tuple[str, int]]] = field(default_factory=dict)  # tier → (name, step)
@@ -59,16 +109,16 @@ class Seen:
         return asdict(self)
 
 
-class Looker:
+class StoreLister:
     """Lists stores patiently. `damaged` are checkpoints whose manifest is bad, for quarantine."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: RestoreRules) -> None:
         self.rules = rules
         self.stores: dict[str, Store] = {}
         self.damaged: list[tuple[Store, str, str]] = []
         self.deadline = time.monotonic() + rules.wait_s
 
-    def look(self, tier: str, spec: StoreSpec, seen: Seen) -> None:
+    def list_tier(self, tier: str, spec: StoreSpec, seen: RankView) -> None:
         """Adds what a tier holds to `seen`, or what it answered instead."""
         pause = FIRST_PAUSE_S
         while True:
@@ -83,12 +133,12 @@ class Looker:
                     seen.unanswered.append(_answer(tier, spec, error))
                     return
                 log.warning(
-                    "[%s] %s does not answer (%s): looking again for %.0f s", tier, spec.url, reason_of(error), left
+                    "[%s] %s does not answer (%s): asking again for %.0f s", tier, spec.url, reason_of(error), left
                 )  # fmt: skip
                 time.sleep(min(pause, left))
                 pause = min(LONGEST_PAUSE_S, 2 * pause)
 
-    def quarantined(self, seen: Seen) -> None:
+    def quarantined(self, seen: RankView) -> None:
         """Adds what lies in quarantine: it was there once, so the store is not merely empty."""
         for tier, store in self.stores.items():
             try:
@@ -124,7 +174,7 @@ class Looker:
         return found, unusable
 
 
-def refuse_to_guess(views: Sequence[Mapping[str, Any]], choice: Choice, rules: Rules) -> None:
+def refuse_to_guess(views: Sequence[Mapping[str, Any]], choice: Choice, rules: RestoreRules) -> None:
     """Raises when a tier that may hold something newer did not answer on some rank, unless the user ignores that."""
     held = max((c.step for c in choice.candidates if c.tier == "MEMORY"), default=-1)
     silent = [
@@ -152,7 +202,7 @@ def refuse_to_guess(views: Sequence[Mapping[str, Any]], choice: Choice, rules: R
 
 
 def refuse_to_start_over(
-    views: Sequence[Mapping[str, Any]], choice: Choice, rules: Rules, addresses: Sequence[str]
+    views: Sequence[Mapping[str, Any]], choice: Choice, rules: RestoreRules, addresses: Sequence[str]
 ) -> None:
     """Called when there is nothing to restore: raises unless every tier is empty and that is fine with the user."""
     unusable = {one["path"]: one for view in views for one in view["unusable"]}

@@ -1,4 +1,4 @@
-"""YAML mistakes in words: what the parser says is about grammar, what the user needs is the line to change.
+"""Problems of a configuration, and YAML mistakes in words: what the parser says is about grammar, what the user needs is the line to change.
 
 Pure: text and the parser's error in, problems out. After a mistake the parser cannot go on, so every line is
 looked at for the mistakes that one glance can tell (tabs, `key:value`), and all of them are reported at once.
@@ -8,9 +8,49 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from allranks.elastic.config.problem import Problem
+
+class Problem(str):
+    """A sentence that is also a place: a str, so that lists of messages stay lists of messages.
+
+    `message` is the bare sentence; `path` is dotted ("elastic.min_nodes"); `line` and `column` count from 1
+    and are None when the configuration did not come from YAML text.
+    """
+
+    message: str
+    path: str
+    line: int | None
+    column: int | None
+
+    def __new__(cls, message: str, path: str = "", mark: tuple[int, int] | None = None) -> Problem:
+        text = message
+        if mark is not None:
+            text = f"line {mark[0]}, column {mark[1]}: {path + ': ' if path else ''}{message}"
+        self = super().__new__(cls, text)
+        self.message, self.path = message, path
+        self.line, self.column = mark if mark is not None else (None, None)
+        return self
+
+    def to_dict(self) -> dict[str, str | int | None]:
+        """The facts, for JSON."""
+        return {"message": self.message, "path": self.path, "line": self.line, "column": self.column}
+
+
+@dataclass
+class ValidationResult:
+    """`valid` is True when there is no error; warnings do not count against it."""
+
+    valid: bool = True
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def result_of(errors: list[str], warnings: list[str]) -> ValidationResult:
+    """The result that these problems amount to."""
+    return ValidationResult(not errors, errors, warnings)
+
 
 _NO_SPACE = re.compile(r"^(?P<indent>\s*(?:- +)?)(?P<key>[A-Za-z_][\w.-]*):(?P<value>[^\s:/\\].*)$")
 _UNQUOTED = re.compile(r"^\s*(?:- +)?(?P<key>[\w.-]+): +(?P<value>[^\"'\[{|>#\s].*:(?: .*|$))")
@@ -85,25 +125,22 @@ def _at(lines: list[str], mark: Any, error: Any) -> Problem:
             f"put the value in quotes{_quoted(value)}",
             mark=place,
         )
-    if "another document" in said:
-        return Problem("the file holds more than one document: a line '---' starts a second one", mark=place)
     if "mapping values are not allowed" in said:
         return _extra_colon(lines, place)
-    if "quoted scalar" in context:
-        return Problem(f"a quote opened here is never closed ({said})", mark=_context(error, place))
-    if "flow" in context:
-        return Problem(
-            "a bracket or brace opened here is never closed, or a comma is missing",
-            mark=_context(error, place),
-        )
-    if "could not find expected ':'" in said:
-        return Problem("no colon after this key: write 'key: value'", mark=_context(error, place))
-    if "block" in context:
-        return Problem(
-            "this line does not line up with the lines before it: keys of one section need the same indentation",
-            mark=place,
-        )
+    for word, text, sentence, at_context in _GRAMMAR:
+        if word in (said if text == "said" else context):
+            return Problem(sentence.format(said=said), mark=_context(error, place) if at_context else place)
     return Problem(f"not valid YAML: {said}", mark=place)
+
+
+#: (what stands in the parser's sentence or in its context, which of them, our sentence, where its context began)
+_GRAMMAR = (
+    ("another document", "said", "the file holds more than one document: a line '---' starts a second one", False),
+    ("quoted scalar", "context", "a quote opened here is never closed ({said})", True),
+    ("flow", "context", "a bracket or brace opened here is never closed, or a comma is missing", True),
+    ("could not find expected ':'", "said", "no colon after this key: write 'key: value'", True),
+    ("block", "context", "this line does not line up with the lines before it: keys of one section need the same indentation", False),
+)  # fmt: skip
 
 
 def _extra_colon(lines: list[str], place: tuple[int, int]) -> Problem:
