@@ -200,6 +200,29 @@ def test_all_ranks_stop_when_one_cannot_look(tmp_path: Path) -> None:
     assert texts[0] == texts[1] and f"rank 1: [NVME] {tmp_path / '1'} did not answer" in texts[0]
 
 
+def _one_cannot_read(rank: int, world_size: int, folder: str) -> str:
+    path = Path(folder) / str(rank)
+    for step in (2, 3):
+        NVMeBackend(path).save(make_state(step), f"checkpoint_step_{step:08d}")
+    if rank == 1:
+        data = path / "checkpoint_step_00000003" / "rank-00000.safetensors"
+        data.unlink()
+        data.symlink_to(data)
+    try:
+        _start_in_group(CheckpointConfig(nvme_path=path, memory_snapshot_interval=0, wait_for_stores_s=0.1))
+    except TopologyChangeError as error:
+        return str(error)
+    return "started"
+
+
+def test_all_ranks_stop_when_one_can_list_but_not_read(tmp_path: Path) -> None:
+    """Nobody goes back to an older step; nothing is quarantined for it."""
+    with Ranks(_one_cannot_read, 2, (str(tmp_path),)) as ranks:
+        texts = ranks.values(timeout_s=60)
+    assert all("stopped answering: step 3 in NVME: rank 1: " in text for text in texts)
+    assert not list(tmp_path.glob("*/quarantine"))
+
+
 def _one_has_lost_its_disk(rank: int, world_size: int, folder: str) -> str:
     path = Path(folder) / str(rank)
     if rank == 0:

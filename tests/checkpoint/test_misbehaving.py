@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, S3Backend
+from allranks.checkpoint.restore.loader import kind_of_failure
 from allranks.checkpoint.stores.keyed_store import LEFT_BEHIND_S, READING_LIMIT_S, KeyedStore
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as mark
@@ -125,6 +127,25 @@ def test_a_wrong_clock_deletes_neither_what_is_being_saved_nor_what_is_being_rea
     with store.reading("checkpoint_step_00000001"):
         assert store.remove("checkpoint_step_00000001") is False
     assert READING_LIMIT_S < LEFT_BEHIND_S
+
+
+@pytest.mark.parametrize(
+    ("error", "tier", "kind"),
+    [
+        (OSError(errno.EIO, "Input/output error"), "NVME", "gone"),  # a bad sector: this checkpoint is lost
+        (OSError(errno.EIO, "error sending request"), "S3", "unreadable"),
+        (OSError(errno.ESTALE, "Stale file handle"), "NVME", "unreadable"),
+        (ConnectionRefusedError(), "PEER", "unreadable"),
+        (PermissionError(errno.EACCES, "403"), "S3", "refused"),
+        (FileNotFoundError(), "NVME", "gone"),
+        (KeyError("x"), "NVME", "misfit"),
+    ],
+)
+def test_only_what_is_lost_for_good_leads_to_an_older_checkpoint(
+    error: Exception, tier: str, kind: str
+) -> None:
+    """A disk's bad sector is; a store that does not answer is not."""
+    assert kind_of_failure(error, tier) == kind
 
 
 def _close_after_a_death(rank: int, world_size: int, folder: str) -> str:

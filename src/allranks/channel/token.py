@@ -29,9 +29,14 @@ def read_token(path: Path) -> str:
 
 
 def write_token(path: Path, token: str) -> None:
-    """A new file, readable by this user only; never through a link or into a file that somebody else laid there."""
+    """A new file, readable by this user only; never through a link or into a file that somebody else laid there.
+
+    Agents that share a folder may write it at the same moment: each makes a file of its own, and the last one stays.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    mine = path.with_name(f".{path.name}-{os.getpid()}")
+    mine.unlink(missing_ok=True)
+    handle = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(handle, "w") as out:
         out.write(token + "\n")
+    mine.replace(path)

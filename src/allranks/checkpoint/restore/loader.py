@@ -227,7 +227,7 @@ class Loader:
             result = act()
         except Exception as caught:  # the other ranks must hear of it, whatever it is
             error = caught
-        kind = "" if error is None else _kind(error, candidate.tier)
+        kind = "" if error is None else kind_of_failure(error, candidate.tier)
         outcomes = self.group.gather([kind, "" if error is None else reason_of(error)])
         if isinstance(error, CheckpointDamaged):
             self._put_away(candidate, error.reason)
@@ -241,7 +241,7 @@ class Loader:
         """A model that does not fit fits no older checkpoint either: said at once."""
         if not any(kind == "misfit" for kind, _ in outcomes):
             return
-        if isinstance(error, AllranksError) and _kind(error, candidate.tier) == "misfit":
+        if isinstance(error, AllranksError) and kind_of_failure(error, candidate.tier) == "misfit":
             raise error
         texts = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(outcomes) if kind == "misfit"]
         raise CheckpointLoadError("; ".join(texts), tier=candidate.tier, path=candidate.name) from error
@@ -297,7 +297,7 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _kind(error: BaseException, tier: str) -> str:
+def kind_of_failure(error: BaseException, tier: str) -> str:
     """ "damaged", "partial" and "gone" lead on to the next candidate, "unreadable" (for now) and "refused" only to the
     same step in another tier, "misfit" to none."""
     if isinstance(error, CheckpointDamaged):
