@@ -297,7 +297,7 @@ def in_two_ranks(setups: dict[str, Setup]) -> list[dict[str, list[str]]]:
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": here},
-        timeout=300,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: list[dict[str, list[str]]] = json.loads(done.stdout.splitlines()[-1])
@@ -307,4 +307,4 @@ def in_two_ranks(setups: dict[str, Setup]) -> list[dict[str, list[str]]]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with Ranks(_in_a_rank, 2, (json.load(sys.stdin),)) as ranks:
-        print(json.dumps(ranks.values(timeout_s=240)))
+        print(json.dumps(ranks.values(timeout_s=780)))

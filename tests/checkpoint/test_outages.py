@@ -13,6 +13,8 @@ import pytest
 from .outages import in_two_ranks, make, start
 from .s3server import S3Server
 
+pytestmark = pytest.mark.timeout(900)  # for hanging only: one fixture makes all cells of the whole job
+
 DOCS = Path(__file__).parents[2] / "docs" / "checkpoint.md"
 TIERS = ("MEMORY", "PEER", "NVME", "S3")
 
