@@ -111,14 +111,17 @@ def _hang(world: World, planned: Planned, pid: int) -> None:
     """It waits in its own code until it is ended or five minutes are over: somebody has to notice."""
     path = world.folder / f"hang-{pid}"
     path.touch()
-    threading.Timer(300.0, lambda: path.unlink(missing_ok=True)).start()
+    timer = threading.Timer(300.0, lambda: path.unlink(missing_ok=True))
+    timer.daemon = True
+    timer.start()
 
 
 def _partition(world: World, planned: Planned, pid: int) -> None:
     """Packets to one lighthouse's port are dropped."""
     place = next(i for i, each in enumerate(world.lighthouses) if each.pid == pid)
     table = f"soak_{os.getpid()}"
-    rules = f"table inet {table} {{ chain c {{ type filter hook input priority 0; tcp dport {world.ports[place]} drop; }} }}"
+    chain = f"type filter hook input priority 0; tcp dport {world.ports[place]} drop;"
+    rules = f"table inet {table} {{\nchain c {{\n{chain}\n}}\n}}\n"
     subprocess.run(["nft", "-f", "-"], input=rules, text=True, check=True)
     try:
         time.sleep(planned.seconds)

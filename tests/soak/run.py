@@ -131,9 +131,9 @@ class Soak:
 
     def unreported(self) -> list[str]:
         """Faults that no incident names with the right rank."""
-        incidents = read_incidents(self.world.folder / "incidents")
         missing = []
         for planned, who, at in self.expected:
+            incidents = read_incidents(self.world.folder / "incidents" / planned.kind.partition("-")[2])
             number = who.rpartition("-")[2]
             near = [i for i in incidents if at - 5 <= float(i["opened"]) <= at + REPORT_S]
             named = [i for i in near if number in {str(r) for r in (i.get("verdict") or {}).get("ranks", ())}]

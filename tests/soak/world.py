@@ -38,7 +38,7 @@ class World:
 
     def start(self) -> None:
         """In the order in which they need each other."""
-        for each in ("boxes", "store", "incidents"):
+        for each in ("boxes/replicas", "boxes/job", "store", "incidents/replicas", "incidents/job"):
             (self.folder / each).mkdir(parents=True, exist_ok=True)
         self.etcd = EtcdCluster(self.folder, 1)
         if weed_binary() is not None:
@@ -70,7 +70,8 @@ class World:
 
     def start_agent(self, agent: str) -> None:
         """One of the two that run replicas, or the one of the whole job."""
-        common = ["--incidents", str(self.folder / "incidents"), "--quiet"]
+        folder = self.folder / "incidents" / agent.partition("-")[0]
+        common = ["--incidents", str(folder), "--quiet"]
         if agent == "job":
             words = ["--job", f"{self.name}-job", "--standalone", "--nproc-per-node", "2", "--max-restarts", "10000",
                      "--recovery", "on", "-m", "tests.soak.train_job", str(self.folder), str(self.folder / "store")]  # fmt: skip
@@ -83,14 +84,14 @@ class World:
         log = (self.folder / f"{agent}.log").open("ab")
         self.agents[agent] = subprocess.Popen(
             [sys.executable, "-m", "allranks", "run", *common, *words],
-            stdout=log, stderr=log, env=self.environment(), cwd=ROOT, start_new_session=True,
+            stdout=log, stderr=log, env=self.environment(agent.partition("-")[0]), cwd=ROOT, start_new_session=True,
         )  # fmt: skip
 
-    def environment(self) -> dict[str, str]:
-        """Of every process."""
+    def environment(self, job: str = "") -> dict[str, str]:
+        """Of every process; each job has a folder of its own for its black boxes."""
         s3 = {"SOAK_S3": json.dumps(self.s3.options())} if self.s3 is not None else {}
         own = {"ALLRANKS_SOAK": self.name, "ALLRANKS_TOKEN": f"token-of-{self.name}"}
-        boxes = str(self.folder / "boxes")
+        boxes = str(self.folder / "boxes" / job)
         return {**os.environ, **own, **s3, "ALLRANKS_DIR": boxes, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
 
     # ---- look -------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,7 +177,8 @@ def _serve(args: argparse.Namespace) -> int:
     finally:
         loop.close()
         if token_file is None and lighthouse.address and not _awaited(lighthouse):
-            default_token_file(lighthouse.address).unlink(missing_ok=True)
+            with suppress(OSError):  # it could not be written either
+                default_token_file(lighthouse.address).unlink(missing_ok=True)
     return 130 if signal.SIGINT in caught else 0
 
 
@@ -284,10 +286,16 @@ def _announce(args: argparse.Namespace, lighthouse: Lighthouse, token: str, toke
 
 def _leave_token(path: Path, token: str) -> None:
     """For commands of this user; not in a folder that somebody else laid at this well-known place."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.parent.stat().st_uid != os.getuid():
-        raise InputError(f"{path.parent} belongs to somebody else", hint="Give --token-file.")
-    write_token(path, token)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.parent.stat().st_uid != os.getuid():
+            raise InputError(f"{path.parent} belongs to somebody else", hint="Give --token-file.")
+        write_token(path, token)
+    except OSError as error:
+        raise InputError(
+            f"cannot leave the job token in {path}: {error.strerror or error}",
+            hint="Give --token-file or $ALLRANKS_TOKEN, or set $XDG_RUNTIME_DIR to a folder that can be written.",
+        ) from error
 
 
 # ---- actions on a running one -----------------------------------------------------------------------------
@@ -315,6 +323,11 @@ def _act(args: argparse.Namespace) -> int:
             return 0
         name = args.replica[0]
         if args.action == "evict":
+            known = [row["replica"] for row in client.status()["replicas"] if row["state"] != "observer"]
+            if name not in known:
+                raise InputError(
+                    f"there is no replica {name!r}", hint=f"There are: {', '.join(known) or 'none'}"
+                )
             client.evict(name, args.reason or "asked for on the command line")
         else:
             client.let_in(name)
