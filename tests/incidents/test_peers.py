@@ -18,7 +18,7 @@ from allranks.incidents.options import WatchOptions
 from allranks.incidents.peers import PeerAgents
 from allranks.launch.node_agent import NodeAgent
 from allranks.lighthouse.client.client import Client, ClientOptions
-from allranks.lighthouse.evidence_owner import Current, decide_gathering
+from allranks.lighthouse.nodes import Current, decide_gathering
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
 from allranks.model.cluster import FOLLOW_S, CollectEvidence, Evicted, Gathering

@@ -384,3 +384,16 @@ def test_notices_are_plain_data(kind: type[Notice]) -> None:
     one = kind(**{"replica": "a", "reason": "r"} if kind is MemberLost else {"reason": "r"})
     assert one == kind(**{name: getattr(one, name) for name in one.__dataclass_fields__})
     assert hash(one)
+
+
+@on_loop
+async def test_a_replica_that_was_let_in_stays_so_when_another_lighthouse_takes_over() -> None:
+    """The last quorum still names it as evicted; what was kept in etcd since then knows better."""
+    quorum = Quorum(5, 1, (Member("a", "a.1"), Member("b", "b.1")), evicted=("c", "d"))
+    desk = Desk()
+
+    async def keep(to_keep: Kept) -> None:
+        """Safe at once."""
+
+    desk.service.lead(Kept(2, 5, quorum, evicted={"d": "bad GPU"}), keep)
+    assert desk.service.state.evicted == {"d": "bad GPU"}

@@ -39,9 +39,11 @@ class ReplicaChecks:
         step, last = row["step"], self._last.get(row["pid"])
         if self.hashes.setdefault(step, row["hash"]) != row["hash"]:
             self.wrong.append(f"step {step}: {row['replica']} has another state than the rest")
+        self._last[row["pid"]] = step
+        if row["place"] is None:
+            return  # it has taken the state of the others: no step of its own
         if last is not None and step != last + 1:
             self.wrong.append(f"{row['replica']} committed step {step} after step {last}")
-        self._last[row["pid"]] = step
         self._commits[step - 1].add((row["quorum"], row["size"]))
 
     def finish(self) -> None:

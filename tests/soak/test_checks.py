@@ -10,7 +10,7 @@ from .checks import JobChecks, ReplicaChecks
 
 
 def commit(step: int, digest: str = "", **row: Any) -> dict[str, Any]:
-    base = {"kind": "commit", "pid": 1, "replica": "a", "step": step, "quorum": 1, "size": 1}
+    base = {"kind": "commit", "pid": 1, "replica": "a", "step": step, "quorum": 1, "size": 1, "place": 0}
     return {**base, "hash": digest or f"h{step}", **row}
 
 
@@ -22,8 +22,9 @@ GOOD = [attempt(0), commit(1), attempt(1), commit(2)]
 
 
 def test_a_good_run_is_not_blamed() -> None:
+    """Also with one that took the others' state over."""
     checks = ReplicaChecks()
-    checks.take(GOOD)
+    checks.take([*GOOD, commit(2, pid=3, replica="c", quorum=2, size=2, place=None)])
     checks.finish()
     assert checks.wrong == []
 

@@ -74,8 +74,11 @@ def main(folder: Path) -> None:
         told = torch.tensor([float((folder / "stop").exists())])
         manager.allreduce(told, reduce_op=torch.distributed.ReduceOp.SUM).wait()
         if optimizer.step():
-            after = manager.current_step()  # of a healed one it is not the next after `step`
-            note(kind="commit", step=after, quorum=quorum, size=size, hash=digest(model))
+            after = manager.current_step()
+            own = (
+                place if after == step + 1 else None
+            )  # else it was cut off meanwhile and took the others' state
+            note(kind="commit", step=after, quorum=quorum, size=size, place=own, hash=digest(model))
             if told.item():
                 break
     note(kind="end")

@@ -10,8 +10,8 @@ import hashlib
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
+from allranks.channel.frames import Hasher
 from allranks.errors import MissingExtra
 
 try:  # nine times the speed of sha256, three times that of crc32
@@ -25,13 +25,6 @@ PIECE_BYTES = 4 << 20
 READ_BYTES = 512 << 10
 #: Neighbouring shards are read and checked together up to this size: one read for a layer's weight and bias.
 TOGETHER_BYTES = 1 << 20
-
-
-class Hasher(Protocol):
-    """What hashlib objects offer; the part used here."""
-
-    def update(self, data: bytes | memoryview, /) -> None: ...
-    def hexdigest(self) -> str: ...
 
 
 class _Crc32:

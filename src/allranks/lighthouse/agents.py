@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from allranks.lighthouse.event_log import EventLog
-from allranks.lighthouse.evidence_owner import Current, decide_gathering
-from allranks.lighthouse.nodes import Nodes
+from allranks.lighthouse.nodes import Current, Nodes, decide_gathering
 from allranks.lighthouse.quorum_coordinator import Timers
 from allranks.lighthouse.sessions import Session, Sessions
 from allranks.model.cluster import CollectEvidence, Gathering, Incident, MemberLeft, MemberLost

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from allranks.channel.frames import BadFrame
+from allranks.errors import LighthouseError
 from allranks.lighthouse.codec import load
 from allranks.lighthouse.messages import Command, Result
 from allranks.lighthouse.service import Service
@@ -31,48 +31,48 @@ def carry_out(service: Service, command: Command, reply: Callable[[Result], None
 
 
 def _answer(service: Service, command: Command) -> Result:
-    name, reason = command.replica, printable(command.reason)
-    if command.action == "status":
-        return Result(command.id, True, msgspec.json.encode(service.snapshot()).decode())
-    if command.action == "evict" and name:
-        service.evict(name, reason or "asked for")
-        return Result(command.id, True, json.dumps({"evicted": name}))
-    if command.action == "let_in" and name:
-        if service.let_in(name):
-            return Result(command.id, True, json.dumps({"let_in": name}))
-        return Result(command.id, False, f"{name} is neither evicted nor pausing nor too late")
-    if command.action == "finish" and name:
-        return Result(command.id, True, json.dumps({"finished": service.finish(name)}))
-    if command.action == "gather":
-        try:
-            wanted = load(CollectEvidence, command.body.encode())
-        except BadFrame as error:
-            return Result(command.id, False, str(error))
-        found = service.agents.gather(wanted)
-        return Result(command.id, True, msgspec.json.encode(found).decode())
-    if command.action == "present":
-        try:
-            presence = load(Presence, command.body.encode())
-        except BadFrame as error:
-            return Result(command.id, False, str(error))
-        return Result(command.id, True, msgspec.json.encode(service.agents.nodes.note(presence)).decode())
-    if command.action == "presence" and name:
-        return Result(
-            command.id, True, msgspec.json.encode({"node": service.agents.nodes.find(name)}).decode()
-        )
-    if command.action == "collect":
-        return Result(
-            command.id, True, json.dumps({"incident": service.agents.collect(reason, command.replicas)})
-        )
-    if command.action == "accuse" and name:
-        return Result(command.id, True, json.dumps({"lost": service.accuse(name, reason)}))
-    if command.action == "incident":
-        try:
-            service.agents.tell_incident(_cleaned(load(Incident, command.body.encode())))
-        except BadFrame as error:
-            return Result(command.id, False, str(error))
-        return Result(command.id, True, "{}")
-    return Result(command.id, False, f"cannot do {command.action!r}" + ("" if name else " without a replica"))
+    act = _ACTIONS.get(command.action)
+    if act is None or (command.action in _OF_A_REPLICA and not command.replica):
+        why = "" if command.replica else " without a replica"
+        return Result(command.id, False, f"cannot do {command.action!r}" + why)
+    try:
+        found = act(service, replace(command, reason=printable(command.reason)))
+    except (BadFrame, LighthouseError) as error:
+        return Result(command.id, False, str(error))
+    return Result(command.id, True, msgspec.json.encode(found).decode())
+
+
+def _evict(service: Service, command: Command) -> object:
+    service.evict(command.replica, command.reason or "asked for")
+    return {"evicted": command.replica}
+
+
+def _let_in(service: Service, command: Command) -> object:
+    if not service.let_in(command.replica):
+        raise LighthouseError(f"{command.replica} is neither evicted nor pausing nor too late")
+    return {"let_in": command.replica}
+
+
+def _tell_incident(service: Service, command: Command) -> object:
+    service.agents.tell_incident(_cleaned(load(Incident, command.body.encode())))
+    return {}
+
+
+_ACTIONS: dict[str, Callable[[Service, Command], object]] = {
+    "status": lambda service, command: service.snapshot(),
+    "evict": _evict,
+    "let_in": _let_in,
+    "finish": lambda service, command: {"finished": service.finish(command.replica)},
+    "gather": lambda service, command: service.agents.gather(load(CollectEvidence, command.body.encode())),
+    "present": lambda service, command: service.agents.nodes.note(load(Presence, command.body.encode())),
+    "presence": lambda service, command: {"node": service.agents.nodes.find(command.replica)},
+    "collect": lambda service, command: {
+        "incident": service.agents.collect(command.reason, command.replicas)
+    },
+    "accuse": lambda service, command: {"lost": service.accuse(command.replica, command.reason)},
+    "incident": _tell_incident,
+}
+_OF_A_REPLICA = frozenset({"evict", "let_in", "finish", "presence", "accuse"})
 
 
 def _cleaned(incident: Incident) -> Incident:
@@ -82,4 +82,4 @@ def _cleaned(incident: Incident) -> Incident:
         for name, value in vars(incident).items()
         if isinstance(value, str) and name != "story"  # HTML, shown in a sandbox
     }
-    return dataclasses.replace(incident, **texts, replicas=tuple(map(printable, incident.replicas)))
+    return replace(incident, **texts, replicas=tuple(map(printable, incident.replicas)))

@@ -21,11 +21,10 @@ from allranks.channel.keys import Credential, Keyring, is_proof, prove
 from allranks.lighthouse import messages
 from allranks.lighthouse.codec import ACK, BEAT, PREAMBLE, QUORUM, decode, encode
 from allranks.lighthouse.commands import carry_out
-from allranks.lighthouse.limits import open_files_limit
+from allranks.lighthouse.limits import Throttle, open_files_limit
 from allranks.lighthouse.options import ServerOptions
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
-from allranks.lighthouse.throttle import Throttle
 from allranks.model.cluster import PROTOCOL_VERSION, Quorum
 from allranks.model.text import printable
 

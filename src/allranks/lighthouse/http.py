@@ -76,7 +76,7 @@ class EventStream:
 
 
 @dataclass
-class Places:
+class HttpSlots:
     """The connections that are open, by host. One that comes when all places are taken has one all the same."""
 
     limit: int
@@ -116,7 +116,7 @@ class Places:
 class HttpConnection(asyncio.Protocol):
     """One connection; requests are handled one after the other."""
 
-    def __init__(self, handle: Callable[[Request], Answer], places: Places) -> None:
+    def __init__(self, handle: Callable[[Request], Answer], places: HttpSlots) -> None:
         self._handle = handle
         self._places = places
         self._host = ""

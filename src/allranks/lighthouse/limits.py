@@ -1,9 +1,14 @@
-"""Limits of the process that a lighthouse with thousands of connections needs."""
+"""Limits of the process that a lighthouse with thousands of connections needs, and of what it logs."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import resource
+import time
+from dataclasses import dataclass, field
+
+log = logging.getLogger("allranks.lighthouse")
 
 
 def raise_open_files() -> int:
@@ -25,3 +30,22 @@ def calm_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 50, 100)
+
+
+@dataclass
+class Throttle:
+    """Log lines that an attacker must not be able to multiply: one per kind and second, with a count of the rest."""
+
+    every_s: float = 1.0
+    _last: dict[str, float] = field(default_factory=dict)
+    _skipped: dict[str, int] = field(default_factory=dict)
+
+    def warn(self, kind: str, text: str, *args: object) -> None:
+        """Logs a warning, unless one of its kind was logged a moment ago."""
+        now = time.monotonic()
+        if now - self._last.get(kind, -self.every_s) < self.every_s:
+            self._skipped[kind] = self._skipped.get(kind, 0) + 1
+            return
+        more = self._skipped.pop(kind, 0)
+        self._last[kind] = now
+        log.warning(text + (f" (and {more} more like it)" if more else ""), *args)

@@ -82,7 +82,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class Died:
-    """Said by the beacon of a rank that is dead."""
+    """Said by the liveness proxy of a rank that is dead."""
 
     reason: str
 
@@ -153,7 +153,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Start:
-    """Client to beacon only, first: `link` is LinkOptions as JSON."""
+    """Client to liveness proxy only, first: `link` is LinkOptions as JSON."""
 
     link: str
     pid: int
@@ -162,7 +162,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Hold:
-    """Client to beacon only: `count` file descriptors sent along belong to the groups of this quorum."""
+    """Client to liveness proxy only: `count` file descriptors sent along belong to the groups of this quorum."""
 
     number: int
     count: int
@@ -170,14 +170,14 @@ class Hold:
 
 @dataclass(frozen=True)
 class Release:
-    """Client to beacon only: close the descriptors held for this quorum."""
+    """Client to liveness proxy only: close the descriptors held for this quorum."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Report:
-    """Client to beacon only: what the next heartbeats should say."""
+    """Client to liveness proxy only: what the next heartbeats should say."""
 
     step: int = -1
     progress: int = -1

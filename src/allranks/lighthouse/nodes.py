@@ -1,10 +1,16 @@
-"""Which agent stands for which node: told by the agents, asked for when one is gone. Pure."""
+"""The nodes, as their agents tell them: which agent stands for which node, and who gathers evidence. Pure.
+
+All nodes of a job notice the same hang within moments of each other: the first one leads, the others send it their
+part and wait. A leader that has gone, or has not asked again for a while, is followed no longer.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from allranks.model.nodes import Failover, Presence
+from allranks.model.cluster import CollectEvidence, Gathering
+from allranks.model.nodes import AGENT, Failover, Presence
 
 _REMEMBERED = 256  # lost nodes whose ranks are still known
 
@@ -41,3 +47,27 @@ class Nodes:
     def find(self, agent: str) -> Presence | None:
         """What is known of a node, present or lost."""
         return self.present.get(agent) or self.lost.get(agent)
+
+
+@dataclass(frozen=True)
+class Current:
+    """The last gathering that others follow."""
+
+    gathering: Gathering
+    asked_s: float
+
+
+def decide_gathering(
+    now_s: float, wanted: CollectEvidence, current: Current | None, observers: Collection[str]
+) -> tuple[Gathering, bool]:
+    """The gathering that whoever asks belongs to, and whether agents must be told of it."""
+    if (
+        wanted.alone
+        and current is not None
+        and current.gathering.lead != wanted.lead
+        and current.gathering.lead in observers
+        and now_s - current.asked_s < wanted.follow_s
+    ):
+        return current.gathering, False
+    agents = sorted(name for name in observers if name.startswith(AGENT) and name != wanted.lead)
+    return Gathering(wanted.incident, wanted.lead, tuple(agents)), bool(agents)

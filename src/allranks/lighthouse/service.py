@@ -115,7 +115,8 @@ class Service:
         self.former.reset(self.state, active=True, keep=keep)
         self.bulletin.event("leader", f"leading in epoch {kept.epoch}")
         if kept.quorum is not None:
-            self.take_over(kept.quorum, kept.finished)
+            # who was let in since that quorum was formed is not evicted any more: what was kept knows better
+            self.take_over(replace(kept.quorum, evicted=tuple(sorted(kept.evicted))), kept.finished)
         self.state.epoch = kept.epoch
 
     def follow(self, leader: str) -> None:
@@ -237,7 +238,7 @@ class Service:
 
     def beat(self, session: Session, beat: Beat) -> None:
         """A heartbeat that says something."""
-        if beat.step >= 0:
+        if beat.step >= 0 and beat.step != session.step:
             session.step = beat.step
             self.training.note_step(session.replica, beat.step, time.time())
         if beat.progress >= 0:
@@ -349,7 +350,7 @@ class Service:
             self.finish(name)
 
     def accuse(self, name: str, reason: str) -> bool:
-        """Somebody who can see it (its beacon, its agent) says that a replica is dead."""
+        """Somebody who can see it (its liveness proxy, its agent) says that a replica is dead."""
         if name not in self.sessions.by_replica:
             return False
         self._lose(name, reason, certain=True)

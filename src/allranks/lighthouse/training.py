@@ -58,8 +58,10 @@ class TrainingView:
         """A heartbeat told a step."""
         if step < 0:
             return
-        self._steps[source] = step
-        highest = max(self._steps.values())
+        before, self._steps[source] = self._steps.get(source, -1), step
+        if step == self.step or (step < self.step and before < self.step):
+            return  # most heartbeats: with thousands of replicas nothing may be looked through here
+        highest = step if step > self.step else max(self._steps.values())
         if highest == self.step:
             return
         now = self.now()

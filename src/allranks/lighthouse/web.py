@@ -20,7 +20,7 @@ from importlib import resources
 
 import msgspec
 
-from allranks.lighthouse.http import Answer, EventStream, HttpConnection, Places, Request
+from allranks.lighthouse.http import Answer, EventStream, HttpConnection, HttpSlots, Request
 from allranks.lighthouse.limits import open_files_limit
 from allranks.lighthouse.metrics import KIND as METRICS_KIND
 from allranks.lighthouse.metrics import render_metrics
@@ -220,7 +220,7 @@ class Web:
 def web_door(service: Service, token: str, names: Sequence[str] = ()) -> Callable[[], asyncio.Protocol]:
     """For one lighthouse: makes the protocol of each HTTP connection; all share one Web."""
     web = Web(service, token, frozenset(name.lower() for name in names))
-    places = Places(min(MAX_CONNECTIONS, open_files_limit() // 8))
+    places = HttpSlots(min(MAX_CONNECTIONS, open_files_limit() // 8))
     return lambda: HttpConnection(web.handle, places)
 
 

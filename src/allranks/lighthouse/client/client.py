@@ -196,7 +196,7 @@ class Client:
         """Duplicates of these connected sockets are shut as soon as a member of quorum `number` is gone.
 
         If one is gone already they are shut at once. Returns when they are handed over: from then on not even
-        a held GIL delays that (with a beacon).
+        a held GIL delays that (with a liveness proxy).
         """
         copies = [os.dup(fd) for fd in fds]
         handed = threading.Event()

@@ -1,7 +1,7 @@
 """The line to the lighthouse: connects, says hello, beats, and finds another address when it breaks.
 
-Runs on a Reactor's thread, in the client or in the beacon. What arrives is handed to `receive(kind, payload)`
-undecoded (the beacon only passes it on): Welcome each time the line is up, ConnectionLost (made here) each
+Runs on a Reactor's thread, in the client or in the liveness proxy. What arrives is handed to `receive(kind, payload)`
+undecoded (the liveness proxy only passes it on): Welcome each time the line is up, ConnectionLost (made here) each
 time it breaks, Refused, and all the rest.
 """
 

@@ -1,4 +1,4 @@
-"""The beacon: a helper process that holds a rank's line to the lighthouse, so that it needs no GIL of the rank.
+"""The liveness proxy: a helper process that holds a rank's line to the lighthouse, so that it needs no GIL of the rank.
 
     python -m allranks.lighthouse.client.liveness_proxy --fd N
 
@@ -42,7 +42,7 @@ _LOOK_S = 0.1  # how often the rank's process state is looked at
 
 
 class LivenessProxy:
-    """One rank's beacon. `run()` returns when the rank or its client is gone."""
+    """One rank's liveness proxy. `run()` returns when the rank or its client is gone."""
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
@@ -88,14 +88,14 @@ class LivenessProxy:
             data, fds = b"", []
         self._fds += fds
         if not data:
-            self._end(f"process {self._pid} closed its line to the beacon")
+            self._end(f"process {self._pid} exited")
             return
         self._in += data
         try:
             for kind, payload in take_frames(self._in, _MAX_FRAME):
                 self._from_rank(kind, payload)
         except BadFrame as error:
-            self._end(f"the rank sent garbage to its beacon: {error}")
+            self._end(f"the rank sent garbage to its liveness proxy: {error}")
 
     def _from_rank(self, kind: int, payload: bytes) -> None:
         if kind in (START, HOLD, RELEASE, REPORT):
@@ -147,7 +147,7 @@ class LivenessProxy:
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
-            self._end(f"process {self._pid} closed its line to the beacon")
+            self._end(f"process {self._pid} exited")
             return
         self._reactor.watch(self._line.fileno(), self._line_ready, write=bool(self._out))
 
@@ -219,7 +219,7 @@ def main() -> None:
     """Entry point of the process. No argparse: it costs a quarter of the start."""
     if len(sys.argv) != 3 or sys.argv[1] != "--fd":
         sys.exit(__doc__)
-    # Ctrl-C and a launcher's SIGTERM are for the rank; the beacon ends when the rank has.
+    # Ctrl-C and a launcher's SIGTERM are for the rank; the liveness proxy ends when the rank has.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[2])) as line:

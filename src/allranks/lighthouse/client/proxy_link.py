@@ -1,4 +1,4 @@
-"""The client's end of a beacon: starts the process, speaks frames over a socketpair, starts it again if it dies.
+"""The client's end of a liveness proxy: starts the process, speaks frames over a socketpair, starts it again if it dies.
 
 Has the same face as Link, so the client does not care which one it has. Runs on the client's Reactor.
 """
@@ -73,7 +73,7 @@ class ProxyLink:
         self.report(self._report)
 
     def close(self) -> None:
-        """Closes the line; the beacon ends by itself and is reaped."""
+        """Closes the line; the liveness proxy ends by itself and is reaped."""
         self._closed = True
         self._flush()
         self._shut()
@@ -87,11 +87,11 @@ class ProxyLink:
         return True
 
     def finish(self, frame: bytes) -> None:
-        """Sends the last frame; the beacon does not come back after it."""
+        """Sends the last frame; the liveness proxy does not come back after it."""
         self.send(frame)
 
     def report(self, report: Report) -> None:
-        """What the beacon's next heartbeats should say."""
+        """What the liveness proxy's next heartbeats should say."""
         self._report = Report(report.step, report.progress, report.health, self.known)
         self._out.append((encode(self._report), ()))
         self._flush()
@@ -104,7 +104,7 @@ class ProxyLink:
         self._flush()
 
     def release(self, number: int) -> None:
-        """Lets the beacon close what it holds for this quorum."""
+        """Lets the liveness proxy close what it holds for this quorum."""
         self._out.append((encode(Release(number)), ()))
         self._flush()
 
@@ -160,11 +160,11 @@ class ProxyLink:
         self._reactor.watch(self._line.fileno(), self._ready, write=bool(self._out))
 
     def _died(self) -> None:
-        """Somebody killed the beacon: start another, a few times."""
+        """Somebody killed the liveness proxy: start another, a few times."""
         if self._line is None or self._closed:
             return
         self._shut()
-        lost = encode(ConnectionLost("the beacon process died"))
+        lost = encode(ConnectionLost("the liveness proxy died"))
         self._receive(lost[HEAD.size - 1], lost[HEAD.size :])
         if self._starts < _MAX_STARTS:
             self._reactor.later(0.0 if self._starts == 1 else 0.2 * self._starts, self._open_again)
@@ -197,5 +197,5 @@ _CONNECTION_LOST = encode(ConnectionLost(""))[HEAD.size - 1]
 
 
 def _python_path() -> str:
-    """Where the beacon finds allranks. Nothing else: without `site` and msgspec it starts in a third of the time."""
+    """Where the liveness proxy finds allranks. Nothing else: without `site` and msgspec it starts in a third of the time."""
     return str(Path(allranks.__file__).parents[1])

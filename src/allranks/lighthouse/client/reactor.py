@@ -1,4 +1,4 @@
-"""A small event loop over selectors for one thread: the client's own, or the beacon process.
+"""A small event loop over selectors for one thread: the client's own, or the liveness proxy process.
 
 asyncio would do, but not in a rank: its loop is a global of the thread, and the rank's thread must survive
 forks, need no policy and start in no time. Everything runs on the thread that calls `run()`, except `call`.
