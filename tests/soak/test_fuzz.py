@@ -142,14 +142,14 @@ def run(name: str, count: int, first: int = 0) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     for number in range(first, first + count):
         data = changed(number, seeds)
-        began = time.monotonic()
+        began = time.process_time()  # a busy machine is not our fault
         try:
             read(data)
         except errors:
             pass
         except Exception as error:
             raise AssertionError(f"{name}, input {number}: {type(error).__name__}: {error}") from error
-        took = time.monotonic() - began
+        took = time.process_time() - began
         assert took < MAX_S, f"{name}, input {number} took {took:.1f} s"
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10) - before
     assert grown < MAX_MB, f"{name}: {grown} MB"
