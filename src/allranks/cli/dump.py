@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from allranks.errors import InputError
+from allranks.model.text import printable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -231,7 +232,8 @@ def _print_list(headers: list[Header], as_json: bool) -> None:
         print(json.dumps({"schema": 1, "boxes": rows}))
         return
     for row in rows:
-        print(
+        line = (
             f"{row['job']}  rank {row['rank']}/{row['world_size']}  attempt {row['attempt']}  pid {row['pid']}  "
             f"step {row['step']}  calls {row['completed']}/{row['calls']}  {row['state']}"
         )
+        print(printable(line))

@@ -10,6 +10,8 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
+from allranks.model.text import printable
+
 if TYPE_CHECKING:
     from allranks.load import LoadResult
     from allranks.model.trace import RankTrace
@@ -37,7 +39,7 @@ def main(args: argparse.Namespace) -> int:
         )
     else:
         for line in render(result, args.calls):
-            print(line)
+            print(printable(line))
     if not result.files:
         print("allranks dump-info: no files", file=sys.stderr)
         return 2

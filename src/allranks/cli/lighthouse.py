@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from allranks.channel.token import read_token, write_token
 from allranks.errors import ConfigurationError, InputError
+from allranks.model.text import printable
 
 if TYPE_CHECKING:
     from allranks.lighthouse.server import Lighthouse
@@ -381,9 +382,11 @@ def _show_status(status: dict[str, Any], as_json: bool) -> int:
         print(json.dumps(status))
         return int(fault)
     names = [member["replica"] for member in (status["quorum"] or {"members": []})["members"]]
-    print(f"quorum {status['number']} (epoch {status['epoch']}), {len(names)} members: {status['reason']}")
+    print(
+        f"quorum {status['number']} (epoch {status['epoch']}), {len(names)} members: {printable(status['reason'])}"
+    )
     if status["waiting"]:
-        print(f"waiting: {status['waiting']}")
+        print(f"waiting: {printable(status['waiting'])}")
     for row in status["replicas"]:
         if row["state"] == "observer":  # agents, and this very command
             continue
