@@ -97,6 +97,9 @@ def test_collection_joins_a_running_job_beside_its_steps() -> None:
         "--overlap",
         "--ntasks-per-node=1",
     ]
+    line = collect_words("5", 2, ["-o", "d"])
+    assert {"--nodes=2", "--ntasks=2"} <= set(line)
+    assert line[line.index("stacks") :] == ["stacks", "--job", "5", "-o", "d"]
 
 
 CONFIG = """

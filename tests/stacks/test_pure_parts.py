@@ -25,7 +25,7 @@ from allranks.model.stacks import (
 from allranks.stacks import Stillness, classify, ras, read_capture
 from allranks.stacks.boxes import Box
 from allranks.stacks.debug_config import DebugOptions, parse_debug, read_debug_options
-from allranks.stacks.find import Selection, choose
+from allranks.stacks.find import Selection, choose, split_jobs
 from allranks.stacks.other_output import parse_kernels
 from allranks.stacks.patterns import load_patterns, parse_patterns
 from allranks.stacks.procfs import ProcessEntry
@@ -133,6 +133,21 @@ def test_titles_of_serving_engines_give_parallel_coordinates() -> None:
 
 def _entry(pid: int, ppid: int, title: str = "python train.py", **environ: str) -> ProcessEntry:
     return ProcessEntry(pid, ppid, "S", pid * 10, "python", title, environ, 0, pid, True)
+
+
+def test_ranks_of_several_jobs_are_told_apart_and_keep_their_numbers() -> None:
+    """Two plain torchrun jobs without a name, one job of ours: nothing is mixed, no rank is renumbered."""
+    entries = [
+        *[_entry(parent, 1, "python torchrun train.py") for parent in (10, 20)],
+        *[_entry(10 * p + r, 10 * p, RANK=str(r), LOCAL_RANK=str(r), TORCHELASTIC_RUN_ID="none") for p in (1, 2) for r in (1, 2)],
+        _entry(31, 1, RANK="1", LOCAL_RANK="1", ALLRANKS_JOB_ID="mine", TORCHELASTIC_RUN_ID="none"),
+    ]  # fmt: skip
+    parents = {entry.pid: entry.ppid for entry in entries}
+    jobs = split_jobs([t for t in choose(entries, [], Selection()) if t.child is None], parents)
+    assert jobs == {"process-10": [11, 12], "process-20": [21, 22], "mine": [31]}
+    for pids in jobs.values():
+        chosen = choose(entries, [], Selection(pids=tuple(pids)))
+        assert [t.rank for t in chosen] == ([1, 2] if len(pids) == 2 else [1])
 
 
 def test_a_launcher_is_no_rank_and_workers_are_not_its_children() -> None:

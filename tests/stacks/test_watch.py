@@ -13,6 +13,7 @@ import pytest
 
 from allranks.stacks import read_bundle
 from allranks.stacks.tools import find_pyspy
+from allranks.stacks.triggers import Pulse
 
 from . import victims as v
 
@@ -147,3 +148,42 @@ def test_a_look_that_fails_does_not_touch_the_job(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 7
     assert "failed" in done.stderr or "could not be written" in done.stderr
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_hang_of_ranks_without_black_boxes_is_noticed_when_one_of_them_does_not_work(busy: bool) -> None:
+    """The other one waits by burning CPU, or not. Work of all is progress; a poll now and then is none."""
+    pulse, now = Pulse(), 0.0
+    for second in range(10):  # both work
+        pulse = pulse.after(now := float(second), {0: (50 * second, 0), 1: (0, 100 * second)})
+    beats = pulse.beats
+    assert beats >= 3
+    for second in range(10, 100):
+        other = 50 * second if busy else 450
+        pulse = pulse.after(now := float(second), {0: (other, 0), 1: (0, 900 + second)})
+    assert now == 99 and pulse.beats <= beats + 1
+
+
+def test_a_hang_of_a_plain_job_is_collected_and_what_cannot_be_seen_is_said(tmp_path: Path) -> None:
+    """No black box, no log file: two ranks, one of which sleeps for good."""
+    script = tmp_path / "train.py"
+    script.write_text("import time\ndef stuck():\n    time.sleep(1000)\nstuck()\n")
+    command = watch(
+        "-o", str(tmp_path / "out"), "--no-progress", "3", "--wait", "0", "--rounds", "1", "--json"
+    )
+    env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    process = subprocess.Popen(
+        [*command, "--", sys.executable, str(script)], stderr=subprocess.PIPE, text=True, env=env
+    )
+    try:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if line.startswith("{"):
+                break
+        assert any("have no black box" in line and "Not seen" in line for line in lines)
+        assert json.loads(lines[-1])["reason"].startswith("no progress for ")
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)

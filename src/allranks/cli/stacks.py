@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from allranks.errors import InputError
@@ -91,26 +93,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """0 nothing is hung, 1 a hung job, 2 could not look."""
+    """0 nothing is hung, 1 a hung job or an unclear one, 2 could not look."""
     from allranks.stacks import classify, read_capture
     from allranks.stacks.progress import Stillness
 
     if args.html and Path(args.html).exists() and not args.force:
         raise InputError(f"{args.html} exists", hint="give another name, or --force to overwrite it")
     if args.folder:
-        capture = read_capture(args.folder)
+        captures = {"": read_capture(args.folder)}
     else:
-        capture = _look_everywhere(args) if args.all_nodes else _look(args)
+        captures = {"": _look_everywhere(args)} if args.all_nodes else _look(args)
     stillness = Stillness() if args.still is None else Stillness(still_s=args.still)
-    report = classify(capture, stillness=stillness)
-    _show(args, capture, report)
-    return 1 if report.hung else 0
+    reports = {job: classify(capture, stillness=stillness) for job, capture in captures.items()}
+    _show(args, captures, reports)
+    return 0 if all(report.hung is False for report in reports.values()) else 1
 
 
-def _look(args: argparse.Namespace) -> Capture:
-    """A live look at this node; the bundle and the raw files are kept where -o or the configuration says."""
-    from allranks.stacks import CollectOptions, Selection, collect, find_targets, write_bundle
+def _look(args: argparse.Namespace) -> dict[str, Capture]:
+    """A live look at this node, job by job (one that was chosen, or is alone, has no name); the bundle and the raw files
+    are kept where -o or the configuration says."""
+    from allranks.stacks import CollectOptions, Selection, collect, write_bundle
     from allranks.stacks.debug_config import DebugOptions, read_debug_options
+    from allranks.stacks.find import find_jobs
     from allranks.stacks.titles import RANK_TITLES
 
     debug = read_debug_options(args.config) if args.config else DebugOptions(interval_s=1.0)
@@ -127,16 +131,21 @@ def _look(args: argparse.Namespace) -> Capture:
         raw_folder=folder,
     )
     titles = (*RANK_TITLES, *debug.patterns)
-    targets = find_targets(Selection(tuple(args.pid), args.name or "", args.job or "", titles))
-    ranks = [target for target in targets if target.child is None]
-    _say(f"{len(ranks)} ranks and {len(targets) - len(ranks)} child processes")
-    jobs = sorted({target.job for target in ranks if target.job})
-    if len(jobs) > 1:
-        _say(f"they belong to {len(jobs)} jobs ({', '.join(jobs[:5])}): choose one with --job")
-    capture = collect(targets, options, _say)
-    if folder is not None:
-        _say(f"Wrote {write_bundle(capture, folder)}")
-    return capture
+    jobs = find_jobs(Selection(tuple(args.pid), args.name or "", args.job or "", titles))
+    captures = {}
+    for job, targets in jobs.items():
+        ranks = [target for target in targets if target.child is None]
+        of_job = f" of job {job}" if job else ""
+        _say(f"{len(ranks)} ranks and {len(targets) - len(ranks)} child processes{of_job}")
+        place = folder / _file_name(job) if folder is not None and job else folder
+        captures[job] = collect(targets, replace(options, raw_folder=place), _say)
+        if place is not None:
+            _say(f"Wrote {write_bundle(captures[job], place)}")
+    return captures
+
+
+def _file_name(job: str) -> str:
+    return re.sub(r"[^\w.-]", "_", job)
 
 
 def _look_everywhere(args: argparse.Namespace) -> Capture:
@@ -177,7 +186,9 @@ def _look_through_slurm(args: argparse.Namespace) -> Capture:
     words += [text for name, value in given if value is not None for text in (name, str(value))]
     words += [name for name, wanted in flags if wanted]
     command = shutil.which("allranks") or str(Path(sys.executable).parent / "allranks")
-    done = subprocess.run(collect_words(job, None, words, command), stdout=subprocess.DEVNULL, check=False)
+    nodes = os.environ.get("SLURM_NNODES", "")
+    line = collect_words(job, int(nodes) if nodes.isdigit() else None, words, command)
+    done = subprocess.run(line, stdout=subprocess.DEVNULL, check=False)
     if done.returncode > 1:
         _say(f"srun ended with {done.returncode}: some nodes may be missing")
     _say(f"Wrote {folder}")
@@ -215,20 +226,25 @@ def _signal_number(name: str) -> int:
     return number
 
 
-def _show(args: argparse.Namespace, capture: Capture, report: StacksReport) -> None:
+def _show(args: argparse.Namespace, captures: dict[str, Capture], reports: dict[str, StacksReport]) -> None:
     from allranks.stacks.as_json import report_json
     from allranks.stacks.text import render_text
     from allranks.stacks.tree import grow_tree
 
-    roots = grow_tree(capture, args.all_threads)
-    if args.html:
+    trees = {job: grow_tree(capture, args.all_threads) for job, capture in captures.items()}
+    for job, report in reports.items() if args.html else ():
         from allranks.stacks.html import render_html
 
-        page = render_html(report, roots, job=args.job or "", made_s=time.time())
-        Path(args.html).write_text(page, encoding="utf-8", errors="replace")
-        _say(f"Wrote {args.html}")
+        page = Path(args.html)
+        page = page.with_name(f"{page.stem}-{_file_name(job)}{page.suffix}") if job else page
+        text = render_html(report, trees[job], job=job or args.job or "", made_s=time.time())
+        page.write_text(text, encoding="utf-8", errors="replace")
+        _say(f"Wrote {page}")
     if args.json:
-        print(json.dumps(report_json(report, roots), indent=1))
-    else:
-        for line in render_text(report, roots):
+        shapes = {job: report_json(report, trees[job]) for job, report in reports.items()}
+        alone = next(iter(shapes.values())) if len(shapes) == 1 else {"jobs": shapes}
+        print(json.dumps(alone, indent=1))
+        return
+    for job, report in reports.items():
+        for line in [*([f"job {job}:"] if job else []), *render_text(report, trees[job])]:
             print(line.encode("utf-8", "replace").decode(sys.stdout.encoding or "utf-8", "replace"))

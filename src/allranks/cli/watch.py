@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-progress",
         type=float,
         metavar="S",
-        help="collect when the black boxes stand still for S seconds (default 60; 0 = never)",
+        help="collect when the ranks stand still for S seconds, by their black boxes or, without, by the CPU and context switches of their main threads (default 60; 0 = never)",
     )
     parser.add_argument(
         "--no-output",

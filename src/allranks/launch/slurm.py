@@ -142,8 +142,8 @@ def sbatch_script(options: SubmitOptions, run_words: list[str], command: str = "
 def collect_words(
     job: str, nodes: int | None, stack_words: list[str], command: str = "allranks"
 ) -> list[str]:
-    """The srun line that collects stacks inside a running job, beside its steps."""
+    """The srun line that collects stacks of a running job beside its steps: on all its nodes, and of no other job."""
     words = ["srun", f"--jobid={job}", "--overlap", "--ntasks-per-node=1", "--mem=0", "--label"]
     if nodes:
-        words.append(f"--nodes={nodes}")
-    return [*words, command, "stacks", *stack_words]
+        words += [f"--nodes={nodes}", f"--ntasks={nodes}"]
+    return [*words, command, "stacks", "--job", job, *stack_words]

@@ -70,6 +70,33 @@ def find_targets(selection: Selection) -> list[Target]:
     return targets
 
 
+def find_jobs(selection: Selection) -> dict[str, list[Target]]:
+    """The targets of every job on this machine, by the job's name; "" when there is one job, or processes were chosen."""
+    targets = find_targets(selection)
+    ranks = [target for target in targets if target.child is None]
+    parents = {entry.pid: entry.ppid for entry in scan([target.pid for target in ranks])}
+    jobs = split_jobs(ranks, parents)
+    if len(jobs) < 2 or selection.pids or selection.name:
+        return {"": targets}
+    return {job: find_targets(replace(selection, pids=tuple(pids))) for job, pids in sorted(jobs.items())}
+
+
+def split_jobs(ranks: Iterable[Target], parents: Mapping[int, int]) -> dict[str, list[int]]:
+    """The pids of ranks, by their job; `parents` are pid -> parent."""
+    jobs: dict[str, list[int]] = {}
+    for target in ranks:
+        jobs.setdefault(name_job(target, parents.get(target.pid, 0)), []).append(target.pid)
+    return jobs
+
+
+def name_job(target: Target, parent: int) -> str:
+    """By what the launcher calls it; a launcher that gives no name is known by its process."""
+    for name in (target.job, target.environ.get("ALLRANKS_JOB_ID"), target.environ.get("SLURM_JOB_ID")):
+        if name and name not in ("none", "defaultjob"):
+            return name
+    return f"process-{parent}"
+
+
 def targets_of(pids: Mapping[int, int], box_folders: tuple[Path, ...] = ()) -> list[Target]:
     """Targets for ranks that the caller knows: rank -> pid. Children and black boxes are found as usual."""
     ranks = {pid: rank for rank, pid in pids.items()}

@@ -192,6 +192,14 @@ def cpu_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12]) if len(fields) > 13 else 0
 
 
+def main_thread_work(pid: int) -> tuple[int, int]:
+    """Clock ticks and context switches of a process's main thread, ever."""
+    fields = _read(pid, f"task/{pid}/stat").rsplit(")", 1)[-1].split()
+    ticks = int(fields[11]) + int(fields[12]) if len(fields) > 13 else 0
+    lines = _read(pid, f"task/{pid}/status").splitlines()
+    return ticks, sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
+
+
 def catches(pid: int, signal_number: int) -> bool:
     """Whether the process has installed a handler for a signal; never signal one that has not."""
     for line in _read(pid, "status").splitlines():

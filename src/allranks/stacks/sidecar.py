@@ -14,7 +14,7 @@ import signal
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,12 +28,12 @@ from allranks.stacks.collect import CollectOptions, collect
 from allranks.stacks.debug_config import DebugOptions
 from allranks.stacks.find import Selection, Target, choose
 from allranks.stacks.html import render_html
-from allranks.stacks.procfs import ProcessEntry, read_state, scan
+from allranks.stacks.procfs import ProcessEntry, main_thread_work, read_state, scan
 from allranks.stacks.progress import Stillness
 from allranks.stacks.text import render_text
 from allranks.stacks.titles import RANK_TITLES
 from allranks.stacks.tree import grow_tree
-from allranks.stacks.triggers import Observation, TriggerState, decide_trigger
+from allranks.stacks.triggers import Observation, Pulse, TriggerState, decide_trigger
 
 log = logging.getLogger("allranks.stacks")
 
@@ -72,6 +72,9 @@ class Sidecar:
         self._targets: list[Target] = []
         self._scanned_s = -RESCAN_S
         self._asked = False
+        self._pulse = Pulse()
+        self._born_s = time.monotonic()
+        self._said: set[str] = set()
         self._old: dict[int, object] = {}
 
     def start_command(self, words: Sequence[str]) -> None:
@@ -140,7 +143,8 @@ class Sidecar:
             self._targets, self._scanned_s = self._find(), now
         ranks = [target for target in self._targets if target.child is None]
         alive = frozenset(t.rank for t in ranks if read_state(t.pid) not in ("", "Z", "X"))
-        marks, oldest, silent = {}, None, 0.0
+        marks: dict[int, tuple[int, ...]] = {}
+        oldest, silent = None, 0.0
         for target in ranks:
             progress = read_progress(target.box, time.time()) if target.box is not None else None
             if progress is not None:
@@ -148,8 +152,28 @@ class Sidecar:
                 silent = max(silent, now + progress.expected_s) if progress.expected_s > 0 else silent
                 if progress.oldest_call_s is not None:
                     oldest = max(oldest or 0.0, progress.oldest_call_s)
+        plain = {t.rank: main_thread_work(t.pid) for t in ranks if t.rank not in marks and t.rank in alive}
+        self._say_once(ranks, plain)
+        self._pulse = self._pulse.after(now, plain)
+        marks.update(dict.fromkeys(plain, (self._pulse.beats,)))
         output = {t.rank: size for t in ranks if (size := _log_size(t.pid)) is not None}
         return Observation(now, marks, output, oldest, alive, silent)
+
+    def _say_once(self, ranks: Sequence[Target], plain: Mapping[int, object]) -> None:
+        """What can be seen of this job, and what cannot."""
+        if not ranks:
+            text = "no rank is found yet among the watched processes"
+        elif plain and self.options.no_progress_s:
+            text = (
+                f"{len(plain)} of {len(ranks)} ranks have no black box: whether they move is judged by the CPU and the "
+                "context switches of their main threads. Not seen: a hang in which all of them burn CPU (as waits of NCCL "
+                "may). `allranks run` or allranks.record() in the script shows every call"
+            )
+        else:
+            return
+        if text not in self._said and (ranks or self._said or time.monotonic() - self._born_s > RESCAN_S):
+            self._said.add(text)
+            self._say(text)
 
     def _find(self) -> list[Target]:
         """The ranks among the descendants of what we watch; a plain Python command is rank 0 itself."""

@@ -38,6 +38,38 @@ class TriggerState:
     lost: frozenset[int] = frozenset()  # ranks whose end was reported
 
 
+#: A main thread that works switches or burns this much; one that waits wakes up now and then (polls with a timeout).
+LOOK_S, SWITCHES_PER_S, TICKS_PER_S = 2.0, 5.0, 3.0
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """Progress of ranks without a black box: `beats` grows when every one of them has worked since the last beat."""
+
+    beats: int = 0
+    before: Mapping[int, tuple[float, int, int]] = field(
+        default_factory=dict
+    )  # rank -> when, ticks, switches
+    worked: frozenset[int] = frozenset()
+
+    def after(self, now_s: float, work: Mapping[int, tuple[int, int]]) -> Pulse:
+        """After one more look at the main threads: rank -> (clock ticks, context switches)."""
+        before, worked = dict(self.before), set(self.worked & work.keys())
+        for rank, (ticks, switches) in work.items():
+            since, old_ticks, old_switches = before.setdefault(rank, (now_s, ticks, switches))
+            passed = now_s - since
+            if passed < LOOK_S:
+                continue
+            if (
+                switches - old_switches >= SWITCHES_PER_S * passed
+                or ticks - old_ticks >= TICKS_PER_S * passed
+            ):
+                worked.add(rank)
+            before[rank] = (now_s, ticks, switches)
+        beat = bool(work) and worked >= work.keys()
+        return Pulse(self.beats + beat, before, frozenset() if beat else frozenset(worked))
+
+
 def decide_trigger(seen: Observation, state: TriggerState, options: DebugOptions) -> tuple[str, TriggerState]:
     """The reason to collect now, "" for none, and what to remember."""
     now = _remember(seen, state)
