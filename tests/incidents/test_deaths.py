@@ -246,3 +246,20 @@ def test_a_kill_of_the_kernel_for_lack_of_memory_is_said(tmp_path: Path) -> None
     assert starved["reason"] == "rank 0 died of SIGKILL: the kernel ended it for lack of memory"
     assert killed["reason"] == "rank 1 died of SIGKILL"
     assert [moment["name"] for moment in killed["timeline"]][-3:] == ["died", "noticed", "evidence"]
+
+
+def test_a_process_with_the_pid_of_an_earlier_one_dies_a_death_of_its_own(tmp_path: Path) -> None:
+    """The end of the first was asked for; the second, of the same number, is killed. Identity is pid and start."""
+    dog = watch(tmp_path)
+    write_box(tmp_path / "boxes", 0, 7, pid=GONE, start_ns=time.time_ns())
+    write_box(tmp_path / "boxes", 1, 7, start_ns=time.time_ns())
+    dog.deaths.explained.add([GONE])
+    dog.look()
+    assert read_incidents(tmp_path / "incidents") == []
+    write_box(tmp_path / "boxes", 0, 9, pid=GONE, start_ns=time.time_ns())
+    dog.look()
+    (story,) = read_incidents(tmp_path / "incidents")
+    assert story["verdict"]["ranks"] == [0]
+    old = {GONE: Ending(GONE, 0, time.time() - 60)}  # how the first ended says nothing of the second
+    assert found(tmp_path / "boxes", old) == {0: "ended without a goodbye"}
+    dog.close()

@@ -253,7 +253,7 @@ def _run_whole(
     variables = environment.variables()
     job = Launch(tuple(words), variables, not args.no_record, log_dir, args.quiet, not args.no_spares)
     if watch is not None:
-        job = replace(job, on_stop=watch.deaths.answered.update, why_not_again=agent.why_not_again)
+        job = replace(job, on_stop=watch.deaths.explained.add, why_not_again=agent.why_not_again)
     return launch(job)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -35,6 +35,25 @@ ECHO_S = 1.0  # a broken connection is looked at this much later: its cause may 
 
 
 @dataclass
+class Explained:
+    """The one owner of "already explained": processes whose end needs no incident of its own, since it was asked for,
+    follows from another's, or has one. May be used from any thread.
+
+    A process is a pid and a time: one that was started after its pid was noted is another process.
+    """
+
+    _noted: dict[int, int] = field(default_factory=dict)  # pid -> epoch nanoseconds
+
+    def add(self, pids: Iterable[int]) -> None:
+        """From now on."""
+        self._noted.update(dict.fromkeys(pids, time.time_ns()))
+
+    def covers(self, sample: RankSample) -> bool:
+        """Whether the end of the process that writes this box is explained."""
+        return self._noted.get(sample.pid, -1) >= sample.start_ns
+
+
+@dataclass
 class DeathIncidents:
     """`note_death` and `note_lost` may be called from any thread, `look` from the watch's."""
 
@@ -42,16 +61,17 @@ class DeathIncidents:
     gatherer: Gatherer
     teller: IncidentPublisher
     recoveries: Recoveries
-    answered: set[int] = field(default_factory=set)  # pids whose end is asked for, or follows from another's
+    explained: Explained = field(default_factory=Explained)
     _born_ns: int = field(default_factory=time.time_ns)  # ranks that started earlier are of another round
-    _known: dict[int, IncidentFolder] = field(default_factory=dict)  # pid -> its incident
+    _known: dict[tuple[int, int], IncidentFolder] = field(
+        default_factory=dict
+    )  # (pid, start) -> its incident
     memory_kills: MemoryKills = field(default_factory=MemoryKills)
     act: Callable[[Action, Incident], str] = lambda action, incident: ""
     _failures_s: list[float] = field(default_factory=list)  # monotonic, of this node's ranks
     _cut: dict[tuple[int, ...], IncidentFolder] = field(default_factory=dict)  # ranks -> their last partition
     _echo_s: float | None = None  # since when only echoes of a death are heard
     _threads: list[threading.Thread] = field(default_factory=list)
-    _being_noted: set[int] = field(default_factory=set)  # pids of deaths that `look` has found
     in_background: bool = False  # `look` only finds deaths: keeping evidence and asking others take seconds
     _echo: IncidentFolder | None = None  # the last incident that was opened for echoes alone
     echo_patience_s: Callable[[], float] = lambda: ECHO_S
@@ -62,14 +82,17 @@ class DeathIncidents:
     def note_death(self, death: Death) -> IncidentFolder | None:
         """A rank died (seen by its supervisor, or by us): keeps the evidence and opens its story, once."""
         with self._noting:
-            known = self._known.get(death.pid)
+            samples = read_samples(self.options.folder)
+            process = _identify(death, samples)
+            known = self._known.get(process)
             if known is not None:
                 known.update(Moment("gone", death.at, death.reason))
                 return known
-            samples = read_samples(self.options.folder)
+            self.explained.add([death.pid])
             failure = death.failure(samples)
             again = self._failed_again(death, failure)
             if again is not None:
+                self._known[process] = again
                 return again
             opened = self._open_death(death, samples)
             gathering = (
@@ -82,7 +105,7 @@ class DeathIncidents:
             if self.gatherer.follows(gathering):
                 opened.discard()
                 return None
-            self._known[death.pid] = opened
+            self._known[process] = opened
             self._failed = (failure, opened) if failure is not None else self._failed
             self._echo = opened if death.echo else None
         self.teller.say(opened)
@@ -97,7 +120,7 @@ class DeathIncidents:
         """The incident of the same failure of the program, if this one only repeats it."""
         if failure is None or self._failed is None or not failure.repeats(self._failed[0]):
             return None
-        self._known[death.pid] = opened = self._failed[1]
+        opened = self._failed[1]
         opened.update(Moment("again", death.at, death.sentence), closed=None)
         log.error("%s: again %s", opened.current.id, death.sentence)
         self.teller.publish(opened)
@@ -230,9 +253,10 @@ class DeathIncidents:
         self, samples: list[RankSample], endings: Mapping[int, Ending], patience_s: float | None = None
     ) -> None:
         """Whole-job mode: all deaths. Replica mode: ranks that raised; the supervisor tells of the others."""
-        found = find_deaths(samples, endings, since_ns=self._born_ns, raised_only=not self.options.whole_job)
-        old = self.answered | self._being_noted | self._known.keys()
-        first = find_first([death for death in found if death.pid not in old])
+        new = [sample for sample in samples if not self.explained.covers(sample)]
+        first = find_first(
+            find_deaths(new, endings, since_ns=self._born_ns, raised_only=not self.options.whole_job)
+        )
         now = time.monotonic()
         if first is None:
             self._echo_s = None
@@ -244,11 +268,15 @@ class DeathIncidents:
         self._echo_s = None
         size = self.options.ranks_per_replica
         fellows = [s for s in samples if self.options.whole_job or s.rank // size == first.rank // size]
-        self.answered |= {s.pid for s in fellows if s.pid != first.pid}
-        self._being_noted.add(first.pid)
+        self.explained.add({first.pid, *(s.pid for s in fellows)})
         if self.in_background:
             self._start(lambda: self._note_carefully(first), "allranks-death")
         else:
             self.note_death(first)
         if self.options.whole_job:
             self._born_ns = max(s.start_ns for s in samples) + 1
+
+
+def _identify(death: Death, samples: list[RankSample]) -> tuple[int, int]:
+    """The process that died: its pid and the start of its black box, 0 without one."""
+    return death.pid, max((s.start_ns for s in samples if s.pid == death.pid), default=0)

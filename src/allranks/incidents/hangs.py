@@ -145,7 +145,7 @@ class HangInvestigator:
         self, now_s: float, samples: list[RankSample]
     ) -> tuple[Suspicion | None, Callable[[], None] | None]:
         """Replicas that the others have given up stand still beside a job that moves."""
-        fresh = [s for s in samples if s.pid not in self.deaths.answered]
+        fresh = [s for s in samples if not self.deaths.explained.covers(s)]
         suspicion = self.history.left_behind(now_s, fresh)
         suspects = self._of_one_replica(suspicion, fresh)
         if self._behind is not None and self._behind.pids != frozenset(s.pid for s in suspects):
@@ -172,7 +172,7 @@ class HangInvestigator:
             case.next_s = time.monotonic() + self.options.notice.floor_s / 2
         elif hung is False or self._answer(case, found, reason, samples):
             self._behind = None
-            self.deaths.answered |= case.pids
+            self.deaths.explained.add(case.pids)
             if not hung:
                 self._close(case.opened, reason)
 
@@ -252,7 +252,7 @@ class HangInvestigator:
             return
         size = self.options.ranks_per_replica
         going = {rank // size for rank in action.ranks}  # those who end with the guilty ones are no deaths
-        self.deaths.answered |= {s.pid for s in samples if self.options.whole_job or s.rank // size in going}
+        self.deaths.explained.add(s.pid for s in samples if self.options.whole_job or s.rank // size in going)
         self.history.cure()
         self._policy = self._policy.after(time.monotonic(), action.replica, self.options.policy.window_s)
         try:

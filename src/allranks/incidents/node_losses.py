@@ -45,7 +45,7 @@ class NodeLosses:
         """Keeps the evidence and opens the story; None when another agent does."""
         samples = read_samples(self.options.folder)
         if self.options.whole_job:  # their connections break because of it
-            self.deaths.answered |= {sample.pid for sample in samples}
+            self.deaths.explained.add(sample.pid for sample in samples)
         sentence = describe(loss)
         if loss.told_by not in ("", self.us):
             log.error("%s (told by %s)", sentence, loss.told_by)

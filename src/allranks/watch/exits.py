@@ -85,7 +85,8 @@ class ExitWatcher:
         if self._selector is None:
             return
         for pid in pids:
-            if pid not in self._held and pid not in self.endings:
+            self.endings.pop(pid, None)  # of an earlier process with this pid: this one runs
+            if pid not in self._held:
                 with contextlib.suppress(OSError):  # gone already: its box tells
                     fd = os.pidfd_open(pid)
                     self._held[pid] = fd

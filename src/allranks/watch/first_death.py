@@ -80,7 +80,10 @@ def find_deaths(
     for sample in samples:
         if sample.start_ns < since_ns:
             continue
-        death = _raised(sample) or (None if raised_only else _ended(sample, endings.get(sample.pid)))
+        ending = endings.get(sample.pid)
+        if ending is not None and ending.at * 1e9 < sample.start_ns:
+            ending = None  # of an earlier process with this pid
+        death = _raised(sample) or (None if raised_only else _ended(sample, ending))
         if death is not None:
             found.append(death)
     return found
