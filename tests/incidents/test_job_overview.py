@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from allranks.blackbox.files import job_folder, remove_finished
 from allranks.cli.status import render
+from allranks.incidents.folder import open_incident, read_incidents, remove_oldest
 from allranks.model.job import JobView, RankRow
 
 
@@ -34,3 +42,34 @@ def test_lines_fit_the_terminal_and_silent_ranks_come_first_when_not_all_fit() -
     assert lines[-1].endswith("…")
     many = JobView("job", "/x", 0.0, tuple(row(rank, "computes") for rank in range(40)))
     assert "… and 30 more" in "\n".join(render(many, height=16))
+
+
+def test_finished_jobs_leave_no_more_than_a_limit_the_oldest_go_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that runs, one that was heard of a moment ago, and the one that starts stay, however large."""
+    monkeypatch.setattr("allranks.blackbox.files.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    gone = 2**22  # no process has such a number
+    ages = {"oldest": 9000, "old": 8000, "runs": 9999, "starts": 9998, "late": 0}
+    for job, age in ages.items():
+        folder = job_folder(job)
+        folder.mkdir(parents=True)
+        box = folder / f"{job}.a0.r0.p{os.getpid() if job == 'runs' else gone}.box"
+        box.write_bytes(b"x" * 100_000)
+        for path in (box, folder):
+            os.utime(path, (time.time() - age,) * 2)
+    assert remove_finished(job_folder("starts"), 150_000) == [job_folder("oldest")]
+    assert {path.name for path in job_folder("x").parent.iterdir()} == {"old", "runs", "starts", "late"}
+
+
+def test_closed_incidents_are_bounded_the_oldest_go_first(tmp_path: Path) -> None:
+    """An open one stays, and so does the newest."""
+    opened = [open_incident(tmp_path, kind="death", job="j", reason=str(number)) for number in range(4)]
+    for number, one in enumerate(opened):
+        (one.path / "boxes").mkdir()
+        (one.path / "boxes" / "x.box").write_bytes(b"x" * 100_000)
+        if number:
+            one.update(closed=1.0)
+    assert remove_oldest(tmp_path, opened[3].current.id, 250_000) == [opened[1].path, opened[2].path]
+    assert [story["reason"] for story in read_incidents(tmp_path)] == ["0", "3"]

@@ -7,17 +7,21 @@ file is reserved with posix_fallocate before it is mapped: a full disk is an OSE
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import shutil
 import stat
 import tempfile
 import time
 from pathlib import Path
 
-from allranks.blackbox.header import HEADER_BYTES
+from allranks.blackbox.header import HEADER_BYTES, find_header
 from allranks.blackbox.layout import DEFAULT_CAPACITY, DEFAULT_HEAP_BYTES, ring_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
+MAX_LEFT_BYTES = 256 << 20  # of all finished jobs together: shared memory is memory
+NEW_S = 600.0  # a job that was heard of so lately may still run
 KEEP_S = 3 * 86_400.0  # boxes of ended processes in our own folders live this long
 
 
@@ -118,3 +122,45 @@ def remove_old(now: float | None = None) -> None:
                 path.rmdir()  # only when empty
         with contextlib.suppress(OSError):
             folder.rmdir()
+
+
+def remove_finished(keep: Path | None = None, max_bytes: int = MAX_LEFT_BYTES) -> list[Path]:
+    """Removes folders of finished jobs, the oldest first, until what finished jobs leave is within the limit.
+
+    Returns what was removed. `keep` stays whatever it holds.
+    """
+    sizes = {
+        folder: folder_bytes(folder) for folder in job_folders() if folder != keep and not _in_use(folder)
+    }
+    removed: list[Path] = []
+    for folder in sorted(sizes, key=lambda one: sizes[one][1]):
+        if sum(size for size, _ in sizes.values()) <= max_bytes:
+            break
+        shutil.rmtree(folder, ignore_errors=True)
+        del sizes[folder]
+        removed.append(folder)
+    return removed
+
+
+def folder_bytes(folder: Path) -> tuple[int, float]:
+    """(bytes in a folder and below, when one of its files was changed last)."""
+    size, newest = 0, 0.0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            facts = path.lstat()
+            if stat.S_ISREG(facts.st_mode):
+                size, newest = size + facts.st_blocks * 512, max(newest, facts.st_mtime)
+    return size, newest
+
+
+def _in_use(folder: Path) -> bool:
+    """Whether a process that writes here, or the agent of the job, still runs; a sign of life of late counts too: the
+    processes of a container may not be seen from here."""
+    heads = [find_header(path) for path in folder.rglob("*.box*")]
+    signs = [head.last_sign_ns / 1e9 for head in heads if head is not None]
+    if time.time() - max((folder.stat().st_mtime, *signs)) < NEW_S:
+        return True
+    pids = {match[1] for path in folder.rglob("*.p*.*") if (match := re.search(r"\.p(\d+)\.", path.name))}
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        pids.add(str(json.loads((folder / "job.json").read_text()).get("pid")))
+    return any(Path(f"/proc/{pid}").exists() for pid in pids)

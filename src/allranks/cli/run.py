@@ -179,6 +179,7 @@ def _run(
     script: list[str],
     stack: ExitStack,
 ) -> int:
+    from allranks.blackbox.files import MAX_LEFT_BYTES, remove_finished
     from allranks.incidents.job_overview import TOKEN_FILE, set_aside_earlier, write_job
     from allranks.watch.timed_stacks import start_timed_stacks, stop_timed_stacks
 
@@ -194,6 +195,11 @@ def _run(
     token = job_token(os.environ)
     folder = _folder(job)
     set_aside_earlier(folder)
+    removed = remove_finished(keep=folder)
+    if removed:
+        _say(
+            f"removed the black boxes of {len(removed)} finished jobs: they took more than {MAX_LEFT_BYTES >> 20} MiB"
+        )
     _start_fresh(args, folder, replica_mode)
     write_token(folder / TOKEN_FILE, token)
     lighthouse = _lighthouse(args, settings, token, replica_mode, stack, job)

@@ -10,6 +10,7 @@ FOLDER/ID/story.html      one page for people
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -19,7 +20,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from allranks.blackbox.files import folder_bytes
 from allranks.model.incident import Incident, Kind, Moment
+
+log = logging.getLogger("allranks.agent")
+
+MAX_BYTES = 2 << 30  # of all incidents in one folder
 
 
 @dataclass
@@ -81,7 +87,23 @@ def open_incident(folder: Path, *, kind: Kind, job: str, reason: str, **facts: A
     )
     opened = IncidentFolder(path, incident)
     opened.update()
+    for removed in remove_oldest(folder, name):
+        log.warning("%s was removed: closed incidents take more than %d MiB", removed, MAX_BYTES >> 20)
     return opened
+
+
+def remove_oldest(folder: Path, keep: str, max_bytes: int = MAX_BYTES) -> list[Path]:
+    """Removes closed incidents, the oldest first, until all together are within the limit; returns what was removed."""
+    stories = {str(story.get("id")): story for story in read_incidents(folder)}
+    sizes = {name: folder_bytes(folder / name)[0] for name in sorted(stories)}
+    removed: list[Path] = []
+    for name in [name for name in sizes if name != keep and stories[name].get("closed") is not None]:
+        if sum(sizes.values()) <= max_bytes:
+            break
+        shutil.rmtree(folder / name, ignore_errors=True)
+        del sizes[name]
+        removed.append(folder / name)
+    return removed
 
 
 def read_incidents(folder: Path) -> list[dict[str, Any]]:
