@@ -7,6 +7,7 @@ in short runs that take turns, compared pair by pair.
 
     benchmarks/loop.py [--quick] [--json] [--rounds N] [--kinds hang,kill,…] [--whole kill,…] [--together]
         [--healthy-s S] [--overhead-rounds N]
+    benchmarks/loop.py --matrix [--kinds hang,kill,…]    faults at chosen steps, after a pause, in the last step
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ FULL = (
 )
 WHOLE = ("kill", "raise", "hang", "recv", "extra")  # also in a plain DDP job, which restarts as a whole
 HARMLESS = ("slow", "pause")
+PLACES = ("0", "1", "5", "19", "60", "after a pause", "last step")
+LAST = 40
 
 
 def drill(kinds: list[str], seed: int, folder: Path, *, notice_s: float, pace_s: float) -> DrillResult:
@@ -87,6 +90,40 @@ def drill_whole(kind: str, seed: int, folder: Path, *, notice_s: float) -> Drill
         "--notice-s", str(notice_s), "--job", f"whole-{os.getpid()}-{seed}", str(SCRIPT), str(folder / "out"), "60", "64",
     ]  # fmt: skip
     return run_drill(plan, command, folder / "drill", timeout_s=300, quiet=True)
+
+
+def drill_place(kind: str, place: str, number: int, folder: Path, *, notice_s: float) -> FaultResult:
+    """One job with one fault at one place of the matrix."""
+    pause = place == "after a pause"
+    step = {"after a pause": 30, "last step": LAST}[place] if not place.isdigit() else int(place)
+    faults: list[dict[str, Any]] = [{"kind": kind, "rank": number % REPLICAS, "at_step": step}]
+    if pause:
+        faults.insert(0, {"kind": "pause", "rank": number % REPLICAS, "at_step": 25, "for_s": 20.0})
+    plan = make_plan({"seed": number, "faults": faults}, ranks=REPLICAS)
+    out = folder / "out"
+    out.mkdir(parents=True)
+    command = [
+        "allranks", "run", "--replicas", str(REPLICAS), "--notice-s", str(notice_s), "--job", f"matrix-{os.getpid()}-{number}",
+        demo_train.__file__, "--steps", str(LAST + 1 if place == "last step" else step + 60), "--pace-s", "0.1",
+        "--out", str(out),
+    ]  # fmt: skip
+    return run_drill(plan, command, folder / "drill", timeout_s=180, quiet=True).faults[-1]
+
+
+def matrix(kinds: list[str], folder: Path, notice_s: float) -> None:
+    """Prints kinds x places as a table of Markdown: right rank / right cause / noticed after."""
+    print(f"| fault (rank / cause / noticed) | {' | '.join(PLACES)} |", flush=True)
+    print("|---" * (len(PLACES) + 1) + "|", flush=True)
+    for row, kind in enumerate(kinds):
+        cells = []
+        for column, place in enumerate(PLACES):
+            number = row * len(PLACES) + column
+            found = drill_place(kind, place, number, folder / str(number), notice_s=notice_s)
+            ranks = (found.verdict or {}).get("ranks")
+            right = "yes" if ranks == [found.rank] else "no"
+            cause = "yes" if found.verdict_right else "no"
+            cells.append(f"{right} / {cause} / {_s(found.noticed_s)}" if found.fired else "not fired")
+        print(f"| {kind} | {' | '.join(cells)} |", flush=True)
 
 
 def healthy(seconds: float, folder: Path, notice_s: float) -> DrillResult:
@@ -245,6 +282,7 @@ def main() -> int:
         "--overhead-rounds", type=int, default=6, help="pairs of runs that measure what a step costs; 0: none"
     )
     parser.add_argument("--notice-s", type=float, default=5.0, help="least silence that is looked at")
+    parser.add_argument("--matrix", action="store_true", help="kinds x steps, one job each, as a table")
     args = parser.parse_args()
     kinds = (
         [kind for kind in args.kinds.split(",") if kind != "none"]
@@ -252,6 +290,9 @@ def main() -> int:
         else list(QUICK if args.quick else (*FULL, *HARMLESS))
     )
     folder = Path(tempfile.mkdtemp(prefix="allranks-loop-"))
+    if args.matrix:
+        matrix(kinds, folder, args.notice_s)
+        return 0
     results = []
     for round_ in range(args.first_round, args.first_round + args.rounds):
         batches = [kinds] if args.quick or args.together else [[kind] for kind in kinds]
