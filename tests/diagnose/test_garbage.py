@@ -28,6 +28,7 @@ SHAPES = (
     Shapes(((1 << 40,),), ((0,),)),
 )
 STACKS = ((), (Frame("f", "a.py", 1),), (Frame("", "", -5), Frame("g", "<string>", 1 << 40)))
+SMALL_EXTREMES = (0, 1, 2, -1, -(1 << 31), (1 << 31) - 1)
 EXTREMES = (0, 1, 2, 3, 5, -1, -(1 << 62), (1 << 62), 10**18, 10**18 + 5)
 
 
@@ -44,9 +45,10 @@ def garbage(rng: random.Random, rank: int, world: int) -> RankTrace:
             "op_id",
             "in_numel",
             "out_numel",
-            "timeout_ms",
+            "step",
         ):
             row[column] = rng.choice(EXTREMES)
+        row["timeout_ms"], row["tag"] = rng.choice(SMALL_EXTREMES), rng.choice(SMALL_EXTREMES)
         row["seq"] = rng.choice((1, 2, 3, 4, 5, -1, 1 << 62)) if rng.random() < 0.9 else rng.choice(EXTREMES)
         row["begin"] = row["end"] = rng.choice((1, 2, 77))
         row["group"], row["op"] = rng.randrange(3), rng.randrange(len(NAMES))

@@ -71,7 +71,7 @@ def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -
             f"{who(context.job, ranks)} never came to {_their(ranks)} first collective; {waiting} in {call}"
         )
         return replace(base, cause="not_started", sentence=sentence, confidence=0.85)
-    telling = [now for now in seen if now.cause not in UNTELLING]
+    telling = [now for now in seen if now.cause not in UNTELLING or (now.cause == "unknown" and now.where)]
     if telling:
         return _stuck_elsewhere(base, context, ranks, telling[0], _entered(context, blocked), waiting)
     cause = "missing_rank"
@@ -139,7 +139,7 @@ def _stuck_elsewhere(
     base: Finding, context: Context, ranks: tuple[int, ...], now: RankNow, entered: str, waiting: str
 ) -> Finding:
     at = f"; it is at {now.where}" if now.where else ""
-    word = f" ({now.cause.replace('_', ' ')})" if now.cause else ""
+    word = f" ({now.cause.replace('_', ' ')})" if now.cause not in ("", "unknown") else ""
     sentence = f"{who(context.job, ranks)} never {entered}; {waiting}{at}{word}"
     live: Stacks = (((now.rank,), now.stack),) if now.stack else ()
     advice = (f"look at {now.where}: {ranks_text((now.rank,))} is there now",) if now.where else base.advice

@@ -70,7 +70,8 @@ def messages_per_round(view: RankView, row: int, peer: int, sends: bool) -> list
     begins = _rounds(view, row).tolist()
     family = int(Family.SEND if sends else Family.RECV)
     mine = (view.trace.calls["peer"] == peer) & (view.family == family)
-    return [int(mine[begin:end].sum()) for begin, end in zip(begins, [*begins[1:], row], strict=True)]
+    ends = [*begins[1:], row] if begins else []
+    return [int(mine[begin:end].sum()) for begin, end in zip(begins, ends, strict=True)]
 
 
 def _rounds(view: RankView, row: int) -> np.ndarray:

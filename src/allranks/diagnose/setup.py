@@ -12,8 +12,6 @@ from allranks.model.diagnosis import Finding, RankNow
 
 #: Causes of `allranks stacks` that say: the rank waits for others to set up a group.
 WAITING = frozenset({"rendezvous_wait", "store_wait"})
-#: So long may ranks come one after the other.
-PATIENCE_S = 1.0
 
 
 def find_absent_in_setup(context: Context) -> Finding | None:
@@ -40,7 +38,7 @@ def _from_boxes(context: Context) -> Finding | None:
     gone = [rank for rank, view in job.ranks.items() if rank not in inside and view.trace.progress.closed]
     lost = list(job.missing_ranks) if function == "init_process_group" else []
     absent = tuple(sorted(late or gone or lost))
-    if not absent or waited < max(PATIENCE_S, context.patience.limit_s if job.ended else PATIENCE_S):
+    if not absent or (waited < context.patience.limit_s and not job.ended):
         return None
     times = f" for {seconds(waited)}" if 0 < waited < 30 * 86400 else ""
     sentence = f"{who(job, absent)} never called {function}; {count_ranks(len(waiting))} {'wait' if len(waiting) > 1 else 'waits'} in it{times}"
@@ -55,7 +53,9 @@ def _from_stacks(context: Context) -> Finding | None:
     if any(len(view.trace.calls) for view in job.ranks.values()):
         return None
     waiting = tuple(sorted(rank for rank, now in context.seen.items() if now.cause in WAITING))
-    others = [now for now in context.seen.values() if now.cause not in WAITING | {"", "unknown", "healthy"}]
+    others = [
+        now for now in context.seen.values() if now.cause not in WAITING | {"", "unknown", "healthy"} or (now.cause == "unknown" and now.where)
+    ]
     known = set(context.seen) | set(job.ranks)
     lost = tuple(rank for rank in range(job.world_size or 0) if rank not in known)
     if not waiting or not (others or lost):
@@ -74,7 +74,8 @@ def _finding(
     seen = [context.seen[rank] for rank in absent if rank in context.seen]
     told = next((now for now in seen if now.where), None)
     if told is not None:
-        sentence += f"; {ranks_text((told.rank,))} is at {told.where} ({told.cause.replace('_', ' ')})"
+        doing = "" if told.cause == "unknown" else f" ({told.cause.replace('_', ' ')})"
+        sentence += f"; {ranks_text((told.rank,))} is at {told.where}{doing}"
     cause = "not_started" if function == "init_process_group" else "missing_rank"
     if seen and all(now.cause == "gone" for now in seen):
         cause = "rank_died"
