@@ -35,7 +35,9 @@ def dumps(tmp_path: Path) -> Path:
 
 
 def _stack(rank: int, *frames: tuple[str, str, int]) -> ProcessCapture:
-    thread = ThreadStack(tid=100 + rank, name="MainThread", frames=tuple(StackFrame(*frame) for frame in frames))
+    thread = ThreadStack(
+        tid=100 + rank, name="MainThread", frames=tuple(StackFrame(*frame) for frame in frames)
+    )
     return ProcessCapture(rank, pid=100 + rank, snapshots=(Snapshot(0, stacks=(thread,)),))
 
 
@@ -44,7 +46,10 @@ WAITS = ("init_process_group", "torch/distributed/distributed_c10d.py", 1700)
 
 def test_our_own_stacks_bundle_is_used_and_listed_as_used(dumps: Path) -> None:
     """It says where the missing rank is; the file is no longer "skipped"."""
-    write_bundle(Capture((_stack(1, ("sleep", "time.py", 1), ("load_batch", "/home/u/data.py", 61)),)), dumps / "stacks")
+    write_bundle(
+        Capture((_stack(1, ("sleep", "time.py", 1), ("load_batch", "/home/u/data.py", 61)),)),
+        dumps / "stacks",
+    )
     result = diagnose(dumps).diagnosis
     assert result.verdict is not None and result.verdict.ranks == (1,)
     assert "data.py:61" in result.verdict.sentence, result.verdict.sentence
@@ -65,7 +70,9 @@ def test_files_named_by_process_are_stacks_of_their_ranks(tmp_path: Path) -> Non
 
 def test_the_end_of_a_log_is_evidence_against_the_rank_it_is_of(dumps: Path) -> None:
     """Torch's prefix names the rank; what other ranks' logs say is not told."""
-    (dumps / "train.log").write_text("step 4\n[rank1]: Traceback (most recent call last):\n[rank1]: ValueError: sample 173 is cut\n")
+    (dumps / "train.log").write_text(
+        "step 4\n[rank1]: Traceback (most recent call last):\n[rank1]: ValueError: sample 173 is cut\n"
+    )
     (dumps / "rank0.log").write_text("RuntimeError: Connection closed by peer\n")
     result = diagnose(dumps).diagnosis
     assert result.verdict is not None
@@ -80,13 +87,17 @@ def test_an_answer_of_nccl_ras_is_evidence(dumps: Path) -> None:
     (dumps / "ras.txt").write_text(RAS)
     result = diagnose(dumps).diagnosis
     assert result.verdict is not None
-    assert any("NCCL RAS: " in line and "rank 1" in line for line in result.verdict.evidence), result.verdict.evidence
+    assert any("NCCL RAS: " in line and "rank 1" in line for line in result.verdict.evidence), (
+        result.verdict.evidence
+    )
 
 
 def test_stacks_alone_show_who_is_absent_in_init(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nobody has made a call: the bundle is all there is."""
     copies = ("copy_dataset", "/home/u/data.py", 12)
-    write_bundle(Capture((_stack(0, WAITS), _stack(1, WAITS), _stack(2, ("sleep", "time.py", 1), copies))), tmp_path)
+    write_bundle(
+        Capture((_stack(0, WAITS), _stack(1, WAITS), _stack(2, ("sleep", "time.py", 1), copies))), tmp_path
+    )
     assert main(["diagnose", str(tmp_path), "--json"]) == 1
     verdict = json.loads(capsys.readouterr().out)["verdict"]
     assert (verdict["cause"], verdict["ranks"]) == ("not_started", [2])

@@ -54,7 +54,9 @@ def _from_stacks(context: Context) -> Finding | None:
         return None
     waiting = tuple(sorted(rank for rank, now in context.seen.items() if now.cause in WAITING))
     others = [
-        now for now in context.seen.values() if now.cause not in WAITING | {"", "unknown", "healthy"} or (now.cause == "unknown" and now.where)
+        now
+        for now in context.seen.values()
+        if now.cause not in WAITING | {"", "unknown", "healthy"} or (now.cause == "unknown" and now.where)
     ]
     known = set(context.seen) | set(job.ranks)
     lost = tuple(rank for rank in range(job.world_size or 0) if rank not in known)
