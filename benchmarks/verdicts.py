@@ -66,7 +66,8 @@ def recorded(folder: Path, quick: bool) -> Iterator[Case]:
             if not loaded:
                 gallery.preload()
                 loaded = True
-            outcome = gallery.run_hang(case, boxes)
+            with tempfile.TemporaryDirectory(prefix="allranks-verdicts-") as live:
+                outcome = gallery.run_hang(case, Path(live), boxes)
             note.write_text(
                 json.dumps({"now_ns": outcome.now_ns, "gone": [now.rank for now in outcome.seen]})
             )

@@ -15,6 +15,7 @@ import importlib
 import os
 import re
 import runpy
+import shutil
 import sys
 import tempfile
 import time
@@ -140,8 +141,8 @@ def _position(folder: Path, processes: int) -> tuple[object, ...] | None:
     return tuple((len(t.calls), t.calls["state"].sum(), t.progress) for t in loaded.traces)
 
 
-def run_hang(case: Truth, folder: Path) -> Outcome:
-    """Runs one script until it hangs, and judges it from its black boxes."""
+def run_hang(case: Truth, folder: Path, keep: Path | None = None) -> Outcome:
+    """Runs one script until it hangs, and judges it from its black boxes. `keep`: copies them there as they are then."""
     with hanging(case, folder) as ranks:
         deadline = time.monotonic() + 10.0
         while True:
@@ -156,6 +157,8 @@ def run_hang(case: Truth, folder: Path) -> Outcome:
             options = DiagnoseOptions(now_ns=now_ns, ended=over)
             result = diagnose(loaded.traces, loaded.files, stacks=seen, options=options)
             if result.status == "fault" or over or time.monotonic() > deadline:
+                if keep is not None:
+                    shutil.copytree(folder, keep)
                 return Outcome(case, tuple(loaded.traces), result, now_ns, tuple(seen))
             time.sleep(0.1)
 

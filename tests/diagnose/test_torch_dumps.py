@@ -426,3 +426,29 @@ def test_torchcomms_numbers_over_all_communicators_accuse_nobody(tmp_path: Path)
         2: number([comm("world", 1), comm("world", 2), comm("world", 3)]),
     }
     assert _answer(_diagnose(write(tmp_path, ranks, groups))) is None
+
+
+@pytest.mark.parametrize("per_communicator", [True, False])
+def test_a_hang_of_two_communicators_is_found_though_the_ring_has_wrapped(
+    tmp_path: Path, per_communicator: bool
+) -> None:
+    """Numbers per communicator, as our hook counts, or over all of them, which all ranks have in common."""
+    groups = {"dp": ("ncclx", [0, 1, 2]), "tp": ("ncclx", [0, 1, 2])}
+
+    def calls(count: int, last: str) -> list[Entry]:
+        found = []
+        for index in range(40, 40 + count):
+            name, own = ("dp", "tp")[index % 2], 20 + index // 2
+            state = last if index == 39 + count else "completed"
+            found.append(
+                entry(seq=own if per_communicator else index, group=(name, "ncclx"), lib="ncclx", state=state)
+            )
+        return number(found, first=40)
+
+    ranks = {0: calls(9, "started"), 1: calls(8, "completed"), 2: calls(9, "started")}
+    verdict = _diagnose(write(tmp_path, ranks, groups)).verdict
+    assert verdict is not None and (verdict.cause, verdict.ranks, verdict.group) == (
+        "missing_rank",
+        (1,),
+        "dp",
+    )

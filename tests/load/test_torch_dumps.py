@@ -136,7 +136,8 @@ def test_sends_without_a_partner_do_not_count_as_collectives(tmp_path: Path) -> 
 
 def test_a_wrapped_torchcomms_ring_of_several_groups_has_no_numbers(tmp_path: Path) -> None:
     """Counting from the middle would accuse the innocent."""
-    config = {name: {"name": name, "desc": "ncclx", "ranks": "[0,1]"} for name in ("a", "b")}
+    ranks = {"a": "[0,1]", "b": "[0,1]", "c": "[0,2]"}  # calls of c, which 1 never made, were counted too
+    config = {name: {"name": name, "desc": "ncclx", "ranks": those} for name, those in ranks.items()}
     entries = [
         entry(i, i + 1, "ncclx:all_reduce", process_group=[group, "ncclx"])
         for i, group in enumerate("abab", 50)

@@ -7,7 +7,7 @@ sequence numbers over all communicators; dumps up to 2.3 have no sizes for all_t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,7 @@ def finish(
     mark_states(calls, groups, comms)
     notes = notes + reopen_unlaunched(calls, groups)
     if comms:
-        notes = notes + renumber(calls)
+        notes = notes + renumber(calls, [group.ranks for group in groups.groups if group.name])
     if version_number(version) < (2, 4):
         forget_all_to_all_sizes(calls, names)
     library = dump.get("comm_lib_version") or dump.get("nccl_version")
@@ -255,17 +255,31 @@ def _orphans(calls: np.ndarray, names: list[str]) -> np.ndarray:
     return orphans
 
 
-def renumber(calls: np.ndarray) -> list[str]:
+def _counts_per_group(calls: np.ndarray, p2p: np.ndarray) -> bool:
+    """Whether the numbers ascend by one within every group although calls of other groups lie in between: then they count
+    per communicator already, as our own hook does."""
+    mixed = False
+    for group in np.unique(calls["group"]).tolist():
+        rows = np.flatnonzero((calls["group"] == group) & ~p2p)
+        if (np.diff(calls["seq"][rows]) != 1).any():
+            return False
+        mixed |= bool((np.diff(rows) > 1).any())
+    return mixed
+
+
+def renumber(calls: np.ndarray, members: Sequence[tuple[int, ...]] = ()) -> list[str]:
     """torchcomms counts over all communicators of a process: count per group instead.
 
-    Only possible while nothing was overwritten; otherwise, with several groups, the numbers become unknown.
+    Only possible while nothing was overwritten. Otherwise, with several groups, the numbers become unknown, unless all of the
+    process's groups have the same `members`: then every member has counted the same calls, and the common number tells them apart.
     """
     groups = np.unique(calls["group"])
     p2p = (calls["flags"] & Flag.P2P) != 0
     if not len(calls) or (len(groups) == 1 and not p2p.any()):
         return []
     if int(calls["begin"][0]) > 1:
-        if len(groups) > 1:
+        alike = len({tuple(sorted(ranks)) for ranks in members}) == 1 and bool(members[0]) and not p2p.any()
+        if len(groups) > 1 and not alike and not _counts_per_group(calls, p2p):
             calls["seq"] = -1
             return [
                 "the ring wrapped, and torchcomms counts over all communicators: sequence numbers are unknown"
