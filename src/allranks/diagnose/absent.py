@@ -13,7 +13,7 @@ from allranks.diagnose.explain_divergence import explain_divergence
 from allranks.diagnose.job import GroupView, Lane, Now
 from allranks.diagnose.ops import Family
 from allranks.diagnose.p2p import P2PWait
-from allranks.diagnose.phrasing import count_ranks, place, ranks_text, seconds, who
+from allranks.diagnose.phrasing import count_ranks, one_line, place, ranks_text, seconds, who
 from allranks.diagnose.shift import Shift, find_stack_shift
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding, RankNow
@@ -155,7 +155,7 @@ def death_of(context: Context, blocked: Blocked, rank: int) -> str:
     now = context.seen.get(rank)
     progress = context.job.ranks[rank].trace.progress
     if progress.closed and progress.closed != "exit":
-        return f"it ended with {progress.closed}"
+        return f"it ended with {one_line(progress.closed)}"
     if now is not None and now.cause == "gone" and progress.closed != "exit":
         return now.evidence or "its process is gone"
     if progress.closed == "exit" or not any(

@@ -79,8 +79,11 @@ def find_divergence(
     """Where `rank` left the program of `reference`. `seq`: the call whose mismatch is to be explained, if there is one.
     `outvoted`: most ranks do as the reference does."""
     pair = Pair.of(job, group, rank, reference)
-    if pair is None:
-        return None
+    return diverged(pair, seq, outvoted) if pair is not None else None
+
+
+def diverged(pair: Pair, seq: int | None, outvoted: bool = True) -> Divergence | None:
+    """As `find_divergence`, of calls already paired."""
     found = by_steps(pair)
     if found is not None or seq is None:
         return found
@@ -99,11 +102,7 @@ def odd_one(job: Job, group: GroupView, one: int, two: int, seq: int | None = No
     if found[0] is not None:
         odd = unusual_in_step(pairs[0], found[0].seq)
         return next((d for d in found if d is not None and d.rank == odd), None)
-    found = (
-        [find_divergence(job, group, pair.rank, pair.reference, seq, False) for pair in pairs]
-        if seq is not None
-        else []
-    )
+    found = [diverged(pair, seq, False) for pair in pairs] if seq is not None else []
     told = [d for d in found if d is not None]
     if len(told) == 2 and told[0].seq == told[1].seq:
         at = told[0].seq - pairs[0].low

@@ -10,7 +10,7 @@ from allranks.diagnose.batches import known_inside
 from allranks.diagnose.context import Context
 from allranks.diagnose.job import Now
 from allranks.diagnose.ops import ROOTED, Family
-from allranks.diagnose.phrasing import ranks_text, seconds, who
+from allranks.diagnose.phrasing import one_line, ranks_text, seconds, who
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding
 from allranks.model.trace import Flag, State
@@ -59,7 +59,7 @@ def _died_inside(context: Context, blocked: Blocked, rank: int) -> str:
     if now is not None and now.cause == "gone" and not progress.closed:
         return now.evidence or "its process is gone"
     if rank not in blocked.failed and progress.closed and progress.closed != "exit":
-        return f"it ended with {progress.closed}"
+        return f"it ended with {one_line(progress.closed)}"
     failed = [r for r in blocked.failed if _failed(context, r, blocked.rows[r])]
     if failed and rank not in blocked.failed and len(failed) >= len(blocked.rows) - 1 and len(failed) > 1:
         return "everybody else's call failed, its own never ended"

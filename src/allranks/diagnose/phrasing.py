@@ -95,3 +95,9 @@ def seconds(value: float) -> str:
 def call_text(job: Job, rank: int, row: int, seq: int, label: str) -> str:
     """ "all_reduce #1042 of group dp_0"."""
     return f"{job.op(rank, row) or 'collective'} #{seq} of group {label}"
+
+
+def one_line(text: str, limit: int = 200) -> str:
+    """The first line of a text, cut where it is too long for a sentence."""
+    first = text.strip().partition("\n")[0].strip()
+    return first if len(first) <= limit else f"{first[: limit - 1].rstrip()}…"

@@ -1,0 +1,85 @@
+"""Where one rank's program leaves the others', on small imaginary jobs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from allranks.diagnose.divergence import (
+    Divergence,
+    Pair,
+    by_habit,
+    by_steps,
+    diverged,
+    unusual_in_step,
+    usual_next,
+)
+from allranks.diagnose.phrasing import one_line
+
+
+def pair(mine: str, theirs: str, my_steps: str = "", their_steps: str = "") -> Pair:
+    """Calls as letters: equal letters are equal calls at one line."""
+
+    def numbers(text: str, length: int) -> np.ndarray:
+        return np.array([int(c) for c in text] if text else [-1] * length, np.int64)
+
+    letters = [np.array([ord(c) for c in text], np.uint64) for text in (mine, theirs)]
+    length = min(map(len, letters))
+    one_line = letters[0][:length] == letters[1][:length]
+    return Pair(1, 0, 1, *letters, numbers(my_steps, len(mine)), numbers(their_steps, len(theirs)), one_line)
+
+
+def _told(found: Divergence | None) -> tuple[str, int, int] | None:
+    return None if found is None else (found.kind, found.seq, found.count)
+
+
+def test_step_marks_show_a_skipped_call_long_before_the_calls_differ() -> None:
+    """All calls are alike; rank 1 made none in step 3."""
+    found = by_steps(pair("AAAAAB", "AAAAAA", "012455", "012345"))
+    assert _told(found) == ("skipped", 4, 1)
+
+
+def test_step_marks_show_an_added_call() -> None:
+    """Two calls in step 2, where the other made one."""
+    told = pair("AAAAA", "AAAAB", "01223", "01234")
+    assert _told(by_steps(told)) == ("extra", 4, 1)
+    assert unusual_in_step(told, 4) == 1
+
+
+def test_step_marks_that_agree_again_tell_nothing() -> None:
+    """A mark made a moment later on one rank is no divergence."""
+    assert by_steps(pair("AAAA", "AAAA", "0123", "0023")) is None
+
+
+def test_a_round_left_out_is_skipped_and_a_new_call_is_extra() -> None:
+    """What always came next decides."""
+    assert _told(by_habit(pair("ABCABCAC", "ABCABCAB"), 7)) == ("skipped", 8, 1)
+    found = by_habit(pair("ABABABX", "ABABABA"), 6)
+    assert _told(found) == ("extra", 7, 1) and found is not None and found.either
+
+
+def test_what_never_came_before_has_no_usual_successor() -> None:
+    """No earlier round, no habit; of several the one that was reached by the same calls."""
+    assert len(usual_next(np.array([1, 2, 3]), 2)) == 0
+    assert usual_next(np.array([1, 2, 1, 2, 1]), 5).tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "seq", "wanted"),
+    [
+        ("ABCDABCDACDAB", "ABCDABCDABCDA", 10, ("skipped", 10, 1)),  # fits again when moved
+        ("ABABABXABAB", "ABABABABABC", 11, ("extra", 7, 1)),
+        ("AAAABA", "AAAAAB", 5, ("swapped", 5, 1)),
+    ],
+)
+def test_calls_behind_a_divergence_tell_what_it_was(
+    mine: str, theirs: str, seq: int, wanted: tuple[str, int, int]
+) -> None:
+    """A shift, an insertion, two calls in the other order."""
+    assert _told(diverged(pair(mine, theirs), seq)) == wanted
+
+
+def test_a_long_exception_is_one_line_of_a_sentence() -> None:
+    """The first line, cut."""
+    assert one_line("exception: X: a\nb") == "exception: X: a"
+    assert len(one_line("x" * 500)) == 200
