@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 LIBRARY = sys.argv[1]
 if LIBRARY == "torchft":
-    import torchft
     import torchft.manager
+
+    import torchft
 elif LIBRARY == "allranks":
     import allranks.torchft as torchft
 
