@@ -6,7 +6,7 @@ Kinds: every script of examples/hangs as a real gloo job (their black boxes are 
 many groups with a planted fault (tests/diagnose/histories.py). Variants of each: ranks renumbered, files in another order,
 short rings, no stacks, no step marks, the file of a guilty or of an innocent rank missing. A verdict is right when it names the
 guilty ranks and a cause of the truth; where the file of a guilty rank is missing, the ranks count. A healthy job is right when
-nobody is blamed. `benchmarks/verdicts.json` is the output that docs/diagnose.md quotes.
+nobody is blamed. `benchmarks/verdicts.txt` is the output that docs/diagnose.md quotes.
 """
 
 from __future__ import annotations
