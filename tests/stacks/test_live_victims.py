@@ -370,7 +370,7 @@ def test_every_node_of_a_slurm_job_is_asked_and_joined(
             ]
         )
         answer = json.loads(capsys.readouterr().out)
-    assert code == 0
+    assert (answer["hung"], code) == (None, 1)  # one sleeping rank alone: unclear, and that is not healthy
     assert (tmp_path / "all" / os.uname().nodename / "bundle.json").exists()
     assert victim.pid in [state["pid"] for state in answer["ranks"].values()]
 
