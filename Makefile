@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEBIAN := etcd-server etcd-client chromium fonts-dejavu-core slurmctld slurmd slurm-client munge gdb iproute2 nftables iptables strace
 
-.PHONY: demo test lint soak bench gallery packages clean
+.PHONY: demo test lint soak bench gallery docs packages clean
 
 demo: $(STAMP)
 	$(BIN)/allranks demo
@@ -30,6 +30,12 @@ bench: $(STAMP)
 gallery: $(STAMP)
 	$(BIN)/python examples/hangs/gallery.py --output gallery
 
+# The documentation site, in site/; broken links are errors. It asks nothing of the network when it is read.
+docs:
+	test -x .venv-docs/bin/mkdocs || { $(PYTHON) -m venv .venv-docs && .venv-docs/bin/pip install --quiet 'mkdocs-material>=9.5'; }
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@echo "wrote site/index.html"
+
 $(STAMP): pyproject.toml constraints.txt src/allranks/record/_fast.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
@@ -41,4 +47,4 @@ packages:
 	@sh scripts/debian_packages.sh $(DEBIAN)
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-docs site gallery build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
