@@ -15,5 +15,5 @@ for step in range(12):
     if rank > 0:
         dist.recv(activations, rank - 1)  # <- here
     if rank < world - 1:
-        dist.send(activations, rank + 1)
+        dist.send(activations, rank + 1)  # <- here, if gloo has not taken it yet
     dist.barrier()  # <- here
