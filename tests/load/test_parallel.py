@@ -44,7 +44,9 @@ def split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(share_module, "MIN_WORK_S", 0.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     # Servers of other tests may have threads in this process; the children only read files and end.
-    monkeypatch.setattr(share_module.threading, "active_count", lambda: 1)
+    count = threading.active_count
+    others = count() - 1
+    monkeypatch.setattr(share_module.threading, "active_count", lambda: count() - others)
 
 
 def assert_equal(one: LoadResult, two: LoadResult) -> None:
