@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from gpu_replicas import LighthouseProcess, Replica, say
+
 CPU = "--cpu" in sys.argv
 OUT = Path(next((word for word in sys.argv[1:] if not word.startswith("--")), "."))
 REPLICAS = 3
 WIDTH, LAYERS = (256, 4) if CPU else (2048, 12)  # 201 MB of parameters on the GPU
-SHARED_GPU = {
-    "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_DEBUG": "WARN",
-}  # fmt: skip
-
-LIGHTHOUSE = """
-import sys
-from allranks.lighthouse.options import Options
-from allranks.lighthouse.server import Lighthouse
-lighthouse = Lighthouse(Options(min_replicas=1, heartbeat_timeout_s=2.0, flap_limit=100)).start()
-print(lighthouse.address, flush=True)
-sys.stdin.read()
-lighthouse.close()
-"""
 
 
 def worker(name: str) -> None:
@@ -56,9 +41,6 @@ def worker(name: str) -> None:
     torch.manual_seed(len(name) + ord(name[-1]))
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]).to(device)
     inner = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-
-    def say(kind: str, step: int = 0, participants: int = 0, extra: str = "-") -> None:
-        print(f"{time.monotonic():.6f} {kind} {step} {participants} {extra}", flush=True)
 
     def load(state: dict) -> None:
         model.load_state_dict(state["model"])
@@ -96,58 +78,17 @@ def worker(name: str) -> None:
     manager.shutdown()
 
 
-class Replica:
-    """A worker process and its events."""
-
-    def __init__(self, name: str, address: str) -> None:
-        self.name, self.path = name, OUT / f"{name}-{time.monotonic_ns()}.log"
-        env = {**os.environ, **SHARED_GPU, "NCCL_HOSTID": f"{name}", "ALLRANKS_LIGHTHOUSE": address}
-        with open(self.path, "w") as out, open(f"{self.path}.err", "w") as err:
-            words = [sys.executable, __file__, "worker", name, str(OUT), *(["--cpu"] if CPU else [])]
-            self.process = subprocess.Popen(words, stdout=out, stderr=err, env=env)
-
-    def events(self) -> list[list[str]]:
-        return [line.split() for line in self.path.read_text().splitlines() if line.count(" ") == 4]
-
-    def commits(self) -> list[float]:
-        return [float(event[0]) for event in self.events() if event[1] == "commit"]
-
-    def wait(self, kind: str, after: float = 0.0, participants: int = 0, limit_s: float = 30.0) -> float:
-        deadline = time.monotonic() + limit_s
-        while time.monotonic() < deadline:
-            for at, what, _, count, _ in self.events():
-                if what == kind and float(at) > after and (not participants or int(count) == participants):
-                    return float(at)
-            if self.process.poll() is not None:
-                raise RuntimeError(f"{self.name} exited {self.process.returncode}: {self.errors()}")
-            time.sleep(0.005)
-        raise TimeoutError(f"{self.name}: no {kind} with {participants} in {limit_s} s: {self.errors()}")
-
-    def errors(self) -> str:
-        return Path(f"{self.path}.err").read_text()[-1500:]
-
-
-def stacks_of(pid: int) -> str:
-    """Where a worker stands, from py-spy if it is here."""
-    spy = shutil.which("py-spy") or str(Path(__file__).parent.parent / "carry" / "py-spy")
-    try:
-        words = [spy, "dump", "--native", "--pid", str(pid)]
-        return subprocess.run(words, capture_output=True, text=True, timeout=30, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"no stacks of {pid}: {error}"
+def command(name: str) -> list[str]:
+    return [sys.executable, __file__, "worker", name, str(OUT), *(["--cpu"] if CPU else [])]
 
 
 def main() -> int:
     results: dict[str, Any] = {}
     verdicts: dict[str, bool] = {}
     (OUT / "stop").unlink(missing_ok=True)
-    lighthouse = subprocess.Popen(
-        [sys.executable, "-c", LIGHTHOUSE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        stderr=open(OUT / "lighthouse.err", "w"),  # noqa: SIM115
-    )  # fmt: skip
-    assert lighthouse.stdout is not None
-    address = lighthouse.stdout.readline().strip()
-    replicas = {name: Replica(name, address) for name in [f"r{n}" for n in range(REPLICAS)]}
+    lighthouse = LighthouseProcess(OUT)
+    start = lambda name: Replica(name, command(name), lighthouse.address, OUT)  # noqa: E731
+    replicas = {name: start(name) for name in [f"r{n}" for n in range(REPLICAS)]}
     try:
         for replica in replicas.values():
             replica.wait("commit", participants=REPLICAS, limit_s=90)
@@ -161,7 +102,7 @@ def main() -> int:
             verdicts[f"survivors of kill {number} go on in place"] = all(
                 one.process.poll() is None for one in replicas.values()
             )
-            replicas["r1"] = Replica("r1", address)
+            replicas["r1"] = start("r1")
             ready = replicas["r1"].wait("ready")
             results[f"ready_to_healed_{number}_s"] = round(replicas["r1"].wait("healed") - ready, 3)
             back = replicas["r1"].wait("commit", ready, REPLICAS)
@@ -176,14 +117,14 @@ def main() -> int:
         # The communicator with it is being made, or it heals, or its first step has just begun.
         for delay_s in (0.05, 0.2, 0.4, 0.6, 0.8, 1.0):
             replicas.pop("r1").process.kill()
-            joining = Replica("r1", address)
+            joining = start("r1")
             joining.wait("ready")
             time.sleep(delay_s)
             at = time.monotonic()
             joining.process.send_signal(signal.SIGKILL)
             times = [one.wait("commit", at, REPLICAS - 1) - at for one in replicas.values()]
             results["killed_while_joining_s"].append([round(value, 3) for value in times])
-            replicas["r1"] = Replica("r1", address)
+            replicas["r1"] = start("r1")
             replicas["r1"].wait("commit", at, REPLICAS)
         verdicts["a replica killed while it joins does not stop the others"] = True
         frozen = replicas.pop("r2")
@@ -211,14 +152,12 @@ def main() -> int:
     except (RuntimeError, TimeoutError) as error:
         verdicts[f"no error: {error}"] = False
         for one in replicas.values():
-            print(stacks_of(one.process.pid))
+            print(one.stacks())
     finally:
         for one in replicas.values():
             if one.process.poll() is None:
                 one.process.kill()
-        assert lighthouse.stdin is not None
-        lighthouse.stdin.close()
-        lighthouse.wait(10)
+        lighthouse.close()
     for claim, holds in verdicts.items():
         print(f"{'PASS' if holds else 'FAIL'}  {claim}")
     print(json.dumps(results, indent=1))
