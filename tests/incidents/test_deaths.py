@@ -48,7 +48,7 @@ def test_a_death_is_told_from_an_end_that_was_asked_for(tmp_path: Path) -> None:
     write_box(tmp_path, 7, 5, pid=GONE + 7)
     endings = {GONE + rank: Ending(GONE + rank, code, 1.0) for rank, code in codes.items()}
     assert found(tmp_path, endings) == {
-        1: "died of SIGKILL", 4: "exited with code 3", 5: "raised ValueError", 7: "ended without a goodbye",
+        1: "died of SIGKILL", 4: "exited with code 3", 5: "raised ValueError", 7: "exited without shutting down",
     }  # fmt: skip
 
 
@@ -261,5 +261,5 @@ def test_a_process_with_the_pid_of_an_earlier_one_dies_a_death_of_its_own(tmp_pa
     (story,) = read_incidents(tmp_path / "incidents")
     assert story["verdict"]["ranks"] == [0]
     old = {GONE: Ending(GONE, 0, time.time() - 60)}  # how the first ended says nothing of the second
-    assert found(tmp_path / "boxes", old) == {0: "ended without a goodbye"}
+    assert found(tmp_path / "boxes", old) == {0: "exited without shutting down"}
     dog.close()

@@ -258,7 +258,7 @@ def test_the_command_takes_boxes_from_a_job_that_hangs(
     assert command(["dump", "--pid", "999999999"]) == 2
     assert "no black box of pid 999999999" in capsys.readouterr().err
     assert command(["dump", str(folder), "-o", str(tmp_path / "after")]) == 0  # after their death
-    assert "died without a goodbye" in capsys.readouterr().out
+    assert "exited without shutting down" in capsys.readouterr().out
 
 
 NATIVE = """

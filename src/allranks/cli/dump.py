@@ -176,7 +176,7 @@ def _state(header: Header) -> str:
 
     if is_alive(header.pid, header.start_ticks):
         return "running"
-    return header.closed or "died without a goodbye"
+    return header.closed or "exited without shutting down"
 
 
 def _write(args: argparse.Namespace, headers: list[Header]) -> list[dict[str, object]]:

@@ -21,7 +21,7 @@ from allranks.errors import InputError
 #: kind -> (what it does, causes that a right verdict may name; empty: no verdict is expected)
 KINDS: dict[str, tuple[str, frozenset[str]]] = {
     "kill": ("SIGKILL to the rank", frozenset({"rank_died"})),
-    "exit": ("the rank ends without a goodbye", frozenset({"rank_died"})),
+    "exit": ("the rank exits without shutting down", frozenset({"rank_died"})),
     "segfault": ("the rank crashes in native code", frozenset({"rank_died"})),
     "raise": ("an exception ends the rank", frozenset({"rank_died", "call_error"})),
     "stop": ("SIGSTOP: the process freezes", frozenset({"missing_rank", "stuck_before_collective", "rank_died", "stopped"})),

@@ -31,7 +31,7 @@ class Ending:
     def words(self) -> str:
         """ "died of SIGKILL", "exited with code 3"."""
         if self.code is None:
-            return "ended without a goodbye"
+            return "exited without shutting down"
         if self.code >= 0:
             return f"exited with code {self.code}"
         try:

@@ -111,7 +111,7 @@ def _ended(sample: RankSample, ending: Ending | None) -> Death | None:
         if sample.closed:
             return None
         at, seen = (ending.at, ending.at) if ending else (sample.last_ns / 1e9, 0.0)
-        return Death(sample.rank, sample.pid, at, "ended without a goodbye", seen=seen)
+        return Death(sample.rank, sample.pid, at, "exited without shutting down", seen=seen)
     if ending.code in _ASKED:
         return None
     echo = ending.code == -signal.SIGABRT
