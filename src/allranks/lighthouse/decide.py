@@ -1,7 +1,7 @@
 """Who trains together next. Pure: `decide(now, state, options) -> (decision, reason)`.
 
 The rules, in order; the first that speaks decides:
-  nobody      no living replica asks
+  nobody      no replica joined
   starting    this lighthouse has just started, or somebody is about to tell the quorum of an earlier one: replicas
               that train already come first, nobody new forms a quorum of its own before they had the time
               to come back
@@ -146,7 +146,7 @@ def _why(state: State, idle: set[str], before: dict[str, str], spares: frozenset
         without = f", without {listed(lost)}" if lost else ""
         return (
             "everybody",
-            f"all {_count(len(state.asking), 'living replica asks', 'living replicas ask')}{without}",
+            f"all {_count(len(state.asking), 'replica joined', 'replicas joined')}{without}",
         )
     asking = _count(len(state.asking), "replica asks", "replicas ask")
     return "join_timeout", f"join timeout is over: {asking}, without {listed(idle)}"

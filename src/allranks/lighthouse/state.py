@@ -99,7 +99,7 @@ class State:
         return self.replicas[name]
 
     def ask(self, now: float, name: str, member: Member) -> None:
-        """A living replica asks for a quorum. Asking again replaces what it said, not its place."""
+        """A replica joined for a quorum. Asking again replaces what it said, not its place."""
         replica = self.replicas[name]
         if replica.asking is None:
             replica.asked_at = now
