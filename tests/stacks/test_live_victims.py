@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -253,7 +254,7 @@ def test_titles_of_an_sglang_like_server_are_ranks_and_its_router_is_not(tmp_pat
     names = ["sglang::scheduler_TP0", "sglang::scheduler_TP1", "sglang::router"]
     servers = [
         subprocess.Popen(
-            ["bash", "-c", f"exec -a {name} {sys.executable} -c 'import time; time.sleep(1000)'"]
+            ["bash", "-c", f"exec -a {name} {shlex.quote(sys.executable)} -c 'import time; time.sleep(1000)'"]
         )
         for name in names
     ]
