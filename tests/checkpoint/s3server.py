@@ -23,6 +23,14 @@ KEY, SECRET = "tester", "tester-secret"
 GUEST_KEY, GUEST_SECRET = "guest", "guest-secret"
 
 
+def _untouched_port() -> int:
+    """A free port for which no killed server, perhaps another user's, left a socket behind."""
+    while True:
+        port = free_port()
+        if not any(Path("/tmp").glob(f"seaweedfs-*-{port}.sock")):
+            return port
+
+
 def weed_binary() -> str | None:
     """The server's program: beside this Python, or on the path."""
     beside = Path(sys.executable).parent / "weed"
@@ -45,7 +53,7 @@ class S3Server:
         """Starts and waits until S3 answers."""
         names = ("master", "volume", "filer", "s3", "master.grpc", "volume.grpc", "filer.grpc", "s3.grpc")
         if not self.ports:
-            self.ports = {name: free_port() for name in names}
+            self.ports = {name: _untouched_port() for name in names}
         self.folder.mkdir(parents=True, exist_ok=True)
         actions = ["Admin", "Read", "Write", "List", "Tagging"]
         identity = {"name": "t", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": actions}
@@ -75,6 +83,12 @@ class S3Server:
                 raise TimeoutError(f"no S3 after {timeout_s} s:\n{(self.folder / 'log').read_text()[-2000:]}")
             time.sleep(0.05)
 
+    def _remove_sockets(self) -> None:
+        """SeaweedFS leaves them behind when it is killed, and another user's server then cannot take the same port."""
+        for port in self.ports.values():
+            for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
+                path.unlink(missing_ok=True)
+
     def kill(self) -> None:
         """SIGKILL, as a power cut."""
         if self.process is not None:
@@ -82,6 +96,7 @@ class S3Server:
                 os.kill(self.process.pid, signal.SIGKILL)
             self.process.wait(20)
             self.process = None
+        self._remove_sockets()
 
     def _answers(self) -> bool:
         """Whether a bucket can be written to: the volume server registers a little later than S3 answers."""
