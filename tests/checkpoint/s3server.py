@@ -80,6 +80,7 @@ class S3Server:
         deadline = time.monotonic() + timeout_s
         while not self._answers():
             if time.monotonic() > deadline or self.process.poll() is not None:
+                self.kill()
                 raise TimeoutError(f"no S3 after {timeout_s} s:\n{(self.folder / 'log').read_text()[-2000:]}")
             time.sleep(0.05)
 
