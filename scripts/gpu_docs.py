@@ -18,8 +18,7 @@ $ scripts/gpu.sh --only record,manager        # in slices, if the machine is len
 $ scripts/gpu.sh --table                      # one table of all slices, and gpu.json
 ```
 
-What does not hold is listed as such. The gap that a rejoining replica leaves in the others' steps is mostly its own first forward
-and backward (CUDA loads every kernel at its first use); making the new communicator takes 0.1 to 0.2 s of it.
+What does not hold is listed as such.
 """
 
 
