@@ -153,7 +153,7 @@ def bench_read(
 
 def write_huge(path: Path, gigabytes: float) -> None:
     """A valid index of that size: a sparse file of zero tokens, with true checksums."""
-    from allranks.elastic.index.layout import BLOCK, HEADER_BYTES, IndexHeader
+    from allranks.elastic.index.file import BLOCK, HEADER_BYTES, IndexHeader
 
     tokens = int(gigabytes * (1 << 30)) // 2
     meta = json.dumps({"files": [{"path": "huge"}], "tokenizer": {"name": "bytes"}}).encode()

@@ -373,7 +373,7 @@ def test_a_queue_of_saves_holds_two_buffers_at_most(tmp_path: Path) -> None:
             assert len({one.step for one in manager.saves.busy({"NVME"})}) <= 2
         assert manager.wait_for_pending_saves(60)
         assert len(list(tmp_path.iterdir())) == 6
-        assert len(manager.pool._free) <= 2
+        assert len(manager.memory_backend.pool._free) <= 2
 
 
 def test_a_manager_that_nobody_closes_leaves_no_process(tmp_path: Path) -> None:

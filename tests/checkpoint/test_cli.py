@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from allranks.checkpoint import CheckpointLoadConfig, NVMeBackend, S3Backend, StorageReader, import_checkpoint
 from allranks.checkpoint.restore.opened_checkpoint import opened
-from allranks.checkpoint.restore.plain_dcp import read_dcp
+from allranks.checkpoint.restore.torch_files import read_dcp
 from allranks.checkpoint.stores.file_store import FileStore
 from allranks.cli import main
 from allranks.errors import CheckpointValidationError

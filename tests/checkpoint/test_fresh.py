@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, NVMeBackend
-from allranks.checkpoint.fresh import FRESH_VARIABLE, MARK
+from allranks.checkpoint.group import FRESH_VARIABLE, MARK
 from allranks.cli.job_file import read_settings, take_defaults
 from allranks.drill.ranks import Ranks
 from allranks.errors import CheckpointUnreachable, InputError

@@ -24,7 +24,7 @@ from allranks.checkpoint.inspect import verify_checkpoint
 from allranks.checkpoint.manifest import MANIFEST
 from allranks.checkpoint.restore.opened_checkpoint import opened
 from allranks.checkpoint.save.plan import find_pieces, local_tensors, make_plan
-from allranks.checkpoint.save.retention import Kept, decide, prune
+from allranks.checkpoint.stores.listing import Listed, decide, prune
 from allranks.checkpoint.save.snapshot import flatten_state
 from allranks.checkpoint.save.writer import SaveJob, write_checkpoint
 from allranks.checkpoint.stores.file_store import FileStore
@@ -316,12 +316,13 @@ def test_the_manager_reads_back_when_asked_to(tmp_path: Path) -> None:
 
 def test_retention_keeps_the_newest_and_never_the_unreadable_or_the_last() -> None:
     """A pure decision with its reason."""
-    found = [Kept("a", 1, True), Kept("b", 2, True), Kept("c", 3, False), Kept("d", 4, True)]
+    bad = Listed("c", "c", 3, problem="damaged")
+    found = [Listed("a", "a", 1), Listed("b", "b", 2), bad, Listed("d", "d", 4)]
     assert decide(found, 2).remove == ("a",)
     assert decide(found, 2).reason == "keeping the newest 2: steps 1 are surplus; damaged and not counted: c"
     assert decide(found, 1, spare="a").remove == ("b",)
     assert decide(found, 1).remove == ("a", "b")
-    assert decide([Kept("a", 1, True), Kept("c", 3, False)], 1).remove == ()
+    assert decide([Listed("a", "a", 1), bad], 1).remove == ()
     assert decide(found, 0).remove == ()
 
 
@@ -389,7 +390,7 @@ def test_buffers_are_reused_from_save_to_save(tmp_path: Path) -> None:
             train_step(model, optimizer, step)
             manager.step(step, model, optimizer)
             manager.wait_for_pending_saves()
-            arenas |= {arena.id for arena in manager.pool._free}
+            arenas |= {arena.id for arena in manager.memory_backend.pool._free}
         assert len(arenas) == 1
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allranks.elastic.data import ElasticDataLoader, History, Order, ResumableDataset
+from allranks.elastic.data import ElasticDataLoader, Order, ResumableDataset, WorldHistory
 from allranks.elastic.index import TokenIndexFile
 from allranks.elastic.scaling import exact_plan
 
@@ -82,11 +82,11 @@ def test_the_case_that_the_known_harness_gets_wrong(tmp_path: Path) -> None:
 def test_a_step_is_a_pure_function_of_seed_step_and_history(index: Path) -> None:
     """Any step's samples can be asked for at any time, of any rank."""
     dataset = ResumableDataset(index, LENGTH, seed=4, batch_size=3, rank=0, world_size=2)
-    dataset.history = History().change(0, (3, 3)).change(5, (4, 4, 3)).change(9, (6,))
+    dataset.history = WorldHistory().change(0, (3, 3)).change(5, (4, 4, 3)).change(9, (6,))
     assert dataset.history.position(9) == 5 * 6 + 4 * 11
     assert dataset.samples(6, 2).tolist() == Order(203, 4).ids(30 + 11 + 8, 3).tolist()
     assert dataset.samples(6).tolist() == [n for r in range(3) for n in dataset.samples(6, r).tolist()]
-    assert History.from_list(json.loads(json.dumps(dataset.history.to_list()))) == dataset.history
+    assert WorldHistory.from_list(json.loads(json.dumps(dataset.history.to_list()))) == dataset.history
 
 
 def test_constant_batch_gives_every_world_the_same_global_batches(index: Path) -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from allranks.elastic.metrics import (
+    Goodput,
     JsonLinesSink,
     LogSink,
     TrainingMetrics,
     prometheus_text,
     serve_prometheus,
 )
-from allranks.elastic.metrics.training import Goodput
 
 pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
 

@@ -8,8 +8,8 @@ import pytest
 
 from allranks.drill.ranks import Ranks
 from allranks.elastic.config import load_config
-from allranks.elastic.torchrun import ElasticTrainingConfig, need_etcd_v2, obey_timeout
 from allranks.elastic.world import (
+    ElasticTrainingConfig,
     barrier,
     broadcast_object,
     cleanup_distributed,
@@ -17,6 +17,8 @@ from allranks.elastic.world import (
     get_world_info,
     get_world_size,
     is_main_process,
+    need_etcd_v2,
+    obey_timeout,
     setup_distributed_environment,
 )
 from allranks.errors import ConfigurationError, DistributedSetupError, InputError

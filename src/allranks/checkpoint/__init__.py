@@ -22,8 +22,8 @@ _PUBLIC = {
     "NVMeBackend": "stores.backends",
     "S3Backend": "stores.backends",
     "SnapshotServer": "stores.snapshot_server",
-    "StorageReader": "restore.dcp_reader",
-    "StorageWriter": "save.dcp_writer",
+    "StorageReader": "dcp",
+    "StorageWriter": "dcp",
     "export_checkpoint": "convert",
     "import_checkpoint": "convert",
 }

@@ -1,4 +1,4 @@
-"""Checksums of tensor bytes: fast enough to run over every byte of every save and load.
+"""Checksums of tensor bytes, and the threads that read and hash: fast enough for every byte of every save and load.
 
 Pure, without torch; used by ranks, by the helper process and by the command. A checksum is always written
 with the name of its algorithm, so that a file made with xxhash is refused, not misread, where it is missing.
@@ -7,9 +7,11 @@ with the name of its algorithm, so that a file made with xxhash is refused, not 
 from __future__ import annotations
 
 import hashlib
-import itertools
+import os
+import threading
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from allranks.channel.frames import Hasher
 from allranks.errors import MissingExtra
@@ -75,32 +77,6 @@ def checksum(data: bytes | memoryview, algorithm: str) -> str:
     return hasher.hexdigest()
 
 
-class Sums:
-    """The checksums of several buffers that come as one stream. `lengths` are (algorithm, bytes) of each."""
-
-    def __init__(self, lengths: Sequence[tuple[str, int]]) -> None:
-        self._hashers = [new_hasher(algorithm) for algorithm, _ in lengths]
-        self._ends = list(itertools.accumulate(length for _, length in lengths))
-        self._at = 0
-        self._current = 0
-
-    def update(self, data: memoryview) -> None:
-        """The next bytes of the stream."""
-        start, end = self._at, self._at + len(data)
-        while start < end:
-            stop = min(end, self._ends[self._current])
-            if stop > start:
-                self._hashers[self._current].update(data[start - self._at : stop - self._at])
-            start = stop
-            if start == self._ends[self._current]:
-                self._current += 1
-        self._at = end
-
-    def digests(self) -> list[str]:
-        """What has come, for each buffer."""
-        return [hasher.hexdigest() for hasher in self._hashers]
-
-
 def again(scratch: memoryview, length: int) -> Iterable[memoryview]:
     """The same buffer as often as it takes to see `length` bytes; the last time only a part of it."""
     return (scratch[: min(left, len(scratch))] for left in range(length, 0, -len(scratch)))
@@ -109,3 +85,39 @@ def again(scratch: memoryview, length: int) -> Iterable[memoryview]:
 def identifies_content(algorithm: str) -> bool:
     """Whether equal checksums may be taken for equal bytes (128 bits and more, no enemy assumed)."""
     return algorithm in {"xxh3_128", "sha256"}
+
+
+T = TypeVar("T")
+
+
+def cores() -> int:
+    """How many threads read and hash at once."""
+    return max(2, min(8, len(os.sched_getaffinity(0))))
+
+
+def in_threads(count: int, items: Iterable[T], worker: Callable[[], Callable[[T], None]]) -> None:
+    """Acts on every item, in their order, with a worker for each of a few threads; raises the first error."""
+    left = list(items)
+    left.reverse()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        act = worker()
+        while not errors:
+            try:
+                item = left.pop()
+            except IndexError:
+                return
+            try:
+                act(item)
+            except BaseException as error:
+                errors.append(error)
+
+    others = [threading.Thread(target=work, name="allranks-read") for _ in range(min(count, len(left)) - 1)]
+    for thread in others:
+        thread.start()
+    work()
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -56,15 +56,18 @@ class CheckpointConfig:
     async_save: bool = option(True, "save in the background")
     keep_last_n: int = option(3, "how many checkpoints stay in each store; 0: all", at_least=0)
     async_save_policy: AsyncSavePolicy | str = option(
-        AsyncSavePolicy.WARN, "what a failed save does: log it, raise at the next call, or try again and then log it",
-        choices=("warn", "fail", "retry"), title="save policy",
-    )  # fmt: skip
+        AsyncSavePolicy.WARN,
+        "what a failed save does: log it, raise at the next call, or try again and then log it",
+        choices=("warn", "fail", "retry"),
+        title="save policy",
+    )
     async_save_retries: int = option(3, "of the policy retry", at_least=0)
     async_save_retry_delay: float = option(5.0, "between two of them", unit="s", at_least=0)
     busy_policy: BusyPolicy | str = option(
-        BusyPolicy.SKIP, "what is done while the last save still runs: leave this one out, or copy it and let it wait",
+        BusyPolicy.SKIP,
+        "what is done while the last save still runs: leave this one out, or copy it and let it wait",
         choices=("skip", "queue"),
-    )  # fmt: skip
+    )
     overlap_copy: bool = option(
         True, "copy during the next forward and backward where an optimizer is attached"
     )

@@ -11,21 +11,23 @@ from typing import Any
 import torch
 
 from allranks.checkpoint.config import CheckpointLoadConfig
-from allranks.checkpoint.inspect import has_manifest
 from allranks.checkpoint.restore.into_state import read_state
 from allranks.checkpoint.restore.opened_checkpoint import opened
-from allranks.checkpoint.restore.plain_dcp import is_dcp, read_dcp
-from allranks.checkpoint.restore.pt_file import read_legacy
+from allranks.checkpoint.restore.torch_files import is_dcp, read_dcp, read_legacy
 from allranks.checkpoint.state import CheckpointState, state_of
 from allranks.checkpoint.stores.backends import Backend
+from allranks.checkpoint.stores.listing import has_manifest
 from allranks.checkpoint.stores.store import StoreSpec, checkpoint_name, open_store, split_address
 from allranks.errors import AllranksError, CheckpointLoadError, InputError
 
 
 def export_checkpoint(
-    address: str, out: str | Path, options: Mapping[str, str] | None = None, force: bool = False,
+    address: str,
+    out: str | Path,
+    options: Mapping[str, str] | None = None,
+    force: bool = False,
     progress: Callable[[int], None] = lambda _: None,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Writes a single `.safetensors` (the model, by its own names) or `.pt` (the whole state; plain
     containers and tensors). Returns the names of the tensors of the model. Never overwrites without `force`.
     """
@@ -54,9 +56,15 @@ def export_checkpoint(
 
 
 def import_checkpoint(
-    source: str | Path, store: str, *, step: int | None = None, name: str | None = None,
-    config: CheckpointLoadConfig | None = None, options: Mapping[str, str] | None = None, force: bool = False,
-) -> str:  # fmt: skip
+    source: str | Path,
+    store: str,
+    *,
+    step: int | None = None,
+    name: str | None = None,
+    config: CheckpointLoadConfig | None = None,
+    options: Mapping[str, str] | None = None,
+    force: bool = False,
+) -> str:
     """Turns a `.pt`, a `.safetensors` or a plain DCP folder into a checkpoint of ours; returns its path.
 
     A bare state_dict becomes the model of a state without optimizer. Never replaces one without `force`.
@@ -105,9 +113,10 @@ def _read_safetensors(path: Path) -> Any:
 def _damaged(path: Path, error: BaseException) -> CheckpointLoadError:
     first = (str(error).splitlines() or [""])[0][:200]
     return CheckpointLoadError(
-        f"damaged, cut short, or something else ({type(error).__name__}: {first})", path=str(path),
+        f"damaged, cut short, or something else ({type(error).__name__}: {first})",
+        path=str(path),
         hint=f"was it copied to the end? Compare its size with the original: ls -l '{path}'",
-    )  # fmt: skip
+    )
 
 
 def _write(state: CheckpointState, path: Path, kind: str) -> None:

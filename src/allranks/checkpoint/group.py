@@ -1,16 +1,31 @@
-"""The ranks that save and load together: who they are, and how they exchange small JSON. No pickle."""
+"""The ranks that save and load together, and the tiers they share.
+
+`RankGroup`: who they are, and how they exchange small JSON (no pickle). `TierLocations`: where a manager's tiers lie, and which
+ranks write to each of them together. `start_fresh`: `allranks run --fresh`, once per run, not once per restart.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import logging
+import os
+import uuid
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from allranks.checkpoint.config import CheckpointConfig, CheckpointTier
+from allranks.checkpoint.stores.store import StoreSpec, hint_for, open_store, reason_of
+from allranks.errors import AllranksError, CheckpointUnreachable, ConfigurationError
 
-class Group:
+
+class RankGroup:
     """The given process group, or all ranks, or this process alone where there is no process group.
 
     Its collectives run on a gloo group of its own, made by all ranks together at the first `gather`.
@@ -68,3 +83,152 @@ class Group:
 
 def _initialized() -> bool:
     return bool(dist.is_available() and dist.is_initialized())
+
+
+Tier = CheckpointTier
+#: The environment an `allranks run` agent gives its ranks: this node's snapshot keeper, and the job's secret.
+SNAPSHOTS_VARIABLE, TOKEN_VARIABLE, JOB_VARIABLE = "ALLRANKS_SNAPSHOTS", "ALLRANKS_TOKEN", "ALLRANKS_JOB_ID"
+
+
+class TierLocations:
+    """The durable tiers of one manager. Found at the first use, by all ranks together."""
+
+    def __init__(self, config: CheckpointConfig, group: RankGroup, known: dict[Tier, StoreSpec]) -> None:
+        self.config = config
+        self.group = group
+        self._known = known
+        self._specs: dict[Tier, StoreSpec] | None = None
+        self._sharers: tuple[int, ...] | None = None
+
+    def specs(self) -> dict[Tier, StoreSpec]:
+        """The address of every configured durable tier, fastest first. Collective at the first call."""
+        if self._specs is None:
+            peers = self._peers()
+            self._specs = {**({Tier.PEER: peers} if peers is not None else {}), **self._known}
+        return self._specs
+
+    def spec(self, tier: Tier) -> StoreSpec:
+        """The address of one tier; ConfigurationError says what to set."""
+        found = self.specs().get(tier)
+        if found is None:
+            setting = {Tier.PEER: "peers and peer_token", Tier.NVME: "nvme_path", Tier.S3: "s3_bucket"}[tier]
+            raise ConfigurationError(
+                f"tier {tier.name} is not configured", hint=f"set {setting} in CheckpointConfig"
+            )
+        return found
+
+    def sharers(self, tier: Tier) -> tuple[int, ...]:
+        """The ranks that write one checkpoint together. Collective at the first call for the disk."""
+        if tier is not Tier.NVME:
+            return tuple(range(self.group.world_size))
+        if self._sharers is None:
+            self._sharers = find_sharers(Path(self.spec(tier).url), self.group)
+        return self._sharers
+
+    def together(self, tiers: tuple[Tier, ...]) -> list[tuple[Tier, ...]]:
+        """Tiers grouped by the ranks that share them: each group needs one snapshot."""
+        groups: dict[tuple[int, ...], list[Tier]] = {}
+        for tier in tiers:
+            self.spec(tier)
+            groups.setdefault(self.sharers(tier), []).append(tier)
+        return [tuple(group) for group in groups.values()]
+
+    def _peers(self) -> StoreSpec | None:
+        """Every node's snapshot keeper: as configured, or as each rank's agent has told it.
+
+        Agents that were started one by one have a token each: then there is one line per keeper.
+        """
+        own, secret = os.environ.get(SNAPSHOTS_VARIABLE, ""), os.environ.get(TOKEN_VARIABLE, "")
+        addresses, token = list(self.config.peers), self.config.peer_token or secret
+        if addresses:
+            given = self.config.node_rank
+            node = int(os.environ.get("GROUP_RANK", "0")) if given is None else given
+        else:
+            told = {address: key for address, key in self.group.gather([own, token]) if address and key}
+            addresses, token = list(told), "\n".join(told.values())
+            node = addresses.index(own) if own in addresses else 0
+        if not addresses or not token:
+            return None
+        job = os.environ.get(JOB_VARIABLE, "job")
+        return StoreSpec(f"peer://{','.join(addresses)}/{job}", {"token": token, "node": str(node)})
+
+
+def find_sharers(folder: Path, group: RankGroup) -> tuple[int, ...]:
+    """The ranks that see the same folder as this one (a local disk: those of this node). Collective.
+
+    Every rank leaves a mark and looks for the others'. A rank that cannot write sees nobody, and fails later
+    with the right error.
+    """
+    if group.alone:
+        return (0,)
+    token = uuid.uuid4().hex
+    mine = folder / f".seen-{token}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        mine.touch()
+    tokens = group.gather(token)
+    seen = [rank for rank, other in enumerate(tokens) if (folder / f".seen-{other}").exists()]
+    everybody = group.gather(seen)
+    with contextlib.suppress(OSError):
+        mine.unlink()
+    views = [tuple(sorted({rank, *view})) for rank, view in enumerate(everybody)]
+    return tuple(rank for rank in views[group.rank] if group.rank in views[rank])
+
+
+log = logging.getLogger("allranks.checkpoint")
+FRESH_VARIABLE = "ALLRANKS_FRESH"
+MARK = "fresh-start-done"
+
+
+def start_fresh(places: TierLocations, environment: Mapping[str, str]) -> bool:
+    """Sets everything aside if every rank was started with --fresh and none has done so before. Collective."""
+    group = places.group
+    asked = environment.get(FRESH_VARIABLE) == "1" and environment.get("ALLRANKS_DIR", "")
+    mark = Path(asked) / MARK if asked else None
+    with _alone_on_this_node(mark if group.rank == 0 else None):
+        if not all(group.gather(mark is not None and not mark.exists())):
+            return False
+        problems: list[str] = [text for text in group.gather(_set_aside(places)) if text]
+        if problems:
+            raise CheckpointUnreachable(
+                f"--fresh: {'; '.join(dict.fromkeys(problems))}. Nothing was started",
+                hint="make the store writable and start again, or leave out --fresh",
+            )
+        assert mark is not None
+        mark.touch()
+        group.gather(None)
+    return True
+
+
+def _set_aside(places: TierLocations) -> str:
+    """What this rank has to set aside: one rank for each store. Returns what went wrong."""
+    problems = []
+    for tier, spec in places.specs().items():
+        if places.sharers(tier)[0] != places.group.rank:
+            continue
+        try:
+            store = open_store(spec)
+            try:
+                moved = store.set_aside()
+            finally:
+                store.close()
+        except (OSError, AllranksError) as error:
+            hint = hint_for(error, tier.name, spec.url, spec.options)
+            problems.append(f"[{tier.name}] {spec.url} cannot be set aside: {reason_of(error)} ({hint})")
+            continue
+        if moved:
+            log.warning(
+                "[%s] --fresh: the checkpoints of %s are set aside: %s", tier.name, spec.url, ", ".join(moved)
+            )
+    return "; ".join(problems)
+
+
+@contextlib.contextmanager
+def _alone_on_this_node(mark: Path | None) -> Iterator[None]:
+    """Replicas of one node start at the same time, each as a world of its own: one after the other here."""
+    if mark is None:
+        yield
+        return
+    with mark.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

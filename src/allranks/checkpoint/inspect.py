@@ -1,47 +1,20 @@
-"""Looking at checkpoints without torch: list, verify every byte, copy between stores."""
+"""Checkpoints without torch: verify every byte, copy between stores."""
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from allranks.checkpoint.checksum import READ_BYTES, checksum
-from allranks.checkpoint.failure import reason_of
-from allranks.checkpoint.layout import FileLayout, Shard, lay_out
-from allranks.checkpoint.manifest import (
-    MANIFEST,
-    DataFile,
-    Index,
-    Manifest,
-    Part,
-    StoredShard,
-    decode_manifest,
-    encode_index,
-    encode_manifest,
-    part_name,
-)
-from allranks.checkpoint.parallel import cores, in_threads
+from allranks.checkpoint.checksum import READ_BYTES, cores, in_threads
+from allranks.checkpoint.layout import lay_out
+from allranks.checkpoint.manifest import Index, Manifest, Part, StoredShard, encode_manifest
 from allranks.checkpoint.restore.opened_checkpoint import Opened, opened
-from allranks.checkpoint.stores.store import Attempt, Store
+from allranks.checkpoint.save.writer import data_file, part_file, write_index
+from allranks.checkpoint.stores.store import Attempt, Store, reason_of
 from allranks.errors import CheckpointDamaged, CheckpointValidationError
 
 Progress = Callable[[int], None]  # bytes since the last call
-
-
-@dataclass(frozen=True)
-class Listed:
-    """One line of `ls`. `problem` is empty for a whole manifest; the other fields are then valid."""
-
-    name: str
-    path: str
-    step: int = -1
-    epoch: int = 0
-    world_size: int = 0
-    bytes: int = 0
-    timestamp: float = 0.0
-    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,29 +26,6 @@ class Verified:
     tensors: int
     bytes: int
     problems: tuple[str, ...]
-
-
-def list_checkpoints(store: Store) -> list[Listed]:
-    """Every checkpoint of a store, oldest step first, damaged ones included."""
-    found = []
-    for name in store.names():
-        try:
-            manifest = decode_manifest(store.read(name, MANIFEST), store.path_of(name))
-            found.append(_listed(store, name, manifest))
-        except CheckpointValidationError as error:
-            found.append(Listed(name, store.path_of(name), problem=error.reason))
-        except FileNotFoundError:
-            continue
-    return sorted(found, key=lambda one: (one.step, one.name))
-
-
-def has_manifest(store: Store, name: str) -> bool:
-    """Whether a store has a checkpoint of that name, valid or not."""
-    try:
-        store.read(name, MANIFEST)
-        return True
-    except (FileNotFoundError, NotADirectoryError):
-        return False
 
 
 def verify_checkpoint(store: Store, name: str, progress: Progress = lambda _: None) -> Verified:
@@ -96,9 +46,7 @@ def copy_checkpoint(
         old = checkpoint.manifest
         try:
             parts = tuple(_copy_part(checkpoint, index, target, attempt) for index in checkpoint.indexes)
-            manifest = Manifest(
-                old.step, old.epoch, old.world_size, old.timestamp, attempt.token, parts, dict(old.metrics), job=old.job
-            )  # fmt: skip
+            manifest = replace(old, attempt=attempt.token, parts=parts)
             target.commit(attempt, encode_manifest(manifest))
         except BaseException:
             target.abandon(attempt)
@@ -109,13 +57,6 @@ def copy_checkpoint(
 def shard_bytes(checkpoint: Opened) -> int:
     """Bytes of all tensors, those in older checkpoints included."""
     return sum(stored.shard.bytes for _, stored in checkpoint.shards())
-
-
-def _listed(store: Store, name: str, manifest: Manifest) -> Listed:
-    return Listed(
-        name, store.path_of(name), manifest.step, manifest.epoch, manifest.world_size, manifest.data_bytes,
-        manifest.timestamp,
-    )  # fmt: skip
 
 
 def _verify(checkpoint: Opened) -> Verified:
@@ -166,28 +107,18 @@ class _Verifier:
 
 
 def _copy_part(checkpoint: Opened, index: Index, target: Store, attempt: Attempt) -> Part:
-    token = attempt.token if target.attempt_in_names else ""
-    data_name, index_name = part_name(index.rank, "safetensors", token), part_name(index.rank, "json", token)
+    name = part_file(target, attempt, index.rank, "safetensors")
     layout = lay_out([stored.shard for stored in index.shards])
     places = {stored.shard: stored for stored in index.shards}
-    pieces = _pieces(checkpoint, index, layout, places)
-    target.write(attempt, data_name, pieces, layout.bytes)
-    stored = tuple(StoredShard(p.shard, data_name, p.start, places[p.shard].checksum) for p in layout.placed)
-    header = checksum(layout.header, index.algorithm)
-    file = DataFile(data_name, layout.bytes, len(layout.header), header)
-    data = encode_index(Index(index.rank, index.algorithm, (file,), stored, index.common, index.own))
-    target.write(attempt, index_name, [memoryview(data)], len(data))
-    return Part(index.rank, index_name, len(data), hashlib.sha256(data).hexdigest(), layout.bytes)
 
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(layout.header)
+        for placed in layout.placed:
+            view = memoryview(bytearray(placed.shard.bytes))
+            checkpoint.read_shard(index, places[placed.shard], view)
+            yield view
 
-def _pieces(
-    checkpoint: Opened,
-    index: Index,
-    layout: FileLayout,
-    places: dict[Shard, StoredShard],
-) -> Iterator[memoryview]:
-    yield memoryview(layout.header)
-    for placed in layout.placed:
-        view = memoryview(bytearray(placed.shard.bytes))
-        checkpoint.read_shard(index, places[placed.shard], view)
-        yield view
+    target.write(attempt, name, pieces(), layout.bytes)
+    stored = tuple(StoredShard(p.shard, name, p.start, places[p.shard].checksum) for p in layout.placed)
+    file = data_file(name, layout, index.algorithm)
+    return write_index(target, attempt, replace(index, files=(file,), shards=stored))

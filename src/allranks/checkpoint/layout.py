@@ -16,16 +16,19 @@ PAGE_BYTES = 4096
 
 #: safetensors name -> bytes per element
 ITEM_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
-    "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8,
-}  # fmt: skip
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
+}
 
 
 class Shard(NamedTuple):
     """A rectangular piece of a tensor. `shape` is the whole tensor's, `offsets` and `sizes` the piece's.
 
-    A tuple, since there are as many as tensors: made and kept at a third of an object's cost. `dtype` is the safetensors name; `view` names the torch dtype where safetensors has none (stored as bytes,
-    `sizes` then still count elements), and is empty otherwise.
+    A tuple, since there are as many as tensors: made and kept at a third of an object's cost. `dtype` is the
+    safetensors name; `view` names the torch dtype where safetensors has none (stored as bytes, `sizes` then still
+    count elements), and is empty otherwise.
     """
 
     name: str
@@ -103,9 +106,12 @@ def _header(shards: Sequence[Shard], keys: Sequence[str]) -> bytes:
     sharding = {key: {"saved_offsets": list(shard.offsets)} for shard, key in zip(shards, keys, strict=True)}
     entries: dict[str, object] = {
         "__metadata__": {
-            "format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding), "writer": "allranks",
+            "format": "pt",
+            "DCP_VERSION": "1.0",
+            "DCP_SHARDING_INFO": json.dumps(sharding),
+            "writer": "allranks",
         }
-    }  # fmt: skip
+    }
     start = 0
     for shard, key in zip(shards, keys, strict=True):
         sizes = [shard.bytes] if shard.view else list(shard.sizes)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from allranks.checkpoint.tensors import as_dtensor, is_dtensor, local_chunk, narrowed
 from allranks.errors import CheckpointValidationError
 
 #: Fields whose value belongs to one rank: saved by every rank, given back to the rank of the same number.
@@ -94,9 +95,14 @@ def _copied(value: Any) -> Any:
 
 
 def create_checkpoint_state(
-    step: int, model: Any, optimizer: Any, lr_scheduler: Any = None,
-    dataset_state: dict[str, Any] | None = None, metrics: dict[str, Any] | None = None, epoch: int = 0,
-) -> CheckpointState:  # fmt: skip
+    step: int,
+    model: Any,
+    optimizer: Any,
+    lr_scheduler: Any = None,
+    dataset_state: dict[str, Any] | None = None,
+    metrics: dict[str, Any] | None = None,
+    epoch: int = 0,
+) -> CheckpointState:
     """Collects the state of the parts without copying a tensor. DDP and compiled wrappers are taken off."""
     return CheckpointState(
         step=step,
@@ -112,9 +118,13 @@ def create_checkpoint_state(
 
 
 def load_checkpoint_to_model(
-    state: CheckpointState, model: Any, optimizer: Any = None, lr_scheduler: Any = None, strict: bool = True,
+    state: CheckpointState,
+    model: Any,
+    optimizer: Any = None,
+    lr_scheduler: Any = None,
+    strict: bool = True,
     restore_rng: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Puts a loaded state into the parts. Whole tensors are cut to each rank's shard where the model is sharded.
 
     With `strict`, missing or unexpected names, or other shapes, raise before anything is changed.
@@ -170,13 +180,6 @@ def restore_rng_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all([state.cpu() for state in saved])
 
 
-def is_dtensor(value: Any) -> bool:
-    """Whether a value is a DTensor; true for none of the others, on any torch."""
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return False
-    return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh") and hasattr(value, "placements")
-
-
 def _is_fsdp1(model: Any) -> bool:
     return type(model).__name__ == "FullyShardedDataParallel"
 
@@ -187,13 +190,19 @@ def _check_fit(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         name
         for name, value in saved.items()
         if name not in live
-        or (isinstance(value, torch.Tensor) and isinstance(live[name], torch.Tensor) and value.shape != live[name].shape)
-    )  # fmt: skip
+        or (
+            isinstance(value, torch.Tensor)
+            and isinstance(live[name], torch.Tensor)
+            and value.shape != live[name].shape
+        )
+    )
     if missing or other:
         raise CheckpointValidationError(
-            "the model and the checkpoint do not fit together", missing, other,
+            "the model and the checkpoint do not fit together",
+            missing,
+            other,
             hint="load with strict=False to take what fits",
-        )  # fmt: skip
+        )
 
 
 def _sharded_like(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,17 +213,9 @@ def _sharded_like(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str
 def _shard_value(value: Any, like: Any) -> Any:
     if not is_dtensor(like) or is_dtensor(value) or not isinstance(value, torch.Tensor):
         return value
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    local = value
-    for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
-        local = local.narrow(dim, offset if size else 0, size)
-    return DTensor.from_local(
-        local.to(like.device, copy=True).contiguous(), like.device_mesh, like.placements, run_check=False,
-        shape=like.shape, stride=like.stride(),
-    )  # fmt: skip
+    sizes, offsets = local_chunk(like)
+    local = narrowed(value, [o if s else 0 for o, s in zip(offsets, sizes, strict=True)], sizes)
+    return as_dtensor(local.to(like.device, copy=True).contiguous(), like)
 
 
 def _sharded_optimizer(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
@@ -226,7 +227,9 @@ def _sharded_optimizer(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
     for number, entries in saved["state"].items():
         like = parameters[number] if isinstance(number, int) and number < len(parameters) else None
         cut[number] = {
-            key: _shard_value(value, like) if isinstance(value, torch.Tensor) and like is not None and value.shape == like.shape else value
+            key: _shard_value(value, like)
+            if isinstance(value, torch.Tensor) and like is not None and value.shape == like.shape
+            else value
             for key, value in entries.items()
-        }  # fmt: skip
+        }
     return {**saved, "state": cut}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import ctypes
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, TypeAlias
@@ -56,6 +56,13 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
         return memoryview(bytearray())
     block = (ctypes.c_char * length).from_address(tensor.data_ptr())
     return memoryview(block).cast("B")
+
+
+def narrowed(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """A view of a rectangular region."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
 
 
 def tensor_names(skeleton: Json) -> list[str]:
@@ -221,3 +228,46 @@ def _numpy_scalar(dtype: str, text: str) -> Any:
     if kind.kind not in "biuf":
         raise ValueError(f"unknown numpy scalar type {dtype!r}")
     return kind.type(text == "True" if kind.kind == "b" else float(text) if kind.kind == "f" else int(text))
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether a value is a DTensor; true for none of the others, on any torch."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh") and hasattr(value, "placements")
+
+
+def local_chunk(like: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(sizes, offsets) of this rank's chunk of a DTensor, or of anything with its shape, mesh and placements."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return tuple(sizes), tuple(offsets)
+
+
+def as_dtensor(local: torch.Tensor, like: Any) -> torch.Tensor:
+    """A DTensor like another one around this rank's chunk."""
+    from torch.distributed.tensor import DTensor
+
+    made: torch.Tensor = DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return made
+
+
+def local_parts(tensor: Any) -> list[torch.Tensor]:
+    """The plain tensors behind a DTensor, a ShardedTensor or a plain tensor."""
+    if is_dtensor(tensor):
+        return [tensor.to_local()]
+    if type(tensor).__name__ == "ShardedTensor":
+        return [shard.tensor for shard in tensor.local_shards()]
+    return [tensor]
+
+
+def local_offsets(tensor: Any) -> list[tuple[int, ...]]:
+    """Where each of them lies in the whole tensor."""
+    if is_dtensor(tensor):
+        return [local_chunk(tensor)[1]]
+    if type(tensor).__name__ == "ShardedTensor":
+        return [tuple(shard.metadata.shard_offsets) for shard in tensor.local_shards()]
+    return [(0,) * tensor.dim()]

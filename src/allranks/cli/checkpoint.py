@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         return actions[args.action](args)
     except OSError as error:
-        from allranks.checkpoint.failure import reason_of
+        from allranks.checkpoint.stores.store import reason_of
 
         raise InputError(
             f"{args.action}: {reason_of(error)}", hint="is the address right, and reachable?"
@@ -97,7 +97,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _ls(args: argparse.Namespace) -> int:
-    from allranks.checkpoint.inspect import list_checkpoints
+    from allranks.checkpoint.stores.listing import list_checkpoints
 
     with _store(args.store, args.option) as store:
         found, quarantined = list_checkpoints(store), store.quarantined()
@@ -207,7 +207,7 @@ def _copy(args: argparse.Namespace) -> int:
 
 def _prune(args: argparse.Namespace) -> int:
     from allranks.checkpoint.inspect import verify_checkpoint
-    from allranks.checkpoint.save.retention import decide, look_closely, remove
+    from allranks.checkpoint.stores.listing import decide, look_closely, remove
 
     with _store(args.store, args.option) as store:
 
@@ -326,7 +326,7 @@ def _checkpoint(address: str, options: list[str]) -> Iterator[tuple[Store, str]]
 @contextmanager
 def _store_and_names(address: str, options: list[str]) -> Iterator[tuple[Store, list[str]]]:
     """Either one checkpoint of a store, or all of a store, oldest step first."""
-    from allranks.checkpoint.inspect import has_manifest, list_checkpoints
+    from allranks.checkpoint.stores.listing import has_manifest, list_checkpoints
 
     head, tail = split_address(address if "://" in address else str(Path(address).absolute()))
     if tail and ("://" in head or Path(head).is_dir()):
@@ -340,7 +340,7 @@ def _store_and_names(address: str, options: list[str]) -> Iterator[tuple[Store, 
 
 
 def _refuse_existing(store: Store, name: str, force: bool) -> None:
-    from allranks.checkpoint.inspect import has_manifest
+    from allranks.checkpoint.stores.listing import has_manifest
 
     if not force and has_manifest(store, name):
         raise InputError(f"'{store.path_of(name)}' exists already", hint="--force replaces it")

@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from allranks.elastic.config import Problem, validate_config
+    from allranks.elastic.config import ConfigProblem, validate_config
 
     result = validate_config(args.file, validate_s3=args.s3)
     if args.json:
@@ -56,7 +56,7 @@ def _check(args: argparse.Namespace) -> int:
         for problem in problems:
             place = args.file
             message = str(problem)
-            if isinstance(problem, Problem):
+            if isinstance(problem, ConfigProblem):
                 place = f"{args.file}:{problem.line}:{problem.column}" if problem.line else args.file
                 message = f"{problem.path}: {problem.message}" if problem.path else problem.message
             print(f"{place}: {_coloured(kind)}: {message}")

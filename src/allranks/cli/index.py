@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from allranks.errors import InputError
 
 if TYPE_CHECKING:
-    from allranks.elastic.index import Progress
+    from allranks.elastic.index import BuildProgress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -146,7 +146,7 @@ class _Bar:
     def __init__(self) -> None:
         self._drawn_s = -1.0
 
-    def show(self, now: Progress) -> None:
+    def show(self, now: BuildProgress) -> None:
         if now.elapsed_s - self._drawn_s < 0.1 and now.bytes_done < now.bytes_total:
             return
         self._drawn_s = now.elapsed_s

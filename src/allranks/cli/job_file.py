@@ -65,7 +65,7 @@ def take_defaults(args: argparse.Namespace, settings: Settings, script: list[str
 
 def heartbeats(settings: Settings) -> str:
     """The heartbeats of the `elastic` section as torchrun's --rdzv-conf."""
-    from allranks.elastic.torchrun import keep_alive
+    from allranks.elastic.world import keep_alive
 
     return keep_alive(settings["elastic"]["heartbeat_interval"], settings["elastic"]["heartbeat_timeout"])
 

@@ -27,7 +27,7 @@ from allranks.cli.job_file import (
     read_settings,
     take_defaults,
 )
-from allranks.elastic.torchrun import ElasticTrainingConfig, need_etcd_v2, obey_timeout
+from allranks.elastic.world import ElasticTrainingConfig, need_etcd_v2, obey_timeout
 from allranks.errors import InputError
 from allranks.launch.command_line import arrange, flag_value, from_environment, has_flag
 from allranks.launch.environment import JobEnvironment, job_token
@@ -319,7 +319,7 @@ def _start_fresh(args: argparse.Namespace, folder: Path, replica_mode: bool) -> 
             "--fresh is not for replicas of several nodes: a node that joins later would set the others' checkpoints aside",
             hint="once, before the first node starts: allranks checkpoint set-aside STORE",
         )
-    from allranks.checkpoint.fresh import FRESH_VARIABLE, MARK
+    from allranks.checkpoint.group import FRESH_VARIABLE, MARK
 
     (folder / MARK).unlink(missing_ok=True)
     os.environ[FRESH_VARIABLE] = "1"

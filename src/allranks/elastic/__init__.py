@@ -49,7 +49,7 @@ _PUBLIC = {
     "get_world_size": "world",
     "is_main_process": "world",
     "setup_distributed_environment": "world",
-    "ElasticTrainingConfig": "torchrun",
+    "ElasticTrainingConfig": "world",
 }
 
 __all__ = sorted(_PUBLIC)

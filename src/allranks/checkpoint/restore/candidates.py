@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
-from allranks.checkpoint.failure import hint_for, reason_of, store_arguments
-from allranks.checkpoint.manifest import MANIFEST, decode_manifest
-from allranks.checkpoint.stores.store import Store, StoreSpec, open_store, step_in_name
+import msgspec
+
+from allranks.checkpoint.stores.listing import read_manifests
+from allranks.checkpoint.stores.store import (
+    Store,
+    StoreSpec,
+    hint_for,
+    open_store,
+    reason_of,
+    step_in_name,
+    store_arguments,
+)
 from allranks.errors import (
     AllranksError,
     CheckpointDamaged,
@@ -26,6 +34,7 @@ from allranks.errors import (
 log = logging.getLogger("allranks.checkpoint")
 #: Between two attempts at a store that does not answer.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+OF_ANOTHER_JOB = "it is of job"
 AFTER_UNREACHABLE = 'then start again; to go on without it: CheckpointConfig(on_unreachable="ignore")'
 
 
@@ -34,7 +43,7 @@ TIER_ORDER = ("MEMORY", "PEER", "NVME", "S3")
 
 
 @dataclass(frozen=True)
-class Candidate:
+class RestoreCandidate:
     """A checkpoint that every rank can see."""
 
     tier: str
@@ -43,10 +52,10 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Choice:
+class RestoreChoice:
     """What to try, best first, and why."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[RestoreCandidate, ...]
     reason: str
 
 
@@ -54,7 +63,7 @@ class Choice:
 FoundByTier = Mapping[str, Sequence[tuple[str, int]]]
 
 
-def choose(views: Sequence[FoundByTier]) -> Choice:
+def choose(views: Sequence[FoundByTier]) -> RestoreChoice:
     """The checkpoints complete everywhere: newest step first, the faster tier first among equal steps."""
     found = []
     partial: dict[int, int] = {}
@@ -63,14 +72,14 @@ def choose(views: Sequence[FoundByTier]) -> Choice:
             {(name, step) for name, step in view.get(tier, ())} for view in views
         ]
         everywhere = set.intersection(*seen) if seen else set()
-        found += [Candidate(tier, step, name) for name, step in everywhere]
+        found += [RestoreCandidate(tier, step, name) for name, step in everywhere]
         for name, step in set.union(*seen) - everywhere if seen else set():
             partial[step] = max(partial.get(step, 0), sum((name, step) in one for one in seen))
     found.sort(key=lambda c: (-c.step, TIER_ORDER.index(c.tier), c.name))
-    return Choice(tuple(found), _reason(found, partial, len(views)))
+    return RestoreChoice(tuple(found), _reason(found, partial, len(views)))
 
 
-def _reason(found: Sequence[Candidate], partial: Mapping[int, int], ranks: int) -> str:
+def _reason(found: Sequence[RestoreCandidate], partial: Mapping[int, int], ranks: int) -> str:
     newest = found[0].step if found else -1
     newer = sorted(step for step in partial if step > newest)
     missed = "".join(f"; step {step} is complete on {partial[step]} of {ranks} ranks only" for step in newer)
@@ -95,18 +104,42 @@ class RestoreRules:
         return not job or not self.job or job in (self.job, self.from_job)
 
 
+@dataclass(frozen=True)
+class Unanswered:
+    """A tier that could not be read: what it answered, and what helps."""
+
+    tier: str
+    address: str
+    answer: str
+    hint: str
+
+    def __str__(self) -> str:
+        return f"[{self.tier}] {self.address} did not answer: {self.answer}"
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """A checkpoint that is there and cannot be restored. `store` is an argument of `allranks checkpoint`."""
+
+    tier: str
+    store: str
+    path: str
+    step: int
+    reason: str
+
+
 @dataclass
-class RankView:
+class TiersSeen:
     """One rank's view. `given` is the newest step that this process has handed to each tier."""
 
     found: dict[str, list[tuple[str, int]]] = field(default_factory=dict)  # tier → (name, step)
-    unanswered: list[dict[str, str]] = field(default_factory=list)  # tier, address, answer, hint
-    unusable: list[dict[str, str]] = field(default_factory=list)  # tier, store, path, reason
+    unanswered: list[Unanswered] = field(default_factory=list)
+    unusable: list[Unusable] = field(default_factory=list)
     given: dict[str, int] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        """For the other ranks."""
-        return asdict(self)
+    def share(self, gather: Callable[[object], list[object]]) -> list[TiersSeen]:
+        """Every rank's view, on every rank. Collective."""
+        return [msgspec.convert(raw, TiersSeen) for raw in gather(asdict(self))]
 
 
 class StoreLister:
@@ -118,7 +151,7 @@ class StoreLister:
         self.damaged: list[tuple[Store, str, str]] = []
         self.deadline = time.monotonic() + rules.wait_s
 
-    def list_tier(self, tier: str, spec: StoreSpec, seen: RankView) -> None:
+    def list_tier(self, tier: str, spec: StoreSpec, seen: TiersSeen) -> None:
         """Adds what a tier holds to `seen`, or what it answered instead."""
         pause = FIRST_PAUSE_S
         while True:
@@ -133,12 +166,16 @@ class StoreLister:
                     seen.unanswered.append(_answer(tier, spec, error))
                     return
                 log.warning(
-                    "[%s] %s does not answer (%s): asking again for %.0f s", tier, spec.url, reason_of(error), left
-                )  # fmt: skip
+                    "[%s] %s does not answer (%s): asking again for %.0f s",
+                    tier,
+                    spec.url,
+                    reason_of(error),
+                    left,
+                )
                 time.sleep(min(pause, left))
                 pause = min(LONGEST_PAUSE_S, 2 * pause)
 
-    def quarantined(self, seen: RankView) -> None:
+    def quarantined(self, seen: TiersSeen) -> None:
         """Adds what lies in quarantine: it was there once, so the store is not merely empty."""
         for tier, store in self.stores.items():
             try:
@@ -147,73 +184,63 @@ class StoreLister:
             except OSError as error:
                 seen.unanswered.append(_answer(tier, store.spec, error))
 
-    def _list(self, tier: str, spec: StoreSpec) -> tuple[list[tuple[str, int]], list[dict[str, str]]]:
+    def _list(self, tier: str, spec: StoreSpec) -> tuple[list[tuple[str, int]], list[Unusable]]:
         store = self.stores.get(tier) or open_store(spec)
         self.stores[tier] = store
         found: list[tuple[str, int]] = []
         unusable, damaged = [], []
-        for name in store.names():
-            path = store.path_of(name)
-            try:
-                manifest = decode_manifest(store.read(name, MANIFEST), path)
-            except FileNotFoundError:
-                continue  # removed meanwhile
-            except CheckpointValidationError as error:
-                unusable.append(_unusable(store, path, error.reason))
-                if isinstance(error, CheckpointDamaged):
-                    damaged.append((store, name, error.reason))
-                else:
-                    log.warning("[%s] %s is left out: %s", tier, path, error.reason)
-                continue
-            if self.rules.accepts(manifest.job):
-                found.append((name, manifest.step))
+        for name, manifest in read_manifests(store):
+            if isinstance(manifest, CheckpointValidationError):
+                reason = manifest.reason
+            elif not self.rules.accepts(manifest.job):
+                reason = f"{OF_ANOTHER_JOB} '{manifest.job}'"
             else:
-                unusable.append(_unusable(store, path, f"it is of job '{manifest.job}'"))
-                log.warning("[%s] %s is left out: it is of job '%s'", tier, path, manifest.job)
+                found.append((name, manifest.step))
+                continue
+            unusable.append(_unusable(store, store.path_of(name), reason))
+            if isinstance(manifest, CheckpointDamaged):
+                damaged.append((store, name, reason))
+            else:
+                log.warning("[%s] %s is left out: %s", tier, store.path_of(name), reason)
         self.damaged += damaged
         return found, unusable
 
 
-def refuse_to_guess(views: Sequence[Mapping[str, Any]], choice: Choice, rules: RestoreRules) -> None:
+def refuse_to_guess(views: Sequence[TiersSeen], choice: RestoreChoice, rules: RestoreRules) -> None:
     """Raises when a tier that may hold something newer did not answer on some rank, unless the user ignores that."""
     held = max((c.step for c in choice.candidates if c.tier == "MEMORY"), default=-1)
-    silent = [
-        (rank, answer)
+    silent = {
+        f"rank {rank}: {one}" if len(views) > 1 else str(one): one
         for rank, view in enumerate(views)
-        for answer in view["unanswered"]
-        if held < 0 or view["given"].get(answer["tier"], -1) > held
-    ]
+        for one in view.unanswered
+        if held < 0 or view.given.get(one.tier, -1) > held
+    }
     if not silent:
         return
-    where = "rank {}: " if len(views) > 1 else ""
-    texts = [
-        f"{where.format(rank)}[{one['tier']}] {one['address']} did not answer: {one['answer']}"
-        for rank, one in silent
-    ]
     if rules.ignore_unreachable:
-        log.warning("%s; skipped (on_unreachable=ignore)", "; ".join(texts))
+        log.warning("%s; skipped (on_unreachable=ignore)", "; ".join(silent))
         return
-    first = silent[0][1]
+    first = next(iter(silent.values()))
     raise CheckpointUnreachable(
-        "; ".join(dict.fromkeys(texts)) + ". It may hold something newer, so nothing was restored",
-        path=first["address"],
-        hint=f"{first['hint']}\n{AFTER_UNREACHABLE}",
+        "; ".join(silent) + ". It may hold something newer, so nothing was restored",
+        path=first.address,
+        hint=f"{first.hint}\n{AFTER_UNREACHABLE}",
     )
 
 
 def refuse_to_start_over(
-    views: Sequence[Mapping[str, Any]], choice: Choice, rules: RestoreRules, addresses: Sequence[str]
+    views: Sequence[TiersSeen], choice: RestoreChoice, rules: RestoreRules, addresses: Sequence[str]
 ) -> None:
     """Called when there is nothing to restore: raises unless every tier is empty and that is fine with the user."""
-    unusable = {one["path"]: one for view in views for one in view["unusable"]}
+    unusable = {one.path: one for view in views for one in view.unusable}
     if unusable:
-        newest = sorted(unusable.values(), key=lambda one: -(step_in_name(one["name"]) or 0))
+        newest = sorted(unusable.values(), key=lambda one: -one.step)
         raise CheckpointLoadError(
             "there are checkpoints, but none that can be restored: "
-            + "; ".join(f"{one['path']}: {one['reason']}" for one in newest),
+            + "; ".join(f"{one.path}: {one.reason}" for one in newest),
             hint=_ways_out(newest),
         )
-    partial = sorted({tier for view in views for tier, found in view["found"].items() if found} - {"MEMORY"})
+    partial = sorted({tier for view in views for tier, found in view.found.items() if found} - {"MEMORY"})
     if partial:
         raise CheckpointLoadError(
             choice.reason,
@@ -230,19 +257,20 @@ def refuse_to_start_over(
         )
 
 
-def _ways_out(unusable: Sequence[Mapping[str, str]]) -> str:
-    stores = dict.fromkeys(one["store"] for one in unusable if one["store"])
+def _ways_out(unusable: Sequence[Unusable]) -> str:
+    stores = dict.fromkeys(one.store for one in unusable if one.store)
     lines = [f"what is there: allranks checkpoint ls {store}" for store in stores]
-    if any(one["tier"] == "MEMORY" for one in unusable):
+    if any(one.tier == "MEMORY" for one in unusable):
         lines.append("to go on without the snapshots in memory: manager.clear_memory_snapshots()")
-    if any(one["reason"].startswith("it is of job") for one in unusable):
-        lines.append(
-            'give this job a path of its own, or restore the other job\'s: CheckpointConfig(from_job="NAME")'
-        )
-    lines += [
-        f"to start from scratch (deletes nothing): allranks checkpoint set-aside {store}" for store in stores
-    ]
-    return "\n".join(lines)
+    if any(one.reason.startswith(OF_ANOTHER_JOB) for one in unusable):
+        other = 'CheckpointConfig(from_job="NAME")'
+        lines.append(f"give this job a path of its own, or restore the other job's: {other}")
+    return "\n".join([*lines, *map(scratch_hint, stores)])
+
+
+def scratch_hint(store: str) -> str:
+    """How to start over: never by accident."""
+    return f"to start from scratch (deletes nothing): allranks checkpoint set-aside {store}"
 
 
 def _may_pass(error: Exception) -> bool:
@@ -251,19 +279,13 @@ def _may_pass(error: Exception) -> bool:
     return not isinstance(error, final)
 
 
-def _answer(tier: str, spec: StoreSpec, error: Exception) -> dict[str, str]:
-    return {
-        "tier": tier, "address": spec.url, "answer": reason_of(error), "hint": hint_for(error, tier, spec.url, spec.options),
-    }  # fmt: skip
+def _answer(tier: str, spec: StoreSpec, error: Exception) -> Unanswered:
+    return Unanswered(tier, spec.url, reason_of(error), hint_for(error, tier, spec.url, spec.options))
 
 
-def _unusable(store: Store, path: str, reason: str) -> dict[str, str]:
+def _unusable(store: Store, path: str, reason: str) -> Unusable:
     url = store.spec.url
-    name = path.removeprefix(url).strip("/").removeprefix("quarantine/")
-    return {
-        "tier": store.tier,
-        "store": store_arguments(url, store.spec.options),
-        "path": path,
-        "name": name.split("-")[0].split("/")[0],
-        "reason": reason,
-    }
+    name = path.removeprefix(url).strip("/").removeprefix("quarantine/").split("-")[0].split("/")[0]
+    return Unusable(
+        store.tier, store_arguments(url, store.spec.options), path, step_in_name(name) or 0, reason
+    )

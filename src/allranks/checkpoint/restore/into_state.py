@@ -9,21 +9,20 @@ from typing import Any
 import torch
 
 from allranks.checkpoint.manifest import Index
-from allranks.checkpoint.restore.opened_checkpoint import Opened
+from allranks.checkpoint.restore.opened_checkpoint import Opened, opened
 from allranks.checkpoint.restore.regions import new_targets, reading_list, stored_dtype, targets_of
 from allranks.checkpoint.restore.tensor_reader import prepare
-from allranks.checkpoint.save.plan import local_parts
-from allranks.checkpoint.save.snapshot import Snapshot
+from allranks.checkpoint.save.snapshot import StateSnapshot
 from allranks.checkpoint.state import (
     FROM_THE_FIRST,
     PER_RANK,
     CheckpointState,
-    restore_rng_states,
     state_of,
     unwrap,
 )
-from allranks.checkpoint.tensors import flatten, tensor_names, unflatten
-from allranks.errors import CheckpointDamaged, CheckpointValidationError
+from allranks.checkpoint.stores.store import Store, hint_for, reason_of
+from allranks.checkpoint.tensors import flatten, local_parts, tensor_names, unflatten
+from allranks.errors import CheckpointDamaged, CheckpointLoadError, CheckpointValidationError
 
 
 class Live:
@@ -33,15 +32,33 @@ class Live:
     """
 
     def __init__(
-        self, model: Any, optimizer: Any = None, lr_scheduler: Any = None, *, strict: bool = True,
+        self,
+        model: Any,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        *,
+        strict: bool = True,
         check_first: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model = unwrap(model)
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.strict = strict
         self.check_first = check_first
         self.torn = False
+
+
+def load_state(store: Store, name: str, rank: int) -> CheckpointState:
+    """One checkpoint of a store, whole; CheckpointLoadError says what is wrong and what helps."""
+    path = store.path_of(name)
+    try:
+        with opened(store, name) as checkpoint:
+            return read_state(checkpoint, rank)
+    except CheckpointValidationError as error:
+        raise CheckpointLoadError(error.reason, tier=store.tier, path=path, hint=error.hint) from error
+    except OSError as error:
+        hint = hint_for(error, store.tier, store.spec.url, store.spec.options)
+        raise CheckpointLoadError(reason_of(error), tier=store.tier, path=path, hint=hint) from error
 
 
 def read_state(checkpoint: Opened, rank: int) -> CheckpointState:
@@ -110,7 +127,7 @@ def _readable(checkpoint: Opened) -> Iterator[None]:
         ) from error
 
 
-def copy_into(snapshot: Snapshot, live: Live) -> CheckpointState:
+def copy_into(snapshot: StateSnapshot, live: Live) -> CheckpointState:
     """Fills model and optimizer in place from a memory snapshot."""
     views = snapshot.local_views()
     model = flatten({"model_state_dict": live.model.state_dict()}).tensors
@@ -155,9 +172,11 @@ def _model_targets(tensors: dict[str, torch.Tensor], common: Any, strict: bool) 
     missing, unexpected = tuple(set(tensors) - saved), tuple(saved - set(tensors))
     if strict and (missing or unexpected):
         raise CheckpointValidationError(
-            "the model and the checkpoint do not fit together", missing, unexpected,
+            "the model and the checkpoint do not fit together",
+            missing,
+            unexpected,
             hint="restore with strict=False to take what fits",
-        )  # fmt: skip
+        )
     return {name: tensor for name, tensor in tensors.items() if name in saved}
 
 
@@ -229,11 +248,6 @@ def _install(live: Live, state: CheckpointState) -> None:
         live.lr_scheduler.load_state_dict(state.lr_scheduler_state_dict)
 
 
-def install_rng(state: CheckpointState) -> None:
-    """Sets this rank's random generators to what was saved, if anything was."""
-    restore_rng_states(state.rng_states)
-
-
 def _without_model(common: Any) -> Any:
     return {key: value for key, value in common.items() if key not in ("model_state_dict", *PER_RANK)}
 
@@ -243,6 +257,3 @@ class _Lenient(dict[str, torch.Tensor]):
 
     def __missing__(self, key: str) -> Any:
         return None
-
-
-__all__ = ["Live", "copy_into", "install_rng", "prepare_into", "read_state", "skeletons"]

@@ -13,26 +13,35 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from allranks.checkpoint.config import CheckpointLoadConfig, CheckpointTier
-from allranks.checkpoint.failure import hint_for, reason_of, store_arguments
-from allranks.checkpoint.group import Group
+from allranks.checkpoint.group import RankGroup
 from allranks.checkpoint.restore.candidates import (
     AFTER_UNREACHABLE,
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
-    Candidate,
-    RankView,
+    RestoreCandidate,
     RestoreRules,
     StoreLister,
+    TiersSeen,
+    Unusable,
     choose,
     refuse_to_guess,
     refuse_to_start_over,
+    scratch_hint,
 )
-from allranks.checkpoint.restore.into_state import Live, copy_into, prepare_into, read_state
+from allranks.checkpoint.restore.into_state import Live, copy_into, load_state, prepare_into, read_state
 from allranks.checkpoint.restore.opened_checkpoint import opened
-from allranks.checkpoint.restore.pt_file import is_legacy, load_legacy
+from allranks.checkpoint.restore.torch_files import is_legacy, load_legacy
 from allranks.checkpoint.state import CheckpointState
 from allranks.checkpoint.stores.memory import MemorySnapshotBackend
-from allranks.checkpoint.stores.store import Store, StoreSpec, open_store, split_address
+from allranks.checkpoint.stores.store import (
+    Store,
+    StoreSpec,
+    hint_for,
+    open_store,
+    reason_of,
+    split_address,
+    store_arguments,
+)
 from allranks.errors import (
     AllranksError,
     CheckpointDamaged,
@@ -49,16 +58,22 @@ class Loader:
     """One load. `stores` are the tiers to look in; `memory` None leaves the memory tier out."""
 
     def __init__(
-        self, group: Group, stores: Mapping[str, StoreSpec], memory: MemorySnapshotBackend | None,
-        rules: RestoreRules | None = None, given: Mapping[str, int] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        group: RankGroup,
+        stores: Mapping[str, StoreSpec],
+        memory: MemorySnapshotBackend | None,
+        rules: RestoreRules | None = None,
+        given: Mapping[str, int] | None = None,
+    ) -> None:
         self.group = group
         self.specs = stores
         self.memory = memory
         self.rules = rules or RestoreRules()
         self.given = dict(given or {})  # tier → newest step that this process has handed to it
-        self.taken: Candidate | None = None  # what `load_newest` has loaded
-        self._torn: Candidate | None = None  # what a live model holds a part of, and no more than a part
+        self.taken: RestoreCandidate | None = None  # what `load_newest` has loaded
+        self._torn: RestoreCandidate | None = (
+            None  # what a live model holds a part of, and no more than a part
+        )
         self._stores: dict[str, Store] = {}
 
     def load_newest(self, into: Live | None) -> CheckpointState | None:
@@ -72,12 +87,12 @@ class Loader:
 
     def _load_newest(self, into: Live | None) -> CheckpointState | None:
         lister, seen = self._list_tiers()
-        views = self.group.gather(seen.to_dict())
-        choice = choose([view["found"] for view in views])
+        views = seen.share(self.group.gather)
+        choice = choose([view.found for view in views])
         refuse_to_guess(views, choice, self.rules)
         if not choice.candidates:
             lister.quarantined(seen)
-            views = self.group.gather(seen.to_dict())
+            views = seen.share(self.group.gather)
             refuse_to_guess(views, choice, self.rules)
             refuse_to_start_over(
                 views,
@@ -89,7 +104,7 @@ class Loader:
             return None
         log.info("loading: %s", choice.reason)
         tried: list[str] = []
-        unread: list[Candidate] = []
+        unread: list[RestoreCandidate] = []
         for candidate in choice.candidates:
             if unread and candidate.step < unread[0].step and not self.rules.ignore_unreachable:
                 break  # an older one is no answer to a store that does not answer
@@ -103,7 +118,9 @@ class Loader:
                 unread.append(candidate)
         raise self._failed(tried, unread, into)
 
-    def _failed(self, tried: list[str], unread: list[Candidate], into: Live | None) -> CheckpointLoadError:
+    def _failed(
+        self, tried: list[str], unread: list[RestoreCandidate], into: Live | None
+    ) -> CheckpointLoadError:
         if unread:
             spec = self.specs[unread[0].tier]
             address = spec.url
@@ -113,12 +130,10 @@ class Loader:
                 path=address,
                 hint=hint_for(OSError(), unread[0].tier, address, spec.options) + "\n" + AFTER_UNREACHABLE,
             )
+        stores = [store_arguments(spec.url, spec.options) for spec in self.specs.values()]
         return CheckpointLoadError(
             "every checkpoint is bad: " + "; ".join(tried) + self._left(into),
-            hint="\n".join(
-                f"to start from scratch (deletes nothing): allranks checkpoint set-aside {store_arguments(spec.url, spec.options)}"
-                for spec in self.specs.values()
-            ),
+            hint="\n".join(map(scratch_hint, stores)),
         )
 
     def load_path(
@@ -128,20 +143,7 @@ class Loader:
         store, name, label = self._locate(path, tier)
         if isinstance(store, Path):
             return load_legacy(store, config, label)
-        try:
-            with opened(store, name) as checkpoint:
-                return read_state(checkpoint, self.group.rank)
-        except CheckpointValidationError as error:
-            raise CheckpointLoadError(
-                error.reason, tier=store.tier, path=store.path_of(name), hint=error.hint
-            ) from error
-        except OSError as error:
-            raise CheckpointLoadError(
-                reason_of(error),
-                tier=store.tier,
-                path=store.path_of(name),
-                hint=hint_for(error, store.tier, store.spec.url, store.spec.options),
-            ) from error
+        return load_state(store, name, self.group.rank)
 
     def _locate(self, path: str, tier: CheckpointTier | None) -> tuple[Store | Path, str, str]:
         absolute = "://" in path or Path(path).is_absolute()
@@ -162,15 +164,15 @@ class Loader:
         known = next((spec for spec in self.specs.values() if spec.url.rstrip("/") == head), StoreSpec(head))
         return open_store(known), name, ""
 
-    def _list_tiers(self) -> tuple[StoreLister, RankView]:
+    def _list_tiers(self) -> tuple[StoreLister, TiersSeen]:
         """Every checkpoint with a whole manifest that this rank can see; damaged ones go into quarantine."""
-        lister, seen = StoreLister(self.rules), RankView(given=self.given)
+        lister, seen = StoreLister(self.rules), TiersSeen(given=self.given)
         if self.memory is not None:
             seen.found["MEMORY"] = [(str(step), step) for step in self.memory.steps()]
             seen.unusable += [
-                {"tier": "MEMORY", "store": "", "path": f"the snapshot of step {step}", "name": str(step), "reason": reason}
+                Unusable("MEMORY", "", f"the snapshot of step {step}", step, reason)
                 for step, reason in self.memory.damaged.items()
-            ]  # fmt: skip
+            ]
         self._stores = lister.stores
         for tier, spec in self.specs.items():
             lister.list_tier(tier, spec, seen)
@@ -187,7 +189,7 @@ class Loader:
         return f". THE MODEL HOLDS PARTS OF STEP {self._torn.step}: build it anew before training"
 
     def _attempt_patiently(
-        self, candidate: Candidate, into: Live | None, deadline: float
+        self, candidate: RestoreCandidate, into: Live | None, deadline: float
     ) -> tuple[CheckpointState | None, str, bool]:
         """(state, what went wrong, whether a store that does not answer was it): read again until the deadline."""
         pause = FIRST_PAUSE_S
@@ -206,7 +208,7 @@ class Loader:
             pause = min(LONGEST_PAUSE_S, 2 * pause)
 
     def _attempt(
-        self, candidate: Candidate, into: Live | None
+        self, candidate: RestoreCandidate, into: Live | None
     ) -> tuple[CheckpointState | None, str, set[str]]:
         """Every rank reads and checks; only if all of them succeed does any of them take it as its state."""
         if into is not None:
@@ -220,7 +222,7 @@ class Loader:
                 self._torn = candidate
             return (None if problem else state), problem, kinds
 
-    def _together(self, candidate: Candidate, act: Callable[[], T]) -> tuple[T | None, str, set[str]]:
+    def _together(self, candidate: RestoreCandidate, act: Callable[[], T]) -> tuple[T | None, str, set[str]]:
         """(result, what went wrong on any rank, and how): it counts only if all succeed. Misfits raise on all ranks."""
         result, error = None, None
         try:
@@ -236,7 +238,7 @@ class Loader:
         return result, "; ".join(bad), {kind for kind, _ in outcomes if kind}
 
     def _raise_misfit(
-        self, outcomes: list[list[str]], error: BaseException | None, candidate: Candidate
+        self, outcomes: list[list[str]], error: BaseException | None, candidate: RestoreCandidate
     ) -> None:
         """A model that does not fit fits no older checkpoint either: said at once."""
         if not any(kind == "misfit" for kind, _ in outcomes):
@@ -247,7 +249,7 @@ class Loader:
         raise CheckpointLoadError("; ".join(texts), tier=candidate.tier, path=candidate.name) from error
 
     def _prepare(
-        self, candidate: Candidate, into: Live | None, held: ExitStack
+        self, candidate: RestoreCandidate, into: Live | None, held: ExitStack
     ) -> Callable[[], CheckpointState]:
         """Reads and checks a candidate; calling the result does the rest. `held` keeps it from removal."""
         if candidate.tier == "MEMORY":
@@ -267,7 +269,7 @@ class Loader:
         snapshot.check()
         return snapshot.to_state if into is None else lambda: copy_into(snapshot, into)
 
-    def _put_away(self, candidate: Candidate, reason: str) -> None:
+    def _put_away(self, candidate: RestoreCandidate, reason: str) -> None:
         """Takes a damaged candidate out of sight: a file into quarantine, memory back to the pool."""
         if candidate.tier != "MEMORY":
             self._quarantine(self._stores[candidate.tier], candidate.name, reason)

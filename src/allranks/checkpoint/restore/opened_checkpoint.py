@@ -5,12 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from allranks.checkpoint.checksum import READ_BYTES, TOGETHER_BYTES, again, checksum, new_hasher
-from allranks.checkpoint.failure import store_arguments
+from allranks.checkpoint.checksum import (
+    READ_BYTES,
+    TOGETHER_BYTES,
+    again,
+    checksum,
+    cores,
+    in_threads,
+    new_hasher,
+)
 from allranks.checkpoint.manifest import (
     MANIFEST,
     DataFile,
@@ -21,12 +29,14 @@ from allranks.checkpoint.manifest import (
     decode_index,
     decode_manifest,
 )
-from allranks.checkpoint.stores.store import Source, Store
+from allranks.checkpoint.stores.store import Attempt, DataReader, Store, store_arguments
 from allranks.errors import CheckpointDamaged
 
 #: Requests under way at once towards a store where each read is a request, and the bytes of each.
 REQUESTS = 8
 REQUEST_BYTES = 16 << 20
+MOST_IN_A_RUN = 512  # a vectored read takes 1024 pieces
+T = TypeVar("T")
 
 
 @dataclass
@@ -38,7 +48,8 @@ class Opened:
     manifest: Manifest
     indexes: tuple[Index, ...]
     progress: Callable[[int], None] | None = None  # told the bytes of every shard that was checked
-    _sources: dict[str, Source] = field(default_factory=dict)
+    open_file: Callable[[str], DataReader] | None = None  # None: those of the committed checkpoint
+    _sources: dict[str, DataReader] = field(default_factory=dict)
     _requests: ThreadPoolExecutor | None = None
     _table: dict[str, list[tuple[Index, StoredShard]]] | None = None
 
@@ -63,7 +74,7 @@ class Opened:
                     self._table.setdefault(shard.name, []).append((index, stored))
         return self._table
 
-    def source(self, file: str) -> Source:
+    def source(self, file: str) -> DataReader:
         """An open data file whose size and header are what the index says."""
         if file not in self._sources:
             self._sources[file] = self._open(file)
@@ -98,8 +109,9 @@ class Opened:
         first, last = run[0][1], run[-1][1]
         length = last.start + last.shard.bytes - first.start
         if length > len(scratch):
+            piece = scratch if self.source(first.file).wide_reads else scratch[:READ_BYTES]
             for index, stored in run:
-                self._check_pieces(index, stored, again(scratch[:READ_BYTES], stored.shard.bytes))
+                self._check_pieces(index, stored, again(piece, stored.shard.bytes))
             return
         with self._whole(last):
             self.source(first.file).read_into(first.start, scratch[:length])
@@ -146,7 +158,7 @@ class Opened:
             where = f"{stored.shard.name} in {stored.file} at byte {stored.start}"
             raise self._damaged(f"{where} does not match its checksum", stored.shard.name)
 
-    def _read_parallel(self, source: Source, start: int, view: memoryview) -> None:
+    def _read_parallel(self, source: DataReader, start: int, view: memoryview) -> None:
         if len(view) <= REQUEST_BYTES:
             source.read_into(start, view)
             return
@@ -160,18 +172,18 @@ class Opened:
         for job in jobs:
             job.result()
 
-    def _open(self, file: str) -> Source:
+    def _open(self, file: str) -> DataReader:
         known = next((f for index in self.indexes for f in index.files if f.file == file), None)
         algorithm = next((i.algorithm for i in self.indexes for f in i.files if f.file == file), "")
         try:
-            source = self.store.open(self.name, file)
+            source = self.open_file(file) if self.open_file else self.store.open(self.name, file)
         except FileNotFoundError as error:
             raise self._damaged(f"{file} is missing", file) from error
         if known is not None:
             self._check_file(source, known, algorithm)
         return source
 
-    def _check_file(self, source: Source, known: DataFile, algorithm: str) -> None:
+    def _check_file(self, source: DataReader, known: DataFile, algorithm: str) -> None:
         if source.bytes != known.bytes:
             raise self._damaged(f"{known.file} has {source.bytes} bytes instead of {known.bytes}", known.file)
         header = memoryview(bytearray(known.header_bytes))
@@ -181,9 +193,12 @@ class Opened:
 
     def _damaged(self, reason: str, key: str) -> CheckpointDamaged:
         return CheckpointDamaged(
-            reason, invalid_keys=(key,), tier=self.store.tier, path=self.path,
+            reason,
+            invalid_keys=(key,),
+            tier=self.store.tier,
+            path=self.path,
             hint=f"all that is damaged: allranks checkpoint verify {store_arguments(self.path, self.store.spec.options)}",
-        )  # fmt: skip
+        )
 
 
 @contextmanager
@@ -195,12 +210,47 @@ def opened(store: Store, name: str, progress: Callable[[int], None] | None = Non
             manifest = decode_manifest(store.read(name, MANIFEST), store.path_of(name))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointDamaged(
-                f"no manifest: not a complete checkpoint ({MANIFEST} is missing)", missing_keys=(MANIFEST,),
-                tier=store.tier, path=store.path_of(name),
-            ) from error  # fmt: skip
+                f"no manifest: not a complete checkpoint ({MANIFEST} is missing)",
+                missing_keys=(MANIFEST,),
+                tier=store.tier,
+                path=store.path_of(name),
+            ) from error
         checkpoint = Opened(store, name, manifest, _read_indexes(store, name, manifest), progress)
         stack.callback(checkpoint.close)
         yield checkpoint
+
+
+def check_staged(store: Store, attempt: Attempt, index: Index) -> None:
+    """Reads an attempt's data file back, past this machine's caches; CheckpointDamaged names what is different."""
+    nothing = Manifest(0, 0, 0, 0.0, attempt.token, ())
+    with closing(
+        Opened(store, attempt.name, nothing, (index,), open_file=partial(store.open_staged, attempt))
+    ) as staged:
+        wide = staged.source(index.files[0].file).wide_reads
+        runs = neighbours(sorted(index.shards, key=lambda s: s.start), lambda s: s, REQUEST_BYTES)
+
+        def checker() -> Callable[[list[StoredShard]], None]:
+            scratch = memoryview(bytearray(REQUEST_BYTES if wide else TOGETHER_BYTES))
+            return lambda run: staged.check_run([(index, stored) for stored in run], scratch)
+
+        in_threads(cores(), runs, checker)
+
+
+def neighbours(items: Iterable[T], stored_of: Callable[[T], StoredShard], limit: int) -> list[list[T]]:
+    """Neighbouring shards of one file in runs of at most `limit` bytes (one shard may be longer)."""
+    runs: list[list[T]] = []
+    file, start, end = "", 0, -1  # of the run that grows
+    for item in items:
+        stored = stored_of(item)
+        stop = stored.start + stored.shard.bytes
+        follows = stored.start == end and stored.file == file
+        if follows and stop - start <= limit and len(runs[-1]) < MOST_IN_A_RUN:
+            runs[-1].append(item)
+        else:
+            runs.append([item])
+            file, start = stored.file, stored.start
+        end = stop
+    return runs
 
 
 def _read_indexes(store: Store, name: str, manifest: Manifest) -> tuple[Index, ...]:

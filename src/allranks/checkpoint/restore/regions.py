@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -19,16 +19,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from allranks.checkpoint.failure import store_arguments
 from allranks.checkpoint.layout import Shard
 from allranks.checkpoint.manifest import Index, StoredShard
 from allranks.checkpoint.restore.opened_checkpoint import Opened
-from allranks.checkpoint.save.plan import TORCH_DTYPES, local_parts
-from allranks.checkpoint.state import is_dtensor
+from allranks.checkpoint.save.plan import TORCH_DTYPES
+from allranks.checkpoint.stores.store import store_arguments
+from allranks.checkpoint.tensors import local_offsets, local_parts, narrowed
 from allranks.errors import CheckpointDamaged, CheckpointValidationError
 
 
-class Target(NamedTuple):
+class FillTarget(NamedTuple):
     """A chunk to fill: `tensor` is its memory, `offsets` its place in the whole tensor.
 
     A `live` one must not change before everything is known to be right.
@@ -49,7 +49,7 @@ class Region(NamedTuple):
 
 
 @dataclass(slots=True)
-class Item:
+class ReadItem:
     """One stored shard to read, and where its content goes. `live`: some of it into a live target.
 
     The whole of it goes to `direct`, a contiguous CPU tensor of its type, or else the `regions` that are wanted to
@@ -66,26 +66,23 @@ class Item:
         if self.direct is not None:
             self.direct.copy_(whole)
         for region in self.regions:
-            view = whole
-            for dim, (offset, length) in enumerate(zip(region.offsets, region.lengths, strict=True)):
-                view = view.narrow(dim, offset, length)
-            region.view.copy_(view)
+            region.view.copy_(narrowed(whole, region.offsets, region.lengths))
 
 
-def targets_of(tensors: Mapping[str, torch.Tensor], live: bool) -> list[Target]:
+def targets_of(tensors: Mapping[str, torch.Tensor], live: bool) -> list[FillTarget]:
     """The local chunks of tensors (DTensor, ShardedTensor, plain), as DCP places them."""
     found = []
     for name, tensor in tensors.items():
         if type(tensor) is torch.Tensor and not tensor.requires_grad:  # the usual case, of thousands
-            found.append(Target(name, tensor, (0,) * tensor.dim(), live))
+            found.append(FillTarget(name, tensor, (0,) * tensor.dim(), live))
             continue
-        for part, offsets in zip(local_parts(tensor), _local_offsets(tensor), strict=True):
+        for part, offsets in zip(local_parts(tensor), local_offsets(tensor), strict=True):
             if part.numel() or tensor.numel() == 0:
-                found.append(Target(name, part.detach(), offsets, live))
+                found.append(FillTarget(name, part.detach(), offsets, live))
     return found
 
 
-def new_targets(checkpoint: Opened, names: Iterable[str]) -> list[Target]:
+def new_targets(checkpoint: Opened, names: Iterable[str]) -> list[FillTarget]:
     """New CPU tensors for the whole content of the named ones, in the order asked for."""
     table = checkpoint.table()
     wanted = list(names)
@@ -93,7 +90,7 @@ def new_targets(checkpoint: Opened, names: Iterable[str]) -> list[Target]:
     for name in wanted:
         _refuse_gaps(checkpoint, name, table[name])
     tensors = {name: empty_for(table[name][0][1].shard, whole=True) for name in wanted}
-    return [Target(name, tensor, (0,) * tensor.dim()) for name, tensor in tensors.items()]
+    return [FillTarget(name, tensor, (0,) * tensor.dim()) for name, tensor in tensors.items()]
 
 
 def _refuse_gaps(checkpoint: Opened, name: str, stored: list[tuple[Index, StoredShard]]) -> None:
@@ -115,20 +112,21 @@ def _refuse_gaps(checkpoint: Opened, name: str, stored: list[tuple[Index, Stored
 def _gaps(checkpoint: Opened, name: str, there: int, wanted: int) -> CheckpointValidationError:
     return CheckpointValidationError(
         f"only {there} of {wanted} elements of {name} are in this checkpoint",
-        missing_keys=(name,), path=checkpoint.path,
-    )  # fmt: skip
+        missing_keys=(name,),
+        path=checkpoint.path,
+    )
 
 
-def reading_list(checkpoint: Opened, targets: Sequence[Target]) -> list[Item]:
+def reading_list(checkpoint: Opened, targets: Sequence[FillTarget]) -> list[ReadItem]:
     """Every stored shard the targets need, once, in the order of the files.
 
     Raises CheckpointValidationError when a tensor is missing, has another shape, or is not there in full.
     """
     require(checkpoint, [target.name for target in targets])
     table = checkpoint.table()
-    items: list[Item] = []
+    items: list[ReadItem] = []
     cut: dict[
-        int, Item
+        int, ReadItem
     ] = {}  # by the stored shard, which the table holds once: several targets may need parts of it
     for target in targets:
         saved = table[target.name]
@@ -139,7 +137,7 @@ def reading_list(checkpoint: Opened, targets: Sequence[Target]) -> list[Item]:
         for index, stored, region in _regions(checkpoint, target, saved):
             item = cut.get(id(stored))
             if item is None:
-                cut[id(stored)] = Item(index, stored, target.live, None, [region])
+                cut[id(stored)] = ReadItem(index, stored, target.live, None, [region])
             else:
                 item.regions = [*item.regions, region]
                 item.live = item.live or target.live
@@ -147,14 +145,14 @@ def reading_list(checkpoint: Opened, targets: Sequence[Target]) -> list[Item]:
     return sorted(items, key=lambda item: (item.stored.file, item.stored.start))
 
 
-def _whole(saved: list[tuple[Index, StoredShard]], target: Target) -> Item | None:
+def _whole(saved: list[tuple[Index, StoredShard]], target: FillTarget) -> ReadItem | None:
     """The usual case: the chunk was saved as it is wanted, and goes into one piece of memory of the same type."""
     tensor = target.tensor
     for index, stored in saved:
         shard = stored.shard
         if shard.sizes == tensor.shape and shard.offsets == target.offsets:
             fits = tensor.dtype == stored_dtype(shard) and tensor.is_cpu and tensor.is_contiguous()
-            return Item(index, stored, target.live, tensor) if fits else None
+            return ReadItem(index, stored, target.live, tensor) if fits else None
     return None
 
 
@@ -164,9 +162,11 @@ def require(checkpoint: Opened, names: Iterable[str]) -> None:
     missing = tuple(name for name in names if name not in table)
     if missing:
         raise CheckpointValidationError(
-            f"{len(missing)} tensors are not in it", missing_keys=missing[:20], path=checkpoint.path,
+            f"{len(missing)} tensors are not in it",
+            missing_keys=missing[:20],
+            path=checkpoint.path,
             hint=f"what is in it: allranks checkpoint show {store_arguments(checkpoint.path, checkpoint.store.spec.options)} --tensors",
-        )  # fmt: skip
+        )
 
 
 def stored_dtype(shard: Shard) -> torch.dtype:
@@ -188,7 +188,7 @@ def empty_for(shard: Shard, whole: bool = False) -> torch.Tensor:
 
 
 def _regions(
-    checkpoint: Opened, target: Target, stored: list[tuple[Index, StoredShard]]
+    checkpoint: Opened, target: FillTarget, stored: list[tuple[Index, StoredShard]]
 ) -> list[tuple[Index, StoredShard, Region]]:
     """The saved regions that make up a target."""
     sizes: tuple[int, ...] = target.tensor.shape
@@ -201,8 +201,9 @@ def _regions(
     ):
         raise CheckpointValidationError(
             f"{target.name} is saved with shape {shape}, wanted are {tuple(sizes)} at {target.offsets}",
-            invalid_keys=(target.name,), path=checkpoint.path,
-        )  # fmt: skip
+            invalid_keys=(target.name,),
+            path=checkpoint.path,
+        )
     chunks = [
         ChunkStorageMetadata(torch.Size(one.shard.offsets), torch.Size(one.shard.sizes)) for _, one in stored
     ]
@@ -211,25 +212,10 @@ def _regions(
     found = []
     by_offsets = {one.shard.offsets: (index, one) for index, one in stored}
     for item in create_read_items_for_chunk_list(target.name, saved, [local]):
-        view = target.tensor
-        for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-            view = view.narrow(dim, offset, length)
+        view = narrowed(target.tensor, item.dest_offsets, item.lengths)
         index, one = by_offsets[tuple(item.storage_index.offset)]
         found.append((index, one, Region(tuple(item.storage_offsets), tuple(item.lengths), view)))
     covered = sum(region.view.numel() for _, _, region in found)
     if covered != target.tensor.numel():
         raise _gaps(checkpoint, target.name, covered, target.tensor.numel())
     return found
-
-
-def _local_offsets(tensor: Any) -> list[tuple[int, ...]]:
-    if is_dtensor(tensor):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        _, offsets = compute_local_shape_and_global_offset(
-            tensor.shape, tensor.device_mesh, tensor.placements
-        )
-        return [tuple(offsets)]
-    if type(tensor).__name__ == "ShardedTensor":
-        return [tuple(shard.metadata.shard_offsets) for shard in tensor.local_shards()]
-    return [(0,) * tensor.dim()]

@@ -13,17 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
-from allranks.checkpoint.checksum import TOGETHER_BYTES
+from allranks.checkpoint.checksum import TOGETHER_BYTES, cores, in_threads
 from allranks.checkpoint.manifest import Index, StoredShard
-from allranks.checkpoint.parallel import cores, in_threads
-from allranks.checkpoint.restore.opened_checkpoint import Opened
-from allranks.checkpoint.restore.regions import Item, empty_for, new_targets, reading_list, stored_dtype
+from allranks.checkpoint.restore.opened_checkpoint import Opened, neighbours
+from allranks.checkpoint.restore.regions import ReadItem, empty_for, new_targets, reading_list, stored_dtype
 from allranks.checkpoint.tensors import memory_of
 from allranks.errors import CheckpointDamaged
 
 #: Neighbouring small shards are fetched together from stores where a read is a request.
 BATCH_BYTES = 32 << 20
-MOST_IN_A_RUN = 512  # a vectored read takes 1024 pieces
 #: What one thread reads in a row at most, so that the kernel reads ahead for it.
 ROW_BYTES = 32 << 20
 #: Requests for runs of shards under way at once.
@@ -37,8 +35,8 @@ class Prepared:
     """Content that was found right: new tensors are filled, live ones untouched until `finish`."""
 
     checkpoint: Opened
-    unread: Sequence[list[Item]]
-    staged: Sequence[tuple[Item, torch.Tensor]]
+    unread: Sequence[list[ReadItem]]
+    staged: Sequence[tuple[ReadItem, torch.Tensor]]
 
     def finish(self) -> None:
         """Fills the live tensors. What raises now has left part of the content in them."""
@@ -54,7 +52,7 @@ def read_whole(checkpoint: Opened, names: Iterable[str]) -> dict[str, torch.Tens
     return {target.name: target.tensor for target in targets}
 
 
-def prepare(checkpoint: Opened, items: Sequence[Item]) -> Prepared:
+def prepare(checkpoint: Opened, items: Sequence[ReadItem]) -> Prepared:
     """Fills the targets of a reading list, but for live ones: what they are to get is only checked.
 
     Raises CheckpointDamaged if any byte is not what was written.
@@ -69,7 +67,7 @@ def prepare(checkpoint: Opened, items: Sequence[Item]) -> Prepared:
     live = _runs([item for item in near if item.live], TOGETHER_BYTES)
     new = _runs([item for item in near if not item.live], TOGETHER_BYTES)
     in_threads(cores(), _rows([*live, *new]), lambda: _Read(checkpoint))
-    staged: list[tuple[Item, torch.Tensor]] = []
+    staged: list[tuple[ReadItem, torch.Tensor]] = []
     fetched = _runs([item for item in items if item.stored.file in far], BATCH_BYTES)
     in_threads(RUNS, fetched, lambda: _Fetch(checkpoint, staged))
     return Prepared(checkpoint, live, staged)
@@ -82,14 +80,14 @@ class _Read:
         self.checkpoint = checkpoint
         self.scratch = memoryview(bytearray(TOGETHER_BYTES))
 
-    def __call__(self, row: Sequence[list[Item]]) -> None:
+    def __call__(self, row: Sequence[list[ReadItem]]) -> None:
         for run in row:
             if run[0].live:
                 self.checkpoint.check_run([(item.index, item.stored) for item in run], self.scratch)
             else:
                 self._read(run)
 
-    def _read(self, run: list[Item]) -> None:
+    def _read(self, run: list[ReadItem]) -> None:
         direct = [
             (item.index, item.stored, memory_of(item.direct)) for item in run if item.direct is not None
         ]
@@ -106,7 +104,7 @@ class _Fill:
     def __init__(self, checkpoint: Opened) -> None:
         self.checkpoint = checkpoint
 
-    def __call__(self, run: list[Item]) -> None:
+    def __call__(self, run: list[ReadItem]) -> None:
         whole = [memory_of(item.direct) for item in run if item.direct is not None]
         source = self.checkpoint.source(run[0].stored.file)
         if len(whole) == len(run) and source.read_cached(run[0].stored.start, whole):
@@ -115,7 +113,7 @@ class _Fill:
             _put(item, self.checkpoint.read_shard)
 
 
-def _put(item: Item, read: Callable[[Index, StoredShard, memoryview], None]) -> None:
+def _put(item: ReadItem, read: Callable[[Index, StoredShard, memoryview], None]) -> None:
     """Reads an item straight into its place if that is one piece of memory, else by way of a tensor of its own."""
     if item.direct is not None:
         read(item.index, item.stored, memory_of(item.direct))
@@ -128,11 +126,11 @@ def _put(item: Item, read: Callable[[Index, StoredShard, memoryview], None]) -> 
 class _Fetch:
     """Fetches runs of neighbours with few requests; keeps what is meant for live tensors."""
 
-    def __init__(self, checkpoint: Opened, staged: list[tuple[Item, torch.Tensor]]) -> None:
+    def __init__(self, checkpoint: Opened, staged: list[tuple[ReadItem, torch.Tensor]]) -> None:
         self.checkpoint = checkpoint
         self.staged = staged
 
-    def __call__(self, run: list[Item]) -> None:
+    def __call__(self, run: list[ReadItem]) -> None:
         if len(run) == 1 and not run[0].live:
             _put(run[0], self.checkpoint.read_shard)
             return
@@ -142,7 +140,7 @@ class _Fetch:
             else:
                 item.place(whole)
 
-    def _fetched(self, run: list[Item]) -> Iterator[tuple[Item, torch.Tensor]]:
+    def _fetched(self, run: list[ReadItem]) -> Iterator[tuple[ReadItem, torch.Tensor]]:
         if len(run) == 1:
             whole = empty_for(run[0].stored.shard)
             self.checkpoint.read_shard(run[0].index, run[0].stored, memory_of(whole))
@@ -163,7 +161,7 @@ class _Fetch:
             yield item, _tensor_over(buffer, at, item)
 
 
-def _tensor_over(buffer: bytearray, at: int, item: Item) -> torch.Tensor:
+def _tensor_over(buffer: bytearray, at: int, item: ReadItem) -> torch.Tensor:
     """A shard as a tensor over the bytes it came in."""
     shard = item.stored.shard
     if not shard.bytes:
@@ -173,11 +171,11 @@ def _tensor_over(buffer: bytearray, at: int, item: Item) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=at).view(shard.sizes)
 
 
-def _rows(runs: Sequence[list[Item]]) -> list[list[list[Item]]]:
+def _rows(runs: Sequence[list[ReadItem]]) -> list[list[list[ReadItem]]]:
     """Runs in rows, in the order of the files, a few for every thread; the large ones first, each on its own."""
     ordered = _large_first(runs)
     limit = min(ROW_BYTES, sum(_length(run) for run in runs) // (4 * cores()))
-    rows: list[list[list[Item]]] = []
+    rows: list[list[list[ReadItem]]] = []
     length = limit
     for run in ordered:
         if length >= limit:
@@ -188,28 +186,15 @@ def _rows(runs: Sequence[list[Item]]) -> list[list[list[Item]]]:
     return rows
 
 
-def _length(run: Sequence[Item]) -> int:
+def _length(run: Sequence[ReadItem]) -> int:
     first, last = run[0].stored, run[-1].stored
     return last.start + last.shard.bytes - first.start
 
 
-def _large_first(runs: Sequence[list[Item]]) -> list[list[Item]]:
+def _large_first(runs: Sequence[list[ReadItem]]) -> list[list[ReadItem]]:
     """In the order of the files, but for the large ones."""
     return sorted(runs, key=lambda run: run[0].stored.shard.bytes < LARGE_BYTES)
 
 
-def _runs(items: Iterable[Item], limit: int) -> list[list[Item]]:
-    """Neighbouring shards of one file in runs of at most `limit` bytes (one shard may be longer)."""
-    runs: list[list[Item]] = []
-    file, start, end = "", 0, -1  # of the run that grows
-    for item in items:
-        stored = item.stored
-        stop = stored.start + stored.shard.bytes
-        follows = stored.start == end and stored.file == file
-        if follows and stop - start <= limit and len(runs[-1]) < MOST_IN_A_RUN:
-            runs[-1].append(item)
-        else:
-            runs.append([item])
-            file, start = stored.file, stored.start
-        end = stop
-    return runs
+def _runs(items: Iterable[ReadItem], limit: int) -> list[list[ReadItem]]:
+    return neighbours(items, lambda item: item.stored, limit)

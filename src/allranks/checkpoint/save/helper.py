@@ -19,12 +19,10 @@ from dataclasses import asdict
 from typing import Any
 
 from allranks.channel.frames import JsonReader, send_json
-from allranks.checkpoint.failure import hint_for, reason_of
-from allranks.checkpoint.layout import FileLayout, lay_out
+from allranks.checkpoint.layout import FileLayout, Shard, lay_out
 from allranks.checkpoint.manifest import MANIFEST, Index, decode_manifest
-from allranks.checkpoint.save import wire
-from allranks.checkpoint.save.writer import SaveJob, as_older, write_checkpoint
-from allranks.checkpoint.stores.store import Store, StoreSpec, open_store
+from allranks.checkpoint.save.writer import Saved, SaveJob, as_older, write_checkpoint
+from allranks.checkpoint.stores.store import Attempt, Store, StoreSpec, hint_for, open_store, reason_of
 from allranks.errors import CheckpointValidationError
 
 SOCKET_FD = 3
@@ -68,7 +66,7 @@ class Helper:
         elif kind == "drop":
             self.arenas.pop(message["id"], None)
         elif kind == "layout":
-            self.layouts[message["id"]] = lay_out(wire.shards_from_json(message["shards"]))
+            self.layouts[message["id"]] = lay_out(shards_from_json(message["shards"]))
         elif kind == "save":
             image = self.arenas[message["arena"]]  # taken now: the rank may drop the arena before its turn
             self.queue_of(message["job"]["store"]["url"]).put({**message, "image": image})
@@ -89,7 +87,7 @@ class Helper:
 
     def save(self, message: dict[str, Any]) -> dict[str, Any]:
         """One save from start to end; never raises."""
-        job = wire.job_from_json(message["job"])
+        job = job_from_json(message["job"])
         try:
             layout, image = self.layouts[message["layout"]], message["image"]
             store = self.store(job.store)
@@ -102,11 +100,14 @@ class Helper:
         except Exception as error:
             import traceback  # only when something fails: the helper is to be small
 
-            path = _path(job)
             return {
-                "kind": "failed", "save": message["save"], "reason": reason_of(error), "path": path,
-                "hint": hint_for(error, message["tier"], job.store.url, job.store.options), "trace": traceback.format_exc(),
-            }  # fmt: skip
+                "kind": "failed",
+                "save": message["save"],
+                "reason": reason_of(error),
+                "path": job.path,
+                "hint": hint_for(error, message["tier"], job.store.url, job.store.options),
+                "trace": traceback.format_exc(),
+            }
 
     def store(self, spec: StoreSpec) -> Store:
         """The open store of an address; opened once, since connections are kept in it."""
@@ -135,10 +136,6 @@ class Helper:
             send_json(self.sock, message)
 
 
-def _path(job: SaveJob) -> str:
-    return f"{job.store.url.rstrip('/')}/{job.attempt.name}"
-
-
 def _watch_parent() -> int | None:
     """A descriptor that becomes readable when the rank has ended; None if it has already."""
     try:
@@ -153,6 +150,36 @@ def main() -> int:
         os.nice(NICENESS)
     Helper(socket.socket(fileno=SOCKET_FD)).serve()
     return 0
+
+
+def job_to_json(job: SaveJob) -> dict[str, Any]:
+    """A job as JSON; the skeletons in it are not copied."""
+    return {**vars(job), "store": asdict(job.store), "attempt": asdict(job.attempt)}
+
+
+def job_from_json(raw: dict[str, Any]) -> SaveJob:
+    """The job again."""
+    return SaveJob(
+        **{
+            **raw,
+            "store": StoreSpec(**raw["store"]),
+            "attempt": Attempt(**raw["attempt"]),
+            "ranks": tuple(raw["ranks"]),
+        }
+    )
+
+
+def shards_from_json(raw: list[list[Any]]) -> list[Shard]:
+    """The shards again; as JSON a shard is a list."""
+    return [
+        Shard(name, dtype, tuple(shape), tuple(offsets), tuple(sizes), length, view)
+        for name, dtype, shape, offsets, sizes, length, view in raw
+    ]
+
+
+def saved_from_json(raw: dict[str, Any]) -> Saved:
+    """A result again."""
+    return Saved(**{**raw, "removed": tuple(raw["removed"]), "left": tuple(raw["left"])})
 
 
 if __name__ == "__main__":

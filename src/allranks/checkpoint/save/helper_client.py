@@ -23,9 +23,8 @@ from typing import Any
 import allranks
 from allranks.channel.frames import JsonReader, send_json
 from allranks.checkpoint.layout import Shard
-from allranks.checkpoint.save import wire
-from allranks.checkpoint.save.arena import Arena
-from allranks.checkpoint.save.helper import SOCKET_FD
+from allranks.checkpoint.save.helper import SOCKET_FD, job_to_json, saved_from_json
+from allranks.checkpoint.save.staging import SharedArena
 from allranks.checkpoint.save.writer import Saved, SaveJob
 from allranks.errors import CheckpointSaveError
 
@@ -34,12 +33,12 @@ RESTARTS = 1
 
 
 @dataclass(frozen=True)
-class Order:
+class SaveOrder:
     """One save as the helper gets it. `layout` identifies `shards`, which are sent once per helper."""
 
     job: SaveJob
     tier: str
-    arena: Arena
+    arena: SharedArena
     layout: int
     shards: list[Shard]
 
@@ -50,8 +49,8 @@ class _Running:
 
     sock: socket.socket
     pid: int
-    owed: dict[int, tuple[Order, Future[Saved], int]] = field(default_factory=dict)
-    arenas: dict[int, weakref.ref[Arena]] = field(default_factory=dict)
+    owed: dict[int, tuple[SaveOrder, Future[Saved], int]] = field(default_factory=dict)
+    arenas: dict[int, weakref.ref[SharedArena]] = field(default_factory=dict)
     layouts: set[int] = field(default_factory=set)
     ended: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -79,7 +78,7 @@ class HelperClient:
                 self._finalizer.detach()
             self._finalizer = weakref.finalize(self, _end, self._running, os.getpid())
 
-    def submit(self, order: Order) -> Future[Saved]:
+    def submit(self, order: SaveOrder) -> Future[Saved]:
         """Hands a save to the helper. The arena must stay untouched until the Future is done."""
         future: Future[Saved] = Future()
         number = next(self._numbers)
@@ -134,7 +133,7 @@ def _start() -> _Running:
     return running
 
 
-def _give(running: _Running, number: int, order: Order, future: Future[Saved], restarts: int) -> None:
+def _give(running: _Running, number: int, order: SaveOrder, future: Future[Saved], restarts: int) -> None:
     with running.lock:
         running.owed[number] = (order, future, restarts)
         dead = running.ended
@@ -145,7 +144,7 @@ def _give(running: _Running, number: int, order: Order, future: Future[Saved], r
         _settle_dead(running)
 
 
-def _send_order(running: _Running, number: int, order: Order) -> None:
+def _send_order(running: _Running, number: int, order: SaveOrder) -> None:
     arena = order.arena
     known = running.arenas.get(arena.id)
     if known is None:
@@ -160,10 +159,14 @@ def _send_order(running: _Running, number: int, order: Order) -> None:
     send_json(
         running.sock,
         {
-            "kind": "save", "save": number, "layout": order.layout, "arena": arena.id, "tier": order.tier,
-            "job": wire.job_to_json(order.job),
+            "kind": "save",
+            "save": number,
+            "layout": order.layout,
+            "arena": arena.id,
+            "tier": order.tier,
+            "job": job_to_json(order.job),
         },
-    )  # fmt: skip
+    )
 
 
 def _listen(running: _Running) -> None:
@@ -189,9 +192,9 @@ def _deliver(running: _Running, message: dict[str, Any]) -> None:
     _finish(order, future, message)
 
 
-def _finish(order: Order, future: Future[Saved], message: dict[str, Any]) -> None:
+def _finish(order: SaveOrder, future: Future[Saved], message: dict[str, Any]) -> None:
     if message["kind"] == "saved":
-        future.set_result(wire.saved_from_json(message["result"]))
+        future.set_result(saved_from_json(message["result"]))
         return
     error = CheckpointSaveError(
         str(message["reason"]), tier=order.tier, path=str(message["path"]), hint=str(message["hint"])
@@ -207,13 +210,14 @@ def _settle_dead(running: _Running) -> None:
     successor: _Running | None = None
     for number, (order, future, restarts) in owed.items():
         if restarts >= RESTARTS:
-            path = f"{order.job.store.url.rstrip('/')}/{order.job.attempt.name}"
             future.set_exception(
                 CheckpointSaveError(
                     f"the helper process (pid {running.pid}) died while saving, {restarts + 1} times",
-                    tier=order.tier, path=path, hint="out of memory? The kernel says so: dmesg | tail",
+                    tier=order.tier,
+                    path=order.job.path,
+                    hint="out of memory? The kernel says so: dmesg | tail",
                 )
-            )  # fmt: skip
+            )
             continue
         successor = successor or _start()
         _give(successor, number, order, future, restarts + 1)

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from allranks.checkpoint.group import Group
+from allranks.checkpoint.group import RankGroup
 from allranks.checkpoint.layout import FileLayout, Shard, lay_out, padded
-from allranks.checkpoint.state import is_dtensor
+from allranks.checkpoint.tensors import is_dtensor, local_parts
 
 try:
     from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
@@ -28,10 +28,19 @@ except ImportError:  # torch < 2.3
     from torch.distributed.checkpoint._dedup_tensors import dedup_tensors as dedup_save_plans
 
 SAFETENSORS_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 _ALIGNMENT = 64
 _plan_ids = itertools.count(1)
@@ -112,9 +121,7 @@ def deduplicate(every: Sequence[Sequence[Any]]) -> list[set[tuple[str, tuple[int
 
 def describe(pieces: Sequence[Piece]) -> list[list[Any]]:
     """What the other ranks must know about this rank's pieces, as JSON."""
-    return [
-        [p.shard.name, list(p.shard.offsets), list(p.shard.sizes), p.shard.bytes] for p in pieces
-    ]  # fmt: skip
+    return [[p.shard.name, list(p.shard.offsets), list(p.shard.sizes), p.shard.bytes] for p in pieces]
 
 
 def make_plan(
@@ -138,7 +145,7 @@ def make_plan(
 class Planner:
     """Keeps the plans of one manager's tensors until they change."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self.group = group
         self._plans: dict[Any, Plan] = {}
 
@@ -183,23 +190,19 @@ def local_tensors(tensors: Mapping[str, torch.Tensor], plan: Plan) -> list[tuple
     return found
 
 
-def local_parts(tensor: Any) -> list[torch.Tensor]:
-    """The plain tensors behind a DTensor, a ShardedTensor or a plain tensor."""
-    if is_dtensor(tensor):
-        return [tensor.to_local()]
-    if type(tensor).__name__ == "ShardedTensor":
-        return [shard.tensor for shard in tensor.local_shards()]
-    return [tensor]
-
-
 def shard_of(name: str, dtype: torch.dtype, data: TensorWriteData) -> Shard:
     """A chunk as DCP describes it, as a shard of ours."""
     known = SAFETENSORS_NAMES.get(dtype)
     item_bytes = torch.empty(0, dtype=dtype).element_size()
     return Shard(
-        name, known or "U8", tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes),
-        data.chunk.sizes.numel() * item_bytes, "" if known else str(dtype).removeprefix("torch."),
-    )  # fmt: skip
+        name,
+        known or "U8",
+        tuple(data.size),
+        tuple(data.chunk.offsets),
+        tuple(data.chunk.sizes),
+        data.chunk.sizes.numel() * item_bytes,
+        "" if known else str(dtype).removeprefix("torch."),
+    )
 
 
 def _write_item(name: str, offsets: list[int], sizes: list[int], length: int) -> WriteItem:

@@ -10,8 +10,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
 from allranks.checkpoint.config import AsyncSavePolicy
-from allranks.checkpoint.save.helper_client import HelperClient, Order
-from allranks.checkpoint.save.snapshot import Snapshot
+from allranks.checkpoint.save.helper_client import HelperClient, SaveOrder
+from allranks.checkpoint.save.snapshot import StateSnapshot
 from allranks.checkpoint.save.writer import Saved, SaveJob
 from allranks.errors import CheckpointSaveError
 
@@ -47,12 +47,12 @@ class Saves:
             self._pending.append(Pending(tier, step, path, future))
         return future
 
-    def submit(self, snapshot: Snapshot, tier: str, job: SaveJob, announced: Future[Saved]) -> None:
+    def submit(self, snapshot: StateSnapshot, tier: str, job: SaveJob, announced: Future[Saved]) -> None:
         """Hands a complete snapshot to the helper; it is held until the save has ended."""
         snapshot.hold()
         try:
             inner = self.helper.submit(
-                Order(job, tier, snapshot.arena, snapshot.plan.id, snapshot.plan.shards)
+                SaveOrder(job, tier, snapshot.arena, snapshot.plan.id, snapshot.plan.shards)
             )
         except Exception as error:
             snapshot.release()
@@ -116,7 +116,7 @@ class Saves:
             taken, self._pending = self._pending, []
         return taken
 
-    def _ended(self, snapshot: Snapshot, announced: Future[Saved], done: Future[Saved]) -> None:
+    def _ended(self, snapshot: StateSnapshot, announced: Future[Saved], done: Future[Saved]) -> None:
         snapshot.release()
         error = done.exception()
         if error is None:

@@ -1,6 +1,6 @@
 """One state of one rank in shared memory: where it came from, who still needs it, and how it gets back.
 
-A `Snapshot` is held by the memory tier and by saves under way. When the last holder lets go, its arena goes back
+A `StateSnapshot` is held by the memory tier and by saves under way. When the last holder lets go, its arena goes back
 to the `ArenaPool`, to be used again: there is no allocation per save.
 """
 
@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from allranks.checkpoint.checksum import best_algorithm, checksum
-from allranks.checkpoint.save.arena import Arena
-from allranks.checkpoint.save.plan import Plan
-from allranks.checkpoint.save.staging import Stager
-from allranks.checkpoint.state import PER_RANK, CheckpointState, is_dtensor
-from allranks.checkpoint.tensors import Flat, flatten, unflatten
+from allranks.checkpoint.save.plan import Plan, local_tensors
+from allranks.checkpoint.save.staging import SharedArena, Stager
+from allranks.checkpoint.state import PER_RANK, CheckpointState
+from allranks.checkpoint.tensors import Flat, as_dtensor, flatten, is_dtensor, local_chunk, unflatten
 from allranks.errors import CheckpointDamaged
 
 #: Hashing a snapshot is a matter of memory bandwidth; whoever needs it waits no longer than this.
@@ -55,11 +54,11 @@ class ArenaPool:
     """Arenas that nobody uses at the moment, and the stagers made for them."""
 
     def __init__(self) -> None:
-        self._free: list[Arena] = []
+        self._free: list[SharedArena] = []
         self._lock = threading.Lock()
         self._stagers: dict[tuple[int, int], Stager] = {}
 
-    def take(self, length: int) -> Arena:
+    def take(self, length: int) -> SharedArena:
         """The smallest free arena that is large enough, or a new one in place of one that is not."""
         with self._lock:
             fitting = sorted((a for a in self._free if a.bytes >= length), key=lambda a: a.bytes)
@@ -68,14 +67,14 @@ class ArenaPool:
                 return fitting[0]
             if self._free:
                 self._drop(self._free.pop())
-        return Arena(length)
+        return SharedArena(length)
 
-    def give(self, arena: Arena) -> None:
+    def give(self, arena: SharedArena) -> None:
         """Takes an arena back."""
         with self._lock:
             self._free.append(arena)
 
-    def stager(self, arena: Arena, plan: Plan) -> Stager:
+    def stager(self, arena: SharedArena, plan: Plan) -> Stager:
         """The stager for an arena and a plan; an arena keeps one, since its header belongs to one plan."""
         key = (arena.id, plan.id)
         with self._lock:
@@ -91,14 +90,14 @@ class ArenaPool:
             while self._free:
                 self._drop(self._free.pop())
 
-    def _drop(self, arena: Arena) -> None:
+    def _drop(self, arena: SharedArena) -> None:
         for key in [k for k in self._stagers if k[0] == arena.id]:
             del self._stagers[key]
         arena.close()
 
 
 @dataclass
-class Snapshot:
+class StateSnapshot:
     """A copied state. `ready` once its bytes are complete; `wraps` rebuilds DTensors around local chunks."""
 
     step: int
@@ -106,7 +105,7 @@ class Snapshot:
     common: Any
     own: Any
     plan: Plan
-    arena: Arena
+    arena: SharedArena
     pool: ArenaPool
     wraps: dict[str, Any]
     ready: bool = False
@@ -115,6 +114,21 @@ class Snapshot:
     _forgotten: bool = False
     _holders: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def begin(cls, state: CheckpointState, flat: FlatState, plan: Plan, pool: ArenaPool) -> StateSnapshot:
+        """An empty snapshot in memory of the pool, to be filled by the pool's stager."""
+        arena, wraps = pool.take(plan.arena_bytes), wraps_of(flat.tensors)
+        return cls(state.step, state.timestamp, flat.common, flat.own, plan, arena, pool, wraps)
+
+    @classmethod
+    def copied(cls, state: CheckpointState, flat: FlatState, plan: Plan, pool: ArenaPool) -> StateSnapshot:
+        """A state copied here and now."""
+        snapshot = cls.begin(state, flat, plan, pool)
+        sources = [source for source, _ in local_tensors(flat.tensors, plan)]
+        pool.stager(snapshot.arena, plan).start(sources, lambda _: False, lambda _: None, background=False)
+        snapshot.ready = True
+        return snapshot
 
     @property
     def bytes(self) -> int:
@@ -164,8 +178,10 @@ class Snapshot:
                 name = key[0]
                 raise CheckpointDamaged(
                     f"{name} in the memory snapshot of step {self.step} does not match its checksum",
-                    invalid_keys=(name,), tier="MEMORY", hint="something wrote into its memory, or the memory is bad",
-                )  # fmt: skip
+                    invalid_keys=(name,),
+                    tier="MEMORY",
+                    hint="something wrote into its memory, or the memory is bad",
+                )
 
     def local_views(self) -> dict[str, list[torch.Tensor]]:
         """name → views of its local chunks inside the arena. Valid while the snapshot is held."""
@@ -201,13 +217,7 @@ class Snapshot:
         wrap = self.wraps.get(name)
         if wrap is None:
             return chunks[0].clone()
-        from torch.distributed.tensor import DTensor
-
-        local: torch.Tensor = DTensor.from_local(
-            chunks[0].clone(), wrap.device_mesh, wrap.placements, run_check=False,
-            shape=wrap.shape, stride=wrap.stride(),
-        )  # fmt: skip
-        return local
+        return as_dtensor(chunks[0].clone(), wrap)
 
 
 @dataclass(frozen=True)
@@ -225,19 +235,11 @@ class _Wrap:
 
     def clone(self) -> torch.Tensor:
         """A DTensor whose local chunk is empty on this rank."""
-        from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        sizes, _ = compute_local_shape_and_global_offset(self.shape, self.device_mesh, self.placements)
-        empty: torch.Tensor = DTensor.from_local(
-            torch.empty(sizes, dtype=self.dtype), self.device_mesh, self.placements, run_check=False,
-            shape=self.shape, stride=self.strides,
-        )  # fmt: skip
-        return empty
+        return as_dtensor(torch.empty(local_chunk(self)[0], dtype=self.dtype), self)
 
 
 def wraps_of(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """What `Snapshot.wraps` needs of the live tensors."""
+    """What `StateSnapshot.wraps` needs of the live tensors."""
     return {
         name: _Wrap(t.device_mesh, t.placements, t.shape, tuple(t.stride()), t.dtype)
         for name, t in tensors.items()

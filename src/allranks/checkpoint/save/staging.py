@@ -1,4 +1,7 @@
-"""The copy out of the model: the only part of a save that training can feel.
+"""Shared memory that a rank copies into, and the copy: the only part of a save that training can feel.
+
+An `SharedArena` is allocated once and used for every save. A memfd has no name to leak and lives exactly as long as a process
+holds it. On a CUDA machine the memory is registered with the driver, so that the copy out of the device is a plain DMA.
 
 Tensors that only the optimizer changes (its parameters and its state) are copied in the background during the
 next forward and backward; `Copy.wait` stands before the optimizer's next step. Everything else (buffers such as
@@ -9,16 +12,64 @@ all the same is noticed by its version counter, and the copy is thrown away: nev
 from __future__ import annotations
 
 import ctypes
+import itertools
+import mmap
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from allranks.checkpoint.save.arena import Arena
+from allranks.checkpoint.layout import padded
 from allranks.checkpoint.save.plan import Placement, Plan
+
+_ids = itertools.count(1)
+
+
+class SharedArena:
+    """A block of shared memory. `view` is its bytes; `fd` is what the helper maps."""
+
+    def __init__(self, length: int) -> None:
+        self.id = next(_ids)
+        self.bytes = max(padded(length), mmap.PAGESIZE)
+        self.fd = os.memfd_create(f"allranks-checkpoint-{self.id}", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, self.bytes)
+        self._map = mmap.mmap(self.fd, self.bytes)
+        self.view = memoryview(self._map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.pinned = _pin(self.address, self.bytes)
+        self._closer = weakref.finalize(self, _close, self.fd, self.address if self.pinned else 0)
+
+    def tensor(self, start: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
+        """A tensor over a part of the block; it keeps the mapping alive, not the arena."""
+        count = 1
+        for size in sizes:
+            count *= size
+        if count == 0:
+            return torch.empty(sizes, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(sizes)
+
+    def close(self) -> None:
+        """Gives the memory back as soon as no tensor over it is left."""
+        self._closer()
+
+
+def _pin(address: int, length: int) -> bool:
+    """Registers the memory for DMA; False without CUDA, or where the driver refuses."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return False
+    return bool(int(torch.cuda.cudart().cudaHostRegister(address, length, 0)) == 0)
+
+
+def _close(fd: int, pinned_address: int) -> None:
+    if pinned_address:
+        torch.cuda.cudart().cudaHostUnregister(pinned_address)
+    os.close(fd)
+
 
 _Pair = tuple[torch.Tensor, torch.Tensor]  # source, destination
 #: A copy in the caller's time is shared by two threads from this size on.
@@ -79,7 +130,7 @@ class _DeviceEvent:
 class Stager:
     """Copies snapshots into one arena by one plan; the destination tensors are made once."""
 
-    def __init__(self, arena: Arena, plan: Plan) -> None:
+    def __init__(self, arena: SharedArena, plan: Plan) -> None:
         self.arena = arena
         self.plan = plan
         header = plan.layout.header
@@ -88,9 +139,12 @@ class Stager:
         self._streams: dict[int, Any] = {}
 
     def start(
-        self, sources: Sequence[torch.Tensor], may_wait: Callable[[torch.Tensor], bool],
-        after: Callable[[BaseException | None], None], background: bool,
-    ) -> Copy:  # fmt: skip
+        self,
+        sources: Sequence[torch.Tensor],
+        may_wait: Callable[[torch.Tensor], bool],
+        after: Callable[[BaseException | None], None],
+        background: bool,
+    ) -> Copy:
         """Begins a copy. `may_wait(source)`: nothing but an attached optimizer changes it. `after(error)` runs
         last, in the background thread, or in this one when nothing is left for the background."""
         pairs = list(zip(sources, self._targets, strict=True))
@@ -208,6 +262,6 @@ def _queue(pairs: Sequence[_Pair]) -> None:
         target.copy_(source, non_blocking=True)
 
 
-def _target(arena: Arena, placement: Placement) -> torch.Tensor:
+def _target(arena: SharedArena, placement: Placement) -> torch.Tensor:
     piece = placement.piece
     return arena.tensor(placement.start, piece.dtype, piece.shard.sizes)

@@ -7,16 +7,16 @@ memory and a `SaveJob`. Out: a committed checkpoint and a `Saved`, or an excepti
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from allranks.checkpoint.checksum import checksum, identifies_content
-from allranks.checkpoint.failure import reason_of
-from allranks.checkpoint.layout import FileLayout, Placed, lay_out
+from allranks.checkpoint.layout import FileLayout, Placed, Shard, lay_out
 from allranks.checkpoint.manifest import (
     MANIFEST,
     DataFile,
@@ -30,10 +30,9 @@ from allranks.checkpoint.manifest import (
     encode_manifest,
     part_name,
 )
-from allranks.checkpoint.save.read_back import read_back
-from allranks.checkpoint.save.retention import prune
-from allranks.checkpoint.stores.store import Attempt, Store, StoreSpec
-from allranks.errors import CheckpointValidationError
+from allranks.checkpoint.stores.listing import prune
+from allranks.checkpoint.stores.store import Attempt, Store, StoreSpec, reason_of
+from allranks.errors import AllranksError, CheckpointDamaged, CheckpointValidationError
 
 T = TypeVar("T")
 
@@ -61,6 +60,11 @@ class SaveJob:
     read_back: bool = False
     job: str = ""
 
+    @property
+    def path(self) -> str:
+        """How the checkpoint is called towards the user."""
+        return f"{self.store.url.rstrip('/')}/{self.attempt.name}"
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -81,9 +85,13 @@ class Peers(Exception):
 
 
 def write_checkpoint(
-    job: SaveJob, layout: FileLayout, image: memoryview, store: Store, older: Index | None = None,
+    job: SaveJob,
+    layout: FileLayout,
+    image: memoryview,
+    store: Store,
+    older: Index | None = None,
     alive: Callable[[], bool] = lambda: True,
-) -> tuple[Saved, Index]:  # fmt: skip
+) -> tuple[Saved, Index]:
     """Writes, waits for the other ranks' parts, commits, prunes. `older` is this rank's last index here."""
     began = time.monotonic()
     try:
@@ -102,63 +110,94 @@ def write_checkpoint(
     removed, left, problem = _keep_house(job, store) if job.rank == job.ranks[0] else ([], [], "")
     done = time.monotonic()
     saved = Saved(
-        store.path_of(job.attempt.name), layout.bytes, reused, wrote - began, done - began, tuple(removed), tuple(left),
+        store.path_of(job.attempt.name),
+        layout.bytes,
+        reused,
+        wrote - began,
+        done - began,
+        tuple(removed),
+        tuple(left),
         problem,
-    )  # fmt: skip
+    )
     return saved, index
 
 
 def _keep_house(job: SaveJob, store: Store) -> tuple[list[str], list[str], str]:
     """(removed, left, what went wrong): old ones that cannot be removed do not make this save a failed one."""
-    removed: list[str] = []
-    left: list[str] = []
+    removed, left, problem = list[str](), list[str](), ""
     try:
         removed, left = prune(store, job.keep_last, spare=job.attempt.name)
         store.tidy()
     except OSError as error:
-        return removed, left, reason_of(error)
-    return removed, left, ""
+        problem = reason_of(error)
+    return removed, left, problem
 
 
 def _write_part(
     job: SaveJob, layout: FileLayout, image: memoryview, store: Store, older: Index | None
 ) -> tuple[Index, Part, int]:
     """Data file, then index; both durable when this returns."""
-    token = job.attempt.token if store.attempt_in_names else ""
-    data_name, index_name = part_name(job.rank, "safetensors", token), part_name(job.rank, "json", token)
-    if store.references:
-        sums = _checksums(layout, image, job.algorithm)
-        reusable = _reusable(layout, sums, older, job)
-        stored, file = _write_changed(job, layout, image, store, sums, reusable, data_name)
-    else:
-        sums = {}
-        hashing = threading.Thread(target=lambda: sums.update(_checksums(layout, image, job.algorithm)))
-        hashing.start()  # hashing and writing at the same time
-        try:
-            store.write(job.attempt, data_name, [image[: layout.bytes]], layout.bytes)
-        finally:
+    name = part_file(store, job.attempt, job.rank, "safetensors")
+    sums: dict[str, str] = {}
+    hashing = threading.Thread(target=lambda: sums.update(_checksums(layout, image, job.algorithm)))
+    hashing.start()
+    reusable: dict[str, StoredShard] = {}
+    try:
+        if store.references:
             hashing.join()
-        reusable = {}
-        stored = [StoredShard(p.shard, data_name, p.start, sums[p.key]) for p in layout.placed]
-        file = _data_file(data_name, layout, job.algorithm)
+            reusable = _reusable(layout, sums, older, job)
+        changed = {p.shard: p for p in layout.placed if p.key not in reusable}
+        written = lay_out(list(changed)) if reusable else layout
+        pieces = _pieces(written, changed, image) if reusable else [image[: layout.bytes]]
+        store.write(
+            job.attempt, name, pieces, written.bytes
+        )  # on a disk: hashing and writing at the same time
+    finally:
+        hashing.join()
+    stored = [StoredShard(p.shard, name, p.start, sums[changed[p.shard].key]) for p in written.placed]
+    file = data_file(name, written, job.algorithm)
+    index = Index(job.rank, job.algorithm, (file,), (*stored, *reusable.values()), job.common, job.own)
     if job.read_back:
-        with contextlib.closing(store.open_staged(job.attempt, data_name)) as source:
-            read_back(source, file, stored, job.algorithm)
-    index = Index(job.rank, job.algorithm, (file,), tuple(stored), job.common, job.own)
-    data = encode_index(index)
-    store.write(job.attempt, index_name, [memoryview(data)], len(data))
-    references = tuple(sorted({kept.file for kept in reusable.values()}))
-    part = Part(job.rank, index_name, len(data), hashlib.sha256(data).hexdigest(), file.bytes, references)
-    return index, part, sum(kept.shard.bytes for kept in reusable.values())
+        _read_back(store, job.attempt, replace(index, shards=tuple(stored)))
+    return index, write_index(store, job.attempt, index), sum(s.shard.bytes for s in reusable.values())
+
+
+def _read_back(store: Store, attempt: Attempt, index: Index) -> None:
+    """Compares what the storage has with what was meant, while the state is still in memory; OSError (EIO)."""
+    from allranks.checkpoint.restore.opened_checkpoint import check_staged  # only who reads back needs it
+
+    try:
+        check_staged(store, attempt, index)
+    except CheckpointDamaged as error:
+        raise OSError(errno.EIO, f"read back is not what was written: {error.reason}") from error
+
+
+def part_file(store: Store, attempt: Attempt, rank: int, suffix: str) -> str:
+    """The name of one rank's file of an attempt in a store."""
+    return part_name(rank, suffix, attempt.token if store.attempt_in_names else "")
+
+
+def data_file(name: str, layout: FileLayout, algorithm: str) -> DataFile:
+    """A data file as its index knows it."""
+    return DataFile(name, layout.bytes, len(layout.header), checksum(layout.header, algorithm))
+
+
+def write_index(store: Store, attempt: Attempt, index: Index) -> Part:
+    """Writes an index file; the part that the manifest names."""
+    name, data = part_file(store, attempt, index.rank, "json"), encode_index(index)
+    store.write(attempt, name, [memoryview(data)], len(data))
+    return _part(name, data, index)
+
+
+def _part(name: str, data: bytes, index: Index) -> Part:
+    references = tuple(sorted({s.file for s in index.shards if s.file.startswith("../")}))
+    size = sum(file.bytes for file in index.files)
+    return Part(index.rank, name, len(data), hashlib.sha256(data).hexdigest(), size, references)
 
 
 def _checksums(layout: FileLayout, image: memoryview, algorithm: str) -> dict[str, str]:
     """key → checksum of every shard of the image."""
     return {p.key: checksum(image[p.start : p.start + p.shard.bytes], algorithm) for p in layout.placed}
-
-
-def _data_file(name: str, layout: FileLayout, algorithm: str) -> DataFile:
-    return DataFile(name, layout.bytes, len(layout.header), checksum(layout.header, algorithm))
 
 
 def _reusable(
@@ -176,24 +215,7 @@ def _reusable(
     return found
 
 
-def _write_changed(
-    job: SaveJob, layout: FileLayout, image: memoryview, store: Store, sums: dict[str, str],
-    reusable: dict[str, StoredShard], name: str,
-) -> tuple[list[StoredShard], DataFile]:  # fmt: skip
-    """Writes a data file with the shards that changed; the others are pointed at."""
-    if not reusable:
-        store.write(job.attempt, name, [image[: layout.bytes]], layout.bytes)
-        stored = [StoredShard(p.shard, name, p.start, sums[p.key]) for p in layout.placed]
-        return stored, _data_file(name, layout, job.algorithm)
-    changed = [p for p in layout.placed if p.key not in reusable]
-    smaller = lay_out([p.shard for p in changed])
-    by_shard = {p.shard: p for p in changed}
-    store.write(job.attempt, name, _pieces(smaller, by_shard, image), smaller.bytes)
-    stored = [StoredShard(p.shard, name, p.start, sums[by_shard[p.shard].key]) for p in smaller.placed]
-    return stored + list(reusable.values()), _data_file(name, smaller, job.algorithm)
-
-
-def _pieces(layout: FileLayout, source: Mapping[Any, Placed], image: memoryview) -> Iterator[memoryview]:
+def _pieces(layout: FileLayout, source: Mapping[Shard, Placed], image: memoryview) -> Iterator[memoryview]:
     yield memoryview(layout.header)
     for placed in layout.placed:
         start = source[placed.shard].start
@@ -237,39 +259,41 @@ def collect(job: SaveJob, mine: Part, store: Store, alive: Callable[[], bool]) -
             raise Peers(f"no part from ranks {missing} after {job.commit_timeout_s:.0f} s")
     ordered = tuple(parts[rank] for rank in job.ranks)
     return Manifest(
-        job.step, job.epoch, job.world_size, job.timestamp, job.attempt.token, ordered, dict(job.metrics), job=job.job
-    )  # fmt: skip
+        job.step,
+        job.epoch,
+        job.world_size,
+        job.timestamp,
+        job.attempt.token,
+        ordered,
+        dict(job.metrics),
+        job=job.job,
+    )
 
 
 def part_of(job: SaveJob, rank: int, store: Store) -> Part | None:
     """What a rank has written, as the manifest will know it; None while it has not."""
-    token = job.attempt.token if store.attempt_in_names else ""
-    name = part_name(rank, "json", token)
+    name = part_file(store, job.attempt, rank, "json")
     data = store.staged(job.attempt, name)
     if data is None:
-        failed = store.staged(job.attempt, _failed_name(rank, token))
+        failed = store.staged(job.attempt, part_file(store, job.attempt, rank, "failed"))
         if failed is not None:
             raise Peers(f"rank {rank} could not write its part: {failed.decode(errors='replace')}")
         return None
     try:
-        index = decode_index(data, name)
+        return _part(name, data, decode_index(data, name))
     except CheckpointValidationError:
         return None  # seen while being written; looked at again
-    references = tuple(sorted({s.file for s in index.shards if s.file.startswith("../")}))
-    size = sum(file.bytes for file in index.files)
-    return Part(rank, name, len(data), hashlib.sha256(data).hexdigest(), size, references)
 
 
 def _await_commit(job: SaveJob, store: Store, alive: Callable[[], bool]) -> None:
     """A rank that does not commit waits until it sees the manifest of this very attempt."""
     first = job.ranks[0]
-    token = job.attempt.token if store.attempt_in_names else ""
     for wait in _patiently(job, alive):
         with contextlib.suppress(FileNotFoundError, CheckpointValidationError):
             manifest = decode_manifest(store.read(job.attempt.name, MANIFEST), job.attempt.name)
             if manifest.attempt == job.attempt.token:
                 return
-        failed = store.staged(job.attempt, _failed_name(first, token))
+        failed = store.staged(job.attempt, part_file(store, job.attempt, first, "failed"))
         if failed is not None:
             raise Peers(f"rank {first} did not commit: {failed.decode(errors='replace')}")
         if wait is None:
@@ -290,14 +314,10 @@ def _patiently(job: SaveJob, alive: Callable[[], bool]) -> Iterator[float | None
 
 def _give_up(job: SaveJob, store: Store, error: BaseException) -> None:
     """Tells the other ranks why; the committing rank also removes what was written, when alone."""
-    token = job.attempt.token if store.attempt_in_names else ""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(OSError, AllranksError):
         if len(job.ranks) == 1:
             store.abandon(job.attempt)
             return
         text = f"{type(error).__name__}: {error}".encode()
-        store.write(job.attempt, _failed_name(job.rank, token), [memoryview(text)], len(text))
-
-
-def _failed_name(rank: int, token: str) -> str:
-    return part_name(rank, "failed", token)
+        name = part_file(store, job.attempt, job.rank, "failed")
+        store.write(job.attempt, name, [memoryview(text)], len(text))

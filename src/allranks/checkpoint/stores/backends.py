@@ -11,25 +11,20 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 from allranks.checkpoint.checksum import best_algorithm
 from allranks.checkpoint.config import CheckpointLoadConfig
-from allranks.checkpoint.failure import hint_for, reason_of
 from allranks.checkpoint.inspect import verify_checkpoint
-from allranks.checkpoint.restore.into_state import read_state
-from allranks.checkpoint.restore.opened_checkpoint import opened
-from allranks.checkpoint.restore.pt_file import is_legacy, load_legacy
-from allranks.checkpoint.save.arena import Arena
-from allranks.checkpoint.save.plan import find_pieces, local_tensors, make_plan
-from allranks.checkpoint.save.retention import decide, look, look_closely, remove
-from allranks.checkpoint.save.snapshot import flatten_state
-from allranks.checkpoint.save.staging import Stager
+from allranks.checkpoint.restore.into_state import load_state
+from allranks.checkpoint.restore.torch_files import is_legacy, load_legacy
+from allranks.checkpoint.save.plan import find_pieces, make_plan
+from allranks.checkpoint.save.snapshot import ArenaPool, StateSnapshot, flatten_state
 from allranks.checkpoint.save.writer import SaveJob, write_checkpoint
 from allranks.checkpoint.state import CheckpointState
 from allranks.checkpoint.stores.file_store import FileStore
-from allranks.checkpoint.stores.store import Attempt, Store, StoreSpec, open_store
-from allranks.errors import AllranksError, CheckpointLoadError, CheckpointSaveError, CheckpointValidationError
+from allranks.checkpoint.stores.listing import decide, list_checkpoints, look_closely, remove
+from allranks.checkpoint.stores.store import Attempt, Store, StoreSpec, hint_for, open_store, reason_of
+from allranks.errors import CheckpointSaveError
 
 
 class Backend:
@@ -50,7 +45,30 @@ class Backend:
 
     def save(self, state: CheckpointState, path: str) -> str:
         """Saves now; durable when it returns. Raises CheckpointSaveError, and leaves no half checkpoint."""
-        return self._write(state.to_dict(), state, path)
+        store, name = self.store, self._name(path)
+        try:
+            flat = flatten_state(state, 0)
+            plan = make_plan("", find_pieces(flat.tensors), None, True)
+            snapshot = StateSnapshot.copied(state, flat, plan, ArenaPool())
+            job = SaveJob(
+                self.spec,
+                Attempt(name, secrets.token_hex(6)),
+                rank=0,
+                ranks=(0,),
+                world_size=state.world_size,
+                step=state.step,
+                epoch=state.epoch,
+                timestamp=state.timestamp,
+                algorithm=best_algorithm(),
+                common=flat.common,
+                own=flat.own,
+            )
+            write_checkpoint(job, plan.layout, snapshot.arena.view, store)
+        except (OSError, TypeError) as error:
+            reason = str(error) if isinstance(error, TypeError) else reason_of(error)
+            hint = hint_for(error, store.tier, self.spec.url, self.spec.options)
+            raise CheckpointSaveError(reason, tier=store.tier, path=store.path_of(name), hint=hint) from error
+        return store.path_of(name)
 
     def save_async(self, state: CheckpointState, path: str) -> Future[str]:
         """Copies now, writes in a thread; the Future raises CheckpointSaveError when it fails."""
@@ -70,18 +88,7 @@ class Backend:
         """Loads and verifies one checkpoint; whole CPU tensors."""
         name = self._name(path)
         self.settle(self.store.path_of(name))
-        try:
-            with opened(self.store, name) as checkpoint:
-                return read_state(checkpoint, 0)
-        except CheckpointValidationError as error:
-            raise CheckpointLoadError(
-                error.reason, tier=self.store.tier, path=self.store.path_of(name), hint=error.hint
-            ) from error
-        except OSError as error:
-            raise CheckpointLoadError(
-                reason_of(error), tier=self.store.tier, path=self.store.path_of(name),
-                hint=hint_for(error, self.store.tier, self.spec.url, self.spec.options),
-            ) from error  # fmt: skip
+        return load_state(self.store, name, 0)
 
     def exists(self, path: str) -> bool:
         """Whether a complete checkpoint of that name is there."""
@@ -91,10 +98,8 @@ class Backend:
 
     def list_checkpoints(self, prefix: str = "") -> list[str]:
         """The names of all complete checkpoints, oldest step first."""
-        found = sorted(
-            (kept for kept in look(self.store) if kept.valid), key=lambda kept: (kept.step, kept.name)
-        )
-        return [kept.name for kept in found if kept.name.startswith(prefix)]
+        found = list_checkpoints(self.store)
+        return [one.name for one in found if not one.problem and one.name.startswith(prefix)]
 
     def delete(self, path: str) -> None:
         """Deletes one; FileNotFoundError when it is not there, BlockingIOError while somebody reads it."""
@@ -120,28 +125,6 @@ class Backend:
     def _name(self, path: str) -> str:
         base = self.store.path_of("").rstrip("/")
         return str(path).removeprefix(base).strip("/")
-
-    def _write(self, _: dict[str, Any], state: CheckpointState, path: str) -> str:
-        name = self._name(path)
-        try:
-            flat = flatten_state(state, 0)
-            plan = make_plan("", find_pieces(flat.tensors), None, True)
-            arena = Arena(plan.arena_bytes)
-            sources = [source for source, _ in local_tensors(flat.tensors, plan)]
-            Stager(arena, plan).start(sources, lambda _: False, lambda _: None, background=False)
-            job = SaveJob(
-                self.spec, Attempt(name, secrets.token_hex(6)), 0, (0,), state.world_size, state.step, state.epoch,
-                state.timestamp, best_algorithm(), flat.common, flat.own,
-            )  # fmt: skip
-            write_checkpoint(job, plan.layout, arena.view, self.store)
-        except AllranksError:
-            raise
-        except (OSError, TypeError) as error:
-            raise CheckpointSaveError(
-                str(error) if isinstance(error, TypeError) else reason_of(error), tier=self.store.tier,
-                path=self.store.path_of(name), hint=hint_for(error, self.store.tier, self.spec.url, self.spec.options),
-            ) from error  # fmt: skip
-        return self.store.path_of(name)
 
 
 class NVMeBackend(Backend):
@@ -183,10 +166,17 @@ class S3Backend(Backend):
     """A bucket of any object store (`bucket` may be a URL such as gs://name). Options go to obstore."""
 
     def __init__(
-        self, bucket: str, prefix: str = "", region: str | None = None, connect_timeout: float = 10,
-        read_timeout: float = 60, max_retries: int = 3, retry_mode: str = "adaptive",
-        endpoint_url: str | None = None, options: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        bucket: str,
+        prefix: str = "",
+        region: str | None = None,
+        connect_timeout: float = 10,
+        read_timeout: float = 60,
+        max_retries: int = 3,
+        retry_mode: str = "adaptive",
+        endpoint_url: str | None = None,
+        options: Mapping[str, str] | None = None,
+    ) -> None:
         base = bucket if "://" in bucket else f"s3://{bucket}"
         url = "/".join(part for part in (base.rstrip("/"), prefix.strip("/")) if part)
         given = {"endpoint": endpoint_url or "", "region": region or ""}

@@ -30,7 +30,7 @@ READING_LIMIT_S = 3600.0
 LEFT_BEHIND_S = 24 * 3600.0
 
 
-class Blobs(Protocol):
+class BlobStore(Protocol):
     """Bytes by key, as object stores have them. Keys are relative to the store's address."""
 
     def put(self, key: str, pieces: Pieces, length: int) -> None: ...
@@ -54,7 +54,7 @@ class KeyedStore:
 
     attempt_in_names = True
 
-    def __init__(self, blobs: Blobs, spec: StoreSpec, tier: str, *, references: bool) -> None:
+    def __init__(self, blobs: BlobStore, spec: StoreSpec, tier: str, *, references: bool) -> None:
         self.blobs = blobs
         self.spec = spec
         self.tier = tier
@@ -110,8 +110,11 @@ class KeyedStore:
         stale = [
             key
             for key, changed in listed
-            if _OURS.fullmatch(key) and key.split("/")[0] not in complete and changed < limit and key not in referenced
-        ]  # fmt: skip
+            if _OURS.fullmatch(key)
+            and key.split("/")[0] not in complete
+            and changed < limit
+            and key not in referenced
+        ]
         self.blobs.delete(stale)
         return stale
 
@@ -233,7 +236,7 @@ class BlobSource:
 
     wide_reads = True
 
-    def __init__(self, blobs: Blobs, key: str) -> None:
+    def __init__(self, blobs: BlobStore, key: str) -> None:
         self.blobs = blobs
         self.key = key
         self.bytes = blobs.size(key)

@@ -6,8 +6,8 @@ import logging
 import threading
 from typing import Any
 
-from allranks.checkpoint.save.plan import find_pieces, fingerprint, local_tensors, make_plan
-from allranks.checkpoint.save.snapshot import ArenaPool, Snapshot, flatten_state, wraps_of
+from allranks.checkpoint.save.plan import find_pieces, fingerprint, make_plan
+from allranks.checkpoint.save.snapshot import ArenaPool, StateSnapshot, flatten_state
 from allranks.checkpoint.state import CheckpointState
 from allranks.errors import CheckpointDamaged, MemoryLimitExceeded
 
@@ -22,14 +22,17 @@ class MemorySnapshotBackend:
     """
 
     def __init__(
-        self, max_snapshots: int = 2, max_memory_mb: float | None = None, memory_warning_threshold: float = 0.8,
+        self,
+        max_snapshots: int = 2,
+        max_memory_mb: float | None = None,
+        memory_warning_threshold: float = 0.8,
         pool: ArenaPool | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.max_snapshots = max_snapshots
         self.max_memory_mb = max_memory_mb
         self.memory_warning_threshold = memory_warning_threshold
-        self._pool = pool or ArenaPool()
-        self._snapshots: list[Snapshot] = []
+        self.pool = pool or ArenaPool()
+        self._snapshots: list[StateSnapshot] = []
         self._lock = threading.Lock()
         self._plans: dict[str, Any] = {}
         self.damaged: dict[int, str] = {}  # step → why its snapshot was dropped, until there is a new one
@@ -84,15 +87,7 @@ class MemorySnapshotBackend:
             self._plans = {mark: make_plan(mark, find_pieces(flat.tensors), None, True)}
         plan = self._plans[mark]
         self.make_room(plan.arena_bytes)
-        snapshot = Snapshot(
-            state.step, state.timestamp, flat.common, flat.own, plan, self._pool.take(plan.arena_bytes), self._pool,
-            wraps_of(flat.tensors),
-        )  # fmt: skip
-        sources = [source for source, _ in local_tensors(flat.tensors, plan)]
-        self._pool.stager(snapshot.arena, plan).start(
-            sources, lambda _: False, lambda _: None, background=False
-        )
-        snapshot.ready = True
+        snapshot = StateSnapshot.copied(state, flat, plan, self.pool)
         self.add(snapshot)
         snapshot.seal()
 
@@ -117,7 +112,7 @@ class MemorySnapshotBackend:
         finally:
             snapshot.release()
 
-    def find(self, step: int) -> Snapshot | None:
+    def find(self, step: int) -> StateSnapshot | None:
         """The snapshot of a step, held for the caller, who must release it."""
         with self._lock:
             for snapshot in reversed(self._snapshots):
@@ -152,10 +147,11 @@ class MemorySnapshotBackend:
         if limit is not None and usage > self.memory_warning_threshold * limit:
             log.warning(
                 "[MEMORY] snapshots use %.1fMB of %.1fMB: the next larger state will not fit",
-                usage / _MB, limit / _MB,
-            )  # fmt: skip
+                usage / _MB,
+                limit / _MB,
+            )
 
-    def add(self, snapshot: Snapshot) -> None:
+    def add(self, snapshot: StateSnapshot) -> None:
         """Keeps a snapshot; one that is not ready yet counts from when it is."""
         snapshot.hold()
         self.damaged.clear()
@@ -172,7 +168,7 @@ class MemorySnapshotBackend:
         for snapshot in [one for one in self._ready() if one.step == step]:
             self.discard(snapshot)
 
-    def discard(self, snapshot: Snapshot) -> None:
+    def discard(self, snapshot: StateSnapshot) -> None:
         """Lets go of a snapshot that is no good."""
         with self._lock:
             known = snapshot in self._snapshots
@@ -180,7 +176,7 @@ class MemorySnapshotBackend:
         if known:
             _let_go(snapshot)
 
-    def _ready(self) -> list[Snapshot]:
+    def _ready(self) -> list[StateSnapshot]:
         with self._lock:
             return [snapshot for snapshot in self._snapshots if snapshot.ready]
 
@@ -188,7 +184,7 @@ class MemorySnapshotBackend:
         return sum(snapshot.bytes for snapshot in self._snapshots)
 
 
-def _let_go(snapshot: Snapshot) -> None:
+def _let_go(snapshot: StateSnapshot) -> None:
     """Its memory is free for the next one when this returns, unless a save still needs it."""
     snapshot.forget()
     snapshot.release()

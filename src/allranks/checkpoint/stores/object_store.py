@@ -24,11 +24,28 @@ CONCURRENCY = 6
 _METADATA_HOSTS = ("169.254.169.254", "169.254.170.2", "/latest/api/token", "/latest/meta-data/iam")
 #: Options of obstore's HTTP client. Among those of the store itself they make it panic.
 _CLIENT_OPTIONS = frozenset(
-    ("allow_http", "allow_invalid_certificates", "connect_timeout", "default_content_type", "http1_only",
-     "http2_keep_alive_interval", "http2_keep_alive_timeout", "http2_keep_alive_while_idle", "http2_max_frame_size",
-     "http2_only", "pool_idle_timeout", "pool_max_idle_per_host", "proxy_ca_certificate", "proxy_excludes", "proxy_url",
-     "randomize_addresses", "timeout", "user_agent")
-)  # fmt: skip
+    [
+        "allow_http",
+        "allow_invalid_certificates",
+        "connect_timeout",
+        "default_content_type",
+        "http1_only",
+        "http2_keep_alive_interval",
+        "http2_keep_alive_timeout",
+        "http2_keep_alive_while_idle",
+        "http2_max_frame_size",
+        "http2_only",
+        "pool_idle_timeout",
+        "pool_max_idle_per_host",
+        "proxy_ca_certificate",
+        "proxy_excludes",
+        "proxy_url",
+        "randomize_addresses",
+        "timeout",
+        "user_agent",
+    ]
+)
+_STATUS = re.compile(r"status code: (\d{3})")
 _KEY_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -42,7 +59,7 @@ def open_object_store(spec: StoreSpec) -> KeyedStore:
 
 
 class ObjectBlobs:
-    """The `keyed_store.Blobs` of an object store. Retries are obstore's, within the limits of the options."""
+    """The `keyed_store.BlobStore` of an object store. Retries are obstore's, within the limits of the options."""
 
     def __init__(self, spec: StoreSpec) -> None:
         _refuse_after_fork()
@@ -51,20 +68,14 @@ class ObjectBlobs:
 
     def put(self, key: str, pieces: Pieces, length: int) -> None:
         listed = pieces if isinstance(pieces, (list, tuple)) else None
-        body: Any = listed[0] if listed is not None and len(listed) == 1 else iter(pieces)
         part_bytes = max(PART_BYTES, -(-length // MAX_PARTS))
         with _as_os_errors():
             if length <= part_bytes and listed is not None:
                 self._obstore.put(self._store, key, b"".join(listed), use_multipart=False)
-            else:
-                self._obstore.put(
-                    self._store,
-                    key,
-                    body,
-                    use_multipart=True,
-                    chunk_size=part_bytes,
-                    max_concurrency=CONCURRENCY,
-                )
+                return
+            body: Any = listed[0] if listed is not None and len(listed) == 1 else iter(pieces)
+            limits = {"use_multipart": True, "chunk_size": part_bytes, "max_concurrency": CONCURRENCY}
+            self._obstore.put(self._store, key, body, **limits)
 
     def put_if(self, key: str, data: bytes, expected: str | None) -> None:
         mode: Any = "create" if expected is None else {"e_tag": expected}
@@ -142,6 +153,7 @@ def _from_url(spec: StoreSpec, options: dict[str, str]) -> Any:
         raise ValueError("timeout_s must be above 0, max_retries not below")
     client = {key: options.pop(key) for key in _CLIENT_OPTIONS & options.keys()}
     config = _aws_config(options) if spec.url.startswith(("s3://", "s3a://")) else options
+    backoff = {"base": 2, "init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5)}
     return from_url(
         spec.url,
         config=config or None,
@@ -154,11 +166,7 @@ def _from_url(spec: StoreSpec, options: dict[str, str]) -> Any:
         retry_config={
             "max_retries": retries,
             "retry_timeout": timedelta(seconds=3 * seconds),
-            "backoff": {
-                "base": 2,
-                "init_backoff": timedelta(milliseconds=100),
-                "max_backoff": timedelta(seconds=5),
-            },
+            "backoff": backoff,
         },
     )
 
@@ -184,7 +192,7 @@ def _shared_credentials() -> dict[str, str]:
         profile = parser[os.environ.get("AWS_PROFILE", "default")]
     except (configparser.Error, KeyError, OSError):
         return {}
-    wanted = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key", "aws_session_token": "session_token"}  # fmt: skip
+    wanted = {f"aws_{name}": name for name in ("access_key_id", "secret_access_key", "session_token")}
     return {name: profile[key] for key, name in wanted.items() if key in profile}
 
 
@@ -199,13 +207,15 @@ def _as_os_errors() -> Iterator[None]:
 
 def _os_error(error: Exception) -> OSError:
     kind, text = type(error).__name__, str(error)
-    if isinstance(error, FileNotFoundError) or kind == "NotFoundError":
+    found = _STATUS.search(text)  # what the server said; elsewhere digits may be a port, a name or a time
+    status = int(found[1]) if found else 0
+    if any(host in text for host in _METADATA_HOSTS) or "credential" in text.lower():
+        return PermissionError(errno.EACCES, f"NoCredentialsError: no credentials found ({_short(text)})")
+    if isinstance(error, FileNotFoundError) or kind == "NotFoundError" or status == 404:
         return FileNotFoundError(errno.ENOENT, _short(text))
     if kind in {"AlreadyExistsError", "PreconditionError"}:
         return FileExistsError(errno.EEXIST, "another saver has written this checkpoint's manifest")
-    if any(host in text for host in _METADATA_HOSTS) or "credential" in text.lower():
-        return PermissionError(errno.EACCES, f"NoCredentialsError: no credentials found ({_short(text)})")
-    if kind in {"PermissionDeniedError", "UnauthenticatedError"} or re.search(r"\b(403|401)\b", text):
+    if kind in {"PermissionDeniedError", "UnauthenticatedError"} or status in (401, 403):
         return PermissionError(errno.EACCES, f"403 Forbidden: {_short(text)}")
     return OSError(errno.EIO, _short(text))
 

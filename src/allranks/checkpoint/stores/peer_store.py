@@ -39,7 +39,7 @@ def open_peers(spec: StoreSpec) -> KeyedStore:
     return KeyedStore(blobs, spec, "PEER", references=False)
 
 
-class Keeper:
+class KeeperClient:
     """The client of one snapshot keeper. Connections are kept and used by one thread at a time."""
 
     def __init__(self, address: str, token: str) -> None:
@@ -124,12 +124,14 @@ class Keeper:
 
 
 class PeerBlobs:
-    """The `keyed_store.Blobs` of all keepers together."""
+    """The `keyed_store.BlobStore` of all keepers together."""
 
     def __init__(self, addresses: list[str], job: str, token: str, node: int) -> None:
         tokens = token.split("\n")
         each = tokens if len(tokens) == len(addresses) else [token] * len(addresses)
-        self.keepers = [Keeper(address, secret) for address, secret in zip(addresses, each, strict=True)]
+        self.keepers = [
+            KeeperClient(address, secret) for address, secret in zip(addresses, each, strict=True)
+        ]
         self.prefix = f"{job}/"
         self.node = node % len(addresses)
 
@@ -141,7 +143,7 @@ class PeerBlobs:
     def put_if(self, key: str, data: bytes, expected: str | None) -> None:
         """Every keeper gets the manifest; each checks that it knew none, or the one replaced."""
 
-        def put(keeper: Keeper) -> None:
+        def put(keeper: KeeperClient) -> None:
             try:
                 version: str | None = keeper.get(self.prefix + key)[1] if expected is not None else None
             except FileNotFoundError:
@@ -164,7 +166,7 @@ class PeerBlobs:
     def keys(self, prefix: str) -> list[tuple[str, float]]:
         found: dict[str, float] = {}
 
-        def ask(keeper: Keeper) -> None:
+        def ask(keeper: KeeperClient) -> None:
             for key, changed, _ in keeper.ask({"do": "list", "prefix": self.prefix + prefix})["keys"]:
                 found[key.removeprefix(self.prefix)] = changed
 
@@ -180,14 +182,16 @@ class PeerBlobs:
         for keeper in self.keepers:
             keeper.close()
 
-    def _at(self, number: int) -> Keeper:
+    def _at(self, number: int) -> KeeperClient:
         return self.keepers[number % len(self.keepers)]
 
-    def _nearest(self) -> list[Keeper]:
+    def _nearest(self) -> list[KeeperClient]:
         """All keepers, this node's first."""
         return [self._at(self.node + distance) for distance in range(len(self.keepers))]
 
-    def _everywhere(self, keepers: dict[Keeper, None], act: Callable[[Keeper], object], what: str) -> None:
+    def _everywhere(
+        self, keepers: dict[KeeperClient, None], act: Callable[[KeeperClient], object], what: str
+    ) -> None:
         """Acts on each; one success is enough, the failed ones are said."""
         done, first = 0, None
         for keeper in keepers:
@@ -202,7 +206,7 @@ class PeerBlobs:
         if not done:
             raise first or ConnectionRefusedError(errno.ECONNREFUSED, "no snapshot keeper answers")
 
-    def _anywhere(self, key: str, act: Callable[[Keeper], T]) -> T:
+    def _anywhere(self, key: str, act: Callable[[KeeperClient], T]) -> T:
         """The first keeper that has it. FileNotFoundError only if all of them answered that they do not."""
         silent: OSError | None = None
         for keeper in self._nearest():
@@ -217,7 +221,7 @@ class PeerBlobs:
             raise silent
         raise FileNotFoundError(errno.ENOENT, f"{key} is kept by no snapshot keeper")
 
-    def _with(self, keeper: Keeper, act: Callable[[Keeper], T]) -> T:
+    def _with(self, keeper: KeeperClient, act: Callable[[KeeperClient], T]) -> T:
         if time.monotonic() < keeper.down_until:
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"{keeper.address} did not answer a moment ago")
         for attempt in (1, 2):  # a kept connection may be of a keeper that was restarted since

@@ -20,14 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from allranks.channel.frames import (
-    is_intact,
-    next_json,
-    read_into,
-    send_checksum,
-    send_from,
-    send_json,
-)
+from allranks.channel.frames import is_intact, next_json, read_into, send_checksum, send_from, send_json
 from allranks.channel.handshake import ChannelError
 from allranks.channel.keys import Keyring
 from allranks.channel.server import MemberServer

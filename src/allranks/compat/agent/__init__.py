@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from allranks.elastic.torchrun import ElasticTrainingConfig
 from allranks.elastic.world import (
+    ElasticTrainingConfig,
     WorldInfo,
     barrier,
     broadcast_object,

@@ -12,7 +12,7 @@ from typing import ClassVar
 from allranks.elastic.data import DatasetState, ResumableDataset
 from allranks.elastic.index import IndexBuilder as _Builder
 from allranks.elastic.index import TokenIndexFile
-from allranks.elastic.index.layout import IndexHeader as _Header
+from allranks.elastic.index.file import IndexHeader as _Header
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from allranks.elastic.config.check import (
     validate_config,
     validate_elastic_config,
 )
-from allranks.elastic.config.problems import Problem, ValidationResult
 from allranks.elastic.config.s3 import validate_s3_access
+from allranks.elastic.config.yaml_tree import ConfigProblem, ValidationResult
 
 __all__ = [
+    "ConfigProblem",
     "JobConfig",
-    "Problem",
     "ValidationResult",
     "check",
     "json_schema",

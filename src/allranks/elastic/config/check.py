@@ -9,9 +9,8 @@ from types import ModuleType
 from typing import Any
 
 from allranks.elastic.config.messages import near, not_a_mapping, sentence, written
-from allranks.elastic.config.problems import Problem, ValidationResult, result_of
 from allranks.elastic.config.relations import find_breaches
-from allranks.elastic.config.tree import Tree, read_tree
+from allranks.elastic.config.yaml_tree import ConfigProblem, Tree, ValidationResult, read_tree, result_of
 from allranks.errors import ConfigurationError, InputError, require
 
 
@@ -28,8 +27,8 @@ class Checked:
     """`config` is the typed configuration (a JobConfig), None when there are errors."""
 
     config: Any = None
-    errors: list[Problem] = field(default_factory=list)
-    warnings: list[Problem] = field(default_factory=list)
+    errors: list[ConfigProblem] = field(default_factory=list)
+    warnings: list[ConfigProblem] = field(default_factory=list)
 
 
 def check(source: Any) -> Checked:
@@ -92,7 +91,9 @@ def _tree(source: Any) -> Tree:
         try:
             return Tree(OmegaConf.to_container(source, resolve=True))
         except Exception as error:  # its many interpolation errors
-            return Tree(problems=[Problem(f"cannot resolve the container: {str(error).splitlines()[0]}")])
+            return Tree(
+                problems=[ConfigProblem(f"cannot resolve the container: {str(error).splitlines()[0]}")]
+            )
     return Tree(source)
 
 
@@ -102,8 +103,8 @@ class _Check:
 
     tree: Tree
     schema: ModuleType
-    errors: list[Problem] = field(default_factory=list)
-    warnings: list[Problem] = field(default_factory=list)
+    errors: list[ConfigProblem] = field(default_factory=list)
+    warnings: list[ConfigProblem] = field(default_factory=list)
     sections: dict[str, Any] = field(default_factory=dict)
     bad: set[str] = field(default_factory=set)  # dotted paths that have a problem of their own
 
@@ -224,11 +225,11 @@ class _Check:
             return model()
 
     def _error(self, path: tuple[Any, ...], message: str) -> None:
-        self.errors.append(Problem(message, ".".join(map(str, path)), self.tree.mark(path)))
+        self.errors.append(ConfigProblem(message, ".".join(map(str, path)), self.tree.mark(path)))
 
     def _warn(self, path: tuple[Any, ...], message: str) -> None:
-        self.warnings.append(Problem(message, ".".join(map(str, path)), self.tree.mark(path)))
+        self.warnings.append(ConfigProblem(message, ".".join(map(str, path)), self.tree.mark(path)))
 
 
-def _sorted(problems: Iterable[Problem]) -> list[Problem]:
+def _sorted(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
     return sorted(problems, key=lambda problem: (problem.line or 0, problem.column or 0))

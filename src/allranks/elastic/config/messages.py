@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from allranks.elastic.config.problems import missing_space
+from allranks.elastic.config.yaml_tree import missing_space
 
 
 def sentence(model: Any, path: tuple[Any, ...], entry: Mapping[str, Any]) -> str:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Callable
-from typing import Any
 
-from allranks.elastic.config.problems import ValidationResult, result_of
-from allranks.errors import MissingExtra, require
+from allranks.checkpoint.stores.object_store import ObjectBlobs
+from allranks.checkpoint.stores.store import StoreSpec, reason_of
+from allranks.elastic.config.yaml_tree import ValidationResult, result_of
+from allranks.errors import MissingExtra
 
 _CREDENTIALS = "Configure credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or attach an IAM role"
-_STATUS = re.compile(r"status code: (\d{3})")
-_ROLE_SERVER = "169.254.169.254"  # asked for the credentials of a machine's role
 
 
 def validate_s3_access(
@@ -23,64 +21,41 @@ def validate_s3_access(
     `endpoint` is the URL of an S3-compatible server (environment: AWS_ENDPOINT_URL). What cannot be told for
     want of a library, credentials or network is a warning.
     """
+    given = {"region": region or "", "endpoint": endpoint or "", "timeout_s": "15", "max_retries": "1"}
+    url = bucket if "://" in bucket else f"s3://{bucket}"
     try:
-        require("obstore", feature="Checking an object store", extra="s3")
+        blobs = ObjectBlobs(StoreSpec(url, {key: value for key, value in given.items() if value}))
     except MissingExtra as error:
         return result_of([], [f"cannot check S3 bucket '{bucket}': {error}"])
-    from obstore.store import S3Store
-
-    options: dict[str, Any] = {
-        "region": region or "us-east-1",
-        "client_options": {"timeout": "15s", "connect_timeout": "5s"},
-        "retry_config": {"max_retries": 1},
+    name, data = f"allranks-access-{uuid.uuid4().hex[:12]}", b"allranks"
+    steps: dict[str, Callable[[], object]] = {
+        "s3:ListBucket": lambda: blobs.keys(name),
+        "s3:PutObject": lambda: blobs.put(name, [memoryview(data)], len(data)),
+        "s3:GetObject": lambda: blobs.get(name),
+        "s3:DeleteObject": lambda: blobs.delete([name]),
     }
-    if endpoint:
-        options["endpoint"] = endpoint
-        options["client_options"]["allow_http"] = endpoint.startswith("http://")
-    return _probe(S3Store(bucket, **options), bucket)
-
-
-def _probe(store: Any, bucket: str) -> ValidationResult:
-    import obstore
-
-    name = f"allranks-access-{uuid.uuid4().hex[:12]}"
-    steps: list[tuple[str, Callable[[], Any]]] = [
-        ("s3:ListBucket", lambda: obstore.list_with_delimiter(store)),
-        ("s3:PutObject", lambda: obstore.put(store, name, b"allranks")),
-        ("s3:GetObject", lambda: obstore.get(store, name).bytes()),
-        ("s3:DeleteObject", lambda: obstore.delete(store, name)),
-    ]
     errors: list[str] = []
-    warnings: list[str] = []
-    written = True
-    for action, call in steps:
-        if action in {"s3:GetObject", "s3:DeleteObject"} and not written:
-            continue
+    for action, call in steps.items():
         try:
             call()
-        except Exception as error:  # obstore raises many kinds; the text tells them apart
-            written = written and action != "s3:PutObject"
-            said, fatal = _judge(str(error), bucket, action)
-            (errors if fatal else warnings).append(said)
-            if "does not exist" in said or not fatal:
-                break
-    return result_of(errors, warnings)
+        except OSError as error:
+            said, fatal = _judge(error, bucket, action)
+            if not fatal:
+                return result_of(errors, [said])
+            errors.append(said)
+            if action == "s3:PutObject" or isinstance(error, FileNotFoundError):
+                break  # there is nothing to read and to delete
+    return result_of(errors, [])
 
 
-def _judge(text: str, bucket: str, action: str) -> tuple[str, bool]:
+def _judge(error: OSError, bucket: str, action: str) -> tuple[str, bool]:
     """(sentence, whether it is an error)."""
-    found = _STATUS.search(text)  # what the server said; elsewhere digits may be a port or a time
-    status = int(found[1]) if found and _ROLE_SERVER not in text else 0
-    if status == 404:
+    said = reason_of(error)
+    if isinstance(error, FileNotFoundError):
         return f"S3 bucket '{bucket}' does not exist. Create it: aws s3 mb s3://{bucket}", True
-    if status == 403:
-        return (
-            f"Access denied to S3 bucket '{bucket}'. Check IAM permissions: {action} is missing, "
-            "or the credentials are wrong",
-            True,
-        )
-    if status == 401:
-        return f"Access denied to S3 bucket '{bucket}': credentials refused. {_CREDENTIALS}", True
-    if not status and ("credential" in text.lower() or _ROLE_SERVER in text):
+    if "NoCredentials" in said:
         return f"AWS credentials not configured, cannot check S3 bucket '{bucket}'. {_CREDENTIALS}", False
-    return f"Could not verify S3 bucket '{bucket}' ({action}): {text.splitlines()[0][:200]}", False
+    if isinstance(error, PermissionError):
+        text = f"Access denied to S3 bucket '{bucket}'. Check IAM permissions: {action} is missing, "
+        return text + "or the credentials are wrong", True
+    return f"Could not verify S3 bucket '{bucket}' ({action}): {said[:200]}", False

@@ -23,6 +23,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from allranks.checkpoint.config import CheckpointConfig
+from allranks.elastic.scaling import ScalingConfig
+from allranks.elastic.world import ElasticTrainingConfig
 from allranks.model.options import default_of, meanings
 
 Positive = Annotated[int, Field(gt=0)]
@@ -65,7 +67,7 @@ class GradientClipping(Section):
     log_clipping: bool = False
 
 
-class Training(Section):
+class TrainingSection(Section):
     """Read by your script; keys that allranks does not know are kept, with a warning."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
@@ -118,31 +120,22 @@ class Checkpoint(section_of(CheckpointConfig, "peers", "peer_token", "node_rank"
     fresh: bool = Field(False, description="as `allranks run --fresh`: set earlier checkpoints aside first")
 
 
-class Elastic(Section):
-    min_nodes: int = Field(1, ge=1)
-    max_nodes: int = Field(4, ge=1)
-    rdzv_backend: Literal["c10d", "etcd-v3", "etcd-v2", "etcd", "static"] = Field(
-        "c10d", title="rendezvous backend"
-    )
+class Elastic(section_of(ElasticTrainingConfig)):  # type: ignore[misc]
+    """`allranks.elastic.ElasticTrainingConfig`, and what only the file says."""
+
     rdzv_endpoint: str = Field("", description="host:port; empty: this machine, for one node")
-    rdzv_id: str = "elastic-training"
-    heartbeat_interval: Seconds = Field(1.0, description="seconds between two signs of life of a node")
-    heartbeat_timeout: Seconds = Field(5.0, description="seconds of silence after which a node is dead")
     nproc_per_node: Positive | Literal["auto", "gpu", "cpu"] | None = Field(
         None, description="None: torchrun's choice"
     )
-    max_restarts: Count = 100
     base_world_size: Positive | None = Field(None, description="ranks for which training.lr was chosen")
 
 
-class Scaling(Section):
+class Scaling(section_of(ScalingConfig)):  # type: ignore[misc]
+    """`allranks.elastic.ScalingConfig`, and how the batch follows the number of ranks."""
+
     strategy: Literal["variable_batch", "constant_batch"] = Field("variable_batch", title="scaling strategy")
     target_global_batch_size: Positive | None = None
-    scaling_rule: Literal["linear", "sqrt", "none"] = Field("linear", title="scaling rule")
     rounding: Literal["exact", "ceil", "floor", "nearest"] = Field("exact", title="rounding")
-    warmup_steps: Count = 100
-    min_lr: float = Field(1e-7, ge=0)
-    max_lr: float = Field(1e-2, gt=0)
 
 
 class Data(Section):
@@ -221,7 +214,7 @@ class Recovery(Section):
     )
 
 
-class Lighthouse(Section):
+class LighthouseSection(Section):
     """The lighthouse that `allranks run` starts or joins."""
 
     embedded: bool = Field(True, description="start one in this process")
@@ -238,14 +231,14 @@ class JobConfig(Section):
     """A whole job. `model` is free-form."""
 
     model: dict[str, Any] = Field(default_factory=dict)
-    training: Training = Training()
+    training: TrainingSection = TrainingSection()
     checkpoint: Checkpoint = Checkpoint()
     elastic: Elastic = Elastic()
     scaling: Scaling = Scaling()
     data: Data = Data()
     debug: Debug = Debug()
     recovery: Recovery = Recovery()
-    lighthouse: Lighthouse = Lighthouse()
+    lighthouse: LighthouseSection = LighthouseSection()
 
 
 #: Older spellings of keys, taken as the new ones.

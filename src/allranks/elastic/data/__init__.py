@@ -10,17 +10,16 @@ loader.on_topology_change(world_size=3, rank=0)
 from __future__ import annotations
 
 from allranks.elastic.data.dataset import DatasetState, ResumableDataset
-from allranks.elastic.data.history import History, Segment
 from allranks.elastic.data.loader import ElasticDataLoader
-from allranks.elastic.data.order import Mixture, Order, Permutation
+from allranks.elastic.data.order import Mixture, Order, Permutation, Segment, WorldHistory
 
 __all__ = [
     "DatasetState",
     "ElasticDataLoader",
-    "History",
     "Mixture",
     "Order",
     "Permutation",
     "ResumableDataset",
     "Segment",
+    "WorldHistory",
 ]

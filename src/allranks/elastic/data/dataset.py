@@ -1,18 +1,91 @@
-"""Sequences of tokens in a global order that any number of ranks can share. Runs in a rank."""
+"""Where samples come from: sequences of a token index, or the items of any dataset. Runs in ranks and loaders."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from allranks.elastic.data.history import History
-from allranks.elastic.data.order import Ids, Mixture, Order
-from allranks.elastic.data.samples import ItemSamples, TokenSamples, as_samples
+from allranks.elastic.data.order import Ids, Mixture, Order, WorldHistory
+from allranks.elastic.index.file import TokenIndexFile
 from allranks.elastic.world import world_of
 from allranks.errors import DataLoadingError
+
+
+@dataclass(frozen=True)
+class TokenSamples:
+    """An index cut into sequences; a sample has one token more than `seq_length`, for the targets."""
+
+    index: TokenIndexFile
+    seq_length: int
+
+    def __len__(self) -> int:
+        return max(0, (self.index.total_tokens - 1) // self.seq_length)
+
+    @property
+    def fingerprint(self) -> str:
+        return self.index.fingerprint
+
+    @property
+    def name(self) -> str:
+        return str(self.index.path)
+
+    def read(self, ids: Ids, out: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        """Copies samples into the rows of `out`."""
+        tokens, length = self.index.tokens, self.seq_length
+        for row, start in enumerate((ids * length).tolist()):
+            out[row] = tokens[start : start + length + 1]
+
+
+@dataclass(frozen=True)
+class ItemSamples:
+    """Any dataset with `len` and `[]`: the order and the state are ours, the items are the user's."""
+
+    items: Any
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{type(self.items).__qualname__}-{len(self):x}"
+
+    @property
+    def name(self) -> str:
+        return type(self.items).__qualname__
+
+
+def as_samples(
+    one: Any, seq_length: int, data_files: Sequence[str] | None = None
+) -> TokenSamples | ItemSamples:
+    """From an index (or its path), or from anything with `len` and `[]`."""
+    opened = _opened(one, data_files) if isinstance(one, (str, Path)) else one
+    if not isinstance(opened, TokenIndexFile):
+        if not len(opened):
+            raise DataLoadingError("the dataset is empty", type(opened).__qualname__)
+        return ItemSamples(opened)
+    source = TokenSamples(opened, seq_length)
+    if not len(source):
+        raise DataLoadingError(
+            f"the index has {opened.total_tokens} tokens, a sample needs {seq_length + 1}", str(opened.path)
+        )
+    return source
+
+
+def _opened(path: str | Path, data_files: Sequence[str] | None) -> TokenIndexFile:
+    """Opens an index; a missing one is told in terms of the data that it would be of."""
+    if data_files and not Path(path).exists():
+        files = " ".join(map(str, data_files))
+        raise DataLoadingError(
+            "Token index file not found",
+            str(data_files[0]),
+            hint=f"build it first: allranks index build {files} -o {path} --tokenizer tokenizer.json",
+        )
+    return TokenIndexFile(path)
+
 
 STATE_VERSION = 1
 
@@ -58,7 +131,7 @@ class ResumableDataset:
     data_files: Sequence[str] | None = None
     tokenizer: Any = None
     step: int = 0
-    history: History = field(default_factory=History)
+    history: WorldHistory = field(default_factory=WorldHistory)
 
     def __post_init__(self) -> None:
         self.sources = [
@@ -244,7 +317,7 @@ class ResumableDataset:
         self.weights = state["weights"]
         self.order = self._make_order()
         self.step = int(state["step"])
-        self.history = History.from_list(list(state["history"])).change(self.step, shares)
+        self.history = WorldHistory.from_list(list(state["history"])).change(self.step, shares)
         if self.position != int(state["position"]):
             raise DataLoadingError(
                 f"the state contradicts itself: position {state['position']}, its history leads to {self.position}"
@@ -266,7 +339,7 @@ class ResumableDataset:
         tokens = int(state.get("total_tokens_processed", 0)) + int(state.get("epoch", 0)) * self.total_tokens
         done = -(-tokens // self.seq_length)
         self.step = -(-done // sum(shares))
-        self.history = History().change(0, shares)
+        self.history = WorldHistory().change(0, shares)
 
 
 def _several(index_file: Any) -> list[Any]:

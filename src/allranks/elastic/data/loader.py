@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from allranks.elastic.batches import BatchPlan, rounded_plan
 from allranks.elastic.data.dataset import ResumableDataset
 from allranks.elastic.data.order import Ids
-from allranks.elastic.scaling.plan import BatchPlan, rounded_plan
 from allranks.elastic.world import world_of
 from allranks.errors import DataLoadingError
 

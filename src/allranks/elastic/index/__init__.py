@@ -7,8 +7,7 @@ index.total_tokens, index.tokens[:10], index.find_position(12345)
 
 from __future__ import annotations
 
-from allranks.elastic.index.build import BuildRequest, IndexBuilder, Progress, build_index
-from allranks.elastic.index.file import TokenIndexFile
-from allranks.elastic.index.layout import IndexHeader
+from allranks.elastic.index.build import BuildProgress, BuildRequest, IndexBuilder, build_index
+from allranks.elastic.index.file import IndexHeader, TokenIndexFile
 
-__all__ = ["BuildRequest", "IndexBuilder", "IndexHeader", "Progress", "TokenIndexFile", "build_index"]
+__all__ = ["BuildProgress", "BuildRequest", "IndexBuilder", "IndexHeader", "TokenIndexFile", "build_index"]

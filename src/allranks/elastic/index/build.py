@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import allranks
-from allranks.elastic.index.file import TokenIndexFile
-from allranks.elastic.index.layout import IndexHeader
-from allranks.elastic.index.pool import WorkerPool, run_here
-from allranks.elastic.index.sources import Block, Source, content_crc32, cut, read_source
+from allranks.elastic.index.file import IndexHeader, TokenIndexFile
+from allranks.elastic.index.sources import Block, InputFile, content_crc32, cut, read_source
 from allranks.elastic.index.tokenize import Encode, TokenizerSpec, find_tokenizer, make_encoder, wrap_object
-from allranks.elastic.index.worker import Setup
+from allranks.elastic.index.workers import Setup, WorkerPool, run_here
 from allranks.elastic.index.writer import IndexWriter, Position
 from allranks.errors import AllranksError, DataLoadingError, InputError
 
@@ -42,7 +40,7 @@ class BuildRequest:
 
 
 @dataclass(frozen=True)
-class Progress:
+class BuildProgress:
     """How far a build is; `bytes_done` of `bytes_total` input bytes. `resumed_bytes` were done before."""
 
     bytes_done: int
@@ -60,13 +58,13 @@ class BuildResult:
 
     path: str
     header: IndexHeader
-    progress: Progress
+    progress: BuildProgress
     fresh: bool = True
     resumed: bool = False
 
 
 def build_index(
-    request: BuildRequest, progress: Callable[[Progress], None] | None = None, *, tokenizer: Any = None
+    request: BuildRequest, progress: Callable[[BuildProgress], None] | None = None, *, tokenizer: Any = None
 ) -> BuildResult:
     """Builds, resumes, or finds that nothing is to be done. `tokenizer` is an object with `encode`."""
     sources = [read_source(path) for path in request.files]
@@ -84,9 +82,9 @@ class _Build:
     """One run. `encode` is set when the tokenizer cannot leave this process."""
 
     request: BuildRequest
-    sources: list[Source]
+    sources: list[InputFile]
     spec: TokenizerSpec
-    report: Callable[[Progress], None] | None
+    report: Callable[[BuildProgress], None] | None
     encode: Encode | None
 
     def run(self) -> BuildResult:
@@ -225,9 +223,9 @@ class _Build:
         return content == [content_crc32(source.path) for source in self.sources]
 
 
-def _progress(position: Position, done: int, total: int, before: int, started: float) -> Progress:
+def _progress(position: Position, done: int, total: int, before: int, started: float) -> BuildProgress:
     elapsed = time.monotonic() - started
-    return Progress(done, total, position.tokens, position.documents, position.skipped, elapsed, before)
+    return BuildProgress(done, total, position.tokens, position.documents, position.skipped, elapsed, before)
 
 
 class IndexBuilder:

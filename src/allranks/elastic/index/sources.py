@@ -46,7 +46,7 @@ class Documents(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Source:
+class InputFile:
     """One input file."""
 
     path: str
@@ -56,10 +56,17 @@ class Source:
     modified_ns: int
 
 
-_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".text": "text", ".parquet": "parquet"}  # fmt: skip
+_KINDS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".txt": "text",
+    ".text": "text",
+    ".parquet": "parquet",
+}
 
 
-def read_source(path: str) -> Source:
+def read_source(path: str) -> InputFile:
     """Looks at a file; its name tells its kind."""
     where = Path(path)
     try:
@@ -77,7 +84,7 @@ def read_source(path: str) -> Source:
         raise InputError(
             f"{path}: unknown kind of file; known are {known}, and .gz or .zst of the text kinds"
         )
-    return Source(path, kind, packing, stat.st_size, stat.st_mtime_ns)
+    return InputFile(path, kind, packing, stat.st_size, stat.st_mtime_ns)
 
 
 def content_crc32(path: str) -> int:
@@ -89,7 +96,7 @@ def content_crc32(path: str) -> int:
     return found
 
 
-def cut(source: Source, number: int, block_bytes: int, resume: int = 0) -> Iterator[Block]:
+def cut(source: InputFile, number: int, block_bytes: int, resume: int = 0) -> Iterator[Block]:
     """The blocks of a file from `resume` on, which is the `end` of a block of the same cut (0: all)."""
     if source.kind == "parquet":
         yield from _cut_parquet(source, number, resume)
@@ -101,14 +108,14 @@ def cut(source: Source, number: int, block_bytes: int, resume: int = 0) -> Itera
             yield Block(number, source.path, source.kind, start, end, end)
 
 
-def _cut_parquet(source: Source, number: int, resume: int) -> Iterator[Block]:
+def _cut_parquet(source: InputFile, number: int, resume: int) -> Iterator[Block]:
     groups = _parquet(source.path).metadata.num_row_groups
     for group in range(resume, groups):
         done = source.size * (group + 1) // groups
         yield Block(number, source.path, "parquet", group, group + 1, done)
 
 
-def _cut_stream(source: Source, number: int, block_bytes: int, resume: int) -> Iterator[Block]:
+def _cut_stream(source: InputFile, number: int, block_bytes: int, resume: int) -> Iterator[Block]:
     position, rest = 0, b""
     try:
         with open(source.path, "rb") as raw, _unpacked(raw, source) as stream:
@@ -135,7 +142,7 @@ def _cut_stream(source: Source, number: int, block_bytes: int, resume: int) -> I
         ) from error
 
 
-def _unpacked(raw: BinaryIO, source: Source) -> Any:
+def _unpacked(raw: BinaryIO, source: InputFile) -> Any:
     if source.packing == "gz":
         return gzip.GzipFile(fileobj=raw)
     zstandard = require("zstandard", feature="Reading .zst files", extra="data")

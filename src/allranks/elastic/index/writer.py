@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from allranks.elastic.index.layout import BLOCK, HEADER_BYTES, IndexHeader
+from allranks.elastic.index.file import BLOCK, HEADER_BYTES, IndexHeader
 from allranks.errors import InputError
 
 _CHUNK = 1 << 20
@@ -117,9 +117,16 @@ class IndexWriter:
         meta_offset = out.tell()
         out.write(text)
         header = IndexHeader(
-            self.token_bytes, here.tokens, here.documents, num_files, checks_offset, meta_offset,
-            meta_offset + len(text), len(text), zlib.crc32(text),
-        )  # fmt: skip
+            self.token_bytes,
+            here.tokens,
+            here.documents,
+            num_files,
+            checks_offset,
+            meta_offset,
+            meta_offset + len(text),
+            len(text),
+            zlib.crc32(text),
+        )
         out.truncate(header.file_bytes)
         out.seek(0)
         out.write(header.to_bytes())

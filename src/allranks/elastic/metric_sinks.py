@@ -33,9 +33,11 @@ class LogSink:
     def write(self, summary: Summary) -> None:
         training, saves = summary["training"], summary["checkpoint"]
         log.info(
-            "step %d, %.0f tokens/s, %.1f %% efficiency", training["current_step"], training["tokens_per_second"],
+            "step %d, %.0f tokens/s, %.1f %% efficiency",
+            training["current_step"],
+            training["tokens_per_second"],
             100 * training["efficiency"],
-        )  # fmt: skip
+        )
         shares = {key[6:]: part for key, part in summary["goodput"].items() if key.startswith("share_")}
         stolen = ", ".join(
             f"{what} {part:.1%}" for what, part in shares.items() if what != "useful" and part > 0.0005
@@ -45,9 +47,11 @@ class LogSink:
         )
         if saves["total_saves"]:
             log.info(
-                "%d saves, %.2f s on average, %d failed", saves["total_saves"], saves["avg_save_time"],
+                "%d saves, %.2f s on average, %d failed",
+                saves["total_saves"],
+                saves["avg_save_time"],
                 saves["async_failures"],
-            )  # fmt: skip
+            )
         recovery = summary["recovery"]
         if recovery["total_events"]:
             log.info(
@@ -93,9 +97,21 @@ class TensorBoardSink:
 
 
 #: What is a counter for Prometheus; everything else is a gauge.
-_COUNTERS = ("total_tokens", "total_saves", "total_loads", "total_events", "worker_joins", "worker_failures",
-             "total_recovery_time", "total_steps", "clip_count", "async_failures", "async_retries", "lr_adjustments",
-             "total_stall")  # fmt: skip
+_COUNTERS = (
+    "total_tokens",
+    "total_saves",
+    "total_loads",
+    "total_events",
+    "worker_joins",
+    "worker_failures",
+    "total_recovery_time",
+    "total_steps",
+    "clip_count",
+    "async_failures",
+    "async_retries",
+    "lr_adjustments",
+    "total_stall",
+)
 
 
 def prometheus_text(summary: Summary, labels: Mapping[str, str] | None = None) -> str:

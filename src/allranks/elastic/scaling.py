@@ -1,12 +1,124 @@
-"""Keeps an optimizer's learning rate right through changes of the world. Runs in a rank."""
+"""Learning rate and batch when the number of ranks changes. Runs in a rank; the arithmetic is pure.
+
+The rate is always computed from the base configuration, never from the rate before: any sequence of changes
+that ends in the same world ends in the same rate.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
-from allranks.elastic.scaling.rules import ScalingConfig, WarmupScheduler, scaled_lr, target_lr
+from allranks.elastic.batches import (
+    BatchPlan,
+    GradAccumulationConfig,
+    GradientAccumulationManager,
+    RoundingMode,
+    exact_plan,
+    rounded_plan,
+)
+from allranks.errors import ConfigurationError
+from allranks.model.options import option
+
+__all__ = [
+    "BatchPlan",
+    "ElasticScalingManager",
+    "GradAccumulationConfig",
+    "GradientAccumulationManager",
+    "LRScalingManager",
+    "RoundingMode",
+    "ScaledSchedule",
+    "ScalingConfig",
+    "ScalingRule",
+    "WarmupScheduler",
+    "create_lr_scheduler_with_warmup",
+    "exact_plan",
+    "rounded_plan",
+    "scaled_lr",
+]
+
+
+class ScalingRule(Enum):
+    """What happens to the rate when the batch is k times as large."""
+
+    LINEAR = "linear"  # k times
+    SQRT = "sqrt"  # sqrt(k) times
+    NONE = "none"  # nothing
+
+
+@dataclass(frozen=True)
+class ScalingConfig:
+    """The rate `base_lr` was chosen for `base_world_size` ranks of `base_batch_size` samples each."""
+
+    base_lr: float
+    base_batch_size: int
+    base_world_size: int
+    scaling_rule: ScalingRule = option(
+        ScalingRule.LINEAR,
+        "how the rate follows the batch",
+        choices=("linear", "sqrt", "none"),
+        title="scaling rule",
+    )
+    warmup_steps: int = option(
+        100, "of the ramp after a change; 0: at once", unit="optimizer steps", at_least=0
+    )
+    min_lr: float = option(1e-7, "the rate is never lower", at_least=0)
+    max_lr: float = option(1e-2, "the rate is never higher", above=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scaling_rule", ScalingRule(self.scaling_rule))
+        for name in ("base_lr", "base_batch_size", "base_world_size"):
+            if getattr(self, name) <= 0:
+                raise ConfigurationError(
+                    f"{name} ({getattr(self, name)}) must be positive", f"scaling.{name}"
+                )
+        if self.warmup_steps < 0:
+            raise ConfigurationError(
+                f"warmup_steps must be >= 0 (got {self.warmup_steps})", "scaling.warmup_steps"
+            )
+        if self.min_lr > self.max_lr:
+            raise ConfigurationError(
+                f"min_lr ({self.min_lr}) cannot exceed max_lr ({self.max_lr})", "scaling"
+            )
+
+    @property
+    def base_effective_batch_size(self) -> int:
+        """Samples per optimizer step of the base configuration."""
+        return self.base_batch_size * self.base_world_size
+
+
+def scaled_lr(rule: ScalingRule, lr: float, old_batch: int, new_batch: int) -> float:
+    """The rate for `new_batch` when `lr` was right for `old_batch`."""
+    ratio = new_batch / old_batch
+    if rule is ScalingRule.LINEAR:
+        return lr * ratio
+    if rule is ScalingRule.SQRT:
+        return lr * math.sqrt(ratio)
+    return lr
+
+
+def target_lr(config: ScalingConfig, effective_batch: int) -> float:
+    """The rate for an effective batch, from the base, within [min_lr, max_lr]."""
+    lr = scaled_lr(config.scaling_rule, config.base_lr, config.base_effective_batch_size, effective_batch)
+    return min(max(lr, config.min_lr), config.max_lr)
+
+
+@dataclass(frozen=True)
+class WarmupScheduler:
+    """A straight ramp: `start_lr` at step 0, `target_lr` from step `warmup_steps` on."""
+
+    start_lr: float
+    target_lr: float
+    warmup_steps: int
+
+    def get_lr(self, step: int) -> float:
+        """The rate after `step` steps of the ramp."""
+        if step >= self.warmup_steps:
+            return self.target_lr
+        return self.start_lr + (self.target_lr - self.start_lr) * (max(step, 0) / self.warmup_steps)
 
 
 class LRScalingManager:
@@ -193,3 +305,95 @@ def _shape(base: float, warmup_steps: int, total_steps: int, min_lr: float) -> C
         return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
 
     return factor
+
+
+STRATEGIES = ["variable_batch", "constant_batch"]
+
+
+class ElasticScalingManager:
+    """`constant_batch`: accumulation changes, the rate stays. `variable_batch`: the rate follows the batch.
+
+    `world_size` is the world at the start; without it the base world of the configuration.
+    """
+
+    def __init__(
+        self,
+        lr_config: ScalingConfig,
+        accum_config: GradAccumulationConfig | None,
+        optimizer: Any,
+        strategy: str = "constant_batch",
+        *,
+        rank: int = 0,
+        world_size: int | None = None,
+    ) -> None:
+        if strategy not in STRATEGIES:
+            raise ConfigurationError(
+                f"Unknown scaling strategy '{strategy}'. Valid options: {STRATEGIES}", "scaling"
+            )
+        if strategy == "constant_batch" and accum_config is None:
+            raise ConfigurationError(
+                "target_global_batch_size is required for 'constant_batch' strategy", "scaling"
+            )
+        self.strategy = strategy
+        constant = strategy == "constant_batch"
+        self.lr_manager = LRScalingManager(lr_config, optimizer, None if constant else world_size)
+        self.accum_manager: GradientAccumulationManager | None = None
+        if constant and accum_config is not None:
+            self.accum_manager = GradientAccumulationManager(accum_config, rank, world_size)
+
+    @property
+    def current_lr(self) -> float:
+        return self.lr_manager.current_lr
+
+    @property
+    def accumulation_steps(self) -> int:
+        return self.accum_manager.accumulation_steps if self.accum_manager else 1
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Samples per optimizer step over all ranks."""
+        if self.accum_manager:
+            return self.accum_manager.effective_batch_size
+        return self.lr_manager.current_effective_batch_size
+
+    @property
+    def loss_scale_factor(self) -> float:
+        return self.accum_manager.loss_scale_factor if self.accum_manager else 1.0
+
+    @property
+    def world_size(self) -> int:
+        return self.accum_manager.world_size if self.accum_manager else self.lr_manager.current_world_size
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples per optimizer step of each rank: what the data loader deals out."""
+        if self.accum_manager:
+            return self.accum_manager.plan.shares
+        return (self.lr_manager._current_batch_size,) * self.world_size
+
+    def on_topology_change(self, new_world_size: int, rank: int | None = None) -> dict[str, Any]:
+        """Returns the rate that will be reached and this rank's number of micro-batches."""
+        if self.accum_manager:
+            steps = self.accum_manager.on_topology_change(new_world_size, rank)
+            return {"lr": self.lr_manager.current_lr, "accumulation_steps": steps}
+        return {"lr": self.lr_manager.on_topology_change(new_world_size), "accumulation_steps": 1}
+
+    def should_step(self) -> bool:
+        """To be called after each backward: True when the optimizer is due."""
+        return self.accum_manager.should_step() if self.accum_manager else True
+
+    def step_lr(self) -> float:
+        """To be called once per optimizer step; moves along a ramp."""
+        return self.lr_manager.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy,
+            "lr": self.lr_manager.state_dict(),
+            "accumulation": self.accum_manager.state_dict() if self.accum_manager else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.lr_manager.load_state_dict(state["lr"])
+        if self.accum_manager and state.get("accumulation"):
+            self.accum_manager.load_state_dict(state["accumulation"])

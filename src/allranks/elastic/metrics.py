@@ -1,15 +1,36 @@
-"""The metrics of a rank. Everything is a counter, a sum or a short window: nothing grows with the run."""
+"""The metrics of a rank: what training did and what stole its time. Everything is a counter, a sum or a short window: nothing grows with the run."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-log = logging.getLogger("allranks.metrics")
+from allranks.elastic.metric_sinks import (
+    JsonLinesSink,
+    LogSink,
+    TensorBoardSink,
+    prometheus_text,
+    serve_prometheus,
+)
+
+__all__ = [
+    "CheckpointMetrics",
+    "Goodput",
+    "GradientMetrics",
+    "JsonLinesSink",
+    "LRMetrics",
+    "LogSink",
+    "RecoveryEvent",
+    "RecoveryMetrics",
+    "TensorBoardSink",
+    "TrainingMetrics",
+    "prometheus_text",
+    "serve_prometheus",
+]
+
 _WINDOW = 100
 _REMEMBERED = 10_000  # step times kept for `redo`
 
@@ -57,7 +78,7 @@ class Goodput:
 
 
 @dataclass
-class Timer:
+class Durations:
     """Count, sum, largest and last of some durations."""
 
     count: int = 0
@@ -80,18 +101,18 @@ class Timer:
 class CheckpointMetrics:
     """Saves and loads by tier. `stall` is what the training step waited for a save."""
 
-    saves: dict[str, Timer] = field(default_factory=dict)
-    loads: dict[str, Timer] = field(default_factory=dict)
-    stall: Timer = field(default_factory=Timer)
+    saves: dict[str, Durations] = field(default_factory=dict)
+    loads: dict[str, Durations] = field(default_factory=dict)
+    stall: Durations = field(default_factory=Durations)
     async_failures: int = 0
     async_retries: int = 0
 
     def record_save(self, tier: str, duration: float, stall: float = 0.0) -> None:
-        self.saves.setdefault(str(tier), Timer()).add(duration)
+        self.saves.setdefault(str(tier), Durations()).add(duration)
         self.stall.add(stall)
 
     def record_load(self, tier: str, duration: float) -> None:
-        self.loads.setdefault(str(tier), Timer()).add(duration)
+        self.loads.setdefault(str(tier), Durations()).add(duration)
 
     def avg_save_time(self, tier: str | None = None) -> float:
         """Of one tier, or of all saves."""
@@ -128,7 +149,7 @@ class RecoveryMetrics:
     """Counts over the whole run; `events` holds the last hundred."""
 
     events: deque[RecoveryEvent] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    timer: Timer = field(default_factory=Timer)
+    timer: Durations = field(default_factory=Durations)
     worker_joins: int = 0
     worker_failures: int = 0
     on_record: Callable[[RecoveryEvent], None] | None = None
@@ -305,6 +326,4 @@ class TrainingMetrics:
 
     def log_summary(self) -> None:
         """Three lines into the log."""
-        from allranks.elastic.metrics.sinks import LogSink
-
         LogSink().write(self.summary())

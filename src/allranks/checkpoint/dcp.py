@@ -1,0 +1,314 @@
+"""Our format as storage of plain `torch.distributed.checkpoint` (`save`, `async_save`, `load`): verified and resharding.
+
+    dcp.save(state_dict, storage_writer=StorageWriter("/nvme/run-1/checkpoint_step_00000500"))
+    dcp.load(state_dict, storage_reader=StorageReader("/nvme/run-1/checkpoint_step_00000500"))
+
+Writing: every rank writes one data file and one index, checksummed on the way; the coordinator commits them with the
+manifest: a save that fails leaves nothing that looks like a checkpoint. No pickle: what is neither a tensor nor plain data
+is refused with its path. `load_checkpoint(path)` and `allranks checkpoint` read what comes of it.
+
+Reading: names are the paths in the state, joined by dots: tensors as in `allranks checkpoint show`, and the plain values
+around them (`optimizer_state_dict.param_groups.0.lr`). torch's own HuggingFaceStorageReader reads the tensors of the same
+folders, without checking a single byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
+from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWriter
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from allranks.checkpoint.checksum import best_algorithm, checksum
+from allranks.checkpoint.layout import FileLayout, Shard, lay_out
+from allranks.checkpoint.manifest import Index, StoredShard, encode_manifest
+from allranks.checkpoint.restore.into_state import skeletons
+from allranks.checkpoint.restore.opened_checkpoint import Opened, opened
+from allranks.checkpoint.restore.regions import stored_dtype
+from allranks.checkpoint.restore.tensor_reader import read_whole
+from allranks.checkpoint.save.plan import shard_of
+from allranks.checkpoint.save.writer import SaveJob, collect, data_file, part_file, write_index
+from allranks.checkpoint.stores.store import (
+    Attempt,
+    Store,
+    StoreSpec,
+    open_store,
+    split_address,
+    step_in_name,
+)
+from allranks.checkpoint.tensors import array_names, flatten, memory_of, narrowed, tensor_names, unflatten
+
+
+@dataclasses.dataclass(frozen=True)
+class RankTicket:
+    """What the coordinator tells each rank: who it is in this save, with whom, and the attempt's token."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    token: str
+
+
+class _Storage:
+    """What reader and writer have in common: one checkpoint by path or URL. `options` are the store's own."""
+
+    def __init__(self, path: str, options: Mapping[str, str] | None = None) -> None:
+        self.path = str(path)
+        self.options = dict(options or {})
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Another checkpoint from now on."""
+        if checkpoint_id is not None:
+            self.path = str(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path or URL may be tried."""
+        return True
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[tuple[Store, str]]:
+        base, name = split_address(self.path)
+        with contextlib.closing(open_store(StoreSpec(base, self.options))) as store:
+            yield store, name
+
+
+class StorageWriter(_Storage, DcpStorageWriter):
+    """Writes one checkpoint to STORE/NAME, a path or URL; the step is the number in NAME unless given."""
+
+    def __init__(self, path: str, options: Mapping[str, str] | None = None, step: int | None = None) -> None:
+        super().__init__(path, options)
+        self.step = step
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        """Nothing to set up: places are made by the first write."""
+
+    def storage_meta(self) -> StorageMeta:
+        """Where it goes."""
+        return StorageMeta(self.path)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: one attempt for all."""
+        token, ranks = secrets.token_hex(6), tuple(range(len(plans)))
+        return [
+            dataclasses.replace(plan, storage_data=RankTicket(rank, ranks, token))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's file and index; both durable when it returns."""
+        self._ticket: RankTicket = plan.storage_data
+        objects, tensors, results = {}, [], []
+        for item in plan.items:
+            name, size = item.index.fqn, 0
+            if item.type == WriteItemType.BYTE_IO:
+                objects[name] = _object(item, planner)
+                tensors += [
+                    (_whole(key, t), t) for key, t in flatten(objects[name], prefix=name).tensors.items()
+                ]
+            else:
+                data, size = item.tensor_data, item.tensor_storage_size() or 0
+                tensors.append((shard_of(name, data.properties.dtype, data), _tensor(item, planner)))
+            results.append(WriteResult(item.index, size, objects.get(name)))
+        with self._open() as (store, name):
+            attempt = Attempt(name, self._ticket.token)
+            self._write(store, attempt, [pair for pair in tensors if pair[0].bytes or 0 in pair[0].shape])
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator: the nested state into its index, then the manifest."""
+        ranks = self._ticket.ranks
+        with self._open() as (store, name):
+            step = self.step if self.step is not None else step_in_name(name) or 0
+            attempt = Attempt(name, self._ticket.token)
+            index = dataclasses.replace(self._index, common=_common(metadata, results, step))
+            mine = write_index(store, attempt, index)
+            job = SaveJob(
+                store.spec, attempt, index.rank, ranks, len(ranks), step, 0, time.time(), index.algorithm
+            )
+            store.commit(attempt, encode_manifest(collect(job, mine, store, lambda: True)))
+            store.leave(attempt)
+            store.tidy()
+
+    def _write(self, store: Store, attempt: Attempt, tensors: list[tuple[Shard, torch.Tensor]]) -> None:
+        rank, ranks = self._ticket.rank, self._ticket.ranks
+        layout = lay_out([shard for shard, _ in tensors])
+        by_shard, sums = dict(tensors), dict[str, str]()
+        name = part_file(store, attempt, rank, "safetensors")
+        store.write(attempt, name, _pieces(layout, by_shard, sums), layout.bytes)
+        file = data_file(name, layout, best_algorithm())
+        stored = tuple(StoredShard(p.shard, name, p.start, sums[p.key]) for p in layout.placed)
+        self._index = Index(rank, best_algorithm(), (file,), stored)
+        if rank != ranks[0]:
+            write_index(store, attempt, self._index)
+
+
+def _object(item: WriteItem, planner: Any) -> Any:
+    """The plain value itself; a planner that only gives bytes has pickled it, which is undone without running code."""
+    if hasattr(planner, "lookup_object"):
+        return planner.lookup_object(item.index)
+    data = planner.resolve_data(item)
+    assert isinstance(data, io.BytesIO)
+    return torch.load(data, weights_only=True)
+
+
+def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    data = planner.resolve_data(item)
+    assert isinstance(data, torch.Tensor)
+    return data.detach()
+
+
+def _whole(name: str, tensor: torch.Tensor) -> Shard:
+    chunk = ChunkStorageMetadata(torch.Size((0,) * tensor.dim()), tensor.shape)
+    return shard_of(
+        name, tensor.dtype, TensorWriteData(chunk, TensorProperties(dtype=tensor.dtype), tensor.shape)
+    )
+
+
+def _pieces(
+    layout: FileLayout, tensors: Mapping[Shard, torch.Tensor], sums: dict[str, str]
+) -> Iterator[memoryview]:
+    """The file's bytes, one tensor after the other; each is hashed when its turn comes."""
+    yield memoryview(layout.header)
+    for placed in layout.placed:
+        tensor = tensors[placed.shard]
+        plain = tensor.cpu().contiguous()
+        view = memory_of(plain)
+        if plain is not tensor:  # whoever uploads the view may hold it longer than we hold the copy
+            view = memoryview(bytearray(view))
+        sums[placed.key] = checksum(view, best_algorithm())
+        yield view
+
+
+def _common(metadata: Metadata, results: Sequence[Sequence[WriteResult]], step: int) -> Any:
+    """The state dict as the user nested it, tensors by name; DCP's planner tells where each name came from."""
+    objects = {r.index.fqn: r.storage_data for part in results for r in part}
+    values = {
+        name: objects.get(name) if isinstance(entry, BytesStorageMetadata) else torch.empty(0)
+        for name, entry in metadata.state_dict_metadata.items()
+    }
+    paths = metadata.planner_data or {}
+    nested = unflatten_state_dict(values, {name: paths.get(name, (name,)) for name in values})
+    return flatten({"step": step, **nested}).skeleton
+
+
+class StorageReader(_Storage, DcpStorageReader):
+    """Reads one checkpoint by path or URL. `options` are the store's (endpoint, keys …)."""
+
+    def __init__(self, path: str, options: Mapping[str, str] | None = None) -> None:
+        super().__init__(path, options)
+        self._places: dict[MetadataIndex, tuple[Index, StoredShard]] = {}
+        self._objects: dict[str, object] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Another checkpoint from now on."""
+        super().reset(checkpoint_id)
+        self._places = {}
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        """What DCP's planners need to know."""
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        with self._open() as (store, name), opened(store, name) as checkpoint:
+            for name, stored in checkpoint.table().items():
+                shard = stored[0][1].shard
+                chunks = [
+                    ChunkStorageMetadata(torch.Size(s.shard.offsets), torch.Size(s.shard.sizes))
+                    for _, s in stored
+                ]
+                entries[name] = TensorStorageMetadata(
+                    TensorProperties(dtype=stored_dtype(shard)), torch.Size(shard.shape), chunks
+                )
+                for index, one in stored:
+                    self._places[MetadataIndex(name, one.shard.offsets)] = (index, one)
+            self._objects = _objects(checkpoint)
+        entries.update({name: BytesStorageMetadata() for name in self._objects})
+        return Metadata(entries, storage_meta=StorageMeta())
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object
+    ) -> None:
+        """Every rank needs the places, also those that did not read the metadata."""
+        if not self._places:
+            self.read_metadata()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads and checks each saved chunk once, and copies the wanted regions out of it."""
+        by_chunk: dict[MetadataIndex, list[ReadItem]] = {}
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, _pickled(self._objects[item.storage_index.fqn]))
+            else:
+                by_chunk.setdefault(dataclasses.replace(item.storage_index, index=None), []).append(item)
+        with self._open() as (store, name), opened(store, name) as checkpoint:
+            for place, items in by_chunk.items():
+                index, stored = self._places[place]
+                whole = torch.empty(stored.shard.sizes, dtype=stored_dtype(stored.shard))
+                checkpoint.read_shard(index, stored, memory_of(whole))
+                for item in items:
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(narrowed(whole, item.storage_offsets, item.lengths))
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _objects(checkpoint: Opened) -> dict[str, Any]:
+    """Name → plain value of everything that is not a tensor, as DCP's planner names it."""
+    common, _ = skeletons(checkpoint, 0)
+    tensors = {name: torch.empty(0) for name in tensor_names(common)}
+    tensors.update(read_whole(checkpoint, array_names(common)))
+    flat, _ = flatten_state_dict(unflatten(common, tensors))
+    return {name: value for name, value in flat.items() if not isinstance(value, torch.Tensor)}
+
+
+def _pickled(value: Any) -> io.BytesIO:
+    """What DCP's planner wants for a value: torch.save's bytes, made here from plain data, never read from a file."""
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    return data

@@ -1,0 +1,244 @@
+"""Reads what torch itself wrote, without running what it may hold: `.pt` files, and folders of plain DCP.
+
+A `.pt` file is unpickled with nothing but tensors and plain containers by default. DCP's `.metadata` is a pickle, too: it
+goes through an unpickler that knows DCP's own plain types and refuses every other global; the entries are loaded
+weights-only. Sizes and offsets are checked against the files.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from allranks.checkpoint.config import CheckpointLoadConfig
+from allranks.checkpoint.state import REQUIRED_KEYS, CheckpointState
+from allranks.checkpoint.tensors import narrowed
+from allranks.errors import CheckpointLoadError, CheckpointValidationError
+
+log = logging.getLogger("allranks.checkpoint")
+SECURITY_WARNING = (
+    "SECURITY: Loading checkpoint with weights_only=False enables arbitrary code execution: '%s' is unpickled, "
+    "and whatever code it holds runs. Only do this with files you made yourself."
+)
+
+
+def is_legacy(path: Path) -> bool:
+    """Whether a path is a single file, as torch.save makes them."""
+    return path.is_file() and path.suffix in {".pt", ".pth", ".ckpt", ".bin"}
+
+
+def load_legacy(path: Path, config: CheckpointLoadConfig, tier: str = "NVME") -> CheckpointState:
+    """Loads one; needs `trusted_source=True` for a file that holds more than tensors and plain containers."""
+    raw = read_legacy(path, config, tier)
+    if not isinstance(raw, Mapping):
+        raise CheckpointLoadError(f"it holds a {type(raw).__name__}, not a dict", tier=tier, path=str(path))
+    if config.validate_structure:
+        check_structure(raw, str(path), tier)
+    return CheckpointState.from_dict(raw)
+
+
+def read_legacy(path: Path, config: CheckpointLoadConfig, tier: str = "NVME") -> Any:
+    """The content of a `.pt` file, by the rules of the config."""
+    if config.trusted_source or not config.safe_mode:
+        if not config.trusted_source and config.warn_on_unsafe:
+            log.warning(SECURITY_WARNING, path)
+        return _load(path, tier, weights_only=False)
+    try:
+        return _load(path, tier, weights_only=True)
+    except CheckpointLoadError as error:
+        if isinstance(error.__cause__, pickle.UnpicklingError) and config.warn_on_unsafe:
+            log.warning(SECURITY_WARNING + " It was refused.", path)
+        raise
+
+
+def check_structure(raw: Mapping[str, Any], path: str, tier: str) -> None:
+    """The keys people rely on, and their types."""
+    missing = tuple(key for key in REQUIRED_KEYS if key not in raw)
+    if missing:
+        wrong = CheckpointValidationError("required keys are missing", missing, tier=tier, path=path)
+        raise CheckpointLoadError(
+            f"Missing required keys: {set(missing)}",
+            tier=tier,
+            path=path,
+            hint=f"a bare state_dict? Make a checkpoint of it: allranks checkpoint import '{path}' STORE",
+        ) from wrong
+    invalid = []
+    if not isinstance(raw["step"], int):
+        invalid.append("step")
+    invalid += [key for key in REQUIRED_KEYS[1:] if not isinstance(raw[key], Mapping)]
+    if invalid:
+        raise CheckpointValidationError("keys of the wrong type", (), tuple(invalid), tier=tier, path=path)
+
+
+def _numpy_types() -> list[Any]:
+    """What an array of numbers is pickled with: the state of numpy's generator is one, also in our own exports."""
+    make: Any = np.empty(0).__reduce__()[0]
+    names = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
+    return [
+        *((make, name) for name in names),
+        np.ndarray,
+        np.dtype,
+        *(type(np.dtype(kind)) for kind in "?bBhHiIlLqQefd"),
+    ]
+
+
+def _load(path: Path, tier: str, weights_only: bool) -> Any:
+    try:
+        with torch.serialization.safe_globals(_numpy_types()):
+            return torch.load(path, map_location="cpu", weights_only=weights_only)
+    except FileNotFoundError as error:
+        raise CheckpointLoadError(
+            "No such file", tier=tier, path=str(path), hint=f"what is there: ls '{path.parent}'"
+        ) from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointLoadError(
+            "it holds more than tensors and plain containers, and loading that runs code",
+            tier=tier,
+            path=str(path),
+            hint="if you made this file yourself: CheckpointLoadConfig(trusted_source=True)",
+        ) from error
+    except Exception as error:  # torch raises RuntimeError, EOFError, KeyError … for damaged files
+        raise CheckpointLoadError(
+            f"damaged or not a checkpoint ({type(error).__name__}: {_first_line(error)})",
+            tier=tier,
+            path=str(path),
+            hint="a .pt file has no checksums of its own: take another copy of it, or an older one",
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
+
+
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    (_METADATA_MODULE, name)
+    for name in (
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
+
+
+def is_dcp(path: Path) -> bool:
+    """Whether a folder was written by plain DCP."""
+    return (path / ".metadata").is_file()
+
+
+def read_dcp(folder: Path) -> dict[str, Any]:
+    """The nested state dict of a DCP folder, whole CPU tensors."""
+    metadata = read_metadata(folder)
+    flat = {
+        name: _read_tensor(folder, name, entry, metadata)
+        if isinstance(entry, TensorStorageMetadata)
+        else _read_item(folder, metadata.storage_data[MetadataIndex(name)])
+        for name, entry in metadata.state_dict_metadata.items()
+    }
+    return _nested(flat, metadata.planner_data or {})
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """DCP's `.metadata`; CheckpointValidationError when it asks for anything but DCP's plain types."""
+    path = folder / ".metadata"
+    try:
+        found = _PlainTypes(io.BytesIO(path.read_bytes())).load()
+    except FileNotFoundError as error:
+        raise CheckpointLoadError("No such file", tier="NVME", path=str(path)) from error
+    except CheckpointValidationError:
+        raise
+    except Exception as error:  # a damaged pickle raises whatever it likes
+        raise CheckpointLoadError(
+            f"damaged: {type(error).__name__}: {error}", tier="NVME", path=str(path)
+        ) from error
+    if not isinstance(found, Metadata):
+        raise CheckpointLoadError(f"it holds a {type(found).__name__}", tier="NVME", path=str(path))
+    return found
+
+
+class _PlainTypes(pickle.Unpickler):
+    """Refuses every global but DCP's own data types and torch dtypes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        if module in ("builtins", "__builtin__") and name == "getattr":
+            return _enum_member
+        if module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout)):
+            return getattr(torch, name)
+        raise _refused(f"{module}.{name}")
+
+
+def _enum_member(kind: Any, name: Any) -> Any:
+    """Stands in for the getattr of Pythons that pickle enums by name (3.11.2): members, nothing else."""
+    if kind is _MEM_FORMAT_ENCODING and isinstance(name, str) and name in _MEM_FORMAT_ENCODING.__members__:
+        return _MEM_FORMAT_ENCODING[name]
+    raise _refused(f"getattr({kind!r}, {name!r})")
+
+
+def _refused(what: str) -> CheckpointValidationError:
+    return CheckpointValidationError(
+        f"its .metadata asks for {what}, which no checkpoint needs: refused", invalid_keys=(what,)
+    )
+
+
+def _read_tensor(folder: Path, name: str, entry: TensorStorageMetadata, metadata: Metadata) -> torch.Tensor:
+    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+    for chunk in entry.chunks:
+        piece = _read_item(folder, metadata.storage_data[MetadataIndex(name, chunk.offsets)])
+        narrowed(whole, chunk.offsets, chunk.sizes).copy_(piece)
+    return whole
+
+
+def _read_item(folder: Path, info: Any) -> Any:
+    path = (folder / info.relative_path).resolve()
+    if folder.resolve() not in path.parents:
+        raise CheckpointValidationError(
+            f"'{info.relative_path}' leads out of the checkpoint", path=str(folder)
+        )
+    with path.open("rb") as file:
+        file.seek(info.offset)
+        data = file.read(info.length)
+    if len(data) != info.length:
+        raise CheckpointValidationError(
+            f"{path.name} is cut short", invalid_keys=(path.name,), path=str(folder)
+        )
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _nested(flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """DCP's flat names put back into the nesting they came from; list positions become keys."""
+    whole: dict[str, Any] = {}
+    for name, value in flat.items():
+        path = paths.get(name, (name,))
+        at = whole
+        for key in path[:-1]:
+            at = at.setdefault(key, {})
+        at[path[-1]] = value
+    return whole

@@ -1,0 +1,261 @@
+"""One save of a rank: agree with the other ranks, copy, hand the snapshot to the memory tier and the helper process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from allranks.checkpoint.checksum import best_algorithm
+from allranks.checkpoint.config import AsyncSavePolicy, BusyPolicy, CheckpointConfig, CheckpointTier
+from allranks.checkpoint.group import RankGroup, TierLocations
+from allranks.checkpoint.save.plan import Plan, Planner, fingerprint, local_tensors
+from allranks.checkpoint.save.saves import Pending, Saves
+from allranks.checkpoint.save.snapshot import FlatState, StateSnapshot, flatten_state
+from allranks.checkpoint.save.staging import Copy
+from allranks.checkpoint.save.writer import SaveJob
+from allranks.checkpoint.state import CheckpointState
+from allranks.checkpoint.stores.memory import MemorySnapshotBackend
+from allranks.checkpoint.stores.store import Attempt, checkpoint_name
+from allranks.errors import CheckpointSaveError, MemoryLimitExceeded
+
+log = logging.getLogger("allranks.checkpoint")
+Tier = CheckpointTier
+#: Steps being saved at once under busy_policy "queue": one more waits for the oldest.
+MOST_BUFFERS = 2
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What the other ranks must know before a save. `common` tells whether they may share one skeleton."""
+
+    step: int
+    busy: list[str] = field(default_factory=list)  # tiers that this rank is still saving to
+    mark: str = ""  # fingerprint of its tensors
+    common: str = ""
+    error: str = ""  # why this rank cannot save
+    token: str = field(default_factory=lambda: secrets.token_hex(6))
+
+
+class SaveCoordinator:
+    """The saves of one manager. `given` is the newest step that was handed to each tier, `copy` the last copy."""
+
+    def __init__(
+        self, config: CheckpointConfig, group: RankGroup, places: TierLocations, memory: MemorySnapshotBackend
+    ) -> None:
+        self.config, self.group, self.places, self.memory = config, group, places, memory
+        self.saves = Saves(AsyncSavePolicy(config.async_save_policy))
+        self.planner = Planner(group)
+        self.optimizers: list[weakref.ref[Any]] = []
+        self.skipped = 0
+        self.given: dict[str, int] = {}
+        self.copy: Copy | None = None
+
+    def save(self, state: CheckpointState, tiers: tuple[Tier, ...], may_skip: bool) -> dict[Tier, str | None]:
+        """One snapshot for all tiers (one per set of ranks that share a store); returns tier → path."""
+        if self.copy is not None:
+            self.copy.join()
+        durable = tuple(tier for tier in tiers if tier is not Tier.MEMORY)
+        flat, problem = _flattened(state, self.group.rank)
+        saved: dict[Tier, str | None] = {}
+        in_memory = Tier.MEMORY in tiers
+        for together in self.places.together(durable):
+            proposals, together = self._agree(state, flat, problem, together, may_skip)
+            if flat is None or not together:
+                continue
+            paths, kept = self._save_durable(state, flat, proposals, together, in_memory)
+            if kept:
+                saved[Tier.MEMORY], in_memory = None, False
+            saved.update(paths)
+        if flat is None:
+            raise problem or AssertionError("unreachable")
+        if in_memory and not saved and self._save_memory(state, flat, may_skip):
+            saved[Tier.MEMORY] = None
+        return saved
+
+    def _agree(
+        self,
+        state: CheckpointState,
+        flat: FlatState | None,
+        problem: CheckpointSaveError | None,
+        tiers: tuple[Tier, ...],
+        may_skip: bool,
+    ) -> tuple[list[Proposal], tuple[Tier, ...]]:
+        """(every rank's proposal, the tiers that no rank is still saving to). Raises on every rank alike."""
+        running = self.saves.busy({tier.name for tier in tiers})
+        skips = may_skip and self.config.busy_policy is BusyPolicy.SKIP
+        mine = Proposal(state.step, sorted({pending.tier for pending in running}) if skips else [])
+        if flat is not None:
+            text = "" if self.group.alone else json.dumps(flat.common, sort_keys=True)
+            mine = Proposal(mine.step, mine.busy, fingerprint(flat.tensors), _digest(text))
+        elif problem is not None:
+            mine = Proposal(mine.step, mine.busy, error=problem.reason)
+        proposals = [Proposal(**raw) for raw in self.group.gather(asdict(mine))]
+        check_proposals(proposals, state.step, tiers[0].name, self.places.spec(tiers[0]).url)
+        tiers = self._not_busy(tiers, proposals, running, state.step)
+        most = MOST_BUFFERS if may_skip else 1
+        self.saves.wait_for_room({tier.name for tier in tiers}, most, self.config.commit_timeout_s)
+        return proposals, tiers
+
+    def _save_durable(
+        self,
+        state: CheckpointState,
+        flat: FlatState,
+        proposals: list[Proposal],
+        tiers: tuple[Tier, ...],
+        in_memory: bool,
+    ) -> tuple[dict[Tier, str | None], bool]:
+        """Plans, copies, and hands the snapshot on. (tier → path, kept in memory too)."""
+        rank, sharers = self.group.rank, self.places.sharers(tiers[0])
+        plan = self.planner.shared([one.mark for one in proposals], sharers, flat.tensors, in_memory)
+        alike = rank != sharers[0] and proposals[rank].common == proposals[sharers[0]].common
+        jobs = [(tier, self._job(state, flat, tier, proposals[0].token, alike)) for tier in tiers]
+        kept = in_memory and self._has_room(state.step, plan)
+        self._start(state, flat, plan, jobs, kept)
+        return {tier: job.path for tier, job in jobs}, kept
+
+    def _not_busy(
+        self, tiers: tuple[Tier, ...], proposals: list[Proposal], running: list[Pending], step: int
+    ) -> tuple[Tier, ...]:
+        """The tiers that no rank is still saving to; the others are left out, and said."""
+        for tier in [tier for tier in tiers if any(tier.name in one.busy for one in proposals)]:
+            tiers = tuple(other for other in tiers if other is not tier)
+            self.skipped += 1
+            since = [str(pending.step) for pending in running if pending.tier == tier.name]
+            text = "step %d is not saved to %s: the save of step %s still runs (busy_policy=skip)"
+            log.warning(text, step, tier.name, since[0] if since else "? on another rank")
+        return tiers
+
+    def _save_memory(self, state: CheckpointState, flat: FlatState, may_skip: bool) -> bool:
+        """A snapshot for the memory tier alone: no word with the other ranks."""
+        plan = self.planner.alone(fingerprint(flat.tensors), flat.tensors)
+        if may_skip and not self._has_room(state.step, plan):
+            return False
+        self._start(state, flat, plan, [], True)
+        return True
+
+    def _has_room(self, step: int, plan: Plan) -> bool:
+        """Whether the memory tier can take a snapshot; says so when it cannot."""
+        try:
+            self.memory.make_room(plan.arena_bytes)
+        except MemoryLimitExceeded as error:
+            log.warning("[MEMORY] step %d is not kept: %s\n%s", step, error, error.hint)
+            return False
+        return True
+
+    def _start(
+        self,
+        state: CheckpointState,
+        flat: FlatState,
+        plan: Plan,
+        jobs: list[tuple[Tier, SaveJob]],
+        keep: bool,
+    ) -> None:
+        """Begins the copy; what follows it runs when the bytes are complete."""
+        if keep:
+            self.memory.make_room(plan.arena_bytes)
+        snapshot = StateSnapshot.begin(state, flat, plan, self.memory.pool)
+        snapshot.hold()  # for the copy
+        if keep:
+            self.memory.add(snapshot)
+        saves, memory = self.saves, self.memory
+        self.given.update({tier.name: max(state.step, self.given.get(tier.name, -1)) for tier, _ in jobs})
+        orders = [(tier.name, job, saves.announce(tier.name, state.step, job.path)) for tier, job in jobs]
+
+        def after(error: BaseException | None) -> None:
+            snapshot.ready = error is None
+            for tier, job, announced in orders:
+                if error is None:
+                    saves.submit(snapshot, tier, job, announced)
+                else:
+                    saves.fail(tier, job.path, error, announced)
+            if error is not None:
+                log.warning("[MEMORY] the snapshot of step %d is dropped: %s", state.step, error)
+                memory.discard(snapshot)
+            elif keep:
+                snapshot.seal()
+            snapshot.release()
+
+        sources = [source for source, _ in local_tensors(flat.tensors, plan)]
+        may_wait = _storages(ref() for ref in self.optimizers) if self.config.overlap_copy else frozenset()
+        self.copy = self.memory.pool.stager(snapshot.arena, plan).start(
+            sources, lambda tensor: tensor.untyped_storage().data_ptr() in may_wait, after, bool(may_wait)
+        )
+
+    def _job(self, state: CheckpointState, flat: FlatState, tier: Tier, token: str, alike: bool) -> SaveJob:
+        config = self.config
+        retries = config.async_save_retries if config.async_save_policy is AsyncSavePolicy.RETRY else 0
+        return SaveJob(
+            store=self.places.spec(tier),
+            attempt=Attempt(checkpoint_name(state.step), token),
+            rank=self.group.rank,
+            ranks=self.places.sharers(tier),
+            world_size=self.group.world_size,
+            step=state.step,
+            epoch=state.epoch,
+            timestamp=state.timestamp,
+            algorithm=best_algorithm(),
+            common=None if alike else flat.common,
+            own=flat.own,
+            metrics=_plain_metrics(state.metrics),
+            keep_last=1 if tier is Tier.PEER else config.keep_last_n,
+            commit_timeout_s=config.commit_timeout_s,
+            retries=retries,
+            retry_delay_s=config.async_save_retry_delay,
+            read_back=config.read_back,
+            job=config.job,
+        )
+
+
+def check_proposals(proposals: list[Proposal], step: int, tier: str, url: str) -> None:
+    """Raises on every rank alike when they disagree on the step, or one of them cannot save."""
+    path = f"{url.rstrip('/')}/{checkpoint_name(step)}"
+    steps = sorted({one.step for one in proposals})
+    if len(steps) > 1:
+        hint = "every rank must save the same step"
+        raise CheckpointSaveError(f"ranks disagree on the step: {steps}", tier=tier, path=path, hint=hint)
+    errors = [f"rank {rank}: {one.error}" for rank, one in enumerate(proposals) if one.error]
+    if errors:
+        raise CheckpointSaveError("; ".join(errors), tier=tier, path=path)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest() if text else ""
+
+
+def _flattened(state: CheckpointState, rank: int) -> tuple[FlatState | None, CheckpointSaveError | None]:
+    """A state taken apart, or why it cannot be: the other ranks must hear of it before this one raises."""
+    try:
+        return flatten_state(state, rank), None
+    except TypeError as error:
+        return None, CheckpointSaveError(str(error), tier="MEMORY", path="")
+
+
+def _storages(optimizers: Iterable[Any]) -> frozenset[int]:
+    """The memory that only these optimizers change: their parameters and their state."""
+    found = set()
+    for optimizer in optimizers:
+        if optimizer is None:
+            continue
+        tensors = [p for group in optimizer.param_groups for p in group["params"]]
+        tensors += [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        for tensor in tensors:
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            found.add(local.untyped_storage().data_ptr())
+    return frozenset(found)
+
+
+def _plain_metrics(metrics: Mapping[str, object]) -> dict[str, bool | int | str | float]:
+    """The metrics that a manifest can show."""
+    kept: dict[str, bool | int | str | float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, (bool, int, str)) or (isinstance(value, float) and abs(value) < float("inf")):
+            kept[str(name)] = value
+    return kept

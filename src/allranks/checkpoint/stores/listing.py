@@ -1,0 +1,113 @@
+"""What a store holds, and which of it may go: a pure decision, and the one place that acts on it. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from allranks.checkpoint.manifest import MANIFEST, Manifest, decode_manifest
+from allranks.checkpoint.stores.store import Store
+from allranks.errors import CheckpointValidationError
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One line of `ls`. `problem` is empty for a whole manifest; the other fields are then valid."""
+
+    name: str
+    path: str
+    step: int = -1
+    epoch: int = 0
+    world_size: int = 0
+    bytes: int = 0
+    timestamp: float = 0.0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class PruneDecision:
+    """`remove` is ordered oldest first; `reason` says why these and no others."""
+
+    remove: tuple[str, ...]
+    reason: str
+
+
+def read_manifests(store: Store) -> Iterator[tuple[str, Manifest | CheckpointValidationError]]:
+    """(name, manifest or what is wrong with it) of every checkpoint; one that is removed meanwhile is left out."""
+    for name in store.names():
+        try:
+            found = decode_manifest(store.read(name, MANIFEST), store.path_of(name))
+        except FileNotFoundError:
+            continue
+        except CheckpointValidationError as error:
+            yield name, error
+            continue
+        yield name, found
+
+
+def list_checkpoints(store: Store) -> list[Listed]:
+    """Every checkpoint of a store, oldest step first, damaged ones included."""
+    found = []
+    for name, m in read_manifests(store):
+        path = store.path_of(name)
+        if isinstance(m, CheckpointValidationError):
+            found.append(Listed(name, path, problem=m.reason))
+        else:
+            found.append(Listed(name, path, m.step, m.epoch, m.world_size, m.data_bytes, m.timestamp))
+    return sorted(found, key=lambda one: (one.step, one.name))
+
+
+def has_manifest(store: Store, name: str) -> bool:
+    """Whether a store has a checkpoint of that name, valid or not."""
+    try:
+        store.read(name, MANIFEST)
+        return True
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def decide(found: Sequence[Listed], keep_last: int, spare: str = "") -> PruneDecision:
+    """Keeps the newest `keep_last` valid ones, all invalid ones (they are for quarantine), always one, and `spare`.
+
+    `keep_last` of 0 or less keeps everything.
+    """
+    if keep_last <= 0:
+        return PruneDecision((), "retention is off: everything is kept")
+    valid = sorted((one for one in found if not one.problem), key=lambda one: one.step)
+    surplus = [one for one in valid[: max(0, len(valid) - keep_last)] if one.name != spare]
+    damaged = [one.name for one in found if one.problem]
+    aside = f"; damaged and not counted: {', '.join(damaged)}" if damaged else ""
+    if not surplus:
+        return PruneDecision((), f"{len(valid)} of at most {keep_last} checkpoints: nothing to remove{aside}")
+    steps = ", ".join(str(one.step) for one in surplus)
+    return PruneDecision(
+        tuple(one.name for one in surplus),
+        f"keeping the newest {keep_last}: steps {steps} are surplus{aside}",
+    )
+
+
+def prune(store: Store, keep_last: int, spare: str = "") -> tuple[list[str], list[str]]:
+    """Removes surplus checkpoints, but never `spare`; returns (removed, left because somebody reads them)."""
+    return remove(store, decide(list_checkpoints(store), keep_last, spare))
+
+
+def remove(store: Store, decision: PruneDecision) -> tuple[list[str], list[str]]:
+    """Acts on a decision; returns (removed, left because somebody reads them)."""
+    removed: list[str] = []
+    left: list[str] = []
+    for name in decision.remove:
+        try:
+            (removed if store.remove(name) else left).append(name)
+        except FileNotFoundError:
+            continue  # another saver was first
+    return removed, left
+
+
+def look_closely(store: Store, good: Callable[[str], bool]) -> list[Listed]:
+    """As `list_checkpoints`, but `good` is asked about the newest, and the next older, until one is: others do not count."""
+    found = {one.name: one for one in list_checkpoints(store)}
+    for one in sorted((one for one in found.values() if not one.problem), key=lambda one: -one.step):
+        if good(one.name):
+            break
+        found[one.name] = replace(one, problem="damaged")
+    return list(found.values())

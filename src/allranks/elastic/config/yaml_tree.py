@@ -1,0 +1,351 @@
+"""YAML text → plain values with the line and column of every key, or what is wrong in plain words. Pure: text in, tree out.
+
+The scalar rules are those of YAML 1.2: `on`, `yes` and `12:30` are strings, `1e-4` is a number. Keys written
+twice are problems, not silently the last one. What the parser says is about grammar, what the user needs is the line to
+change: after a mistake the parser cannot go on, so every line is looked at for the mistakes that one glance can tell (tabs,
+`key:value`), and all of them are reported at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+
+class ConfigProblem(str):
+    """A sentence that is also a place: a str, so that lists of messages stay lists of messages.
+
+    `message` is the bare sentence; `path` is dotted ("elastic.min_nodes"); `line` and `column` count from 1
+    and are None when the configuration did not come from YAML text.
+    """
+
+    message: str
+    path: str
+    line: int | None
+    column: int | None
+
+    def __new__(cls, message: str, path: str = "", mark: tuple[int, int] | None = None) -> ConfigProblem:
+        text = message
+        if mark is not None:
+            text = f"line {mark[0]}, column {mark[1]}: {path + ': ' if path else ''}{message}"
+        self = super().__new__(cls, text)
+        self.message, self.path = message, path
+        self.line, self.column = mark if mark is not None else (None, None)
+        return self
+
+    def to_dict(self) -> dict[str, str | int | None]:
+        """The facts, for JSON."""
+        return {"message": self.message, "path": self.path, "line": self.line, "column": self.column}
+
+
+@dataclass
+class ValidationResult:
+    """`valid` is True when there is no error; warnings do not count against it."""
+
+    valid: bool = True
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def result_of(errors: list[str], warnings: list[str]) -> ValidationResult:
+    """The result that these problems amount to."""
+    return ValidationResult(not errors, errors, warnings)
+
+
+_NO_SPACE = re.compile(r"^(?P<indent>\s*(?:- +)?)(?P<key>[A-Za-z_][\w.-]*):(?P<value>[^\s:/\\].*)$")
+_UNQUOTED = re.compile(r"^\s*(?:- +)?(?P<key>[\w.-]+): +(?P<value>[^\"'\[{|>#\s].*:(?: .*|$))")
+_STARTS = {
+    "*": "an alias (*name)",
+    "&": "an anchor (&name)",
+    "!": "a tag (!name)",
+    "%": "a directive",
+    "@": "a reserved character",
+    "`": "a reserved character",
+}
+
+
+def explain(text: str, error: Any) -> list[ConfigProblem]:
+    """Every mistake found, first to last; at least one problem."""
+    lines = text.splitlines()
+    found = {problem.line: problem for problem in _glance(lines)}
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    if mark is None:
+        first = _unreadable(text, error)
+        return [first, *found.values()]
+    line = mark.line + 1
+    near = {line, line - 1}
+    if not near & set(found):
+        problem = _at(lines, mark, error)
+        found[problem.line] = problem
+    return [found[key] for key in sorted(found, key=lambda key: key or 0)]
+
+
+def missing_space(text: str) -> str | None:
+    """The cure when `text` is a mapping whose colon lacks its space ("lr:1e-4"), else None."""
+    match = _NO_SPACE.match(text.split("\n")[0].split(" ")[0]) if text else None
+    if match is None:
+        return None
+    return f"missing space after the colon: write '{match['key']}: {match['value']}'"
+
+
+def _glance(lines: list[str]) -> Iterator[ConfigProblem]:
+    for number, line in enumerate(lines, 1):
+        indent = line[: len(line) - len(line.lstrip())]
+        if "\t" in indent and line.strip():
+            yield ConfigProblem(
+                "indented with a tab: YAML allows only spaces; replace each tab by two spaces",
+                mark=(number, indent.index("\t") + 1),
+            )
+            continue
+        match = _NO_SPACE.match(line)
+        if match:
+            cure = f"write '{match['key']}: {match['value'].strip()}'"
+            yield ConfigProblem(
+                f"missing space after the colon: {cure}",
+                mark=(number, len(match["indent"]) + len(match["key"]) + 1),
+            )
+
+
+def _at(lines: list[str], mark: Any, error: Any) -> ConfigProblem:
+    """The mistake at the place where the parser stopped."""
+    line = lines[mark.line] if mark.line < len(lines) else ""
+    place = (mark.line + 1, mark.column + 1)
+    said = str(getattr(error, "problem", "") or error)
+    context = str(getattr(error, "context", "") or "")
+    if "\t" in line:
+        return ConfigProblem("a tab stands where YAML allows only spaces; replace it by spaces", mark=place)
+    first = line[mark.column : mark.column + 1] or line.strip()[:1]
+    value = re.match(r"^\s*(?:- +)?[\w.-]+: +(\S.*)$", line)
+    start = value[1][0] if value else first
+    if start in _STARTS and (
+        "scanning" in context or "cannot start any token" in said or "undefined alias" in said
+    ):
+        return ConfigProblem(
+            f"unquoted special character {start!r}: in YAML it starts {_STARTS[start]}; "
+            f"put the value in quotes{_quoted(value)}",
+            mark=place,
+        )
+    if "mapping values are not allowed" in said:
+        return _extra_colon(lines, place)
+    for word, text, sentence, at_context in _GRAMMAR:
+        if word in (said if text == "said" else context):
+            return ConfigProblem(
+                sentence.format(said=said), mark=_context(error, place) if at_context else place
+            )
+    return ConfigProblem(f"not valid YAML: {said}", mark=place)
+
+
+#: (what stands in the parser's sentence or in its context, which of them, our sentence, where its context began)
+_GRAMMAR = (
+    (
+        "another document",
+        "said",
+        "the file holds more than one document: a line '---' starts a second one",
+        False,
+    ),
+    ("quoted scalar", "context", "a quote opened here is never closed ({said})", True),
+    ("flow", "context", "a bracket or brace opened here is never closed, or a comma is missing", True),
+    ("could not find expected ':'", "said", "no colon after this key: write 'key: value'", True),
+    (
+        "block",
+        "context",
+        "this line does not line up with the lines before it: keys of one section need the same indentation",
+        False,
+    ),
+)
+
+
+def _extra_colon(lines: list[str], place: tuple[int, int]) -> ConfigProblem:
+    match = _UNQUOTED.match(lines[place[0] - 1])
+    before = next(
+        ((n, lines[n - 1].rstrip()) for n in range(place[0] - 1, 0, -1) if lines[n - 1].strip()), None
+    )
+    if before and re.fullmatch(r"\s*[\w.-]+", before[1]):
+        return ConfigProblem(
+            f"no colon after '{before[1].strip()}': write '{before[1].strip()}:'",
+            mark=(before[0], len(before[1])),
+        )
+    if match:
+        value = match["value"].strip()
+        return ConfigProblem(
+            f"mapping values are not allowed here: the value has an unquoted special character ':'; "
+            f'quote it: {match["key"]}: "{value}"',
+            mark=place,
+        )
+    return ConfigProblem(
+        "mapping values are not allowed here: this line is indented deeper than the line before it, "
+        "which already has a value; or the line before lacks the space after its colon",
+        mark=place,
+    )
+
+
+def _quoted(value: re.Match[str] | None) -> str:
+    return f': "{value[1].strip()}"' if value else ""
+
+
+def _context(error: Any, place: tuple[int, int]) -> tuple[int, int]:
+    mark = getattr(error, "context_mark", None)
+    return (mark.line + 1, mark.column + 1) if mark is not None else place
+
+
+def _unreadable(text: str, error: Any) -> ConfigProblem:
+    """A character that no YAML file may hold."""
+    position = getattr(error, "position", None)
+    if not isinstance(position, int):
+        return ConfigProblem(f"not valid YAML: {error}")
+    line = text.count("\n", 0, position) + 1
+    column = position - (text.rfind("\n", 0, position) + 1) + 1
+    bad = text[position : position + 1]
+    return ConfigProblem(f"the character {bad!r} is not allowed in YAML", mark=(line, column))
+
+
+Path = tuple[str | int, ...]
+_MAX_NODES = 100_000
+_TOO_DEEP = "values are nested too deeply to be read: a bracket that is never closed?"
+
+
+@dataclass
+class Tree:
+    """`values` is None when the text is no YAML at all; `marks` holds (line, column), from 1, of every path."""
+
+    values: Any = None
+    marks: dict[Path, tuple[int, int]] = field(default_factory=dict)
+    problems: list[ConfigProblem] = field(default_factory=list)
+
+    def mark(self, path: Path) -> tuple[int, int] | None:
+        """Where a path stands; a missing key is placed at its nearest written parent."""
+        while path and path not in self.marks:
+            path = path[:-1]
+        return self.marks.get(path)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the scalar rules of YAML 1.2 (core schema)."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, Any]]] = {}
+
+
+def _add_resolvers() -> None:
+    rules: list[tuple[str, str, list[str | None]]] = [
+        ("tag:yaml.org,2002:bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+        ("tag:yaml.org,2002:int", r"^(?:[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+)$", list("-+0123456789")),
+        (
+            "tag:yaml.org,2002:float",
+            r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+            r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+            list("-+0123456789."),
+        ),
+        ("tag:yaml.org,2002:null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+        ("tag:yaml.org,2002:merge", r"^(?:<<)$", ["<"]),
+    ]
+    for tag, pattern, first in rules:
+        _Loader.add_implicit_resolver(tag, re.compile(pattern), first)
+
+
+_add_resolvers()
+
+
+def read_tree(text: str) -> Tree:
+    """Parses YAML; what cannot be parsed becomes problems in plain words."""
+    tree = Tree()
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+    except (yaml.MarkedYAMLError, yaml.reader.ReaderError) as error:
+        tree.problems.extend(explain(text, error))
+        return tree
+    except RecursionError:
+        tree.problems.append(ConfigProblem(_TOO_DEEP))
+        return tree
+    if node is None:
+        tree.values = {}
+        return tree
+    tree.marks[()] = _mark(node)
+    try:
+        tree.values = _Reader(tree).value(node, ())
+    except (yaml.YAMLError, ValueError) as error:
+        tree.problems.append(ConfigProblem(str(error)))
+    except RecursionError:
+        tree.values = None
+        tree.problems.append(ConfigProblem(_TOO_DEEP))
+    return tree
+
+
+def _mark(node: yaml.Node) -> tuple[int, int]:
+    return node.start_mark.line + 1, node.start_mark.column + 1
+
+
+@dataclass
+class _Reader:
+    """Walks a composed document; `count` bounds what aliases may expand to."""
+
+    tree: Tree
+    count: int = 0
+    open: set[int] = field(default_factory=set)
+
+    def value(self, node: yaml.Node, path: Path) -> Any:
+        self.count += 1
+        if self.count > _MAX_NODES:
+            raise ValueError(f"the file expands to more than {_MAX_NODES} values: aliases that multiply?")
+        if id(node) in self.open:
+            raise ValueError(f"line {_mark(node)[0]}: an alias contains itself")
+        self.open.add(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return self._mapping(node, path)
+            if isinstance(node, yaml.SequenceNode):
+                return [self._item(child, (*path, i)) for i, child in enumerate(node.value)]
+            return _scalar(node)
+        finally:
+            self.open.discard(id(node))
+
+    def _item(self, node: yaml.Node, path: Path) -> Any:
+        self.tree.marks[path] = _mark(node)
+        return self.value(node, path)
+
+    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[Any, Any]:
+        merged: dict[Any, Any] = {}
+        own: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                for source in _sources(value_node):
+                    merged = {**self.value(source, path), **merged}
+                continue
+            key = _scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else str(key_node.value)
+            here = (*path, key)
+            if key in own:
+                first = self.tree.marks[here][0]
+                said = f"'{key}' is written twice (first in line {first}); the second would hide the first"
+                self.tree.problems.append(ConfigProblem(said, _dotted(here), _mark(key_node)))
+            self.tree.marks[here] = _mark(key_node)
+            own[key] = self.value(value_node, here)
+        return {**merged, **own}
+
+
+def _sources(node: yaml.Node) -> Iterator[yaml.MappingNode]:
+    """The mappings that a merge key `<<` names."""
+    nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    for one in nodes:
+        if not isinstance(one, yaml.MappingNode):
+            raise ValueError(f"line {_mark(node)[0]}: '<<' needs a mapping to merge")
+        yield one
+
+
+def _scalar(node: yaml.Node) -> Any:
+    text = str(node.value)
+    if node.tag == "tag:yaml.org,2002:null":
+        return None
+    if node.tag == "tag:yaml.org,2002:bool":
+        return text.lower() == "true"
+    if node.tag == "tag:yaml.org,2002:int":
+        return int(text, 0) if text[:2] in {"0x", "0o"} else int(text)
+    if node.tag == "tag:yaml.org,2002:float":
+        return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
+    return text
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(str(part) for part in path)
