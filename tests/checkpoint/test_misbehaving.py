@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from allranks.checkpoint import CheckpointConfig, CheckpointManager, S3Backend
+from allranks.checkpoint import CheckpointConfig, CheckpointManager, S3Backend, SnapshotServer
 from allranks.checkpoint.restore.loader import kind_of_failure
+from allranks.checkpoint.stores.file_store import FileStore
 from allranks.checkpoint.stores.keyed_store import LEFT_BEHIND_S, READING_LIMIT_S, KeyedStore
+from allranks.checkpoint.stores.store import Attempt, StoreSpec, open_store
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as mark
 from allranks.errors import CheckpointSaveError, CheckpointUnreachable
@@ -127,6 +130,46 @@ def test_a_wrong_clock_deletes_neither_what_is_being_saved_nor_what_is_being_rea
     with store.reading("checkpoint_step_00000001"):
         assert store.remove("checkpoint_step_00000001") is False
     assert READING_LIMIT_S < LEFT_BEHIND_S
+
+
+@pytest.mark.parametrize("skew_s", [3 * LEFT_BEHIND_S, -3 * LEFT_BEHIND_S])
+def test_keepers_with_different_clocks_delete_neither_what_is_being_saved_nor_what_is_being_read(
+    skew_s: float,
+) -> None:
+    """Every node has a clock of its own: each keeper's ages are counted by its own."""
+    with contextlib.ExitStack() as stack:
+        keepers = [
+            SnapshotServer("a secret", "127.0.0.1:0", 1 << 20, clock=lambda late=late: time.monotonic() + late)
+            for late in (0.0, skew_s, 0.0)
+        ]
+        for keeper in keepers:
+            keeper.start()
+            stack.callback(keeper.close)
+        addresses = ",".join(keeper.address for keeper in keepers)
+        for node in range(3):  # each rank writes to its own node's keeper and the next, and asks its own first
+            half = f"checkpoint_step_00000002/rank-{node:05d}-0123456789ab.safetensors"
+            store = open_store(StoreSpec(f"peer://{addresses}/job", {"token": "a secret", "node": str(node)}))
+            stack.callback(store.close)
+            assert isinstance(store, KeyedStore)
+            store.blobs.put(half, [memoryview(b"x")], 1)
+            assert store.tidy() == []
+            with store.reading("checkpoint_step_00000001"):
+                assert store.remove("checkpoint_step_00000001") is False
+
+
+def test_a_file_servers_clock_counts_for_what_lies_on_it(tmp_path: Path) -> None:
+    """A shared filesystem without locks whose clock is ten minutes behind: what is young there is left alone."""
+    store, attempt = FileStore(tmp_path), Attempt("live", "t1")
+    store.write(attempt, "file", [memoryview(b"x")], 1)
+    store.leave(attempt)  # as where locks do not work
+    folder = tmp_path / ".saving-live-t1"
+    there = time.time() - 600
+    for path in (folder, tmp_path):
+        os.utime(path, (there, there))
+    assert store.tidy() == []
+    os.utime(folder, (there - 600, there - 600))
+    os.utime(tmp_path, (there, there))
+    assert store.tidy() == [folder.name]
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from itertools import chain
+from functools import cache, partial
 from operator import add, le
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from allranks.checkpoint.checksum import ALGORITHMS
 from allranks.checkpoint.layout import ITEM_BYTES, Shard
@@ -145,24 +144,53 @@ def encode_index(index: Index) -> bytes:
 
 def decode_index(data: bytes, path: str) -> Index:
     """Reads and checks an index file."""
-    raw = _unseal(data, path)
+    body = _body(data, path)
     try:
-        if raw["columns"] != _COLUMNS:
+        raw = _index_reader()(body)
+        if raw.columns != _COLUMNS:
             raise CheckpointValidationError(
-                f"unknown columns {raw['columns']}", path=path, hint="upgrade allranks"
+                f"unknown columns {raw.columns}", path=path, hint="upgrade allranks"
             )
-        check_index(raw)
-        columns = check_rows(raw["shards"], {file["file"]: file["bytes"] for file in raw["files"]})
-        return Index(
-            raw["rank"],
-            raw["algorithm"],
-            tuple(DataFile(**file) for file in raw["files"]),
-            _stored(columns),
-            raw["common"],
-            raw["own"],
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        for file in raw.files:
+            _plain_name("file", file.file)
+            if file.header_bytes > file.bytes:
+                raise ValueError(f"header_bytes {file.header_bytes} of a file of {file.bytes}")
+        columns = list(zip(*raw.shards, strict=True)) or [()] * len(_COLUMNS)
+        check_shards(columns, {file.file: file.bytes for file in raw.files})
+        return Index(raw.rank, raw.algorithm, tuple(raw.files), _stored(columns), raw.common, raw.own)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"not an index: {error}", path=path) from error
+
+
+@cache
+def _index_reader() -> Callable[[bytes], Any]:
+    """JSON → checked types and bounds, in one pass. msgspec is imported here: the helper process never needs it."""
+    import msgspec
+
+    count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    counts = tuple[count, ...]
+    row = tuple[str, str, counts, counts | None, counts | None, count, str, str, count, str]
+    free = dict[str, Any] | None
+    kinds = (count, Literal[ALGORITHMS], tuple[DataFile, ...], free, free, list[str], list[row])
+    names = ("rank", "algorithm", "files", "common", "own", "columns", "shards")
+    body = msgspec.defstruct("IndexBody", list(zip(names, kinds, strict=True)))
+    decoder = msgspec.json.Decoder(body)
+
+    def read(data: bytes) -> Any:
+        try:
+            return decoder.decode(data)
+        except msgspec.ValidationError:
+            raise
+        except msgspec.DecodeError:  # half a surrogate pair in a name: json.loads is more lenient
+            return msgspec.convert(json.loads(data), body)
+
+    return read
+
+
+def shards_of_index(data: bytes, path: str) -> tuple[int, set[str]]:
+    """(bytes of its data files, every file that it names) of an index of our own, without a look at the rest."""
+    raw, home = _unseal(data, path), _COLUMNS.index("file")
+    return sum(file["bytes"] for file in raw["files"]), {row[home] for row in raw["shards"]}
 
 
 def _part(raw: dict[str, Any]) -> Part:
@@ -183,8 +211,8 @@ def _stored(columns: list[tuple[Any, ...]]) -> tuple[StoredShard, ...]:
     starts: Iterable[Any] = map(zeros.__getitem__, map(len, shapes))
     pieces: Iterable[Any] = shapes
     if any(offset is not None for offset in offsets):
-        starts = [zero if o is None else tuple(o) for zero, o in zip(starts, offsets, strict=True)]
-        pieces = [shape if s is None else tuple(s) for shape, s in zip(shapes, sizes, strict=True)]
+        starts = [zero if o is None else o for zero, o in zip(starts, offsets, strict=True)]
+        pieces = [shape if s is None else s for shape, s in zip(shapes, sizes, strict=True)]
     # tuple's constructor: a named tuple's own takes twice as long
     shards = map(_new_shard, zip(names, dtypes, shapes, starts, pieces, lengths, views, strict=True))
     return tuple(map(_new_stored, zip(shards, *places, strict=True)))
@@ -194,8 +222,7 @@ _new_shard = partial(tuple.__new__, Shard)
 _new_stored = partial(tuple.__new__, StoredShard)
 
 
-def _dump(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+_dump = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 def _seal(body: str) -> bytes:
@@ -203,19 +230,20 @@ def _seal(body: str) -> bytes:
     return _HEAD + hashlib.sha256(text).hexdigest().encode() + b'", "body": ' + text + b"}\n"
 
 
-def _unseal(data: bytes, path: str) -> dict[str, Any]:
-    """The body, if every byte is as it was written."""
+def _body(data: bytes, path: str) -> bytes:
+    """The sealed text, if every byte is as it was written."""
     start = len(_HEAD) + 64 + len(b'", "body": ')
     body = data[start:-2]
     digest = hashlib.sha256(body).hexdigest().encode()
     if data[:start] != _HEAD + digest + b'", "body": ' or data[-2:] != b"}\n":
-        raise CheckpointDamaged(
-            "its checksum does not match: damaged or cut short",
-            path=path,
-            invalid_keys=(path.rsplit("/", 1)[-1],),
-        )
+        damage = "its checksum does not match: damaged or cut short"
+        raise CheckpointDamaged(damage, path=path, invalid_keys=(path.rsplit("/", 1)[-1],))
+    return body
+
+
+def _unseal(data: bytes, path: str) -> dict[str, Any]:
     try:
-        parsed = json.loads(body)
+        parsed = json.loads(_body(data, path))
     except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"not JSON: {error}", path=path) from error
     if not isinstance(parsed, dict):
@@ -243,89 +271,49 @@ def check_manifest(raw: Mapping[str, Any]) -> None:
             _file("references", file)
 
 
-def check_index(raw: Mapping[str, Any]) -> None:
-    """The same for an index, without its rows."""
-    _count("rank", raw["rank"])
-    if raw["algorithm"] not in ALGORITHMS:
-        raise ValueError(f"algorithm is {raw['algorithm']!r:.80}")
-    for name in ("common", "own"):
-        if raw[name] is not None:
-            _kind(name, raw[name], dict)
-    _kind("shards", raw["shards"], list)
-    _kind("files", raw["files"], list)
-    for file in raw["files"]:
-        _kind("file", file, dict)
-        _plain_name("file", file["file"])
-        for name in ("bytes", "header_bytes"):
-            _count(name, file[name])
-        if file["header_bytes"] > file["bytes"]:
-            raise ValueError(f"header_bytes {file['header_bytes']} of a file of {file['bytes']}")
-        _kind("header_checksum", file["header_checksum"], str)
+def check_shards(columns: Sequence[tuple[Any, ...]], files: Mapping[str, int]) -> None:
+    """The same for the shards of an index, by column; `files` are its data files with their sizes.
 
-
-def check_rows(rows: Sequence[Any], files: Mapping[str, int]) -> list[tuple[Any, ...]]:
-    """The shards of an index as columns, once they were found right; `files` are its data files with their sizes.
-
-    There are as many rows as tensors: whole columns are checked first, rows one by one only where that is not enough.
+    There are as many shards as tensors, but few kinds of them.
     """
-    try:
-        columns = list(zip(*rows, strict=True))
-        fine = not columns or _whole_tensors(columns, files)
-    except (KeyError, TypeError, ValueError):  # not ten columns, other types, or files of other checkpoints
-        fine = False
-    if fine:
-        return columns or [()] * 10
-    for row in rows:
-        _check_row(row, files)
-    return [
-        tuple(map(tuple, column)) if at == 2 else column for at, column in enumerate(zip(*rows, strict=True))
-    ]
+    names, dtypes, shapes, offsets, sizes, lengths, views, homes, starts, _ = columns
+    for kind in set(zip(dtypes, shapes, offsets, sizes, lengths, views, strict=True)):
+        _check_kind(*kind)
+    limits = dict.fromkeys(homes, 1 << 63) | dict(
+        files
+    )  # files of other checkpoints: known when they are opened
+    for home in limits:
+        _file("file", home)
+    if not all(map(le, map(add, starts, lengths), map(limits.__getitem__, homes))):
+        for name, start, length, home in zip(names, starts, lengths, homes, strict=True):
+            if start + length > limits[home]:
+                raise ValueError(
+                    f"{name}: bytes {start} to {start + length} of {home}, which has {limits[home]}"
+                )
 
 
-def _whole_tensors(columns: list[tuple[Any, ...]], files: Mapping[str, int]) -> bool:
-    """Whether these are whole tensors as most are; their shapes become tuples."""
-    names, dtypes, shapes, offsets, sizes, lengths, views, homes, starts, sums = columns
-    if set(map(type, chain(names, views, sums))) != {str} or set(map(type, shapes)) != {list}:
-        return False
-    if set(map(type, chain(lengths, starts, chain.from_iterable(shapes)))) != {int}:
-        return False
-    if not set(offsets) == set(sizes) == {None} or set(views) != {""} or min(starts) < 0:
-        return False
-    columns[2] = tuple(map(tuple, shapes))
-    kinds = set(zip(columns[2], dtypes, lengths, strict=True))  # few, whatever the number of tensors
-    right = (
-        min(shape, default=0) >= 0 and math.prod(shape) * ITEM_BYTES[kind] == length < 1 << 63
-        for shape, kind, length in kinds
-    )
-    return all(right) and all(map(le, map(add, starts, lengths), map(files.__getitem__, homes)))
-
-
-def _check_row(row: Any, files: Mapping[str, int]) -> None:
-    name, dtype, shape, offsets, sizes, length, view, file, start, checksum = row
-    for label, text in (("name", name), ("view", view), ("checksum", checksum)):
-        _kind(label, text, str)
-    _file("file", file)
-    _count("bytes", length)
-    _count("start", start)
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise ValueError(f"dtype {dtype!r}")
-    _counts("shape", shape)
-    piece = shape
-    if (offsets is None) != (sizes is None):
-        raise ValueError(f"{name}: offsets {offsets!r:.80} and sizes {sizes!r:.80}")
-    if offsets is not None:
-        _counts("offsets", offsets)
-        _counts("sizes", sizes)
+def _check_kind(
+    dtype: str,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...] | None,
+    sizes: tuple[int, ...] | None,
+    length: int,
+    view: str,
+) -> None:
+    """Whether a shard like this can be."""
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"dtype {dtype!r:.80}")
+    if offsets is not None and sizes is not None:
         inside = len(offsets) == len(sizes) == len(shape)
         if not inside or any(o + s > w for o, s, w in zip(offsets, sizes, shape, strict=True)):
-            raise ValueError(f"{name}: piece {offsets} + {sizes} of {shape}")
-        piece = sizes
+            raise ValueError(f"piece {offsets} + {sizes} of {shape}")
+    elif offsets is not sizes:
+        raise ValueError(f"offsets {offsets!r:.80} and sizes {sizes!r:.80}")
     if view and dtype != "U8":
-        raise ValueError(f"{name}: {view!r:.80} is stored as {dtype}, not as bytes")
+        raise ValueError(f"{view!r:.80} is stored as {dtype}, not as bytes")
+    piece = shape if sizes is None else sizes
     if not view and length != math.prod(piece) * ITEM_BYTES[dtype]:
-        raise ValueError(f"{name}: {length} bytes for {piece} of {dtype}")
-    if start + length > files.get(file, 1 << 63):
-        raise ValueError(f"{name}: bytes {start} to {start + length} of {file}, which has {files[file]}")
+        raise ValueError(f"{length} bytes for {piece} of {dtype}")
 
 
 def _kind(name: str, value: Any, kind: type) -> None:
@@ -336,13 +324,6 @@ def _kind(name: str, value: Any, kind: type) -> None:
 def _count(name: str, value: Any) -> None:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise TypeError(f"{name} is {value!r:.80}, not a count")
-
-
-def _counts(name: str, value: Any) -> None:
-    _kind(name, value, list)
-    for number in value:
-        if type(number) is not int or not 0 <= number < 1 << 63:
-            raise TypeError(f"{name} is {value!r:.80}, not a list of counts")
 
 
 def _number(name: str, value: Any) -> None:

@@ -24,11 +24,11 @@ from allranks.checkpoint.manifest import (
     Manifest,
     Part,
     StoredShard,
-    decode_index,
     decode_manifest,
     encode_index,
     encode_manifest,
     part_name,
+    shards_of_index,
 )
 from allranks.checkpoint.stores.listing import prune
 from allranks.checkpoint.stores.store import Attempt, Store, StoreSpec, reason_of
@@ -186,13 +186,13 @@ def write_index(store: Store, attempt: Attempt, index: Index) -> Part:
     """Writes an index file; the part that the manifest names."""
     name, data = part_file(store, attempt, index.rank, "json"), encode_index(index)
     store.write(attempt, name, [memoryview(data)], len(data))
-    return _part(name, data, index)
-
-
-def _part(name: str, data: bytes, index: Index) -> Part:
-    references = tuple(sorted({s.file for s in index.shards if s.file.startswith("../")}))
     size = sum(file.bytes for file in index.files)
-    return Part(index.rank, name, len(data), hashlib.sha256(data).hexdigest(), size, references)
+    return _part(index.rank, name, data, size, {stored.file for stored in index.shards})
+
+
+def _part(rank: int, name: str, data: bytes, size: int, files: set[str]) -> Part:
+    references = tuple(sorted(file for file in files if file.startswith("../")))
+    return Part(rank, name, len(data), hashlib.sha256(data).hexdigest(), size, references)
 
 
 def _checksums(layout: FileLayout, image: memoryview, algorithm: str) -> dict[str, str]:
@@ -280,7 +280,7 @@ def part_of(job: SaveJob, rank: int, store: Store) -> Part | None:
             raise Peers(f"rank {rank} could not write its part: {failed.decode(errors='replace')}")
         return None
     try:
-        return _part(name, data, decode_index(data, name))
+        return _part(rank, name, data, *shards_of_index(data, name))
     except CheckpointValidationError:
         return None  # seen while being written; looked at again
 

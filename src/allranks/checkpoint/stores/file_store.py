@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import math
 import os
 import threading
 import time
@@ -84,9 +85,14 @@ class FileStore:
             os.close(fd)
 
     def tidy(self) -> list[str]:
+        """What nobody holds locked, and nothing has happened in for a while by the clock of the filesystem."""
         removed = []
-        for folder in self._hidden_folders():
-            if self._is_left_behind(folder):
+        hidden = {path: _changed(path) for path in self._hidden_folders()}
+        # the folder itself changes with every commit; this machine's clock may differ from a file server's
+        now = max(filter(math.isfinite, [_changed(self.root), *hidden.values()]), default=0.0)
+        for folder, changed in hidden.items():
+            old = changed < now - LEFT_BEHIND_S
+            if old and _unlocked(folder) and _unlocked(folder / MANIFEST):
                 _remove_tree(folder)
                 removed.append(folder.name)
         return removed
@@ -186,15 +192,6 @@ class FileStore:
         if not self.root.is_dir():
             return []
         return [path for path in self.root.iterdir() if path.name.startswith(_HIDDEN) and path.is_dir()]
-
-    def _is_left_behind(self, folder: Path) -> bool:
-        """Nobody holds its lock, and nothing has happened in it for a while."""
-        try:
-            if time.time() - folder.stat().st_mtime < LEFT_BEHIND_S:
-                return False
-        except FileNotFoundError:
-            return False
-        return _unlocked(folder) and _unlocked(folder / MANIFEST)
 
     @contextlib.contextmanager
     def _exclusive(self, name: str) -> Iterator[bool]:
@@ -312,6 +309,14 @@ def _write_direct(path: Path, piece: memoryview) -> int:
 
 def _address(piece: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(piece))
+
+
+def _changed(path: Path) -> float:
+    """When the filesystem says that a folder changed last; one that is gone just did."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return math.inf
 
 
 def _sync_folder(folder: Path) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -164,10 +163,10 @@ class KeyedStore:
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[None]:
         key = f"{READING}/{name}/{uuid.uuid4().hex}.json"
-        until = json.dumps({"until": time.time() + READING_LIMIT_S, "pid": os.getpid()}).encode()
+        note = json.dumps({"pid": os.getpid()}).encode()
         marked = False
         with contextlib.suppress(OSError):  # a reader without write permission still reads
-            self.blobs.put(key, [memoryview(until)], len(until))
+            self.blobs.put(key, [memoryview(note)], len(note))
             marked = True
         try:
             yield
@@ -200,13 +199,9 @@ class KeyedStore:
 
     def _readers(self, name: str) -> list[str]:
         """Marks of readers that have not run out."""
-        alive = []
         marks = self.blobs.keys(f"{READING}/{name}/")
         limit = _newest(self.blobs.keys("")) - READING_LIMIT_S if marks else 0.0
-        for key, changed in marks:
-            if changed > limit:
-                alive.append(key)
-        return alive
+        return [key for key, changed in marks if changed > limit]
 
     def _delete_unreferenced(self, name: str, keep: str) -> None:
         """Deletes the files of a checkpoint that no manifest points at, but those of the attempt `keep`."""

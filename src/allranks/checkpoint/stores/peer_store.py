@@ -164,11 +164,15 @@ class PeerBlobs:
         return self._anywhere(key, lambda k: k.get(self.prefix + key, 0, empty))[2]
 
     def keys(self, prefix: str) -> list[tuple[str, float]]:
+        """Times are ages below 0, by the clock of the keeper that has the key: nodes' clocks differ."""
         found: dict[str, float] = {}
 
         def ask(keeper: KeeperClient) -> None:
-            for key, changed, _ in keeper.ask({"do": "list", "prefix": self.prefix + prefix})["keys"]:
-                found[key.removeprefix(self.prefix)] = changed
+            answer = keeper.ask({"do": "list", "prefix": self.prefix + prefix})
+            now = answer.get("now", max((changed for _, changed, _ in answer["keys"]), default=0.0))
+            for key, changed, _ in answer["keys"]:
+                name = key.removeprefix(self.prefix)
+                found[name] = max(found.get(name, changed - now), changed - now)
 
         self._everywhere(dict.fromkeys(self._nearest()), ask, "the list")
         return sorted(found.items())

@@ -16,7 +16,7 @@ import mmap
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +46,17 @@ class _Blob:
 class SnapshotServer:
     """Keeps at most `max_bytes` (default: half of the memory free at the start). `bind` is HOST:PORT."""
 
-    def __init__(self, token: str, bind: str = "0.0.0.0:0", max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        token: str,
+        bind: str = "0.0.0.0:0",
+        max_bytes: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.token = token
         self.bind = bind
         self.max_bytes = max_bytes
+        self.clock = clock
         self.address = ""
         self._blobs: dict[str, _Blob] = {}
         self._reserved = 0  # bytes of blobs being received
@@ -96,7 +103,7 @@ class SnapshotServer:
                     for key, blob in self._blobs.items()
                     if key.startswith(request["prefix"])
                 ]
-            send_json(connection, {"ok": True, "keys": found})
+            send_json(connection, {"ok": True, "now": self.clock(), "keys": found})
         elif operation == "delete":
             with self._lock:
                 for key in request["keys"]:
@@ -114,7 +121,7 @@ class SnapshotServer:
             return {"ok": False, "error": refusal}
         try:
             data = mmap.mmap(-1, length) if length else None
-            blob = _Blob(data, length, 0, time.time())
+            blob = _Blob(data, length, 0, self.clock())
             receive_bytes(connection, blob.view(), request["algorithm"])
             return self._place(key, blob, request)
         finally:
