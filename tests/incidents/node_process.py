@@ -12,10 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-from allranks.incidents import deaths
+from allranks.incidents import pipeline
 from allranks.incidents.loop import Watch
-from allranks.incidents.options import WatchOptions
 from allranks.incidents.peers import PeerAgents
+from allranks.incidents.pipeline import WatchOptions
 from allranks.launch.node_agent import NodeAgent
 from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.lighthouse.options import Options, ServerOptions
@@ -29,7 +29,7 @@ TOKEN = "secret"
 def main() -> None:
     """Runs until standard input ends."""
     name, folder, mode, ranks = sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4].split(",")
-    nodes.AWAY_S, nodes.LOOK_S, nodes.TELL_S, deaths.EXPLAIN_S = 0.5, 0.1, 0.1, 0.1
+    nodes.AWAY_S, nodes.LOOK_S, nodes.TELL_S, pipeline.EXPLAIN_S = 0.5, 0.1, 0.1, 0.1
     held = Lighthouse(Options(), ServerOptions(token=TOKEN)) if len(sys.argv) < 6 else None
     address = held.start().address if held is not None else sys.argv[5]
     boxes = folder / name
@@ -45,7 +45,7 @@ def main() -> None:
         watch = Watch(
             WatchOptions(boxes, folder / "incidents", "job", name, mode=mode, collect_stacks=False)  # type: ignore[arg-type]
         )
-        agent = NodeAgent(watch, client, company=PeerAgents(client, TOKEN), holds_lighthouse=held is not None)
+        agent = NodeAgent(watch, client, peers=PeerAgents(client, TOKEN), holds_lighthouse=held is not None)
         agent.start()
         while not (known := client.presence(options.replica)) or len(known.ranks) < len(ranks):
             time.sleep(0.02)

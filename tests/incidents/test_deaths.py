@@ -14,17 +14,14 @@ from pathlib import Path
 import pytest
 
 from allranks.blackbox.layout import knock_address
-from allranks.incidents import evidence
-from allranks.incidents.examine import Examination
+from allranks.incidents import pipeline
 from allranks.incidents.folder import read_incidents
 from allranks.incidents.loop import Watch
-from allranks.incidents.options import WatchOptions
+from allranks.incidents.pipeline import WatchOptions
 from allranks.launch.node_agent import NodeAgent
 from allranks.model.cluster import MemberLost
 from allranks.supervise.replicas import ReplicaOptions, Supervisor
-from allranks.watch.exits import Ending, ExitWatcher
-from allranks.watch.first_death import Death, find_deaths, find_first
-from allranks.watch.memory_kills import MemoryKills
+from allranks.watch.exits import Death, Ending, ExitWatcher, MemoryKills, find_deaths, find_first
 from allranks.watch.samples import read_samples
 from allranks.watch.silence import NoticeOptions
 from boxes import write_box
@@ -169,12 +166,12 @@ def test_a_death_is_told_while_a_standstill_is_examined(
     dog = watch(tmp_path, poll_s=0.05, notice=NoticeOptions(floor_s=0.1, warm_up_s=0.1))
     examining, told = threading.Event(), threading.Event()
 
-    def examine(*args: object, **kwargs: object) -> Examination:
+    def judge(*args: object) -> tuple[None, None]:
         examining.set()
         told.wait(60)
-        return Examination()
+        return None, None
 
-    monkeypatch.setattr(evidence, "examine", examine)
+    monkeypatch.setattr(pipeline, "judge_folder", judge)
     dog.join(None, lambda incident: told.set() if incident.kind == "death" else None)
     ranks = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
     try:
@@ -192,7 +189,7 @@ def test_a_death_is_told_while_a_standstill_is_examined(
     death, standstill = sorted(read_incidents(tmp_path / "incidents"), key=lambda story: story["kind"])
     assert (death["kind"], death["verdict"]["ranks"]) == ("death", [1])
     assert standstill["kind"] == "slow"
-    assert "rank 1 ended while it was looked at" in standstill["timeline"][-1]["text"]
+    assert "rank 1 ended while it was inspected" in standstill["timeline"][-1]["text"]
 
 
 def test_the_watch_goes_on_while_the_lighthouse_does_not_answer_about_a_death(tmp_path: Path) -> None:
@@ -204,7 +201,7 @@ def test_the_watch_goes_on_while_the_lighthouse_does_not_answer_about_a_death(tm
         asked.set()
         answer.wait(60)
 
-    dog.gatherer.ask = ask  # type: ignore[method-assign]
+    dog.pipeline.ask = ask  # type: ignore[method-assign]
     ranks = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
     try:
         for rank, process in enumerate(ranks):
@@ -253,7 +250,7 @@ def test_a_process_with_the_pid_of_an_earlier_one_dies_a_death_of_its_own(tmp_pa
     dog = watch(tmp_path)
     write_box(tmp_path / "boxes", 0, 7, pid=GONE, start_ns=time.time_ns())
     write_box(tmp_path / "boxes", 1, 7, start_ns=time.time_ns())
-    dog.deaths.explained.add([GONE])
+    dog.pipeline.explained.add([GONE])
     dog.look()
     assert read_incidents(tmp_path / "incidents") == []
     write_box(tmp_path / "boxes", 0, 9, pid=GONE, start_ns=time.time_ns())

@@ -12,7 +12,7 @@ from allranks.cli import main
 from allranks.incidents.folder import read_incidents
 from allranks.incidents.judge import Observed, judge, read_observed
 from allranks.incidents.loop import Watch
-from allranks.incidents.options import WatchOptions
+from allranks.incidents.pipeline import WatchOptions
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.stacks import RankState, StacksReport
 from boxes import write_box
@@ -78,7 +78,7 @@ def test_diagnose_on_an_incident_folder_says_what_the_incident_says(
     if mode == "whole_job":
         watch.look()
     else:
-        from allranks.watch.first_death import Death
+        from allranks.watch.exits import Death
 
         watch.deaths.note_death(Death(2, GONE, time.time(), "died of SIGKILL"))
     watch.close()

@@ -12,20 +12,19 @@ from typing import Any
 
 import pytest
 
-from allranks.incidents import evidence as gatherer_module
-from allranks.incidents.examine import Examination
+from allranks.incidents import pipeline
 from allranks.incidents.folder import read_incidents
-from allranks.incidents.judge import Observed, accuse, judge, nearest_line
+from allranks.incidents.judge import Observed, accuse, judge, nearest_line, read_observed
 from allranks.incidents.loop import Watch
-from allranks.incidents.options import WatchOptions
-from allranks.incidents.policy import PolicyOptions
-from allranks.incidents.upload import Keeper
+from allranks.incidents.pipeline import WatchOptions
+from allranks.incidents.policy import Mode, PolicyOptions
+from allranks.incidents.publish import IncidentUploader
 from allranks.launch.node_agent import NodeAgent
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.incident import Action, Incident
 from allranks.model.stacks import ChildState, RankState, StacksReport
 from allranks.supervise.replicas import Event, ReplicaOptions, Request, Supervisor
-from allranks.watch.first_death import Death
+from allranks.watch.exits import Death
 from allranks.watch.silence import NoticeOptions, Suspicion
 from boxes import write_box
 
@@ -53,17 +52,24 @@ def look(watch: Watch, at_s: float) -> Suspicion | None:
     return watch.look(START_S + 1000 + at_s)
 
 
-def trained(tmp_path: Path, hand: Hand, **options: Any) -> Watch:
+def trained(
+    tmp_path: Path, hand: Hand, mode: Mode = "replica", retry_s: float | None = 60, **options: Any
+) -> Watch:
     """A watch that has seen three replicas do thirty quick steps; its clock stands at 3.0 s."""
     boxes = tmp_path / "boxes"
     boxes.mkdir()
-    watch = Watch(
-        WatchOptions(
-            boxes, tmp_path / "incidents", "job", mode="replica", replicas=3, collect_stacks=False,
-            notice=NoticeOptions(floor_s=5, warm_up_marks=5, retry_s=60), **options,
-        ),
-        actor=hand,
-    )  # fmt: skip
+    notice = NoticeOptions(floor_s=5, warm_up_marks=5, retry_s=retry_s)
+    chosen = WatchOptions(
+        boxes,
+        tmp_path / "incidents",
+        "job",
+        mode=mode,
+        replicas=3,
+        collect_stacks=False,
+        notice=notice,
+        **options,
+    )
+    watch = Watch(chosen, actor=hand)
     for step in range(31):
         for rank in range(3):
             write_box(boxes, rank, step)
@@ -76,11 +82,11 @@ def answer_with(
 ) -> None:
     """Every examination finds this in boxes and stacks; the judge has the last word."""
 
-    def examine(folder: Path, pids: dict[int, int], *, observed: Observed, **rest: object) -> Examination:
+    def judged(folder: Path, missing: list[str]) -> tuple[Diagnosis | None, StacksReport | None]:
         boxes = Diagnosis("fault", verdict) if verdict is not None else None
-        return Examination(stacks, judge(boxes, stacks, observed))
+        return judge(boxes, stacks, read_observed(folder) or Observed()), stacks
 
-    monkeypatch.setattr(gatherer_module, "examine", examine)
+    monkeypatch.setattr(pipeline, "judge_folder", judged)
 
 
 def test_a_failing_page_webhook_or_actor_does_not_lose_the_incident(
@@ -109,7 +115,7 @@ def test_a_second_hang_soon_after_waits_for_the_back_off_in_one_incident(
     answer_with(monkeypatch, VERDICT)
     hand = Hand()
     watch = trained(tmp_path, hand, policy=PolicyOptions(back_off_s=0.5))
-    watch.inquiries._policy = watch.inquiries._policy.after(time.monotonic(), 0, 3600)
+    watch.hangs.policy = watch.hangs.policy.after(time.monotonic(), 0, 3600)
     look(watch, 8.1)
     look(watch, 10.7)
     assert hand.done == []
@@ -119,6 +125,91 @@ def test_a_second_hang_soon_after_waits_for_the_back_off_in_one_incident(
         look(watch, now)
     assert [action.replica for action in hand.done] == [1]
     assert len(read_incidents(tmp_path / "incidents")) == 1
+
+
+def dry_run(tmp_path: Path, hand: Hand) -> Watch:
+    """A whole job of three ranks that has done thirty quick steps, watched without --recovery; 3.0 s on the clock."""
+    return trained(tmp_path, hand, mode="whole_job", retry_s=None)
+
+
+def test_a_hang_that_goes_on_stays_one_incident_that_knows_how_long_it_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody acts (dry run): two minutes later there is one incident, published once, and its duration has grown."""
+    answer_with(monkeypatch, VERDICT)
+    watch = dry_run(tmp_path, Hand())
+    published: list[str] = []
+    watch.join(None, lambda incident: published.append(incident.id))
+    for tenths in range(31, 1230, 4):
+        look(watch, tenths / 10)
+    (story,) = read_incidents(tmp_path / "incidents")
+    assert (story["kind"], story["action"]["kind"], story["ranks"]) == ("hang", "dry_run", [1])
+    assert story["durations_s"]["lasted"] > 100
+    assert len(published) == 2  # before and after the action that was not taken
+    for rank in range(3):
+        write_box(tmp_path / "boxes", rank, 31)
+    look(watch, 124.0)
+    (story,) = read_incidents(tmp_path / "incidents")
+    assert story["closed"] is not None and story["timeline"][-1]["name"] == "recovered"
+
+
+def test_a_second_hang_after_the_job_went_on_is_another_incident(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one is explained; progress ends it."""
+    answer_with(monkeypatch, VERDICT)
+    watch = dry_run(tmp_path, Hand())
+    for tenths in range(31, 300, 4):
+        look(watch, tenths / 10)
+    for rank in range(3):
+        write_box(tmp_path / "boxes", rank, 31)
+    for tenths in range(300, 1600, 4):
+        look(watch, tenths / 10)
+    assert [story["kind"] for story in read_incidents(tmp_path / "incidents")] == ["hang", "hang"]
+
+
+def test_an_unclear_hang_is_judged_again_in_the_same_incident_until_it_can_be_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replica mode: the first verdict names nobody, so nobody is evicted; a later one names rank 1."""
+    answer_with(monkeypatch, Finding("none_finished", (), "all entered, none finished", confidence=0.9))
+    hand = Hand()
+    watch = trained(tmp_path, hand)
+    for tenths in range(31, 200, 4):
+        look(watch, tenths / 10)
+    assert hand.done == []
+    answer_with(monkeypatch, VERDICT)
+    assert watch.hangs.standstill is not None
+    watch.hangs.standstill.next_s = 0.0
+    look(watch, 21.0)
+    assert [action.replica for action in hand.done] == [1]
+    (story,) = read_incidents(tmp_path / "incidents")
+    assert (story["verdict"]["cause"], story["action"]["kind"]) == (VERDICT.cause, "evict")
+
+
+def test_a_loop_of_collectives_inside_one_step_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole-job mode: ranks with marks complete calls for ten minutes and no step. Calls are no progress then."""
+    answer_with(monkeypatch)
+    watch = dry_run(tmp_path, Hand())
+    for second in range(4, 600):
+        for rank in range(3):
+            write_box(tmp_path / "boxes", rank, 30, calls=60 + second)
+        look(watch, float(second))
+        if watch.hangs.standstill is not None:
+            watch.hangs.standstill.next_s = 0.0
+    (story,) = read_incidents(tmp_path / "incidents")
+    assert (story["kind"], story["step"], story["ranks"]) == ("hang", 30, [])
+    assert "no step" in story["verdict"]["sentence"] and "collectives" in story["verdict"]["sentence"]
+
+
+def test_a_watch_reports_only_the_ranks_of_its_own_agent(tmp_path: Path) -> None:
+    """Two agents on one host share the folder of the job: process 1 is no child of this one."""
+    watch = trained(tmp_path, Hand())
+    write_box(tmp_path / "boxes", 3, 30, pid=1)
+    look(watch, 3.1)
+    assert watch.ranks == (0, 1, 2)
 
 
 @pytest.mark.parametrize("named", [0, 1])
@@ -157,8 +248,8 @@ def test_a_stopped_replica_that_the_others_left_behind_is_replaced(
         for rank in (0, 2):
             write_box(tmp_path / "boxes", rank, moment)
         look(watch, moment / 10)
-        if watch.inquiries._behind is not None:
-            watch.inquiries._behind.next_s = 0.0
+        if watch.hangs.behind is not None:
+            watch.hangs.behind.next_s = 0.0
     assert [(action.kind, action.replica, action.ranks) for action in hand.done] == [("evict", 1, (1,))]
     (story,) = read_incidents(tmp_path / "incidents")
     assert (story["kind"], story["verdict"]["cause"], story["step"]) == ("hang", "stopped", 30)
@@ -257,7 +348,7 @@ class Bucket:
 def test_incident_folders_are_copied_to_an_object_store_as_they_grow(tmp_path: Path) -> None:
     """A failed copy is made up for by the next one, and what did not change is not copied twice."""
     bucket = Bucket()
-    keeper = Keeper(bucket)
+    keeper = IncidentUploader(bucket)
     keeper.start()
     folder = tmp_path / "i-1"
     (folder / "boxes").mkdir(parents=True)

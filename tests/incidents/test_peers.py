@@ -11,11 +11,10 @@ import pytest
 
 from allranks.channel.handshake import ChannelError
 from allranks.errors import InputError
-from allranks.incidents.evidence_archive import pack_part, unpack_part
-from allranks.incidents.evidence_server import EvidenceServer, send_part
+from allranks.incidents.evidence_server import EvidenceServer, pack_part, send_part, unpack_part
 from allranks.incidents.loop import Watch
-from allranks.incidents.options import WatchOptions
 from allranks.incidents.peers import PeerAgents
+from allranks.incidents.pipeline import WatchOptions
 from allranks.launch.node_agent import NodeAgent
 from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.lighthouse.nodes import Current, decide_gathering
@@ -114,8 +113,8 @@ def node(tmp_path: Path, name: str, lighthouse: Lighthouse) -> tuple[Client, Wat
         folder, tmp_path / "incidents", "job", name, mode="whole_job", collect_stacks=False
     )
     watch = Watch(options)
-    agent = NodeAgent(watch, client, company=PeerAgents(client, TOKEN))
-    watch.join(agent.company, lambda incident: None)
+    agent = NodeAgent(watch, client, peers=PeerAgents(client, TOKEN))
+    watch.join(agent.peers, lambda incident: None)
     client.subscribe(agent._noticed)
     return client, watch, agent
 
@@ -129,13 +128,13 @@ def test_one_node_leads_and_gets_the_boxes_of_the_other(tmp_path: Path) -> None:
         ).start()
         try:
             a, b = (agent for _, _, agent in nodes)
-            assert a.company is not None and b.company is not None
-            found = a.company.ask("20260101-000000-hang", "silence")
+            assert a.peers is not None and b.peers is not None
+            found = a.peers.ask("20260101-000000-hang", "silence")
             assert found is not None and found.agents == ("agent-b", "agent-c")
-            a.company.expect(found, tmp_path / "led")
-            assert b.company.ask("20260101-000001-hang", "silence") == found
-            assert a.company.wait(replace(found, agents=("agent-b",))) == []
-            assert b.company.took_part_in("20260101-000000-hang")
+            a.peers.expect(found, tmp_path / "led")
+            assert b.peers.ask("20260101-000001-hang", "silence") == found
+            assert a.peers.wait(replace(found, agents=("agent-b",))) == []
+            assert b.peers.took_part_in("20260101-000000-hang")
             assert [box.name for box in (tmp_path / "led" / "boxes").iterdir()] == ["1.box"]
         finally:
             for client in (deaf, *(client for client, _, _ in nodes)):
@@ -160,9 +159,9 @@ def test_a_replica_that_another_node_evicted_in_our_common_incident_is_started_a
 ) -> None:
     """What a person evicted stays out, and so does what is not ours."""
     ranks = Replicas()
-    company = PeerAgents(Client(ClientOptions(("127.0.0.1:1",), TOKEN, "agent-b")), TOKEN)
-    company._asked.add("20260101-000000-hang")
-    agent = NodeAgent(None, None, ranks, company)
+    peers = PeerAgents(Client(ClientOptions(("127.0.0.1:1",), TOKEN, "agent-b")), TOKEN)
+    peers._asked.add("20260101-000000-hang")
+    agent = NodeAgent(None, None, ranks, peers)
     for replica, reason in (
         ("replica-3", "20260101-000000-hang: sleep of rank 3"),
         ("replica-2", "a person wants it so"),

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from allranks.incidents.policy import Case, PolicyOptions, PolicyState, decide_action, decide_leaving
+from allranks.incidents.policy import HangFacts, PolicyOptions, PolicyState, decide_action, decide_leaving
 
-REPLICA = Case(
+REPLICA = HangFacts(
     "replica", "stuck_before_collective", (5,), 0.95, ranks_per_replica=2, replicas=4, members=(0, 1, 2, 3)
 )
-WHOLE = Case("whole_job", "missing_rank", (5,), 0.95)
+WHOLE = HangFacts("whole_job", "missing_rank", (5,), 0.95)
 
 
-def kind(case: Case, state: PolicyState = PolicyState(), options: PolicyOptions = PolicyOptions()) -> str:  # noqa: B008
+def kind(case: HangFacts, state: PolicyState = PolicyState(), options: PolicyOptions = PolicyOptions()) -> str:  # noqa: B008
     """Only the kind of the action."""
-    return decide_action(1000.0, case, state, options)[0].kind
+    return decide_action(1000.0, case, state, options).kind
 
 
 def test_replica_mode_evicts_the_guilty_replica() -> None:
     """Rank 5 of replicas of two belongs to replica 2."""
-    action, reason = decide_action(1000.0, REPLICA, PolicyState(), PolicyOptions())
+    action = decide_action(1000.0, REPLICA, PolicyState(), PolicyOptions())
+    reason = action.reason
     assert (action.kind, action.replica, action.ranks) == ("evict", 2, (5,))
     assert "stuck_before_collective of rank 5" in reason
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.incidents.upload import Keeper
+from allranks.incidents.publish import IncidentUploader
 from allranks.load import load_paths
 from checkpoint.s3server import KEY, SECRET, S3Server
 from load.dumps import dump, entry
@@ -29,7 +29,7 @@ def test_a_kept_incident_can_be_diagnosed_from_the_bucket(tmp_path: Path) -> Non
     from allranks.checkpoint.stores.object_store import ObjectBlobs
     from allranks.checkpoint.stores.store import StoreSpec
 
-    keeper = Keeper(ObjectBlobs(StoreSpec("s3://ready/incidents")))
+    keeper = IncidentUploader(ObjectBlobs(StoreSpec("s3://ready/incidents")))
     keeper.start()
     folder = tmp_path / "i-7"
     (folder / "boxes").mkdir(parents=True)

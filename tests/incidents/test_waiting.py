@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from allranks.incidents.waiting import who_waits
+from allranks.incidents.job_overview import who_waits
 from pages.gallery import make_traces
 
 

@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from allranks.incidents.folder import open_incident, read_incidents
-from allranks.incidents.webhook import payload, send
+from allranks.incidents.folder import copy_boxes, open_incident, read_incidents
+from allranks.incidents.publish import payload, send
+from allranks.model.diagnosis import Finding
 from allranks.model.incident import Action, Incident, Moment
 from allranks.report.story import headline, render_story
 
-VERDICT = {
-    "cause": "stuck_before_collective",
-    "ranks": [5],
-    "confidence": 0.95,
-    "where": "data.py:88 in load",
-    "sentence": "rank 5 never entered all_reduce #7",
-}
+VERDICT = Finding(
+    "stuck_before_collective",
+    (5,),
+    "rank 5 never entered all_reduce #7",
+    confidence=0.95,
+    where="data.py:88 in load",
+)
 
 
 def incident(**facts: object) -> Incident:
@@ -54,7 +55,7 @@ def test_the_page_begins_with_the_sentence_and_holds_the_whole_story() -> None:
 def test_hostile_text_cannot_inject_anything() -> None:
     """Stacks and names come from outside."""
     evil = "<script>alert(1)</script>\"'"
-    page = render_story(incident(id=evil, job=evil, node=evil, reason=evil, verdict={"sentence": evil, "where": evil}, missing=(evil,), stacks={"ranks": {"0": {"cause": evil}}}), (evil,))  # fmt: skip
+    page = render_story(incident(id=evil, job=evil, node=evil, reason=evil, verdict=Finding("", (), evil, where=evil), missing=(evil,), stacks={"ranks": {"0": {"cause": evil}}}), (evil,))  # fmt: skip
     assert page.count("<script") == 1  # ours, allowed by its hash
     assert "src=" not in page and "alert(1)</script>" not in page
 
@@ -69,7 +70,7 @@ def test_ids_never_clash_and_the_file_is_always_whole(tmp_path: Path) -> None:
     first = open_incident(tmp_path, kind="hang", job="j", reason="a")
     second = open_incident(tmp_path, kind="hang", job="j", reason="b")
     assert first.path != second.path
-    first.update(Moment("noticed", 2.0), Moment("overdue", 1.0), step=4)
+    first.update(Moment("noticed", 2.0), Moment("overdue", 1.0), ranks=(4,))
     found = read_incidents(tmp_path)
     assert [m["name"] for m in found[0]["timeline"]] == ["overdue", "noticed"]
     (second.path / "incident.json").write_text("{ broken")
@@ -80,8 +81,8 @@ def test_a_box_that_cannot_be_copied_is_said(tmp_path: Path) -> None:
     """Evidence that is missing is named."""
     opened = open_incident(tmp_path, kind="hang", job="j", reason="a")
     (tmp_path / "good.box").write_bytes(b"x")
-    copies, missing = opened.keep_boxes([tmp_path / "good.box", tmp_path / "gone.box"])
-    assert [c.name for c in copies] == ["good.box"]
+    missing = copy_boxes([tmp_path / "good.box", tmp_path / "gone.box"], opened.path / "boxes")
+    assert [c.name for c in (opened.path / "boxes").iterdir()] == ["good.box"]
     assert missing == ["black box gone.box: No such file or directory"]
 
 
@@ -90,7 +91,7 @@ def test_slack_gets_its_own_shape() -> None:
     url, body = payload("slack:http://x/y", incident(), "rank 5 is stuck")
     assert url == "http://x/y"
     assert set(body) == {"text"}
-    assert "rank 5 is stuck" in body["text"] and "evict" in body["text"]
+    assert "rank 5 is stuck" in str(body["text"]) and "evict" in str(body["text"])
 
 
 def test_webhooks_are_posted_retried_and_never_raise() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from allranks.watch.first_death import find_deaths
+from allranks.watch.exits import find_deaths
 
 from .test_silence import sample
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from allranks.model.trace import CALL, Flag
-from allranks.watch.rhythm import Rhythm, measure_rhythm, read_rhythm
+from allranks.watch.samples import Rhythm, measure_rhythm, read_rhythm
 
 
 def calls(*places: tuple[int, float]) -> np.ndarray:

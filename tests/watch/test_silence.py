@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from allranks.watch.rhythm import Rhythm
-from allranks.watch.samples import RankSample
+from allranks.watch.samples import RankSample, Rhythm
 from allranks.watch.silence import (
     MANAGER_TIMEOUT_S,
     NoticeOptions,

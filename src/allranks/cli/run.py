@@ -253,13 +253,13 @@ def _run_whole(
     )
     client = _client(environment, stack)
     company = _company(client, environment)
-    agent = NodeAgent(watch, client, company=company, holds_lighthouse=_given_lighthouse(args) == "")
+    agent = NodeAgent(watch, client, peers=company, holds_lighthouse=_given_lighthouse(args) == "")
     agent.start()
     stack.callback(agent.close)
     variables = environment.variables()
     job = Launch(tuple(words), variables, not args.no_record, log_dir, args.quiet, not args.no_spares)
     if watch is not None:
-        job = replace(job, on_stop=watch.deaths.explained.add, why_not_again=agent.why_not_again)
+        job = replace(job, on_stop=watch.pipeline.explained.add, why_not_again=agent.why_not_again)
     return launch(job)
 
 
@@ -352,7 +352,7 @@ def _watch(
     may_leave: bool = False,
 ) -> Any:
     from allranks.incidents.loop import Watch
-    from allranks.incidents.options import WatchOptions
+    from allranks.incidents.pipeline import WatchOptions
 
     recovery = settings.get("recovery") or {}
     retry_s = manager_timeout_s(os.environ) if mode == "replica" else None
@@ -369,9 +369,9 @@ def _watch(
     if store:
         from allranks.checkpoint.stores.object_store import ObjectBlobs
         from allranks.checkpoint.stores.store import StoreSpec
-        from allranks.incidents.upload import Keeper
+        from allranks.incidents.publish import IncidentUploader
 
-        keeper = Keeper(ObjectBlobs(StoreSpec(str(store))))
+        keeper = IncidentUploader(ObjectBlobs(StoreSpec(str(store))))
         keeper.start()
         stack.callback(keeper.close)
         watch.copy_to(keeper.keep)

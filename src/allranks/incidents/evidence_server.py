@@ -1,18 +1,22 @@
 """Where other nodes send their part of an incident: a small server for those who prove that they know the job token.
 
 Runs in the agent that leads an incident, or in a command. Takes parts only of an incident that is waited for, once
-from each sender, and never more than a part may have.
+from each sender, and never more than a part may have. A part is one packed file: boxes/, stacks/AGENT/, and part.json
+with what is missing. It may neither leave its folder nor grow beyond the limit when it is unpacked.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
+import json
 import logging
 import socket
 import threading
 import time
+import zipfile
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from allranks.channel.addresses import join_address, split_address
 from allranks.channel.frames import (
@@ -26,11 +30,13 @@ from allranks.channel.frames import (
 from allranks.channel.handshake import ChannelError, greet_as_client
 from allranks.channel.keys import Keyring
 from allranks.channel.server import MemberServer
-from allranks.errors import AllranksError
-from allranks.incidents.evidence_archive import MAX_PACKED_BYTES, unpack_part
+from allranks.errors import AllranksError, InputError
 
 log = logging.getLogger("allranks.agent")
 
+MAX_PACKED_BYTES = 64 << 20
+MAX_BYTES = 512 << 20
+FACTS = "part.json"
 UPLOAD_S = 20.0
 PURPOSE = "evidence"  # names the key that both sides prove
 MAX_REQUEST_BYTES = 16 << 10
@@ -143,3 +149,48 @@ def send_part(upload: str, incident: str, sender: str, token: str, data: bytes) 
         answer = receive_json(sock)
     if not answer.get("ok"):
         raise ChannelError(str(answer.get("why", "refused")))
+
+
+def pack_part(folder: Path, missing: list[str], *, limit: int = MAX_PACKED_BYTES) -> bytes:
+    """All files of a folder, boxes first; those beyond the limit are named in part.json instead."""
+    out = io.BytesIO()
+    missing = list(missing)
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as pack:
+        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+            name = path.relative_to(folder).as_posix()
+            try:
+                data = path.read_bytes()
+            except OSError as error:
+                missing.append(f"{name}: {error.strerror or error}")
+                continue
+            if out.tell() + len(data) > limit:
+                missing.append(f"{name}: left out, the part is limited to {limit >> 20} MiB")
+            else:
+                pack.writestr(name, data)
+        pack.writestr(FACTS, json.dumps({"missing": missing}))
+    return out.getvalue()
+
+
+def unpack_part(data: bytes, folder: Path, *, limit: int = MAX_BYTES) -> list[str]:
+    """Puts a part into an incident folder; returns what its node could not give. InputError for a bad part."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as pack:
+            entries = [entry for entry in pack.infolist() if not entry.is_dir()]
+            if sum(entry.file_size for entry in entries) > limit:
+                raise InputError(f"a part of more than {limit >> 20} MiB")
+            for entry in entries:
+                if entry.filename != FACTS:
+                    _write(folder, entry.filename, pack.read(entry))
+            facts = json.loads(pack.read(FACTS)) if FACTS in pack.namelist() else {}
+    except (zipfile.BadZipFile, KeyError, ValueError, OSError) as error:
+        raise InputError(f"a part that cannot be read: {error}") from error
+    return [str(item) for item in facts.get("missing", ())]
+
+
+def _write(folder: Path, name: str, data: bytes) -> None:
+    place = PurePosixPath(name)
+    if place.is_absolute() or ".." in place.parts or place.parts[0] not in ("boxes", "stacks"):
+        raise InputError(f"a part with a file {name!r}")
+    target = folder / place
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(data)

@@ -18,14 +18,34 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from allranks.blackbox.files import folder_bytes
-from allranks.model.incident import Incident, Kind, Moment
+from allranks.model.diagnosis import Finding
+from allranks.model.incident import Action, Incident, Kind, Moment
+from allranks.report import as_json
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 log = logging.getLogger("allranks.agent")
 
 MAX_BYTES = 2 << 30  # of all incidents in one folder
+
+
+class Changes(TypedDict, total=False):
+    """Facts of an incident that become known while it is open (model/incident.py)."""
+
+    kind: Kind
+    reason: str
+    node: str
+    ranks: tuple[int, ...]
+    verdict: Finding | None
+    stacks: dict[str, Any]
+    action: Action
+    missing: tuple[str, ...]
+    closed: float | None
+    durations_s: dict[str, float]
 
 
 @dataclass
@@ -36,33 +56,31 @@ class IncidentFolder:
     current: Incident
     _lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
 
-    def update(self, *moments: Moment, **changes: Any) -> Incident:
+    def update(self, *moments: Moment, **changes: Unpack[Changes]) -> Incident:
         """Adds moments and facts, and writes the file. May be called from any thread."""
         with self._lock:
             timeline = tuple(sorted((*self.current.timeline, *moments), key=lambda moment: moment.at))
             self.current = replace(self.current, timeline=timeline, **changes)
-            write_atomically(self.path / "incident.json", json.dumps(self.current.to_dict(), indent=1))
+            write_atomically(
+                self.path / "incident.json", json.dumps(as_json.incident(self.current), indent=1)
+            )
             return self.current
 
     def discard(self) -> None:
         """It is another node's incident: nothing stays here."""
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def keep_boxes(self, boxes: list[Path]) -> tuple[list[Path], list[str]]:
-        """Copies black boxes; returns the copies and what could not be copied."""
-        return copy_boxes(boxes, self.path / "boxes")
 
-
-def copy_boxes(boxes: list[Path], target: Path) -> tuple[list[Path], list[str]]:
-    """Copies black boxes into a folder; returns the copies and what could not be copied."""
+def copy_boxes(boxes: list[Path], target: Path) -> list[str]:
+    """Copies black boxes into a folder; returns what could not be copied."""
     target.mkdir(parents=True, exist_ok=True)
-    copies, missing = [], []
+    missing = []
     for box in boxes:
         try:
-            copies.append(Path(shutil.copy2(box, target / box.name)))
+            shutil.copy2(box, target / box.name)
         except OSError as error:
             missing.append(f"black box {box.name}: {error.strerror or error}")
-    return copies, missing
+    return missing
 
 
 def new_id(kind: Kind, now: float | None = None) -> str:
@@ -70,7 +88,16 @@ def new_id(kind: Kind, now: float | None = None) -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{kind}"
 
 
-def open_incident(folder: Path, *, kind: Kind, job: str, reason: str, **facts: Any) -> IncidentFolder:
+def open_incident(
+    folder: Path,
+    *,
+    kind: Kind,
+    job: str,
+    reason: str,
+    node: str = "",
+    ranks: tuple[int, ...] = (),
+    step: int = -1,
+) -> IncidentFolder:
     """Makes a new folder with an id that sorts by time."""
     now = time.time()
     stem = new_id(kind, now)
@@ -82,9 +109,7 @@ def open_incident(folder: Path, *, kind: Kind, job: str, reason: str, **facts: A
             break
         except FileExistsError:
             continue
-    incident = Incident(
-        id=name, kind=kind, job=job, opened=now, reason=reason, folder=str(path.absolute()), **facts
-    )
+    incident = Incident(name, kind, job, now, reason, node, ranks, step, folder=str(path.absolute()))
     opened = IncidentFolder(path, incident)
     opened.update()
     for removed in remove_oldest(folder, name):

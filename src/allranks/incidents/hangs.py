@@ -1,197 +1,215 @@
 """From a suspicion to an action: evidence, verdict, policy, story. Runs on the thread that the watch gives it.
 
-It takes seconds, and the watch goes on meanwhile: a death is noticed while something else is examined. Evidence is on
+It takes seconds, and the watch continues meanwhile: a death is noticed while something else is examined. Evidence is on
 disk before anything is asked of the actor. On several nodes one agent leads an incident and the others send their part.
+A hang that nobody ends stays one incident: its case stays open until the job moves or its processes change.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Protocol
 
 from allranks.incidents.deaths import DeathIncidents
-from allranks.incidents.evidence import Gatherer
-from allranks.incidents.examine import Examination
-from allranks.incidents.folder import IncidentFolder, open_incident
+from allranks.incidents.folder import IncidentFolder
 from allranks.incidents.judge import Observed
-from allranks.incidents.options import WatchOptions
-from allranks.incidents.policy import Case, PolicyState, back_off_left_s, decide_action
-from allranks.incidents.publish import IncidentPublisher
-from allranks.incidents.recoveries import Recoveries
+from allranks.incidents.pipeline import Examination, IncidentPipeline
+from allranks.incidents.policy import HangFacts, PolicyState, back_off_left_s, decide_action
 from allranks.incidents.stuck_or_slow import Look, judge
 from allranks.model.cluster import Gathering
 from allranks.model.diagnosis import Finding
 from allranks.model.incident import Action, Incident, Moment
-from allranks.watch.history import History
-from allranks.watch.samples import RankSample, read_samples
-from allranks.watch.silence import Suspicion
+from allranks.watch.samples import ProcessId, RankSample, read_samples
+from allranks.watch.silence import ProgressHistory, Suspicion
 
 log = logging.getLogger("allranks.agent")
 
+AGAIN_S = (
+    30.0  # a hang without an action is examined again after this long at the earliest, where one may be taken
+)
+LASTED_S = 10.0  # how often the duration of a hang is written
+ACTIONS = ("evict", "restart_rank", "restart_job", "command")
+
+Examine = Callable[[], None]
+
 
 class Actor(Protocol):
-    """Who carries out what the policy decided."""
+    """Carries out what the policy decided."""
 
     def act(self, action: Action, incident: Incident) -> str:
-        """Does it, and says in a sentence what was done."""
+        """Does it, and reports in a sentence what was done."""
         ...
 
 
 @dataclass
-class _Inquiry:
-    """A suspicion that is being looked into."""
+class HangCase:
+    """A suspicion that is being examined, or a hang that was answered and goes on."""
 
     opened: IncidentFolder
-    pids: frozenset[int]  # of the suspects: a new process is a new case
+    processes: frozenset[ProcessId]  # of the suspects: a new process is a new case
+    lead: str = ""  # the agent that leads the incident, if it is another's
     looks: list[Look] = field(default_factory=list)
     next_s: float = 0.0  # monotonic: not before
     hung: bool = False  # settled: it is one
+    answered: bool = False  # published, and the policy has decided
+    lasted_s: float = 0.0  # as last written
+
+    def prolong(self, quiet_s: float) -> None:
+        """Writes how long the hang has lasted, now and then."""
+        if not self.lead and quiet_s - self.lasted_s >= LASTED_S:
+            self.lasted_s = quiet_s
+            self.opened.update(durations_s={**self.opened.current.durations_s, "lasted": quiet_s})
 
 
 @dataclass
 class HangInvestigator:
     """At most one standstill and one replica left behind at a time. Not for two threads at once."""
 
-    options: WatchOptions
-    history: History
-    gatherer: Gatherer
-    teller: IncidentPublisher
+    pipeline: IncidentPipeline
+    history: ProgressHistory
     deaths: DeathIncidents
-    recoveries: Recoveries
     actor: Actor | None = None
-    _policy: PolicyState = field(default_factory=PolicyState)
-    _standstill: _Inquiry | None = None  # nobody moves
-    _behind: _Inquiry | None = None  # one rank does not move, the others do
+    policy: PolicyState = field(default_factory=PolicyState)
+    standstill: HangCase | None = None  # nobody moves
+    behind: HangCase | None = None  # one rank does not move, the others do
 
-    def suspect(
-        self, now_s: float, samples: list[RankSample]
-    ) -> tuple[Suspicion | None, Callable[[], None] | None]:
+    def __post_init__(self) -> None:
+        self.options = self.pipeline.options
+
+    def suspect(self, now_s: float, samples: list[RankSample]) -> tuple[Suspicion | None, Examine | None]:
         """What looks wrong, and the examination that it asks for now; quick."""
         suspicion = self.history.standstill(now_s, samples)
+        self._forget_what_is_over(suspicion, samples)
         if suspicion is not None:
-            case = self._standstill
-            due = case is None or time.monotonic() >= case.next_s
-            return suspicion, (lambda: self._examine(suspicion, samples)) if due else None
-        if self._standstill is not None and self.history.moves:
-            self._close_as_slow("the job went on by itself")
+            return suspicion, (lambda: self._examine(suspicion, samples)) if self._due(suspicion) else None
         return self._suspect_behind(now_s, samples) if self.options.mode == "replica" else (None, None)
 
     def close(self) -> None:
-        """The job is over: what was not settled is told as that."""
-        for case in (self._standstill, self._behind):
-            if case is not None and not case.hung:
-                self._close(case.opened, "the job ended before it was clear whether it hung")
-
-    def gather(
-        self, opened: IncidentFolder, samples: list[RankSample], suspects: list[RankSample] | None = None,
-        gathering: Gathering | None = None, observed: Observed | None = None,
-    ) -> Examination:  # fmt: skip
-        """Boxes of all ranks; stacks of the suspects, which are all ranks unless said otherwise; others' parts."""
-        begin = time.monotonic()
-        _, missing = opened.keep_boxes([Path(sample.path) for sample in samples])
-        pids = {s.rank: s.pid for s in (samples if suspects is None else suspects) if s.alive}
-        found = self.gatherer.examine(opened, pids, samples, gathering, observed)
-        durations = {**opened.current.durations_s, "evidence": time.monotonic() - begin}
-        parts = f", parts of {len(gathering.agents)} other nodes" if gathering else ""
-        opened.update(
-            Moment("evidence", time.time(), f"{len(samples)} black boxes, stacks of {len(pids)} ranks{parts}"),
-            missing=(*missing, *found.missing), durations_s=durations, **found.facts(),
-        )  # fmt: skip
-        return found
+        """The job is over: what was not settled is reported as that."""
+        for case in (self.standstill, self.behind):
+            if case is not None and not case.hung and not case.lead:
+                self._close(case, "the job ended before it was clear whether it hung")
 
     # nobody moves
 
-    def _examine(self, suspicion: Suspicion, samples: list[RankSample]) -> None:
-        case = self._standstill
+    def _forget_what_is_over(self, suspicion: Suspicion | None, samples: list[RankSample]) -> None:
+        case = self.standstill
         if case is None:
-            opened = self._open(suspicion, max((s.step for s in samples), default=-1))
-            case = self._standstill = _Inquiry(opened, frozenset(s.pid for s in samples))
-        gathering = self.gatherer.ask(case.opened, suspicion.reason)
-        if gathering is not None and self.gatherer.follows(gathering):
+            return
+        settled = case.answered or bool(case.lead)
+        if suspicion is None and self.history.moves:
+            self.standstill = None
+            if not settled:
+                self._close(case, "the job went on by itself")
+        elif settled and (case.processes != _processes(samples) or self._is_gone(case.lead)):
+            self.standstill = None
+
+    def _is_gone(self, lead: str) -> bool:
+        return bool(lead) and (self.pipeline.peers is None or lead in self.pipeline.peers.gone)
+
+    def _due(self, suspicion: Suspicion) -> bool:
+        case = self.standstill
+        if case is None:
+            return True
+        if case.answered:
+            case.prolong(suspicion.quiet_s)
+            if not self.options.policy.may_act(self.options.mode):
+                return False
+        return not case.lead and time.monotonic() >= case.next_s
+
+    def _examine(self, suspicion: Suspicion, samples: list[RankSample]) -> None:
+        case = self.standstill
+        if case is None:
+            step = max((s.step for s in samples), default=-1)
+            opened = self._open(suspicion, step, samples)
+            case = self.standstill = HangCase(opened, _processes(samples))
+        gathering = self.pipeline.ask(case.opened, suspicion.reason)
+        if gathering is not None and self.pipeline.follows(gathering):
             self._follow(case, gathering)
             return
         if not case.looks:
             log.warning("%s: %s", case.opened.current.id, suspicion.reason)
-        unmoved = (
-            () if self.options.whole_job else self.history.not_retrying(read_samples(self.options.folder))
+        now = [] if self.options.whole_job else read_samples(self.options.folder)
+        observed = Observed(
+            reason=suspicion.reason,
+            quiet_s=suspicion.quiet_s,
+            unmoved=self.history.not_retrying(now) if now else (),
+            looping=suspicion.by_step,
         )
-        observed = Observed(reason=suspicion.reason, quiet_s=suspicion.quiet_s, unmoved=unmoved)
-        found = self.gather(case.opened, samples, gathering=gathering, observed=observed)
+        found = self._inspect(case, samples, samples, observed, gathering)
         hung, reason = self._judge(case, suspicion, found, samples)
-        if hung is None:
+        if hung is None and suspicion.by_step:
+            case.next_s = time.monotonic() + self.options.notice.floor_s / 2
+        elif hung is None:
             self.history.excuse()
         elif hung is False:
-            self._close_as_slow(reason)
-        elif self._answer(case, found, reason, samples):
-            self._standstill = None
-            # The same standstill is not reported twice: a new suspicion needs a whole further limit.
+            self.standstill = None
+            self._close(case, reason)
+        elif self._answer(case, found, reason, samples) and case.opened.current.acted:
+            self.standstill = None
+            # what the action ends takes its time: a new suspicion needs a whole further limit
             self.history.excuse(times=4)
 
-    def _follow(self, case: _Inquiry, gathering: Gathering) -> None:
+    def _follow(self, case: HangCase, gathering: Gathering) -> None:
         """Another node noticed the same before us: it explains and acts, and has our part."""
         log.warning("%s of %s: this node sends its part", gathering.incident, gathering.lead)
         if not case.looks:
             case.opened.discard()
-            self._standstill = None
+            case.lead = gathering.lead
         self.history.excuse()
 
-    # the others go on
+    # the others continue
 
     def _suspect_behind(
         self, now_s: float, samples: list[RankSample]
-    ) -> tuple[Suspicion | None, Callable[[], None] | None]:
-        """Replicas that the others have given up stand still beside a job that moves."""
-        fresh = [s for s in samples if not self.deaths.explained.covers(s)]
+    ) -> tuple[Suspicion | None, Examine | None]:
+        """Replicas that the others have given up stall beside a job that moves."""
+        fresh = [s for s in samples if not self.pipeline.explained.covers(s)]
         suspicion = self.history.left_behind(now_s, fresh)
         suspects = self._of_one_replica(suspicion, fresh)
-        if self._behind is not None and self._behind.pids != frozenset(s.pid for s in suspects):
-            self._close(self._behind.opened, "it moves again or is gone")
-            self._behind = None
-        if suspicion is None or (self._behind is not None and time.monotonic() < self._behind.next_s):
+        if self.behind is not None and self.behind.processes != _processes(suspects):
+            self._close(self.behind, "it moves again or is gone")
+            self.behind = None
+        if suspicion is None or (self.behind is not None and time.monotonic() < self.behind.next_s):
             return suspicion, None
         return suspicion, lambda: self._examine_behind(suspicion, suspects, samples)
 
     def _examine_behind(
         self, suspicion: Suspicion, suspects: list[RankSample], samples: list[RankSample]
     ) -> None:
-        case = self._behind
+        case = self.behind
         if case is None:
-            pids = frozenset(s.pid for s in suspects)
-            case = self._behind = _Inquiry(self._open(suspicion, suspects[0].step), pids)
-            log.warning("%s: %s", case.opened.current.id, suspicion.reason)
-        behind = Observed(
-            reason=suspicion.reason, quiet_s=suspicion.quiet_s, behind=tuple(s.rank for s in suspects)
-        )
-        found = self.gather(case.opened, samples, suspects, observed=behind)
+            opened = self._open(suspicion, suspects[0].step, samples)
+            case = self.behind = HangCase(opened, _processes(suspects))
+            log.warning("%s: %s", opened.current.id, suspicion.reason)
+        ranks = tuple(s.rank for s in suspects)
+        observed = Observed(reason=suspicion.reason, quiet_s=suspicion.quiet_s, behind=ranks)
+        found = self._inspect(case, samples, suspects, observed)
         hung, reason = self._judge(case, suspicion, found, suspects)
         if hung is None:
             case.next_s = time.monotonic() + self.options.notice.floor_s / 2
         elif hung is False or self._answer(case, found, reason, samples):
-            self._behind = None
-            self.deaths.explained.add(case.pids)
+            self.behind = None
+            self.pipeline.explained.add(s.pid for s in suspects)
             if not hung:
-                self._close(case.opened, reason)
+                self._close(case, reason)
 
     def _of_one_replica(self, suspicion: Suspicion | None, samples: list[RankSample]) -> list[RankSample]:
         if suspicion is None:
             return []
-        size = self.options.ranks_per_replica
-        first = suspicion.quiet[0] // size
-        return [s for s in samples if s.rank in suspicion.quiet and s.rank // size == first]
+        of = self.options.replica_of
+        return [s for s in samples if s.rank in suspicion.quiet and of(s.rank) == of(suspicion.quiet[0])]
 
     # both
 
-    def _open(self, suspicion: Suspicion, step: int) -> IncidentFolder:
+    def _open(self, suspicion: Suspicion, step: int, samples: list[RankSample]) -> IncidentFolder:
         now = time.time()
         since = now - suspicion.quiet_s
-        opened = open_incident(
-            self.options.incidents, kind="hang", job=self.options.job, reason=suspicion.reason,
-            node=self.options.node, step=step,
-        )  # fmt: skip
+        opened = self.pipeline.open("hang", suspicion.reason, samples, step=step)
         overdue = f"silent for more than {suspicion.limit_s:.1f} s"
         opened.update(
             Moment("last good step", since, f"step {step}"),
@@ -201,16 +219,41 @@ class HangInvestigator:
         )
         return opened
 
+    def _inspect(
+        self,
+        case: HangCase,
+        samples: list[RankSample],
+        suspects: list[RankSample],
+        observed: Observed,
+        gathering: Gathering | None = None,
+    ) -> Examination:
+        """Boxes of all ranks, stacks of the suspects, others' parts; and the verdict on them."""
+        begin = time.monotonic()
+        opened = case.opened
+        if case.looks:  # at the first one they have just been copied
+            self.pipeline.keep_boxes(opened, samples)
+        found = self.pipeline.examine(opened, samples, observed, stacks_of=suspects, gathering=gathering)
+        if not case.answered:
+            alive = sum(s.alive for s in suspects)
+            parts = f", parts of {len(gathering.agents)} other nodes" if gathering else ""
+            text = f"{len(samples)} black boxes, stacks of {alive} ranks{parts}"
+            durations = {**opened.current.durations_s, "evidence": time.monotonic() - begin}
+            opened.update(Moment("evidence", time.time(), text), durations_s=durations)
+        return found
+
     def _judge(
-        self, case: _Inquiry, suspicion: Suspicion, found: Examination, suspects: list[RankSample]
+        self, case: HangCase, suspicion: Suspicion, found: Examination, suspects: list[RankSample]
     ) -> tuple[bool | None, str]:
         after = read_samples(self.options.folder)
         ended = find_ended(suspects, after, found.ranks, self.options.whole_job)
         if ended is not None:
-            return False, f"rank {ended} ended while it was looked at: its own incident tells"
+            return False, f"rank {ended} ended while it was inspected: its own incident has the cause"
         now, progress = {s.rank: s for s in after}, self.options.notice.progress
         pairs = [(s, now[s.rank]) for s in suspects if s.rank in now]
-        moved = any(progress(a) != progress(b) for a, b in pairs)
+        if suspicion.by_step:
+            moved = any(a.step != b.step for a, b in pairs)
+        else:
+            moved = any(progress(a) != progress(b) for a, b in pairs)
         calling = any(a.calls_completed != b.calls_completed and a.step_ns == b.step_ns for a, b in pairs)
         case.looks.append(Look(time.monotonic(), suspicion.quiet_s, found.stacks, moved, calling))
         hung, reason = judge(case.looks, self.options.notice.cap_s)
@@ -218,68 +261,84 @@ class HangInvestigator:
         log.debug("%s: look %d: %s", case.opened.current.id, len(case.looks), reason)
         return hung, reason
 
-    def _answer(self, case: _Inquiry, found: Examination, reason: str, samples: list[RankSample]) -> bool:
+    def _answer(self, case: HangCase, found: Examination, reason: str, samples: list[RankSample]) -> bool:
         """Decides and acts; False when the action must wait for the back-off after the one before."""
         opened, verdict = case.opened, found.verdict or Finding("", (), reason)
-        left_s = back_off_left_s(time.monotonic(), self._policy, self.options.policy)
+        left_s = back_off_left_s(time.monotonic(), self.policy, self.options.policy)
         if left_s > 0:
             log.warning("%s: %s; acting in %.0f s at the earliest", opened.current.id, reason, left_s)
             case.next_s = time.monotonic() + left_s
             return False
-        opened.update(Moment("verdict", time.time(), verdict.sentence))
-        self.teller.say(opened)
-        facts = Case(
-            self.options.mode, verdict.cause, verdict.ranks, verdict.confidence, self.options.ranks_per_replica,
-            self.options.replicas,
-            members=tuple(sorted({s.rank // self.options.ranks_per_replica for s in samples if s.alive})),
-        )  # fmt: skip
-        action, why = decide_action(time.monotonic(), facts, self._policy, self.options.policy)
-        opened.update(action=action)
-        self.teller.publish(opened)  # the story so far is safe before anything is killed
-        self._act(opened, action, why, samples)
-        self.teller.publish(opened)
-        done = opened.current.action
-        restarted = self.options.whole_job and done is not None and done.done
-        self.recoveries.add(opened, samples, set(action.ranks), reborn=restarted)
+        action = decide_action(
+            time.monotonic(), self._facts(verdict, samples), self.policy, self.options.policy
+        )
+        case.next_s = time.monotonic() + max(AGAIN_S, case.looks[-1].quiet_s)
+        before = opened.current.action
+        if (
+            case.answered
+            and before is not None
+            and (before.kind, before.ranks) == (action.kind, action.ranks)
+        ):
+            return True  # nothing new
+        opened.update(Moment("verdict", time.time(), verdict.sentence), action=action)
+        self.pipeline.publisher.log(opened)
+        self.pipeline.publisher.publish(opened)  # the story so far is safe before anything is killed
+        self._act(opened, action, samples)
+        self.pipeline.publisher.publish(opened)
+        restarted = self.options.whole_job and opened.current.acted
+        if not case.answered:
+            patience = {} if opened.current.acted else {"patience_s": math.inf}
+            self.pipeline.recoveries.add(opened, samples, action.ranks, reborn=restarted, **patience)
         if restarted and {s.rank for s in samples} & set(action.ranks):
             self.deaths.count_failure(opened)
+        case.answered = True
         return True
 
-    def _act(self, opened: IncidentFolder, action: Action, why: str, samples: list[RankSample]) -> None:
-        if action.kind not in ("evict", "restart_rank", "restart_job", "command") or self.actor is None:
-            opened.update(Moment("action", time.time(), f"none ({action.kind.replace('_', ' ')}): {why}"))
-            log.warning("%s: no action: %s", opened.current.id, why)
+    def _facts(self, verdict: Finding, samples: list[RankSample]) -> HangFacts:
+        return HangFacts(
+            self.options.mode,
+            verdict.cause,
+            verdict.ranks,
+            verdict.confidence,
+            self.options.ranks_per_replica,
+            self.options.replicas,
+            members=tuple(sorted({self.options.replica_of(s.rank) for s in samples if s.alive})),
+        )
+
+    def _act(self, opened: IncidentFolder, action: Action, samples: list[RankSample]) -> None:
+        name = action.kind.replace("_", " ")
+        if action.kind not in ACTIONS or self.actor is None:
+            opened.update(Moment("action", time.time(), f"none ({name}): {action.reason}"))
+            log.warning("%s: no action: %s", opened.current.id, action.reason)
             return
-        size = self.options.ranks_per_replica
-        going = {rank // size for rank in action.ranks}  # those who end with the guilty ones are no deaths
-        self.deaths.explained.add(s.pid for s in samples if self.options.whole_job or s.rank // size in going)
+        of = self.options.replica_of
+        ending = {of(rank) for rank in action.ranks}  # the ends of these processes need no incident
+        self.pipeline.explained.add(s.pid for s in samples if self.options.whole_job or of(s.rank) in ending)
         self.history.cure()
-        self._policy = self._policy.after(time.monotonic(), action.replica, self.options.policy.window_s)
+        self.policy = self.policy.after(time.monotonic(), action.replica, self.options.policy.window_s)
         try:
             result, done = self.actor.act(action, opened.current), True
-        except Exception as error:  # the story goes on, and says so
-            log.exception("%s: %s failed", opened.current.id, action.kind)
+        except Exception as error:  # the launcher's callback: the story continues, and has the error
+            log.exception("%s: %s failed", opened.current.id, name)
             result, done = f"failed: {error!r}", False
         carried = replace(action, done=done, result=result)
-        opened.update(
-            Moment("action", time.time(), f"{action.kind.replace('_', ' ')}: {result}"), action=carried
-        )
-        log.warning("%s: %s: %s", opened.current.id, action.kind.replace("_", " "), result)
+        opened.update(Moment("action", time.time(), f"{name}: {result}"), action=carried)
+        log.warning("%s: %s: %s", opened.current.id, name, result)
 
-    def _close_as_slow(self, reason: str) -> None:
-        case, self._standstill = self._standstill, None
-        if case is not None:
-            self._close(case.opened, reason)
-
-    def _close(self, opened: IncidentFolder, reason: str) -> None:
+    def _close(self, case: HangCase, reason: str) -> None:
+        opened = case.opened
         opened.update(Moment("back to speed", time.time(), reason), kind="slow", closed=time.time())
-        self.teller.write_page(opened)
+        self.pipeline.publisher.write_page(opened)
 
 
 def find_ended(
     before: Sequence[RankSample], after: Sequence[RankSample], guilty: Sequence[int], whole_job: bool
 ) -> int | None:
     """A rank whose end settles what was being examined: any of a whole job, else one of those named. None: all live."""
-    alive = {s.rank: s.pid for s in after if s.alive}
-    ended = [s.rank for s in before if s.alive and alive.get(s.rank) != s.pid]
+    alive = _processes(after)
+    ended = [s.rank for s in before if s.alive and s.process not in alive]
     return next((rank for rank in ended if whole_job or rank in guilty), None)
+
+
+def _processes(samples: Sequence[RankSample]) -> frozenset[ProcessId]:
+    return frozenset(s.process for s in samples if s.alive)

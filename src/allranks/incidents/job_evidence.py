@@ -56,15 +56,15 @@ def gather_everywhere(
         role="observer", beacon=False,
     )  # fmt: skip
     with Client(options) as client:
-        company = PeerAgents(client, token)
+        peers = PeerAgents(client, token)
         try:
-            asked = company.ask(new_id("request"), f"asked for on {host}", stacks=stacks, alone=False)
+            asked = peers.ask(new_id("request"), f"asked for on {host}", stacks=stacks, alone=False)
             if asked is None or not asked.agents:
                 raise AllranksError(
                     f"no agent answers at the lighthouse {address}",
                     hint="Agents are there while `allranks run` runs on their nodes.",
                 )
-            company.expect(asked, folder)
-            return Gathered(folder, asked.agents, tuple(company.wait(asked, limit_s)))
+            peers.expect(asked, folder)
+            return Gathered(folder, asked.agents, tuple(peers.wait(asked, limit_s)))
         finally:
-            company.close()
+            peers.close()

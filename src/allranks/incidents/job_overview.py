@@ -1,10 +1,12 @@
-"""Looks at a job from outside: black boxes, the job's own file, incidents, the lighthouse. Runs in the command."""
+"""Reads the state of a job from outside: black boxes, the job's own file, incidents, the lighthouse. Runs in the command;
+the agent reads from the same boxes who waits for whom."""
 
 from __future__ import annotations
 
 import json
 import time
 import urllib.request
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,9 +21,12 @@ from allranks.incidents.folder import read_incidents
 from allranks.load import LoadOptions, load_paths
 from allranks.model.job import JobView, RankRow
 from allranks.model.trace import Flag, RankTrace, State
+from allranks.pages.cards import short
 from allranks.watch.samples import RankSample, read_sample, read_samples
 
 JOB_FILE, TOKEN_FILE = "job.json", "token"
+SILENT_S = 3.0  # a shorter wait is usual
+EVERY_S = 2.0
 
 
 def write_job(folder: Path, facts: dict[str, Any]) -> None:
@@ -197,3 +202,47 @@ def _quorum(lighthouse: str) -> str:
         return str(said)
     quorum = status.get("quorum") or {}
     return f"quorum {quorum.get('number', '-')}: {status.get('reason') or quorum.get('reason') or ''}"
+
+
+@dataclass
+class WaitingSentence:
+    """Reads the boxes only while ranks are silent, and not at every look."""
+
+    _text: str = ""
+    _next_s: float = 0.0
+
+    def read(self, samples: Sequence[RankSample]) -> str:
+        """The sentence, or "" when the ranks move."""
+        now = time.time()
+        latest = max((sample.last_ns for sample in samples), default=0) / 1e9
+        if not latest or now - latest < SILENT_S:
+            self._text = ""
+        elif now >= self._next_s:
+            self._next_s = now + EVERY_S
+            loaded = load_paths([sample.path for sample in samples], LoadOptions(allow_nothing=True))
+            self._text = who_waits(loaded.traces)
+        return self._text
+
+
+def who_waits(traces: Iterable[RankTrace]) -> str:
+    """ "ranks 0, 1 wait for rank 2 in all_reduce #12 of default_pg": of the call in which most wait."""
+    known = {trace.header.rank: trace for trace in traces if trace.header.rank is not None}
+    open_ = {rank: find_open(trace) for rank, trace in known.items()}
+    calls: dict[tuple[str, int], list[int]] = {}
+    for rank, mine in open_.items():
+        for call in mine:
+            calls.setdefault(call, []).append(rank)
+    best = ""
+    most = 0
+    for call, waiters in calls.items():
+        absent = find_absent(known[waiters[0]], *call, open_)
+        if absent and len(waiters) > most:
+            most, text = len(waiters), open_[waiters[0]][call]
+            best = (
+                f"{_ranks(waiters)} {'wait' if len(waiters) > 1 else 'waits'} for {_ranks(absent)} in {text}"
+            )
+    return best
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {short(tuple(ranks))}"

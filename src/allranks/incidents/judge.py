@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from allranks.diagnose import DiagnoseOptions, diagnose
-from allranks.errors import AllranksError, InputError
+from allranks.errors import AllranksError
 from allranks.incidents.folder import write_atomically
-from allranks.incidents.policy import PROGRAM_FAULT
+from allranks.incidents.policy import NO_STEP, PROGRAM_FAULT
 from allranks.load import LoadOptions, load_paths
 from allranks.model.diagnosis import Diagnosis, Finding, RankNow
-from allranks.model.stacks import Capture, RankState, StacksReport
+from allranks.model.stacks import RankState, StacksReport
 from allranks.model.trace import Frame
 from allranks.stacks import Stillness, classify, read_capture
 from allranks.stacks.progress import WAITS
 from allranks.stacks.user_code import is_user_file
 
 log = logging.getLogger("allranks.agent")
+
+T = TypeVar("T")
 
 FILE = "observed.json"
 TRUSTED = 0.6  # of a verdict from stacks: less does not overrule the black boxes
@@ -36,16 +39,15 @@ class Observed:
     """What the agent knew of an incident besides black boxes and stacks."""
 
     taken_ns: int = 0  # epoch: when the black boxes were copied
-    gone: tuple[int, ...] = ()  # ranks whose process ended without a goodbye
+    gone: tuple[int, ...] = ()  # ranks whose process exited without shutting down
     told: Finding | None = None  # what is known without a diagnosis: a death, a cut connection, a lost node
     reason: str = ""  # why it was opened
     quiet_s: float = 0.0
-    unmoved: tuple[
-        int, ...
-    ] = ()  # ranks that have not begun another attempt at their step, while others have
+    unmoved: tuple[int, ...] = ()  # ranks that have not begun their step again, while others have
     marked: tuple[int, ...] = ()  # ranks that have made steps
     behind: tuple[int, ...] = ()  # ranks that the others go on without
-    still_s: float = Stillness.still_s  # the silence that this job's watch takes for standing still
+    still_s: float = Stillness.still_s  # the silence that this job's watch takes for a stall
+    looping: bool = False  # collectives are completed, steps are not
 
     def write(self, folder: Path) -> None:
         """Keeps it with the evidence."""
@@ -75,23 +77,14 @@ def judge_folder(
     """Judges what lies in an incident's folder; what could not be used is added to `missing`."""
     absent: list[str] = [] if missing is None else missing
     observed = read_observed(folder) or Observed()
-    report = _stacks(folder / "stacks", observed.still_s, absent)
-    return judge(_diagnose(folder / "boxes", report, observed, absent), report, observed), report
+    report = attempt("stacks", lambda: _stacks(folder / "stacks", observed.still_s), absent)
+    diagnosis = attempt("diagnosis", lambda: _diagnose(folder / "boxes", report, observed), absent)
+    return judge(diagnosis, report, observed), report
 
 
 def judge(diagnosis: Diagnosis | None, report: StacksReport | None, observed: Observed) -> Diagnosis | None:
     """The diagnosis of boxes and stacks, corrected by what the agent saw. Pure."""
-    found = diagnosis.verdict if diagnosis is not None else None
-    better: Finding | None = None
-    if observed.told is not None:
-        # a rank may have died of what another did: calls that do not match are found in the boxes of all
-        better = observed.told if found is None or found.cause not in PROGRAM_FAULT else None
-    elif observed.behind:
-        better = accuse(observed.behind, report, observed.reason)
-    elif observed.unmoved or (found is not None and found.cause == "not_started"):
-        better = _unmoved(found, report, observed)
-    elif found is None and report is not None and report.culprits:
-        better = _from_stacks(report)
+    better = _correct(diagnosis.verdict if diagnosis is not None else None, report, observed)
     if better is None:
         return diagnosis
     rest = tuple(
@@ -101,6 +94,22 @@ def judge(diagnosis: Diagnosis | None, report: StacksReport | None, observed: Ob
     better = replace(better, severity="root")
     base = diagnosis or Diagnosis("fault", None)
     return replace(base, status="fault", verdict=better, findings=(better, *rest))
+
+
+def _correct(found: Finding | None, report: StacksReport | None, observed: Observed) -> Finding | None:
+    """What the agent knows better than the boxes; None when it does not."""
+    if observed.told is not None:
+        # a rank may have died of what another did: calls that do not match are found in the boxes of all
+        return observed.told if found is None or found.cause not in PROGRAM_FAULT else None
+    if observed.looping:
+        return Finding(NO_STEP, (), observed.reason, confidence=0.5)
+    if observed.behind:
+        return accuse(observed.behind, report, observed.reason)
+    if observed.unmoved or (found is not None and found.cause == "not_started"):
+        return _unmoved(found, report, observed)
+    if found is None and report is not None and report.culprits:
+        return _from_stacks(report)
+    return None
 
 
 def accuse(ranks: tuple[int, ...], report: StacksReport | None, reason: str) -> Finding | None:
@@ -161,38 +170,33 @@ def _from_stacks(report: StacksReport) -> Finding:
     )
 
 
-def _stacks(folder: Path, still_s: float, missing: list[str]) -> StacksReport | None:
+def attempt(what: str, work: Callable[[], T], missing: list[str]) -> T | None:
+    """One part of the evidence; if it cannot be read the rest still counts, and `missing` says so."""
     try:
-        capture: Capture | None = read_capture(folder) if folder.exists() else None
-        if capture is None:
-            return None
-        return classify(capture, stillness=Stillness(still_s=min(still_s, Stillness.still_s)))
+        return work()
     except (AllranksError, OSError) as error:
-        missing.append(f"stacks: {error}")
-    except Exception as error:  # our own mistake: the rest of the evidence still counts
-        log.exception("stacks could not be read")
-        missing.append(f"stacks: {error!r}")
+        missing.append(f"{what}: {error}")
+    except Exception as error:  # a mistake of ours
+        log.exception("%s could not be read", what)
+        missing.append(f"{what}: {error!r}")
     return None
 
 
-def _diagnose(
-    boxes: Path, report: StacksReport | None, observed: Observed, missing: list[str]
-) -> Diagnosis | None:
+def _stacks(folder: Path, still_s: float) -> StacksReport | None:
+    if not folder.exists():
+        return None
+    return classify(read_capture(folder), stillness=Stillness(still_s=min(still_s, Stillness.still_s)))
+
+
+def _diagnose(boxes: Path, report: StacksReport | None, observed: Observed) -> Diagnosis:
     now = {
         rank: RankNow(rank, s.cause, nearest_line(s), s.evidence, _python_frames(s))
         for rank, s in (report.ranks if report else {}).items()
     }
     now.update({rank: RankNow(rank, "gone", "", "its process is gone") for rank in observed.gone})
-    try:
-        loaded = load_paths([str(boxes)], LoadOptions())
-        options = DiagnoseOptions(now_ns=observed.taken_ns)
-        return diagnose(loaded.traces, loaded.files, stacks=now.values(), options=options)
-    except (InputError, OSError) as error:
-        missing.append(f"diagnosis: {error}")
-    except Exception as error:  # as above
-        log.exception("the black boxes could not be diagnosed")
-        missing.append(f"diagnosis: {error!r}")
-    return None
+    loaded = load_paths([str(boxes)], LoadOptions())
+    options = DiagnoseOptions(now_ns=observed.taken_ns)
+    return diagnose(loaded.traces, loaded.files, stacks=now.values(), options=options)
 
 
 def _finding(told: dict[str, Any]) -> Finding:

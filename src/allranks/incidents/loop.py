@@ -8,31 +8,30 @@ suspicion is examined on a thread of its own (allranks-examine). It never touche
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from allranks.blackbox.header import process_stat
 from allranks.incidents.deaths import DeathIncidents
-from allranks.incidents.evidence import Gatherer
-from allranks.incidents.folder import open_incident
 from allranks.incidents.hangs import Actor, HangInvestigator
-from allranks.incidents.options import WatchOptions
+from allranks.incidents.job_overview import WaitingSentence
 from allranks.incidents.peers import PeerAgents
+from allranks.incidents.pipeline import IncidentPipeline, WatchOptions
 from allranks.incidents.publish import IncidentPublisher
-from allranks.incidents.recoveries import Recoveries
-from allranks.incidents.waiting import Waiting
 from allranks.model.incident import Incident
 from allranks.watch.exits import ExitWatcher
-from allranks.watch.history import History
-from allranks.watch.samples import read_samples
-from allranks.watch.silence import Suspicion
+from allranks.watch.samples import ProcessId, RankSample, read_samples
+from allranks.watch.silence import ProgressHistory, Suspicion
 
 log = logging.getLogger("allranks.agent")
 
-CLOSE_S, CLOSE_POLL_S = 5.0, 0.05  # after an incident recovery is looked for more often, for a while
+CLOSE_S, CLOSE_POLL_S = 5.0, 0.05  # after an incident recovery is checked more often, for a while
 END_S = 30.0  # how long the end of the job waits for an examination
+ANCESTORS = 8  # a rank may be a grandchild of its agent (a shell, numactl)
 
 
 @dataclass
@@ -42,92 +41,72 @@ class Watch:
     options: WatchOptions
     actor: Actor | None = None
     on_look: Callable[[int, str], None] = lambda step, waits: None  # highest step, who waits for whom
-    gatherer: Gatherer = field(init=False)
-    teller: IncidentPublisher = field(init=False)
-    recoveries: Recoveries = field(default_factory=Recoveries)
-    history: History = field(init=False)
+    pipeline: IncidentPipeline = field(init=False)
+    history: ProgressHistory = field(init=False)
     deaths: DeathIncidents = field(init=False)
-    inquiries: HangInvestigator = field(init=False)
-    ranks: tuple[int, ...] = ()  # that ran at the last look
-    _lines: ExitWatcher = field(default_factory=ExitWatcher)
-    _waiting: Waiting = field(default_factory=Waiting)
+    hangs: HangInvestigator = field(init=False)
+    ranks: tuple[int, ...] = ()  # of this agent that ran at the last turn
+    _exits: ExitWatcher = field(default_factory=ExitWatcher)
+    _waiting: WaitingSentence = field(default_factory=WaitingSentence)
+    _ours: dict[ProcessId, bool] = field(default_factory=dict)
     _stop: bool = False
     _thread: threading.Thread | None = None
     _examining: threading.Thread | None = None
 
     def __post_init__(self) -> None:
-        self.gatherer = Gatherer(self.options)
-        self.teller = IncidentPublisher(self.options.webhooks)
-        self.history = History(self.options.notice)
-        self.deaths = DeathIncidents(self.options, self.gatherer, self.teller, self.recoveries)
-        self.inquiries = HangInvestigator(
-            self.options, self.history, self.gatherer, self.teller, self.deaths, self.recoveries, self.actor
-        )
+        self.pipeline = IncidentPipeline(self.options, IncidentPublisher(self.options.webhooks))
+        self.history = ProgressHistory(self.options.notice)
+        self.deaths = DeathIncidents(self.pipeline)
+        self.hangs = HangInvestigator(self.pipeline, self.history, self.deaths, self.actor)
 
     def start(self) -> None:
         """Starts the thread."""
         if self.actor is not None:
-            self.deaths.act, self.inquiries.actor = self.actor.act, self.actor
+            self.deaths.act, self.hangs.actor = self.actor.act, self.actor
         self.deaths.in_background = True
-        self._lines.start()
+        self._exits.start()
         self._thread = threading.Thread(target=self._run, name="allranks-watch", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stops the threads and writes the last state of open incidents."""
         self._stop = True
-        self._lines.wake()
+        self._exits.wake()
         if self._thread is not None:
             self._thread.join(timeout=END_S)
             self._thread = None
-            self.deaths.look(read_samples(self.options.folder), self._lines.endings, patience_s=0.0)
+            self.deaths.check(read_samples(self.options.folder), self._exits.endings, patience_s=0.0)
         if self._examining is not None:
             self._examining.join(timeout=END_S)
-        self.deaths.close()
-        self._lines.close()
-        self.inquiries.close()
-        for opened in self.recoveries.open():
-            self.teller.write_page(opened)
+        self._exits.close()
+        self.hangs.close()
+        self.pipeline.close()
 
-    def collect_now(self, reason: str) -> Incident:
-        """Evidence on demand, without a suspicion."""
-        opened = open_incident(
-            self.options.incidents,
-            kind="request",
-            job=self.options.job,
-            reason=reason,
-            node=self.options.node,
-        )
-        self.inquiries.gather(opened, read_samples(self.options.folder))
-        opened.update(closed=time.time())
-        self.teller.publish(opened)
-        return opened.current
+    def join(self, peers: PeerAgents | None, on_incident: Callable[[Incident], None]) -> None:
+        """Before `start`: the other nodes' agents, and who is notified of incidents."""
+        self.pipeline.peers = peers
+        self.pipeline.publisher.on_incident = on_incident
 
-    def join(self, company: PeerAgents | None, on_incident: Callable[[Incident], None]) -> None:
-        """Before `start`: the other nodes' agents, and who is told of incidents."""
-        self.gatherer.company = company
-        self.teller.on_incident = on_incident
-
-    def copy_to(self, keep: Callable[[Path], None]) -> None:
-        """Before `start`: `keep` copies incident folders elsewhere as they grow."""
-        self.teller.keep = keep
+    def copy_to(self, upload: Callable[[Path], None]) -> None:
+        """Before `start`: `upload` copies incident folders elsewhere as they grow."""
+        self.pipeline.publisher.upload = upload
 
     def look(self, now_s: float | None = None) -> Suspicion | None:
-        """One turn: read, tell deaths, decide. A suspicion is examined beside it (before `start`: in this call)."""
+        """One turn: read, report deaths, decide. A suspicion is examined beside it (before `start`: in this call)."""
         now = time.monotonic() if now_s is None else now_s
         samples = read_samples(self.options.folder)
         running = [s for s in samples if s.alive and not s.closed]
-        self.ranks = tuple(s.rank for s in running)
-        self._lines.hold(s.pid for s in running)
+        self.ranks = tuple(s.rank for s in running if self._is_ours(s))
+        self._exits.hold(s.pid for s in running)
         if running:
-            self.on_look(max(s.step for s in running), self._waiting.look(running))
+            self.on_look(max(s.step for s in running), self._waiting.read(running))
         self.history.observe(now, samples)
-        self.deaths.look(samples, self._lines.endings)
-        for opened in self.recoveries.look(samples):
-            self.teller.publish(opened)
+        self.deaths.check(samples, self._exits.endings)
+        for opened in self.pipeline.recoveries.look(samples):
+            self.pipeline.publisher.publish(opened)
         if self._examining is not None and self._examining.is_alive():
             return None
-        suspicion, examine = self.inquiries.suspect(now, samples)
+        suspicion, examine = self.hangs.suspect(now, samples)
         if examine is not None and self._thread is None:
             examine()
         elif examine is not None:
@@ -137,15 +116,33 @@ class Watch:
             self._examining.start()
         return suspicion
 
+    def _is_ours(self, sample: RankSample) -> bool:
+        """Whether it is a process of this agent: two agents of one host share the job's folder."""
+        if sample.process not in self._ours:
+            self._ours[sample.process] = _descends(sample.pid, os.getpid())
+        return self._ours[sample.process]
+
     def _run(self) -> None:
         while not self._stop:
             _carefully(self.look)
-            self._lines.wait(CLOSE_POLL_S if self.recoveries.recent(CLOSE_S) else self.options.poll_s)
+            recent = self.pipeline.recoveries.recent(CLOSE_S)
+            self._exits.wait(CLOSE_POLL_S if recent else self.options.poll_s)
+
+
+def _descends(pid: int, ancestor: int) -> bool:
+    for _ in range(ANCESTORS):
+        if pid == ancestor:
+            return True
+        fields = process_stat(pid)
+        if not fields:
+            return False
+        pid = int(fields[1])
+    return False
 
 
 def _carefully(work: Callable[[], object]) -> None:
-    """At a thread's entry: a failure is told, and the next turn comes."""
+    """At a thread's entry: a failure is logged, and the next turn comes."""
     try:
         work()
     except Exception:
-        log.exception("the watch failed once and goes on")
+        log.exception("the watch failed once and continues")

@@ -6,22 +6,17 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from allranks.errors import AllranksError
 from allranks.incidents.deaths import DeathIncidents
-from allranks.incidents.evidence import Gatherer
-from allranks.incidents.folder import IncidentFolder, open_incident
+from allranks.incidents.folder import IncidentFolder
 from allranks.incidents.judge import Observed, read_observed
-from allranks.incidents.options import WatchOptions
-from allranks.incidents.publish import IncidentPublisher
-from allranks.incidents.recoveries import Recoveries
+from allranks.incidents.pipeline import IncidentPipeline
 from allranks.load import LoadOptions, load_paths
 from allranks.model.cluster import Gathering
 from allranks.model.diagnosis import Finding
 from allranks.model.incident import Action, Moment
 from allranks.model.trace import RankTrace, State
-from allranks.report import as_json
 from allranks.watch.nodes import Loss
 from allranks.watch.samples import RankSample, read_samples
 
@@ -34,90 +29,78 @@ RECENT_S, LATER_S = 60.0, 1.0  # a call made longer before the loss, or after it
 class NodeLosses:
     """`note` may be called from any thread but the watch's: it asks the other agents."""
 
-    options: WatchOptions
-    gatherer: Gatherer
-    teller: IncidentPublisher
-    recoveries: Recoveries
+    pipeline: IncidentPipeline
     deaths: DeathIncidents
     us: str  # our agent's name
 
     def note(self, loss: Loss) -> IncidentFolder | None:
         """Keeps the evidence and opens the story; None when another agent does."""
-        samples = read_samples(self.options.folder)
-        if self.options.whole_job:  # their connections break because of it
-            self.deaths.explained.add(sample.pid for sample in samples)
+        samples = read_samples(self.pipeline.options.folder)
+        if self.pipeline.options.whole_job:  # their connections break because of it
+            self.pipeline.explained.add(sample.pid for sample in samples)
         sentence = describe(loss)
         if loss.told_by not in ("", self.us):
             log.error("%s (told by %s)", sentence, loss.told_by)
             return None
         echo = self.deaths.take_echo(loss.at)
-        opened = echo or self._open(loss, samples)
-        gathering = self.gatherer.ask(opened, sentence, stacks=False)
-        if self.gatherer.follows(gathering):
+        opened = echo or self.pipeline.open("death", sentence, samples, node=loss.node.node)
+        gathering = self.pipeline.ask(opened, sentence, stacks=False)
+        if self.pipeline.follows(gathering):
             if echo is None:
                 opened.discard()
             return None
-        self._tell(opened, loss, samples)
-        self.deaths.explain_later(lambda: self._explain(opened, loss, samples, gathering))
+        self._report(opened, loss, samples)
+        self.pipeline.explain_later(lambda: self._explain(opened, loss, samples, gathering))
         return opened
 
-    def _open(self, loss: Loss, samples: list[RankSample]) -> IncidentFolder:
-        opened = open_incident(
-            self.options.incidents, kind="death", job=self.options.job, reason=describe(loss), node=loss.node.node,
-            step=max((s.step for s in samples), default=-1),
-        )  # fmt: skip
-        _, missing = opened.keep_boxes([Path(sample.path) for sample in samples])
-        opened.update(missing=tuple(missing))
-        return opened
-
-    def _tell(self, opened: IncidentFolder, loss: Loss, samples: list[RankSample]) -> None:
+    def _report(self, opened: IncidentFolder, loss: Loss, samples: list[RankSample]) -> None:
         ranks, sentence = loss.node.ranks, describe(loss)
-        told = Finding("rank_died", ranks, sentence, confidence=1.0 if loss.certain else 0.8)
-        Observed(taken_ns=time.time_ns(), told=told, reason=sentence).write(opened.path)
-        if self.options.whole_job:
-            action = Action(
-                "restart_job", "the nodes that are left restart the job, where --nnodes and --max-restarts allow", ranks
-            )  # fmt: skip
-        elif loss.node.lighthouse:
-            action = Action(
-                "none",
-                "the others wait for a lighthouse at the same address, with this node or without",
-                ranks,
-            )
-        else:
-            action = Action(
-                "none", "the others train on without its replicas, which heal when the node is back", ranks
-            )
+        verdict = Finding("rank_died", ranks, sentence, confidence=1.0 if loss.certain else 0.8)
+        Observed(taken_ns=time.time_ns(), told=verdict, reason=sentence).write(opened.path)
         step = opened.current.step
         last = max((s.last_ns for s in samples if s.step == step), default=0) / 1e9 or loss.at
         opened.update(
             Moment("last good step", min(last, loss.at), f"step {step}"),
             Moment("died", loss.at, f"node {loss.node.node} with {_ranks(ranks)}"),
             Moment("noticed", loss.at, loss.reason),
-            verdict=as_json.verdict(told), ranks=ranks, node=loss.node.node, reason=sentence, action=action,
+            verdict=verdict,
+            ranks=ranks,
+            node=loss.node.node,
+            reason=sentence,
+            action=self._action(loss),
             durations_s={"noticed": 0.0},
-        )  # fmt: skip
-        self.teller.say(opened)
-        self.teller.publish(opened)
-        self.recoveries.add(opened, samples, set(ranks), reborn=self.options.whole_job)
+        )
+        self.pipeline.publisher.log(opened)
+        self.pipeline.publisher.publish(opened)
+        self.pipeline.recoveries.add(opened, samples, ranks, reborn=self.pipeline.options.whole_job)
+
+    def _action(self, loss: Loss) -> Action:
+        ranks = loss.node.ranks
+        if self.pipeline.options.whole_job:
+            why = "the nodes that are left restart the job, where --nnodes and --max-restarts allow"
+            return Action("restart_job", why, ranks)
+        if loss.node.lighthouse:
+            why = "the others wait for a lighthouse at the same address, with this node or without"
+        else:
+            why = "the others continue training without its replicas, which heal when the node is back"
+        return Action("none", why, ranks)
 
     def _explain(
         self, opened: IncidentFolder, loss: Loss, samples: list[RankSample], gathering: Gathering | None
     ) -> None:
-        opened.keep_boxes(
-            [Path(s.path) for s in samples]
-        )  # once more: now they hold what the loss did to them
+        self.pipeline.keep_boxes(opened, samples)  # once more: now they hold what the loss did to them
         observed = read_observed(opened.path) or Observed()
-        found = self.gatherer.examine(opened, {}, samples, gathering, observed)
+        self.pipeline.examine(opened, samples, observed, gathering=gathering)
         waiting = self._waiting(opened, loss)
         if waiting and observed.told is not None:  # known when the boxes of the other nodes are here
-            told = replace(observed.told, sentence=f"{observed.told.sentence}; {waiting}")
+            known = replace(observed.told, sentence=f"{observed.told.sentence}; {waiting}")
             opened.update(Moment("waited", loss.at, waiting))
-            again = self.gatherer.examine(opened, {}, samples, None, replace(observed, told=told))
-            found = replace(again, missing=found.missing)
+            missing = opened.current.missing
+            self.pipeline.examine(opened, samples, replace(observed, told=known))
+            opened.update(missing=missing)
         lost = f"black boxes of {_ranks(loss.node.ranks)}: they lie on the lost node"
-        opened.update(missing=(*opened.current.missing, *found.missing, lost), **found.facts())
-        self.teller.publish(opened)
+        opened.update(missing=(*opened.current.missing, lost))
+        self.pipeline.publisher.publish(opened)
 
     def _waiting(self, opened: IncidentFolder, loss: Loss) -> str:
         try:

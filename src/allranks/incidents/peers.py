@@ -14,8 +14,7 @@ from pathlib import Path
 
 from allranks.channel.addresses import own_address
 from allranks.errors import AllranksError
-from allranks.incidents.evidence_archive import pack_part
-from allranks.incidents.evidence_server import EvidenceServer, send_part
+from allranks.incidents.evidence_server import EvidenceServer, pack_part, send_part
 from allranks.lighthouse.client.client import Client
 from allranks.model.cluster import FOLLOW_S, CollectEvidence, Gathering
 
@@ -31,6 +30,7 @@ class PeerAgents:
     client: Client
     token: str
     _mailbox: EvidenceServer | None = None
+    gone: set[str] = field(default_factory=set)  # agents that are not waited for any more
     _asked: set[str] = field(default_factory=set)  # incidents of others that we gave our part of
 
     @property
@@ -78,6 +78,7 @@ class PeerAgents:
 
     def give_up(self, agent: str) -> None:
         """An agent is gone: its part will not come."""
+        self.gone.add(agent)
         if self._mailbox is not None:
             self._mailbox.give_up(agent)
 

@@ -28,6 +28,18 @@ class PolicyOptions:
     back_off_s: float = 30.0  # least time between two actions
     node_failures: int = 3  # within window_s, of whole-job mode: then the job goes on without this node
 
+    def wanted(self, mode: Mode) -> ActionKind:
+        """The action for a hang."""
+        return self.on_hang or ("evict" if mode == "replica" else "restart_job")
+
+    def acts(self, mode: Mode) -> bool:
+        """Whether actions are carried out, or only said."""
+        return self.enabled if self.enabled is not None else mode == "replica"
+
+    def may_act(self, mode: Mode) -> bool:
+        """Whether a hang may ever be answered with more than evidence."""
+        return self.acts(mode) and self.wanted(mode) not in ("none", "collect")
+
 
 @dataclass(frozen=True)
 class PolicyState:
@@ -45,7 +57,7 @@ class PolicyState:
 
 
 @dataclass(frozen=True)
-class Case:
+class HangFacts:
     """What is known when the policy is asked."""
 
     mode: Mode
@@ -57,9 +69,10 @@ class Case:
     members: tuple[int, ...] = ()  # replicas that run now
 
 
+NO_STEP = "no_step"  # collectives are completed, no step is: a loop, or a phase that nobody announced
 NOBODYS_FAULT = frozenset({"none_finished"})
 PROGRAM_FAULT = frozenset(
-    {
+    [
         "type_mismatch",
         "size_mismatch",
         "dtype_mismatch",
@@ -68,7 +81,7 @@ PROGRAM_FAULT = frozenset(
         "extra_collective",
         "order_inversion",
         "p2p_mismatch",
-    }
+    ]
 )
 
 
@@ -90,44 +103,50 @@ def decide_leaving(
     return "leave_node", f"{why}: the job goes on without it"
 
 
-def decide_action(now_s: float, case: Case, state: PolicyState, options: PolicyOptions) -> tuple[Action, str]:
+def decide_action(now_s: float, case: HangFacts, state: PolicyState, options: PolicyOptions) -> Action:
     """The action for a confirmed hang, with the reason that goes to the log and the page."""
-    wanted: ActionKind = options.on_hang or ("evict" if case.mode == "replica" else "restart_job")
-    enabled = options.enabled if options.enabled is not None else case.mode == "replica"
+    wanted = options.wanted(case.mode)
     replica = case.ranks[0] // case.ranks_per_replica if case.ranks else None
-
-    def answer(kind: ActionKind, reason: str) -> tuple[Action, str]:
-        return Action(kind, reason, case.ranks, replica, options.command), reason
-
-    if wanted in ("none", "collect"):
-        return answer("collect", "the policy asks for evidence only")
-    recent = [t for t in state.acted_s if now_s - t < options.window_s]
-    if len(recent) >= options.max_actions:
-        return answer(
-            "collect",
-            f"{len(recent)} actions within {options.window_s:g} s use up the budget; a person must look",
-        )
-    if recent and now_s - recent[-1] < options.back_off_s:
-        return answer(
-            "collect", f"the last action was {now_s - recent[-1]:.1f} s ago; waiting {options.back_off_s:g} s"
-        )
-    if case.cause in NOBODYS_FAULT or not case.ranks:
-        why = (
-            "no rank is to blame (network or device)" if case.cause in NOBODYS_FAULT else "no rank was named"
-        )
-        if wanted == "evict":
-            return answer("collect", f"{why}: nobody is evicted")
-    elif case.confidence < options.min_confidence:
-        return answer(
-            "collect", f"the verdict's confidence {case.confidence:.2f} is below {options.min_confidence:.2f}"
-        )
+    kind: ActionKind = wanted
+    reason = _why_not(now_s, case, state, options, wanted)
+    if reason:
+        kind = "collect"
     else:
-        why = f"{case.cause} of rank {', '.join(map(str, case.ranks))} (confidence {case.confidence:.2f})"
+        reason = _why(case, wanted)
+        if not options.acts(case.mode):
+            kind, reason = "dry_run", f"would {wanted.replace('_', ' ')}: {reason} (--recovery on does it)"
+    return Action(kind, reason, case.ranks, replica, options.command)
+
+
+def _why(case: HangFacts, wanted: ActionKind) -> str:
+    if case.cause in NOBODYS_FAULT:
+        return "no rank is to blame (network or device)"
+    if not case.ranks:
+        return "no rank was named"
+    why = f"{case.cause} of rank {', '.join(map(str, case.ranks))} (confidence {case.confidence:.2f})"
     if case.cause in PROGRAM_FAULT and wanted == "evict":
         why += "; the program itself disagrees between ranks, it may come back"
+    return why
+
+
+def _why_not(
+    now_s: float, case: HangFacts, state: PolicyState, options: PolicyOptions, wanted: ActionKind
+) -> str:
+    """Why nothing but evidence is taken; "" when the action may be taken."""
+    if wanted in ("none", "collect"):
+        return "the policy asks for evidence only"
+    recent = [t for t in state.acted_s if now_s - t < options.window_s]
+    if len(recent) >= options.max_actions:
+        return f"{len(recent)} actions within {options.window_s:g} s use up the budget; a person must look"
+    if recent and now_s - recent[-1] < options.back_off_s:
+        return f"the last action was {now_s - recent[-1]:.1f} s ago; waiting {options.back_off_s:g} s"
+    if case.cause == NO_STEP:
+        return "collectives are still completed: a person must look"
+    if case.cause in NOBODYS_FAULT or not case.ranks:
+        return f"{_why(case, wanted)}: nobody is evicted" if wanted == "evict" else ""
+    if case.confidence < options.min_confidence:
+        return f"the verdict's confidence {case.confidence:.2f} is below {options.min_confidence:.2f}"
     guilty = {rank // case.ranks_per_replica for rank in case.ranks}
     if wanted == "evict" and len(guilty) > 1 and len(guilty) * 2 > max(1, len(case.members) or case.replicas):
-        return answer("collect", f"{len(guilty)} of {case.replicas} replicas are named: too many to evict")
-    if not enabled:
-        return answer("dry_run", f"would {wanted.replace('_', ' ')}: {why} (--recovery on does it)")
-    return answer(wanted, why)
+        return f"{len(guilty)} of {case.replicas} replicas are named: too many to evict"
+    return ""

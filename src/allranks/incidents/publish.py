@@ -1,43 +1,56 @@
-"""Tells an incident to everybody who should know: its page, the lighthouse, webhooks, a copy. Runs in the agent."""
+"""Publishes an incident: its page, the lighthouse, webhooks, a copy in an object store. Runs in the agent.
+
+A webhook gets one JSON POST: `slack:URL` (or a hooks.slack.com address) in Slack's shape, anything else the whole
+incident. The folder on disk stays the original: what fails here is logged.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+import queue
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from allranks.incidents.folder import IncidentFolder, write_atomically
-from allranks.incidents.webhook import send
 from allranks.model.incident import Incident
+from allranks.report import as_json
 from allranks.report.story import headline, render_story
 
 log = logging.getLogger("allranks.agent")
 
+MAX_FILE_BYTES = 256 << 20
+CLOSE_S = 30.0
+
 
 @dataclass
 class IncidentPublisher:
-    """None of those who are told may stop the loop or each other."""
+    """A receiver that fails stops neither the others nor the loop."""
 
     webhooks: tuple[str, ...] = ()
     on_incident: Callable[[Incident], None] = lambda incident: None
-    keep: Callable[[Path], None] = lambda folder: None  # a copy elsewhere (incidents/upload.py)
+    upload: Callable[[Path], None] = lambda folder: None  # `IncidentUploader.keep`
 
     def publish(self, opened: IncidentFolder) -> None:
         """To everybody."""
-        tellers: tuple[Callable[[], object], ...] = (
+        receivers: tuple[Callable[[], object], ...] = (
             lambda: self.write_page(opened),
             lambda: self.on_incident(opened.current),
             lambda: send(self.webhooks, opened.current, headline(opened.current)),
-            lambda: self.keep(opened.path),
+            lambda: self.upload(opened.path),
         )
-        for tell in tellers:
+        for notify in receivers:
             try:
-                tell()
-            except Exception:
-                log.exception("%s could not be told everywhere", opened.current.id)
+                notify()
+            except Exception:  # callbacks of others
+                log.exception("%s could not be published everywhere", opened.current.id)
 
-    def say(self, opened: IncidentFolder) -> None:
+    def log(self, opened: IncidentFolder) -> None:
         """The verdict in the log: one whole line, with the page that has the rest."""
         story = opened.path.absolute() / "story.html"
         log.error("%s: %s; story: %s", opened.current.id, headline(opened.current).rstrip("."), story)
@@ -47,3 +60,114 @@ class IncidentPublisher:
         report = opened.path / "diagnosis.txt"
         lines = tuple(report.read_text().splitlines()) if report.exists() else ()
         write_atomically(opened.path / "story.html", render_story(opened.current, lines))
+
+
+def payload(address: str, incident: Incident, sentence: str) -> tuple[str, dict[str, object]]:
+    """Where to send, and what."""
+    if address.startswith("slack:") or "//hooks.slack.com/" in address:
+        lines = [f"*{incident.job}*: {sentence}"]
+        if incident.action is not None:
+            lines.append(f"{incident.action.kind.replace('_', ' ')}: {incident.action.reason}")
+        lines.append(f"evidence: `{incident.folder}`")
+        return address.removeprefix("slack:"), {"text": "\n".join(lines)}
+    return address, {"sentence": sentence, "incident": as_json.incident(incident)}
+
+
+def send(
+    addresses: tuple[str, ...],
+    incident: Incident,
+    sentence: str,
+    *,
+    timeout_s: float = 5.0,
+    attempts: int = 3,
+    done: Callable[[str, bool], None] = lambda address, ok: None,
+) -> threading.Thread | None:
+    """Posts to every address in one thread; failures are logged and never reach the caller."""
+    if not addresses:
+        return None
+
+    def work() -> None:
+        for address in addresses:
+            done(
+                address, _post(*payload(address, incident, sentence), timeout_s=timeout_s, attempts=attempts)
+            )
+
+    thread = threading.Thread(target=work, name="allranks-webhook", daemon=True)
+    thread.start()
+    return thread
+
+
+def _post(url: str, body: dict[str, object], *, timeout_s: float, attempts: int) -> bool:
+    data = json.dumps(body).encode()
+    for attempt in range(1, attempts + 1):
+        try:
+            request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=timeout_s):
+                return True
+        except (OSError, ValueError) as error:
+            log.warning("webhook %s failed (%d of %d): %s", url.split("?")[0], attempt, attempts, error)
+            if isinstance(error, ValueError):
+                return False
+            time.sleep(min(2.0, 0.2 * attempt))
+    return False
+
+
+class BlobStore(Protocol):
+    """Where the bytes go (checkpoint/stores/object_store.py); `put` raises OSError."""
+
+    def put(self, key: str, pieces: Iterable[memoryview], length: int) -> None: ...
+
+
+@dataclass
+class IncidentUploader:
+    """`keep` may be called again for the same folder: only what has changed is copied."""
+
+    blobs: BlobStore
+    _wanted: queue.SimpleQueue[Path | None] = field(default_factory=queue.SimpleQueue)
+    _copied: dict[Path, tuple[int, int]] = field(default_factory=dict)  # file -> (size, mtime)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread = threading.Thread(target=self._run, name="allranks-upload", daemon=True)
+        self._thread.start()
+
+    def keep(self, folder: Path) -> None:
+        """Soon; returns at once."""
+        self._wanted.put(folder)
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Copies what was asked for, within the time."""
+        self._wanted.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                log.warning("not all incidents reached the object store within %g s", timeout_s)
+            self._thread = None
+
+    def _run(self) -> None:
+        while (folder := self._wanted.get()) is not None:
+            begin = time.monotonic()
+            try:
+                copied = self._copy(folder)
+            except Exception as error:  # of any store; the original is on disk
+                log.warning("%s could not be copied to the object store: %s", folder.name, error)
+                continue
+            if copied:
+                took = time.monotonic() - begin
+                log.info("%s: %d files copied to the object store in %.1f s", folder.name, copied, took)
+
+    def _copy(self, folder: Path) -> int:
+        copied = 0
+        for path in sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")):
+            stat = path.stat()
+            version = (stat.st_size, stat.st_mtime_ns)
+            if self._copied.get(path) == version or stat.st_size > MAX_FILE_BYTES:
+                continue
+            data = path.read_bytes()
+            self.blobs.put(
+                f"{folder.name}/{path.relative_to(folder).as_posix()}", [memoryview(data)], len(data)
+            )
+            self._copied[path] = version
+            copied += 1
+        return copied

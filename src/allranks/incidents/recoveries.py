@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from allranks.incidents.folder import IncidentFolder
@@ -14,26 +14,34 @@ PATIENCE_S = 600.0
 
 
 @dataclass(frozen=True)
-class _Waiting:
+class _Awaited:
     opened: IncidentFolder
     before: dict[int, RankSample]  # of the ranks that must go on
     since_s: float
     reborn: bool  # only new processes count: the old ones may do a last step before they end
+    patience_s: float
 
 
 @dataclass
 class Recoveries:
     """All incidents that wait for progress."""
 
-    _waiting: list[_Waiting] = field(default_factory=list)
+    _waiting: list[_Awaited] = field(default_factory=list)
 
     def add(
-        self, opened: IncidentFolder, samples: list[RankSample], guilty: set[int], *, reborn: bool = False
+        self,
+        opened: IncidentFolder,
+        samples: Sequence[RankSample],
+        guilty: Iterable[int],
+        *,
+        reborn: bool = False,
+        patience_s: float = PATIENCE_S,
     ) -> None:
-        """From now on. When all went at once, their next lives count; with `reborn`, always."""
-        survivors = {s.rank: s for s in samples if s.rank not in guilty and s.alive and not s.closed}
+        """From now on. When all went at once, their next processes count; with `reborn`, always."""
+        out = set(guilty)
+        survivors = {s.rank: s for s in samples if s.rank not in out and s.alive and not s.closed}
         everybody = {s.rank: s for s in samples}
-        self._waiting.append(_Waiting(opened, survivors or everybody, time.monotonic(), reborn))
+        self._waiting.append(_Awaited(opened, survivors or everybody, time.monotonic(), reborn, patience_s))
 
     def recent(self, for_s: float) -> bool:
         """Whether something has been answered within this time and has not recovered: worth a closer look."""
@@ -54,11 +62,12 @@ class Recoveries:
                 step = max((s.step for s in samples), default=-1)
                 opened.update(
                     Moment("recovered", time.time(), f"{_count(moved)} again, step {step}"),
-                    closed=time.time(), durations_s={**opened.current.durations_s, "recovered": took},
-                )  # fmt: skip
+                    closed=time.time(),
+                    durations_s={**opened.current.durations_s, "recovered": took},
+                )
                 self._waiting.remove(waiting)
                 yield opened
-            elif not before or took > PATIENCE_S:
+            elif not before or took > waiting.patience_s:
                 self._waiting.remove(waiting)
 
 
@@ -69,5 +78,5 @@ def _count(ranks: list[int]) -> str:
 def _further(now: RankSample, before: RankSample, reborn: bool) -> bool:
     """Completed calls or steps went on (a new process counts from zero again and also trains)."""
     if reborn or now.calls_started < before.calls_started:
-        return (now.pid, now.start_ns) != (before.pid, before.start_ns) and now.calls_completed > 0
+        return now.process != before.process and now.calls_completed > 0
     return now.step > before.step or now.calls_completed > before.calls_completed

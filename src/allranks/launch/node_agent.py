@@ -25,8 +25,7 @@ from allranks.model.incident import Action, Failure, Incident
 from allranks.report.story import headline
 from allranks.supervise.replicas import Event, Request, Supervisor
 from allranks.supervise.restarts import find_program_error
-from allranks.watch.exits import Ending
-from allranks.watch.first_death import Death, find_deaths, find_first
+from allranks.watch.exits import Death, Ending, find_deaths, find_first
 from allranks.watch.nodes import AWAY_S, NodeMonitor
 from allranks.watch.samples import read_samples
 
@@ -73,9 +72,9 @@ class NodeAgent:
     watch: Watch | None
     client: Client | None = None
     supervisor: Supervisor | None = None
-    company: PeerAgents | None = None  # None: this node's agent is the only one, or there is no lighthouse
+    peers: PeerAgents | None = None  # None: this node's agent is the only one, or there is no lighthouse
     holds_lighthouse: bool = False  # in this process: it goes with this node
-    _neighbours: NodeMonitor | None = None
+    _nodes: NodeMonitor | None = None
     _evicted: set[int] = field(default_factory=set)
     _told: dict[str, str] = field(default_factory=dict)
     _closing: threading.Event = field(default_factory=threading.Event)
@@ -86,14 +85,14 @@ class NodeAgent:
         """Starts watching and listening to the lighthouse."""
         if self.watch is not None:
             self.watch.actor = self
-            self.watch.join(self.company, self._tell)
+            self.watch.join(self.peers, self._tell)
             self.watch.start()
         if self.client is not None:
             client = self.client
             client.subscribe(self._noticed)
             if self.watch is not None:
                 self.watch.on_look = lambda step, waits: client.report(step, step, waits)
-            self._meet_neighbours(self.client)
+            self._watch_nodes(self.client)
         if self.supervisor is not None:
             self.supervisor.on_event = self._happened
             self.supervisor.trained = self.has_trained
@@ -104,27 +103,25 @@ class NodeAgent:
     def close(self) -> None:
         """Stops watching; the supervisor and the lighthouse belong to the caller."""
         self._closing.set()
-        if self._neighbours is not None:
-            self._neighbours.close()
+        if self._nodes is not None:
+            self._nodes.close()
         if self.watch is not None:
             self.watch.close()
-        if self.company is not None:
-            self.company.close()
+        if self.peers is not None:
+            self.peers.close()
 
-    def _meet_neighbours(self, client: Client) -> None:
+    def _watch_nodes(self, client: Client) -> None:
         if self.watch is None:
             return
         watch, options = self.watch, self.watch.options
-        neighbours = NodeMonitor(client, lambda: watch.ranks, options.node, self.holds_lighthouse)
-        losses = NodeLosses(
-            options, watch.gatherer, watch.teller, watch.recoveries, watch.deaths, client.options.replica
-        )
-        neighbours.on_lost = losses.note
+        nodes = NodeMonitor(client, lambda: watch.ranks, options.node, self.holds_lighthouse)
+        losses = NodeLosses(watch.pipeline, watch.deaths, client.options.replica)
+        nodes.on_lost = losses.note
         # while the lighthouse is away, what broke the connections between ranks may be the end of its node
-        watch.deaths.echo_patience_s = lambda: ECHO_S + (AWAY_S if neighbours.host_is_away else 0.0)
-        client.subscribe(neighbours.noticed)
-        neighbours.start()
-        self._neighbours = neighbours
+        watch.deaths.echo_patience_s = lambda: ECHO_S + (AWAY_S if nodes.host_is_away else 0.0)
+        client.subscribe(nodes.noticed)
+        nodes.start()
+        self._nodes = nodes
 
     # actions, asked for by the watch
 
@@ -280,8 +277,8 @@ class NodeAgent:
 
     def _noticed(self, notice: object) -> None:
         """What the lighthouse says; runs on the client's thread: be quick."""
-        if isinstance(notice, (MemberLost, MemberLeft)) and self.company is not None:
-            self.company.give_up(notice.replica)
+        if isinstance(notice, (MemberLost, MemberLeft)) and self.peers is not None:
+            self.peers.give_up(notice.replica)
         if isinstance(notice, CollectEvidence) and self.watch is not None:
             threading.Thread(
                 target=self._collect, args=(notice,), name="allranks-collect", daemon=True
@@ -292,18 +289,18 @@ class NodeAgent:
             )
             later.daemon = True
             later.start()
-        elif isinstance(notice, Evicted) and self.supervisor is not None and self.company is not None:
+        elif isinstance(notice, Evicted) and self.supervisor is not None and self.peers is not None:
             replica, (incident, _, reason) = replica_number(notice.replica), notice.reason.partition(": ")
-            if replica is not None and self.supervisor.has(replica) and self.company.took_part_in(incident):
+            if replica is not None and self.supervisor.has(replica) and self.peers.took_part_in(incident):
                 self._replace(replica, f"evicted: {reason}")
 
     def _collect(self, wanted: CollectEvidence) -> None:
         assert self.watch is not None
         try:
-            if wanted.upload and self.company is not None:
-                self.company.contribute(wanted, self.watch.gatherer.collect_part)
+            if wanted.upload and self.peers is not None:
+                self.peers.contribute(wanted, self.watch.pipeline.collect_part)
             else:
-                self.watch.collect_now(f"asked for by the lighthouse: {wanted.reason}")
+                self.watch.pipeline.collect_now(f"asked for by the lighthouse: {wanted.reason}")
         except Exception:
             log.exception(
                 "the evidence that %s asked for could not be collected", wanted.lead or "the lighthouse"
@@ -337,7 +334,6 @@ class NodeAgent:
             self.watch.deaths.note_lost(tuple(sorted(before)), notice.reason, at)
 
     def _tell(self, incident: Incident) -> None:
-        verdict = incident.verdict or {}
         outcome = incident.action.result if incident.action is not None else ""
         news = f"{headline(incident)}\n{outcome}\n{incident.closed}"
         if self._told.get(incident.id) == news:
@@ -351,7 +347,7 @@ class NodeAgent:
             else (),
             node=incident.node,
             path=incident.folder,
-            cause=str(verdict.get("cause") or incident.kind),
+            cause=(incident.verdict.cause if incident.verdict is not None else "") or incident.kind,
             at=incident.opened,
             kind=incident.kind,
             outcome=outcome,

@@ -5,15 +5,17 @@ Times are epoch seconds so that nodes can be compared; `durations_s` come from o
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from allranks.model.diagnosis import Finding
 
 SCHEMA = 1
 
 Kind = Literal["hang", "death", "partition", "slow", "request"]
 ActionKind = Literal[
     "none", "dry_run", "collect", "evict", "restart_rank", "restart_job", "leave_node", "command"
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Incident:
     node: str = ""
     ranks: tuple[int, ...] = ()  # the guilty ones, once known
     step: int = -1  # last good step
-    verdict: dict[str, Any] | None = None  # as in `allranks diagnose --json`
+    verdict: Finding | None = None
     stacks: dict[str, Any] | None = None  # summary as in `allranks stacks --json`, without threads
     action: Action | None = None
     timeline: tuple[Moment, ...] = ()
@@ -93,6 +95,7 @@ class Incident:
     durations_s: dict[str, float] = field(default_factory=dict)
     folder: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The JSON shape of incident.json."""
-        return {"schema": SCHEMA, **asdict(self)}
+    @property
+    def acted(self) -> bool:
+        """Whether an action was carried out."""
+        return self.action is not None and self.action.done

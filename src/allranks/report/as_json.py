@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 
 from allranks.model.diagnosis import Diagnosis, Finding
+from allranks.model.incident import SCHEMA as INCIDENT_SCHEMA
+from allranks.model.incident import Incident
 
 SCHEMA = 1
 Json = dict[str, object]
@@ -54,6 +57,13 @@ def _finding(finding: Finding) -> Json:
         "waiting": list(finding.waiting),
         "waited_s": None if finding.waited_s is None else round(finding.waited_s, 3),
     }
+
+
+def incident(found: Incident) -> Json:
+    """incident.json: the story with its verdict."""
+    body: Json = {"schema": INCIDENT_SCHEMA, **asdict(replace(found, verdict=None))}
+    body["verdict"] = None if found.verdict is None else verdict(found.verdict)
+    return body
 
 
 def verdict(finding: Finding) -> Json:

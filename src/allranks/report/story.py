@@ -5,9 +5,8 @@ Self-contained HTML, readable in ten seconds: the sentence first, then a timelin
 
 from __future__ import annotations
 
-from typing import Any
-
 from allranks import pages
+from allranks.model.diagnosis import Finding
 from allranks.model.incident import Action, Incident, Moment
 from allranks.pages.cards import Row, StackCard, frame_lines, short, stack_card, without_stale
 
@@ -19,10 +18,9 @@ MAX_ROWS = 256
 
 def render_story(incident: Incident, report_lines: tuple[str, ...] = ()) -> str:
     """The whole page."""
-    verdict = incident.verdict or {}
+    verdict = incident.verdict or Finding("", (), "")
     status, mood = _status(incident)
-    advice = [str(line) for line in verdict.get("advice") or ()]
-    missing = [str(line) for line in verdict.get("missing_evidence") or ()]
+    advice, missing = list(verdict.advice), list(verdict.missing_evidence)
     again = [(f"allranks diagnose {incident.folder}", "read the evidence again")] if incident.folder else []
     cards = _stacks(incident, verdict)
     begin = min((moment.at for moment in incident.timeline), default=0.0)
@@ -41,9 +39,8 @@ def render_story(incident: Incident, report_lines: tuple[str, ...] = ()) -> str:
 
 def headline(incident: Incident) -> str:
     """The story in one sentence."""
-    verdict = incident.verdict or {}
-    sentence = str(verdict.get("sentence") or "") or incident.reason
-    return pages.upper(sentence)
+    sentence = incident.verdict.sentence if incident.verdict is not None else ""
+    return pages.upper(sentence or incident.reason)
 
 
 def _status(incident: Incident) -> tuple[str, str]:
@@ -54,14 +51,13 @@ def _status(incident: Incident) -> tuple[str, str]:
     return incident.kind.capitalize(), "bad"
 
 
-def _facts(incident: Incident, verdict: dict[str, Any]) -> list[tuple[str, str]]:
-    names = {"noticed": "Noticed after", "evidence": "Evidence in", "recovered": "Recovered in"}
-    confidence = verdict.get("confidence")
+def _facts(incident: Incident, verdict: Finding) -> list[tuple[str, str]]:
+    names = {"noticed": "Noticed after", "evidence": "Evidence in", "lasted": "Lasted", "recovered": "Recovered in"}
     facts = [
         ("Guilty rank" + ("s" if len(incident.ranks) > 1 else ""), short(incident.ranks)),
-        ("Cause", str(verdict.get("cause") or "").replace("_", " ")),
-        ("Where", str(verdict.get("where") or "")),
-        ("Confidence", "" if confidence is None else f"{float(confidence):.0%}"),
+        ("Cause", verdict.cause.replace("_", " ")),
+        ("Where", verdict.where),
+        ("Confidence", f"{verdict.confidence:.0%}" if incident.verdict is not None else ""),
         *(
             (text, pages.seconds(incident.durations_s[key]))
             for key, text in names.items()
@@ -71,14 +67,13 @@ def _facts(incident: Incident, verdict: dict[str, Any]) -> list[tuple[str, str]]
     return [(name, value) for name, value in facts if value]
 
 
-def _stacks(incident: Incident, verdict: dict[str, Any]) -> list[StackCard]:
+def _stacks(incident: Incident, verdict: Finding) -> list[StackCard]:
     cards = []
-    for entry in verdict.get("stacks") or ():
-        ranks = tuple(entry.get("ranks") or ())
-        if not set(ranks) & set(incident.ranks):
-            continue
-        lines = frame_lines((f["name"], f["file"], int(f["line"])) for f in entry.get("frames") or ())
-        cards.append(stack_card(ranks, lines, str(entry.get("label") or ""), guilty=True))
+    labels = (*verdict.stack_labels, *[""] * len(verdict.stacks))
+    for (ranks, frames), label in zip(verdict.stacks, labels, strict=False):
+        if set(ranks) & set(incident.ranks):
+            lines = frame_lines((f.name, f.file, f.line) for f in frames)
+            cards.append(stack_card(ranks, lines, label, guilty=True))
     return without_stale(cards)[:4]
 
 
@@ -106,7 +101,7 @@ def _action(action: Action | None) -> dict[str, str] | None:
 
 def _ranks(incident: Incident) -> list[Row]:
     """One row for all ranks that did the same, the guilty ones first."""
-    ranks: dict[str, Any] = (incident.stacks or {}).get("ranks") or {}
+    ranks = (incident.stacks or {}).get("ranks") or {}
     same: dict[tuple[str, ...], list[int]] = {}
     for rank, facts in ranks.items():
         key = (

@@ -1,22 +1,61 @@
-"""Wakes the watch the moment a rank ends, or says that it will: pidfds, and an ear for ranks. Runs in the agent.
+"""Notices the end of a rank at once, and decides which rank died first, and of what. Runs in the agent.
 
 Liveness comes from outside the rank: a pidfd becomes readable when the process is gone. A rank whose script raised
-lives on in its exit handlers, sometimes for seconds: its recorder notes the exception in the black box and knocks.
-A knock says nothing but "look": anybody may knock, the box decides.
+spends seconds in its exit handlers: its recorder notes the exception in the black box and wakes the agent with a
+datagram. The datagram says nothing but "read the box": anybody may send it, the box decides.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from allranks.blackbox.layout import knock_address
+from allranks.model.incident import Failure
+from allranks.watch.samples import RankSample
+
+VMSTAT = Path("/proc/vmstat")
+#: Ended because somebody asked: Ctrl-C, the launcher's own stop (a restart, a node that comes or goes).
+_ASKED = frozenset(
+    {0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, 128 + signal.SIGTERM, 128 + signal.SIGINT}
+)
+_EXCEPTION = re.compile(r"exception: (?P<kind>\w+)(?: \((?P<where>[^()]*:\d+)\))?(?:: ?(?P<text>.*))?", re.S)
+#: What a rank says whose peer went before it.
+_ECHO = re.compile(
+    r"gloo|nccl|Dist(Backend|Network|Store)Error|Connection (closed|reset|refused)|Broken pipe|socket"
+    r"|(Read|Write)v? error \[",
+    re.I,
+)
+#: No broken connection raises these, whatever their text names.
+_PROGRAM_ERRORS = frozenset(
+    [
+        "ArithmeticError",
+        "AssertionError",
+        "AttributeError",
+        "FileNotFoundError",
+        "ImportError",
+        "IndexError",
+        "KeyError",
+        "ModuleNotFoundError",
+        "NameError",
+        "NotImplementedError",
+        "OverflowError",
+        "RecursionError",
+        "SyntaxError",
+        "TypeError",
+        "UnboundLocalError",
+        "ValueError",
+        "ZeroDivisionError",
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -47,17 +86,17 @@ class ExitWatcher:
     endings: dict[int, Ending] = field(default_factory=dict)  # pid -> how it ended
     _held: dict[int, int] = field(default_factory=dict)  # pid -> pidfd
     _selector: selectors.BaseSelector | None = None
-    _ear: socket.socket | None = None
+    _datagrams: socket.socket | None = None
     _wake: tuple[socket.socket, socket.socket] | None = None
 
     def start(self) -> None:
-        """Opens the ear."""
+        """Opens the sockets."""
         self._selector = selectors.DefaultSelector()
         self._wake = socket.socketpair()
-        self._ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         with contextlib.suppress(OSError):  # a second watch in this process: the first one hears
-            self._ear.bind(knock_address(os.getpid()))
-        for end in (self._wake[0], self._ear):
+            self._datagrams.bind(knock_address(os.getpid()))
+        for end in (self._wake[0], self._datagrams):
             end.setblocking(False)
             self._selector.register(end, selectors.EVENT_READ, -1)
 
@@ -69,10 +108,10 @@ class ExitWatcher:
         for fd in self._held.values():
             os.close(fd)
         self._held.clear()
-        for end in (self._ear, *(self._wake or ())):
+        for end in (self._datagrams, *(self._wake or ())):
             if end is not None:
                 end.close()
-        self._ear = self._wake = None
+        self._datagrams = self._wake = None
 
     def wake(self) -> None:
         """Ends the wait that is under way, or the next one."""
@@ -101,9 +140,9 @@ class ExitWatcher:
                     while key.fileobj.recv(4096):  # type: ignore[union-attr]
                         pass
             else:
-                self._bury(key.data)
+                self._note_end(key.data)
 
-    def _bury(self, pid: int) -> None:
+    def _note_end(self, pid: int) -> None:
         assert self._selector is not None
         fd = self._held.pop(pid)
         self._selector.unregister(fd)
@@ -120,3 +159,99 @@ def _exit_code(pidfd: int) -> int | None:
     if found is None:
         return None
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+@dataclass(frozen=True)
+class Death:
+    """One rank that ended and should not have. `echo`: as it ends when another went first."""
+
+    rank: int
+    pid: int
+    at: float  # epoch seconds
+    reason: str  # "died of SIGKILL", "raised RuntimeError"
+    where: str = ""  # the line that raised, "" for a sudden death
+    text: str = ""  # of the exception, cut short
+    echo: bool = False
+    seen: float = 0.0  # epoch seconds: when the agent knew of it; 0 = now
+
+    @property
+    def sentence(self) -> str:
+        """For the log and the page."""
+        return Failure(self.rank, self.reason, self.where, self.text).sentence
+
+    def failure(self, samples: Sequence[RankSample]) -> Failure | None:
+        """As the program's own failure, which may come again; None for an echo and for a kill."""
+        own = next((s for s in samples if s.pid == self.pid), None)
+        if own is None or self.echo or not self.reason.startswith(("raised", "exited")):
+            return None
+        return Failure(self.rank, self.reason, self.where, self.text, own.step, own.calls_completed)
+
+
+def find_deaths(
+    samples: Sequence[RankSample], endings: Mapping[int, Ending], *, since_ns: int, raised_only: bool = False
+) -> list[Death]:
+    """The dead among ranks that started at or after `since_ns`; with `raised_only` those who say it themselves."""
+    found = []
+    for sample in samples:
+        if sample.start_ns < since_ns:
+            continue
+        ending = endings.get(sample.pid)
+        if ending is not None and ending.at * 1e9 < sample.start_ns:
+            ending = None  # of an earlier process with this pid
+        death = _raised(sample) or (None if raised_only else _ended(sample, ending))
+        if death is not None:
+            found.append(death)
+    return found
+
+
+def find_first(deaths: Collection[Death]) -> Death | None:
+    """Whom the others followed: the first that does not only echo another's end; None when there are no deaths."""
+    return min(deaths, key=lambda death: (death.echo, death.at, death.rank), default=None)
+
+
+def _raised(sample: RankSample) -> Death | None:
+    said = _EXCEPTION.match(sample.closed)
+    if said is None or said["kind"] in ("KeyboardInterrupt", "SystemExit", "SignalException"):
+        return None
+    text, where = (said["text"] or "").strip(), said["where"] or ""
+    at = sample.closed_ns / 1e9
+    echo = said["kind"] not in _PROGRAM_ERRORS and bool(_ECHO.search(sample.closed))
+    return Death(sample.rank, sample.pid, at, f"raised {said['kind']}", where, text, echo)
+
+
+def _ended(sample: RankSample, ending: Ending | None) -> Death | None:
+    if sample.alive:
+        return None
+    if ending is None or ending.code is None:
+        if sample.closed:
+            return None
+        at, seen = (ending.at, ending.at) if ending else (sample.last_ns / 1e9, 0.0)
+        return Death(sample.rank, sample.pid, at, "exited without shutting down", seen=seen)
+    if ending.code in _ASKED:
+        return None
+    echo = ending.code == -signal.SIGABRT
+    return Death(sample.rank, sample.pid, ending.at, ending.words, echo=echo, seen=ending.at)
+
+
+@dataclass
+class MemoryKills:
+    """Counts since it was last asked."""
+
+    source: Path = VMSTAT
+    _before: int = 0
+
+    def __post_init__(self) -> None:
+        self._before = self._count()
+
+    def new(self) -> int:
+        """How many there were since the last time."""
+        now = self._count()
+        found, self._before = now - self._before, now
+        return found
+
+    def _count(self) -> int:
+        try:
+            lines = self.source.read_text().splitlines()
+        except OSError:
+            return 0
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

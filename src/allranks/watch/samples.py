@@ -1,14 +1,26 @@
-"""Reads what ranks say of themselves in their black boxes, with no help from the ranks. Runs in the agent."""
+"""Reads what ranks record of themselves in their black boxes, with no help from the ranks. Runs in the agent."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from allranks.blackbox.header import find_header, is_alive, read_header
 from allranks.blackbox.reader import read_rows
 from allranks.errors import InputError
-from allranks.model.trace import Flag, State
+
+PASSED = 2  # times that a place must have been passed before
+_PLACE = ("op", "group", "stack", "peer")  # sizes may differ from step to step
+
+
+class ProcessId(NamedTuple):
+    """Which process: a pid is used again, with a later start."""
+
+    pid: int
+    start_ns: int  # epoch, of its black box
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,11 @@ class RankSample:
     closed_ns: int = 0
     attempt: int = 0
     step_ns: int = 0  # of the last step mark
+
+    @property
+    def process(self) -> ProcessId:
+        """Which process it is."""
+        return ProcessId(self.pid, self.start_ns)
 
     @property
     def mark(self) -> tuple[int, int, int]:
@@ -72,12 +89,36 @@ def read_sample(path: Path) -> RankSample | None:
     )
 
 
-def read_oldest_open_ns(path: str) -> int | None:
-    """Creation time of the oldest call that is neither finished nor failed; None when there is none."""
+@dataclass(frozen=True)
+class Rhythm:
+    """How long it took from earlier calls at the rank's place to the call after them, in seconds.
+
+    A training loop passes the same places again and again, with or without step marks: a bucket of DDP, a layer of FSDP,
+    a message of a pipeline stage. A place that is new (the first step, the first evaluation) tells nothing.
+    """
+
+    pauses_s: tuple[float, ...] = ()
+
+    @property
+    def known(self) -> bool:
+        """Whether the place was passed often enough to tell."""
+        return len(self.pauses_s) >= PASSED
+
+
+def read_rhythm(path: str) -> Rhythm:
+    """Of the rank that writes this black box; an unreadable one knows nothing."""
     try:
-        rows = read_rows(path, read_header(path))
+        return measure_rhythm(read_rows(path, read_header(path)))
     except InputError:
-        return None
-    unknowable = int(Flag.CAPTURED | Flag.COALESCED_PART)
-    open_ = (rows["state"] <= State.STARTED) & ((rows["flags"] & unknowable) == 0)
-    return int(rows["created_ns"][open_].min()) if open_.any() else None
+        return Rhythm()
+
+
+def measure_rhythm(rows: np.ndarray) -> Rhythm:
+    """Of recorded calls in the order of their records."""
+    if len(rows) <= PASSED:
+        return Rhythm()
+    same = np.ones(len(rows) - 1, bool)
+    for column in _PLACE:
+        same &= rows[column][:-1] == rows[column][-1]
+    pauses = np.diff(rows["created_ns"])[same] / 1e9
+    return Rhythm(tuple(float(pause) for pause in np.maximum(pauses, 0.0)))

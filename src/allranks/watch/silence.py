@@ -1,23 +1,25 @@
-"""Knows a standstill by evidence: nobody makes progress for longer than this job's own history allows.
+"""Notices that a job makes no progress for longer than its own history allows.
 
 Progress is a committed step where steps are tried again (replica mode), else a step mark or a completed call. How long
-it may take is known from earlier steps, or from earlier calls at the same place (watch/rhythm.py), so that programs
-without marks are noticed as early as those with marks. Pure: samples and the clock come in, a suspicion and its reason
-go out. A suspicion is not yet a hang: the agent looks at stacks and CPU next, since a slow rank (compiling, evaluating,
-saving) also stands still.
+it may take is known from earlier steps, or from earlier calls at the same place (watch/samples.py), so that programs
+without marks are noticed as early as those with marks. Collectives that go on for minutes inside one step are no
+progress of a rank that has marks. Pure, except for `ProgressHistory`: samples and the clock come in, a suspicion and its
+reason go out. A suspicion is not yet a hang: the agent inspects stacks and CPU next, since a slow rank (compiling,
+evaluating, saving) also stalls.
 """
 
 from __future__ import annotations
 
 import statistics
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from allranks.watch.rhythm import Rhythm
-from allranks.watch.samples import RankSample
+from allranks.watch.samples import ProcessId, RankSample, Rhythm, read_rhythm
 
 MANAGER_TIMEOUT_S = 60.0  # `retry_s` of replica mode unless the job sets another
-FIRST_LOOK, SECOND_LOOK = 0.7, 0.85  # of `retry_s`: both looks at a hang see the calls that wait for it
+FIRST_LOOK, SECOND_LOOK = 0.7, 0.85  # of `retry_s`: both samples of a hang see the calls that wait for it
 TRAINED = 3  # changes: a replica that joined has loaded its state and then made a step
 
 
@@ -53,41 +55,56 @@ class NoticeOptions:
 class RankHistory:
     """One rank as the agent has seen it. Seconds are of the agent's monotonic clock."""
 
-    pid: int
+    process: ProcessId
     mark: tuple[int, int, int]
     changed_s: float
     changes: int = 0  # steps or completed calls seen
     silences_s: tuple[float, ...] = ()
-    marked_ns: int = (
-        0  # epoch: the rank's own time of the mark; a later one of a step is another attempt at it
-    )
+    marked_ns: int = 0  # epoch: of the rank's step mark; a later one of the same step is another attempt
+    stepped_s: float = 0.0  # when the step changed last
+    steps_s: tuple[float, ...] = ()  # between step marks
 
     @property
     def begun(self) -> bool:
         """Whether it has come to its first step or completed a call."""
         return self.changes > 0 or self.mark[0] >= 0 or self.mark[2] > 0
 
+    def after(self, sample: RankSample, now_s: float, cured_s: float, options: NoticeOptions) -> RankHistory:
+        """With one more change of the mark."""
+        mark, steps_s, stepped_s = options.progress(sample), self.steps_s, self.stepped_s
+        if mark[0] != self.mark[0]:
+            steps_s = (*steps_s, now_s - stepped_s)[-options.memory :] if self.mark[0] >= 0 else ()
+            stepped_s = now_s
+        # start-up is slower than anything later: it would make the job look slow for ever
+        settled = self.changes >= options.warm_up_marks
+        silences = self.silences_s if settled else ()
+        if settled and self.changed_s >= cured_s:
+            silences = (*silences, now_s - self.changed_s)[-options.memory :]
+        changes = self.changes + max(1, mark[0] - self.mark[0], mark[2] - self.mark[2])
+        return RankHistory(self.process, mark, now_s, changes, silences, sample.step_ns, stepped_s, steps_s)
+
 
 @dataclass(frozen=True)
 class Suspicion:
-    """The job seems to stand still."""
+    """The job seems to stall."""
 
     since_s: float  # monotonic time of the last progress
     quiet_s: float
     limit_s: float
     quiet: tuple[int, ...]  # ranks alive, without progress
-    gone: tuple[int, ...] = ()  # ranks whose process is gone without a goodbye
-    left: tuple[int, ...] = ()  # ranks that said goodbye
+    gone: tuple[int, ...] = ()  # ranks whose process exited without shutting down
+    left: tuple[int, ...] = ()  # ranks that shut down
     reason: str = ""
+    by_step: bool = False  # collectives are completed, steps are not
 
 
 @dataclass(frozen=True)
 class NoticeState:
-    """All that `notice` remembers between two looks."""
+    """All that `notice` remembers between two samples."""
 
     ranks: dict[int, RankHistory] = field(default_factory=dict)
     allowed_until_s: float = 0.0  # silence is excused until then (after "slow, not hung")
-    excused: int = 0  # looks in a row that did not settle it; each adds half a limit
+    excused: int = 0  # inspections in a row that did not settle it; each adds half a limit
     cured_s: float = (
         0.0  # of the last action: a silence that began before it was ended by it and proves nothing
     )
@@ -96,25 +113,17 @@ class NoticeState:
 def observe(
     now_s: float, state: NoticeState, samples: list[RankSample], options: NoticeOptions
 ) -> NoticeState:
-    """The state after one more look at the ranks."""
-    ranks = dict(state.ranks)
+    """The state after one more sample of the ranks."""
+    ranks: dict[int, RankHistory] = {}
     excused = state.excused
     for sample in samples:
-        known, mark = ranks.get(sample.rank), options.progress(sample)
-        if known is None or known.pid != sample.pid:
-            ranks[sample.rank] = RankHistory(sample.pid, mark, now_s, marked_ns=sample.step_ns)
+        known, mark = state.ranks.get(sample.rank), options.progress(sample)
+        if known is None or known.process != sample.process:
+            known = RankHistory(sample.process, mark, now_s, marked_ns=sample.step_ns, stepped_s=now_s)
         elif known.mark != mark:
-            silence = now_s - known.changed_s
-            # start-up is slower than anything later: it would make the job look slow for ever
-            settled = known.changes >= options.warm_up_marks
-            silences = known.silences_s if settled else ()
-            if settled and known.changed_s >= state.cured_s:
-                silences = (*silences, silence)[-options.memory :]
-            changes = known.changes + max(1, mark[0] - known.mark[0], mark[2] - known.mark[2])
-            ranks[sample.rank] = RankHistory(sample.pid, mark, now_s, changes, silences, sample.step_ns)
-            excused = 0
-    present = {sample.rank for sample in samples}
-    return replace(state, ranks={r: h for r, h in ranks.items() if r in present}, excused=excused)
+            known, excused = known.after(sample, now_s, state.cured_s, options), 0
+        ranks[sample.rank] = known
+    return replace(state, ranks=ranks, excused=excused)
 
 
 def limit_s(state: NoticeState, options: NoticeOptions, rhythms: Sequence[Rhythm] = ()) -> float:
@@ -122,16 +131,14 @@ def limit_s(state: NoticeState, options: NoticeOptions, rhythms: Sequence[Rhythm
     histories = [h for h in state.ranks.values() if h.changes >= options.warm_up_marks]
     silences = [h.silences_s for h in histories if h.silences_s]
     usual = max((statistics.median(s) for s in silences), default=0.0)
-    marked = any(h.mark[0] >= 0 for h in state.ranks.values())
-    known = [
-        rhythm.pauses_s for rhythm in rhythms if rhythm.known
-    ]  # one rank that has been there before is enough
+    known = [r.pauses_s for r in rhythms if r.known]  # one rank that has been there before is enough
     base = max((_allowed_s(s, options) for s in silences), default=options.floor_s)
-    if histories and (marked or known or not rhythms):
-        pass  # one that has just been restarted does not make the others slow
-    elif known:
+    marked = any(h.mark[0] >= 0 for h in state.ranks.values())
+    # a rank that has just been restarted does not make the others slow
+    settled = bool(histories) and (marked or bool(known) or not rhythms)
+    if not settled and known:
         base = max(_allowed_s(pauses, options) for pauses in known)
-    elif not (options.asked and any(h.begun for h in state.ranks.values())):
+    elif not settled and not (options.asked and any(h.begun for h in state.ranks.values())):
         base = max(base, options.warm_up_s)
     limit = min(base, _before_retry_s(FIRST_LOOK, usual, options)) * (1 + state.excused / 2)
     if state.excused == 1:
@@ -162,38 +169,64 @@ def notice(
     options: NoticeOptions,
     rhythm: Callable[[str], Rhythm] | None = None,
 ) -> tuple[Suspicion | None, str]:
-    """Whether the job stands still, and why we think so (or why not). `rhythm` reads a rank's black box."""
+    """Whether the job stalls, and why we think so (or why not). `rhythm` reads a rank's black box."""
     running = [s for s in samples if s.alive and not s.closed and s.rank in state.ranks]
     if not running:
         return None, "no rank runs"
     expecting = [s.rank for s in running if s.expect_until_ns > now_ns]
     if expecting:
         return None, f"rank {expecting[0]} has announced a long phase"
-    present = {s.rank: state.ranks[s.rank] for s in running}  # those who have finished say nothing
-    last = _last_progress_s(state, list(present.values()))
+    present = {s.rank: state.ranks[s.rank] for s in running}  # finished ranks do not count
+    silent, reason = _silent(now_s, replace(state, ranks=present), running, options, rhythm)
+    if silent is not None:
+        silent = replace(
+            silent,
+            gone=tuple(s.rank for s in samples if not s.alive and not s.closed),
+            left=tuple(s.rank for s in samples if s.closed),
+        )
+        silent = replace(silent, reason=reason + (f"; gone: {list(silent.gone)}" if silent.gone else ""))
+    found = silent or _looping(now_s, present, options)
+    return found, reason if found is None else found.reason
+
+
+def _silent(
+    now_s: float,
+    state: NoticeState,
+    running: list[RankSample],
+    options: NoticeOptions,
+    rhythm: Callable[[str], Rhythm] | None,
+) -> tuple[Suspicion | None, str]:
+    """Neither steps nor calls for longer than this job may take."""
+    last = _last_progress_s(state, list(state.ranks.values()))
     quiet_s = now_s - last
     if now_s < state.allowed_until_s:
         return None, "silence is excused for now"
     if quiet_s < options.floor_s:
         return None, f"last progress {quiet_s:.1f} s ago"
-    limit = limit_s(
-        replace(state, ranks=present),
-        options,
-        [rhythm(s.path) for s in running] if rhythm is not None else (),
-    )
-    if any(
-        h.changes == 0 and h.changed_s > last for h in present.values()
-    ):  # one that starts may import and heal
-        limit = max(limit, options.warm_up_s)
+    limit = limit_s(state, options, [rhythm(s.path) for s in running] if rhythm is not None else ())
+    if any(h.changes == 0 and h.changed_s > last for h in state.ranks.values()):
+        limit = max(limit, options.warm_up_s)  # one that starts may import and heal
     if quiet_s < limit:
         return None, f"last progress {quiet_s:.1f} s ago, within the {limit:.1f} s that this job may take"
-    gone = tuple(s.rank for s in samples if not s.alive and not s.closed)
-    left = tuple(s.rank for s in samples if s.closed)
-    quiet = tuple(s.rank for s in running)
-    reason = f"no rank has made progress for {quiet_s:.1f} s; this job's history allows {limit:.1f} s" + (
-        f"; gone: {list(gone)}" if gone else ""
+    reason = f"no rank has made progress for {quiet_s:.1f} s; this job's history allows {limit:.1f} s"
+    return Suspicion(last, quiet_s, limit, tuple(state.ranks), reason=reason), reason
+
+
+def _looping(now_s: float, present: dict[int, RankHistory], options: NoticeOptions) -> Suspicion | None:
+    """Ranks that have made steps make none for minutes, whatever collectives they complete: a loop inside one step."""
+    marked = {r: h for r, h in present.items() if h.mark[0] >= 0 and len(h.steps_s) >= TRAINED}
+    if not marked or options.retry_s is not None:
+        return None  # in replica mode calls never count
+    since = max(h.stepped_s for h in marked.values())
+    limit = max(options.cap_s, *(_allowed_s(h.steps_s, options) for h in marked.values()))
+    if now_s - since < limit:
+        return None
+    step = max(h.mark[0] for h in marked.values())
+    reason = (
+        f"no step has ended for {now_s - since:.0f} s although collectives are completed: the ranks loop inside step "
+        f"{step}, or a long phase was not announced (allranks.expect); the limit is {limit:.0f} s"
     )
-    return Suspicion(last, quiet_s, limit, quiet, gone, left, reason), reason
+    return Suspicion(since, now_s - since, limit, tuple(marked), reason=reason, by_step=True)
 
 
 def _last_progress_s(state: NoticeState, histories: list[RankHistory]) -> float:
@@ -258,3 +291,45 @@ def cure(state: NoticeState, now_s: float) -> NoticeState:
 def excuse(state: NoticeState, now_s: float, options: NoticeOptions) -> NoticeState:
     """After a look that did not settle it: be patient for half a limit more, each time."""
     return replace(state, excused=state.excused + 1, allowed_until_s=now_s)
+
+
+@dataclass
+class ProgressHistory:
+    """One `NoticeState` under a lock, for the watch's thread and the one that examines; `now_s` is monotonic."""
+
+    options: NoticeOptions
+    _state: NoticeState = field(default_factory=NoticeState)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def observe(self, now_s: float, samples: list[RankSample]) -> None:
+        """One more sample of the ranks."""
+        with self._lock:
+            self._state = observe(now_s, self._state, samples, self.options)
+
+    def standstill(self, now_s: float, samples: list[RankSample]) -> Suspicion | None:
+        """Nobody makes progress."""
+        return notice(now_s, time.time_ns(), self._state, samples, self.options, read_rhythm)[0]
+
+    def left_behind(self, now_s: float, samples: list[RankSample]) -> Suspicion | None:
+        """Some do not make progress, the others do."""
+        return left_behind(now_s, time.time_ns(), self._state, samples, self.options)[0]
+
+    def not_retrying(self, samples: list[RankSample]) -> tuple[int, ...]:
+        """Some have begun the step again, these have not."""
+        return not_retrying(self._state, samples)
+
+    def excuse(self, times: int = 1) -> None:
+        """An inspection did not settle it: more patience, each time."""
+        with self._lock:
+            for _ in range(times):
+                self._state = excuse(self._state, time.monotonic(), self.options)
+
+    def cure(self) -> None:
+        """An action ends this silence: it does not make the job look slow from now on."""
+        with self._lock:
+            self._state = cure(self._state, time.monotonic())
+
+    @property
+    def moves(self) -> bool:
+        """Whether the job has moved since the last excuse."""
+        return self._state.excused == 0

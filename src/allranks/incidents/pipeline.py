@@ -1,0 +1,274 @@
+"""The steps that every incident goes through: open, evidence, verdict, action, publication. Runs in the agent.
+
+An event starts it: a suspicion (hangs.py), a death or a cut connection (deaths.py), a lost node (node_losses.py), or a
+request. Each of these files turns its event into calls of `IncidentPipeline`, which is shared by all of them, and so are
+the two things that all must agree on: which ends are explained already, and which incidents wait for a recovery.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from allranks.incidents.folder import Changes, IncidentFolder, copy_boxes, open_incident, write_atomically
+from allranks.incidents.judge import Observed, attempt, judge_folder
+from allranks.incidents.peers import PeerAgents
+from allranks.incidents.policy import Mode, PolicyOptions
+from allranks.incidents.publish import IncidentPublisher
+from allranks.incidents.recoveries import Recoveries
+from allranks.model.cluster import FOLLOW_S, Gathering
+from allranks.model.diagnosis import Diagnosis, Finding
+from allranks.model.incident import Kind, Moment
+from allranks.model.stacks import StacksReport
+from allranks.report import as_json, text
+from allranks.stacks import CollectOptions, Selection, collect, find_targets, write_bundle
+from allranks.stacks.as_json import report_json
+from allranks.watch.samples import RankSample, read_samples
+from allranks.watch.silence import NoticeOptions
+
+log = logging.getLogger("allranks.agent")
+
+EXPLAIN_S = 3.0  # after a death: first the launcher starts the ranks again, then it is explained
+JOIN_S = 30.0
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """What to watch and how to answer."""
+
+    folder: Path  # black boxes of the job on this node
+    incidents: Path  # where incident folders go; shared between nodes if there are several
+    job: str
+    node: str = ""
+    mode: Mode = "whole_job"
+    ranks_per_replica: int = 1
+    replicas: int = 1
+    poll_s: float = 0.5
+    notice: NoticeOptions = field(default_factory=NoticeOptions)
+    policy: PolicyOptions = field(default_factory=PolicyOptions)
+    webhooks: tuple[str, ...] = ()
+    collect_stacks: bool = True
+    may_leave: bool = False  # the job can continue with fewer nodes (whole-job mode)
+
+    @property
+    def whole_job(self) -> bool:
+        """Whether all ranks end and start together."""
+        return self.mode == "whole_job"
+
+    def replica_of(self, rank: int) -> int:
+        """The replica that a rank belongs to."""
+        return rank // self.ranks_per_replica
+
+
+@dataclass
+class Explained:
+    """The one owner of "already explained": processes whose end needs no incident of its own, since it was asked for,
+    follows from another's, or has one. May be used from any thread.
+
+    A process is a pid and a time: one that was started after its pid was noted is another process.
+    """
+
+    _noted: dict[int, int] = field(default_factory=dict)  # pid -> epoch nanoseconds
+
+    def add(self, pids: Iterable[int]) -> None:
+        """From now on."""
+        self._noted.update(dict.fromkeys(pids, time.time_ns()))
+
+    def covers(self, sample: RankSample) -> bool:
+        """Whether the end of the process that writes this box is explained."""
+        return self._noted.get(sample.pid, -1) >= sample.start_ns
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What one inspection found."""
+
+    stacks: StacksReport | None = None
+    diagnosis: Diagnosis | None = None
+    missing: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> Finding | None:
+        """Who and why; None when nothing is wrong, or nothing could be read."""
+        return self.diagnosis.verdict if self.diagnosis is not None else None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The guilty ones."""
+        return self.verdict.ranks if self.verdict is not None else ()
+
+
+@dataclass
+class IncidentPipeline:
+    """`peers` is None on a node that is alone."""
+
+    options: WatchOptions
+    publisher: IncidentPublisher = field(default_factory=IncidentPublisher)
+    recoveries: Recoveries = field(default_factory=Recoveries)
+    explained: Explained = field(default_factory=Explained)
+    peers: PeerAgents | None = None
+    _threads: list[threading.Thread] = field(default_factory=list)
+    _closing: threading.Event = field(default_factory=threading.Event)
+
+    def close(self) -> None:
+        """Waits for what is under way, and writes the last state of open incidents."""
+        self._closing.set()
+        for thread in self._threads:  # one that notes a death may add one that explains it
+            thread.join(timeout=JOIN_S)
+        for opened in self.recoveries.open():
+            self.publisher.write_page(opened)
+
+    # evidence
+
+    def open(
+        self,
+        kind: Kind,
+        reason: str,
+        samples: Sequence[RankSample],
+        *,
+        ranks: tuple[int, ...] = (),
+        step: int | None = None,
+        node: str = "",
+    ) -> IncidentFolder:
+        """A new incident with the black boxes of this node."""
+        opened = open_incident(
+            self.options.incidents,
+            kind=kind,
+            job=self.options.job,
+            reason=reason,
+            node=node or self.options.node,
+            ranks=ranks,
+            step=max((s.step for s in samples), default=-1) if step is None else step,
+        )
+        self.keep_boxes(opened, samples)
+        return opened
+
+    def keep_boxes(self, opened: IncidentFolder, samples: Sequence[RankSample]) -> None:
+        """Copies the black boxes as they are now; those that cannot be copied are missing."""
+        missing = copy_boxes([Path(sample.path) for sample in samples], opened.path / "boxes")
+        opened.update(missing=tuple(missing))
+
+    def ask(
+        self, opened: IncidentFolder, reason: str, *, stacks: bool = True, follow_s: float = FOLLOW_S
+    ) -> Gathering | None:
+        """Asks the agents of other nodes for their part; None when there are none.
+
+        `follow_s`: what another one asked for within this time before is the same incident.
+        """
+        peers = self.peers
+        if peers is None:
+            return None
+        found = peers.ask(opened.current.id, reason, stacks=stacks, follow_s=follow_s)
+        if found is None or not (found.agents or self.follows(found)):
+            return None
+        if not self.follows(found):
+            peers.expect(found, opened.path)
+        return found
+
+    def follows(self, gathering: Gathering | None) -> bool:
+        """Whether another node leads."""
+        return gathering is not None and self.peers is not None and gathering.lead != self.peers.name
+
+    def collect_part(self, folder: Path, stacks: bool) -> list[str]:
+        """Our part of an incident that another node leads; returns what is missing."""
+        samples = read_samples(self.options.folder)
+        missing = copy_boxes([Path(sample.path) for sample in samples], folder / "boxes")
+        if stacks:
+            name = self.peers.name if self.peers else self.options.node
+            self._collect_stacks(folder / "stacks" / name, samples, missing)
+        return missing
+
+    def _collect_stacks(self, folder: Path, samples: Sequence[RankSample], missing: list[str]) -> None:
+        """The stacks of these ranks of this node; those that could not be read are added to `missing`."""
+        pids = {s.rank: s.pid for s in samples if s.alive}
+        if not pids or not self.options.collect_stacks:
+            return
+        chosen = Selection(pids=tuple(pids.values()), box_folders=(self.options.folder,))
+
+        def work() -> set[int | None]:
+            capture = collect(find_targets(chosen), CollectOptions(raw_folder=folder))
+            folder.mkdir(parents=True, exist_ok=True)
+            write_bundle(capture, folder)
+            return {process.rank for process in capture.processes if process.snapshots}
+
+        seen = attempt("stacks", work, missing)
+        if seen is not None:
+            lost = sorted(set(pids) - seen)
+            missing += [f"stacks of rank {rank}: nothing could be read" for rank in lost]
+
+    # verdict
+
+    def examine(
+        self,
+        opened: IncidentFolder,
+        samples: Sequence[RankSample],
+        observed: Observed,
+        *,
+        stacks_of: Sequence[RankSample] = (),
+        gathering: Gathering | None = None,
+    ) -> Examination:
+        """Stacks of some ranks and the parts of other nodes, judged together with the boxes; the incident knows it then."""
+        missing: list[str] = []
+        folder = opened.path / "stacks"
+        peers = self.peers if gathering is not None else None
+        self._collect_stacks(folder / peers.name if peers is not None else folder, stacks_of, missing)
+        if peers is not None and gathering is not None:
+            missing += peers.wait(gathering)
+        replace(
+            observed,
+            taken_ns=time.time_ns(),
+            gone=tuple(s.rank for s in samples if not s.alive and not s.closed),
+            marked=tuple(s.rank for s in samples if s.step >= 0),
+            still_s=self.options.notice.floor_s,
+        ).write(opened.path)
+        diagnosis, report = judge_folder(opened.path, missing)
+        if diagnosis is not None:
+            write_atomically(opened.path / "diagnosis.json", json.dumps(as_json.to_object(diagnosis)))
+            write_atomically(opened.path / "diagnosis.txt", "\n".join(text.render(diagnosis)) + "\n")
+        found = Examination(report, diagnosis, tuple(missing))
+        changes: Changes = {"missing": (*opened.current.missing, *missing)}
+        if report is not None:
+            changes["stacks"] = report_json(report)
+        if found.verdict is not None:  # an inspection without a verdict does not take an earlier one back
+            changes["verdict"], changes["ranks"] = found.verdict, found.ranks
+        opened.update(**changes)
+        return found
+
+    # in the background
+
+    def explain_later(self, explain: Callable[[], object]) -> None:
+        """The evidence is safe; judging, and waiting for the parts of others, comes when the launcher has started the
+        ranks again."""
+
+        def work() -> None:
+            self._closing.wait(EXPLAIN_S)
+            explain()
+
+        self.start(work, "allranks-explain")
+
+    def start(self, work: Callable[[], object], name: str) -> None:
+        """Runs it on a thread of its own; a failure is logged."""
+
+        def carefully() -> None:
+            try:
+                work()
+            except Exception:  # a thread's entry; a full disk, say
+                log.exception("%s failed; the incident is incomplete", name)
+
+        thread = threading.Thread(target=carefully, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def collect_now(self, reason: str) -> IncidentFolder:
+        """Evidence on request, without a suspicion."""
+        samples = read_samples(self.options.folder)
+        opened = self.open("request", reason, samples)
+        self.examine(opened, samples, Observed(), stacks_of=samples)
+        opened.update(Moment("evidence", time.time(), f"{len(samples)} black boxes"), closed=time.time())
+        self.publisher.publish(opened)
+        return opened
