@@ -9,7 +9,8 @@ import time
 import urllib.request
 from pathlib import Path
 
-from allranks.drill.ranks import free_port
+from tests.ports import HeldPort
+
 from allranks.errors import EtcdError
 from allranks.etcd import Etcd
 
@@ -19,8 +20,9 @@ class EtcdCluster:
 
     def __init__(self, folder: Path, size: int) -> None:
         self._folder = folder
-        self._clients = [free_port() for _ in range(size)]
-        self._peers = [free_port() for _ in range(size)]
+        self._held = [HeldPort() for _ in range(2 * size)]
+        ports = [held.number for held in self._held]
+        self._clients, self._peers = ports[:size], ports[size:]
         self.nodes: list[subprocess.Popen[bytes] | None] = [None] * size
         for index in range(size):
             self.start(index)
@@ -78,3 +80,5 @@ class EtcdCluster:
             if node is not None:
                 node.kill()
                 node.wait(20)
+        for held in self._held:
+            held.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,7 +12,7 @@ import pytest
 
 from allranks.channel.addresses import split_address
 from allranks.channel.frames import HEAD, take_frames
-from allranks.errors import LighthouseRefused
+from allranks.errors import LighthouseRefused, LighthouseUnreachable
 from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.lighthouse.codec import PREAMBLE, decode, encode
 from allranks.lighthouse.messages import Challenge, Hello, Proof, Refused, Welcome
@@ -208,3 +209,31 @@ def test_strangers_can_say_nothing_but_a_hello_and_a_proof(guarded: Lighthouse, 
     """Everything else closes the connection."""
     answers = say(guarded, PREAMBLE + encode(Hello(replica="a")) + encode(second))
     assert isinstance(answers[-1], Refused) and answers[-1].code == "garbage"
+
+
+def test_a_stranger_cannot_make_the_lighthouse_unpack_more_than_a_hello(guarded: Lighthouse) -> None:
+    """Nor can it claim a frame that large."""
+    packed = zlib.compress(b'{"replica":"' + b"a" * (1 << 20) + b'"}', 9)
+    (answer,) = say(guarded, PREAMBLE + HEAD.pack(len(packed), 0x81) + packed)
+    assert isinstance(answer, Refused) and "larger than 16384 bytes" in answer.message
+    (answer,) = say(guarded, PREAMBLE + HEAD.pack(0xFFFFFFFF, 1) + b"x")
+    assert isinstance(answer, Refused) and "at most 16384 are allowed" in answer.message
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_an_impostor_cannot_fill_a_clients_memory(packed: bool) -> None:
+    """Before the proof a client takes little; it says what came, and goes on looking for its lighthouse."""
+    bomb = encode(Refused("draining", "x" * (8 << 20)))
+    if not packed:
+        bomb = HEAD.pack(8 << 20, bomb[HEAD.size - 1] & 0x7F) + b"x" * (2 << 20)
+    came: list[int] = []
+
+    def serve(sock: socket.socket) -> None:
+        Frames(sock).next()
+        came.append(1)
+        sock.sendall(bomb)
+        sock.recv(1)
+
+    with listening(serve) as address, pytest.raises(LighthouseUnreachable, match="no lighthouse of our version"):
+        Client(ClientOptions(addresses=(address,), token=TOKEN, replica="a")).start(3)
+    assert came

@@ -13,6 +13,7 @@ import pytest
 from allranks.lighthouse.messages import Hello, Refused, Welcome
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.persisted_state import Kept
+from allranks.lighthouse.quorum_coordinator import _TOGETHER_S
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
 from allranks.model.cluster import Member, MemberLost, Notice, Quorum, QuorumFormed, QuorumWanted
@@ -22,6 +23,13 @@ async def until(condition: Callable[[], bool]) -> None:
     """Waits for it; the test's own limit ends a wait in vain."""
     while not condition():
         await asyncio.sleep(0.002)
+
+
+async def timers_until(seconds: float) -> None:
+    """Waits until every timer that was set with at most this delay has fired."""
+    fired: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_later(seconds, fired.set_result, None)
+    await fired
 
 
 @dataclass
@@ -108,7 +116,7 @@ async def test_members_are_told_when_another_gives_their_group_up(given_up: bool
     assert b_peer.of(Quorum)
     desk.service.join(a, Member("a", commit_failures=int(given_up)))
     await desk.settle()
-    await asyncio.sleep(0.2)
+    await timers_until(_TOGETHER_S)
     told = [notice for notice in b_peer.of(QuorumWanted) if notice.broken]
     assert [(notice.number, "a gave up" in notice.reason) for notice in told] == [(1, True)] * given_up
     assert not a_peer.of(QuorumWanted)

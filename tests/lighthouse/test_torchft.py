@@ -9,13 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.ports import HeldPort
 
-from allranks.drill.ranks import free_port
+from allranks.lighthouse.codec import PREAMBLE, encode
+from allranks.lighthouse.connection import Listener
 from allranks.lighthouse.grpc_relay import PREFACE, Relay
 from allranks.lighthouse.grpc_wire import (
     BadMessage,
@@ -25,6 +28,9 @@ from allranks.lighthouse.grpc_wire import (
     encode_member,
     encode_quorum_response,
 )
+from allranks.lighthouse.messages import Hello
+from allranks.lighthouse.options import Options, ServerOptions
+from allranks.lighthouse.service import Service
 from allranks.model.cluster import Member, Quorum
 
 members = st.builds(
@@ -73,31 +79,66 @@ def test_a_quorum_has_the_bytes_that_torchft_expects() -> None:
     )
 
 
-def test_strangers_at_torchfts_port_are_bounded() -> None:
-    """Of those who say nothing the oldest is closed; a client that speaks gets through."""
+def test_connections_to_torchfts_port_that_call_nothing_are_bounded() -> None:
+    """Of those that say nothing, or only that they speak HTTP/2, the oldest is closed; a member's stays."""
 
     async def play() -> None:
-        async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(await reader.read(100))
-            await writer.drain()
+        closed: list[int] = []
+        ports: asyncio.Queue[int] = asyncio.Queue()
+
+        async def inner(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            ports.put_nowait(writer.get_extra_info("peername")[1])
+            while data := await reader.read(100):
+                writer.write(data)
+                await writer.drain()
             writer.close()
 
-        closed: list[int] = []
-        inner = await asyncio.start_server(echo, "127.0.0.1", 0)
-        relay = Relay(inner.sockets[0].getsockname()[:2], None, lambda port, clean: closed.append(port), 8)
-        where = await relay.start("127.0.0.1", 0)
+        server = await asyncio.start_server(inner, "127.0.0.1", 0)
+        listener = Listener(
+            Service(Options(), asyncio.get_running_loop()), replace(ServerOptions(), max_strangers=8)
+        )
+        relay = Relay(server.sockets[0].getsockname()[:2], closed.append, 8)
+        outer = await listener.listen_too({PREFACE: relay.take}, "127.0.0.1", 0)
+        where = outer.sockets[0].getsockname()[:2]
+
         silent = [await asyncio.open_connection(*where) for _ in range(9)]
         assert await silent[0][0].read() == b""
-        reader, writer = await asyncio.open_connection(*where)
-        writer.write(PREFACE)
-        assert await reader.read() == PREFACE
-        assert len(closed) == 1
-        for _, line in [*silent, (reader, writer)]:
-            line.close()
+
+        lines = []
+        for number in range(10):
+            reader, writer = await asyncio.open_connection(*where)
+            writer.write(PREFACE)
+            assert await reader.readexactly(4) == PREFACE
+            lines.append((reader, writer))
+            port = await ports.get()
+            if number == 0:
+                assert relay.called(port).startswith("127.0.0.1:")  # the member: it is not idle
+        assert await lines[1][0].read() == b"" and len(closed) == 1
+        lines[0][1].write(b"more")
+        assert await lines[0][0].readexactly(4) == b"more"
+        for _, writer in [*silent, *lines]:
+            writer.close()
         await relay.close()
-        inner.close()
+        outer.close()
+        server.close()
 
     asyncio.run(asyncio.wait_for(play(), 120))
+
+
+def test_torchfts_port_speaks_none_of_our_frames() -> None:
+    """It may be open where ours needs a client certificate."""
+
+    async def play() -> None:
+        listener = Listener(Service(Options(), asyncio.get_running_loop()), ServerOptions(token="t"))
+        outer = await listener.listen_too({}, "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*outer.sockets[0].getsockname()[:2])
+        writer.write(PREAMBLE + encode(Hello()))
+        answer = await reader.read()
+        assert b"neither our frames nor HTTP" in answer and b"nonce" not in answer
+        writer.close()
+        outer.close()
+
+    asyncio.run(asyncio.wait_for(play(), 60))
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +165,8 @@ def torchft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def lighthouse(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
     """`allranks lighthouse` with torchft's door; no timeout can tell a death here, only the closed connection."""
-    bind = f"127.0.0.1:{free_port()}"
+    held = HeldPort()
+    bind = f"127.0.0.1:{held.number}"
     grpc_bind = bind if request.param == "one port" else "127.0.0.1:0"
     command = [
         sys.executable, "-m", "allranks", "lighthouse", "--bind", bind, "--grpc-bind", grpc_bind,
@@ -138,6 +180,7 @@ def lighthouse(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
         process.terminate()
         assert process.wait(timeout=30) == 0
         process.stdout.close()
+        held.close()
 
 
 CLIENT = """

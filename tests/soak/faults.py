@@ -14,24 +14,36 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.soak.world import World, send
+from tests.soak import sandbox
+from tests.soak.world import World, clock_library, send
 
-#: kind of process -> what may happen to it
-PLAN: dict[str, tuple[str, ...]] = {
-    "rank-replicas": ("kill", "stop", "hang", "slow"),
-    "rank-job": ("kill", "hang", "slow"),
-    "agent-replicas": ("kill", "stop", "slow"),
-    "agent-job": ("kill", "stop"),
-    "lighthouse": ("kill", "stop", "slow", "partition"),
-    "proxy": ("kill", "stop"),
-    "helper": ("kill", "stop"),
-    "spare": ("kill",),
-    "etcd": ("kill", "stop"),
-    "s3": ("kill", "stop", "slow"),
-    "disk": ("full", "flip"),
+#: stream -> kind of process -> fault -> how often in a round. The faults of a stream disturb one training only, so both
+#: streams run side by side; slow recoveries (a hang, an agent that starts again) are rarer.
+STREAMS: dict[str, dict[str, dict[str, int]]] = {
+    "replicas": {
+        "rank-replicas": {"kill": 4, "stop": 3, "hang": 1, "slow": 2},
+        "agent-replicas": {"kill": 1, "stop": 3, "slow": 2},
+        "lighthouse": {"kill": 2, "stop": 2, "slow": 2, "partition": 2},
+        "proxy-replicas": {"kill": 4, "stop": 2},
+        "node": {"partition": 3},
+        "etcd": {"kill": 1, "stop": 2},
+        "clock-replicas": {"forward": 1, "back": 1},
+        "clock-lighthouse": {"forward": 1, "back": 1},
+    },
+    "job": {
+        "rank-job": {"kill": 2, "stop": 2, "hang": 1, "slow": 2},
+        "agent-job": {"kill": 1, "stop": 3},
+        "helper-job": {"kill": 4, "stop": 3},
+        "spare-job": {"kill": 4, "stop": 3},
+        "s3": {"kill": 2, "stop": 2, "slow": 2},
+        "disk": {"full": 2, "flip": 2},
+        "shm": {"full": 1},
+        "clock-job": {"forward": 1, "back": 1},
+    },
 }
 #: those that an incident must report, naming the rank
-REPORTED = {("rank-replicas", "kill"), ("rank-replicas", "hang"), ("rank-job", "kill")}
+REPORTED = {("rank-replicas", "kill"), ("rank-replicas", "hang"), ("rank-job", "kill"), ("rank-job", "hang")}
+JUMP_S = 3600
 
 
 @dataclass(frozen=True)
@@ -44,22 +56,27 @@ class Planned:
     seconds: float
     choice: int  # which of the processes
 
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.kind, self.fault
 
-def plan(seed: int) -> Iterator[Planned]:
-    """All pairs again and again, each time in another order. The same seed gives the same plan."""
-    rng = random.Random(seed)
-    pairs = [(kind, fault) for kind, faults in PLAN.items() for fault in faults]
+
+def plan(seed: int, stream: str) -> Iterator[Planned]:
+    """Rounds of all pairs, each in another order. The same seed gives the same plan."""
+    rng = random.Random(f"{seed} {stream}")
+    kinds = STREAMS[stream].items()
+    pairs = [(kind, fault) for kind, faults in kinds for fault, times in faults.items() for _ in range(times)]
     numbers = itertools.count(1)
     while True:
         for kind, fault in rng.sample(pairs, len(pairs)):
-            yield Planned(next(numbers), kind, fault, round(rng.uniform(1.0, 4.0), 2), rng.randrange(1 << 16))
+            seconds = 0.3 + 3.7 * rng.random() ** 2  # short ones mostly, some longer than a lease
+            yield Planned(next(numbers), kind, fault, round(seconds, 2), rng.randrange(1 << 16))
 
 
 def inflict(world: World, planned: Planned) -> int | None:
-    """Does it and undoes it where it has an end; the process it was, or None when there was none."""
-    if planned.kind == "disk":
-        _DISK[planned.fault](world, planned.seconds)
-        return 0
+    """Does it and undoes it where it has an end; the process it was, or None when it cannot be done here."""
+    if planned.kind in ("disk", "shm", "node") or planned.kind.startswith("clock"):
+        return 0 if _PLACES[planned.kind.partition("-")[0]](world, planned) else None
     pids = sorted(world.pids(planned.kind))
     if not pids:
         return None
@@ -129,30 +146,56 @@ def _partition(world: World, planned: Planned, pid: int) -> None:
         subprocess.run(["nft", "delete", "table", "inet", table], check=True)
 
 
-def _fill(world: World, seconds: float) -> None:
-    """The disk of the checkpoints is full for a while (a small tmpfs, as root; else it is read-only for others)."""
-    path = world.folder / "store" / "filler"
-    free = shutil.disk_usage(world.folder / "store").free
-    if free > 256 << 20:
-        raise RuntimeError("the checkpoints' folder is no small disk: the soak needs to be root to mount one")
-    with path.open("wb") as out:
-        try:
-            while True:
-                out.write(b"x" * (1 << 20))
-        except OSError:
-            pass
+def _disk(world: World, planned: Planned) -> bool:
+    """The disk of the checkpoints is full for a while, or a byte of the newest file is another."""
+    store = world.folder / "store"
+    if planned.fault == "full":
+        return _fill(store / "filler", planned.seconds)
+    files = [path for path in store.rglob("*") if path.is_file() and path.stat().st_size > 64]
+    if files:
+        flip(max(files, key=lambda each: each.stat().st_mtime))
+    return bool(files)
+
+
+def _shm(world: World, planned: Planned) -> bool:
+    """No shared memory is left: black boxes cannot be made."""
+    return sandbox.inside() and _fill(Path("/dev/shm/filler"), planned.seconds)
+
+
+def _fill(path: Path, seconds: float) -> bool:
+    if shutil.disk_usage(path.parent).free > 1 << 30:
+        return False  # no small disk of our own
+    try:
+        with path.open("wb", buffering=0) as out:
+            while out.write(b"x" * (1 << 20)):
+                pass
+    except OSError:
+        pass
     time.sleep(seconds)
     path.unlink(missing_ok=True)
+    return True
 
 
-def _flip(world: World, seconds: float) -> None:
-    """One byte of the newest file of the newest checkpoint is another."""
-    files = [
-        path for path in (world.folder / "store").rglob("*") if path.is_file() and path.stat().st_size > 64
-    ]
-    if files:
-        path = max(files, key=lambda each: each.stat().st_mtime)
-        flip(path)
+def _node(world: World, planned: Planned) -> bool:
+    """The second node is cut off; no connection closes."""
+    if not sandbox.inside():
+        return False
+    sandbox.switch("down")
+    time.sleep(planned.seconds)
+    sandbox.switch("up")
+    return True
+
+
+def _clock(world: World, planned: Planned) -> bool:
+    """The wall clock of a job, or of the lighthouses, jumps by an hour and back again."""
+    if not clock_library():
+        return False
+    who = planned.kind.partition("-")[2]
+    world.set_clock(who, JUMP_S if planned.fault == "forward" else -JUMP_S)
+    time.sleep(1.5 + planned.seconds)  # processes read the file once a second
+    world.set_clock(who, 0)
+    time.sleep(1.5)
+    return True
 
 
 def flip(path: Path) -> None:
@@ -167,4 +210,6 @@ def flip(path: Path) -> None:
 _ACTS: dict[str, Callable[[World, Planned, int], None]] = {
     "kill": _kill, "stop": _stop, "slow": _slow, "hang": _hang, "partition": _partition,
 }  # fmt: skip
-_DISK: dict[str, Callable[[World, float], None]] = {"full": _fill, "flip": _flip}
+_PLACES: dict[str, Callable[[World, Planned], bool]] = {
+    "disk": _disk, "shm": _shm, "node": _node, "clock": _clock,
+}  # fmt: skip

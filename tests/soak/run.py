@@ -11,17 +11,20 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.soak import sandbox
 from tests.soak.checks import JobChecks, ReplicaChecks, Row
-from tests.soak.faults import PLAN, REPORTED, Planned, inflict, plan
+from tests.soak.faults import JUMP_S, REPORTED, STREAMS, Planned, inflict, plan
+from tests.soak.table import Result
 from tests.soak.world import World
 
 from allranks.incidents.folder import read_incidents
@@ -31,67 +34,76 @@ REPORT_S = 150.0
 
 
 class Soak:
-    """One run."""
+    """One run: two streams of faults side by side, each followed by proof that its training goes on."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.replicas, self.job = ReplicaChecks(), JobChecks()
-        self.done: Counter[tuple[str, str]] = Counter()
-        self.absent: Counter[tuple[str, str]] = Counter()
-        self.recovered_s: dict[tuple[str, str], float] = {}
+        self.result = Result()
         self.expected: list[tuple[Planned, str, float]] = []  # fault, replica or rank, when
         self.wrong: list[str] = []
         self._read: dict[Path, int] = {}
+        self._looking = threading.Lock()
 
     def run(self, seed: int, length_s: float, count: int) -> None:
-        """Faults, one after the other, each followed by proof that both trainings go on."""
-        self.wait_for_progress("the start", 240.0)
+        """Until the time is over, a stream has done `count` faults, or something is wrong."""
+        end = time.monotonic() + 240.0
+        for stream in STREAMS:
+            self.wait_for_progress(stream, "the start", end - time.monotonic())
         end = time.monotonic() + length_s
-        for planned in plan(seed):
+        threads = [threading.Thread(target=self._stream, args=(s, seed, end, count)) for s in STREAMS]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _stream(self, stream: str, seed: int, end: float, count: int) -> None:
+        for planned in plan(seed, stream):
             if time.monotonic() > end or planned.number > count or self.wrong:
                 return
-            self.one(planned)
+            try:
+                self.one(stream, planned)
+            except (OSError, subprocess.SubprocessError, ValueError) as error:
+                self.wrong.append(f"{planned.fault} of {planned.kind} could not be done: {error!r}")
 
-    def one(self, planned: Planned) -> None:
+    def one(self, stream: str, planned: Planned) -> None:
         """One fault."""
-        key, at = (planned.kind, planned.fault), time.time()
-        who = {**self.world.ranks("replicas"), **self.world.ranks("job")}
+        at = time.time()
+        who = self.world.ranks(stream)
         pid = inflict(self.world, planned)
         if pid is None:
-            self.absent[key] += 1
+            self.result.absent[planned.key] += 1
             return
-        if key in REPORTED:
-            self.expected.append((planned, who[pid], at))
-        took = self.wait_for_progress(
-            f"fault {planned.number} ({planned.fault} of {planned.kind})", RECOVER_S
-        )
-        self.done[key] += 1
-        self.recovered_s[key] = max(took, self.recovered_s.get(key, 0.0))
+        if planned.key in REPORTED:
+            self.expected.append((planned, who.get(pid) or self.world.ranks(stream)[pid], at))
+        what = f"fault {planned.number} ({planned.fault} of {planned.kind})"
+        took = self.wait_for_progress(stream, what, RECOVER_S)
+        self.result.add(planned.key, took)
         print(
-            f"{planned.number:4} {planned.kind:<15} {planned.fault:<10} both went on after {took:5.1f} s",
+            f"{time.strftime('%H:%M:%S')} {planned.number:4} {planned.kind:<16} {planned.fault:<10} "
+            f"{planned.seconds:4.1f} s, continued after {took:5.1f} s",
             flush=True,
         )
 
-    def wait_for_progress(self, after: str, limit_s: float) -> float:
-        """Until both trainings made three steps that nobody had made before."""
+    def wait_for_progress(self, stream: str, after: str, limit_s: float) -> float:
+        """Until the training made three steps that nobody had made before."""
         began = time.monotonic()
+        checks = self.replicas if stream == "replicas" else self.job
         self.look()
-        targets = [max(each.hashes, default=0) + 3 for each in (self.replicas, self.job)]
-        while [max(each.hashes, default=0) for each in (self.replicas, self.job)] < targets or max(
-            self.job.hashes, default=0
-        ) < targets[1]:
-            time.sleep(0.2)
+        target = max(checks.hashes, default=0) + 3
+        while (step := max(checks.hashes, default=0)) < target and not self.wrong:
+            time.sleep(0.1)
             self.look()
-            if self.wrong:
-                break
             if time.monotonic() - began > limit_s:
-                steps = [max(each.hashes, default=0) for each in (self.replicas, self.job)]
-                self.wrong.append(f"a training stands still for {limit_s:.0f} s after {after}: steps {steps}")
-                break
+                self.wrong.append(f"{stream} stalled for {limit_s:.0f} s at step {step} after {after}")
         return time.monotonic() - began
 
     def look(self) -> None:
         """Takes what the trainings wrote since the last look."""
+        with self._looking:
+            self._look()
+
+    def _look(self) -> None:
         for path in sorted(self.world.folder.glob("*-*.jsonl")):
             rows = list(self._new_rows(path))
             (self.replicas if path.name.startswith("replica") else self.job).take(rows)
@@ -99,11 +111,13 @@ class Soak:
             self.wrong += checks.wrong
             checks.wrong.clear()
         for name, agent in self.world.agents.items():
-            if agent.poll() is not None:
+            if agent.poll() not in (None, -signal.SIGKILL):
                 self.wrong.append(f"agent {name} ended by itself with exit code {agent.returncode}")
 
     def _new_rows(self, path: Path) -> Iterator[Row]:
         start = self._read.get(path, 0)
+        if path.stat().st_size == start:
+            return
         with path.open("rb") as file:
             file.seek(start)
             data = file.read()
@@ -112,6 +126,9 @@ class Soak:
         for line in whole.splitlines():
             if line.strip():
                 yield json.loads(line)
+
+    def checks(self) -> tuple[tuple[str, ReplicaChecks | JobChecks], ...]:
+        return ("replicas", self.replicas), ("job", self.job)
 
     def finish(self) -> None:
         """Both end well, everything was reported, nothing is left."""
@@ -123,9 +140,7 @@ class Soak:
             self.wrong += checks.wrong
         self.wrong += self.unreported()
         deadline = time.monotonic() + 20
-        while (
-            left := [each for each in self.world.left() if "allranks" in each]
-        ) and time.monotonic() < deadline:
+        while (left := self.world.left()) and time.monotonic() < deadline:
             time.sleep(0.2)
         self.wrong += [f"left behind: {each}" for each in left]
 
@@ -135,48 +150,31 @@ class Soak:
         for planned, who, at in self.expected:
             incidents = read_incidents(self.world.folder / "incidents" / planned.kind.partition("-")[2])
             number = who.rpartition("-")[2]
-            near = [i for i in incidents if at - 5 <= float(i["opened"]) <= at + REPORT_S]
+            near = [i for i in incidents if _near(float(i["opened"]) - at)]
             named = [i for i in near if number in {str(r) for r in (i.get("verdict") or {}).get("ranks", ())}]
             if not named:
                 found = [(i["kind"], (i.get("verdict") or {}).get("ranks")) for i in near]
                 missing.append(f"fault {planned.number} ({planned.fault} of {who}) was not reported: {found}")
         return missing
 
-    def table(self) -> str:
-        """For people and for docs/reliability.md."""
-        lines = ["| process | fault | times | slowest recovery |", "|---|---|---:|---:|"]
-        for kind, faults in PLAN.items():
-            for fault in faults:
-                count, took = self.done[kind, fault], self.recovered_s.get((kind, fault))
-                lines.append(
-                    f"| {kind} | {fault} | {count} | {f'{took:.1f} s' if took is not None else '–'} |"
-                )
-        steps = [max(each.hashes, default=0) for each in (self.replicas, self.job)]
-        lines.append("")
-        lines.append(
-            f"{sum(self.done.values())} faults; {steps[0]} steps of the replicas and {steps[1]} of the whole job, "
-            f"{self.job.restores} restores; {len(self.expected)} faults that had to be reported."
-        )
-        return "\n".join(lines)
+
+def _near(seconds: float) -> bool:
+    """Whether an incident was opened soon after the fault, perhaps by a process whose clock had jumped."""
+    return any(-5 <= seconds - jump <= REPORT_S for jump in (0, JUMP_S, -JUMP_S))
 
 
 @contextmanager
 def working_folder(keep: bool) -> Iterator[Path]:
-    """A folder whose `store` is a small disk of its own, if we are root."""
+    """A folder for one run; in the sandbox its `store` is a small disk of its own."""
     folder = Path(tempfile.mkdtemp(prefix="allranks-soak-"))
-    disk = folder / "run" / "store"
-    disk.mkdir(parents=True)
-    mounted = (
-        os.getuid() == 0
-        and not subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=64m", "soak", str(disk)], check=False
-        ).returncode
-    )
+    (folder / "run" / "store").mkdir(parents=True)
+    if sandbox.inside():
+        sandbox.prepare(folder / "run" / "store")
     try:
         yield folder / "run"
     finally:
-        if mounted:
-            subprocess.run(["umount", "-l", str(disk)], check=False)
+        if sandbox.inside():
+            subprocess.run(["umount", "-l", str(folder / "run" / "store")], check=False)
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -188,29 +186,48 @@ def main() -> int:
     parser.add_argument(
         "--seed", type=int, default=int(time.time()) % 100_000, help="of the plan (by the clock)"
     )
-    parser.add_argument("--faults", type=int, default=1 << 30, help="at most so many")
+    parser.add_argument("--faults", type=int, default=1 << 30, help="at most so many in each stream")
+    parser.add_argument("--result", type=Path, help="write the counts there, for tests.soak.table")
     parser.add_argument("--keep", action="store_true", help="keep the folder, also when all held")
     args = parser.parse_args()
+    if os.getuid() == 0 and not sandbox.inside():
+        return sandbox.enter(sys.argv[1:])
     print(f"seed {args.seed}", flush=True)
     with working_folder(args.keep) as folder:
         world = World(folder, f"soak-{args.seed}-{os.getpid()}")
         soak = Soak(world)
+        began = time.monotonic()
         try:
             world.start()
             soak.run(args.seed, args.length, args.faults)
             soak.finish()
         finally:
             world.close()
-            print(soak.table())
-        for sentence in dict.fromkeys(soak.wrong):
-            print(f"WRONG: {sentence}")
-        if soak.wrong:
-            faults = sum(soak.done.values()) + sum(soak.absent.values()) + 1
-            kept = folder.with_name("failed")
-            with suppress(OSError):
-                shutil.copytree(folder, kept, ignore=shutil.ignore_patterns("s3", "store", "etcd-0"))
-            print(f"again: python -m tests.soak.run --seed {args.seed} --faults {faults} --keep")
+        if sandbox.inside():
+            soak.wrong += [f"left behind: {each}" for each in sandbox.left_behind()]
+        result = soak.result
+        result.seeds, result.seconds = [args.seed], time.monotonic() - began
+        result.steps = {name: max(c.hashes, default=0) for name, c in soak.checks()}
+        result.restores, result.reported = soak.job.restores, len(soak.expected)
+        result.wrong = list(dict.fromkeys(soak.wrong))
+        print(result.table())
+        if args.result:
+            result.write(args.result)
+        if result.wrong:
+            _explain(result, folder, args.seed)
     return 1 if soak.wrong else 0
+
+
+def _explain(result: Result, folder: Path, seed: int) -> None:
+    """What was wrong, how to repeat it, and a copy of the logs."""
+    for sentence in result.wrong:
+        print(f"WRONG: {sentence}")
+    kept = Path(tempfile.gettempdir()) / f"allranks-soak-failed-{seed}"
+    shutil.rmtree(kept, ignore_errors=True)
+    with suppress(OSError, shutil.Error):
+        shutil.copytree(folder, kept, ignore=shutil.ignore_patterns("s3", "store", "etcd-0", "*.sock"))
+    done = max(sum(n for (kind, _), n in result.tried() if kind in kinds) for kinds in STREAMS.values())
+    print(f"logs: {kept}\nagain: python -m tests.soak.run --seed {seed} --faults {done + 1} --keep")
 
 
 if __name__ == "__main__":

@@ -14,12 +14,16 @@ from pathlib import Path
 
 from tests.checkpoint.s3server import S3Server, weed_binary
 from tests.lighthouse.etcd_cluster import EtcdCluster
+from tests.soak import sandbox
 
 from allranks.checkpoint.stores.object_store import ObjectBlobs
 from allranks.checkpoint.stores.store import StoreSpec
 
 ROOT = Path(__file__).parents[2]
 REPLICAS_EACH = 2
+NOTICE_S = "4"
+#: What runs in processes of their own beside ranks, by a piece of their command line.
+_COMMANDS = {"proxy": "client.liveness_proxy", "helper": "save.helper", "spare": "launch.spare_process"}
 
 
 @dataclass
@@ -33,13 +37,18 @@ class World:
     lighthouses: list[subprocess.Popen[str]] = field(default_factory=list)
     ports: list[int] = field(default_factory=list)
     agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _names: dict[Path, tuple[int, str]] = field(
+        default_factory=dict
+    )  # file of a rank -> its process and name
 
     # ---- start ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """In the order in which they need each other."""
-        for each in ("boxes/replicas", "boxes/job", "store", "incidents/replicas", "incidents/job"):
+        for each in ("store", "tmp", "incidents/replicas", "incidents/job"):
             (self.folder / each).mkdir(parents=True, exist_ok=True)
+        for clock in CLOCKS:
+            self.set_clock(clock, 0)
         self.etcd = EtcdCluster(self.folder, 1)
         if weed_binary() is not None:
             self.s3 = S3Server(self.folder / "s3")
@@ -54,11 +63,12 @@ class World:
         """The first or the second; again at its old port."""
         assert self.etcd is not None
         port = self.ports[place] if place < len(self.ports) else 0
-        words = ["--bind", f"127.0.0.1:{port}", "--etcd", self.etcd.endpoints, "--lease-s", "2", "--json"]
+        host = sandbox.HERE if sandbox.inside() else "127.0.0.1"
+        words = ["--bind", f"{host}:{port}", "--etcd", self.etcd.endpoints, "--lease-s", "2", "--json"]
         log = (self.folder / f"lighthouse-{place}.log").open("ab")
         process = subprocess.Popen(
             [sys.executable, "-m", "allranks", "lighthouse", *words],
-            stdout=subprocess.PIPE, stderr=log, text=True, env=self.environment(), cwd=ROOT,
+            stdout=subprocess.PIPE, stderr=log, text=True, env=self.environment("lighthouse"), cwd=ROOT,
         )  # fmt: skip
         assert process.stdout is not None
         address = json.loads(process.stdout.readline())["address"]
@@ -71,28 +81,49 @@ class World:
     def start_agent(self, agent: str) -> None:
         """One of the two that run replicas, or the one of the whole job."""
         folder = self.folder / "incidents" / agent.partition("-")[0]
-        common = ["--incidents", str(folder), "--quiet"]
+        common = ["--incidents", str(folder), "--quiet", "--notice-s", NOTICE_S]
         if agent == "job":
             words = ["--job", f"{self.name}-job", "--standalone", "--nproc-per-node", "2", "--max-restarts", "10000",
                      "--recovery", "on", "-m", "tests.soak.train_job", str(self.folder), str(self.folder / "store")]  # fmt: skip
         else:
             first = int(agent[-1]) * REPLICAS_EACH
-            where = ",".join(f"127.0.0.1:{port}" for port in self.ports)
+            host = sandbox.HERE if sandbox.inside() else "127.0.0.1"
+            where = ",".join(f"{host}:{port}" for port in self.ports)
             words = ["--job", f"{self.name}-replicas", "--replicas", str(REPLICAS_EACH), "--first-replica", str(first),
                      "--total-replicas", str(2 * REPLICAS_EACH), "--lighthouse", where,
                      "-m", "tests.soak.train_replicas", str(self.folder)]  # fmt: skip
         log = (self.folder / f"{agent}.log").open("ab")
+        second = agent == "replicas-1" and sandbox.inside()
+        there = ["nsenter", f"--net=/run/netns/{sandbox.NODE}"] if second else []
         self.agents[agent] = subprocess.Popen(
-            [sys.executable, "-m", "allranks", "run", *common, *words],
+            [*there, sys.executable, "-m", "allranks", "run", *common, *words],
             stdout=log, stderr=log, env=self.environment(agent.partition("-")[0]), cwd=ROOT, start_new_session=True,
         )  # fmt: skip
 
-    def environment(self, job: str = "") -> dict[str, str]:
-        """Of every process; each job has a folder of its own for its black boxes."""
+    def environment(self, job: str) -> dict[str, str]:
+        """Of every process; each job has a clock of its own."""
         s3 = {"SOAK_S3": json.dumps(self.s3.options())} if self.s3 is not None else {}
-        own = {"ALLRANKS_SOAK": self.name, "ALLRANKS_TOKEN": f"token-of-{self.name}"}
-        boxes = str(self.folder / "boxes" / job)
-        return {**os.environ, **own, **s3, "ALLRANKS_DIR": boxes, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+        own = {
+            "ALLRANKS_SOAK": f"{self.name}-{job}",
+            "ALLRANKS_TOKEN": f"token-of-{self.name}",
+            "TMPDIR": str(self.folder / "tmp"),
+        }
+        clock = {}
+        if library := clock_library():
+            clock = {
+                "LD_PRELOAD": library,
+                "FAKETIME_TIMESTAMP_FILE": str(self.folder / f"clock-{job}"),
+                "FAKETIME_CACHE_DURATION": "1",
+                "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+                "NO_FAKE_STAT": "1",
+            }
+        return {**os.environ, **own, **s3, **clock, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+
+    def set_clock(self, job: str, seconds: int) -> None:
+        """Moves the wall clock of one job's processes, or of the lighthouses."""
+        path = self.folder / f"clock-{job}"
+        path.with_suffix(".new").write_text(f"{seconds:+d}s\n")
+        path.with_suffix(".new").rename(path)
 
     # ---- look -------------------------------------------------------------------------------------------
 
@@ -107,25 +138,30 @@ class World:
             return [node.pid for node in self.etcd.nodes if node is not None] if self.etcd else []
         if what == "s3":
             return [self.s3.process.pid] if self.s3 and self.s3.process else []
-        words = {"proxy": "client.liveness_proxy", "helper": "save.helper", "spare": "launch.spare_process"}
         if what == "rank":
             return [pid for pid in self.ranks(job) if _alive(pid)]
         ranks = {*self.ranks("replicas"), *self.ranks("job")}
-        return [pid for pid in find(self.name) if words[what] in _command(pid) and pid not in ranks]
+        return [
+            pid for pid in find(f"{self.name}-{job}") if _COMMANDS[what] in _command(pid) and pid not in ranks
+        ]
 
     def ranks(self, job: str) -> dict[int, str]:
         """Process -> replica or rank, of those that train; a spare that became a rank is one."""
-        found: dict[int, str] = {}
         for path in self.folder.glob("replica-*.jsonl" if job == "replicas" else "job-*.jsonl"):
-            line = path.read_text().partition("\n")[0]
-            if line:
-                row = json.loads(line)
-                found[row["pid"]] = row["replica"]
-        return found
+            if path not in self._names:
+                with path.open() as file:
+                    line = file.readline()
+                if line.endswith("\n"):
+                    row = json.loads(line)
+                    self._names[path] = (row["pid"], row["replica"])
+        start = "replica-" if job == "replicas" else "job-"
+        return dict(found for path, found in self._names.items() if path.name.startswith(start))
 
     def left(self) -> list[str]:
         """What is still there of this run, as sentences."""
-        return [f"process {pid}: {_command(pid)[:120]}" for pid in find(self.name)]
+        return [
+            f"process {pid}: {_command(pid)[:120]}" for pid in find(self.name) if "allranks" in _command(pid)
+        ]
 
     # ---- stop -------------------------------------------------------------------------------------------
 
@@ -166,6 +202,14 @@ class World:
         send(find(self.name), signal.SIGKILL)
 
 
+CLOCKS = ("replicas", "job", "lighthouse")
+
+
+def clock_library() -> str:
+    """libfaketime, which moves the wall clock of chosen processes; "" when it is not installed."""
+    return next(map(str, Path("/usr/lib").glob("*/faketime/libfaketime.so.1")), "")
+
+
 def send(pids: Sequence[int], number: int) -> None:
     """A signal to those that still are there."""
     for pid in pids:
@@ -176,12 +220,12 @@ def send(pids: Sequence[int], number: int) -> None:
 
 
 def find(name: str) -> list[int]:
-    """Processes whose environment says that they are of this run, but for this one."""
-    mark = f"ALLRANKS_SOAK={name}\0".encode()
+    """Processes whose environment says that they are of this run, or of one job of it."""
+    mark = f"ALLRANKS_SOAK={name}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
-            if mark in path.read_bytes() + b"\0" and int(path.parent.name) != os.getpid():
+            if mark in path.read_bytes() and int(path.parent.name) != os.getpid():
                 found.append(int(path.parent.name))
         except OSError:
             continue

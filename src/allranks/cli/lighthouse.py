@@ -224,7 +224,7 @@ def make_lighthouse(args: argparse.Namespace, token: str) -> Lighthouse:
         args.grpc_address = ""
         same = args.grpc_bind == args.bind and port
         where = ("", 0) if same else _bind(args.grpc_bind)
-        doors.append(grpc_door(*where, lambda address: setattr(args, "grpc_address", address), page))
+        doors.append(grpc_door(*where, lambda address: setattr(args, "grpc_address", address)))
     return Lighthouse(options, server, etcd=etcd, http=page, doors=doors)
 
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import msgspec
@@ -60,13 +60,14 @@ Taker = Callable[[asyncio.Transport, bytes], None]
 
 
 @dataclass
-class Door:
+class Listener:
     """What all connections of one listener share."""
 
     service: Service
     options: ServerOptions
     http: Callable[[Service, str], asyncio.Protocol] | None = None  # (service, token) -> protocol
     takers: dict[bytes, Taker] = field(default_factory=dict)  # first four bytes -> another protocol
+    frames: bool = True  # whether our own protocol is spoken here
     strangers: dict[Connection, float] = field(default_factory=dict)  # no hello yet; oldest first
     open: set[Connection] = field(default_factory=set)
     throttle: Throttle = field(default_factory=Throttle)
@@ -77,6 +78,11 @@ class Door:
         #: Strangers never take the descriptors that members need.
         self.max_strangers = min(self.options.max_strangers, open_files_limit() // 4)
         self.credential = Keyring(self.options.token).for_purpose(messages.PURPOSE)
+
+    async def listen_too(self, takers: dict[bytes, Taker], host: str, port: int) -> asyncio.Server:
+        """Another port with the page and other protocols, under the same limits; without TLS and our own frames."""
+        other = replace(self, takers=takers, frames=False)
+        return await asyncio.get_running_loop().create_server(lambda: Connection(other), host, port)
 
     def drop_slow(self, now: float) -> None:
         """Closes connections that never said hello."""
@@ -90,7 +96,7 @@ class Connection(asyncio.Protocol):
 
     __slots__ = ("_door", "_greeting", "_need", "_rest", "_session", "_transport", "address")
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: Listener) -> None:
         self._door = door
         self._transport: asyncio.Transport | None = None
         self._session: Session | None = None
@@ -179,7 +185,7 @@ class Connection(asyncio.Protocol):
         if self._session is None and self in self._door.strangers and self._need == len(PREAMBLE):
             if len(data) < len(PREAMBLE):
                 return data
-            if data[: len(PREAMBLE)] != PREAMBLE:
+            if data[: len(PREAMBLE)] != PREAMBLE or not self._door.frames:
                 self._other_protocol(data)
                 return b""
             data = data[len(PREAMBLE) :]
@@ -214,7 +220,8 @@ class Connection(asyncio.Protocol):
             return
         if kind & 0x7F == QUORUM and session is not None and not self._door.service.state.wants_word:
             return  # another member was faster; with thousands of them reading each one's word would take seconds
-        message, _ = decode(kind, payload, self._door.options.max_frame_bytes)
+        options = self._door.options  # what a stranger packed must not grow beyond a hello
+        message, _ = decode(kind, payload, options.max_frame_bytes if session else options.max_hello_bytes)
         if session is None:
             self._greet(message, payload)
         else:

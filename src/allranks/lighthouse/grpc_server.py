@@ -11,14 +11,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from allranks.channel.addresses import join_address
 from allranks.errors import require
-from allranks.lighthouse.connection import Taker
+from allranks.lighthouse.connection import Listener, Taker
 from allranks.lighthouse.grpc_relay import PREFACE, Relay
 from allranks.lighthouse.grpc_wire import (
     BadMessage,
@@ -131,7 +131,7 @@ class TorchftServer:
             self.service.heard(peer.session)
         return b""
 
-    def closed(self, port: int, clean: bool) -> None:
+    def closed(self, port: int) -> None:
         """A connection ended: replicas that were seen on no other one are gone."""
         for name, peer in list(self.peers.items()):
             if port not in peer.ports:
@@ -146,7 +146,7 @@ class TorchftServer:
     def _peer(self, name: str, context: Any) -> GrpcPeer:
         """The replica's peer; says hello to the service when it is new or was declared lost."""
         port = int(str(context.peer()).rsplit(":", 1)[1])
-        address = self.relay.addresses.get(port, "?") if self.relay is not None else "?"
+        address = self.relay.called(port) if self.relay is not None else "?"
         peer = self.peers.setdefault(name, GrpcPeer(address))
         peer.ports.add(port)
         known = self.service.sessions.get(name, 0)
@@ -158,53 +158,50 @@ class TorchftServer:
 
 
 def grpc_door(
-    host: str,
-    port: int,
-    listening: Callable[[str], None] = lambda address: None,
-    http: Callable[[Service, str], asyncio.Protocol] | None = None,
-) -> Callable[[Service, str], contextlib.AbstractAsyncContextManager[Mapping[bytes, Taker]]]:
+    host: str, port: int, listening: Callable[[str], None] = lambda address: None
+) -> Callable[[Listener], contextlib.AbstractAsyncContextManager[None]]:
     """What `Lighthouse(doors=…)` takes; `listening` is told the address, "http://host:port". Host "" means the
-    lighthouse's own port; on another one the page is served too, with `http`."""
+    lighthouse's own port. Another port serves the page too, but none of our own frames."""
     require("grpc", feature="torchft's protocol", extra="grpc")
 
     @asynccontextmanager
-    async def open_door(service: Service, token: str) -> AsyncIterator[Mapping[bytes, Taker]]:
-        import grpc
-
-        door = TorchftServer(service)
-        server = grpc.aio.server(options=_OPTIONS)
-        handlers = {
-            "Quorum": grpc.unary_unary_rpc_method_handler(door.quorum),
-            "Heartbeat": grpc.unary_unary_rpc_method_handler(door.heartbeat),
-        }
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler("torchft.LighthouseService", handlers),)
-        )
-        inner = server.add_insecure_port("127.0.0.1:0")
+    async def open_door(listener: Listener) -> AsyncIterator[None]:
+        torchft = TorchftServer(listener.service)
+        server, inner = _grpc_server(torchft)
         await server.start()
-        page = await _serve_page(http, service, token)
-        where = page.sockets[0].getsockname()[:2] if page is not None else None
-        door.relay = Relay(("127.0.0.1", inner), where, door.closed)
-        address = join_address(*await door.relay.start(host, port)) if host else service.address
+        torchft.relay = Relay(("127.0.0.1", inner), torchft.closed, listener.max_strangers)
+        takers: dict[bytes, Taker] = {PREFACE: torchft.relay.take}
+        address, own = listener.service.address, None
+        if host:
+            own = await listener.listen_too(takers, host, port)
+            address = join_address(*own.sockets[0].getsockname()[:2])
+        else:
+            listener.takers.update(takers)
         log.info("torchft's protocol on %s", address)
         listening(f"http://{address}")
         try:
-            yield {} if host else {PREFACE: door.relay.take}
+            yield
         finally:
-            for peer in door.peers.values():
+            if own is not None:
+                own.close()
+            for peer in torchft.peers.values():
                 peer.close()
-            await door.relay.close()
-            if page is not None:
-                page.close()
+            await torchft.relay.close()
             await server.stop(grace=0.5)
 
     return open_door
 
 
-async def _serve_page(
-    http: Callable[[Service, str], asyncio.Protocol] | None, service: Service, token: str
-) -> asyncio.Server | None:
-    """The page on a loopback port of its own, for the relay."""
-    if http is None:
-        return None
-    return await asyncio.get_running_loop().create_server(lambda: http(service, token), "127.0.0.1", 0)
+def _grpc_server(torchft: TorchftServer) -> tuple[Any, int]:
+    """gRPC's own server, on a loopback port."""
+    import grpc
+
+    server = grpc.aio.server(options=_OPTIONS)
+    handlers = {
+        "Quorum": grpc.unary_unary_rpc_method_handler(torchft.quorum),
+        "Heartbeat": grpc.unary_unary_rpc_method_handler(torchft.heartbeat),
+    }
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("torchft.LighthouseService", handlers),)
+    )
+    return server, server.add_insecure_port("127.0.0.1:0")

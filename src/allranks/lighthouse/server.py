@@ -13,7 +13,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from allranks.channel.addresses import join_address
 from allranks.errors import LighthouseError
 from allranks.lighthouse.codec import encode
-from allranks.lighthouse.connection import Connection, Door, Taker
+from allranks.lighthouse.connection import Connection, Listener
 from allranks.lighthouse.election import Election, EtcdOptions
 from allranks.lighthouse.messages import Refused
 from allranks.lighthouse.options import Options, ServerOptions
@@ -31,9 +31,8 @@ from allranks.lighthouse.status import Status
 
 log = logging.getLogger("allranks.lighthouse")
 
-#: Another way in (gRPC): entered once the lighthouse listens, left before it drains. Gives those who take
-#: connections to our own port over, by the four bytes these begin with.
-OtherDoor = Callable[[Service, str], AbstractAsyncContextManager[Mapping[bytes, Taker]]]
+#: Another protocol (gRPC): entered once the lighthouse listens, left before it drains.
+OtherDoor = Callable[[Listener], AbstractAsyncContextManager[None]]
 HttpDoor = Callable[[Service, str], asyncio.Protocol]
 _BACKLOG = 4096
 T = TypeVar("T")
@@ -137,7 +136,7 @@ class Lighthouse:
             self.etcd is None
         ):  # nothing survives a restart: the clock keeps (epoch, number) of two quorums apart
             service.state.epoch = int(time.time())
-        door = Door(service, self.server, self.http)
+        door = Listener(service, self.server, self.http)
         server = await self._listen(door)
         try:
             self.service = service
@@ -145,7 +144,7 @@ class Lighthouse:
             service.start()
             async with AsyncExitStack() as stack:
                 for other in self.doors:
-                    door.takers |= await stack.enter_async_context(other(service, self.server.token))
+                    await stack.enter_async_context(other(door))
                 if self.etcd is not None:
                     await stack.enter_async_context(_elected(self.etcd, service))
                 self._ready.set()
@@ -157,7 +156,7 @@ class Lighthouse:
             await self._drain(door)
             service.close()
 
-    async def _listen(self, door: Door) -> asyncio.Server:
+    async def _listen(self, door: Listener) -> asyncio.Server:
         loop = asyncio.get_running_loop()
         context = _tls(self.server)
         limits: dict[str, Any] = {"ssl_handshake_timeout": self.server.hello_timeout_s} if context else {}
@@ -169,14 +168,14 @@ class Lighthouse:
         log.info("listening on %s%s", self.address, " with TLS" if context else "")
         return server
 
-    async def _main_loop(self, door: Door, stop: asyncio.Event) -> None:
+    async def _main_loop(self, door: Listener, stop: asyncio.Event) -> None:
         while not stop.is_set():
             try:
                 await asyncio.wait_for(stop.wait(), 0.5)
             except asyncio.TimeoutError:
                 door.drop_slow(door.service.clock())
 
-    async def _drain(self, door: Door) -> None:
+    async def _drain(self, door: Listener) -> None:
         """Tells everybody that we close, and lets the words get out."""
         service = door.service
         service.draining = True

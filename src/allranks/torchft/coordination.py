@@ -121,7 +121,7 @@ class LighthouseServer:
         )
         page = http_protocol()
         server = ServerOptions(host=host, port=port)
-        self._lighthouse = Lighthouse(options, server, http=page, doors=_grpc(page)).start()
+        self._lighthouse = Lighthouse(options, server, http=page, doors=_grpc()).start()
 
     def address(self) -> str:
         """For TORCHFT_LIGHTHOUSE."""
@@ -138,11 +138,11 @@ class LighthouseServer:
         self.shutdown()
 
 
-def _grpc(page: Any) -> list[Any]:
+def _grpc() -> list[Any]:
     from allranks.lighthouse.grpc_server import grpc_door
 
     try:
-        return [grpc_door("", 0, http=page)]
+        return [grpc_door("", 0)]
     except MissingExtra as missing:
         log.warning("torchft's own clients cannot connect: %s", missing)
         return []

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from allranks.channel.addresses import split_address, tune
-from allranks.channel.frames import HEAD, BadFrame, take_frames
+from allranks.channel.frames import HEAD, BadFrame, check_length, take_frames
 from allranks.channel.keys import Keyring, is_proof, prove
 from allranks.lighthouse.client.reactor import Reactor, Timer
 from allranks.lighthouse.codec import EMPTY_BEAT, PREAMBLE, REFUSED, WELCOME, decode, encode
@@ -32,6 +32,7 @@ FATAL = frozenset({"token", "version", "superseded", "garbage"})
 ResolvedAddress = tuple[socket.AddressFamily, Any]
 _AGAIN = (BlockingIOError, InterruptedError)
 _MAX_FRAME = 256 << 20
+_MAX_GREETING = 1 << 20  # of a server that has not proved yet that it knows our token
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 1.0
 
 
@@ -227,6 +228,8 @@ class Link:
         try:
             for kind, payload in take_frames(self._in, _MAX_FRAME):
                 self._handle(kind, payload)
+            if not self._proved:
+                check_length(len(self._in), _MAX_GREETING)
         except BadFrame as error:
             self._broken(f"this is no lighthouse of our version: {error}")
 
@@ -234,7 +237,7 @@ class Link:
         if self.up and kind not in (WELCOME, REFUSED):
             self._receive(kind, payload)
             return
-        message, _ = decode(kind, payload)
+        message, _ = decode(kind, payload, _MAX_FRAME if self._proved else _MAX_GREETING)
         if isinstance(message, Challenge):
             self._prove(message)
         elif isinstance(message, Proof):

@@ -6,10 +6,12 @@ Has the same face as Link, so the client does not care which one it has. Runs on
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -23,9 +25,12 @@ from allranks.lighthouse.codec import WELCOME, encode
 from allranks.lighthouse.messages import Hold, Release, Report, Start
 from allranks.model.cluster import ConnectionLost
 
+log = logging.getLogger("allranks.lighthouse")
+
 _MAX_FRAME = 256 << 20
 _MAX_FDS = 250
-_MAX_STARTS = 5
+_PAUSE_S, _LAST_PAUSE_S = 0.2, 5.0  # before one that dies at once is started again
+_STEADY_S = 10.0  # one that lived so long is started again at once
 
 
 class ProxyLink:
@@ -50,12 +55,13 @@ class ProxyLink:
         self._in = bytearray()
         self._out: deque[tuple[bytes, tuple[int, ...]]] = deque()  # frame, descriptors to send along
         self._report = Report()
-        self._starts = 0
+        self._starts = 0  # in quick succession
+        self._started = 0.0
         self._closed = False
 
     def open(self) -> None:
         """Starts the process and tells it where to go."""
-        self._starts += 1
+        self._starts, self._started = self._starts + 1, time.monotonic()
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._line = ours
@@ -160,18 +166,25 @@ class ProxyLink:
         self._reactor.watch(self._line.fileno(), self._ready, write=bool(self._out))
 
     def _died(self) -> None:
-        """Somebody killed the liveness proxy: start another, a few times."""
+        """Somebody killed the liveness proxy: start another, with pauses if that goes on."""
         if self._line is None or self._closed:
             return
         self._shut()
         lost = encode(ConnectionLost("the liveness proxy died"))
         self._receive(lost[HEAD.size - 1], lost[HEAD.size :])
-        if self._starts < _MAX_STARTS:
-            self._reactor.later(0.0 if self._starts == 1 else 0.2 * self._starts, self._open_again)
+        if time.monotonic() - self._started >= _STEADY_S:
+            self._starts = 0
+        pause = min(_PAUSE_S * self._starts, _LAST_PAUSE_S) if self._starts > 1 else 0.0
+        self._reactor.later(pause, self._open_again)
 
     def _open_again(self) -> None:
-        if not self._closed:
+        if self._closed:
+            return
+        try:
             self.open()
+        except OSError as error:  # no process or descriptor is free just now
+            log.warning("the liveness proxy cannot be started: %s", error)
+            self._reactor.later(_LAST_PAUSE_S, self._open_again)
 
     def _shut(self) -> None:
         self.up = False
