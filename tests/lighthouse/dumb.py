@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from allranks.lighthouse.options import Options
-from allranks.lighthouse.state import State
+from allranks.lighthouse.state import QuorumState
 from allranks.model.cluster import Member
 
 
-def dumb_decision(now: float, state: State, options: Options) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+def dumb_decision(
+    now: float, state: QuorumState, options: Options
+) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """(rule, members, spares) by looking at every replica every time."""
     last = {m.replica: m.session for m in state.last.members} if state.last else {}
     eligible = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from allranks.errors import (
     ReplicaEvicted,
 )
 from allranks.lighthouse.client.client import Client, ClientOptions
+from allranks.lighthouse.client.proxy_link import ProxyLink
 from allranks.lighthouse.server import Lighthouse
 from allranks.model.cluster import (
     CollectEvidence,

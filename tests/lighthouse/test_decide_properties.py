@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 
 from allranks.lighthouse.decide import Form, decide
 from allranks.lighthouse.options import Options
-from allranks.lighthouse.state import State
+from allranks.lighthouse.state import QuorumState
 from allranks.model.cluster import Member, Quorum
 
 from .dumb import dumb_decision
@@ -28,7 +28,7 @@ class JobLife:
             min_replicas=min_replicas, multiple_of=multiple_of, max_replicas=max_replicas, join_timeout_s=10.0,
             presume_dead_s=30.0, finished_hold_s=100.0, flap_limit=flap_limit, expect_replicas=expect, flap_backoff_s=3.0,
         )  # fmt: skip
-        self.state = State(self.options)
+        self.state = QuorumState(self.options)
         self.now = 0.0
         self.lives = dict.fromkeys(NAMES, 0)
         self.formed: dict[tuple[int, int], Quorum] = {}
@@ -86,7 +86,7 @@ class JobLife:
         last, evicted = self.state.last, dict(self.state.evicted)
         if last is None:
             return
-        self.state = State(self.options)
+        self.state = QuorumState(self.options)
         self.state.evicted = evicted
         self.state.adopt(self.now, last)
 
@@ -94,7 +94,7 @@ class JobLife:
         """The new one knows nothing yet; whoever is faster than the members may come first."""
         self.reported = self.state.last or self.reported
         self.started += 1  # a lighthouse takes its epoch from the clock
-        self.state = State(self.options, epoch=self.started * 1000, settling_until=self.now + 2.0)
+        self.state = QuorumState(self.options, epoch=self.started * 1000, settling_until=self.now + 2.0)
 
     def member_reports(self) -> None:
         """A member comes back to a lighthouse that has formed nothing, or something out of nothing."""

@@ -18,10 +18,10 @@ from allranks.channel.addresses import join_address, split_address
 from allranks.channel.frames import BadFrame, take_frames
 from allranks.errors import ConfigurationError
 from allranks.lighthouse import codec, messages
-from allranks.lighthouse.client.progress import read_mark
+from allranks.lighthouse.client.liveness_proxy import read_mark
 from allranks.lighthouse.codec import decode, encode, load, plain_dump, plain_load
 from allranks.lighthouse.detect import AwakeClock, find_silent
-from allranks.lighthouse.healing import assign_healing
+from allranks.lighthouse.members import assign_healing
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.sessions import Session
 from allranks.model.cluster import CollectEvidence, Member, MemberLost, Quorum
@@ -167,7 +167,7 @@ def test_the_beacons_view_of_a_black_box_is_the_recorders(tmp_path: Path) -> Non
     assert read_mark(str(tmp_path / "none")) is None
     box.write_bytes(b"something else entirely" * 50)
     assert read_mark(str(box)) is None
-    code = "import sys, allranks.lighthouse.client.progress; sys.exit('numpy' in sys.modules)"
+    code = "import sys, allranks.lighthouse.client.liveness_proxy; sys.exit('numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -234,6 +234,9 @@ def test_an_impostor_cannot_fill_a_clients_memory(packed: bool) -> None:
         sock.sendall(bomb)
         sock.recv(1)
 
-    with listening(serve) as address, pytest.raises(LighthouseUnreachable, match="no lighthouse of our version"):
+    with (
+        listening(serve) as address,
+        pytest.raises(LighthouseUnreachable, match="no lighthouse of our version"),
+    ):
         Client(ClientOptions(addresses=(address,), token=TOKEN, replica="a")).start(3)
     assert came

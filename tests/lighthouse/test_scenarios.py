@@ -14,7 +14,7 @@ import pytest
 
 from allranks.lighthouse.decide import Form, decide, find_wanted
 from allranks.lighthouse.options import Options
-from allranks.lighthouse.state import State
+from allranks.lighthouse.state import QuorumState
 from allranks.model.cluster import Member, Quorum
 
 FOLDER = Path(__file__).parent / "scenarios"
@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent / "scenarios"
 class Play:
     """Carries out the commands of one file."""
 
-    state: State = field(default_factory=lambda: State(Options()))
+    state: QuorumState = field(default_factory=lambda: QuorumState(Options()))
     now: float = 0.0
     lives: dict[str, int] = field(default_factory=dict)
     reported: Quorum | None = None
@@ -37,7 +37,7 @@ class Play:
     def do_options(self, *pairs: str) -> list[str]:
         values = dict(pair.split("=") for pair in pairs)
         kinds = {name: type(default) for name, default in vars(Options()).items()}
-        self.state = State(Options(**{name: kinds[name](value) for name, value in values.items()}))
+        self.state = QuorumState(Options(**{name: kinds[name](value) for name, value in values.items()}))
         return []
 
     def do_connect(self, *names: str) -> None:
@@ -99,7 +99,7 @@ class Play:
     def do_lighthouse_starts(self, grace: str) -> None:
         """A new one that knows nothing of the one before."""
         self.reported, options = self.state.last, self.state.options
-        self.state = State(options, settling_until=self.now + float(grace))
+        self.state = QuorumState(options, settling_until=self.now + float(grace))
 
     def do_report(self) -> list[str]:
         """A member of the earlier lighthouse's quorum comes back and tells it."""
@@ -110,7 +110,7 @@ class Play:
     def do_lighthouse_restarts(self) -> list[str]:
         last, options = self.state.last, self.state.options
         assert last is not None
-        self.state = State(options)
+        self.state = QuorumState(options)
         expected = self.state.adopt(self.now, last)
         return [f"took over quorum {last.number}, expecting {' '.join(expected)}"]
 

@@ -12,10 +12,10 @@ import pytest
 
 from allranks.lighthouse.messages import Hello, Refused, Welcome
 from allranks.lighthouse.options import Options
-from allranks.lighthouse.persisted_state import Kept
 from allranks.lighthouse.quorum_coordinator import _TOGETHER_S
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
+from allranks.lighthouse.status import PersistedState
 from allranks.model.cluster import Member, MemberLost, Notice, Quorum, QuorumFormed, QuorumWanted
 
 
@@ -229,13 +229,13 @@ async def test_a_training_that_is_over_is_not_begun_anew_by_a_latecomer() -> Non
 @on_loop
 async def test_the_end_of_a_training_outlives_its_lighthouse() -> None:
     """The next leader knows from what was kept that nobody is to be waited for, and turns latecomers away."""
-    saved: list[Kept] = []
+    saved: list[PersistedState] = []
 
-    async def keep(kept: Kept) -> None:
+    async def keep(kept: PersistedState) -> None:
         saved.append(kept)
 
     first, second = Desk(), Desk()
-    first.service.lead(Kept(epoch=1), keep)
+    first.service.lead(PersistedState(epoch=1), keep)
     crowd = [first.enter(name) for name in ("a", "b", "c")]
     for session, _ in crowd:
         first.service.join(session, Member(session.replica))
@@ -315,13 +315,13 @@ async def test_number_and_state_survive_a_keeper_that_fails_at_first() -> None:
     desk = Desk(quorum_tick_s=0.01)
     kept: list[int] = []
 
-    async def keep(to_keep: Kept) -> None:
+    async def keep(to_keep: PersistedState) -> None:
         if len(kept) < 2:
             kept.append(-1)
             raise OSError("etcd is away")
         kept.append(to_keep.number)
 
-    desk.service.lead(Kept(epoch=4, number=11), keep)
+    desk.service.lead(PersistedState(epoch=4, number=11), keep)
     a, peer = desk.enter("a")
     desk.service.join(a, Member("a"))
     await desk.settle()
@@ -338,10 +338,10 @@ async def test_a_member_lost_while_its_quorum_is_being_kept_makes_it_void() -> N
     desk = Desk(grace_s=0.0)
     gate = asyncio.Event()
 
-    async def keep(to_keep: Kept) -> None:
+    async def keep(to_keep: PersistedState) -> None:
         await gate.wait()
 
-    desk.service.lead(Kept(epoch=1), keep)
+    desk.service.lead(PersistedState(epoch=1), keep)
     (a, a_peer), (b, b_peer) = desk.enter("a"), desk.enter("b")
     for session in (a, b):
         desk.service.join(session, Member(session.replica))
@@ -400,8 +400,8 @@ async def test_a_replica_that_was_let_in_stays_so_when_another_lighthouse_takes_
     quorum = Quorum(5, 1, (Member("a", "a.1"), Member("b", "b.1")), evicted=("c", "d"))
     desk = Desk()
 
-    async def keep(to_keep: Kept) -> None:
+    async def keep(to_keep: PersistedState) -> None:
         """Safe at once."""
 
-    desk.service.lead(Kept(2, 5, quorum, evicted={"d": "bad GPU"}), keep)
+    desk.service.lead(PersistedState(2, 5, quorum, evicted={"d": "bad GPU"}), keep)
     assert desk.service.state.evicted == {"d": "bad GPU"}

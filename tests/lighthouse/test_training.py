@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from allranks.lighthouse.metrics import render_metrics
-from allranks.lighthouse.status import Event, Status
+from allranks.lighthouse.status import Status, StatusEvent
 from allranks.lighthouse.training import Scene, TrainingView
 
 
@@ -68,16 +68,16 @@ def test_slow_steps_are_no_stall() -> None:
 def test_a_lost_replica_is_amber_and_named_until_it_is_back() -> None:
     """The second time it is known how long coming back takes."""
     view, clock = trained()
-    view.happened(Event(1.0, "lost", "replica-2 lost: connection closed", "replica-2"))
+    view.happened(StatusEvent(1.0, "lost", "replica-2 lost: connection closed", "replica-2"))
     clock.at += 1
     view.note_step("replica-0", 22, clock.at)
     found = view.look(TWO)
     assert found.mood == "warn" and found.sentence.endswith("2 of 3 replicas, replica-2 lost 1 s ago")
     assert view.departed["replica-2"].reason == "connection closed"
     clock.at += 19
-    view.happened(Event(2.0, "connected", "replica-2 connected", "replica-2"))
+    view.happened(StatusEvent(2.0, "connected", "replica-2 connected", "replica-2"))
     assert view.departed == {}
-    view.happened(Event(3.0, "lost", "replica-2 lost: connection closed", "replica-2"))
+    view.happened(StatusEvent(3.0, "lost", "replica-2 lost: connection closed", "replica-2"))
     view.note_step("replica-0", 60, clock.at)
     assert view.look(TWO).sentence.endswith("2 of 3 replicas, replica-2 back in about 20 s")
 
@@ -85,7 +85,7 @@ def test_a_lost_replica_is_amber_and_named_until_it_is_back() -> None:
 def test_agents_are_no_replicas() -> None:
     """A job without replicas speaks of its nodes; an agent that goes is not missed as a replica."""
     view, _ = trained()
-    view.happened(Event(1.0, "lost", "node n1 lost: gone", "agent-n1"))
+    view.happened(StatusEvent(1.0, "lost", "node n1 lost: gone", "agent-n1"))
     assert view.look(Scene(members=0, agents=2)).sentence == "Training: step 20, 2.0 steps/s, 2 nodes"
 
 
@@ -137,7 +137,7 @@ def test_a_stall_says_who_waits_for_whom_when_an_agent_knows() -> None:
 def test_replicas_that_left_do_not_train() -> None:
     """Between their good-bye and the end of the job."""
     view, _ = trained()
-    view.happened(Event(1.0, "left", "replica-0 left: done", "replica-0"))
+    view.happened(StatusEvent(1.0, "left", "replica-0 left: done", "replica-0"))
     found = view.look(Scene(0, agents=1))
     assert (found.sentence, found.mood) == ("No replica trains: they have left; the last step was 20", "warn")
 

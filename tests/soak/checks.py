@@ -16,6 +16,7 @@ class ReplicaChecks:
 
     wrong: list[str] = field(default_factory=list)
     hashes: dict[int, str] = field(default_factory=dict)  # step -> of the state after it
+    members: int = 0  # of the newest step
     _last: dict[int, int] = field(default_factory=dict)  # process -> its last committed step
     _tries: dict[tuple[int, int, int], dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
     _seats: dict[tuple[int, int], dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
@@ -37,6 +38,8 @@ class ReplicaChecks:
 
     def _commit(self, row: Row) -> None:
         step, last = row["step"], self._last.get(row["pid"])
+        if step >= max(self.hashes, default=0):
+            self.members = row["size"]
         if self.hashes.setdefault(step, row["hash"]) != row["hash"]:
             self.wrong.append(f"step {step}: {row['replica']} has another state than the rest")
         self._last[row["pid"]] = step

@@ -17,20 +17,22 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.soak import sandbox
 from tests.soak.checks import JobChecks, ReplicaChecks, Row
-from tests.soak.faults import JUMP_S, REPORTED, STREAMS, Planned, inflict, plan
+from tests.soak.faults import DESTRUCTIVE, JUMP_S, REPORTED, STREAMS, Planned, inflict, plan
 from tests.soak.table import Result
-from tests.soak.world import World
+from tests.soak.world import REPLICAS_EACH, World
 
 from allranks.incidents.folder import read_incidents
 
 RECOVER_S = 180.0  # how long a training may stand still after a fault
 REPORT_S = 150.0
+MAX_DEFERRED = 8
 
 
 class Soak:
@@ -58,13 +60,37 @@ class Soak:
             thread.join()
 
     def _stream(self, stream: str, seed: int, end: float, count: int) -> None:
-        for planned in plan(seed, stream):
-            if time.monotonic() > end or planned.number > count or self.wrong:
+        planned, deferred = plan(seed, stream), deque[Planned]()
+        for _ in range(count):
+            if time.monotonic() > end or self.wrong:
                 return
+            fault = self._next(planned, deferred)
             try:
-                self.one(stream, planned)
+                self.one(stream, fault)
             except (OSError, subprocess.SubprocessError, ValueError) as error:
-                self.wrong.append(f"{planned.fault} of {planned.kind} could not be done: {error!r}")
+                self.wrong.append(f"{fault.fault} of {fault.kind} could not be done: {error!r}")
+
+    def _next(self, planned: Iterator[Planned], deferred: deque[Planned]) -> Planned:
+        """The next fault of the plan; those that take replicas away wait until all are there."""
+        for fault in planned:
+            self.look()
+            if deferred and self.everybody():
+                deferred.append(fault)
+                return deferred.popleft()
+            if fault.key not in DESTRUCTIVE or self.everybody():
+                return fault
+            deferred.append(fault)
+            deadline = time.monotonic() + RECOVER_S
+            while len(deferred) > MAX_DEFERRED and not self.everybody() and not self.wrong:
+                time.sleep(0.2)
+                self.look()
+                if time.monotonic() > deadline:
+                    self.wrong.append(f"only {self.replicas.members} replicas train {RECOVER_S:.0f} s later")
+        raise AssertionError("a plan has no end")
+
+    def everybody(self) -> bool:
+        """Whether all replicas took part in the newest step."""
+        return self.replicas.members == 2 * REPLICAS_EACH
 
     def one(self, stream: str, planned: Planned) -> None:
         """One fault."""

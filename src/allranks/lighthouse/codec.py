@@ -37,7 +37,7 @@ KINDS: dict[int, type] = dict(
     enumerate(
         (
             messages.Hello, messages.Beat, messages.Join, messages.Withdraw, messages.Leave, messages.Died,
-            messages.Ack, messages.Command, messages.Welcome, messages.Refused, messages.Waiting,
+            messages.Ack, messages.Command, messages.Welcome, messages.Refused, messages.NoQuorumYet,
             messages.Pong, messages.Result, cluster.Quorum, messages.Hold, messages.Release, messages.Report,
             messages.Start, messages.Challenge, messages.Proof,
         ),
@@ -132,28 +132,26 @@ _HINTS: dict[type, dict[str, Any]] = {}
 
 def _build(hint: Any, value: Any) -> Any:
     """`value` as the type `hint` says; TypeError when it is something else."""
-    if is_dataclass(hint) and isinstance(hint, type):
-        if not isinstance(value, dict):
-            raise TypeError(f"expected an object, got {type(value).__name__}")
-        hints = _HINTS.get(hint) or _HINTS.setdefault(hint, typing.get_type_hints(hint))
-        known = {f.name: _build(hints[f.name], value[f.name]) for f in fields(hint) if f.name in value}
-        return hint(**known)
     origin = typing.get_origin(hint)
+    if is_dataclass(hint) and isinstance(hint, type):
+        _expect(dict, value)
+        hints = _HINTS.get(hint) or _HINTS.setdefault(hint, typing.get_type_hints(hint))
+        return hint(**{f.name: _build(hints[f.name], value[f.name]) for f in fields(hint) if f.name in value})
     if origin is tuple:
-        if not isinstance(value, list):
-            raise TypeError(f"expected a list, got {type(value).__name__}")
-        item = typing.get_args(hint)[0]
-        return tuple(_build(item, each) for each in value)
+        _expect(list, value)
+        return tuple(_build(typing.get_args(hint)[0], each) for each in value)
     if origin is dict:
-        if not isinstance(value, dict):
-            raise TypeError(f"expected an object, got {type(value).__name__}")
-        _, item = typing.get_args(hint)
-        return {key: _build(item, each) for key, each in value.items()}
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        _expect(dict, value)
+        return {key: _build(typing.get_args(hint)[1], each) for key, each in value.items()}
+    if hint is float and type(value) is int:
         return float(value)
-    if type(value) is not hint:
-        raise TypeError(f"expected {hint.__name__}, got {type(value).__name__}")
+    _expect(hint, value)
     return value
+
+
+def _expect(kind: type, value: object) -> None:
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
 
 
 _dump: Callable[[object], bytes]

@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from allranks.lighthouse.options import Options
-from allranks.lighthouse.state import State
+from allranks.lighthouse.state import QuorumState
 from allranks.model.cluster import Member
 
 LATE_S = (
@@ -59,69 +59,118 @@ class Wait:
 Decision = Form | Wait
 
 
-def decide(now: float, state: State, options: Options) -> tuple[Decision, str]:
+def decide(now: float, state: QuorumState, options: Options) -> tuple[Decision, str]:
     """The decision and its reason as a sentence. Costs little while stragglers are waited for."""
-    later = state.next_change()
-    if not state.asking:
-        pausing = f", {_pausing(state)}" if state.cooling else ""
-        return Wait("nobody", until=later), f"nobody asks for a quorum{pausing}"
-    if now < state.settling_until:
-        return Wait("starting", until=_earliest(state.settling_until, later)), _starting(state)
-    if state.too_late and now < (until := state.finished_at + options.finished_hold_s):
-        late = {name: replica.asked_at + LATE_S for name, replica in state.asking.items()}
-        refused = tuple(sorted(name for name, at in late.items() if now >= at))
-        until = min([until, *(at for at in late.values() if now < at)])
-        return Wait("finished", until=_earliest(until, later), refused=refused), _finished(state)
-    by_last = bool(state.continuing or state.silent)
-    idle = state.continuing_not_asking if by_last else state.idle
+    for rule in _RULES:
+        if (found := rule(now, state, options)) is not None:
+            return found
+    return _choose(state, options)
+
+
+def _nobody(now: float, state: QuorumState, options: Options) -> tuple[Wait, str] | None:
+    if state.asking:
+        return None
+    pausing = f", {_pausing(state)}" if state.cooling else ""
+    return Wait("nobody", until=state.next_change()), f"nobody asks for a quorum{pausing}"
+
+
+def _starting(now: float, state: QuorumState, options: Options) -> tuple[Wait, str] | None:
+    if now >= state.settling_until:
+        return None
+    asking = _count(len(state.asking), "asks", "ask")
+    return Wait("starting", until=_earliest(state.settling_until, state)), (
+        f"{asking}, but this lighthouse is new: members of an earlier quorum come first, if there are any"
+    )
+
+
+def _finished(now: float, state: QuorumState, options: Options) -> tuple[Wait, str] | None:
+    if not state.too_late or now >= (until := state.finished_at + options.finished_hold_s):
+        return None
+    late = {name: replica.asked_at + LATE_S for name, replica in state.asking.items()}
+    refused = tuple(sorted(name for name, at in late.items() if now >= at))
+    until = min([until, *(at for at in late.values() if now < at)])
+    done = max(state.gone[name].step for name in state.finishers)
+    at = f" at step {done}" if done >= 0 else ""
+    enough = listed(state.finishers) if done >= 0 else f"more than half of {state.largest}"
+    return Wait("finished", until=_earliest(until, state), refused=refused), (
+        f"the training is over ({listed(state.finishers)} finished{at} in quorum {state.number}): "
+        f"{listed(state.asking)} {'is' if len(state.asking) == 1 else 'are'} too late; "
+        f"a new one begins when {enough} ask, or one is let in (`allranks lighthouse let-in`)"
+    )
+
+
+def _stragglers(now: float, state: QuorumState, options: Options) -> tuple[Wait, str] | None:
+    by_last, idle = _by_last(state), _idle(state)
     askers = state.asking_veterans if by_last else state.asking
-    if idle and askers:
-        deadline = next(iter(askers.values())).asked_at + options.join_timeout_s
-        if now < deadline:
-            return Wait("stragglers", _some(idle), _earliest(deadline, later)), _waiting(state, idle, by_last)
-    if state.last is None and len(state.asking) < options.expect_replicas:
-        deadline = next(iter(state.asking.values())).asked_at + options.join_timeout_s
-        if now < deadline:
-            return Wait("expected", until=_earliest(deadline, later)), (
-                f"{_count(len(state.asking), 'asks', 'ask')}, the first quorum waits for {options.expect_replicas}"
-            )
-    if by_last:
+    if not idle or not askers:
+        return None
+    deadline = next(iter(askers.values())).asked_at + options.join_timeout_s
+    if now >= deadline:
+        return None
+    what, number = ("member", f" of quorum {state.number}") if by_last else ("connected replica", "")
+    not_yet = _count(len(idle), f"{what}{number} does", f"{what}s{number} do")
+    reason = f"{_count(len(state.asking), 'asks', 'ask')}, {not_yet} not yet: waiting for {listed(idle)}"
+    return Wait("stragglers", _some(idle), _earliest(deadline, state)), reason
+
+
+def _expected(now: float, state: QuorumState, options: Options) -> tuple[Wait, str] | None:
+    if state.last is not None or len(state.asking) >= options.expect_replicas:
+        return None
+    deadline = next(iter(state.asking.values())).asked_at + options.join_timeout_s
+    if now >= deadline:
+        return None
+    return Wait("expected", until=_earliest(deadline, state)), (
+        f"{_count(len(state.asking), 'asks', 'ask')}, the first quorum waits for {options.expect_replicas}"
+    )
+
+
+def _minority(now: float, state: QuorumState, options: Options) -> tuple[Wait, str] | None:
+    if by_last := _by_last(state):
         present = len(state.continuing) - len(state.continuing_not_asking)
         absent = state.continuing_not_asking | state.silent
-        what = f"members of quorum {state.number}"
     else:
-        present, absent, what = len(state.asking), state.idle, "connected replicas"
-    if by_last and present == 0 and absent and not state.silent:
-        return Wait("minority", _some(absent), later), (
+        present, absent = len(state.asking), state.idle
+    if present >= len(absent):
+        return None
+    if by_last and present == 0 and not state.silent:
+        reason = (
             f"the members of quorum {state.number} are training: "
             f"{listed(state.asking)} can come in when {listed(absent)} ask again"
         )
-    if present < len(absent):
-        return Wait("minority", _some(absent), later), (
+    else:
+        what = f"members of quorum {state.number}" if by_last else "connected replicas"
+        reason = (
             f"only {present} of {present + len(absent)} {what} ask: a minority does not train on, "
             f"waiting for {listed(absent)}"
         )
-    return _choose(state, options, later, idle)
+    return Wait("minority", _some(absent), state.next_change()), reason
 
 
-def _choose(state: State, options: Options, later: float | None, idle: set[str]) -> tuple[Decision, str]:
+_RULES = (_nobody, _starting, _finished, _stragglers, _expected, _minority)
+
+
+def _by_last(state: QuorumState) -> bool:
+    """Whether members of the last quorum are left, who decide; otherwise everybody connected does."""
+    return bool(state.continuing or state.silent)
+
+
+def _idle(state: QuorumState) -> set[str]:
+    """Who could ask and does not."""
+    return state.continuing_not_asking if _by_last(state) else state.idle
+
+
+def _choose(state: QuorumState, options: Options) -> tuple[Decision, str]:
     """Of those who ask: who comes in, who is spare."""
+    idle = _idle(state)
     before = {m.replica: m.session for m in state.last.members} if state.last else {}
     asking = [replica.asking for replica in state.asking.values() if replica.asking]
     shrink = bool(before) and any(member.shrink_only for member in asking)
     candidates = [member for member in asking if not shrink or member.replica in before]
-    count, note = len(candidates), " (nobody new: shrink only)" if shrink else ""
-    if count < options.min_replicas:
-        return Wait("too_few", _some(idle), later), (
-            f"{_count(count, 'replica asks', 'replicas ask')}, at least {options.min_replicas} must{note}"
-            + (f", waiting for {listed(idle)}" if idle else "")
-            + (f", {_pausing(state)}" if state.cooling else "")
-        )
-    size = options.largest_size(count)
+    note = " (nobody new: shrink only)" if shrink else ""
+    size = options.largest_size(len(candidates))
     if size == 0:
-        return Wait(
-            "size", _some(idle), later
-        ), f"{_count(count, 'replica asks', 'replicas ask')}{note}, but {_sizes(options)}"
+        rule, reason = _why_not(len(candidates), note, state, options)
+        return Wait(rule, _some(idle), state.next_change()), reason
     candidates.sort(key=lambda m: (before.get(m.replica) != m.session, -m.step, m.replica))
     members = sorted(candidates[:size], key=lambda member: member.replica)
     spares = tuple(sorted(member.replica for member in candidates[size:]))
@@ -131,7 +180,19 @@ def _choose(state: State, options: Options, later: float | None, idle: set[str])
     return Form(tuple(members), spares, rule), reason + note
 
 
-def _why(state: State, idle: set[str], before: dict[str, str], spares: frozenset[str]) -> tuple[str, str]:
+def _why_not(count: int, note: str, state: QuorumState, options: Options) -> tuple[str, str]:
+    """Too few ask, or no allowed number of members can be made of them."""
+    ask, idle = _count(count, "replica asks", "replicas ask"), _idle(state)
+    if count >= options.min_replicas:
+        return "size", f"{ask}{note}, but {_sizes(options)}"
+    waiting = f", waiting for {listed(idle)}" if idle else ""
+    pausing = f", {_pausing(state)}" if state.cooling else ""
+    return "too_few", f"{ask}, at least {options.min_replicas} must{note}{waiting}{pausing}"
+
+
+def _why(
+    state: QuorumState, idle: set[str], before: dict[str, str], spares: frozenset[str]
+) -> tuple[str, str]:
     if before and all(name in state.asking for name in before):
         new = [name for name in state.asking if name not in before and name not in spares]
         joined = f", and {listed(new)} joined" if new else ""
@@ -152,7 +213,7 @@ def _why(state: State, idle: set[str], before: dict[str, str], spares: frozenset
     return "join_timeout", f"join timeout is over: {asking}, without {listed(idle)}"
 
 
-def find_wanted(state: State, options: Options) -> str:
+def find_wanted(state: QuorumState, options: Options) -> str:
     """Why members that are training should ask again at their next step; "" when they need not."""
     if not state.continuing_not_asking or state.last is None:
         return ""
@@ -165,7 +226,7 @@ def find_wanted(state: State, options: Options) -> str:
     return f"{listed(waiting)} wait{'s' if len(waiting) == 1 else ''} to come in"
 
 
-def find_broken(state: State) -> str:
+def find_broken(state: QuorumState) -> str:
     """Why members that do not ask should at once: others of their quorum have given its group up. "": they need not."""
     if not state.continuing_not_asking:
         return ""
@@ -193,34 +254,13 @@ def _some(names: set[str]) -> tuple[str, ...]:
     return tuple(sorted(names)) if len(names) <= _NAMED * 4 else ()
 
 
-def _earliest(time: float, other: float | None) -> float:
+def _earliest(time: float, state: QuorumState) -> float:
+    """This time, or when time alone changes the state, whichever comes first."""
+    other = state.next_change()
     return time if other is None else min(time, other)
 
 
-def _starting(state: State) -> str:
-    asking = _count(len(state.asking), "asks", "ask")
-    return f"{asking}, but this lighthouse is new: members of an earlier quorum come first, if there are any"
-
-
-def _finished(state: State) -> str:
-    late = "is" if len(state.asking) == 1 else "are"
-    done = max(state.gone[name].step for name in state.finishers)
-    at = f" at step {done}" if done >= 0 else ""
-    enough = listed(state.finishers) if done >= 0 else f"more than half of {state.largest}"
-    return (
-        f"the training is over ({listed(state.finishers)} finished{at} in quorum {state.number}): "
-        f"{listed(state.asking)} {late} too late; a new one begins when {enough} ask, "
-        "or one is let in (`allranks lighthouse let-in`)"
-    )
-
-
-def _waiting(state: State, idle: set[str], by_last: bool) -> str:
-    what, number = ("member", f" of quorum {state.number}") if by_last else ("connected replica", "")
-    not_yet = _count(len(idle), f"{what}{number} does", f"{what}s{number} do")
-    return f"{_count(len(state.asking), 'asks', 'ask')}, {not_yet} not yet: waiting for {listed(idle)}"
-
-
-def _pausing(state: State) -> str:
+def _pausing(state: QuorumState) -> str:
     return f"{listed(state.cooling)} must pause after repeated losses"
 
 

@@ -1,6 +1,6 @@
 """One leader among several lighthouses, by a lease in etcd; and what must survive it, kept there.
 
-Keys under /allranks/JOB: `leader` (address, on the leader's lease) and `state` (packed Kept). Everything that
+Keys under /allranks/JOB: `leader` (address, on the leader's lease) and `state` (packed PersistedState). Everything that
 a leader writes is guarded by its own `leader` key, so one that was deposed without noticing changes nothing.
 A leader that cannot renew its lease steps down when it may have run out, not when etcd first hiccups.
 """
@@ -20,7 +20,7 @@ import msgspec
 
 from allranks.errors import ConfigurationError, EtcdError, LighthouseError
 from allranks.etcd import Etcd
-from allranks.lighthouse.persisted_state import Kept
+from allranks.lighthouse.status import PersistedState
 
 log = logging.getLogger("allranks.lighthouse")
 
@@ -54,7 +54,7 @@ class Election:
         self,
         options: EtcdOptions,
         address: str,
-        lead: Callable[[Kept], None],
+        lead: Callable[[PersistedState], None],
         follow: Callable[[str], None],
     ) -> None:
         self._options = options
@@ -92,7 +92,7 @@ class Election:
         self._pool.shutdown(wait=False)
         self._etcd.close()
 
-    async def keep(self, kept: Kept) -> None:
+    async def keep(self, kept: PersistedState) -> None:
         """Makes it safe, under our epoch. Raises Deposed or EtcdError; nothing may be announced then."""
         if not self._revision:
             raise Deposed("this lighthouse does not lead")
@@ -100,7 +100,7 @@ class Election:
 
     # ---- inside -----------------------------------------------------------------------------------------
 
-    async def _campaign(self) -> Kept:
+    async def _campaign(self) -> PersistedState:
         leader = None
         pause = min(0.25, self._options.lease_s / 4)
         while True:
@@ -119,7 +119,7 @@ class Election:
                     self._follow("")
             await asyncio.sleep(pause)
 
-    async def _try(self) -> Kept | None:
+    async def _try(self) -> PersistedState | None:
         """Takes the empty place, if nobody is faster; returns what the last leader kept."""
         began = time.monotonic()
         lease = await self._thread(lambda: self._etcd.grant(self._options.lease_s))
@@ -133,7 +133,7 @@ class Election:
             return None
         self._revision, self._good_until = revision, began + lease.ttl_s
         stored = await self._thread(lambda: self._etcd.get(self._key("state")))
-        kept = _unpack(stored.value) if stored is not None else Kept()
+        kept = _unpack(stored.value) if stored is not None else PersistedState()
         kept = replace(kept, epoch=kept.epoch + 1)
         self._epoch = kept.epoch
         try:
@@ -160,7 +160,7 @@ class Election:
                     return f"the lease could not be renewed: {error}"
                 log.warning("lease not renewed yet: %s", error)
 
-    async def _save(self, kept: Kept) -> None:
+    async def _save(self, kept: PersistedState) -> None:
         leader, revision = self._key("leader"), self._revision
         data = zlib.compress(msgspec.json.encode(kept), 1)
         done, _ = await self._thread(
@@ -176,5 +176,5 @@ class Election:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
 
 
-def _unpack(data: bytes) -> Kept:
-    return msgspec.json.decode(zlib.decompress(data), type=Kept)
+def _unpack(data: bytes) -> PersistedState:
+    return msgspec.json.decode(zlib.decompress(data), type=PersistedState)

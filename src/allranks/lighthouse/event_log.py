@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from allranks.lighthouse.sessions import Sessions
-from allranks.lighthouse.status import Event
+from allranks.lighthouse.status import StatusEvent
 from allranks.model.cluster import Notice
 from allranks.model.text import printable
 
@@ -23,15 +23,15 @@ class EventLog:
     """Collects notices until `flush`, so that those for the same receivers go out together."""
 
     sessions: Sessions
-    history: deque[Event] = field(default_factory=lambda: deque(maxlen=1000))
+    history: deque[StatusEvent] = field(default_factory=lambda: deque(maxlen=1000))
     counts: Counter[str] = field(default_factory=Counter)  # of events, by kind, since the start
-    _listeners: list[Callable[[Event], None]] = field(default_factory=list)
+    _listeners: list[Callable[[StatusEvent], None]] = field(default_factory=list)
     _waiting: list[tuple[Notice, frozenset[str]]] = field(default_factory=list)
 
     def event(self, kind: str, text: str, replica: str = "", number: int = 0) -> None:
         """Something happened."""
         text, replica = printable(text), printable(replica)
-        event = Event(time.time(), kind, text, replica, number)
+        event = StatusEvent(time.time(), kind, text, replica, number)
         self.history.append(event)
         self.counts[kind] += 1
         log.log(logging.WARNING if kind in _LOUD else logging.INFO, "%s", text, extra={"event": kind})
@@ -41,7 +41,7 @@ class EventLog:
             except Exception:
                 log.exception("a listener failed")
 
-    def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+    def subscribe(self, listener: Callable[[StatusEvent], None]) -> Callable[[], None]:
         """Calls `listener` for every event; the returned function ends that."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)

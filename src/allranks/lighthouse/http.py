@@ -30,7 +30,7 @@ UNREAD_BYTES = 64 << 10  # beyond this no further request is read and no event s
 
 
 @dataclass(frozen=True)
-class Request:
+class HttpRequest:
     """One request, decoded."""
 
     method: str
@@ -116,7 +116,7 @@ class HttpSlots:
 class HttpConnection(asyncio.Protocol):
     """One connection; requests are handled one after the other."""
 
-    def __init__(self, handle: Callable[[Request], Answer], places: HttpSlots) -> None:
+    def __init__(self, handle: Callable[[HttpRequest], Answer], places: HttpSlots) -> None:
         self._handle = handle
         self._places = places
         self._host = ""
@@ -217,7 +217,7 @@ class HttpConnection(asyncio.Protocol):
         self._answer(whole, answer)
         return True
 
-    def _answer(self, request: Request, answer: Answer) -> None:
+    def _answer(self, request: HttpRequest, answer: Answer) -> None:
         assert self._transport is not None
         keep = request.headers.get("connection", "").lower() != "close" and answer.stream is None
         lines = [
@@ -249,7 +249,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _refuse(self, status: int) -> bool:
         body = f'{{"error": "{HTTPStatus(status).phrase}"}}'.encode()
-        self._answer(Request("GET", "", headers={"connection": "close"}), Answer(status, body))
+        self._answer(HttpRequest("GET", "", headers={"connection": "close"}), Answer(status, body))
         return False
 
     def _wait(self, seconds: float) -> None:
@@ -270,7 +270,7 @@ def _is_private(transport: asyncio.Transport | None) -> bool:
     return address is None or (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-def _parse_head(head: bytes) -> tuple[Request, int]:
+def _parse_head(head: bytes) -> tuple[HttpRequest, int]:
     """The request and the length of its body; ValueError for what is no HTTP."""
     first, *lines = head.decode("latin-1").split("\r\n")
     method, target, version = first.split(" ")
@@ -287,4 +287,4 @@ def _parse_head(head: bytes) -> tuple[Request, int]:
     if not length.isdigit() or "transfer-encoding" in headers:
         raise ValueError("unknown length")
     query = dict(urllib.parse.parse_qsl(parts.query, keep_blank_values=True, max_num_fields=50))
-    return Request(method, urllib.parse.unquote(parts.path), query, headers), int(length)
+    return HttpRequest(method, urllib.parse.unquote(parts.path), query, headers), int(length)

@@ -67,7 +67,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Withdraw:
-    """Asks no more; answered by Waiting."""
+    """Asks no more; answered by NoQuorumYet."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class NoQuorumYet:
     """Why there is no quorum yet."""
 
     reason: str

@@ -16,9 +16,9 @@ from allranks.lighthouse.decide import Form, Wait, decide, find_broken, find_wan
 from allranks.lighthouse.event_log import EventLog
 from allranks.lighthouse.messages import Refused
 from allranks.lighthouse.options import Options
-from allranks.lighthouse.persisted_state import Kept
 from allranks.lighthouse.sessions import Sessions
-from allranks.lighthouse.state import State
+from allranks.lighthouse.state import QuorumState
+from allranks.lighthouse.status import PersistedState
 from allranks.model.cluster import Quorum, QuorumFormed, QuorumWanted
 
 log = logging.getLogger("allranks.lighthouse")
@@ -27,7 +27,7 @@ _LASTING_S = 1.0  # a wait this long is worth a line in the log
 _TOGETHER_S = 0.05  # members that lose one of them ask again within moments: no need to tell them to
 
 #: Keeps it safe. Raises when that fails or this lighthouse does not lead.
-Keep = Callable[[Kept], Awaitable[None]]
+Keep = Callable[[PersistedState], Awaitable[None]]
 
 
 class Timers(Protocol):
@@ -46,7 +46,7 @@ class QuorumCoordinator:
     options: Options
     timers: Timers
     now: Callable[[], float]
-    state: State
+    state: QuorumState
     sessions: Sessions
     bulletin: EventLog
     keep: Keep | None = None
@@ -60,10 +60,10 @@ class QuorumCoordinator:
     _planned: bool = False
     _timer: asyncio.TimerHandle | None = None
     _saving: asyncio.Task[None] | None = None
-    _kept: Kept = field(default_factory=Kept)
+    _kept: PersistedState = field(default_factory=PersistedState)
     _after: list[Callable[[], None]] = field(default_factory=list)
 
-    def reset(self, state: State, active: bool, keep: Keep | None) -> None:
+    def reset(self, state: QuorumState, active: bool, keep: Keep | None) -> None:
         """Begins anew: this lighthouse was elected, or deposed."""
         self.close()
         self.state, self.active, self.keep = state, active, keep
@@ -122,11 +122,11 @@ class QuorumCoordinator:
         else:
             self._wait(decision, reason, now)
 
-    def _to_keep(self, new: Quorum | None) -> Kept:
+    def _to_keep(self, new: Quorum | None) -> PersistedState:
         state = self.state
         number = max(state.number, new.number if new else 0)
         finished = () if new else tuple(sorted(state.finishers))
-        return Kept(state.epoch, number, new or state.last, dict(state.evicted), finished)
+        return PersistedState(state.epoch, number, new or state.last, dict(state.evicted), finished)
 
     def _changed(self) -> bool:
         """Whether something was said since the last save that must survive and comes with no new quorum."""
@@ -212,7 +212,7 @@ class QuorumCoordinator:
             self._hurried = self.state.number
             self.timers.call_later(_TOGETHER_S, self._hurry, self.state, self.state.number)
 
-    def _hurry(self, state: State, number: int) -> None:
+    def _hurry(self, state: QuorumState, number: int) -> None:
         """Tells members that still wait in a group, or for one, that another has given it up."""
         if state is not self.state or number != state.number:
             return

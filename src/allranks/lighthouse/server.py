@@ -25,9 +25,8 @@ from allranks.lighthouse.connection import Connection, Listener
 from allranks.lighthouse.election import Election, EtcdOptions
 from allranks.lighthouse.messages import Refused
 from allranks.lighthouse.options import Options, ServerOptions
-from allranks.lighthouse.persisted_state import Kept
 from allranks.lighthouse.service import Service
-from allranks.lighthouse.status import Status
+from allranks.lighthouse.status import PersistedState, Status
 
 log = logging.getLogger("allranks.lighthouse")
 
@@ -197,7 +196,7 @@ class Lighthouse:
 async def _elected(options: EtcdOptions, service: Service) -> AsyncIterator[None]:
     """Runs for leader while the lighthouse runs; gives the place up in the end."""
 
-    def lead(kept: Kept) -> None:
+    def lead(kept: PersistedState) -> None:
         service.lead(kept, election.keep)
 
     election = Election(options, service.address, lead, service.follow)

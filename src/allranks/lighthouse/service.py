@@ -16,21 +16,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from allranks import __version__
-from allranks.lighthouse.agents import Agents
+from allranks.lighthouse.agents import CUT_BACK_S, SILENT_BACK_S, Agents
 from allranks.lighthouse.codec import encode
 from allranks.lighthouse.detect import AwakeClock, find_silent
 from allranks.lighthouse.event_log import EventLog
-from allranks.lighthouse.messages import Beat, Hello, Pong, Refused, Waiting, Welcome
-from allranks.lighthouse.nodes import CUT_BACK_S, SILENT_BACK_S
+from allranks.lighthouse.messages import Beat, Hello, NoQuorumYet, Pong, Refused, Welcome
 from allranks.lighthouse.options import Options
-from allranks.lighthouse.persisted_state import Kept
 from allranks.lighthouse.quorum_coordinator import Keep, QuorumCoordinator, Timers
 from allranks.lighthouse.sessions import Peer, Session, Sessions, deliver, merged, signed
-from allranks.lighthouse.state import State
-from allranks.lighthouse.status import Event, Status
-from allranks.lighthouse.training import Scene, TrainingView
-from allranks.lighthouse.view import replica_rows
+from allranks.lighthouse.snapshot import take_snapshot
+from allranks.lighthouse.state import QuorumState
+from allranks.lighthouse.status import PersistedState, Status, StatusEvent
+from allranks.lighthouse.training import TrainingView
 from allranks.model.cluster import (
     Evicted,
     LetIn,
@@ -62,7 +59,7 @@ class Service:
     draining: bool = False
     started: float = 0.0
     awake: AwakeClock = field(init=False)
-    state: State = field(init=False)
+    state: QuorumState = field(init=False)
     sessions: Sessions = field(init=False)
     bulletin: EventLog = field(init=False)
     former: QuorumCoordinator = field(init=False)
@@ -78,7 +75,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.awake = AwakeClock(max_step_s=min(0.5, self.options.heartbeat_timeout_s / 4))
-        self.state = State(self.options)
+        self.state = QuorumState(self.options)
         self.sessions = Sessions()
         self.bulletin = EventLog(self.sessions)
         self.former = QuorumCoordinator(
@@ -108,10 +105,10 @@ class Service:
         """Awake seconds."""
         return self.awake.tick(self.clock())
 
-    def lead(self, kept: Kept, keep: Keep) -> None:
+    def lead(self, kept: PersistedState, keep: Keep) -> None:
         """Begins to lead with what the last leader kept."""
         self.leading, self.leader = True, ""
-        self.state = State(self.options, kept.epoch, kept.number, evicted=dict(kept.evicted))
+        self.state = QuorumState(self.options, kept.epoch, kept.number, evicted=dict(kept.evicted))
         self.former.reset(self.state, active=True, keep=keep)
         self.bulletin.event("leader", f"leading in epoch {kept.epoch}")
         if kept.quorum is not None:
@@ -132,7 +129,7 @@ class Service:
         self.leading, self.leader = False, leader
         self.sessions.clear()
         self.bulletin.clear()
-        self.state = State(self.options, epoch=self.state.epoch, number=self.state.number)
+        self.state = QuorumState(self.options, epoch=self.state.epoch, number=self.state.number)
         self.former.reset(self.state, active=False, keep=None)
 
     # ---- coming -----------------------------------------------------------------------------------------
@@ -277,7 +274,7 @@ class Service:
             self.former.soon()
         return None
 
-    def withdraw(self, session: Session) -> Waiting:
+    def withdraw(self, session: Session) -> NoQuorumYet:
         """One rank asks no more; says why there was no quorum."""
         name = session.replica
         reason, missing = self.former.wait_reason()
@@ -293,7 +290,7 @@ class Service:
             for each in self.sessions.of(who)
         }
         heard = ", ".join(f"{who} last heard {age:.1f} s ago" for who, age in ages.items())
-        return Waiting(reason + (f" ({heard})" if heard else ""), missing)
+        return NoQuorumYet(reason + (f" ({heard})" if heard else ""), missing)
 
     def acknowledge(self, session: Session, notice_id: int) -> None:
         """A notice has arrived."""
@@ -472,45 +469,13 @@ class Service:
         self.former.soon()
         return True
 
-    def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+    def subscribe(self, listener: Callable[[StatusEvent], None]) -> Callable[[], None]:
         """Calls `listener` for every event, on the loop's thread; the returned function ends that."""
         return self.bulletin.subscribe(listener)
 
     def snapshot(self) -> Status:
         """Everything at this moment."""
-        state, now = self.state, self.now()
-        alive = [name for name, replica in state.replicas.items() if not replica.observer]
-        scene = Scene(
-            sum(1 for name in state.members if name in state.replicas), frozenset(alive), self.agents.count, self.former.waiting,
-            next((each.health for each in self.sessions if each.observer and each.health), ""),
-            state.over, self.leading, self.leader,
-        )  # fmt: skip
-        return Status(
-            schema=1,
-            address=self.address,
-            leading=self.leading,
-            leader=self.address if self.leading else self.leader,
-            epoch=state.epoch,
-            number=state.number,
-            reason=self.former.reason,
-            waiting=self.former.waiting,
-            quorum=state.last,
-            replicas=replica_rows(state, self.sessions, now),
-            lost={name: gone.reason for name, gone in state.gone.items() if not gone.finished},
-            evicted=dict(state.evicted),
-            history=tuple(self.bulletin.history),
-            incidents=tuple(self.agents.incidents),
-            up_s=round(self.clock() - self.started, 3),
-            slept_s=round(self.awake.slept_s, 3),
-            connections=sum(1 for each in self.sessions if each.peer is not None),
-            over=state.over,
-            events=dict(self.bulletin.counts),
-            job=self.job,
-            version=__version__,
-            training=self.training.look(scene),
-            pace=tuple(self.training.samples),
-            departed=tuple(one for name, one in self.training.departed.items() if name not in state.replicas),
-        )
+        return take_snapshot(self)
 
 
 def _note(book: dict[str, T], key: str, value: T) -> None:

@@ -13,43 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from allranks.lighthouse.healing import assign_healing
+from allranks.lighthouse.members import Gone, Replica, assign_healing
 from allranks.lighthouse.options import Options
 from allranks.model.cluster import Member, Quorum
 
 _WORD_S = 1.0  # how long the word of a client that was in a later quorum is waited for
 
 
-@dataclass(slots=True)
-class Replica:
-    """One living replica."""
-
-    name: str
-    session: str
-    node: str = ""
-    observer: bool = False  # never a member
-    connected: bool = True  # False: known from an earlier lighthouse, expected to come back
-    since: float = 0.0
-    asking: Member | None = None
-    asked_at: float = 0.0
-    cooling_until: float = 0.0  # flapping: not before this; 0 when it is free
-
-
-@dataclass(frozen=True)
-class Gone:
-    """A member of the last quorum that is no longer there."""
-
-    session: str
-    at: float
-    reason: str
-    certain: bool  # False: only silent, may be training on behind a cut network
-    left: bool = False  # said good-bye
-    finished: bool = False  # its training is over
-    step: int = -1  # steps that its state had; -1: not known
-
-
 @dataclass
-class State:
+class QuorumState:
     """Facts and indexes. Change it only by its methods."""
 
     options: Options
@@ -324,23 +296,17 @@ class State:
     def _index(self, name: str) -> None:
         """Makes the indexes true for one name."""
         replica = self.replicas.get(name)
-        if replica is None or replica.observer or name in self.evicted:
-            eligible = False
-            self.cooling.pop(name, None)
+        if replica is not None and (replica.observer or name in self.evicted):
+            replica = None
+        if replica is not None and replica.cooling_until:
+            self.cooling[name], replica = replica.cooling_until, None
         else:
-            eligible = replica.cooling_until == 0.0
-            if eligible:
-                self.cooling.pop(name, None)
-            else:
-                self.cooling[name] = replica.cooling_until
-        asker = replica if eligible and replica is not None and replica.asking is not None else None
-        idle = eligible and asker is None
-        veteran = (
-            eligible
-            and replica is not None
-            and name not in self.departed
-            and self._sessions.get(name) == replica.session
-        )
+            self.cooling.pop(name, None)
+        # from here on: None when it cannot be a member just now
+        asker = replica if replica is not None and replica.asking is not None else None
+        idle = replica is not None and asker is None
+        veteran = replica is not None and self._sessions.get(name) == replica.session
+        veteran = veteran and name not in self.departed
         _keep(self.asking, name, asker)
         _keep(self.asking_veterans, name, asker if veteran else None)
         _put(self.idle, name, idle)

@@ -1,4 +1,4 @@
-"""What the lighthouse shows: a snapshot of everything, and the events of its history. Plain frozen data."""
+"""What the lighthouse shows (a snapshot of everything, the events of its history) and what it keeps. Plain frozen data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from allranks.model.cluster import Incident, Quorum
 
 
 @dataclass(frozen=True)
-class Event:
+class StatusEvent:
     """One thing that happened. `kind`: connected, returned, lost, left, finished, refused, evicted, let_in, quorum,
     waiting, incident, collect, leader, stalled."""
 
@@ -37,7 +37,7 @@ class ReplicaStatus:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingStatus:
     """What the training does now."""
 
     sentence: str = ""  # "Training: step 1,650, 6.6 steps/s, 3 of 4 replicas"
@@ -84,7 +84,7 @@ class Status:
     replicas: tuple[ReplicaStatus, ...]
     lost: dict[str, str]  # members of the last quorum that are gone before they had finished -> why
     evicted: dict[str, str]
-    history: tuple[Event, ...]
+    history: tuple[StatusEvent, ...]
     incidents: tuple[Incident, ...]
     up_s: float
     slept_s: float
@@ -93,6 +93,17 @@ class Status:
     events: dict[str, int] = field(default_factory=dict)  # how many of each kind since the start
     job: str = ""
     version: str = ""
-    training: Training = field(default_factory=Training)
+    training: TrainingStatus = field(default_factory=TrainingStatus)
     pace: tuple[StepSample, ...] = ()  # for the steps over time, oldest first
     departed: tuple[Departed, ...] = ()
+
+
+@dataclass(frozen=True)
+class PersistedState:
+    """What must survive a lighthouse: kept in etcd before anybody hears of it. `number` may be above the quorum's: it was given out for one that came to nothing."""
+
+    epoch: int = 0
+    number: int = 0
+    quorum: Quorum | None = None
+    evicted: dict[str, str] = field(default_factory=dict)  # name -> reason
+    finished: tuple[str, ...] = ()  # members of the quorum whose training is over

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from allranks.lighthouse.status import Departed, Event, StepSample, Training
+from allranks.lighthouse.status import Departed, StatusEvent, StepSample, TrainingStatus
 from allranks.model.nodes import AGENT
 
 SAMPLE_S = 1.0  # at most one sample of the step in this time
@@ -74,7 +74,7 @@ class TrainingView:
         if not self.samples or wall - self.samples[-1].at >= SAMPLE_S:
             self.samples.append(StepSample(round(wall, 2), highest))
 
-    def happened(self, event: Event) -> None:
+    def happened(self, event: StatusEvent) -> None:
         """A replica came or went."""
         name = event.replica
         if not name or name.startswith(AGENT):
@@ -96,7 +96,7 @@ class TrainingView:
             if left is not None:
                 self._absences.append(self.now() - left)
 
-    def look(self, scene: Scene) -> Training:
+    def look(self, scene: Scene) -> TrainingStatus:
         """The sentence, its colour, and the numbers in it."""
         now = self.now()
         gone = [
@@ -109,7 +109,7 @@ class TrainingView:
         still = self.step >= 0 and stalled >= self._limit() and not scene.over
         rate = None if still else self._rate(now)
         sentence, mood = self._sentence(scene, gone, total, rate, stalled if still else 0.0, now)
-        return Training(
+        return TrainingStatus(
             sentence, mood, self.step, None if rate is None else round(rate, 3), round(stalled, 1) if still else 0.0,
             min(scene.members, total), total,
         )  # fmt: skip
@@ -128,25 +128,9 @@ class TrainingView:
     def _sentence(
         self, scene: Scene, gone: list[Departed], total: int, rate: float | None, stalled: float, now: float
     ) -> tuple[str, str]:
-        if not scene.leading:
-            return f"Standby: the leader is {scene.leader or 'not known'}", "warn"
-        if scene.over:
-            return f"Finished at step {self.step:,}" if self.step >= 0 else "Finished", "good"
-        count = (
-            f", {scene.members} of {total} replicas"
-            if total
-            else f", {scene.agents} node{'s' if scene.agents != 1 else ''}"
-            if scene.agents
-            else ""
-        )
-        missing = self._missing(gone, now)
-        begun = self.step > 0 or bool(self.samples and scene.members)
-        if not begun or (total and not scene.members and len(self._rates) < 2):
-            return f"Starting{count}" + (f": {scene.waiting}" if scene.waiting else missing), "warn"
-        if not scene.alive and (self.departed or not scene.agents):
-            if any(one.kind == "left" for one in self.departed.values()):
-                return f"No replica trains: they have left; the last step was {self.step:,}{missing}", "warn"
-            return f"Stopped: no replica is connected; the last step was {self.step:,}{missing}", "bad"
+        count, missing = _count(scene, total), self._missing(gone, now)
+        if (found := self._not_training(scene, count, missing, total)) is not None:
+            return found
         if stalled:
             cause = scene.waits or scene.waiting
             why = f"; {cause}" if cause else missing
@@ -155,6 +139,24 @@ class TrainingView:
         speed = f", {_speed(rate)}" if rate is not None else ""
         complete = not total or scene.members >= total
         return f"Training: step {self.step:,}{speed}{count}{missing}", "good" if complete else "warn"
+
+    def _not_training(self, scene: Scene, count: str, missing: str, total: int) -> tuple[str, str] | None:
+        """It has not begun yet, is over, or nobody is there."""
+        if not scene.leading:
+            return f"Standby: the leader is {scene.leader or 'not known'}", "warn"
+        if scene.over:
+            return f"Finished at step {self.step:,}" if self.step >= 0 else "Finished", "good"
+        begun = self.step > 0 or bool(self.samples and scene.members)
+        if not begun or (total and not scene.members and len(self._rates) < 2):
+            return f"Starting{count}" + (f": {scene.waiting}" if scene.waiting else missing), "warn"
+        if not scene.alive and (self.departed or not scene.agents):
+            return self._nobody(missing)
+        return None
+
+    def _nobody(self, missing: str) -> tuple[str, str]:
+        if any(one.kind == "left" for one in self.departed.values()):
+            return f"No replica trains: they have left; the last step was {self.step:,}{missing}", "warn"
+        return f"Stopped: no replica is connected; the last step was {self.step:,}{missing}", "bad"
 
     def _missing(self, gone: list[Departed], now: float) -> str:
         """ ", replica-2 back in about 20 s" for the first two that are gone."""
@@ -172,16 +174,17 @@ class TrainingView:
         return f", {', '.join(parts)}{more}" if parts else ""
 
 
+def _count(scene: Scene, total: int) -> str:
+    """ ", 3 of 4 replicas"; of a whole job ", 2 nodes"."""
+    if total:
+        return f", {scene.members} of {total} replicas"
+    return f", {scene.agents} node{'s' if scene.agents != 1 else ''}" if scene.agents else ""
+
+
 def _age(seconds: float) -> str:
-    if seconds < 1:
-        return "1 s"
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
+    if seconds < 120:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _speed(rate: float) -> str:

@@ -20,12 +20,12 @@ from importlib import resources
 
 import msgspec
 
-from allranks.lighthouse.http import Answer, EventStream, HttpConnection, HttpSlots, Request
+from allranks.lighthouse.http import Answer, EventStream, HttpConnection, HttpRequest, HttpSlots
 from allranks.lighthouse.limits import open_files_limit
 from allranks.lighthouse.metrics import KIND as METRICS_KIND
 from allranks.lighthouse.metrics import render_metrics
 from allranks.lighthouse.service import Service
-from allranks.lighthouse.status import Event
+from allranks.lighthouse.status import StatusEvent
 from allranks.model.text import printable
 
 MAX_CONNECTIONS = 256  # of HTTP, beside those of replicas
@@ -59,7 +59,7 @@ class Web:
     _unsubscribe: Callable[[], None] | None = None
     _last_s: float = 0.0
 
-    def handle(self, request: Request) -> Answer:
+    def handle(self, request: HttpRequest) -> Answer:
         """Routes one request."""
         host = request.headers.get("host", "")
         if host and not self._own_name(_host_name(host)):
@@ -87,7 +87,7 @@ class Web:
 
     # ---- reading ----------------------------------------------------------------------------------------
 
-    def _read(self, request: Request) -> Answer:
+    def _read(self, request: HttpRequest) -> Answer:
         path = request.path
         if path == "/":
             return Answer(body=_page(), kind="text/html; charset=utf-8")
@@ -158,7 +158,7 @@ class Web:
                 self._timer.cancel()
                 self._timer = None
 
-    def _happened(self, event: Event) -> None:
+    def _happened(self, event: StatusEvent) -> None:
         now = asyncio.get_running_loop().time()
         self._plan(max(0.0, self._last_s + PUSH_S - now))
 
@@ -182,7 +182,7 @@ class Web:
 
     # ---- actions ----------------------------------------------------------------------------------------
 
-    def _act(self, request: Request) -> Answer:
+    def _act(self, request: HttpRequest) -> Answer:
         origin = request.headers.get("origin")
         if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
             return _error(403, f"actions are not taken from pages of {origin}")
@@ -212,7 +212,7 @@ class Web:
         self.service.evict(name, reason)
         return _done({"evicted": name})
 
-    def _allowed(self, request: Request) -> bool:
+    def _allowed(self, request: HttpRequest) -> bool:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         return not self.token or hmac.compare_digest(given.encode(), self.token.encode())
 

@@ -33,7 +33,7 @@ from allranks.lighthouse.client.link import FATAL, Link
 from allranks.lighthouse.client.options import ClientOptions
 from allranks.lighthouse.client.proxy_link import ProxyLink
 from allranks.lighthouse.client.reactor import Reactor
-from allranks.lighthouse.client.ticket import Ticket
+from allranks.lighthouse.client.ticket import PendingAnswer
 from allranks.lighthouse.codec import FIRST_NOTICE, decode, encode
 from allranks.lighthouse.messages import (
     Ack,
@@ -41,10 +41,10 @@ from allranks.lighthouse.messages import (
     Command,
     Join,
     Leave,
+    NoQuorumYet,
     Refused,
     Report,
     Result,
-    Waiting,
     Welcome,
     Withdraw,
 )
@@ -83,11 +83,11 @@ class Client:
         self._reactor = Reactor()
         self._line: Link | ProxyLink | None = None
         self._thread: threading.Thread | None = None
-        self._first: Ticket[Welcome] = Ticket(self._not_connected)
+        self._first: PendingAnswer[Welcome] = PendingAnswer(self._not_connected)
         self._lock = threading.Lock()
-        self._asking: tuple[Ticket[Quorum], Member] | None = None
-        self._withdrawn: Ticket[Waiting] | None = None
-        self._commands: dict[int, Ticket[Result]] = {}
+        self._asking: tuple[PendingAnswer[Quorum], Member] | None = None
+        self._withdrawn: PendingAnswer[NoQuorumYet] | None = None
+        self._commands: dict[int, PendingAnswer[Result]] = {}
         self._ids = itertools.count(1)
         self._listeners: list[Callable[[Notice], None]] = []
         self._seen: dict[int, None] = {}
@@ -145,9 +145,9 @@ class Client:
         LighthouseUnreachable (no lighthouse all that time)."""
         return self.request_quorum(member).result(timeout_s)
 
-    def request_quorum(self, member: Member) -> Ticket[Quorum]:
+    def request_quorum(self, member: Member) -> PendingAnswer[Quorum]:
         """Asks for a quorum without waiting. One at a time: asking again before the answer is an error."""
-        ticket: Ticket[Quorum] = Ticket(self._no_quorum)
+        ticket: PendingAnswer[Quorum] = PendingAnswer(self._no_quorum)
         with self._lock:
             self._check_open()
             if self._asking is not None and not self._asking[0].done():
@@ -266,7 +266,7 @@ class Client:
         return self._command(Command(next(self._ids), "status"))
 
     def _command(self, command: Command, timeout_s: float = 10.0) -> dict[str, Any]:
-        ticket: Ticket[Result] = Ticket(
+        ticket: PendingAnswer[Result] = PendingAnswer(
             lambda _, waited: LighthouseUnreachable(
                 f"no answer to {command.action!r} from {self.lighthouse or 'any lighthouse'} in {waited:.1f} s"
             )
@@ -327,7 +327,7 @@ class Client:
         if self._line is not None:
             self._line.send(encode(Withdraw()))
 
-    def _send_command(self, command: Command, ticket: Ticket[Result]) -> None:
+    def _send_command(self, command: Command, ticket: PendingAnswer[Result]) -> None:
         if self._line is None or not self._line.send(encode(command)):
             ticket.fail(LighthouseUnreachable(f"no lighthouse can be reached: {self._last_error}"))
 
@@ -341,7 +341,7 @@ class Client:
             self._welcomed(message)
         elif isinstance(message, Refused):
             self._refuse(message)
-        elif isinstance(message, Waiting):
+        elif isinstance(message, NoQuorumYet):
             if self._withdrawn is not None:
                 self._withdrawn.resolve(message)
         elif isinstance(message, Result) and (ticket := self._commands.get(message.id)):
@@ -415,9 +415,11 @@ class Client:
 
     # ---- giving up --------------------------------------------------------------------------------------
 
-    def _no_quorum(self, ticket: Ticket[Quorum], waited_s: float) -> LighthouseError:
+    def _no_quorum(self, ticket: PendingAnswer[Quorum], waited_s: float) -> LighthouseError:
         """Takes the question back and says why there was no answer."""
-        waiting: Ticket[Waiting] = Ticket(lambda _, __: LighthouseError("no word from the lighthouse"))
+        waiting: PendingAnswer[NoQuorumYet] = PendingAnswer(
+            lambda _, __: LighthouseError("no word from the lighthouse")
+        )
         with self._lock:
             if self._asking is not None and self._asking[0] is ticket:
                 self._asking = None
@@ -435,7 +437,7 @@ class Client:
             f"quorum not reached after {waited_s:.1f} s, and no word from the lighthouse", waited_s
         )
 
-    def _not_connected(self, ticket: Ticket[Welcome], waited_s: float) -> LighthouseError:
+    def _not_connected(self, ticket: PendingAnswer[Welcome], waited_s: float) -> LighthouseError:
         addresses = self._line.options.addresses if self._line is not None else ()
         return LighthouseUnreachable(
             f"no lighthouse after {waited_s:.1f} s: {self._last_error or ', '.join(addresses)}",

@@ -21,7 +21,7 @@ from typing import Any
 from allranks.channel.addresses import split_address, tune
 from allranks.channel.frames import HEAD, BadFrame, check_length, take_frames
 from allranks.channel.keys import Keyring, is_proof, prove
-from allranks.lighthouse.client.reactor import Reactor, Timer
+from allranks.lighthouse.client.reactor import Reactor, ReactorTimer
 from allranks.lighthouse.codec import EMPTY_BEAT, PREAMBLE, REFUSED, WELCOME, decode, encode
 from allranks.lighthouse.messages import PURPOSE, Beat, Challenge, Hello, Proof, Refused, Welcome
 from allranks.model.cluster import ConnectionLost
@@ -82,8 +82,8 @@ class Link:
         self._next = 0
         self._detour = ""  # the leader that a standby named
         self._closed = False
-        self._timeout: Timer | None = None
-        self._beating: Timer | None = None
+        self._timeout: ReactorTimer | None = None
+        self._beating: ReactorTimer | None = None
         self._welcome: Welcome | None = None
         self._heard = self._pinged = 0.0
         self._sent_beat: Beat | None = None

@@ -15,11 +15,12 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import dataclass
 
+from allranks.blackbox.header import find_header
 from allranks.channel.frames import HEAD, BadFrame, take_frames
 from allranks.lighthouse.client.held_sockets import HeldSockets
 from allranks.lighthouse.client.link import Link, LinkOptions
-from allranks.lighthouse.client.progress import read_mark
 from allranks.lighthouse.client.reactor import Reactor
 from allranks.lighthouse.codec import (
     DEPARTURES,
@@ -39,6 +40,23 @@ from allranks.model.cluster import Evicted, MemberLeft, MemberLost
 _MAX_FRAME = 256 << 20
 _MAX_FDS = 250  # per message; the kernel's limit is 253
 _LOOK_S = 0.1  # how often the rank's process state is looked at
+
+
+@dataclass(frozen=True)
+class RankProgress:
+    """Where a rank is, by its black box. `count` grows with every step and call."""
+
+    step: int
+    count: int
+    closed: str = ""
+
+
+def read_mark(path: str) -> RankProgress | None:
+    """The rank's mark; None when there is no black box (yet) or it is not one."""
+    head = find_header(path)
+    if head is None:
+        return None
+    return RankProgress(head.step, max(head.step, 0) + head.calls_started + head.calls_completed, head.closed)
 
 
 class LivenessProxy:

@@ -21,7 +21,7 @@ from allranks.lighthouse.detect import AwakeClock
 log = logging.getLogger("allranks.lighthouse")
 
 
-class Timer:
+class ReactorTimer:
     """A planned call; `cancel()` makes it void."""
 
     __slots__ = ("callback",)
@@ -41,7 +41,7 @@ class Reactor:
         self.clock = AwakeClock(max_step_s=2.0)
         self._selector: selectors.BaseSelector | None = None
         self._wake_read = self._wake_write = -1
-        self._timers: list[tuple[float, int, Timer]] = []
+        self._timers: list[tuple[float, int, ReactorTimer]] = []
         self._order = itertools.count()
         self._calls: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
@@ -82,9 +82,9 @@ class Reactor:
             except (KeyError, ValueError):
                 pass
 
-    def later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
+    def later(self, delay_s: float, callback: Callable[[], None]) -> ReactorTimer:
         """Calls back once after `delay_s`."""
-        timer = Timer(callback)
+        timer = ReactorTimer(callback)
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), timer))
         return timer
 

@@ -11,16 +11,16 @@ from allranks.errors import LighthouseError
 T = TypeVar("T")
 
 
-class Ticket(Generic[T]):
+class PendingAnswer(Generic[T]):
     """Resolved once, with a value or an error. Safe to wait for from any thread but the client's own."""
 
-    def __init__(self, on_timeout: Callable[[Ticket[T], float], LighthouseError]) -> None:
+    def __init__(self, on_timeout: Callable[[PendingAnswer[T], float], LighthouseError]) -> None:
         self._on_timeout = on_timeout
         self._event = threading.Event()
         self._lock = threading.Lock()
         self._value: T | None = None
         self._error: LighthouseError | None = None
-        self._callbacks: list[Callable[[Ticket[T]], None]] = []
+        self._callbacks: list[Callable[[PendingAnswer[T]], None]] = []
 
     def done(self) -> bool:
         """Whether there is an answer."""
@@ -41,7 +41,7 @@ class Ticket(Generic[T]):
         if not self.done():
             self.fail(self._on_timeout(self, 0.0))
 
-    def add_done_callback(self, callback: Callable[[Ticket[T]], None]) -> None:
+    def add_done_callback(self, callback: Callable[[PendingAnswer[T]], None]) -> None:
         """Calls `callback(ticket)` on the client's thread when there is an answer, or at once."""
         with self._lock:
             if not self._event.is_set():

@@ -1,10 +1,39 @@
-"""Who must take the state from whom. Pure."""
+"""Replicas as the lighthouse knows them, and which of them must take the state from which. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from allranks.model.cluster import Member
+
+
+@dataclass(slots=True)
+class Replica:
+    """One living replica."""
+
+    name: str
+    session: str
+    node: str = ""
+    observer: bool = False  # never a member
+    connected: bool = True  # False: known from an earlier lighthouse, expected to come back
+    since: float = 0.0
+    asking: Member | None = None
+    asked_at: float = 0.0
+    cooling_until: float = 0.0  # flapping: not before this; 0 when it is free
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A member of the last quorum that is no longer there."""
+
+    session: str
+    at: float
+    reason: str
+    certain: bool  # False: only silent, may be training on behind a cut network
+    left: bool = False  # said good-bye
+    finished: bool = False  # its training is over
+    step: int = -1  # steps that its state had; -1: not known
 
 
 def assign_healing(members: Sequence[Member]) -> tuple[int, dict[str, str]]:
