@@ -147,7 +147,12 @@ class Etcd:
             raise OSError(f"HTTP {response.status} {raw[:200].decode('utf-8', 'replace')}")
         if response.status != 200:
             raise EtcdError(f"etcd at {endpoint} answered {response.status} to {path}: {raw[:300]!r}")
-        answer: dict[str, Any] = json.loads(raw)
+        try:
+            answer = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise EtcdError(f"{endpoint} is no etcd: it answered {raw[:100]!r}") from error
+        if not isinstance(answer, dict):
+            raise EtcdError(f"{endpoint} is no etcd: it answered {raw[:100]!r}")
         return answer
 
     def _drop(self) -> None:

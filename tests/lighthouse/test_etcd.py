@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from allranks.errors import EtcdError
+from allranks.etcd import Etcd, parse_endpoints
 from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.model.cluster import LeaderMoved, Member, MemberLost, Notice, Quorum
 
@@ -184,3 +188,40 @@ def test_two_lighthouses_that_start_together_agree_on_one_leader(
     (other,) = [each for each in both if each not in leaders]
     with Client(ClientOptions(addresses=(other.address,), replica="a")) as client:
         assert client.lighthouse == leaders[0].address
+
+
+def test_a_damaged_state_in_etcd_is_named_with_its_key(
+    run_lighthouse: RunLighthouse, etcd: Callable[[int], EtcdCluster], stack: ExitStack
+) -> None:
+    """Nobody leads over it, and it is said why; without it a lighthouse leads again."""
+    cluster = etcd(1)
+    client = Etcd(parse_endpoints(cluster.endpoints))
+    stack.callback(client.close)
+    client.put("/allranks/job/state", b"not packed")
+    lighthouse = run_lighthouse("--etcd", cluster.endpoints, "--lease-s", "1")
+    lighthouse.wait_log("what is kept in etcd under /allranks/job/state is damaged")
+    client.delete("/allranks/job/state")
+    lighthouse.wait_log("leading job job in epoch 1")
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b"[" * 50_000, b"\xff"])
+def test_a_server_that_is_no_etcd_is_an_error_that_says_so(body: bytes) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        client = Etcd((f"http://127.0.0.1:{server.server_port}",))
+        with pytest.raises(EtcdError, match="is no etcd"):
+            client.get("/a")
+        client.close()
+        server.shutdown()
+        thread.join(20)

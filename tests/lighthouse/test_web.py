@@ -123,6 +123,9 @@ def test_events_push_every_change_to_listeners(lighthouse: Lighthouse, replica: 
         (b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b" 400 "),
         (b"GET /" + b"a" * 20000 + b" HTTP/1.1\r\n\r\n", b" 431 "),
         (b"PUT / HTTP/1.1\r\n\r\n", b" 405 "),
+        (b"POST /x HTTP/1.1\r\nContent-Length: 0\r\nContent-Length: 9\r\n\r\n", b" 400 "),
+        (b"POST /x HTTP/1.1\r\nContent-Length : 0\r\n\r\n", b" 400 "),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nhost: a.example\r\n\r\n", b" 400 "),
     ],
 )
 def test_bad_requests_are_refused_and_the_service_lives(

@@ -303,6 +303,8 @@ class Connection(asyncio.Protocol):
     def _other_protocol(self, data: bytes) -> None:
         door, transport, start = self._door, self._transport, data[:4]
         if transport is None or start not in (*_HTTP, *door.takers):
+            if start == PREAMBLE:
+                raise BadFrame("this port is for torchft's clients: use the lighthouse's own")
             what = "gRPC: torchft's clients need --grpc-bind" if start == _HTTP2 else f"{data[:16]!r}"
             raise BadFrame(f"neither our frames nor HTTP: {what}")
         door.strangers.pop(self, None)

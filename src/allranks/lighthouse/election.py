@@ -133,7 +133,7 @@ class Election:
             return None
         self._revision, self._good_until = revision, began + lease.ttl_s
         stored = await self._thread(lambda: self._etcd.get(self._key("state")))
-        kept = _unpack(stored.value) if stored is not None else PersistedState()
+        kept = self._unpack(stored.value) if stored is not None else PersistedState()
         kept = replace(kept, epoch=kept.epoch + 1)
         self._epoch = kept.epoch
         try:
@@ -175,6 +175,10 @@ class Election:
     async def _thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
 
-
-def _unpack(data: bytes) -> PersistedState:
-    return msgspec.json.decode(zlib.decompress(data), type=PersistedState)
+    def _unpack(self, data: bytes) -> PersistedState:
+        try:
+            return msgspec.json.decode(zlib.decompress(data), type=PersistedState)
+        except (zlib.error, msgspec.MsgspecError) as error:
+            key = self._key("state")
+            cure = f"`etcdctl del {key}` begins anew, once no replica of this job runs any more"
+            raise EtcdError(f"what is kept in etcd under {key} is damaged ({error}): {cure}") from error

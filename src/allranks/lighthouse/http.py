@@ -26,6 +26,9 @@ MAX_BODY = 64 << 10
 ARRIVAL_S = 10.0
 IDLE_S = 60.0
 TURN_S = 0.002
+_ONCE = frozenset(
+    {"content-length", "host", "authorization", "origin"}
+)  # two of them are an attempt to deceive
 UNREAD_BYTES = 64 << 10  # beyond this no further request is read and no event sent
 
 
@@ -280,9 +283,10 @@ def _parse_head(head: bytes) -> tuple[HttpRequest, int]:
     headers = {}
     for line in lines:
         name, colon, value = line.partition(":")
-        if not colon:
-            raise ValueError("not a header")
-        headers[name.strip().lower()] = value.strip()
+        name = name.lower()
+        if not colon or name != name.strip() or (name in _ONCE and name in headers):
+            raise ValueError("not a header, or one that was there already")
+        headers[name] = value.strip()
     length = headers.get("content-length", "0")
     if not length.isdigit() or "transfer-encoding" in headers:
         raise ValueError("unknown length")
