@@ -14,8 +14,8 @@ import pytest
 
 from allranks.incidents.folder import read_incidents
 from allranks.incidents.node_losses import describe
+from allranks.lighthouse.agents import Nodes
 from allranks.lighthouse.client.client import Client, ClientOptions
-from allranks.lighthouse.nodes import Nodes
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
 from allranks.model.nodes import Failover, Presence

@@ -16,8 +16,8 @@ from allranks.incidents.loop import Watch
 from allranks.incidents.peers import PeerAgents
 from allranks.incidents.pipeline import WatchOptions
 from allranks.launch.node_agent import NodeAgent
+from allranks.lighthouse.agents import Current, decide_gathering
 from allranks.lighthouse.client.client import Client, ClientOptions
-from allranks.lighthouse.nodes import Current, decide_gathering
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
 from allranks.model.cluster import FOLLOW_S, CollectEvidence, Evicted, Gathering
