@@ -22,8 +22,8 @@ from allranks.errors import (
     QuorumTimeout,
     ReplicaEvicted,
 )
+from allranks.lighthouse.client import proxy_link
 from allranks.lighthouse.client.client import Client, ClientOptions
-from allranks.lighthouse.client.proxy_link import ProxyLink
 from allranks.lighthouse.server import Lighthouse
 from allranks.model.cluster import (
     CollectEvidence,
@@ -399,12 +399,15 @@ def test_the_client_brings_neither_torch_numpy_nor_asyncio() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_a_killed_liveness_proxy_is_replaced_however_often(embedded: Embedded, connect: Connect) -> None:
+def test_a_killed_liveness_proxy_is_replaced_however_often(
+    embedded: Embedded, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killing it costs the replica its place for a moment, not its line."""
+    monkeypatch.setattr(proxy_link, "_PAUSE_S", 0.01)
     client = connect(embedded().address, "a", beacon=True)
     line = client._line
-    assert isinstance(line, ProxyLink)
-    for _ in range(7):
+    assert isinstance(line, proxy_link.ProxyLink)
+    for _ in range(6):
         assert line.process is not None
         before = line.process.pid
         os.kill(before, signal.SIGKILL)
