@@ -139,14 +139,18 @@ def test_keepers_with_different_clocks_delete_neither_what_is_being_saved_nor_wh
     """Every node has a clock of its own: each keeper's ages are counted by its own."""
     with contextlib.ExitStack() as stack:
         keepers = [
-            SnapshotServer("a secret", "127.0.0.1:0", 1 << 20, clock=lambda late=late: time.monotonic() + late)
+            SnapshotServer(
+                "a secret", "127.0.0.1:0", 1 << 20, clock=lambda late=late: time.monotonic() + late
+            )
             for late in (0.0, skew_s, 0.0)
         ]
         for keeper in keepers:
             keeper.start()
             stack.callback(keeper.close)
         addresses = ",".join(keeper.address for keeper in keepers)
-        for node in range(3):  # each rank writes to its own node's keeper and the next, and asks its own first
+        for node in range(
+            3
+        ):  # each rank writes to its own node's keeper and the next, and asks its own first
             half = f"checkpoint_step_00000002/rank-{node:05d}-0123456789ab.safetensors"
             store = open_store(StoreSpec(f"peer://{addresses}/job", {"token": "a secret", "node": str(node)}))
             stack.callback(store.close)

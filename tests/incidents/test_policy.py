@@ -12,7 +12,9 @@ REPLICA = HangFacts(
 WHOLE = HangFacts("whole_job", "missing_rank", (5,), 0.95)
 
 
-def kind(case: HangFacts, state: PolicyState = PolicyState(), options: PolicyOptions = PolicyOptions()) -> str:  # noqa: B008
+def kind(
+    case: HangFacts, state: PolicyState = PolicyState(), options: PolicyOptions = PolicyOptions()
+) -> str:  # noqa: B008
     """Only the kind of the action."""
     return decide_action(1000.0, case, state, options).kind
 

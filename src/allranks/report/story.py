@@ -52,7 +52,12 @@ def _status(incident: Incident) -> tuple[str, str]:
 
 
 def _facts(incident: Incident, verdict: Finding) -> list[tuple[str, str]]:
-    names = {"noticed": "Noticed after", "evidence": "Evidence in", "lasted": "Lasted", "recovered": "Recovered in"}
+    names = {
+        "noticed": "Noticed after",
+        "evidence": "Evidence in",
+        "lasted": "Lasted",
+        "recovered": "Recovered in",
+    }
     facts = [
         ("Guilty rank" + ("s" if len(incident.ranks) > 1 else ""), short(incident.ranks)),
         ("Cause", verdict.cause.replace("_", " ")),
