@@ -7,7 +7,9 @@ in short runs that take turns, compared pair by pair.
 
     benchmarks/loop.py [--quick] [--json] [--rounds N] [--kinds hang,kill,…] [--whole kill,…] [--together]
         [--healthy-s S] [--overhead-rounds N]
-    benchmarks/loop.py --matrix [--kinds hang,kill,…]    faults at chosen steps, after a pause, in the last step
+    benchmarks/loop.py --matrix [--kinds hang,kill,…] [--points 0,60,heal,…] [--modes whole,replica] [--device cuda]
+        [--jobs N] [--slice K/M] [--out results.jsonl]       every kind of fault at every point, one job each
+    benchmarks/loop.py --summary results.jsonl                the tables and promises of results gathered before
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from _loop_matrix import POINTS, list_cells, run_matrix, summarise
 from allranks.drill import demo_train
 from allranks.drill.plan import KINDS, make_plan
 from allranks.drill.run import DrillResult, FaultResult, run_drill
@@ -56,8 +59,6 @@ FULL = (
 )
 WHOLE = ("kill", "raise", "hang", "recv", "extra")  # also in a plain DDP job, which restarts as a whole
 HARMLESS = ("slow", "pause")
-PLACES = ("0", "1", "5", "19", "60", "after a pause", "last step")
-LAST = 40
 
 
 def drill(kinds: list[str], seed: int, folder: Path, *, notice_s: float, pace_s: float) -> DrillResult:
@@ -90,40 +91,6 @@ def drill_whole(kind: str, seed: int, folder: Path, *, notice_s: float) -> Drill
         "--notice-s", str(notice_s), "--job", f"whole-{os.getpid()}-{seed}", str(SCRIPT), str(folder / "out"), "60", "64",
     ]  # fmt: skip
     return run_drill(plan, command, folder / "drill", timeout_s=300, quiet=True)
-
-
-def drill_place(kind: str, place: str, number: int, folder: Path, *, notice_s: float) -> FaultResult:
-    """One job with one fault at one place of the matrix."""
-    pause = place == "after a pause"
-    step = {"after a pause": 30, "last step": LAST}[place] if not place.isdigit() else int(place)
-    faults: list[dict[str, Any]] = [{"kind": kind, "rank": number % REPLICAS, "at_step": step}]
-    if pause:
-        faults.insert(0, {"kind": "pause", "rank": number % REPLICAS, "at_step": 25, "for_s": 20.0})
-    plan = make_plan({"seed": number, "faults": faults}, ranks=REPLICAS)
-    out = folder / "out"
-    out.mkdir(parents=True)
-    command = [
-        "allranks", "run", "--replicas", str(REPLICAS), "--notice-s", str(notice_s), "--job", f"matrix-{os.getpid()}-{number}",
-        demo_train.__file__, "--steps", str(LAST + 1 if place == "last step" else step + 60), "--pace-s", "0.1",
-        "--out", str(out),
-    ]  # fmt: skip
-    return run_drill(plan, command, folder / "drill", timeout_s=180, quiet=True).faults[-1]
-
-
-def matrix(kinds: list[str], folder: Path, notice_s: float) -> None:
-    """Prints kinds x places as a table of Markdown: right rank / right cause / noticed after."""
-    print(f"| fault (rank / cause / noticed) | {' | '.join(PLACES)} |", flush=True)
-    print("|---" * (len(PLACES) + 1) + "|", flush=True)
-    for row, kind in enumerate(kinds):
-        cells = []
-        for column, place in enumerate(PLACES):
-            number = row * len(PLACES) + column
-            found = drill_place(kind, place, number, folder / str(number), notice_s=notice_s)
-            ranks = (found.verdict or {}).get("ranks")
-            right = "yes" if ranks == [found.rank] else "no"
-            cause = "yes" if found.verdict_right else "no"
-            cells.append(f"{right} / {cause} / {_s(found.noticed_s)}" if found.fired else "not fired")
-        print(f"| {kind} | {' | '.join(cells)} |", flush=True)
 
 
 def healthy(seconds: float, folder: Path, notice_s: float) -> DrillResult:
@@ -282,8 +249,18 @@ def main() -> int:
         "--overhead-rounds", type=int, default=6, help="pairs of runs that measure what a step costs; 0: none"
     )
     parser.add_argument("--notice-s", type=float, default=5.0, help="least silence that is looked at")
-    parser.add_argument("--matrix", action="store_true", help="kinds x steps, one job each, as a table")
+    parser.add_argument("--matrix", action="store_true", help="kinds x points, one job each, as tables")
+    parser.add_argument("--points", default=",".join(POINTS), help="of the matrix, separated by commas")
+    parser.add_argument("--modes", default="whole,replica", help="of the matrix, separated by commas")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the matrix")
+    parser.add_argument("--jobs", type=int, default=1, help="cells of the matrix side by side")
+    parser.add_argument("--slice", default="1/1", metavar="K/M", help="only every Mth cell, beginning with K")
+    parser.add_argument("--out", type=Path, default=Path("matrix.jsonl"), help="one JSON line per cell")
+    parser.add_argument("--summary", type=Path, help="only sum up what an earlier --out holds")
     args = parser.parse_args()
+    if args.summary:
+        summarise(args.summary)
+        return 0
     kinds = (
         [kind for kind in args.kinds.split(",") if kind != "none"]
         if args.kinds
@@ -291,7 +268,11 @@ def main() -> int:
     )
     folder = Path(tempfile.mkdtemp(prefix="allranks-loop-"))
     if args.matrix:
-        matrix(kinds, folder, args.notice_s)
+        part, parts = (int(number) for number in args.slice.split("/"))
+        chosen = [kind for kind in args.kinds.split(",") if kind]
+        cells = list_cells(chosen, args.points.split(","), args.modes.split(","), args.device)
+        run_matrix(cells[part - 1 :: parts], args.jobs, args.out, args.notice_s)
+        summarise(args.out)
         return 0
     results = []
     for round_ in range(args.first_round, args.first_round + args.rounds):

@@ -9,7 +9,7 @@ import pytest
 from allranks.cli.drill import find_size
 from allranks.drill.plan import KINDS, DrillFault, make_plan, read_plan
 from allranks.drill.run import is_right, match_incidents
-from allranks.drill.self_faults import MISDEEDS
+from allranks.drill.self_faults import FAULTS
 from allranks.errors import InputError
 
 
@@ -60,7 +60,7 @@ def test_random_without_a_size_is_refused() -> None:
 
 def test_every_kind_can_be_committed() -> None:
     """The plan's words and the self_faults are the same set."""
-    assert set(KINDS) == set(MISDEEDS)
+    assert set(KINDS) == set(FAULTS)
 
 
 def test_the_size_of_a_job_is_read_from_its_command() -> None:

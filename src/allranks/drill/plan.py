@@ -4,6 +4,11 @@ seed: 7
 faults:
   - {kind: kill, rank: 1, at_step: 12}
   - {kind: hang, replica: random, at_step: [20, 30], for_s: 60}
+  - {kind: kill, rank: 1, at_step: 0, at: heal}
+
+`at` is the phase in which the fault strikes: "step" (default, at the mark), "heal" (a replica that joins loads its state),
+"regroup" (a step is begun again; after a restart: the first step), or one that the script names with
+`allranks.drill.preload.reach("save")`. Faults of other phases than "step" wait until those before them have fired.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from allranks.drill.self_faults import STEP
 from allranks.errors import InputError
 
 #: kind -> (what it does, causes that a right verdict may name; empty: no verdict is expected)
@@ -53,6 +59,7 @@ class DrillFault:
     rank: int
     at_step: int
     for_s: float = 0.0
+    at: str = STEP  # the phase
 
 
 @dataclass(frozen=True)
@@ -101,14 +108,25 @@ def make_plan(
 def _fault(item: Any, place: str, dice: random.Random, ranks: int | None, per_replica: int) -> DrillFault:
     if not isinstance(item, dict):
         raise InputError(f"{place} must be a mapping, got {item!r}")
-    unknown = set(item) - {"kind", "rank", "replica", "at_step", "for_s"}
+    unknown = set(item) - {"kind", "rank", "replica", "at_step", "for_s", "at"}
     if unknown:
-        raise InputError(
-            f"{place} has unknown keys {sorted(unknown)}", hint="Known: kind, rank or replica, at_step, for_s"
-        )
-    kind = item.get("kind")
+        known = "Known: kind, rank or replica, at_step, at, for_s"
+        raise InputError(f"{place} has unknown keys {sorted(unknown)}", hint=known)
+    kind, at = item.get("kind"), item.get("at", STEP)
     if kind not in KINDS:
         raise InputError(f"{place}: unknown kind {kind!r}", hint=f"Known kinds: {', '.join(KINDS)}")
+    if not isinstance(at, str) or not at:
+        raise InputError(f"{place}.at must be the name of a phase, got {at!r}")
+    for_s = item.get("for_s", 0.0)
+    if not isinstance(for_s, (int, float)) or for_s < 0:
+        raise InputError(f"{place}.for_s must be seconds, got {for_s!r}")
+    rank = _rank(item, place, dice, ranks, per_replica)
+    return DrillFault(kind, rank, _step(item, place, dice), float(for_s), at)
+
+
+def _rank(
+    item: dict[str, Any], place: str, dice: random.Random, ranks: int | None, per_replica: int
+) -> int:
     if ("rank" in item) == ("replica" in item):
         raise InputError(f"{place}: give either rank or replica")
     if "rank" in item:
@@ -118,15 +136,16 @@ def _fault(item: Any, place: str, dice: random.Random, ranks: int | None, per_re
         rank = _number(item["replica"], f"{place}.replica", dice, replicas) * per_replica
     if ranks is not None and not 0 <= rank < ranks:
         raise InputError(f"{place}: rank {rank} does not exist in a job of {ranks}")
+    return rank
+
+
+def _step(item: dict[str, Any], place: str, dice: random.Random) -> int:
     at = item.get("at_step", 1)
     if isinstance(at, list) and len(at) == 2 and all(isinstance(n, int) for n in at) and at[0] <= at[1]:
         at = dice.randint(at[0], at[1])
     if not isinstance(at, int) or at < 0:
         raise InputError(f"{place}.at_step must be a step or [first, last], got {item.get('at_step')!r}")
-    for_s = item.get("for_s", 0.0)
-    if not isinstance(for_s, (int, float)) or for_s < 0:
-        raise InputError(f"{place}.for_s must be seconds, got {for_s!r}")
-    return DrillFault(kind, rank, at, float(for_s))
+    return at
 
 
 def _number(value: Any, place: str, dice: random.Random, count: int | None) -> int:

@@ -15,13 +15,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
-from allranks.drill.self_faults import commit
+from allranks.drill.self_faults import STEP, inject
 from allranks.record.recorder import Recorder
 
 MOST_BYTES = 64 << 20  # of parameters that are fingerprinted
 _folder = Path(os.environ["ALLRANKS_DRILL"])
-_faults: list[dict[str, Any]] = json.loads((_folder / "plan.json").read_text())["faults"]
+_faults: list[dict[str, Any]] = [
+    {"at": STEP, **fault} for fault in json.loads((_folder / "plan.json").read_text())["faults"]
+]
 _original = Recorder.step
+_begun: set[int] = set()  # steps that this process has marked
 
 
 @cache
@@ -45,14 +48,26 @@ def _step(recorder: Recorder, number: int, label: str | None = None) -> None:
     if os.getpid() != recorder.pid:
         return
     tell(step=number)
+    again = number in _begun or (not _begun and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
+    _begun.add(number)
     for index, fault in enumerate(_faults):
-        if fault["rank"] != _rank() or number < fault["at_step"]:
-            continue
-        if fault["kind"] == "slow" and number < fault["at_step"] + 20:
+        if fault["kind"] == "slow" and fault["rank"] == _rank() and 0 <= number - fault["at_step"] < 20:
             _fire(index, number)
-            commit("slow", fault["for_s"])
-        elif _fire(index, number):
-            commit(fault["kind"], fault["for_s"])
+            inject("slow", fault["for_s"])
+    reach(STEP)
+    if again:
+        reach("regroup")
+
+
+def reach(phase: str) -> None:
+    """The rank is in this phase: fires what is due there. Scripts call it for phases of their own ("save")."""
+    step = max(_begun, default=0)
+    for index, fault in enumerate(_faults):
+        if fault["rank"] != _rank() or fault["at"] != phase or fault["kind"] == "slow":
+            continue
+        early = phase != STEP and not all((_folder / f"fired.{i}").exists() for i in range(index))
+        if not early and (step >= fault["at_step"] or phase == "heal") and _fire(index, step):
+            inject(fault["kind"], fault["for_s"])
 
 
 def _fire(index: int, step: int) -> bool:
@@ -82,9 +97,17 @@ def _fingerprint(optimizer: Any) -> str | None:
     return seen.hexdigest()
 
 
-def _compare_replicas() -> None:
+def _watch_replicas() -> None:
+    from allranks.manager.manager import Manager
     from allranks.manager.optimizer import OptimizerWrapper
 
+    load_healed = Manager._load_healed
+
+    def load(manager: Manager, generation: Any) -> bool:
+        reach("heal")
+        return load_healed(manager, generation)
+
+    Manager._load_healed = load  # type: ignore[method-assign]
     ordinary = OptimizerWrapper.step
 
     def step(optimizer: OptimizerWrapper, closure: Any = None) -> bool:
@@ -98,5 +121,5 @@ def _compare_replicas() -> None:
 
 
 if "REPLICA_GROUP_ID" in os.environ:
-    _compare_replicas()
+    _watch_replicas()
 Recorder.step = _step  # type: ignore[assignment, method-assign]

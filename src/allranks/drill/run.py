@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -58,9 +59,15 @@ class DrillResult:
 
 
 def run_drill(
-    plan: DrillPlan, command: list[str], folder: Path, *, timeout_s: float, quiet: bool = False
+    plan: DrillPlan,
+    command: list[str],
+    folder: Path,
+    *,
+    timeout_s: float,
+    quiet: bool = False,
+    until: Callable[[], bool] = lambda: False,
 ) -> DrillResult:
-    """Runs the command with the plan's faults preloaded into its ranks, to its end or the limit."""
+    """Runs the command with the plan's faults preloaded into its ranks, to its end, the limit, or `until`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(plan.to_json())
     environment = {
@@ -78,12 +85,21 @@ def run_drill(
         )
         try:
             with ended_by_signals():
-                code = process.wait(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            code = 124
+                code = _wait(process, timeout_s, until)
         finally:
             _end(process)
     return judge_drill(plan, folder, code)
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float, until: Callable[[], bool]) -> int:
+    """Its exit code; 124 when it was not finished in time or when `until` was true first."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and not until():
+        try:
+            return process.wait(timeout=min(0.25, timeout_s))
+        except subprocess.TimeoutExpired:
+            continue
+    return 124
 
 
 def with_incidents(command: list[str], incidents: Path) -> list[str]:

@@ -19,11 +19,12 @@ from datetime import timedelta
 
 PIDFD_GETFD = 438  # the system call's number on every architecture
 PARTITION_S = 3.0
+STEP = "step"  # the phase in which a fault strikes unless its plan names another
 
 
-def commit(kind: str, for_s: float) -> None:
+def inject(kind: str, for_s: float) -> None:
     """Does it. Returns only for faults that end (slow, pause, or a hang with a limit)."""
-    MISDEEDS[kind](for_s)
+    FAULTS[kind](for_s)
 
 
 def _kill(for_s: float) -> None:
@@ -264,7 +265,7 @@ def _slow(for_s: float) -> None:
     time.sleep(for_s or 1.0)
 
 
-MISDEEDS: dict[str, Callable[[float], None]] = {
+FAULTS: dict[str, Callable[[float], None]] = {
     "kill": _kill, "exit": _exit, "segfault": _segfault, "raise": _raise, "stop": _stop, "hang": _hang, "busy": _busy,
     "lock": _lock, "gil": _gil, "loader": _loader, "subprocess": _subprocess, "queue": _queue, "fifo": _fifo,
     "file_lock": _file_lock, "network": _network, "store": _store, "recv": _recv, "extra": _extra, "slow": _slow, "pause": _pause, "leave": _leave, "partition": _partition,

@@ -1,0 +1,234 @@
+"""The drill matrix of `benchmarks/loop.py --matrix`: every kind of fault at every point, one real job for each cell.
+
+Cells run side by side (--jobs), a slice of them (--slice 2/6) fits into a lent machine's time, each result is one JSON
+line at the end of a file (--out), and all slices together are summed up with --summary FILE.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from allranks.drill.plan import KINDS, make_plan
+from allranks.drill.run import ALARMS, FaultResult, run_drill
+from allranks.incidents.folder import read_incidents
+
+TRAIN = Path(__file__).with_name("_loop_matrix_train.py")
+RANKS, LAST, PAUSE_AT = 3, 40, 25
+DEATHS = ("kill", "exit", "segfault", "raise")
+KINDS_REPLICA = (
+    *DEATHS, "stop", "hang", "busy", "lock", "gil", "loader", "subprocess", "queue", "fifo", "file_lock", "network",
+    "store", "partition",
+)  # fmt: skip
+KINDS_WHOLE = (*KINDS_REPLICA, "recv", "extra")
+KINDS_CUDA = ("kill", "raise", "stop", "hang", "busy", "gil", "loader")
+POINTS = ("0", "1", "5", "19", "60", "pause", "heal", "save", "regroup", "last")
+LATE_S = 2.0  # the promise: noticed at most so long after the allowed silence
+LIMIT_S = 150.0
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One job with one judged fault."""
+
+    mode: str  # whole | replica
+    kind: str
+    point: str
+    number: int
+    device: str = "cpu"
+
+    @property
+    def rank(self) -> int:
+        """Changes from cell to cell."""
+        return self.number % RANKS
+
+
+def list_cells(kinds: list[str], points: list[str], modes: list[str], device: str) -> list[Cell]:
+    """All cells, in an order that gives every slice a share of each kind and point."""
+    chosen: dict[str, Iterable[str]] = {"whole": KINDS_WHOLE, "replica": KINDS_REPLICA}
+    if device == "cuda":
+        chosen = dict.fromkeys(chosen, KINDS_CUDA)
+    found = [(m, k, p) for m in modes for k in chosen[m] if not kinds or k in kinds for p in points]
+    return [Cell(m, k, p, number, device) for number, (m, k, p) in enumerate(found)]
+
+
+def faults_of(cell: Cell) -> list[dict[str, Any]]:
+    """The plan: the judged fault last, after the one that makes a heal or a regroup."""
+    own: dict[str, Any] = {"kind": cell.kind, "rank": cell.rank}
+    other = (cell.rank + 1) % RANKS
+    if cell.point == "heal":  # the rank that comes back, or any rank of a job that restores
+        return [{"kind": "kill", "rank": cell.rank, "at_step": 12}, {**own, "at_step": 0, "at": "heal"}]
+    if cell.point == "regroup":
+        return [{"kind": "kill", "rank": other, "at_step": 12}, {**own, "at_step": 0, "at": "regroup"}]
+    if cell.point == "save":
+        return [{**own, "at_step": 15, "at": "save"}]
+    step = {"pause": PAUSE_AT + 5, "last": LAST - 1}.get(cell.point)
+    return [{**own, "at_step": int(cell.point) if step is None else step}]
+
+
+def command_of(cell: Cell, folder: Path, notice_s: float) -> list[str]:
+    """`allranks run` for this cell."""
+    steps = 100_000 if cell.point != "last" else LAST
+    mode = (
+        ["--replicas", str(RANKS)]
+        if cell.mode == "replica"
+        else ["--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "3", "--recovery", "on"]
+    )
+    pause = ["--pause-at", str(PAUSE_AT)] if cell.point == "pause" else []
+    job = f"matrix-{os.getpid()}-{cell.number}"
+    return [
+        *("allranks", "run", *mode, "--notice-s", str(notice_s), "--job", job),
+        *(str(TRAIN), str(folder / "out"), str(steps), "--device", cell.device, *pause),
+    ]
+
+
+def run_cell(cell: Cell, folder: Path, notice_s: float) -> dict[str, Any]:
+    """Runs one job until all its faults are explained, and judges the last one."""
+    faults = faults_of(cell)
+    incidents = folder / "drill" / "incidents"
+
+    fired = folder / "drill" / f"fired.{len(faults) - 1}"
+
+    def explained() -> bool:
+        if not fired.exists():
+            return False
+        at = float(json.loads(fired.read_text() or "{}").get("at", 1e99))
+        later = [i for i in read_incidents(incidents) if i["kind"] in ALARMS and i["opened"] >= at]
+        settled = [i for i in later if i["kind"] == "partition" or _is_explained(incidents, i)]
+        return bool(settled) and len(settled) == len(later)
+
+    began = time.monotonic()
+    (folder / "boxes").mkdir(parents=True)
+    plan = make_plan({"seed": cell.number, "faults": faults}, ranks=RANKS)
+    result = run_drill(
+        plan,
+        command_of(cell, folder, notice_s),
+        folder / "drill",
+        timeout_s=LIMIT_S,
+        quiet=True,
+        until=explained,
+    )
+    row = {**asdict(cell), "rank": cell.rank, "seconds": round(time.monotonic() - began, 1)}
+    row |= _judge(result.faults[-1], incidents)
+    row |= {"alarms": result.false_alarms, "evictions": result.false_evictions, "exit": result.exit_code}
+    if not (row["right_rank"] and row["right_cause"]):
+        row["log"] = (folder / "drill" / "output.log").read_text(errors="replace")[-3000:]
+        row["incidents"] = [
+            [i["kind"], (i["verdict"] or {}).get("sentence")] for i in read_incidents(incidents)
+        ]
+    return row
+
+
+def _is_explained(incidents: Path, incident: dict[str, Any]) -> bool:
+    """The verdict of all evidence is there; of a hang also what is done about it."""
+    judged = (incidents / str(incident["id"]) / "diagnosis.json").exists()
+    return judged and bool(incident["kind"] == "death" or incident.get("action"))
+
+
+def _judge(found: FaultResult, incidents: Path) -> dict[str, Any]:
+    """How far noticing was from what is allowed, and whether rank and cause are right."""
+    verdict = found.verdict or {}
+    ranks, late_s, limit_s = verdict.get("ranks"), None, 0.0
+    if found.incident and found.noticed_s is not None:
+        story = json.loads((incidents / found.incident / "incident.json").read_text())
+        at = {moment["name"]: float(moment["at"]) for moment in story["timeline"]}
+        late_s = found.noticed_s
+        if "overdue" in at:  # a hang: the silence that the job's history allows does not count
+            late_s = at["noticed"] - at["overdue"]
+            limit_s = at["overdue"] - at["last good step"]
+    return {
+        "fired": found.fired,
+        "noticed_s": found.noticed_s,
+        "limit_s": limit_s,
+        "late_s": late_s,
+        "ranks": ranks,
+        "cause": verdict.get("cause"),
+        "where": verdict.get("where"),
+        "right_rank": ranks == [found.rank] or (found.kind == "partition" and ranks == []),
+        "right_cause": verdict.get("cause") in KINDS[found.kind][1],
+    }
+
+
+def run_matrix(cells: list[Cell], jobs: int, out: Path, notice_s: float) -> None:
+    """Side by side; every result is appended to the file as it comes."""
+    folder = Path(tempfile.mkdtemp(prefix="allranks-matrix-"))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_source(), os.environ.get("PYTHONPATH"))))
+
+    def work(cell: Cell) -> None:
+        try:
+            row = run_cell(cell, folder / f"{cell.mode}-{cell.number}", notice_s)
+        except Exception as error:  # one broken cell does not end the others
+            row = {**asdict(cell), "rank": cell.rank, "fired": False, "error": repr(error)}
+        with _lock, open(out, "a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(_line(row), file=sys.stderr, flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(work, cells))
+
+
+def _source() -> str:
+    return str(Path(__file__).parents[1] / "src")
+
+
+def _line(row: dict[str, Any]) -> str:
+    right = f"rank {'right' if row.get('right_rank') else 'WRONG'}, cause {'right' if row.get('right_cause') else 'WRONG'}"
+    late = row.get("late_s")
+    noticed = "NOT noticed" if late is None else f"noticed {late:.2f} s late ({row['noticed_s']:.2f} s)"
+    name = f"{row['mode']:>7} {row['kind']:>10} {row['point']:>7} rank {row['rank']}"
+    if not row.get("fired"):
+        return f"{name}: did not fire {row.get('error', '')}"
+    return f"{name}: {noticed}, {right} ({row.get('cause')} {row.get('ranks')}), {row['seconds']} s"
+
+
+def summarise(path: Path) -> dict[str, Any]:
+    """Prints the table of each mode and the promises; returns the numbers. The last result of a cell counts."""
+    rows = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        rows[row["device"], row["mode"], row["kind"], row["point"]] = row
+    for device, mode in sorted({key[:2] for key in rows}):
+        table = {key[2:]: row for key, row in rows.items() if key[:2] == (device, mode)}
+        points = [p for p in POINTS if any(point == p for _, point in table)]
+        print(f"\n| {mode}, {device}: rank / cause / late | {' | '.join(points)} |")
+        print("|---" * (len(points) + 1) + "|")
+        for kind in dict.fromkeys(kind for kind, _ in table):
+            print(f"| {kind} | {' | '.join(_cell(table.get((kind, p))) for p in points)} |")
+    fired = [row for row in rows.values() if row.get("fired")]
+    late = sorted(row["late_s"] for row in fired if row["late_s"] is not None)
+    numbers = {
+        "cells": len(rows),
+        "fired": len(fired),
+        "unnoticed": len(fired) - len(late),
+        "right_rank": sum(row["right_rank"] for row in fired) / max(1, len(fired)),
+        "right_cause": sum(row["right_cause"] for row in fired) / max(1, len(fired)),
+        "late_s_median": late[len(late) // 2] if late else None,
+        "late_s_max": late[-1] if late else None,
+        "later_than_2_s": sum(value > LATE_S for value in late),
+        "false_alarms": sum(row["alarms"] for row in fired),
+    }
+    for name, value in numbers.items():
+        print(f"{name:>16}  {value if not isinstance(value, float) else round(value, 4)}")
+    return numbers
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if not row.get("fired"):
+        return "not fired"
+    if row["late_s"] is None:
+        return "**not noticed**"
+    mark = {True: "yes", False: "**no**"}
+    return f"{mark[row['right_rank']]} / {mark[row['right_cause']]} / {row['late_s']:.1f} s"
