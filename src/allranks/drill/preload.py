@@ -107,7 +107,7 @@ def _watch_replicas() -> None:
         reach("heal")
         return load_healed(manager, generation)
 
-    Manager._load_healed = load  # type: ignore[method-assign]
+    Manager._load_healed = load  # type: ignore[assignment, method-assign]
     ordinary = OptimizerWrapper.step
 
     def step(optimizer: OptimizerWrapper, closure: Any = None) -> bool:
