@@ -30,7 +30,13 @@ for step in (0, 1, 1, 2):
         ("step", 2, [], 3, 2),
         ("save", 1, [], 3, 1),  # not at the first one: step 1 has not begun
         ("regroup", 0, [], 3, 1),  # step 1 is begun again
-        ("save", 0, [{"kind": "kill", "rank": 1, "at_step": 0}], 0, None),  # the fault before it has not fired
+        (
+            "save",
+            0,
+            [{"kind": "kill", "rank": 1, "at_step": 0}],
+            0,
+            None,
+        ),  # the fault before it has not fired
     ],
 )
 def test_a_fault_strikes_in_its_phase_after_those_before_it(

@@ -124,9 +124,7 @@ def _fault(item: Any, place: str, dice: random.Random, ranks: int | None, per_re
     return DrillFault(kind, rank, _step(item, place, dice), float(for_s), at)
 
 
-def _rank(
-    item: dict[str, Any], place: str, dice: random.Random, ranks: int | None, per_replica: int
-) -> int:
+def _rank(item: dict[str, Any], place: str, dice: random.Random, ranks: int | None, per_replica: int) -> int:
     if ("rank" in item) == ("replica" in item):
         raise InputError(f"{place}: give either rank or replica")
     if "rank" in item:
