@@ -12,11 +12,9 @@ REPLICA = HangFacts(
 WHOLE = HangFacts("whole_job", "missing_rank", (5,), 0.95)
 
 
-def kind(
-    case: HangFacts, state: PolicyState = PolicyState(), options: PolicyOptions = PolicyOptions()
-) -> str:  # noqa: B008
+def kind(case: HangFacts, state: PolicyState | None = None, options: PolicyOptions | None = None) -> str:
     """Only the kind of the action."""
-    return decide_action(1000.0, case, state, options).kind
+    return decide_action(1000.0, case, state or PolicyState(), options or PolicyOptions()).kind
 
 
 def test_replica_mode_evicts_the_guilty_replica() -> None:
