@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import signal
 import socket
 import struct
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -146,22 +148,30 @@ def dial(port: tuple[str, int]) -> socket.socket | None:
         return None
 
 
-def answers(port: tuple[str, int]) -> Iterator[tuple[str, bytes]]:
-    """What whoever listens there says to each of SENT, within half a second."""
-    for name, data in SENT.items():
-        sock = dial(port)
-        if sock is None:
-            continue
-        with sock:
-            sock.settimeout(0.5)
-            got = b""
-            try:
-                sock.sendall(data)
-                while piece := sock.recv(65536):
-                    got += piece
-            except OSError:
-                pass
-            yield name, got
+def answers(ports: set[tuple[str, int]]) -> dict[tuple[tuple[str, int], str], bytes]:
+    """What whoever listens there says to each of SENT within a second."""
+    said: dict[tuple[tuple[str, int], str], bytes] = {}
+    with ExitStack() as stack, selectors.DefaultSelector() as selector:
+        for port in ports:
+            for name, data in SENT.items():
+                sock = dial(port)
+                if sock is not None:
+                    stack.enter_context(sock)
+                    said[port, name] = b""
+                    selector.register(sock, selectors.EVENT_READ, (port, name))
+                    with suppress(OSError):
+                        sock.sendall(data)
+        deadline = time.monotonic() + 1.0
+        while (left := deadline - time.monotonic()) > 0 and selector.get_map():
+            for key, _ in selector.select(left):
+                try:
+                    piece = key.fileobj.recv(65536)  # type: ignore[union-attr]
+                except OSError:
+                    piece = b""
+                said[key.data] += piece
+                if not piece:
+                    selector.unregister(key.fileobj)
+    return said
 
 
 @pytest.mark.timeout(300)
@@ -169,14 +179,9 @@ def test_strangers_at_every_port_learn_nothing_and_stop_nothing(job: RunningJob)
     """While a hundred silent ones stay at each port a killed replica comes back, heals, and votes."""
     ports = job.ports()
     assert len(ports) >= 3  # the lighthouse's, and those of two replicas
-    epoch = 0
-    said: dict[tuple[tuple[str, int], str], bytes] = {}
-    for port in ports:
-        for name, got in answers(port):
-            said[port, name] = got
-            if name == "the status" and b'"epoch":' in got:
-                epoch = json.loads(got.partition(b"\r\n\r\n")[2])["epoch"]
-    assert epoch, "no port showed the status"
+    said = answers(ports)
+    statuses = [got for (_, name), got in said.items() if name == "the status" and b'"epoch":' in got]
+    epoch = json.loads(statuses[0].partition(b"\r\n\r\n")[2])["epoch"]
     keys = [Keyring(TOKEN).for_quorum(epoch, number) for number in range(10)]
     keys += [Keyring(TOKEN).for_purpose(purpose) for purpose in ("lighthouse", "snapshots", "evidence")]
     secrets = [TOKEN.encode(), *(key.key for key in keys), *(key.key.hex().encode() for key in keys)]

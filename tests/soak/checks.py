@@ -21,6 +21,7 @@ class ReplicaChecks:
     _tries: dict[tuple[int, int, int], dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
     _seats: dict[tuple[int, int], dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
     _commits: dict[int, set[tuple[int, int]]] = field(default_factory=lambda: defaultdict(set))
+    _shrunk: set[int] = field(default_factory=set)  # steps in which a member died: its share is left out
 
     def take(self, rows: Iterable[Row]) -> None:
         """Lines of one process, in their order."""
@@ -48,6 +49,8 @@ class ReplicaChecks:
         if last is not None and step != last + 1:
             self.wrong.append(f"{row['replica']} committed step {step} after step {last}")
         self._commits[step - 1].add((row["quorum"], row["size"]))
+        if row["now"] != row["quorum"]:
+            self._shrunk.add(step - 1)
 
     def finish(self) -> None:
         """What can be told when no line is missing any more."""
@@ -60,7 +63,7 @@ class ReplicaChecks:
                 self.wrong.append(f"step {of} was committed in two ways: {sorted(ways)}")
             quorum, size = min(ways)
             seen = set(self._tries[of, quorum, size])
-            if seen != set(range(size)):
+            if seen != set(range(size)) and of not in self._shrunk:
                 self.wrong.append(
                     f"step {of}: samples of places {sorted(set(range(size)) - seen)} are missing"
                 )

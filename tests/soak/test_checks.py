@@ -11,6 +11,7 @@ from .checks import JobChecks, ReplicaChecks
 
 def commit(step: int, digest: str = "", **row: Any) -> dict[str, Any]:
     base = {"kind": "commit", "pid": 1, "replica": "a", "step": step, "quorum": 1, "size": 1, "place": 0}
+    base["now"] = row.get("quorum", 1)
     return {**base, "hash": digest or f"h{step}", **row}
 
 
@@ -25,6 +26,14 @@ def test_a_good_run_is_not_blamed() -> None:
     """Also with one that took the others' state over."""
     checks = ReplicaChecks()
     checks.take([*GOOD, commit(2, pid=3, replica="c", quorum=2, size=2, place=None)])
+    checks.finish()
+    assert checks.wrong == []
+
+
+def test_the_share_of_a_member_that_dies_in_a_step_may_be_missing() -> None:
+    """The others reduce once more among themselves, in another quorum."""
+    checks = ReplicaChecks()
+    checks.take([*GOOD, attempt(2, size=2), commit(3, size=2, now=2)])
     checks.finish()
     assert checks.wrong == []
 

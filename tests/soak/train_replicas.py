@@ -78,7 +78,10 @@ def main(folder: Path) -> None:
             own = (
                 place if after == step + 1 else None
             )  # else it was cut off meanwhile and took the others' state
-            note(kind="commit", step=after, quorum=quorum, size=size, place=own, hash=digest(model))
+            now = (
+                manager.quorum_id()
+            )  # another one when a member died in the step and the rest reduced once more
+            note(kind="commit", step=after, quorum=quorum, now=now, size=size, place=own, hash=digest(model))
             if told.item():
                 break
     note(kind="end")

@@ -205,10 +205,7 @@ def _why(
     if not idle:
         lost = [f"{name} ({gone.reason})" for name, gone in sorted(state.gone.items())]
         without = f", without {listed(lost)}" if lost else ""
-        return (
-            "everybody",
-            f"all {_count(len(state.asking), 'replica joined', 'replicas joined')}{without}",
-        )
+        return ("everybody", f"all {_count(len(state.asking), 'replica joined', 'replicas joined')}{without}")
     asking = _count(len(state.asking), "replica asks", "replicas ask")
     return "join_timeout", f"join timeout is over: {asking}, without {listed(idle)}"
 

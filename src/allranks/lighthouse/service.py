@@ -28,15 +28,7 @@ from allranks.lighthouse.snapshot import take_snapshot
 from allranks.lighthouse.state import QuorumState
 from allranks.lighthouse.status import PersistedState, Status, StatusEvent
 from allranks.lighthouse.training import TrainingView
-from allranks.model.cluster import (
-    Evicted,
-    LetIn,
-    Member,
-    MemberLeft,
-    MemberLost,
-    Quorum,
-    QuorumWanted,
-)
+from allranks.model.cluster import Evicted, LetIn, Member, MemberLeft, MemberLost, Quorum, QuorumWanted
 
 log = logging.getLogger("allranks.lighthouse")
 
