@@ -20,8 +20,8 @@ class ReplicaChecks:
     _last: dict[int, int] = field(default_factory=dict)  # process -> its last committed step
     _tries: dict[tuple[int, int, int], dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
     _seats: dict[tuple[int, int], dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
-    _commits: dict[int, set[tuple[int, int]]] = field(default_factory=lambda: defaultdict(set))
-    _shrunk: set[int] = field(default_factory=set)  # steps in which a member died: its share is left out
+    #: step -> (quorum before it, quorum after it, size before it) of those who committed it
+    _commits: dict[int, set[tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(set))
 
     def take(self, rows: Iterable[Row]) -> None:
         """Lines of one process, in their order."""
@@ -48,9 +48,7 @@ class ReplicaChecks:
             return  # it has taken the state of the others: no step of its own
         if last is not None and step != last + 1:
             self.wrong.append(f"{row['replica']} committed step {step} after step {last}")
-        self._commits[step - 1].add((row["quorum"], row["size"]))
-        if row["now"] != row["quorum"]:
-            self._shrunk.add(step - 1)
+        self._commits[step - 1].add((row["quorum"], row["now"], row["size"]))
 
     def finish(self) -> None:
         """What can be told when no line is missing any more."""
@@ -59,11 +57,13 @@ class ReplicaChecks:
             missing = sorted(set(range(1, steps[-1] + 1)) - set(steps))
             self.wrong.append(f"steps were lost: {missing[:10]}")
         for of, ways in self._commits.items():
-            if len(ways) > 1:
-                self.wrong.append(f"step {of} was committed in two ways: {sorted(ways)}")
-            quorum, size = min(ways)
+            if max(before for before, _, _ in ways) > min(after for _, after, _ in ways):
+                self.wrong.append(f"step {of} was committed in two quorums: {sorted(ways)}")
+            if len(ways) > 1 or any(before != after for before, after, _ in ways):
+                continue  # members changed within the step: shares are those of before, or of after
+            ((quorum, _, size),) = ways
             seen = set(self._tries[of, quorum, size])
-            if seen != set(range(size)) and of not in self._shrunk:
+            if seen != set(range(size)):
                 self.wrong.append(
                     f"step {of}: samples of places {sorted(set(range(size)) - seen)} are missing"
                 )
