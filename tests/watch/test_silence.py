@@ -342,3 +342,14 @@ def test_a_rank_that_waits_where_it_was_before_is_enough_when_the_other_is_somew
     state = observe(1.0, NoticeState(), samples, OPTIONS)
     rhythms = {"waits": Rhythm((0.1, 0.1)), "new": Rhythm()}
     assert notice(12.0, 10**18, state, samples, OPTIONS, rhythms.__getitem__)[0] is not None
+
+
+def test_a_living_process_is_the_newest_of_its_rank_whatever_the_clock_said(tmp_path: Path) -> None:
+    """A rank that started while the clock was an hour ahead, and died, hides nobody who came after it."""
+    ahead, after = tmp_path / "a", tmp_path / "b"
+    ahead.mkdir()
+    after.mkdir()
+    write_box(ahead, rank=0, step=5, pid=2**22 - 1, start_ns=10**18 + 3600 * 10**9).rename(tmp_path / "0-a.box")
+    write_box(after, rank=0, step=6, start_ns=10**18).rename(tmp_path / "0-b.box")
+    (sample,) = read_samples(tmp_path)
+    assert sample.alive and sample.step == 6

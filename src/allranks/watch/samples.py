@@ -54,14 +54,17 @@ class RankSample:
 
 
 def read_samples(folder: Path) -> list[RankSample]:
-    """The newest box of every rank in a folder; files that are not boxes are passed over."""
+    """The newest box of every rank in a folder; files that are not boxes are passed over.
+
+    One whose process lives is newer than any of a dead one, whatever their clocks said when they started.
+    """
     newest: dict[int, RankSample] = {}
     for path in sorted(folder.glob("*.box")):
         sample = read_sample(path)
         if sample is None:
             continue
         known = newest.get(sample.rank)
-        if known is None or sample.start_ns > known.start_ns:
+        if known is None or (sample.alive, sample.start_ns) > (known.alive, known.start_ns):
             newest[sample.rank] = sample
     return [newest[rank] for rank in sorted(newest)]
 
