@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from tests.boxes import write_box
 
-from allranks.watch.samples import RankSample, Rhythm
+from allranks.watch.samples import RankSample, Rhythm, read_samples
 from allranks.watch.silence import (
     MANAGER_TIMEOUT_S,
     NoticeOptions,
@@ -349,7 +351,9 @@ def test_a_living_process_is_the_newest_of_its_rank_whatever_the_clock_said(tmp_
     ahead, after = tmp_path / "a", tmp_path / "b"
     ahead.mkdir()
     after.mkdir()
-    write_box(ahead, rank=0, step=5, pid=2**22 - 1, start_ns=10**18 + 3600 * 10**9).rename(tmp_path / "0-a.box")
+    write_box(ahead, rank=0, step=5, pid=2**22 - 1, start_ns=10**18 + 3600 * 10**9).rename(
+        tmp_path / "0-a.box"
+    )
     write_box(after, rank=0, step=6, start_ns=10**18).rename(tmp_path / "0-b.box")
     (sample,) = read_samples(tmp_path)
     assert sample.alive and sample.step == 6
