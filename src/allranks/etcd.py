@@ -74,8 +74,11 @@ class Etcd:
     ) -> tuple[bool, int]:
         """Writes `key` if `guard` was made at that revision (0: does not exist). (written, revision now)."""
         compare = {
-            "key": _encode(guard), "target": "CREATE", "result": "EQUAL", "create_revision": str(create_revision),
-        }  # fmt: skip
+            "key": _encode(guard),
+            "target": "CREATE",
+            "result": "EQUAL",
+            "create_revision": str(create_revision),
+        }
         answer = self._put_where(compare, _put(key, value, lease))
         return bool(answer.get("succeeded")), int(answer["header"]["revision"])
 

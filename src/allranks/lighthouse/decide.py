@@ -228,9 +228,10 @@ def find_broken(state: QuorumState) -> str:
     if not state.continuing_not_asking:
         return ""
     given_up = [
-        name for name, replica in state.asking_veterans.items()
+        name
+        for name, replica in state.asking_veterans.items()
         if replica.asking is not None and replica.asking.commit_failures
-    ]  # fmt: skip
+    ]
     if not given_up:
         return ""
     return f"{listed(given_up)} gave up the group of quorum {state.number} and ask{'s' if len(given_up) == 1 else ''} again"

@@ -35,9 +35,16 @@ def decode_member(data: bytes) -> Member:
         elif field in number and isinstance(value, int):
             number[field] = value
     return Member(
-        replica=text[1], session=text[1], address=text[2], store=text[3], data=text[7],
-        step=signed(number[4]), world_size=number[5], shrink_only=bool(number[6]), commit_failures=signed(number[8]),
-    )  # fmt: skip
+        replica=text[1],
+        session=text[1],
+        address=text[2],
+        store=text[3],
+        data=text[7],
+        step=signed(number[4]),
+        world_size=number[5],
+        shrink_only=bool(number[6]),
+        commit_failures=signed(number[8]),
+    )
 
 
 def decode_heartbeat_request(data: bytes) -> str:
@@ -87,11 +94,16 @@ def encode_member(member: Member) -> bytes:
     """QuorumMember."""
     return b"".join(
         (
-            text_field(1, member.replica), text_field(2, member.address), text_field(3, member.store), number_field(4, member.step),
-            number_field(5, member.world_size), number_field(6, int(member.shrink_only)), text_field(7, member.data),
+            text_field(1, member.replica),
+            text_field(2, member.address),
+            text_field(3, member.store),
+            number_field(4, member.step),
+            number_field(5, member.world_size),
+            number_field(6, int(member.shrink_only)),
+            text_field(7, member.data),
             number_field(8, member.commit_failures),
         )
-    )  # fmt: skip
+    )
 
 
 def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:

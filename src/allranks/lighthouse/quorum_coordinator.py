@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from allranks.errors import AllranksError
 from allranks.lighthouse.codec import encode
 from allranks.lighthouse.decide import Form, Wait, decide, find_broken, find_wanted
 from allranks.lighthouse.event_log import EventLog
@@ -141,7 +142,7 @@ class QuorumCoordinator:
         state, kept = self.state, self._to_keep(new)
         try:
             await self.keep(kept)
-        except Exception as error:
+        except (OSError, AllranksError) as error:
             log.error("could not keep quorum %d: %s", kept.number, error)
             self._saving = None
             self.timers.call_later(max(self.options.quorum_tick_s, 0.05), self.soon)

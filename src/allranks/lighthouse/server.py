@@ -161,7 +161,7 @@ class Lighthouse:
         limits: dict[str, Any] = {"ssl_handshake_timeout": self.server.hello_timeout_s} if context else {}
         server = await loop.create_server(
             lambda: Connection(door), ssl=context, backlog=_BACKLOG, **limits, **_where(self.server)
-        )  # fmt: skip
+        )
         host, port = server.sockets[0].getsockname()[:2]
         self.address = self.server.advertise or join_address(host, port)
         log.info("listening on %s%s", self.address, " with TLS" if context else "")

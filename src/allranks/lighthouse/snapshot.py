@@ -20,10 +20,15 @@ def take_snapshot(service: Service) -> Status:
     state, now = service.state, service.now()
     alive = [name for name, replica in state.replicas.items() if not replica.observer]
     scene = Scene(
-        sum(1 for name in state.members if name in state.replicas), frozenset(alive), service.agents.count, service.former.waiting,
+        sum(1 for name in state.members if name in state.replicas),
+        frozenset(alive),
+        service.agents.count,
+        service.former.waiting,
         next((each.health for each in service.sessions if each.observer and each.health), ""),
-        state.over, service.leading, service.leader,
-    )  # fmt: skip
+        state.over,
+        service.leading,
+        service.leader,
+    )
     return Status(
         schema=1,
         address=service.address,

@@ -110,9 +110,14 @@ class TrainingView:
         rate = None if still else self._rate(now)
         sentence, mood = self._sentence(scene, gone, total, rate, stalled if still else 0.0, now)
         return TrainingStatus(
-            sentence, mood, self.step, None if rate is None else round(rate, 3), round(stalled, 1) if still else 0.0,
-            min(scene.members, total), total,
-        )  # fmt: skip
+            sentence,
+            mood,
+            self.step,
+            None if rate is None else round(rate, 3),
+            round(stalled, 1) if still else 0.0,
+            min(scene.members, total),
+            total,
+        )
 
     def _limit(self) -> float:
         """A longer time without a step is a stall: four times the usual."""

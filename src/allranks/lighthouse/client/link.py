@@ -173,10 +173,18 @@ class Link:
             self._start_tls()
         epoch, number, round_ = self.known
         hello = Hello(
-            nonce=os.urandom(16).hex(), role=options.role, replica=options.replica, session=options.session,
-            node=options.node, rank=options.rank, connections=options.connections, epoch=epoch, number=number,
-            round=round_, pid=os.getpid(),
-        )  # fmt: skip
+            nonce=os.urandom(16).hex(),
+            role=options.role,
+            replica=options.replica,
+            session=options.session,
+            node=options.node,
+            rank=options.rank,
+            connections=options.connections,
+            epoch=epoch,
+            number=number,
+            round=round_,
+            pid=os.getpid(),
+        )
         frame = encode(hello)
         self._said, self._proved = (frame[HEAD.size :],), False
         self._out = bytearray(PREAMBLE + frame)

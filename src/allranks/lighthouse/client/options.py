@@ -49,7 +49,17 @@ class ClientOptions:
                 hint="set ALLRANKS_LIGHTHOUSE=HOST:PORT, or start `allranks lighthouse`",
             )
         return LinkOptions(
-            addresses, self.token or find_token(), self.role, self.replica, session, self.node or socket.gethostname(),
-            self.rank, self.connections, self.heartbeat_s, ca=self.ca or os.environ.get("ALLRANKS_CA", ""),
-            certificate=self.certificate, key=self.key, server_name=self.server_name,
-        )  # fmt: skip
+            addresses,
+            self.token or find_token(),
+            self.role,
+            self.replica,
+            session,
+            self.node or socket.gethostname(),
+            self.rank,
+            self.connections,
+            self.heartbeat_s,
+            ca=self.ca or os.environ.get("ALLRANKS_CA", ""),
+            certificate=self.certificate,
+            key=self.key,
+            server_name=self.server_name,
+        )

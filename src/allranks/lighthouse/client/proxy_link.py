@@ -67,10 +67,20 @@ class ProxyLink:
         self._line = ours
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-S", "-s", "-m", "allranks.lighthouse.client.liveness_proxy", "--fd", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),), env={**os.environ, "PYTHONPATH": _python_path()},
-                stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-S",
+                    "-s",
+                    "-m",
+                    "allranks.lighthouse.client.liveness_proxy",
+                    "--fd",
+                    str(theirs.fileno()),
+                ],
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, "PYTHONPATH": _python_path()},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         finally:
             theirs.close()
         self._reactor.watch(ours.fileno(), self._ready)
