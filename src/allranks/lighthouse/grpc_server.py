@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 from allranks.channel.addresses import join_address
 from allranks.errors import require
@@ -39,6 +39,13 @@ _OPTIONS = (
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_receive_message_length", 16 << 20),
 )
+
+
+class CallContext(Protocol):
+    """The part of gRPC's context that is used here."""
+
+    def peer(self) -> str: ...
+    async def abort(self, code: object, details: str) -> NoReturn: ...
 
 
 @dataclass(eq=False)
@@ -81,7 +88,7 @@ class TorchftServer:
     peers: dict[str, GrpcPeer] = field(default_factory=dict)
     relay: Relay | None = None
 
-    async def quorum(self, request: bytes, context: Any) -> bytes:
+    async def quorum(self, request: bytes, context: CallContext) -> bytes:
         """Long poll: answers when a quorum with this member is formed."""
         import grpc
 
@@ -95,7 +102,6 @@ class TorchftServer:
         call: asyncio.Future[Quorum] = asyncio.get_running_loop().create_future()
         peer.waiting.append(call)
         session = peer.session
-        assert session is not None
         refused = self.service.join(session, member)
         if refused is not None:
             peer.waiting.remove(call)
@@ -109,7 +115,6 @@ class TorchftServer:
             raise
         except ConnectionError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-            raise
 
     async def _answer(self, call: asyncio.Future[Quorum], session: Session) -> Quorum:
         """Waits for the quorum. Asking is a sign of life, for as long as the call is open."""
@@ -118,7 +123,7 @@ class TorchftServer:
             await asyncio.wait((call,), timeout=self.service.options.beat_s / 2)
         return call.result()
 
-    async def heartbeat(self, request: bytes, context: Any) -> bytes:
+    async def heartbeat(self, request: bytes, context: CallContext) -> bytes:
         """A sign of life."""
         import grpc
 
@@ -143,9 +148,9 @@ class TorchftServer:
                 if peer.session is not None:
                     self.service.disconnected(peer.session, peer, clean=True)
 
-    def _peer(self, name: str, context: Any) -> GrpcPeer:
+    def _peer(self, name: str, context: CallContext) -> GrpcPeer:
         """The replica's peer; says hello to the service when it is new or was declared lost."""
-        port = int(str(context.peer()).rsplit(":", 1)[1])
+        port = int(context.peer().rsplit(":", 1)[1])
         address = self.relay.called(port) if self.relay is not None else "?"
         peer = self.peers.setdefault(name, GrpcPeer(address))
         peer.ports.add(port)
