@@ -5,13 +5,17 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEBIAN := etcd-server etcd-client chromium fonts-dejavu-core slurmctld slurmd slurm-client munge gdb iproute2 nftables iptables strace
 
-.PHONY: demo test lint soak bench gallery docs packages clean
+.PHONY: demo test test-all lint soak bench gallery docs packages clean
 
 demo: $(STAMP)
 	$(BIN)/allranks demo
 
 test: $(STAMP) packages
 	$(BIN)/python -m pytest $(ARGS)
+
+# The versions of Python and torch that we promise, each in an environment of its own.
+test-all:
+	sh scripts/test_all.sh $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

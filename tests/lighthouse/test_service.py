@@ -107,7 +107,7 @@ async def test_nobody_forms_a_quorum_while_a_recall_is_on_its_way() -> None:
 @on_loop
 @pytest.mark.parametrize("given_up", [True, False])
 async def test_members_are_told_when_another_gives_their_group_up(given_up: bool) -> None:
-    """Only then: a member that asks again because somebody waits to come in is no reason to stop in a step."""
+    """Only then: a member that asks again because somebody waits to join is no reason to stop in a step."""
     desk = Desk()
     (a, a_peer), (b, b_peer) = desk.enter("a"), desk.enter("b")
     for session in (a, b):

@@ -118,8 +118,10 @@ class Agents:
         now = self.now()
         found = self.nodes.lose(name, session.node)
         heard = f"nothing heard of its agent for {now - session.heard:.1f} s"
-        how = "was cut and did not come back" if session.cut else "closed without a good-bye"
-        reason = f"its agent's connection {how}" if certain or session.cut else heard
+        if session.cut:
+            reason = "its agent's connection was cut and did not come back"
+        else:
+            reason = "its agent exited without shutting down" if certain else heard
         self.bulletin.event("lost", f"node {found.node} lost: {reason}", name)
         ms = round((now - session.heard) * 1000, 3)
         notice = MemberLost(name, reason, session.session, ms=ms, certain=certain)

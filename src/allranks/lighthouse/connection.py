@@ -88,7 +88,7 @@ class Listener:
         """Closes connections that never said hello."""
         late = [each for each, since in self.strangers.items() if now - since > self.options.hello_timeout_s]
         for each in late:
-            each.refuse_quietly("said no hello in time")
+            each.refuse_quietly("did not authenticate in time")
 
 
 class Connection(asyncio.Protocol):
@@ -122,7 +122,7 @@ class Connection(asyncio.Protocol):
         door.strangers[self] = door.service.clock()
         if len(door.strangers) > door.max_strangers:
             oldest = next(iter(door.strangers))
-            oldest.refuse_quietly("too many connections without a hello")
+            oldest.refuse_quietly("too many connections that did not authenticate")
 
     def data_received(self, data: bytes) -> None:
         session = self._session

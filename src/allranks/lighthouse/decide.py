@@ -71,7 +71,7 @@ def _nobody(now: float, state: QuorumState, options: Options) -> tuple[Wait, str
     if state.asking:
         return None
     pausing = f", {_pausing(state)}" if state.cooling else ""
-    return Wait("nobody", until=state.next_change()), f"nobody asks for a quorum{pausing}"
+    return Wait("nobody", until=state.next_change()), f"no replica requests a quorum{pausing}"
 
 
 def _starting(now: float, state: QuorumState, options: Options) -> tuple[Wait, str] | None:
@@ -95,7 +95,7 @@ def _finished(now: float, state: QuorumState, options: Options) -> tuple[Wait, s
     return Wait("finished", until=_earliest(until, state), refused=refused), (
         f"the training is over ({listed(state.finishers)} finished{at} in quorum {state.number}): "
         f"{listed(state.asking)} {'is' if len(state.asking) == 1 else 'are'} too late; "
-        f"a new one begins when {enough} ask, or one is let in (`allranks lighthouse let-in`)"
+        f"a new one begins when {enough} ask, or one is readmitted (`allranks lighthouse let-in`)"
     )
 
 
@@ -135,12 +135,12 @@ def _minority(now: float, state: QuorumState, options: Options) -> tuple[Wait, s
     if by_last and present == 0 and not state.silent:
         reason = (
             f"the members of quorum {state.number} are training: "
-            f"{listed(state.asking)} can come in when {listed(absent)} ask again"
+            f"{listed(state.asking)} can join when {listed(absent)} ask again"
         )
     else:
         what = f"members of quorum {state.number}" if by_last else "connected replicas"
         reason = (
-            f"only {present} of {present + len(absent)} {what} ask: a minority does not train on, "
+            f"only {present} of {present + len(absent)} {what} ask: a minority does not continue training, "
             f"waiting for {listed(absent)}"
         )
     return Wait("minority", _some(absent), state.next_change()), reason
@@ -220,7 +220,7 @@ def find_wanted(state: QuorumState, options: Options) -> str:
     now_possible = options.largest_size(len(state.continuing))
     if options.largest_size(len(state.continuing) + len(waiting)) <= now_possible:
         return ""
-    return f"{listed(waiting)} wait{'s' if len(waiting) == 1 else ''} to come in"
+    return f"{listed(waiting)} wait{'s' if len(waiting) == 1 else ''} to join"
 
 
 def find_broken(state: QuorumState) -> str:
@@ -259,7 +259,7 @@ def _earliest(time: float, state: QuorumState) -> float:
 
 
 def _pausing(state: QuorumState) -> str:
-    return f"{listed(state.cooling)} must pause after repeated losses"
+    return f"{listed(state.cooling)} must back off after repeated losses"
 
 
 def _count(number: int, one: str, more: str) -> str:

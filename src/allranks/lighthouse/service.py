@@ -361,8 +361,10 @@ class Service:
             self.agents.lose(session, CUT_BACK_S if session.cut else 0.0)
             return
         where = f" (rank {session.rank})" if session.connections > 1 else ""
-        how = "was cut and did not come back" if session.cut else "closed without a good-bye"
-        self._lose(session.replica, f"connection{where} {how}", certain=not session.cut)
+        reason = f"process{where} exited without shutting down"
+        if session.cut:
+            reason = f"connection{where} was cut and did not come back"
+        self._lose(session.replica, reason, certain=not session.cut)
 
     def _sweep(self) -> None:
         """Looks for the silent when somebody may have become so; keeps the clock awake in between."""
@@ -456,7 +458,7 @@ class Service:
         if not self.state.let_in(name):
             return False
         members = self.state.members
-        self.bulletin.event("let_in", f"{name} may come in again", name)
+        self.bulletin.event("let_in", f"{name} may rejoin", name)
         self.bulletin.tell(LetIn(name), members | self.sessions.observers | {name})
         self.former.soon()
         return True
