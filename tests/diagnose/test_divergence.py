@@ -7,7 +7,7 @@ import pytest
 
 from allranks.diagnose.divergence import (
     Divergence,
-    Pair,
+    CallPair,
     by_habit,
     by_steps,
     diverged,
@@ -17,7 +17,7 @@ from allranks.diagnose.divergence import (
 from allranks.diagnose.phrasing import one_line
 
 
-def pair(mine: str, theirs: str, my_steps: str = "", their_steps: str = "") -> Pair:
+def pair(mine: str, theirs: str, my_steps: str = "", their_steps: str = "") -> CallPair:
     """Calls as letters: equal letters are equal calls at one line."""
 
     def numbers(text: str, length: int) -> np.ndarray:
@@ -26,7 +26,9 @@ def pair(mine: str, theirs: str, my_steps: str = "", their_steps: str = "") -> P
     letters = [np.array([ord(c) for c in text], np.uint64) for text in (mine, theirs)]
     length = min(map(len, letters))
     one_line = letters[0][:length] == letters[1][:length]
-    return Pair(1, 0, 1, *letters, numbers(my_steps, len(mine)), numbers(their_steps, len(theirs)), one_line)
+    return CallPair(
+        1, 0, 1, *letters, numbers(my_steps, len(mine)), numbers(their_steps, len(theirs)), one_line
+    )
 
 
 def _told(found: Divergence | None) -> tuple[str, int, int] | None:

@@ -167,7 +167,7 @@ def _unreadable(files: list[FileNote]) -> list[str]:
 def _transformed(args: argparse.Namespace, traces: list[RankTrace]) -> list[RankTrace]:
     if not args.transform_ft:
         return traces
-    from allranks.diagnose.ft import transform_ft
+    from allranks.diagnose.replicas import transform_ft
 
     return [transform_ft(trace, args.group_world_size) for trace in traces]
 

@@ -18,9 +18,13 @@ from allranks.model.trace import Flag, RankTrace, State
 
 
 def align(
-    traces: Iterable[RankTrace], *, cut: frozenset[int] = frozenset(), now_ns: int = 0,
-    pg_filters: frozenset[str] = frozenset(), ended: bool = False,
-) -> Job:  # fmt: skip
+    traces: Iterable[RankTrace],
+    *,
+    cut: frozenset[int] = frozenset(),
+    now_ns: int = 0,
+    pg_filters: frozenset[str] = frozenset(),
+    ended: bool = False,
+) -> Job:
     """Builds the Job. `cut` are ranks whose file lost its end; `now_ns` is when live black boxes were read; `ended`:
     their processes are gone."""
     tables = Tables()
@@ -34,7 +38,7 @@ def align(
     ranks = {}
     for rank, (program, states) in placed.items():
         seen_ns = _seen_ns(by_rank[rank], now_ns)
-        ranks[rank] = _view(rank, by_rank[rank], program, numbers[rank], states, rank in cut, seen_ns)
+        ranks[rank] = _view(by_rank[rank], program, numbers[rank], states, rank in cut, seen_ns)
         _add_lanes(ranks[rank], program, numbers[rank], groups)
     expected = expected_ranks(by_rank, groups)
     groups = [_complete(group, ranks, expected) for group in groups]
@@ -70,15 +74,13 @@ def is_box(trace: RankTrace) -> bool:
 
 
 def _view(
-    rank: int, trace: RankTrace, program: Program, numbers: np.ndarray, states: np.ndarray, cut: bool, seen_ns: int
-) -> RankView:  # fmt: skip
+    trace: RankTrace, program: Program, numbers: np.ndarray, states: np.ndarray, cut: bool, seen_ns: int
+) -> RankView:
     start = _start(trace, program)
     mine = slice(start, start + len(trace.calls))
-    return RankView(
-        rank, trace, states, program.family[mine], program.sig[mine], program.stack[mine],
-        numbers[program.local[mine]], cut, seen_ns, program.has_p2p,
-        program.has_batches,
-    )  # fmt: skip
+    of_program = (program.family[mine], program.sig[mine], program.stack[mine], numbers[program.local[mine]])
+    known = (cut, seen_ns, program.has_p2p, program.has_batches)
+    return RankView(trace.header.rank or 0, trace, states, *of_program, *known)
 
 
 def _seen_ns(trace: RankTrace, now_ns: int) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from allranks.diagnose.absent import explain_ranks, wrong_peer
+from allranks.diagnose.absent import explain_ranks
 from allranks.diagnose.call_habits import breaks_habit, messages_per_round, owes_message
 from allranks.diagnose.context import Context, p2p_text
-from allranks.diagnose.phrasing import place, ranks_text, who
+from allranks.diagnose.partners import wrong_peer
+from allranks.diagnose.phrasing import place, ranks_wait, who
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding
 
@@ -75,10 +76,18 @@ def _one_too_many(context: Context, call: Blocked) -> Finding:
         f"{f' ({at})' if at else ''}; rank {wait.peer} posted as many messages for it as always and went on"
     )
     return replace(
-        finding, cause="p2p_mismatch", ranks=(wait.rank,), sentence=sentence, confidence=0.8, where=at, missing_evidence=(),
+        finding,
+        cause="p2p_mismatch",
+        ranks=(wait.rank,),
+        sentence=sentence,
+        confidence=0.8,
+        where=at,
+        missing_evidence=(),
         waiting=tuple(sorted((set(finding.waiting) | {wait.peer}) - {wait.rank})),
-        advice=(f"look at the loop around {at or 'this call'}: both ends must make the same number of calls",),
-    )  # fmt: skip
+        advice=(
+            f"look at the loop around {at or 'this call'}: both ends must make the same number of calls",
+        ),
+    )
 
 
 def crossed(context: Context, ranks: tuple[int, ...], p2p: list[Blocked], calls: list[Blocked]) -> Finding:
@@ -93,23 +102,37 @@ def crossed(context: Context, ranks: tuple[int, ...], p2p: list[Blocked], calls:
     if len(p2p) == 1 and _went_on(context, p2p[0], calls):
         finding = explain_ranks(context, p2p[0], p2p[0].missing)
         return replace(finding, cause="p2p_mismatch", confidence=0.7)
-    ends = sorted({rank for call in p2p if call.p2p for rank in (call.p2p.rank, call.p2p.peer)} & set(ranks))
-    guilty = tuple(ends) or ranks
+    return _no_partner(context, ranks, p2p, calls)
+
+
+def _no_partner(
+    context: Context, ranks: tuple[int, ...], p2p: list[Blocked], calls: list[Blocked]
+) -> Finding:
+    """Ranks that wait in sends and receives whose other end nobody has posted."""
+    waits = [(call, call.p2p) for call in p2p if call.p2p is not None]
+    ends = {rank for _, wait in waits for rank in (wait.rank, wait.peer)} & set(ranks)
+    guilty = tuple(sorted(ends)) or ranks
     parts = []
-    for call in p2p[:4]:
-        assert call.p2p is not None
-        at = place(context.job.frames(call.p2p.rank, call.p2p.row))
-        parts.append(
-            f"rank {call.p2p.rank} waits in {p2p_text(call.p2p, context.group(call).label)}{f' at {at}' if at else ''}"
-        )
-    rest = [f"{ranks_text(call.waiters)} in {context.call(call)}" for call in calls if call.p2p is None][:2]
-    sentence = f"{who(context.job, guilty)} wait for each other, no partner posted: " + "; ".join(
-        parts + rest
-    )
+    for call, wait in waits[:4]:
+        at = place(context.job.frames(wait.rank, wait.row))
+        text = p2p_text(wait, context.group(call).label)
+        parts.append(f"rank {wait.rank} waits in {text}{f' at {at}' if at else ''}")
+    parts += [f"{ranks_wait(call.waiters)} in {context.call(call)}" for call in calls if call.p2p is None][:2]
     first = p2p[0]
     return Finding(
-        "p2p_mismatch", guilty, sentence, "root", context.group(first).label, None, 0.85, context.place(first),
-        context.waiters_behind(guilty), context.waited(first),
-        tuple(entry for call in calls[:6] for entry in context.stacks(call.rows.items())), tuple(parts + rest), (),
-        ("give every send its receive, and post both in one batch_isend_irecv where two ranks exchange",),
-    )  # fmt: skip
+        "p2p_mismatch",
+        guilty,
+        f"{who(context.job, guilty)} wait for each other, no partner posted: {'; '.join(parts)}",
+        "root",
+        context.group(first).label,
+        None,
+        0.85,
+        context.place(first),
+        context.waiters_behind(guilty),
+        context.waited(first),
+        tuple(entry for call in calls[:6] for entry in context.stacks(call.rows.items())),
+        tuple(parts),
+        advice=(
+            "give every send its receive, and post both in one batch_isend_irecv where two ranks exchange",
+        ),
+    )

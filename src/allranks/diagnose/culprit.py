@@ -27,40 +27,36 @@ class Culprit:
     divergence: Divergence | None = None
 
 
+@dataclass(frozen=True)
+class _Case:
+    """A mismatch, and what is known of who differs. `odd`: the ranks outside the majority; None: there is none."""
+
+    job: Job
+    group: GroupView
+    mismatch: Mismatch
+    odd: tuple[int, ...] | None
+    divergence: Divergence | None
+
+
 def judge(job: Job, mismatch: Mismatch) -> Culprit:
     """Names the odd ranks of a mismatch. Ties are broken by shift, own history, other groups, and who was aborted."""
-    group = job.groups[mismatch.group]
-    exchange = mismatch.exchange
+    group, exchange = job.groups[mismatch.group], mismatch.exchange
     odd = majority(mismatch) if exchange is None else exchange.suspects if exchange.confidence > 0.5 else None
     divergence = _divergence(job, group, mismatch, odd) if not mismatch.part and exchange is None else None
-    if divergence is not None and not (divergence.either and mismatch.cause == "type_mismatch"):
-        ranks = _diverged(job, group, mismatch, divergence, odd)
-        return Culprit(ranks, divergence.confidence, divergence.reason, None, divergence)
-    # Inside a batch the numbers of the group say nothing about a call too many or too few.
-    shift = None if mismatch.part else _shift(job, group, mismatch, odd)
-    if shift is not None and (odd is None or shift.rank in odd):
-        ranks = _shifted(job, group, mismatch, shift, odd)
-        word = "more" if shift.extra else "fewer"
-        reason = f"moved by {shift.count}, its next {shift.agreeing} calls fit the others': it made {shift.count} {word}"
-        return Culprit(ranks, 0.93 if odd is not None else 0.8, reason, shift)
-    if exchange is not None:
-        guilt = _own_history(job, group, mismatch) if odd is None else None
-        known = guilt is not None and set(guilt.ranks) < set(exchange.suspects)
-        return (
-            guilt
-            if guilt is not None and known
-            else Culprit(exchange.suspects, exchange.confidence, exchange.reason)
-        )
-    if odd is not None:
-        total = sum(len(ranks) for _, ranks in mismatch.classes)
-        reason = f"{total - len(odd)} of {total} ranks agree"
-        if divergence is not None:
-            reason += f"; {divergence.reason}: a call of one side only, or the end of a loop that came too early or too late"
-        return Culprit(odd, 0.95 if total - len(odd) > 2 else 0.9, reason)
-    for rule in (_own_history, _left_round, _other_groups, _aborted):
-        guilt = rule(job, group, mismatch)
-        if guilt is not None:
-            return guilt
+    case = _Case(job, group, mismatch, odd, divergence)
+    for rule in (
+        _diverged,
+        _shifted,
+        _exchanged,
+        _outvoted,
+        _own_history,
+        _left_round,
+        _other_groups,
+        _aborted,
+    ):
+        culprit = rule(case)
+        if culprit is not None:
+            return culprit
     everyone = tuple(sorted(rank for _, ranks in mismatch.classes for rank in ranks))
     return Culprit(everyone, 0.5, "there is no majority and no history to tell who is the odd one")
 
@@ -76,17 +72,49 @@ def _divergence(
     return odd_one(job, group, mismatch.classes[0][1][0], mismatch.classes[1][1][0], mismatch.seq)
 
 
-def _diverged(
-    job: Job, group: GroupView, mismatch: Mismatch, divergence: Divergence, odd: tuple[int, ...] | None
-) -> tuple[int, ...]:
-    """All ranks that left the program there and in the same way."""
-    candidates = odd or next(ranks for _, ranks in mismatch.classes if divergence.rank in ranks)
-    same = [divergence.rank]
+def _diverged(case: _Case) -> Culprit | None:
+    """All ranks that left the program of the others at one call and in the same way."""
+    found, mismatch = case.divergence, case.mismatch
+    if found is None or (found.either and mismatch.cause == "type_mismatch"):
+        return None
+    candidates = case.odd or next(ranks for _, ranks in mismatch.classes if found.rank in ranks)
+    same = [found.rank]
     for rank in candidates[:ASKED_RANKS]:
-        found = find_divergence(job, group, rank, divergence.reference, mismatch.seq)
-        if rank != divergence.rank and found is not None and found.kind == divergence.kind:
+        other = find_divergence(case.job, case.group, rank, found.reference, mismatch.seq)
+        if rank != found.rank and other is not None and other.kind == found.kind:
             same.append(rank)
-    return tuple(sorted(same))
+    return Culprit(tuple(sorted(same)), found.confidence, found.reason, None, found)
+
+
+def _shifted(case: _Case) -> Culprit | None:
+    """A rank whose calls fit those of the others when moved. Inside a batch the group's numbers say nothing of that."""
+    shift = None if case.mismatch.part else _shift(case.job, case.group, case.mismatch, case.odd)
+    if shift is None or (case.odd is not None and shift.rank not in case.odd):
+        return None
+    more = "more" if shift.extra else "fewer"
+    reason = f"moved by {shift.count}, its next {shift.agreeing} calls fit the others': it made {shift.count} {more}"
+    return Culprit(_all_shifted(case, shift), 0.93 if case.odd is not None else 0.8, reason, shift)
+
+
+def _exchanged(case: _Case) -> Culprit | None:
+    """The ranks whose splits disagree; the one that changed its own, where nothing else tells."""
+    exchange = case.mismatch.exchange
+    if exchange is None:
+        return None
+    own = _own_history(case) if case.odd is None else None
+    if own is not None and set(own.ranks) < set(exchange.suspects):
+        return own
+    return Culprit(exchange.suspects, exchange.confidence, exchange.reason)
+
+
+def _outvoted(case: _Case) -> Culprit | None:
+    if case.odd is None:
+        return None
+    total = sum(len(ranks) for _, ranks in case.mismatch.classes)
+    reason = f"{total - len(case.odd)} of {total} ranks agree"
+    if case.divergence is not None:
+        reason += f"; {case.divergence.reason}: a call of one side only, or the end of a loop that came too early or too late"
+    return Culprit(case.odd, 0.95 if total - len(case.odd) > 2 else 0.9, reason)
 
 
 def _shift(job: Job, group: GroupView, mismatch: Mismatch, odd: tuple[int, ...] | None) -> Shift | None:
@@ -106,27 +134,25 @@ def _shift(job: Job, group: GroupView, mismatch: Mismatch, odd: tuple[int, ...] 
     return by_habit(job, best, group.lanes[best.rank], group.lanes[two if best.rank == one else one])
 
 
-def _shifted(
-    job: Job, group: GroupView, mismatch: Mismatch, shift: Shift, odd: tuple[int, ...] | None
-) -> tuple[int, ...]:
+def _all_shifted(case: _Case, shift: Shift) -> tuple[int, ...]:
     """All ranks of the shifted one's class; after a skip only those that are shifted too."""
-    if odd is None:
-        return next(ranks for _, ranks in mismatch.classes if shift.rank in ranks)
-    reference = mismatch.classes[0][1][0]
+    classes = case.mismatch.classes
+    if case.odd is None:
+        return next(ranks for _, ranks in classes if shift.rank in ranks)
     same = []
-    for rank in odd[:ASKED_RANKS]:
-        found = find_shift(job, group, rank, reference, mismatch.seq)
+    for rank in case.odd[:ASKED_RANKS]:
+        found = find_shift(case.job, case.group, rank, classes[0][1][0], case.mismatch.seq)
         if found is not None and found.extra == shift.extra:
             same.append(rank)
     return tuple(same) or (shift.rank,)
 
 
-def _own_history(job: Job, group: GroupView, mismatch: Mismatch) -> Culprit | None:
+def _own_history(case: _Case) -> Culprit | None:
     """A rank that did something else at this line before is the odd one, if the others stayed the same."""
     changed: list[tuple[int, ...]] = []
     steady = 0
-    for _, ranks in mismatch.classes:
-        verdicts = [_changed(job, group, rank, mismatch.seq) for rank in ranks[:ASKED_RANKS]]
+    for _, ranks in case.mismatch.classes:
+        verdicts = [_changed(case.job, case.group, rank, case.mismatch.seq) for rank in ranks[:ASKED_RANKS]]
         if any(verdict is True for verdict in verdicts):
             changed.append(ranks)
         elif any(verdict is False for verdict in verdicts):
@@ -136,18 +162,17 @@ def _own_history(job: Job, group: GroupView, mismatch: Mismatch) -> Culprit | No
     return None
 
 
-def _left_round(job: Job, group: GroupView, mismatch: Mismatch) -> Culprit | None:
+def _left_round(case: _Case) -> Culprit | None:
     """A rank that, at this point of its earlier rounds, always made another call, perhaps in another group."""
-    odd = []
-    for _, ranks in mismatch.classes:
-        rank = ranks[0]
-        if breaks_habit(job.ranks[rank], group.lanes[rank].row(mismatch.seq)):
-            odd.append(ranks)
+    odd = [
+        ranks
+        for _, ranks in case.mismatch.classes
+        if breaks_habit(case.job.ranks[ranks[0]], case.group.lanes[ranks[0]].row(case.mismatch.seq))
+    ]
     if len(odd) != 1:
         return None
-    return Culprit(
-        odd[0], 0.85, "in all its rounds before it made another call at this point, the others did not"
-    )
+    reason = "in all its rounds before it made another call at this point, the others did not"
+    return Culprit(odd[0], 0.85, reason)
 
 
 def _changed(job: Job, group: GroupView, rank: int, seq: int) -> bool | None:
@@ -161,8 +186,9 @@ def _changed(job: Job, group: GroupView, rank: int, seq: int) -> bool | None:
     return bool(view.sig[same_line[-1]] != view.sig[row])
 
 
-def _other_groups(job: Job, group: GroupView, mismatch: Mismatch) -> Culprit | None:
+def _other_groups(case: _Case) -> Culprit | None:
     """What ranks outside the group did at the same line decides between the classes."""
+    job, group, mismatch = case.job, case.group, case.mismatch
     outside = [rank for rank in job.ranks if rank not in group.lanes][:ASKED_RANKS]
     votes = [0] * len(mismatch.classes)
     for index, (_, ranks) in enumerate(mismatch.classes):
@@ -176,19 +202,14 @@ def _other_groups(job: Job, group: GroupView, mismatch: Mismatch) -> Culprit | N
     best = max(votes)
     if best == 0 or votes.count(best) > 1:
         return None
-    guilty = tuple(
-        sorted(
-            rank
-            for index, (_, ranks) in enumerate(mismatch.classes)
-            if votes[index] != best
-            for rank in ranks
-        )
-    )
+    others = [ranks for vote, (_, ranks) in zip(votes, mismatch.classes, strict=True) if vote != best]
+    guilty = tuple(sorted(rank for ranks in others for rank in ranks))
     return Culprit(guilty, 0.8, f"{best} ranks of other groups agree with the other side at the same line")
 
 
-def _aborted(job: Job, group: GroupView, mismatch: Mismatch) -> Culprit | None:
+def _aborted(case: _Case) -> Culprit | None:
     """gloo aborts the rank whose buffer is too small, so a member without a dump speaks for the smaller size."""
+    job, group, mismatch = case.job, case.group, case.mismatch
     absent = [rank for rank in group.members if rank not in group.lanes]
     if group.backend != "gloo" or not absent or mismatch.cause not in ("size_mismatch", "dtype_mismatch"):
         return None

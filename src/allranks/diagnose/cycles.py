@@ -8,7 +8,7 @@ from allranks.diagnose.absent import left_out, shifted
 from allranks.diagnose.call_habits import step_keys, successors
 from allranks.diagnose.context import Context
 from allranks.diagnose.crossed import crossed, one_left_out
-from allranks.diagnose.phrasing import ranks_text, who
+from allranks.diagnose.phrasing import ranks_text, ranks_wait, who
 from allranks.diagnose.shift import find_stack_shift
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding
@@ -23,31 +23,35 @@ def explain_cycle(context: Context, sink: tuple[int, ...]) -> Finding:
     """The finding for a strongly connected sink of the wait-for graph."""
     ranks = tuple(node for node in sink if node >= 0)
     calls = [context.blocked[-1 - node] for node in sink if node < 0]
-    p2p = [call for call in calls if call.p2p is not None]
     collectives = [call for call in calls if call.p2p is None]
     for call in collectives:
         shift = find_stack_shift(context.job, context.group(call))
         if shift is not None and shift.seq <= call.seq:
             return shifted(context, call, context.group(call), shift)
-    skipped = [
-        (call, rank)
-        for call in collectives
-        for rank in _late(context, call, ranks)
-        if _skipped(context, call, rank)
-    ]
-    guilty = sorted({rank for _, rank in skipped})
-    everybody = set(ranks) or {rank for call in calls for rank in call.rows}
-    # Where several ranks left their round at once nobody skipped a call: they take the groups in another order.
-    if len(guilty) == 1 or (
-        guilty and len({call.index for call, _ in skipped}) == 1 and len(guilty) < len(everybody)
-    ):
-        call = min(
-            (c for c, rank in skipped if rank == guilty[0]), key=lambda c: (context.began_ns(c), c.index)
-        )
-        return left_out(context, call, tuple(rank for c, rank in skipped if c is call))
+    one = _left_out(context, ranks, calls, collectives)
+    if one is not None:
+        return one
+    p2p = [call for call in calls if call.p2p is not None]
     if p2p:
         return one_left_out(context, ranks, calls) or crossed(context, ranks, p2p, calls)
     return _inversion(context, ranks, calls)
+
+
+def _left_out(
+    context: Context, ranks: tuple[int, ...], calls: list[Blocked], collectives: list[Blocked]
+) -> Finding | None:
+    """One rank, or all the guilty ones of one call, went on without it. Where several left their round at once nobody
+    skipped a call: they take the groups in another order."""
+    late = [(call, rank) for call in collectives for rank in _late(context, call, ranks)]
+    skipped = [(call, rank) for call, rank in late if _skipped(context, call, rank)]
+    guilty = sorted({rank for _, rank in skipped})
+    everybody = set(ranks) or {rank for call in calls for rank in call.rows}
+    one_call = len({call.index for call, _ in skipped}) == 1 and len(guilty) < len(everybody)
+    if len(guilty) != 1 and not one_call:
+        return None
+    missed = [call for call, rank in skipped if rank == guilty[0]]
+    call = min(missed, key=lambda c: (context.began_ns(c), c.index))
+    return left_out(context, call, tuple(rank for c, rank in skipped if c is call))
 
 
 def _late(context: Context, call: Blocked, ranks: tuple[int, ...]) -> list[int]:
@@ -130,22 +134,28 @@ def _inversion(context: Context, ranks: tuple[int, ...], calls: list[Blocked]) -
     calls = sorted(calls, key=lambda call: (context.began_ns(call), call.index))
     steps = []
     for call in calls[:6]:
-        inside = tuple(rank for rank in call.waiters if rank in ranks)
         lacking = tuple(rank for rank in call.missing if rank in ranks)
         order = f", which lacks {ranks_text(lacking)}" if lacking else " first"
-        at = context.place(call)
-        steps.append(
-            f"{ranks_text(inside)} wait{'s' if len(inside) == 1 else ''} in {context.call(call)}{f' at {at}' if at else ''}{order}"
-        )
-    groups = list(dict.fromkeys(context.group(call).label for call in calls))
-    sentence = f"{who(context.job, ranks)} enter the groups {' and '.join(groups[:4])} in different order and wait for each other: {'; '.join(steps[:3])}"
-    first = calls[0]
+        at, waiters = context.place(call), ranks_wait(rank for rank in call.waiters if rank in ranks)
+        steps.append(f"{waiters} in {context.call(call)}{f' at {at}' if at else ''}{order}")
+    groups = " and ".join(list(dict.fromkeys(context.group(call).label for call in calls))[:4])
+    subject, first = who(context.job, ranks), calls[0]
+    inside = [[(rank, row) for rank, row in call.rows.items() if rank in ranks] for call in calls[:6]]
     return Finding(
-        "order_inversion", ranks, sentence, "root", context.group(first).label, first.seq, 0.85, context.place(first),
-        context.waiters_behind(ranks), context.waited(first),
-        tuple(entry for call in calls[:6] for entry in context.stacks((r, row) for r, row in call.rows.items() if r in ranks)),
-        tuple(steps), (), ("let all ranks enter these groups in the same order, or in one batch",),
-    )  # fmt: skip
+        "order_inversion",
+        ranks,
+        f"{subject} enter the groups {groups} in different order and wait for each other: {'; '.join(steps[:3])}",
+        "root",
+        context.group(first).label,
+        first.seq,
+        0.85,
+        context.place(first),
+        context.waiters_behind(ranks),
+        context.waited(first),
+        tuple(entry for rows in inside for entry in context.stacks(rows)),
+        tuple(steps),
+        advice=("let all ranks enter these groups in the same order, or in one batch",),
+    )
 
 
 def _opposed(calls: list[Blocked], call: Blocked) -> list[int]:

@@ -38,7 +38,7 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class Pair:
+class CallPair:
     """The calls of two ranks in one group from the first number that both know."""
 
     rank: int
@@ -51,7 +51,7 @@ class Pair:
     one_line: np.ndarray  # per number that both know: whether they called from the same line
 
     @staticmethod
-    def of(job: Job, group: GroupView, rank: int, reference: int) -> Pair | None:
+    def of(job: Job, group: GroupView, rank: int, reference: int) -> CallPair | None:
         """None when a number is missing in between or the two know no common call."""
         lanes = group.lanes[rank], group.lanes[reference]
         low = max(lane.first for lane in lanes)
@@ -60,7 +60,7 @@ class Pair:
             return None
         (mine, my_steps, my_lines), (theirs, their_steps, their_lines) = (p for p in parts if p is not None)
         one_line = ~_differences(my_lines, their_lines)
-        return Pair(rank, reference, low, mine, theirs, my_steps, their_steps, one_line)
+        return CallPair(rank, reference, low, mine, theirs, my_steps, their_steps, one_line)
 
 
 def _from(job: Job, lane: Lane, low: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
@@ -78,11 +78,11 @@ def find_divergence(
 ) -> Divergence | None:
     """Where `rank` left the program of `reference`. `seq`: the call whose mismatch is to be explained, if there is one.
     `outvoted`: most ranks do as the reference does."""
-    pair = Pair.of(job, group, rank, reference)
+    pair = CallPair.of(job, group, rank, reference)
     return diverged(pair, seq, outvoted) if pair is not None else None
 
 
-def diverged(pair: Pair, seq: int | None, outvoted: bool = True) -> Divergence | None:
+def diverged(pair: CallPair, seq: int | None, outvoted: bool = True) -> Divergence | None:
     """As `find_divergence`, of calls already paired."""
     found = by_steps(pair)
     if found is not None or seq is None:
@@ -95,22 +95,25 @@ def diverged(pair: Pair, seq: int | None, outvoted: bool = True) -> Divergence |
 
 def odd_one(job: Job, group: GroupView, one: int, two: int, seq: int | None = None) -> Divergence | None:
     """Of two ranks that differ, where the one that left its own round left it; None when nothing tells which."""
-    pairs = [pair for a, b in ((one, two), (two, one)) if (pair := Pair.of(job, group, a, b)) is not None]
+    pairs = [pair for a, b in ((one, two), (two, one)) if (pair := CallPair.of(job, group, a, b)) is not None]
     if len(pairs) < 2:
         return None
-    found = [by_steps(pair) for pair in pairs]
-    if found[0] is not None:
-        odd = unusual_in_step(pairs[0], found[0].seq)
-        return next((d for d in found if d is not None and d.rank == odd), None)
-    found = [diverged(pair, seq, False) for pair in pairs] if seq is not None else []
-    told = [d for d in found if d is not None]
-    if len(told) == 2 and told[0].seq == told[1].seq:
-        at = told[0].seq - pairs[0].low
-        told = [d for pair in pairs if (d := by_habit(pair, at)) is not None and not d.either]
-    return told[0] if len(told) == 1 and not told[0].either else None
+    marked = _known([by_steps(pair) for pair in pairs])
+    if marked and marked[0].rank == pairs[0].rank:
+        odd = unusual_in_step(pairs[0], marked[0].seq)
+        return next((d for d in marked if d.rank == odd), None)
+    found = _known([diverged(pair, seq, False) for pair in pairs]) if seq is not None else []
+    if len(found) == 2 and found[0].seq == found[1].seq:
+        at = found[0].seq - pairs[0].low
+        found = [d for d in _known([by_habit(pair, at) for pair in pairs]) if not d.either]
+    return found[0] if len(found) == 1 and not found[0].either else None
 
 
-def by_steps(pair: Pair) -> Divergence | None:
+def _known(found: list[Divergence | None]) -> list[Divergence]:
+    return [divergence for divergence in found if divergence is not None]
+
+
+def by_steps(pair: CallPair) -> Divergence | None:
     """From some call on the two are in different training steps, and never again in the same."""
     length = min(len(pair.mine), len(pair.theirs))
     ahead = pair.my_steps[:length] - pair.their_steps[:length]
@@ -132,7 +135,7 @@ def by_steps(pair: Pair) -> Divergence | None:
     return Divergence(pair.rank, pair.reference, pair.low + at, word, count, 0.93, reason)
 
 
-def unusual_in_step(pair: Pair, seq: int) -> int | None:
+def unusual_in_step(pair: CallPair, seq: int) -> int | None:
     """Which of the two made, in the step of the divergence, another number of calls than in its steps before."""
     step = min(int(pair.my_steps[seq - pair.low]), int(pair.their_steps[seq - pair.low]))
     odd = []
@@ -146,13 +149,13 @@ def unusual_in_step(pair: Pair, seq: int) -> int | None:
     return odd[0] if len(odd) == 1 else None
 
 
-def _apart_since(pair: Pair, at: int) -> int:
+def _apart_since(pair: CallPair, at: int) -> int:
     """Where the calls began to differ on the way to `at`: they may have fitted by chance since."""
     same = np.flatnonzero(pair.mine[:at] == pair.theirs[:at])
     return int(same[-1]) + 1 if len(same) else 0
 
 
-def _swapped(pair: Pair, at: int) -> Divergence | None:
+def _swapped(pair: CallPair, at: int) -> Divergence | None:
     """Both made both calls, in different order, and what lies behind fits where it is."""
     mine, theirs = pair.mine[at : at + MAX_CALLS + 1], pair.theirs[at : at + MAX_CALLS + 1]
     later, earlier = np.flatnonzero(mine == theirs[0]), np.flatnonzero(theirs == mine[0])
@@ -167,36 +170,31 @@ def _swapped(pair: Pair, at: int) -> Divergence | None:
     return Divergence(pair.rank, pair.reference, pair.low + at, "swapped", int(later[0]), 0.9, reason)
 
 
-def _moved(pair: Pair, at: int) -> Divergence | None:
+def _moved(pair: CallPair, at: int) -> Divergence | None:
     """The two fit again when one is moved from some call before `at` on; in place they have differed since."""
     best: tuple[int, int, Divergence] | None = None
     differs = _differences(pair.mine, pair.theirs)
-    for count in range(1, MAX_CALLS + 1):
-        for kind, mine, theirs in (
-            ("skipped", pair.mine, pair.theirs[count:]),
-            ("extra", pair.mine[count:], pair.theirs),
-        ):
-            moved = _differences(mine, theirs)
-            length = min(len(differs), len(moved))
-            if length < 2:
-                continue
-            # Differences in place before d, and moved behind it, for every d; the last of equal ones is the certain one.
-            total = (
-                np.append(0, np.cumsum(differs[:length]))
-                + np.append(np.cumsum(moved[::-1])[::-1], 0)[: length + 1]
-            )
-            d = int(length - np.argmin(total[::-1]))
-            agreeing = len(moved) - d
-            gain = int(differs.sum()) - int(total[d])
-            if d > at or d == 0 or agreeing < 2 or gain < 2 or not differs[d]:
-                continue
+    kinds: tuple[Kind, ...] = ("skipped", "extra")
+    for count, kind in ((count, kind) for count in range(1, MAX_CALLS + 1) for kind in kinds):
+        mine, theirs = (
+            (pair.mine, pair.theirs[count:]) if kind == "skipped" else (pair.mine[count:], pair.theirs)
+        )
+        moved = _differences(mine, theirs)
+        length = min(len(differs), len(moved))
+        if length < 2:
+            continue
+        # Differences in place before d, and moved behind it, for every d; the last of equal ones is the certain one.
+        behind = np.append(np.cumsum(moved[::-1])[::-1], 0)[: length + 1]
+        total = np.append(0, np.cumsum(differs[:length])) + behind
+        d = int(length - np.argmin(total[::-1]))
+        agreeing, gain = len(moved) - d, int(differs.sum()) - int(total[d])
+        if d > at or d == 0 or agreeing < 2 or gain < 2 or not differs[d]:
+            continue
+        if best is None or (gain, -count) > best[:2]:
             reason = f"moved by {count}, its next {agreeing} calls are at the same lines as those of rank {pair.reference}"
-            found = Divergence(
-                pair.rank, pair.reference, pair.low + d, "skipped" if kind == "skipped" else "extra", count,
-                min(0.95, 0.8 + 0.03 * agreeing), reason,
-            )  # fmt: skip
-            if best is None or (gain, -count) > best[:2]:
-                best = (gain, -count, found)
+            sure = min(0.95, 0.8 + 0.03 * agreeing)
+            found = Divergence(pair.rank, pair.reference, pair.low + d, kind, count, sure, reason)
+            best = (gain, -count, found)
     return best[2] if best is not None else None
 
 
@@ -220,44 +218,51 @@ def usual_next(calls: np.ndarray, at: int) -> np.ndarray:
     return found if back > 1 else np.zeros(0, np.int64)
 
 
-def _in_usual_step(pair: Pair, at: int, starts: np.ndarray, ends: np.ndarray) -> bool:
+def _in_usual_step(pair: CallPair, at: int, starts: np.ndarray, ends: np.ndarray) -> bool:
     """Whether the rank's step marks went on from its last call as they did when the calls in between were made."""
     steps = pair.their_steps
     usual = steps[ends] - steps[starts - 1]
     return bool((usual == pair.my_steps[at] - pair.my_steps[at - 1]).any())
 
 
-def by_habit(pair: Pair, at: int, outvoted: bool = False) -> Divergence | None:
+def by_habit(pair: CallPair, at: int, outvoted: bool = False) -> Divergence | None:
     """What has always come next at this point tells who left the round, and how."""
-    mine, theirs = pair.mine, pair.theirs
-    known = theirs[:at]
-    usual = usual_next(theirs, at)
+    known, usual = pair.theirs[:at], usual_next(pair.theirs, at)
     if not len(usual):
         return None
-    expected = known[usual]
-    seq, me, them = pair.low + at, mine[at], theirs[at]
-    if pair.one_line[at] and not bool((known == me).any() and (known == them).any()):
+    expected, seq, me, them = known[usual], pair.low + at, pair.mine[at], pair.theirs[at]
+    made_mine, made_theirs = bool((known == me).any()), bool((known == them).any())
+    if pair.one_line[at] and not (made_mine and made_theirs):
         return None  # the right call with the wrong arguments
-    if bool((expected == me).all()) and not bool((known == them).any()):
+    if bool((expected == me).all()) and not made_theirs:
         reason = f"rank {pair.rank} went on as in all rounds before, rank {pair.reference} did not"
         return Divergence(pair.rank, pair.reference, seq, "extra", 1, 0.75, reason, True)
     always = bool((expected == them).all())
     if not always and not (outvoted and bool((expected == them).any())):
         return None
+    skipped = _skipped(pair, at, usual, always)
+    if skipped is not None:
+        return skipped
+    inserted = at + 1 < len(pair.mine) and bool(pair.mine[at + 1] == them)
+    often = "in all rounds before" if always else "in rounds before"
+    reason = f"{often}, rank {pair.rank} made here the call that the others make"
+    either = not inserted and not made_mine
+    return Divergence(pair.rank, pair.reference, seq, "extra", 1, 0.85 if always else 0.7, reason, either)
+
+
+def _skipped(pair: CallPair, at: int, usual: np.ndarray, always: bool) -> Divergence | None:
+    """The rank is in the call that has always come behind those which the others make now: it left these out."""
+    known, me = pair.theirs[:at], pair.mine[at]
     for count in range(1, MAX_CALLS + 1):
         starts = usual[usual + count < at]
-        ends, between = starts + count, theirs[usual[0] : usual[0] + count]
+        ends, between = starts + count, pair.theirs[usual[0] : usual[0] + count]
         alike = len(ends) > 0 and bool((known[ends] == me).all()) and not bool((between == me).any())
         # Several calls left out before a rare one: rather was the rare one added.
-        likely = count == 1 or int((known == me).sum()) > int((known == them).sum())
+        likely = count == 1 or int((known == me).sum()) > int((known == pair.theirs[at]).sum())
         if alike and likely and _in_usual_step(pair, at, starts, ends):
             reason = (
                 f"in all rounds before, rank {pair.rank} made the call too, and then the one it is in now"
             )
             sure = 0.7 if not always else 0.9 if len(ends) > 1 else 0.85
-            return Divergence(pair.rank, pair.reference, seq, "skipped", count, sure, reason)
-    inserted = at + 1 < len(mine) and bool(mine[at + 1] == them)
-    either = not inserted and not bool((known == me).any())
-    often = "in all rounds before" if always else "in rounds before"
-    reason = f"{often}, rank {pair.rank} made here the call that the others make"
-    return Divergence(pair.rank, pair.reference, seq, "extra", 1, 0.85 if always else 0.7, reason, either)
+            return Divergence(pair.rank, pair.reference, pair.low + at, "skipped", count, sure, reason)
+    return None

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from allranks.diagnose.batches import known_inside
 from allranks.diagnose.context import Context
 from allranks.diagnose.job import Now
 from allranks.diagnose.ops import ROOTED, Family
-from allranks.diagnose.phrasing import one_line, ranks_text, seconds, who
+from allranks.diagnose.phrasing import one_line, ranks_text, ranks_wait, seconds, who
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding
 from allranks.model.trace import Flag, State
@@ -27,8 +25,8 @@ def explain_call(context: Context, blocked: Blocked) -> Finding | None:
         return _finding(context, blocked, "rank_died", ranks, sentence, 0.9)
     failed = tuple(rank for rank in blocked.failed if _failed(context, rank, blocked.rows[rank]))
     if failed and len(failed) < len(blocked.rows):
-        waiting = tuple(rank for rank in blocked.rows if rank not in failed)
-        sentence = f"{context.call(blocked)} failed on {who(context.job, failed)}, while {ranks_text(waiting)} wait{'s' if len(waiting) == 1 else ''} in it"
+        waiting = ranks_wait(rank for rank in blocked.rows if rank not in failed)
+        sentence = f"{context.call(blocked)} failed on {who(context.job, failed)}, while {waiting} in it"
         return _finding(context, blocked, "call_error", failed, sentence, 0.85)
     if failed and not _timed_out(context, blocked):
         first = _first_to_fail(context, blocked)
@@ -52,18 +50,18 @@ def _timed_out(context: Context, blocked: Blocked) -> bool:
 
 def _died_inside(context: Context, blocked: Blocked, rank: int) -> str:
     """How a rank is known to have died in a call that others saw fail; "" when it is not."""
-    if rank in blocked.failed and not (rank in context.seen and context.seen[rank].cause == "gone"):
-        return ""
-    progress = context.job.ranks[rank].trace.progress
+    closed = context.job.ranks[rank].trace.progress.closed
     now = context.seen.get(rank)
-    if now is not None and now.cause == "gone" and not progress.closed:
-        return now.evidence or "its process is gone"
-    if rank not in blocked.failed and progress.closed and progress.closed != "exit":
-        return f"it ended with {one_line(progress.closed)}"
+    gone = now if now is not None and now.cause == "gone" else None
+    if gone is not None and not closed:
+        return gone.evidence or "its process is gone"
+    if rank in blocked.failed:
+        return ""
+    if closed and closed != "exit":
+        return f"it ended with {one_line(closed)}"
     failed = [r for r in blocked.failed if _failed(context, r, blocked.rows[r])]
-    if failed and rank not in blocked.failed and len(failed) >= len(blocked.rows) - 1 and len(failed) > 1:
-        return "everybody else's call failed, its own never ended"
-    return ""
+    everybody_else = len(failed) >= len(blocked.rows) - 1 and len(failed) > 1
+    return "everybody else's call failed, its own never ended" if everybody_else else ""
 
 
 def _first_to_fail(context: Context, blocked: Blocked) -> tuple[int, ...]:
@@ -85,32 +83,22 @@ def _unsure(context: Context, blocked: Blocked) -> Finding:
 
 def _some_left(context: Context, blocked: Blocked) -> Finding | None:
     """Some got out, some did not: an unfinished end, unless the operation has a root that they may disagree on."""
-    group = context.group(blocked)
-    certain = [r for r in blocked.passed if _state(context, blocked, r) == Now.DONE]
+    lanes = context.group(blocked).lanes
+    certain = any(_state(context, blocked, rank) == Now.DONE for rank in blocked.passed)
     rank, row = min(blocked.rows.items())
-    went_on = any(group.lanes[r].last > blocked.seq for r in blocked.passed if r in group.lanes)
+    went_on = any(lanes[r].last > blocked.seq for r in blocked.passed if r in lanes)
     wait = context.waited(blocked)
     lasting = wait is not None and wait >= context.patience.limit_s
-    if (
-        int(context.job.ranks[rank].family[row]) in {int(f) for f in ROOTED}
-        and (went_on or lasting)
-        and not certain
-    ):
+    if int(context.job.ranks[rank].family[row]) in ROOTED and (went_on or lasting) and not certain:
         return _root_guess(context, blocked)
+    ended = f"{context.call(blocked)} ended on {ranks_text(blocked.passed)} but not on {who(context.job, blocked.waiters)}"
     if wait is None and went_on and certain and not context.job.ended:
-        sentence = (
-            f"{context.call(blocked)} ended on {ranks_text(blocked.passed)} but not on {who(context.job, blocked.waiters)}: "
-            f"it hangs there, or that dump is a moment older"
-        )
+        sentence = f"{ended}: it hangs there, or that dump is a moment older"
         finding = _finding(context, blocked, "none_finished", blocked.waiters, sentence, 0.35)
-        return replace(
-            finding, missing_evidence=("a second dump of all ranks: where nothing has moved, the job hangs",)
-        )
+        again = "a second dump of all ranks: where nothing has moved, the job hangs"
+        return replace(finding, missing_evidence=(again,))
     if lasting and (went_on or certain):
-        sentence = (
-            f"{context.call(blocked)} ended on {ranks_text(blocked.passed)} but not on {who(context.job, blocked.waiters)}, "
-            f"{seconds(wait or 0)} later: look at the network or device of the latter"
-        )
+        sentence = f"{ended}, {seconds(wait or 0)} later: look at the network or device of the latter"
         return _finding(context, blocked, "none_finished", blocked.waiters, sentence, 0.55)
     return None
 
@@ -141,35 +129,29 @@ def _root_guess(context: Context, blocked: Blocked) -> Finding:
 
 
 def _none_finished(context: Context, blocked: Blocked) -> Finding:
-    states = {
-        rank: int(context.job.ranks[rank].trace.calls["state"][row]) for rank, row in blocked.rows.items()
-    }
-    started = [rank for rank, state in states.items() if state == State.STARTED]
-    late = (
-        tuple(sorted(rank for rank, state in states.items() if state == State.SCHEDULED)) if started else ()
-    )
-    few = late if len(late) * 2 < len(states) else ()
     wait = context.waited(blocked)
-    tail = f" for {seconds(wait)}" if wait is not None else ""
+    tail, group = f" for {seconds(wait)}" if wait is not None else "", context.group(blocked)
+    started, few = _started(context, blocked)
     if blocked.p2p is not None:
-        sentence = f"both ends of {context.call(blocked)} by {who(context.job, blocked.waiters)} are posted, and it has not finished{tail}"
+        ends = f"both ends of {context.call(blocked)} by {who(context.job, blocked.waiters)}"
+        sentence = f"{ends} are posted, and it has not finished{tail}"
     else:
-        all_in = set(blocked.rows) == set(context.group(blocked).members)
+        all_in = set(blocked.rows) == set(group.members)
         those = f"all {len(blocked.rows)} ranks" if all_in else ranks_text(blocked.rows)
         sentence = f"{those} entered {context.call(blocked)} and none finished it{tail}: network or device"
     if few:
         sentence += f"; it never started on the device of {who(context.job, few)}"
-    finding = _finding(context, blocked, "none_finished", few, sentence, 0.7 if wait is not None else 0.6)
+    confidence = 0.45 if not group.members_known else 0.7 if wait is not None else 0.6
+    finding = _finding(context, blocked, "none_finished", few, sentence, confidence)
     missing = [
         "which link or device: `allranks doctor`, `dmesg -T | grep -iE 'xid|mlx5|link'`, and NCCL_DEBUG=INFO logs"
     ]
     if not started:
         missing.append("which rank's kernel started: run with TORCH_NCCL_ENABLE_TIMING=1")
-    if not context.group(blocked).members_known:
+    if not group.members_known:
         missing.append(
             "who belongs to the group: its recorder does not say, so a rank without a dump may be lacking"
         )
-        finding = replace(finding, confidence=0.45)
     if _contents_known(context, blocked):
         agree = "operation, sizes and types are the same on all ranks: the programs agree"
         finding = replace(finding, evidence=(*finding.evidence, agree))
@@ -178,6 +160,14 @@ def _none_finished(context: Context, blocked: Blocked) -> Finding:
             0, "the calls inside the batch: their sizes were not recorded, or the ring has lost them"
         )
     return replace(finding, missing_evidence=tuple(missing))
+
+
+def _started(context: Context, blocked: Blocked) -> tuple[bool, tuple[int, ...]]:
+    """(whether the call is known to have started on a device, the few ranks on whose device it has not)."""
+    calls = {rank: context.job.ranks[rank].trace.calls[row] for rank, row in blocked.rows.items()}
+    started = any(call["state"] == State.STARTED for call in calls.values())
+    late = tuple(sorted(rank for rank, call in calls.items() if call["state"] == State.SCHEDULED))
+    return started, late if started and len(late) * 2 < len(calls) else ()
 
 
 def _contents_known(context: Context, blocked: Blocked) -> bool:
@@ -208,9 +198,18 @@ def _finding(
     )
     if failure := context.failure(blocked):
         evidence += (failure,)
-    behind = np.unique(np.array([*context.waiters_behind((-1 - blocked.index,)), *blocked.waiters], np.int64))
-    waiting = tuple(int(r) for r in behind if int(r) not in named)
+    behind = {*context.waiters_behind((-1 - blocked.index,)), *blocked.waiters}
     return Finding(
-        cause, ranks, sentence, "root", context.group(blocked).label, blocked.seq if blocked.seq >= 0 else None,
-        confidence, at, waiting, context.waited(blocked), (*context.stacks(guilty), *context.stacks(others)), evidence,
-    )  # fmt: skip
+        cause,
+        ranks,
+        sentence,
+        "root",
+        context.group(blocked).label,
+        blocked.seq if blocked.seq >= 0 else None,
+        confidence,
+        at,
+        tuple(sorted(behind - named)),
+        context.waited(blocked),
+        (*context.stacks(guilty), *context.stacks(others)),
+        evidence,
+    )

@@ -17,7 +17,7 @@ MAX_RANKS = 2048
 
 
 @dataclass(frozen=True)
-class Pair:
+class SplitPair:
     """One rank gives another something else than that one expects of it, in elements."""
 
     giver: int
@@ -30,7 +30,7 @@ class Pair:
 class Exchange:
     """The pairs of an all_to_all that disagree. Several suspects: nothing tells which of them is wrong."""
 
-    pairs: tuple[Pair, ...]
+    pairs: tuple[SplitPair, ...]
     suspects: tuple[int, ...]
     confidence: float
     reason: str
@@ -47,7 +47,7 @@ def compare_splits(job: Job, rows: dict[int, int], order: Sequence[int]) -> Exch
     wrong = np.argwhere(gives != takes.T).tolist()
     if not wrong:
         return True
-    pairs = tuple(Pair(order[i], order[k], int(gives[i, k]), int(takes[k, i])) for i, k in wrong)
+    pairs = tuple(SplitPair(order[i], order[k], int(gives[i, k]), int(takes[k, i])) for i, k in wrong)
     totals = dict(
         zip(order, zip(gives.sum(axis=1).tolist(), takes.sum(axis=1).tolist(), strict=True), strict=True)
     )
@@ -55,7 +55,7 @@ def compare_splits(job: Job, rows: dict[int, int], order: Sequence[int]) -> Exch
 
 
 def _suspects(
-    pairs: tuple[Pair, ...], totals: dict[int, tuple[int, int]]
+    pairs: tuple[SplitPair, ...], totals: dict[int, tuple[int, int]]
 ) -> tuple[tuple[int, ...], float, str]:
     """(ranks, confidence, reason). A rank in every disagreeing pair explains them all."""
     sides = [{pair.giver, pair.taker} for pair in pairs]

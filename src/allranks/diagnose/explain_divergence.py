@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from allranks.diagnose.context import Context
 from allranks.diagnose.divergence import Divergence
 from allranks.diagnose.job import GroupView
 from allranks.diagnose.match import Mismatch
-from allranks.diagnose.phrasing import count, place, ranks_text, who
+from allranks.diagnose.phrasing import count, place, ranks_text, ranks_wait, who
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding
 
@@ -14,115 +16,124 @@ CAUSES = {"skipped": "missing_rank", "extra": "extra_collective", "swapped": "or
 
 
 def explain_divergence(
-    context: Context, group: GroupView, divergence: Divergence, ranks: tuple[int, ...],
-    mismatch: Mismatch | None = None, blocked: Blocked | None = None,
-) -> Finding:  # fmt: skip
-    """The finding. `mismatch` or `blocked` is what came of it."""
-    skipped = divergence.kind == "skipped"
-    maker = divergence.reference if skipped else divergence.rank
-    row = group.lanes[maker].row(divergence.seq)
-    op, at = context.job.op(maker, row), place(context.job.frames(maker, row))
-    subject, call = (
-        who(context.job, ranks),
-        f"{op} #{divergence.seq} of group {group.label}{f' at {at}' if at else ''}",
-    )
-    others = tuple(
-        rank for rank, lane in group.lanes.items() if rank not in ranks and lane.row(divergence.seq) >= 0
-    )
-    if skipped:
-        more = f" and {count(divergence.count - 1, 'call')} behind it" if divergence.count > 1 else ""
-        sentence = f"{subject} skipped {call}{more}, which {_made_by(context, group, divergence.seq, others)}, and went on"
-    elif divergence.kind == "extra":
-        more = f" and {count(divergence.count - 1, 'call')} behind it" if divergence.count > 1 else ""
-        sentence = (
-            f"{subject} made an extra {call}{more}, where {_called(context, group, divergence.seq, others)}"
-        )
-        if divergence.either:
-            sentence += " (an extra call, or one of them has left its loop early)"
-    else:
-        sentence = _swapped(context, group, divergence, ranks, others)
-    evidence = [divergence.reason]
-    if mismatch is not None and mismatch.seq > divergence.seq:
-        sides = " against ".join(f"{text} on {ranks_text(those)}" for text, those in mismatch.classes[:3])
-        evidence.append(f"their calls fitted by chance until #{mismatch.seq}: {sides}")
-    elif mismatch is not None:
-        evidence += [f"{ranks_text(those)}: {text}" for text, those in mismatch.classes[:6]]
-    sentence += _now(context, group, divergence, ranks, others, mismatch, blocked)
-    waiting = tuple(sorted({rank for b in context.blocked for rank in b.rows} - set(ranks)))
-    began = [b for b in context.blocked if b.group == group.index]
-    rows = {rank: group.lanes[rank].row(divergence.seq) for rank in (*ranks, *others)}
-    guilty = [(rank, rows[rank]) for rank in ranks if rows[rank] >= 0]
-    return Finding(
-        CAUSES[divergence.kind], ranks, sentence, "root", group.label, divergence.seq, divergence.confidence, at, waiting,
-        context.waited(began[0]) if began else None,
-        (*context.stacks(guilty), *context.stacks((rank, rows[rank]) for rank in others)), tuple(evidence), (),
-        (_advice(divergence, at),),
-    )  # fmt: skip
-
-
-def _made_by(context: Context, group: GroupView, seq: int, others: tuple[int, ...]) -> str:
-    """ "ranks 0, 2 made", of those that did the same as the reference."""
-    return f"{ranks_text(others)} made" if others else "the others made"
-
-
-def _called(context: Context, group: GroupView, seq: int, others: tuple[int, ...]) -> str:
-    """ "ranks 1, 2 called all_reduce at train.py:9", the largest party of them."""
-    parties: dict[str, list[int]] = {}
-    for rank in others:
-        row = group.lanes[rank].row(seq)
-        at = place(context.job.frames(rank, row))
-        parties.setdefault(f"{context.job.op(rank, row)}{f' at {at}' if at else ''}", []).append(rank)
-    if not parties:
-        return "the others do not make it"
-    text, those = max(parties.items(), key=lambda item: (len(item[1]), -min(item[1])))
-    return f"{ranks_text(those)} called {text}"
-
-
-def _swapped(
     context: Context,
     group: GroupView,
     divergence: Divergence,
     ranks: tuple[int, ...],
-    others: tuple[int, ...],
-) -> str:
-    """Two calls of one group in another order; which threads made them, where that differs."""
-    job, rank, seq = context.job, divergence.rank, divergence.seq
-    texts, threads = [], []
-    for number in (seq, seq + divergence.count):
-        row = group.lanes[rank].row(number)
-        at = place(job.frames(rank, row))
-        thread = int(job.ranks[rank].trace.calls["thread"][row])
-        threads.append(thread)
-        texts.append(f"{job.op(rank, row)}{f' at {at}' if at else ''}")
-    both = f"{texts[0]} (#{seq}) before {texts[1]} (#{seq + divergence.count})"
-    text = f"{who(job, ranks)} made {both} of group {group.label}, {ranks_text(others)} the other way round"
-    if threads[0] != threads[1]:
-        names = [name for thread in threads if (name := _thread_name(context, rank, thread))]
-        told = f" ({' and '.join(names)})" if len(names) == 2 else ""
-        text += f": two threads{told} use one group, and nothing orders their calls"
-    return text
+    mismatch: Mismatch | None = None,
+    blocked: Blocked | None = None,
+) -> Finding:
+    """The finding. `mismatch` or `blocked` is what came of it."""
+    return _Telling(context, group, divergence, ranks, mismatch, blocked).finding()
 
 
-def _thread_name(context: Context, rank: int, thread: int) -> str:
-    names: dict[int, str] = getattr(context.job.ranks[rank].trace, "threads", {})
-    return names.get(thread, "")
+@dataclass(frozen=True)
+class _Telling:
+    context: Context
+    group: GroupView
+    divergence: Divergence
+    ranks: tuple[int, ...]  # all that left the program there
+    mismatch: Mismatch | None
+    blocked: Blocked | None
 
+    @property
+    def others(self) -> tuple[int, ...]:
+        """Ranks that made a call of this number and are not guilty."""
+        lanes = self.group.lanes.items()
+        return tuple(r for r, lane in lanes if r not in self.ranks and lane.row(self.divergence.seq) >= 0)
 
-def _now(
-    context: Context, group: GroupView, divergence: Divergence, ranks: tuple[int, ...], others: tuple[int, ...],
-    mismatch: Mismatch | None, blocked: Blocked | None,
-) -> str:  # fmt: skip
-    """Where the hang shows, if that is later than where it began."""
-    if mismatch is not None and mismatch.seq > divergence.seq:
-        mine = next((text for text, those in mismatch.classes if divergence.rank in those), "")
-        theirs = next((text for text, those in mismatch.classes if divergence.reference in those), "")
-        if mine and theirs and mismatch.cause == "type_mismatch":
-            return f"; at #{mismatch.seq} it called {mine} where they called {theirs}"
-        return f"; at #{mismatch.seq} their calls no longer fit"
-    if blocked is not None and (blocked.seq > divergence.seq or blocked.group != group.index):
-        one = "s" if len(blocked.waiters) == 1 else ""
-        return f"; now {ranks_text(blocked.waiters)} wait{one} in {context.call(blocked)}"
-    return ""
+    def finding(self) -> Finding:
+        """The finding."""
+        context, seq = self.context, self.divergence.seq
+        maker = self.divergence.reference if self.divergence.kind == "skipped" else self.divergence.rank
+        at = place(context.job.frames(maker, self.group.lanes[maker].row(seq)))
+        began = [b for b in context.blocked if b.group == self.group.index]
+        rows = {rank: self.group.lanes[rank].row(seq) for rank in (*self.ranks, *self.others)}
+        guilty = [(rank, rows[rank]) for rank in self.ranks if rows[rank] >= 0]
+        return Finding(
+            CAUSES[self.divergence.kind],
+            self.ranks,
+            self._sentence(maker, at) + self._now(),
+            "root",
+            self.group.label,
+            seq,
+            self.divergence.confidence,
+            at,
+            tuple(sorted({rank for b in context.blocked for rank in b.rows} - set(self.ranks))),
+            context.waited(began[0]) if began else None,
+            (*context.stacks(guilty), *context.stacks((rank, rows[rank]) for rank in self.others)),
+            self._evidence(),
+            advice=(_advice(self.divergence, at),),
+        )
+
+    def _sentence(self, maker: int, at: str) -> str:
+        found, subject = self.divergence, who(self.context.job, self.ranks)
+        if found.kind == "swapped":
+            return self._swapped()
+        op = self.context.job.op(maker, self.group.lanes[maker].row(found.seq))
+        call = f"{op} #{found.seq} of group {self.group.label}{f' at {at}' if at else ''}"
+        call += f" and {count(found.count - 1, 'call')} behind it" if found.count > 1 else ""
+        if found.kind == "skipped":
+            makers = ranks_text(self.others) if self.others else "the others"
+            return f"{subject} skipped {call}, which {makers} made, and went on"
+        either = " (an extra call, or one of them has left its loop early)" if found.either else ""
+        return f"{subject} made an extra {call}, where {self._called()}{either}"
+
+    def _evidence(self) -> tuple[str, ...]:
+        mismatch = self.mismatch
+        if mismatch is None:
+            return (self.divergence.reason,)
+        if mismatch.seq == self.divergence.seq:
+            each = (f"{ranks_text(those)}: {text}" for text, those in mismatch.classes[:6])
+            return (self.divergence.reason, *each)
+        sides = " against ".join(f"{text} on {ranks_text(those)}" for text, those in mismatch.classes[:3])
+        return (self.divergence.reason, f"their calls fitted by chance until #{mismatch.seq}: {sides}")
+
+    def _called(self) -> str:
+        """ "ranks 1, 2 called all_reduce at train.py:9", the largest party of them."""
+        parties: dict[str, list[int]] = {}
+        for rank in self.others:
+            row = self.group.lanes[rank].row(self.divergence.seq)
+            at = place(self.context.job.frames(rank, row))
+            text = f"{self.context.job.op(rank, row)}{f' at {at}' if at else ''}"
+            parties.setdefault(text, []).append(rank)
+        if not parties:
+            return "the others do not make it"
+        text, those = max(parties.items(), key=lambda item: (len(item[1]), -min(item[1])))
+        return f"{ranks_text(those)} called {text}"
+
+    def _swapped(self) -> str:
+        """Two calls of one group in another order; which threads made them, where that differs."""
+        job, rank, seq = self.context.job, self.divergence.rank, self.divergence.seq
+        trace, last = job.ranks[rank].trace, seq + self.divergence.count
+        rows = [self.group.lanes[rank].row(number) for number in (seq, last)]
+        texts = [
+            f"{job.op(rank, row)}{f' at {at}' if (at := place(job.frames(rank, row))) else ''}"
+            for row in rows
+        ]
+        text = (
+            f"{who(job, self.ranks)} made {texts[0]} (#{seq}) before {texts[1]} (#{last}) of group {self.group.label}, "
+            f"{ranks_text(self.others)} the other way round"
+        )
+        threads = [int(trace.calls["thread"][row]) for row in rows]
+        if threads[0] == threads[1]:
+            return text
+        names = [trace.threads[thread] for thread in threads if trace.threads.get(thread)]
+        named = f" ({' and '.join(names)})" if len(names) == 2 else ""
+        return f"{text}: two threads{named} use one group, and nothing orders their calls"
+
+    def _now(self) -> str:
+        """Where the hang shows, if that is later than where it began."""
+        mismatch, blocked, found = self.mismatch, self.blocked, self.divergence
+        if mismatch is not None and mismatch.seq > found.seq:
+            mine = next((text for text, those in mismatch.classes if found.rank in those), "")
+            theirs = next((text for text, those in mismatch.classes if found.reference in those), "")
+            if mine and theirs and mismatch.cause == "type_mismatch":
+                return f"; at #{mismatch.seq} it called {mine} where they called {theirs}"
+            return f"; at #{mismatch.seq} their calls no longer fit"
+        if blocked is not None and (blocked.seq > found.seq or blocked.group != self.group.index):
+            return f"; now {ranks_wait(blocked.waiters)} in {self.context.call(blocked)}"
+        return ""
 
 
 def _advice(divergence: Divergence, at: str) -> str:

@@ -56,26 +56,31 @@ def _doubt(job: Job, group: GroupView) -> Doubt | None:
         return None
     lanes = [lane for lane in group.lanes.values() if _shows_its_end(job, lane)]
     floor = min((lane.last for lane in lanes), default=group.last)
-    if floor >= group.last:
-        return None
     ahead = [lane for lane in group.lanes.values() if lane.last > floor]
-    late = tuple(lane.rank for lane in lanes if lane.last == floor)
+    if not ahead or not all(_only_coalesced_ended(job.ranks[lane.rank], lane, floor) for lane in ahead):
+        return None
     seq = min(int(lane.seqs[lane.seqs > floor][0]) for lane in ahead)
     rows = {lane.rank: row for lane in ahead if (row := lane.row(seq)) >= 0}
-    if not all(_only_coalesced_ended(job.ranks[lane.rank], lane, floor) for lane in ahead):
-        return None
     ends = [_ended_ns(job.ranks[rank], row) for rank, row in rows.items()]
     if not ends or min(ends) < 0:
         return None
-    known = [end for end in ends if end]
-    proven = tuple(r for r in late if known and newest_ns(job.ranks[r]) >= min(known) + CLOCKS_NS)
+    late = tuple(lane.rank for lane in lanes if lane.last == floor)
+    first_end = min(filter(None, ends), default=0)
+    proven = tuple(r for r in late if first_end and newest_ns(job.ranks[r]) >= first_end + CLOCKS_NS)
     if proven:
         return Doubt(group.index, seq, rows, proven, True)
+    return _unproven(job, group, seq, rows, late)
+
+
+def _unproven(
+    job: Job, group: GroupView, seq: int, rows: dict[int, int], late: tuple[int, ...]
+) -> Doubt | None:
+    """Worth a word only where all the others stand in that very call, and few are late."""
     entered = min(int(job.ranks[rank].trace.calls["created_ns"][row]) for rank, row in rows.items())
     suspects = tuple(rank for rank in late if not is_too_old(job, rank, entered))
     standing = all(_stands_at(job.ranks[rank], group, seq) for rank in rows)
-    few = len(suspects) * 2 <= len(group.members)
-    return Doubt(group.index, seq, rows, suspects, False) if suspects and standing and few else None
+    few = 0 < len(suspects) * 2 <= len(group.members)
+    return Doubt(group.index, seq, rows, suspects, False) if standing and few else None
 
 
 def _shows_its_end(job: Job, lane: Lane) -> bool:

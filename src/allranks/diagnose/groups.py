@@ -56,44 +56,38 @@ def resolve_groups(
 
 
 def _resolve_name(
-    name: str, entries: list[tuple[Group, list[tuple[int, int]]]], drafts: list[_Draft],
+    name: str,
+    entries: list[tuple[Group, list[tuple[int, int]]]],
+    drafts: list[_Draft],
     numbers: dict[int, np.ndarray],
-) -> None:  # fmt: skip
+) -> None:
     """All groups of one name: first those with known members, then the others join or found their own."""
     here: dict[tuple[tuple[int, ...] | None, str], int] = {}
 
-    def draft(members: tuple[int, ...] | None, backend: str) -> int:
-        key = (members, backend)
+    def number_of(members: tuple[int, ...] | None, group: Group, rank: int) -> int:
+        """The one draft that fits, or a new one."""
+        fits = [
+            number
+            for (known, backend), number in here.items()
+            if (known == members if members else known and rank in known) and group.backend in ("", backend)
+        ]
+        if fits and (members or len(fits) == 1):
+            return fits[0]
+        key = (members, group.backend)
         if key not in here:
             here[key] = len(drafts)
-            drafts.append(_Draft(name, backend, members))
+            drafts.append(_Draft(name, group.backend, members))
         return here[key]
 
-    def place(group: Group, ranks: list[tuple[int, int]], number: int) -> None:
-        for rank, index in ranks:
-            numbers[rank][index] = number
-        drafts[number].descs[group.desc] += len(ranks)
-        drafts[number].order = drafts[number].order or group.ranks
-
     # Known members and library first: what is vaguer then finds its place.
-    ordered = sorted(entries, key=lambda entry: (not entry[0].ranks, not entry[0].backend))
-    for group, ranks in ordered:
-        if group.ranks:
-            members = tuple(sorted(set(group.ranks)))
-            same = [
-                n for (m, b), n in here.items() if m == members and (b == group.backend or not group.backend)
-            ]
-            number = same[0] if same else draft(members, group.backend)
-            place(group, ranks, number)
-            continue
-        for rank, index in ranks:
-            fits = [
-                n
-                for (m, b), n in here.items()
-                if m and rank in m and (b == group.backend or not group.backend)
-            ]
-            number = fits[0] if len(fits) == 1 else draft(None, group.backend)
-            place(group, [(rank, index)], number)
+    for group, uses in sorted(entries, key=lambda entry: (not entry[0].ranks, not entry[0].backend)):
+        members = tuple(sorted(set(group.ranks))) or None
+        number = number_of(members, group, -1) if members else -1
+        for rank, index in uses:
+            number = number if members else number_of(None, group, rank)
+            numbers[rank][index] = number
+            drafts[number].descs[group.desc] += 1
+            drafts[number].order = drafts[number].order or group.ranks
 
 
 def _label(
@@ -111,10 +105,9 @@ def _label(
         if pg_filters and not pg_filters & {draft.name, draft.desc, label}:
             continue
         keep[index] = len(views)
-        views.append(
-            GroupView(len(views), draft.name, draft.desc, draft.backend, label or "unnamed", draft.members or (),
-                      draft.members is not None, draft.order)
-        )  # fmt: skip
+        known = draft.members is not None
+        named = (draft.name, draft.desc, draft.backend, label or "unnamed")
+        views.append(GroupView(len(views), *named, draft.members or (), known, draft.order))
     return views, {rank: keep[own] for rank, own in numbers.items()}
 
 

@@ -79,25 +79,31 @@ def suspect_seqs(job: Job, group: GroupView) -> np.ndarray:
     low = max(min(lane.first for lane in lanes), top - 2 * max(len(lane.seqs) for lane in lanes))
     reference = np.full(top - low + 1, -1, np.int64)
     odd = np.zeros(top - low + 1, bool)
-    known_from = known_to = -1  # reference is filled in between, without a hole
+    known = (-1, -1)  # reference is filled in between, without a hole
     for lane in lanes:
         start = int(np.searchsorted(lane.seqs, low))
         sigs = job.ranks[lane.rank].sig[lane.rows[start:] if start else lane.rows]
-        if not len(sigs):
-            continue
-        first, end = int(lane.seqs[start]) - low, lane.last - low + 1
-        if end - first != len(sigs):
-            _compare(reference, odd, lane.seqs[start:] - low, sigs)
-        elif known_from <= first and end <= known_to:
-            different = reference[first:end] != sigs
-            if different.any():
-                odd[first:end] |= different
-        else:
-            _compare(reference, odd, slice(first, end), sigs)
-            touches = known_from >= 0 and first <= known_to and end >= known_from
-            known_from = min(first, known_from) if touches else first
-            known_to = max(end, known_to) if touches else end
+        if len(sigs):
+            known = _compare_lane(reference, odd, lane.seqs[start:] - low, sigs, known)
     return np.flatnonzero(odd) + low
+
+
+def _compare_lane(
+    reference: np.ndarray, odd: np.ndarray, at: np.ndarray, sigs: np.ndarray, known: tuple[int, int]
+) -> tuple[int, int]:
+    """Marks where a lane differs from what is known, and adds what is not; where `reference` is filled now."""
+    first, end = int(at[0]), int(at[-1]) + 1
+    if end - first != len(sigs):
+        _compare(reference, odd, at, sigs)
+        return known
+    if known[0] <= first and end <= known[1]:
+        different = reference[first:end] != sigs
+        if different.any():
+            odd[first:end] |= different
+        return known
+    _compare(reference, odd, slice(first, end), sigs)
+    touches = known[0] >= 0 and first <= known[1] and end >= known[0]
+    return (min(first, known[0]), max(end, known[1])) if touches else (first, end)
 
 
 def distinct(lanes: list[Lane]) -> list[Lane]:
@@ -155,8 +161,8 @@ class Cells:
         lanes = [lane for lane in group.lanes.values() if len(lane.seqs)]
         shape = (len(lanes), len(seqs))
         row = np.full(shape, -1, np.int64)
-        columns = {name: np.full(shape, empty, np.int64) for name, empty in
-                   (("family", 0), ("given", -1), ("taken", -1), ("dtype", 0), ("root", -1), ("reduce_op", 0))}  # fmt: skip
+        empty = {"family": 0, "given": -1, "taken": -1, "dtype": 0, "root": -1, "reduce_op": 0}
+        columns = {name: np.full(shape, value, np.int64) for name, value in empty.items()}
         dtypes = DtypeNumbers(job)
         for i, lane in enumerate(lanes):
             at = np.searchsorted(lane.seqs, seqs)
@@ -191,10 +197,8 @@ class Cells:
         ordered = sorted(classes.items(), key=lambda item: (-len(item[1]), item[1]))
         texts = tuple((self._class_text(kind, column, members), tuple(members)) for _, members in ordered)
         exchange = self.exchange(column) if aspect == "split" else False
-        return Mismatch(
-            self.group.index, int(self.seqs[column]), kind, texts, 0, aspect,
-            exchange if isinstance(exchange, Exchange) else None,
-        )  # fmt: skip
+        known = exchange if isinstance(exchange, Exchange) else None
+        return Mismatch(self.group.index, int(self.seqs[column]), kind, texts, 0, aspect, known)
 
     def _class_text(self, kind: str, column: int, ranks: list[int]) -> str:
         """What the ranks of one class did: true of every one of them, also where [4, 4] stands beside [16]."""
@@ -210,17 +214,13 @@ class Cells:
         sizes = self._size_keys(c, here, int(family[0]))
         if sizes is not None:
             return "size_mismatch", sizes[0], sizes[1]
-        for column, cause, members in (
-            (self.dtype, "dtype_mismatch", None), (self.root, "root_mismatch", ROOTED),
-            (self.reduce_op, "reduce_op_mismatch", REDUCING),
-        ):  # fmt: skip
+        rules: list[tuple[str, np.ndarray, int]] = [("dtype_mismatch", self.dtype, 1)]
+        rules += [("root_mismatch", self.root, 0)] if int(family[0]) in ROOTED else []
+        rules += [("reduce_op_mismatch", self.reduce_op, 1)] if int(family[0]) in REDUCING else []
+        for cause, column, lowest in rules:
             values = column[here, c]
-            known = values[values > 0] if column is not self.root else values[values >= 0]
-            if (
-                len(known) > 1
-                and (known != known[0]).any()
-                and (members is None or int(family[0]) in members)
-            ):
+            known = values[values >= lowest]
+            if len(known) > 1 and (known != known[0]).any():
                 return cause, "", values
         return None
 
@@ -236,9 +236,9 @@ class Cells:
         if family == Family.SCATTER:
             return ("output", taken) if _differ(taken) else None
         if family == Family.ALL_GATHER:
-            return self._spread(c, here, given, taken, complete, "output", "input")
+            return self._spread(c, here, given, taken, complete, ("input", "output"))
         if family == Family.REDUCE_SCATTER:
-            return self._spread(c, here, taken, given, complete, "input", "output")
+            return self._spread(c, here, taken, given, complete, ("output", "input"))
         if family == Family.ALL_TO_ALL and complete and (given > 0).any() and (taken > 0).any():
             return self._exchange(c, here, given, taken)
         return None
@@ -253,12 +253,17 @@ class Cells:
         return np.array([ids.setdefault(size, len(ids)) if size else -1 for size in sizes])
 
     def _spread(
-        self, c: int, here: np.ndarray, part: np.ndarray, whole: np.ndarray, complete: bool,
-        whole_word: str, part_word: str,
-    ) -> tuple[str, np.ndarray] | None:  # fmt: skip
-        """all_gather (and reduce_scatter turned round): every rank's part, everybody's whole."""
+        self,
+        c: int,
+        here: np.ndarray,
+        part: np.ndarray,
+        whole: np.ndarray,
+        complete: bool,
+        sides: tuple[str, str],
+    ) -> tuple[str, np.ndarray] | None:
+        """all_gather (and reduce_scatter turned round): every rank's part, everybody's whole, on these sides."""
         if _differ(whole):
-            return whole_word, whole
+            return sides[1], whole
         if not _differ(part):
             return None
         i = int(np.flatnonzero(here)[0])
@@ -267,7 +272,7 @@ class Cells:
         # Only lists of tensors, one for each rank, may be uneven.
         even_only = self.job.op(rank, row) in EVEN_ONLY or len(shapes.inputs) == len(shapes.outputs) == 1
         if even_only or (complete and (whole > 0).all() and int(part.sum()) != int(whole[0])):
-            return part_word, part
+            return sides[0], part
         return None
 
     def _exchange(

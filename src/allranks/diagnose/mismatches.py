@@ -11,7 +11,7 @@ from allranks.diagnose.explain_divergence import explain_divergence
 from allranks.diagnose.job import GroupView
 from allranks.diagnose.match import Mismatch
 from allranks.diagnose.p2p import P2PMismatch
-from allranks.diagnose.phrasing import place, ranks_text, who
+from allranks.diagnose.phrasing import count, place, ranks_text, who
 from allranks.model.diagnosis import Finding
 
 WORDS = {
@@ -26,141 +26,157 @@ WORDS = {
 def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
     """The finding of the first collective of a group that does not fit."""
     group = context.job.groups[mismatch.group]
-    guilt = judge(context.job, mismatch)
-    if guilt.divergence is not None:
-        return explain_divergence(context, group, guilt.divergence, guilt.ranks, mismatch)
+    culprit = judge(context.job, mismatch)
+    if culprit.divergence is not None:
+        return explain_divergence(context, group, culprit.divergence, culprit.ranks, mismatch)
     rows = dict(mismatch.rows) or {
         rank: group.lanes[rank].row(mismatch.seq) for _, ranks in mismatch.classes for rank in ranks
     }
-    guilty = [(rank, rows[rank]) for rank in guilt.ranks if rows.get(rank, -1) >= 0]
-    others = [(rank, row) for rank, row in rows.items() if rank not in guilt.ranks]
+    guilty = [(rank, rows[rank]) for rank in culprit.ranks if rows.get(rank, -1) >= 0]
+    others = [(rank, row) for rank, row in rows.items() if rank not in culprit.ranks]
     at = place(context.job.frames(*guilty[0])) if guilty else ""
-    cause, sentence = _say(context, group, mismatch, guilt, rows, at)
-    evidence = [f"{ranks_text(ranks)}: {text}" for text, ranks in mismatch.classes[:6]] + [guilt.reason]
+    cause, sentence = _say(context, group, mismatch, culprit, rows, at)
     lines = {place(context.job.frames(rank, row)) for rank, row in others} - {""}
-    elsewhere = guilt.shift is None and bool(at and lines) and at not in lines
-    if elsewhere:
-        evidence.append(
-            f"it called from {at}, the others from {sorted(lines)[0]}: it may be a call that only it makes"
-        )
-    if mismatch.also:
-        evidence.append(
-            f"{mismatch.also} later collectives of the group do not fit either: they follow from this one"
-        )
-    waiting = tuple(sorted({rank for b in context.blocked for rank in b.rows} - set(guilt.ranks)))
+    elsewhere = sorted(lines)[0] if culprit.shift is None and at and lines and at not in lines else ""
+    certain = culprit.confidence > 0.5 and not elsewhere
+    absent = [rank for rank in group.members if rank not in group.lanes]
     began = [b for b in context.blocked if b.group == mismatch.group]
     return Finding(
-        cause, guilt.ranks, sentence, "root", group.label, mismatch.seq, guilt.confidence, at, waiting,
-        context.waited(began[0]) if began else None, (*context.stacks(guilty), *context.stacks(others)),
-        tuple(evidence), _missing(group), (_advice(cause, at) if guilt.confidence > 0.5 and not elsewhere else _compare(context, rows, at),),
-    )  # fmt: skip
+        cause,
+        culprit.ranks,
+        sentence,
+        "root",
+        group.label,
+        mismatch.seq,
+        culprit.confidence,
+        at,
+        tuple(sorted({rank for b in context.blocked for rank in b.rows} - set(culprit.ranks))),
+        context.waited(began[0]) if began else None,
+        (*context.stacks(guilty), *context.stacks(others)),
+        _evidence(mismatch, culprit, at, elsewhere),
+        (f"the dump of {ranks_text(absent)}",) if absent else (),
+        (_advice(cause, at) if certain else _compare(context, rows, at),),
+    )
+
+
+def _evidence(mismatch: Mismatch, culprit: Culprit, at: str, elsewhere: str) -> tuple[str, ...]:
+    found = [f"{ranks_text(ranks)}: {text}" for text, ranks in mismatch.classes[:6]] + [culprit.reason]
+    if elsewhere:
+        found.append(f"it called from {at}, the others from {elsewhere}: it may be a call that only it makes")
+    if mismatch.also:
+        found.append(
+            f"{mismatch.also} later collectives of the group do not fit either: they follow from this one"
+        )
+    return tuple(found)
 
 
 def _say(
-    context: Context, group: GroupView, mismatch: Mismatch, guilt: Culprit, rows: dict[int, int], at: str
+    context: Context, group: GroupView, mismatch: Mismatch, culprit: Culprit, rows: dict[int, int], at: str
 ) -> tuple[str, str]:
-    subject = who(context.job, guilt.ranks)
+    """(cause, sentence)."""
+    job, subject, shift = context.job, who(context.job, culprit.ranks), culprit.shift
     number = f"{f'(call {mismatch.part} of a batch) ' if mismatch.part else ''}#{mismatch.seq} of group {group.label}"
-    first = guilt.ranks[0] if guilt.ranks else next(iter(rows))
-    op = context.job.op(first, rows[first])
-    where = f" at {at}" if at else ""
-    if guilt.shift is not None and guilt.shift.extra:
-        return "extra_collective", (
-            f"{subject} made an extra {op} {number}{where}; the other ranks never make it, and from there on its calls "
-            f"are {guilt.shift.count} behind theirs"
-        )
-    if guilt.shift is not None:
+    first = culprit.ranks[0] if culprit.ranks else next(iter(rows))
+    op, where = job.op(first, rows[first]), f" at {at}" if at else ""
+    if shift is not None and shift.extra:
+        rest = f"the other ranks never make it, and from there on its calls are {shift.count} behind theirs"
+        return "extra_collective", f"{subject} made an extra {op} {number}{where}; {rest}"
+    if shift is not None:
         usual = mismatch.classes[0][1][0]
-        op, at = context.job.op(usual, rows[usual]), place(context.job.frames(usual, rows[usual]))
-        return (
-            "missing_rank",
-            f"{subject} never entered {op} {number}{f' ({at})' if at else ''}: it skipped it and went on",
-        )
+        op, at = job.op(usual, rows[usual]), place(job.frames(usual, rows[usual]))
+        call = f"{op} {number}{f' ({at})' if at else ''}"
+        return "missing_rank", f"{subject} never entered {call}: it skipped it and went on"
     if mismatch.exchange is not None:
-        return mismatch.cause, _say_exchange(mismatch.exchange, guilt, subject, f"in {op} {number}{where}")
-    mine = next((text for text, ranks in mismatch.classes if guilt.ranks and guilt.ranks[0] in ranks), "")
-    theirs = next(
-        ((text, ranks) for text, ranks in mismatch.classes if not set(ranks) & set(guilt.ranks)), None
-    )
-    if theirs is None:
+        return mismatch.cause, _say_exchange(mismatch.exchange, culprit, subject, f"in {op} {number}{where}")
+    mine = next((text for text, ranks in mismatch.classes if first in ranks and culprit.ranks), "")
+    theirs = [(text, ranks) for text, ranks in mismatch.classes if not set(ranks) & set(culprit.ranks)][:1]
+    if not theirs:
         sides = " against ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in mismatch.classes[:3])
         return mismatch.cause, f"{WORDS[mismatch.cause]} in {op} {number}: {sides}"
+    text, those = theirs[0]
     if mismatch.cause == "type_mismatch":
         return (
             mismatch.cause,
-            f"{subject} called {mine} {number}{where}, where {ranks_text(theirs[1])} called {theirs[0]}",
+            f"{subject} called {mine} {number}{where}, where {ranks_text(those)} called {text}",
         )
-    return mismatch.cause, (
-        f"{subject} called {op} {number}{where} with {mine}, where {ranks_text(theirs[1])} had {theirs[0]}"
+    return (
+        mismatch.cause,
+        f"{subject} called {op} {number}{where} with {mine}, where {ranks_text(those)} had {text}",
     )
 
 
-def _say_exchange(exchange: Exchange, guilt: Culprit, subject: str, call: str) -> str:
+def _say_exchange(exchange: Exchange, culprit: Culprit, subject: str, call: str) -> str:
     """The first pair that disagrees, from the side of the guilty rank."""
-    pair = next(
-        (pair for pair in exchange.pairs if {pair.giver, pair.taker} & set(guilt.ranks)), exchange.pairs[0]
-    )
+    involved = (pair for pair in exchange.pairs if {pair.giver, pair.taker} & set(culprit.ranks))
+    pair = next(involved, exchange.pairs[0])
     rest = len(exchange.pairs) - 1
-    more = (
-        f" ({rest} more pair{'s' if rest > 1 else ''} of ranks disagree{'' if rest > 1 else 's'})"
-        if rest
-        else ""
-    )
-    if guilt.ranks == (pair.taker,) != (pair.giver,):
+    more = f" ({count(rest, 'more pair')} of ranks disagree{'' if rest > 1 else 's'})" if rest else ""
+    if culprit.ranks == (pair.taker,) != (pair.giver,):
         return f"{subject} expects {pair.expected} elements of rank {pair.giver} {call}, which gives it {pair.given}{more}"
-    giver = subject if guilt.ranks == (pair.giver,) else f"rank {pair.giver}"
+    giver = subject if culprit.ranks == (pair.giver,) else f"rank {pair.giver}"
     return f"{giver} gives rank {pair.taker} {pair.given} elements {call}, but rank {pair.taker} expects {pair.expected}{more}"
 
 
 def explain_p2p(context: Context, mismatch: P2PMismatch) -> Finding:
     """A send and its receive that disagree."""
-    job = context.job
-    sent, taken = (
-        job.shapes(mismatch.source, mismatch.send_row),
-        job.shapes(mismatch.target, mismatch.recv_row),
-    )
-    label = job.groups[mismatch.group].label
+    job, source, target = context.job, mismatch.source, mismatch.target
     if mismatch.aspect == "tag":
         return _explain_tags(context, mismatch)
+    sent, taken = job.shapes(source, mismatch.send_row), job.shapes(target, mismatch.recv_row)
+    label = job.groups[mismatch.group].label
     if mismatch.aspect == "size":
-        what = f"sends {list(map(list, sent.inputs or sent.outputs))}, the other expects {list(map(list, taken.outputs or taken.inputs))}"
+        sides = [
+            list(map(list, sizes)) for sizes in (sent.inputs or sent.outputs, taken.outputs or taken.inputs)
+        ]
+        what = f"sends {sides[0]}, rank {target} expects {sides[1]}"
     else:
-        what = f"sends {'/'.join(sent.input_dtypes or sent.output_dtypes)}, the other expects {'/'.join(taken.output_dtypes or taken.input_dtypes)}"
+        dtypes = (sent.input_dtypes or sent.output_dtypes, taken.output_dtypes or taken.input_dtypes)
+        what = f"sends {'/'.join(dtypes[0])}, rank {target} expects {'/'.join(dtypes[1])}"
     guilty = _p2p_odd(context, mismatch)
-    at = place(job.frames(mismatch.source, mismatch.send_row))
-    sentence = f"message #{mismatch.number} from rank {mismatch.source} to rank {mismatch.target} of group {label} does not fit: one {what}"
+    ends = [(source, mismatch.send_row), (target, mismatch.recv_row)]
+    number = f"message #{mismatch.number} from rank {source} to rank {target} of group {label}"
     return Finding(
-        "p2p_mismatch", guilty, sentence, "root", label, None, 0.85 if len(guilty) == 1 else 0.7, at, (), None,
-        context.stacks([(mismatch.source, mismatch.send_row), (mismatch.target, mismatch.recv_row)]), (), (),
-        ("send and receive the same number of elements of the same dtype",),
-    )  # fmt: skip
+        "p2p_mismatch",
+        guilty,
+        f"{number} does not fit: rank {source} {what}",
+        "root",
+        label,
+        confidence=0.85 if len(guilty) == 1 else 0.7,
+        where=place(job.frames(*next(end for end in ends if end[0] in guilty))),
+        stacks=context.stacks(ends),
+        advice=("send and receive the same number of elements of the same dtype",),
+    )
 
 
 def _explain_tags(context: Context, mismatch: P2PMismatch) -> Finding:
     """A message sent and a receive that wait for each other's tag."""
     job, label = context.job, context.job.groups[mismatch.group].label
-    ends = ((mismatch.source, mismatch.send_row), (mismatch.target, mismatch.recv_row))
-    tags = [int(job.ranks[rank].trace.calls["tag"][row]) for rank, row in ends]
-    odd = [(rank, row) for rank, row in ends if _tag_is_odd(context, rank, row)]
-    guilty = odd if len(odd) == 1 else list(ends)
-    at = place(job.frames(*guilty[0]))
-    lines = [place(job.frames(rank, row)) for rank, row in ends]
+    ends = [(mismatch.source, mismatch.send_row), (mismatch.target, mismatch.recv_row)]
+    odd = [end for end in ends if _tag_is_odd(context, *end)]
+    guilty = odd if len(odd) == 1 else ends
+    texts = []
+    for rank, row in ends:
+        at = place(job.frames(rank, row))
+        texts.append(f"with tag {int(job.ranks[rank].trace.calls['tag'][row])}{f' at {at}' if at else ''}")
     sentence = (
-        f"rank {mismatch.source} sends to rank {mismatch.target} with tag {tags[0]}{f' at {lines[0]}' if lines[0] else ''}, "
-        f"rank {mismatch.target} receives with tag {tags[1]}{f' at {lines[1]}' if lines[1] else ''} (group {label}): "
-        "the tags differ, so the message never arrives"
+        f"rank {mismatch.source} sends to rank {mismatch.target} {texts[0]}, rank {mismatch.target} receives {texts[1]} "
+        f"(group {label}): the tags differ, so the message never arrives"
     )
     waited = [b for b in context.blocked if b.p2p is not None and (b.p2p.rank, b.p2p.row) in ends]
-    evidence = (
-        ("its tag does not continue the order of its earlier tags, the other's does",)
-        if len(odd) == 1
-        else ()
-    )
+    reason = "its tag does not continue the order of its earlier tags, the other's does"
     return Finding(
-        "p2p_mismatch", tuple(sorted(rank for rank, _ in guilty)), sentence, "root", label, None, 0.9 if odd else 0.8, at, (),
-        context.waited(waited[0]) if waited else None, context.stacks([*guilty, *(end for end in ends if end not in guilty)]),
-        evidence, (), ("use the same tag at both ends",),
-    )  # fmt: skip
+        "p2p_mismatch",
+        tuple(sorted(rank for rank, _ in guilty)),
+        sentence,
+        "root",
+        label,
+        confidence=0.9 if odd else 0.8,
+        where=place(job.frames(*guilty[0])),
+        waited_s=context.waited(waited[0]) if waited else None,
+        stacks=context.stacks([*guilty, *(end for end in ends if end not in guilty)]),
+        evidence=(reason,) if len(odd) == 1 else (),
+        advice=("use the same tag at both ends",),
+    )
 
 
 def _tag_is_odd(context: Context, rank: int, row: int) -> bool:
@@ -177,17 +193,17 @@ def _p2p_odd(context: Context, mismatch: P2PMismatch) -> tuple[int, ...]:
     changed = []
     for rank, row in ((mismatch.source, mismatch.send_row), (mismatch.target, mismatch.recv_row)):
         view = context.job.ranks[rank]
-        calls = view.trace.calls
-        same = [r for r in range(row) if view.stack[r] == view.stack[row] and calls["peer"][r] == calls["peer"][row]
-                and calls["op"][r] == calls["op"][row]][-1:]  # fmt: skip
-        if same and view.sig[same[0]] != view.sig[row]:
+        calls = view.trace.calls[:row]
+        now = view.trace.calls[row]
+        alike = (
+            (view.stack[:row] == view.stack[row])
+            & (calls["peer"] == now["peer"])
+            & (calls["op"] == now["op"])
+        )
+        before = np.flatnonzero(alike)[-1:]
+        if len(before) and view.sig[before[0]] != view.sig[row]:
             changed.append(rank)
     return tuple(changed) if len(changed) == 1 else tuple(sorted((mismatch.source, mismatch.target)))
-
-
-def _missing(group: GroupView) -> tuple[str, ...]:
-    absent = [rank for rank in group.members if rank not in group.lanes]
-    return (f"the dump of {ranks_text(absent)}",) if absent else ()
 
 
 def _compare(context: Context, rows: dict[int, int], at: str) -> str:

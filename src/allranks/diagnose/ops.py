@@ -29,48 +29,45 @@ class Family(IntEnum):
     OTHER = 16  # first of the codes for names we do not know: each name is its own family
 
 
-_FAMILIES = {
-    "all_reduce": Family.ALL_REDUCE, "allreduce_coalesced": Family.ALL_REDUCE,
-    "all_reduce_coalesced": Family.ALL_REDUCE,
-    "broadcast": Family.BROADCAST, "_broadcast_oop": Family.BROADCAST,
-    "reduce": Family.REDUCE, "_reduce_oop": Family.REDUCE,
-    "all_gather": Family.ALL_GATHER, "_all_gather_base": Family.ALL_GATHER, "all_gather_single": Family.ALL_GATHER,
-    "all_gather_into_tensor": Family.ALL_GATHER, "all_gather_into_tensor_coalesced": Family.ALL_GATHER,
-    "all_gather_v": Family.ALL_GATHER, "ALLGATHER_coalesced": Family.ALL_GATHER,
-    "all_gather_coalesced": Family.ALL_GATHER,
-    "reduce_scatter": Family.REDUCE_SCATTER, "_reduce_scatter_base": Family.REDUCE_SCATTER,
-    "reduce_scatter_single": Family.REDUCE_SCATTER, "reduce_scatter_v": Family.REDUCE_SCATTER,
-    "reduce_scatter_tensor": Family.REDUCE_SCATTER, "reduce_scatter_tensor_coalesced": Family.REDUCE_SCATTER,
-    "REDUCE_SCATTER_coalesced": Family.REDUCE_SCATTER,
-    "all_to_all": Family.ALL_TO_ALL, "all_to_all_single": Family.ALL_TO_ALL, "all_to_all_base": Family.ALL_TO_ALL,
-    "alltoall": Family.ALL_TO_ALL, "alltoall_base": Family.ALL_TO_ALL, "all_to_all_v_single": Family.ALL_TO_ALL,
-    "gather": Family.GATHER, "gather_single": Family.GATHER, "scatter": Family.SCATTER,
-    "barrier": Family.BARRIER, "all_reduce_barrier": Family.BARRIER, "monitored_barrier": Family.MONITORED_BARRIER,
-    "sparse_all_reduce": Family.SPARSE, "coalesced": Family.COALESCED,
-    "send": Family.SEND, "recv": Family.RECV, "isend": Family.SEND, "irecv": Family.RECV,
-    "recv_any_source": Family.RECV, "recvAnySource": Family.RECV, "batch_op_issue": Family.P2P_BATCH,
-}  # fmt: skip
+#: The names of each family's operations, as torch, NCCL, gloo and torchcomms spell them.
+_NAMES = {
+    Family.ALL_REDUCE: "all_reduce allreduce_coalesced all_reduce_coalesced",
+    Family.BROADCAST: "broadcast _broadcast_oop",
+    Family.REDUCE: "reduce _reduce_oop",
+    Family.ALL_GATHER: "all_gather _all_gather_base all_gather_single all_gather_into_tensor all_gather_v "
+    "all_gather_into_tensor_coalesced ALLGATHER_coalesced all_gather_coalesced",
+    Family.REDUCE_SCATTER: "reduce_scatter _reduce_scatter_base reduce_scatter_single reduce_scatter_v "
+    "reduce_scatter_tensor reduce_scatter_tensor_coalesced REDUCE_SCATTER_coalesced",
+    Family.ALL_TO_ALL: "all_to_all all_to_all_single all_to_all_base alltoall alltoall_base all_to_all_v_single",
+    Family.GATHER: "gather gather_single",
+    Family.SCATTER: "scatter",
+    Family.BARRIER: "barrier all_reduce_barrier",
+    Family.MONITORED_BARRIER: "monitored_barrier",
+    Family.SPARSE: "sparse_all_reduce",
+    Family.COALESCED: "coalesced",
+    Family.SEND: "send isend",
+    Family.RECV: "recv irecv recv_any_source recvAnySource",
+    Family.P2P_BATCH: "batch_op_issue",
+}
+_FAMILIES = {name: family for family, names in _NAMES.items() for name in names.split()}
 
 #: Families in which nobody can finish before everybody has entered.
 SYNCHRONISING = frozenset(
-    {
-        Family.ALL_REDUCE,
-        Family.ALL_GATHER,
-        Family.REDUCE_SCATTER,
-        Family.ALL_TO_ALL,
-        Family.BARRIER,
-        Family.MONITORED_BARRIER,
-    }
+    {Family.ALL_REDUCE, Family.ALL_GATHER, Family.REDUCE_SCATTER, Family.ALL_TO_ALL}
+    | {Family.BARRIER, Family.MONITORED_BARRIER}
 )
 ROOTED = frozenset({Family.BROADCAST, Family.REDUCE, Family.GATHER, Family.SCATTER})
 REDUCING = frozenset({Family.ALL_REDUCE, Family.REDUCE, Family.REDUCE_SCATTER})
 #: One tensor per rank of equal length: an uneven variant does not exist.
-EVEN_ONLY = frozenset({"_all_gather_base", "all_gather_into_tensor", "all_gather_single", "_reduce_scatter_base",
-                       "reduce_scatter_tensor", "reduce_scatter_single"})  # fmt: skip
-
+EVEN_ONLY = frozenset(
+    {"_all_gather_base", "all_gather_into_tensor", "all_gather_single"}
+    | {"_reduce_scatter_base", "reduce_scatter_tensor", "reduce_scatter_single"}
+)
 #: One call with several tensors, each of which is a collective of its own.
-TENSOR_BY_TENSOR = frozenset({"allreduce_coalesced", "all_reduce_coalesced", "all_gather_into_tensor_coalesced",
-                              "reduce_scatter_tensor_coalesced"})  # fmt: skip
+TENSOR_BY_TENSOR = frozenset(
+    {"allreduce_coalesced", "all_reduce_coalesced"}
+    | {"all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"}
+)
 
 _SYNCHRONISING = np.isin(np.arange(int(Family.OTHER) + 1), [int(family) for family in SYNCHRONISING])
 
@@ -100,10 +97,14 @@ def families(names: tuple[str, ...]) -> np.ndarray:
     return codes
 
 
-_DTYPE_BYTES = {
-    "Double": 8, "Long": 8, "ComplexFloat": 8, "ComplexDouble": 16, "Float": 4, "Int": 4, "UInt32": 4, "UInt64": 8,
-    "Half": 2, "BFloat16": 2, "Short": 2, "UInt16": 2, "Byte": 1, "Char": 1, "Bool": 1, "Float8_e4m3fn": 1, "Float8_e5m2": 1,
-}  # fmt: skip
+_DTYPES_OF = {
+    16: "ComplexDouble",
+    8: "Double Long ComplexFloat UInt64",
+    4: "Float Int UInt32",
+    2: "Half BFloat16 Short UInt16",
+    1: "Byte Char Bool Float8_e4m3fn Float8_e5m2",
+}
+_DTYPE_BYTES = {name: size for size, names in _DTYPES_OF.items() for name in names.split()}
 
 
 def input_bytes(elements: int, dtypes: tuple[str, ...]) -> int:

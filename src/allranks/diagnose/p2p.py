@@ -127,10 +127,8 @@ def _sides(view: RankView) -> list[Side]:
     found = []
     for rows in np.split(mine, np.flatnonzero(np.diff(key)) + 1):
         row = int(rows[0])
-        found.append(
-            Side(view.rank, int(calls["peer"][row]), int(view.group[row]), bool(sends[row]), rows, now[rows],
-                 not wrapped and not view.cut, doubtful[rows])
-        )  # fmt: skip
+        key_of_side = (view.rank, int(calls["peer"][row]), int(view.group[row]), bool(sends[row]))
+        found.append(Side(*key_of_side, rows, now[rows], not wrapped and not view.cut, doubtful[rows]))
     return found
 
 
@@ -147,10 +145,9 @@ def _waits(job: Job, side: Side, other: Side | None) -> list[P2PWait]:
         partner = int(other.rows[at]) if other is not None and at < len(other.rows) else -1
         if partner >= 0 and side.doubtful[index] and other is not None and other.now[at] == Now.DONE:
             continue
-        found.append(
-            P2PWait(side.rank, int(side.rows[index]), side.peer, side.group, side.sends, index + 1 if exact else 0,
-                    partner, peer_known)
-        )  # fmt: skip
+        number = index + 1 if exact else 0
+        row = int(side.rows[index])
+        found.append(P2PWait(side.rank, row, side.peer, side.group, side.sends, number, partner, peer_known))
     return found
 
 
@@ -207,12 +204,14 @@ def _mismatches(job: Job, send: Side, receive: Side) -> list[P2PMismatch]:
     receive_rows = receive.rows[first_receive : first_receive + count]
     sent = job.ranks[send.rank].trace.calls["in_numel"][send_rows]
     taken = job.ranks[receive.rank].trace.calls["out_numel"][receive_rows]
-    for bad, aspect in ((np.flatnonzero((sent != taken) & (sent > 0) & (taken > 0)), "size"),
-                        (_dtype_differs(job, send.rank, send_rows, receive.rank, receive_rows), "dtype")):  # fmt: skip
+    sizes = np.flatnonzero((sent != taken) & (sent > 0) & (taken > 0))
+    dtypes = _dtype_differs(job, send.rank, send_rows, receive.rank, receive_rows)
+    for bad, aspect in ((sizes, "size"), (dtypes, "dtype")):
         if len(bad):
             at = int(bad[0])
-            return [P2PMismatch(send.group, send.rank, receive.rank, int(send_rows[at]), int(receive_rows[at]),
-                                first_send + at + 1, aspect)]  # fmt: skip
+            rows = (int(send_rows[at]), int(receive_rows[at]))
+            ends = (send.group, send.rank, receive.rank)
+            return [P2PMismatch(*ends, *rows, first_send + at + 1, aspect)]
     return []
 
 

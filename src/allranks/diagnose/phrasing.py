@@ -1,4 +1,4 @@
-"""Short, exact words for ranks, places, calls and times. Pure text, used by every sentence."""
+"""Short, exact texts for ranks, lines, calls and times, used by every sentence. Pure."""
 
 from __future__ import annotations
 
@@ -7,27 +7,23 @@ from collections.abc import Iterable, Sequence
 from allranks.diagnose.job import Job
 from allranks.model.trace import Frame
 
-_INTERNAL = ("/torch/", "torch/distributed", "<frozen", "/contextlib.py", "/threading.py", "/allranks/record/",
-             "/torchft/", "/accelerate/", "/deepspeed/comm", "/multiprocessing/")  # fmt: skip
+#: Parts of paths of torch and of the machinery around a call.
+_INTERNAL = (
+    *("/torch/", "torch/distributed", "<frozen", "/contextlib.py", "/threading.py", "/multiprocessing/"),
+    *("/allranks/record/", "/torchft/", "/accelerate/", "/deepspeed/comm"),
+)
 
 
 def is_internal(frame: Frame) -> bool:
     """Frames of torch and the standard machinery around a call: never where the user looks first."""
     file = frame.file.replace("\\", "/")
-    return (
-        any(part in file for part in _INTERNAL)
-        or file.startswith("<")
-        or ".so" in file
-        or file.endswith(".cpp")
-    )
+    return any(part in file for part in (*_INTERNAL, ".so")) or file.startswith("<") or file.endswith(".cpp")
 
 
 def user_frame(frames: Sequence[Frame]) -> Frame | None:
     """The innermost frame of the user's own code; of a library when there is none; None without a stack."""
     own = [frame for frame in frames if not is_internal(frame)]
-    outside = [
-        frame for frame in own if "site-packages" not in frame.file and "dist-packages" not in frame.file
-    ]
+    outside = [f for f in own if "site-packages" not in f.file and "dist-packages" not in f.file]
     best = outside or own or list(frames)
     return best[0] if best else None
 
@@ -57,6 +53,12 @@ def ranks_text(ranks: Iterable[int], *, limit: int = 12) -> str:
         parts += [f"{low}-{high}"] if high - low >= 2 else [str(rank) for rank in range(low, high + 1)]
     shown = ", ".join(parts[:limit]) + (f", … ({len(ordered)} in all)" if len(parts) > limit else "")
     return f"rank{'s' if len(ordered) > 1 else ''} {shown}"
+
+
+def ranks_wait(ranks: Iterable[int]) -> str:
+    """ "rank 5 waits", "ranks 0, 2 wait"."""
+    ordered = set(ranks)
+    return f"{ranks_text(ordered)} wait{'s' if len(ordered) == 1 else ''}"
 
 
 def who(job: Job, ranks: Iterable[int]) -> str:

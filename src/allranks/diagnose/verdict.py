@@ -18,10 +18,10 @@ from allranks.diagnose.job import GroupView
 from allranks.diagnose.liveness import is_hung, is_paused, usual_pause
 from allranks.diagnose.match import Mismatch, find_mismatches
 from allranks.diagnose.p2p import match_p2p
-from allranks.diagnose.phrasing import count, ranks_text, seconds
-from allranks.diagnose.quorums import forget_past_quorums
-from allranks.diagnose.straggler import find_straggler, find_tight_timeout
+from allranks.diagnose.phrasing import count, ranks_text, ranks_wait
+from allranks.diagnose.replicas import forget_past_quorums
 from allranks.diagnose.waits import Blocked, find_blocked
+from allranks.diagnose.warnings import find_warnings
 from allranks.model.diagnosis import Diagnosis, FileNote, Finding, GroupSummary, RankNow, Status
 from allranks.model.trace import RankTrace
 
@@ -34,6 +34,10 @@ WAITING = frozenset({"missing_rank", "not_started", "p2p_mismatch", "order_inver
 #: Jobs with more calls than this are examined by their newest calls first, at least so many of each rank; a verdict
 #: of so much confidence settles it.
 LARGE_JOB, MIN_WINDOW, SETTLED = 6_000_000, 128, 0.7
+
+
+#: (ranks that wait for it, whether it comes before others of this weight, the finding)
+Weighed = tuple[int, int, Finding]
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ def _diagnose(
         from allranks.diagnose.weak_findings import quiet_roots
 
         roots = quiet_roots(context, [d for d in doubts if not d.proven], options.allow_incomplete_ranks)
-    warnings = _warnings(context, every, damaged, options, roots)
+    warnings = find_warnings(context, every, damaged, options.allow_incomplete_ranks, roots)
     return _compose(context, roots, warnings, files, options)
 
 
@@ -118,43 +122,50 @@ def _setup(context: Context) -> Finding | None:
 
 def _roots(context: Context, mismatches: list[Mismatch]) -> list[Finding]:
     """Root causes, the one that most ranks wait for first."""
-    weighed: list[tuple[int, int, Finding]] = []
-    explained: dict[int, Mismatch] = {mismatch.group: mismatch for mismatch in mismatches}
-    weights = {mismatch.group: -1 for mismatch in mismatches}
+    explained = {mismatch.group: mismatch for mismatch in mismatches}
+    weights = dict.fromkeys(explained, -1)
+    weighed: list[Weighed] = []
     lacking: dict[int, list[int]] = {}
     for sink in context.graph.sinks():
         calls = _calls_of(context, sink)
-        hit = [b for b in calls if b.group in explained and _explains(context, explained[b.group], b)]
         if all(_misfits(context, b) for b in calls) or all(is_paused(context.job, node) for node in sink):
             continue
+        hit = [b.group for b in calls if b.group in explained and _explains(context, explained[b.group], b)]
         if hit:
-            weights[hit[0].group] = max(weights[hit[0].group], context.graph.weight(sink))
-        elif len(sink) > 1:
-            from allranks.diagnose.cycles import explain_cycle
-
-            weighed.append((context.graph.weight(sink), 0, explain_cycle(context, sink)))
-        elif sink[0] >= 0:
+            weights[hit[0]] = max(weights[hit[0]], context.graph.weight(sink))
+        elif len(sink) == 1 and sink[0] >= 0:
             lacking.setdefault(context.first_for(sink[0]).index, []).append(sink[0])
-        else:
-            from allranks.diagnose.entered import explain_call
-
-            finding = explain_call(context, context.blocked[-1 - sink[0]])
-            if finding is not None:
-                weighed.append((context.graph.weight(sink), 0, finding))
+        elif (finding := _of_calls(context, sink)) is not None:
+            weighed.append((context.graph.weight(sink), 0, finding))
     for index, ranks in lacking.items():
         weighed += _lacking(context, context.blocked[index], sorted(ranks))
-    if mismatches or context.p2p_mismatches:
-        from allranks.diagnose.mismatches import explain_mismatch, explain_p2p
-
-        stuck = any(_misfits(context, b) for b in context.blocked)
-        for mismatch in mismatches:
-            weighed.append((weights[mismatch.group], 1, explain_mismatch(context, mismatch)))
-        for p2p in context.p2p_mismatches:
-            weighed.append((1 if stuck else -1, 1, explain_p2p(context, p2p)))
+    weighed += _mismatched(context, mismatches, weights)
     weighed.sort(
         key=lambda i: (i[2].confidence < SURE_ENOUGH, -i[0], -i[1], -i[2].confidence, i[2].group, i[2].ranks)
     )
     return [finding for _, _, finding in weighed]
+
+
+def _of_calls(context: Context, sink: tuple[int, ...]) -> Finding | None:
+    """The finding for ranks and calls that wait for each other, or for one call that everybody entered."""
+    if len(sink) > 1:
+        from allranks.diagnose.cycles import explain_cycle
+
+        return explain_cycle(context, sink)
+    from allranks.diagnose.entered import explain_call
+
+    return explain_call(context, context.blocked[-1 - sink[0]])
+
+
+def _mismatched(context: Context, mismatches: list[Mismatch], weights: dict[int, int]) -> list[Weighed]:
+    """Findings for calls, sends and receives that do not fit together."""
+    if not mismatches and not context.p2p_mismatches:
+        return []
+    from allranks.diagnose.mismatches import explain_mismatch, explain_p2p
+
+    stuck = 1 if any(_misfits(context, b) for b in context.blocked) else -1
+    found: list[Weighed] = [(weights[m.group], 1, explain_mismatch(context, m)) for m in mismatches]
+    return found + [(stuck, 1, explain_p2p(context, p2p)) for p2p in context.p2p_mismatches]
 
 
 def _explains(context: Context, mismatch: Mismatch, blocked: Blocked) -> bool:
@@ -177,7 +188,7 @@ def _misfits(context: Context, blocked: Blocked) -> bool:
     return (wait.rank, wait.row) in ends
 
 
-def _lacking(context: Context, blocked: Blocked, ranks: list[int]) -> list[tuple[int, int, Finding]]:
+def _lacking(context: Context, blocked: Blocked, ranks: list[int]) -> list[Weighed]:
     """Findings for ranks that lack in one call: those with a dump, then those without."""
     found = []
     here = tuple(rank for rank in ranks if rank in context.job.ranks)
@@ -219,54 +230,6 @@ def _with_doubts(context: Context, root: Finding, doubts: list[Doubt]) -> Findin
     return root
 
 
-def _warnings(
-    context: Context,
-    every: list[Blocked],
-    damaged: frozenset[int],
-    options: DiagnoseOptions,
-    roots: list[Finding],
-) -> list[Finding]:
-    """Things worth saying that are nobody's fault."""
-    found = []
-    if damaged:
-        found.append(
-            Finding(
-                "damaged_file",
-                (),
-                f"the file of {ranks_text(damaged)} is damaged: what could be read was used, and its end is not held against it",
-            )
-        )
-    blamed = {rank for root in roots for rank in root.ranks}
-    absent = [rank for rank in context.job.missing_ranks if rank not in blamed]
-    if absent and not options.allow_incomplete_ranks:
-        found.append(Finding("missing_dump", (), f"no file of {ranks_text(absent)}"))
-    slow = find_straggler(context.job) if not roots and not context.blocked else None
-    if slow is not None:
-        found.append(slow)
-    tight = find_tight_timeout(context.job)
-    if tight is not None:
-        found.append(tight)
-    young = [b for b in every if b.missing and not is_hung(context.job, b, context.patience)]
-    if young and not roots:
-        wait = max(filter(None, (context.waited(b) for b in young)), default=0.0)
-        found.append(
-            Finding("skew", (), f"ranks are a few calls apart ({len(young)} unfinished, oldest {seconds(wait)}), within this job's "
-                    f"usual pauses: {context.patience.reason}; run again in {seconds(context.patience.limit_s)} to be sure")
-        )  # fmt: skip
-    paused = [rank for rank in context.job.ranks if is_paused(context.job, rank)]
-    if paused and context.blocked:
-        phase = context.job.ranks[paused[0]].trace.progress.phase
-        told = f" ({phase})" if phase else ""
-        found.append(
-            Finding(
-                "pause",
-                (),
-                f"{ranks_text(paused)} declared a pause{told} that is not over: waiting for it is no hang",
-            )
-        )
-    return found
-
-
 def _compose(
     context: Context,
     roots: list[Finding],
@@ -285,23 +248,21 @@ def _compose(
         status = "fault" if verdict.confidence >= SURE_ENOUGH else "unclear"
     listed = folded[: options.consequences]
     if len(folded) > len(listed):
-        listed.append(
-            Finding(
-                "folded",
-                (),
-                f"{len(folded) - len(listed)} more blocked calls follow from the above",
-                "consequence",
-            )
-        )
+        more = f"{len(folded) - len(listed)} more blocked calls follow from the above"
+        listed.append(Finding("folded", (), more, "consequence"))
     calls = sum(len(view.trace.calls) for view in job.ranks.values())
-    summary = (
-        f"{len(job.ranks):,} of {job.world_size or len(job.ranks):,} ranks, {count(len(job.groups), 'group')}, {calls:,} calls",
-    )
+    ranks = f"{len(job.ranks):,} of {job.world_size or len(job.ranks):,} ranks"
     return Diagnosis(
-        status, verdict, (*roots, *listed, *warnings), tuple(files), job.world_size, tuple(job.ranks), summary,
+        status,
+        verdict,
+        (*roots, *listed, *warnings),
+        tuple(files),
+        job.world_size,
+        tuple(job.ranks),
+        (f"{ranks}, {count(len(job.groups), 'group')}, {calls:,} calls",),
         tuple(_summarise(group) for group in job.groups),
         tuple((rank, host) for rank in job.ranks if (host := job.host(rank))),
-    )  # fmt: skip
+    )
 
 
 def _consequences(context: Context, roots: list[Finding]) -> list[Finding]:
@@ -317,11 +278,10 @@ def _consequences(context: Context, roots: list[Finding]) -> list[Finding]:
         if not roots or ((group.label, sequence) in told and not chained):
             continue
         tail = f" for {ranks_text(lacks)}" if lacks else ""
-        many = "s" if len(blocked.rows) == 1 else ""
-        found.append(
-            Finding("missing_rank" if lacks else "none_finished", lacks, f"{ranks_text(blocked.waiters)} wait{many} in {context.call(blocked)}{tail}",
-                    "consequence", group.label, sequence, waiting=blocked.waiters, where=context.place(blocked))
-        )  # fmt: skip
+        sentence = f"{ranks_wait(blocked.waiters)} in {context.call(blocked)}{tail}"
+        cause = "missing_rank" if lacks else "none_finished"
+        finding = Finding(cause, lacks, sentence, "consequence", group.label, sequence)
+        found.append(replace(finding, waiting=blocked.waiters, where=context.place(blocked)))
     return found
 
 
@@ -329,7 +289,6 @@ def _summarise(group: GroupView) -> GroupSummary:
     lanes = [lane for lane in group.lanes.values() if len(lane.seqs)]
     last = max((lane.last for lane in lanes), default=None)
     behind = tuple(rank for rank, lane in group.lanes.items() if last is not None and lane.last < last)
-    return GroupSummary(
-        group.label, group.name, group.desc, group.backend, group.members, group.members_known,
-        min((lane.first for lane in lanes), default=None), last, behind,
-    )  # fmt: skip
+    first = min((lane.first for lane in lanes), default=None)
+    known = (group.label, group.name, group.desc, group.backend, group.members, group.members_known)
+    return GroupSummary(*known, first, last, behind)

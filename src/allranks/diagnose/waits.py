@@ -144,33 +144,36 @@ def _blocked(job: Job, group: GroupView, seq: int, lanes: list[Lane], index: int
     rows = {lane.rank: lane.row(seq) for lane in lanes}
     failed = tuple(sorted(r for r, row in rows.items() if job.ranks[r].now[row] != Now.OPEN))
     entered_ns = min(int(job.ranks[r].trace.calls["created_ns"][row]) for r, row in rows.items())
-    missing, unsure = [], []
-    passed: list[int] = []
-    behind: list[int] = []
+    found: dict[str, list[int]] = {"missing": [], "unsure": [], "passed": [], "behind": []}
     for rank, lane in group.lanes.items():
-        if rank in rows:
-            continue
-        if lane.last >= seq:
-            row = lane.row(seq)
-            left = row < 0 or job.ranks[rank].now[row] in (Now.DONE, Now.LEFT)
-            (passed if left else behind).append(rank)
-        elif job.ranks[rank].trace.last_completed.get(group.name, -1) >= seq:
-            passed.append(rank)
-        elif lane.cut or (lane.wrapped and not len(lane.seqs)) or is_too_old(job, rank, entered_ns):
-            unsure.append(rank)
-        else:
-            missing.append(rank)
-    family = job.ranks[lanes[0].rank].family[rows[lanes[0].rank]]
+        if rank not in rows:
+            found[_whereabouts(job, group, lane, seq, entered_ns)].append(rank)
     absent = tuple(r for r in group.members if r not in group.lanes)
-    done = any(
-        job.ranks[r].now[group.lanes[r].row(seq)] == Now.DONE for r in passed if group.lanes[r].row(seq) >= 0
-    )
-    if done and not absent and int(family) in SYNCHRONISING:
+    family = int(job.ranks[lanes[0].rank].family[rows[lanes[0].rank]])
+    done = any(_is_done(job, group.lanes[rank], seq) for rank in found["passed"])
+    if done and not absent and family in SYNCHRONISING:
         # Somebody finished it, so everybody entered it: the others' dumps are merely older. With a rank gone this
         # does not hold: NCCL then turns pending calls of the others to "completed".
-        unsure, missing = unsure + missing, []
-    return Blocked(index, group.index, seq, rows, tuple(sorted(missing)), absent, tuple(sorted(unsure)), tuple(sorted(passed)),
-                   tuple(sorted(behind)), failed)  # fmt: skip
+        found["unsure"] += found["missing"]
+        found["missing"] = []
+    sets = {name: tuple(sorted(ranks)) for name, ranks in found.items()}
+    return Blocked(index, group.index, seq, rows, absent=absent, failed=failed, **sets)
+
+
+def _whereabouts(job: Job, group: GroupView, lane: Lane, seq: int, entered_ns: int) -> str:
+    """Which of the four sets of Blocked a rank belongs to that is not stuck in the call."""
+    if lane.last >= seq:
+        row = lane.row(seq)
+        return "passed" if row < 0 or job.ranks[lane.rank].now[row] in (Now.DONE, Now.LEFT) else "behind"
+    if job.ranks[lane.rank].trace.last_completed.get(group.name, -1) >= seq:
+        return "passed"
+    lost = lane.cut or (lane.wrapped and not len(lane.seqs))
+    return "unsure" if lost or is_too_old(job, lane.rank, entered_ns) else "missing"
+
+
+def _is_done(job: Job, lane: Lane, seq: int) -> bool:
+    row = lane.row(seq)
+    return row >= 0 and bool(job.ranks[lane.rank].now[row] == Now.DONE)
 
 
 def is_too_old(job: Job, rank: int, entered_ns: int) -> bool:

@@ -40,10 +40,11 @@ def _doubtful(context: Context, doubt: Doubt) -> Finding:
         f"coalesced calls completed too early: either it never entered, or its dump is older than the others"
     )
     again = "a second dump of all ranks: where nothing has moved, the job hangs"
-    return replace(
-        finding, cause="missing_rank", ranks=doubt.late, confidence=0.35, sentence=sentence, waited_s=None,
-        missing_evidence=(again, *finding.missing_evidence),
-    )  # fmt: skip
+    asked = (again, *finding.missing_evidence)
+    finding = replace(
+        finding, cause="missing_rank", ranks=doubt.late, sentence=sentence, missing_evidence=asked
+    )
+    return replace(finding, confidence=0.35, waited_s=None)
 
 
 def _gone_unnoticed(context: Context) -> Finding | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from allranks.diagnose.ft import transform_ft as move_ranks
+from allranks.diagnose.replicas import transform_ft as move_ranks
 from allranks.errors import InputError
 from allranks.frtrace.database import build_database
 from allranks.frtrace.problems import Analysis, analyse

@@ -1,12 +1,15 @@
-"""Slow, not stuck: who comes late to the collectives that everybody finishes, and timeouts that leave no room."""
+"""What is worth saying and nobody's fault: damaged and missing files, a slow rank, a tight timeout, pauses. Pure."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from allranks.diagnose.context import Context
 from allranks.diagnose.job import GroupView, Job, Lane
+from allranks.diagnose.liveness import is_hung, is_paused
 from allranks.diagnose.ops import is_synchronising
 from allranks.diagnose.phrasing import place, ranks_text, seconds, who
+from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding
 from allranks.model.trace import State
 
@@ -15,6 +18,49 @@ _TIMED_OUT, _COMPLETED = int(State.TIMED_OUT), int(State.COMPLETED)
 #: A timeout is tight when a call that finished took more than this share of it.
 TIGHT = 0.5
 MIN_LATE_S, LATE_SHARE, LAST_SHARE = 0.005, 0.25, 0.7
+
+
+def find_warnings(
+    context: Context, every: list[Blocked], damaged: frozenset[int], incomplete: bool, roots: list[Finding]
+) -> list[Finding]:
+    """All warnings. `every`: the unfinished calls, hung or not; `incomplete`: missing files are expected."""
+    found = []
+    if damaged:
+        text = f"the file of {ranks_text(damaged)} is damaged: what could be read was used, and its end is not held against it"
+        found.append(Finding("damaged_file", (), text))
+    blamed = {rank for root in roots for rank in root.ranks}
+    absent = [rank for rank in context.job.missing_ranks if rank not in blamed]
+    if absent and not incomplete:
+        found.append(Finding("missing_dump", (), f"no file of {ranks_text(absent)}"))
+    slow = find_straggler(context.job) if not roots and not context.blocked else None
+    young = [b for b in every if b.missing and not is_hung(context.job, b, context.patience)]
+    skew = _skew(context, young) if young and not roots else None
+    pause = _pause(context) if context.blocked else None
+    return found + [one for one in (slow, find_tight_timeout(context.job), skew, pause) if one is not None]
+
+
+def _skew(context: Context, young: list[Blocked]) -> Finding:
+    """Ranks that are a few calls apart, as those of a running job are."""
+    wait = max(filter(None, (context.waited(b) for b in young)), default=0.0)
+    text = (
+        f"ranks are a few calls apart ({len(young)} unfinished, oldest {seconds(wait)}), within this job's usual pauses: "
+        f"{context.patience.reason}; run again in {seconds(context.patience.limit_s)} to be sure"
+    )
+    return Finding("skew", (), text)
+
+
+def _pause(context: Context) -> Finding | None:
+    """A pause that ranks declared and that has not ended."""
+    paused = [rank for rank in context.job.ranks if is_paused(context.job, rank)]
+    if not paused:
+        return None
+    phase = context.job.ranks[paused[0]].trace.progress.phase
+    named = f" ({phase})" if phase else ""
+    return Finding(
+        "pause",
+        (),
+        f"{ranks_text(paused)} declared a pause{named} that has not ended: waiting for it is no hang",
+    )
 
 
 def find_straggler(job: Job) -> Finding | None:
@@ -51,12 +97,22 @@ def _late_in(job: Job, group: GroupView) -> Finding | None:
         f"{group.label} it came last, {seconds(behind)} behind the others ({behind / max(period, 1e-9):.0%} of a round)"
     )
     return Finding(
-        "straggler", (rank,), sentence, "warning", group.label, high, round(min(0.95, 0.5 + share / 2), 2), at,
-        tuple(lane.rank for lane in lanes if lane.rank != rank), behind,
+        "straggler",
+        (rank,),
+        sentence,
+        "warning",
+        group.label,
+        high,
+        round(min(0.95, 0.5 + share / 2), 2),
+        at,
+        tuple(lane.rank for lane in lanes if lane.rank != rank),
+        behind,
         evidence=(f"lateness per rank: {_table(lanes, typical)}",),
         missing_evidence=(f"what rank {rank} does meanwhile: run `allranks stacks` twice on its node",),
-        advice=(f"compare the node of {ranks_text((rank,))} with the others: data loading, clocks, thermals, neighbours",),
-    )  # fmt: skip
+        advice=(
+            f"compare the node of rank {rank} with the others: data loading, clocks, temperature, other jobs",
+        ),
+    )
 
 
 def _waits(job: Job, lanes: list[Lane], low: int, high: int) -> np.ndarray | None:
@@ -121,5 +177,5 @@ def find_tight_timeout(job: Job) -> Finding | None:
         f"the timeout of {seconds(limit)} leaves no room: a call on rank {rank} that did finish took {seconds(longest * limit)}"
         + (f", and {struck} calls timed out" if struck else "")
     )
-    return Finding("timeout_too_short", (), sentence, "warning", confidence=0.8,
-                   advice=(f"init_process_group(timeout=timedelta(seconds={max(60, int(longest * limit * 4))}))",))  # fmt: skip
+    advice = f"init_process_group(timeout=timedelta(seconds={max(60, int(longest * limit * 4))}))"
+    return Finding("timeout_too_short", (), sentence, confidence=0.8, advice=(advice,))

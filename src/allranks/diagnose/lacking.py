@@ -1,0 +1,78 @@
+"""What all findings about ranks that lack in a call have in common."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from allranks.diagnose.context import Context, latest_stack
+from allranks.diagnose.job import Now
+from allranks.diagnose.phrasing import count_ranks, ranks_text, seconds
+from allranks.diagnose.waits import Blocked
+from allranks.model.diagnosis import Finding
+
+
+def draft(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
+    """What all findings about absent ranks have in common."""
+    latest = [(rank, *latest_stack(context, rank)) for rank in ranks[:4]]
+    known = [(rank, frames, label) for rank, frames, label in latest if frames]
+    waiters = context.stacks(blocked.rows.items())
+    at, waited, failure = context.place(blocked), context.waited(blocked), context.failure(blocked)
+    entered = f"{ranks_text(blocked.waiters)} entered {context.call(blocked)}{f' at {at}' if at else ''}"
+    if waited is not None and not blocked.failed:
+        entered += f" and {seconds(waited)} later had not left it"
+    ends = [
+        f"the last call of rank {rank} was {last}" for rank in ranks[:4] if (last := context.last_call(rank))
+    ]
+    does = "does" if len(ranks) == 1 else "do"
+    next_call = at or context.call(blocked)
+    running = [rank for rank in ranks[:2] if rank in context.job.ranks and not context.job.ended]
+    return Finding(
+        "missing_rank",
+        ranks,
+        "",
+        "root",
+        context.group(blocked).label,
+        blocked.seq if blocked.seq >= 0 else None,
+        0.9,
+        at,
+        context.waiters_behind(ranks),
+        waited,
+        (*(((rank,), frames) for rank, frames, _ in known), *waiters),
+        (entered, *((failure,) if failure else ()), *ends),
+        tuple(_where_now(context, rank) for rank in running),
+        (f"look at what {ranks_text(ranks)} {does} between {their(ranks)} last call and {next_call}",),
+        (*(label for _, _, label in known), *("in this call" for _ in waiters)),
+    )
+
+
+def _where_now(context: Context, rank: int) -> str:
+    header = context.job.ranks[rank].trace.header
+    on = f" on {header.host}" if header.host else " on its node"
+    pid = f" --pid {header.pid}" if header.pid else ""
+    return f"where rank {rank} is now: run `allranks stacks{pid}`{on}"
+
+
+def settled(
+    base: Finding, sentence: str, confidence: float, advice: str, cause: str = "missing_rank"
+) -> Finding:
+    """The finding where nothing more needs to be collected."""
+    return replace(
+        base, cause=cause, sentence=sentence, confidence=confidence, missing_evidence=(), advice=(advice,)
+    )
+
+
+def waiting_text(context: Context, blocked: Blocked, guilty: tuple[int, ...]) -> str:
+    """ "7 ranks have waited 31 s": all that wait for the guilty, directly or not, as long as the first of them."""
+    behind = (set(context.waiters_behind(guilty)) | set(blocked.waiters)) - set(guilty)
+    number = len(behind)
+    verb = "has" if number == 1 else "have"
+    failed = [rank for rank, row in blocked.rows.items() if context.job.ranks[rank].now[row] == Now.FAILED]
+    if blocked.rows and len(failed) == len(blocked.rows) and blocked.p2p is None:
+        return context.failure(blocked)
+    wait = context.waited(blocked)
+    text = f"{count_ranks(number)} {verb} waited {seconds(wait)}" if wait is not None else ""
+    return text or f"{count_ranks(number)} wait{'s' if number == 1 else ''} for it"
+
+
+def their(ranks: tuple[int, ...]) -> str:
+    return "its" if len(ranks) == 1 else "their"

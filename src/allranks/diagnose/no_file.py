@@ -1,0 +1,86 @@
+"""Members of a call without a file: dead, aborted by gloo, or only not among the files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from allranks.diagnose.context import Context
+from allranks.diagnose.job import GroupView, Lane, Now
+from allranks.diagnose.lacking import draft, settled, waiting_text
+from allranks.diagnose.phrasing import place, ranks_text
+from allranks.diagnose.waits import Blocked
+from allranks.model.diagnosis import Finding
+
+
+def explain_without_file(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
+    """Members without a file. Usually dead; but gloo also kills the innocent partner of a wrong call."""
+    group = context.group(blocked)
+    odd = _aborted_partner(context, group, blocked)
+    if odd is not None:
+        return odd
+    few = len(ranks) * 2 > len(group.members) and len(ranks) > 2
+    sentence = f"{ranks_text(ranks)} left no dump and never came out of {context.call(blocked)}; {waiting_text(context, blocked, ranks)}"
+    advice = f"look for the last log lines of {ranks_text(ranks)} (killed, out of memory, node down)"
+    missing = f"the black box, dump or log of {ranks_text(ranks)}: `allranks diagnose` with its file added"
+    finding = settled(draft(context, blocked, ranks), sentence, 0.3 if few else 0.75, advice, "rank_died")
+    return replace(finding, where="", missing_evidence=(missing,))
+
+
+def _aborted_partner(context: Context, group: GroupView, blocked: Blocked) -> Finding | None:
+    """One survivor of a gloo pair with one call unlike all others: gloo aborts the rank that gets more than it expects."""
+    if group.backend != "gloo" or len(group.lanes) != 1 or len(group.members) != 2:
+        return None
+    lane = next(iter(group.lanes.values()))
+    view = context.job.ranks[lane.rank]
+    sig, now = view.sig[lane.rows], view.now[lane.rows]
+    for at in range(len(sig) - 1, 0, -1):
+        if int((sig == sig[at]).sum()) > 1 or now[at] == Now.DONE:
+            continue
+        behind = at + 1 < len(sig)
+        if behind and sig[at - 1] == sig[at + 1]:
+            return _killer(context, blocked, lane, at, "extra_collective")
+        if not behind and _outgrew(context, lane, at):
+            same_line = view.stack[lane.rows[at]] == view.stack[lane.rows[at - 1]]
+            return _killer(
+                context, blocked, lane, at, _changed(context, lane, at) if same_line else "extra_collective"
+            )
+    return None
+
+
+def _outgrew(context: Context, lane: Lane, at: int) -> bool:
+    """Whether the call gives more than the calls of its kind before it, of which the last two were alike."""
+    view = context.job.ranks[lane.rank]
+    before = [row for row in lane.rows[:at].tolist() if view.family[row] == view.family[lane.rows[at]]]
+    if len(before) < 2 or view.sig[before[-1]] != view.sig[before[-2]]:
+        return False
+    return context.job.input_bytes(lane.rank, int(lane.rows[at])) > context.job.input_bytes(
+        lane.rank, before[-1]
+    )
+
+
+def _changed(context: Context, lane: Lane, at: int) -> str:
+    rows = [int(lane.rows[at - 1]), int(lane.rows[at])]
+    elements = {int(context.job.ranks[lane.rank].trace.calls["in_numel"][row]) for row in rows}
+    return "size_mismatch" if len(elements) > 1 else "dtype_mismatch"
+
+
+def _killer(context: Context, blocked: Blocked, lane: Lane, at: int, cause: str) -> Finding:
+    row, seq, group = int(lane.rows[at]), int(lane.seqs[at]), context.group(blocked)
+    line = place(context.job.frames(lane.rank, row))
+    other = ranks_text(rank for rank in group.members if rank != lane.rank)
+    what = "made an extra" if cause == "extra_collective" else "called"
+    sentence = (
+        f"rank {lane.rank} {what} {context.job.op(lane.rank, row)} #{seq} of group {group.label}{f' at {line}' if line else ''}, "
+        f"unlike all its other calls; {other} is gone, as gloo aborts a rank that gets more than it expects"
+    )
+    advice = f"make the call at {line or 'that line'} on all ranks of the group, and with the same sizes"
+    return replace(
+        settled(draft(context, blocked, (lane.rank,)), sentence, 0.6, advice, cause),
+        sequence=seq,
+        where=line,
+        waiting=(),
+        stacks=context.stacks([(lane.rank, row)]),
+        stack_labels=(),
+        evidence=(f"#{seq} is the only call of its kind, and the other rank is gone since",),
+        missing_evidence=(f"the log of {other}: 'gloo::EnforceNotMet' confirms it, 'Killed' refutes it",),
+    )
