@@ -4,7 +4,8 @@
 
 Kinds: every script of examples/hangs as a real gloo job (their black boxes are kept in FOLDER and used again), and jobs of
 many groups with a planted fault (tests/diagnose/histories.py). Variants of each: ranks renumbered, files in another order,
-short rings, no stacks, no step marks, the file of a guilty or of an innocent rank missing. A verdict is right when it names the
+short rings, other clocks, times unknown, what torch's recorder keeps, no stacks, no step marks, files of guilty or innocent
+ranks missing. A verdict is right when it names the
 guilty ranks and a cause of the truth; where the file of a guilty rank is missing, the ranks count. A healthy job is right when
 nobody is blamed. `benchmarks/verdicts.txt` is the output that docs/diagnose.md quotes.
 """
@@ -17,6 +18,7 @@ import itertools
 import json
 import os
 import random
+import re
 import sys
 import tempfile
 from collections import defaultdict
@@ -30,13 +32,17 @@ import numpy as np
 from allranks.diagnose import DiagnoseOptions, diagnose
 from allranks.load import load_paths
 from allranks.model.diagnosis import RankNow
-from allranks.model.trace import RankTrace
+from allranks.model.trace import Progress, RankTrace
 
 ROOT = Path(__file__).resolve().parents[1]
 BUCKETS = (0.0, 0.4, 0.6, 0.8, 0.9, 1.01)
+#: How long a recorded hang has lasted when it is judged.
+LATER_NS = 20 * 10**9
 #: Kinds of the gallery that a quick run records.
-QUICK = ("stuck_before_all_reduce", "nan_skip", "fsdp_skipped_module", "async_save_beside_ddp", "message_tags", "wrong_peer",
-         "reduce_sizes", "group_left_out", "same_call_on_rank_0", "ok_training")  # fmt: skip
+QUICK = (
+    *("stuck_before_all_reduce", "nan_skip", "fsdp_skipped_module", "async_save_beside_ddp", "message_tags"),
+    *("wrong_peer", "reduce_sizes", "group_left_out", "same_call_on_rank_0", "ok_training"),
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,8 @@ def recorded(folder: Path, quick: bool) -> Iterator[Case]:
         facts = json.loads(note.read_text())
         seen = tuple(RankNow(rank, "gone", "", "its process is gone") for rank in facts["gone"])
         traces = load_paths([str(boxes)]).traces
-        yield Case(name, traces, case.causes, case.ranks, facts["now_ns"], not facts["now_ns"], seen)
+        later = facts["now_ns"] + LATER_NS if facts["now_ns"] else 0  # nothing moves any more
+        yield Case(name, traces, case.causes, case.ranks, later, not later, seen)
 
 
 def generated(quick: bool) -> Iterator[Case]:
@@ -101,11 +108,22 @@ def variants(case: Case, rng: random.Random) -> Iterator[tuple[str, Case]]:
         yield f"ring of {length}", replace(case, traces=[_cut(trace, length) for trace in case.traces])
         uneven = [_cut(trace, length + rng.randrange(8)) for trace in case.traces]
         yield "uneven rings", replace(case, traces=uneven)
+    yield (
+        "clocks differ",
+        replace(case, traces=[_moved(trace, rng.uniform(-0.5, 0.5)) for trace in case.traces]),
+    )
+    yield "time unknown", replace(case, now_ns=0, ended=False)
+    yield (
+        "as a Flight Recorder dump",
+        replace(case, traces=[_as_dump(trace) for trace in case.traces], now_ns=0),
+    )
     yield "no stacks", replace(case, traces=[_without(trace, "stack") for trace in case.traces])
     yield "no step marks", replace(case, traces=[_unmarked(trace) for trace in case.traces])
     innocent = [t.header.rank for t in case.traces if t.header.rank not in case.ranks]
     for rank in innocent[:2]:
         yield "an innocent's file is missing", _lost(case, rank)
+    if len(innocent) > 2:
+        yield "two innocents' files are missing", _lost(_lost(case, innocent[0]), innocent[1])
     for rank in case.ranks[:1] if len(case.traces) > 2 else ():
         yield "a guilty rank's file is missing", replace(_lost(case, rank), any_cause=True)
 
@@ -120,6 +138,32 @@ def _without(trace: RankTrace, column: str) -> RankTrace:
     calls = trace.calls.copy()
     calls[column] = 0
     return replace(trace, calls=calls)
+
+
+def _moved(trace: RankTrace, by_s: float) -> RankTrace:
+    """The trace of a rank whose clock differs."""
+    calls = trace.calls.copy()
+    for column in ("created_ns", "started_ns", "completed_ns"):
+        calls[column][calls[column] > 0] += int(by_s * 1e9)
+    return replace(trace, calls=calls)
+
+
+def _as_dump(trace: RankTrace) -> RankTrace:
+    """What torch's own recorder would have kept: no roots, reduce operations, tags, splits, steps, and no progress."""
+    calls = trace.calls.copy()
+    for column, unknown in (("root", -1), ("tag", -1), ("step", -1), ("reduce_op", 0), ("label", 0)):
+        calls[column] = unknown
+    shapes = tuple(replace(each, input_splits=(), output_splits=()) for each in trace.shapes)
+    header = replace(trace.header, written_ns=0)
+    return replace(
+        trace,
+        calls=calls,
+        shapes=shapes,
+        header=header,
+        progress=Progress(),
+        destroyed={},
+        kind="torch pickle 2.10",
+    )
 
 
 def _unmarked(trace: RankTrace) -> RankTrace:
@@ -150,7 +194,9 @@ def _renumbered(case: Case, rng: random.Random) -> Case:
             calls[column] = table[known]
         groups = tuple(replace(group, ranks=tuple(new[r] for r in group.ranks)) for group in trace.groups)
         header = replace(trace.header, rank=new[trace.header.rank or 0])
-        traces.append(replace(trace, calls=calls, groups=groups, header=header))
+        closed = re.sub(r"(?<=ank )\d+", lambda found: str(new[int(found[0])]), trace.progress.closed)
+        progress = replace(trace.progress, closed=closed)
+        traces.append(replace(trace, calls=calls, groups=groups, header=header, progress=progress))
     seen = tuple(replace(now, rank=new[now.rank]) for now in case.seen)
     return replace(case, traces=traces, ranks=tuple(sorted(new[r] for r in case.ranks)), seen=seen)
 
@@ -161,8 +207,8 @@ def judge(case: Case) -> tuple[float, bool, str]:
     result = diagnose(case.traces, (), stacks=case.seen, options=options)
     verdict = result.verdict
     if verdict is None:
-        return -1.0, not case.ranks, "nothing wrong"
-    if not case.ranks:
+        return -1.0, not case.causes, "nothing wrong"
+    if not case.causes:
         return verdict.confidence, False, verdict.sentence
     right = verdict.ranks == case.ranks and (case.any_cause or verdict.cause in case.causes)
     return verdict.confidence, right, f"{verdict.cause} {verdict.ranks} {verdict.sentence}"

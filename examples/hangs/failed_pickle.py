@@ -12,4 +12,4 @@ for step in range(10):
         dist.all_gather_object([None] * world, metrics)  # <- here
     except TypeError:
         pass
-    dist.all_reduce(torch.ones(16))
+    dist.all_reduce(torch.ones(16))  # <- here

@@ -39,7 +39,7 @@ STACK_DEPTH = 40
 
 @dataclass(frozen=True)
 class Truth:
-    """One row of the table. A healthy job has no causes and no ranks."""
+    """One row of the table. A healthy job has no causes; one whose evidence names nobody has no ranks."""
 
     name: str
     text: str
@@ -72,10 +72,13 @@ def truth() -> dict[str, Truth]:
         name = link[1 : link.index("]")]
         code = (HERE / f"{name}.py").read_text().splitlines()
         found[name] = Truth(
-            name, text, int(processes), tuple(causes.split(" or ")) if causes != "–" else (),
+            name,
+            text,
+            int(processes),
+            tuple(causes.split(" or ")) if causes != "–" else (),
             tuple(map(int, ranks.split(","))) if ranks != "–" else (),
             tuple(number for number, line in enumerate(code, 1) if "# <- here" in line),
-        )  # fmt: skip
+        )
     return found
 
 
@@ -144,7 +147,7 @@ def _position(folder: Path, processes: int) -> tuple[object, ...] | None:
 def run_hang(case: Truth, folder: Path, keep: Path | None = None) -> Outcome:
     """Runs one script until it hangs, and judges it from its black boxes. `keep`: copies them there as they are then."""
     with hanging(case, folder) as ranks:
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + 15.0
         while True:
             gone = [
                 RankNow(rank, "gone", "", f"its process {pid} is gone")
@@ -156,7 +159,8 @@ def run_hang(case: Truth, folder: Path, keep: Path | None = None) -> Outcome:
             seen = [] if over else gone
             options = DiagnoseOptions(now_ns=now_ns, ended=over)
             result = diagnose(loaded.traces, loaded.files, stacks=seen, options=options)
-            if result.status == "fault" or over or time.monotonic() > deadline:
+            silent = result.verdict is not None and result.verdict.cause == "no_progress"
+            if result.status == "fault" or silent or over or time.monotonic() > deadline:
                 if keep is not None:
                     shutil.copytree(folder, keep)
                 return Outcome(case, tuple(loaded.traces), result, now_ns, tuple(seen))
@@ -171,7 +175,7 @@ def _state(pid: int) -> str:
 def is_right(outcome: Outcome) -> tuple[bool, bool, bool]:
     """Whether rank, cause and line of the verdict are those of the table."""
     case, verdict = outcome.truth, outcome.diagnosis.verdict
-    if not case.ranks:
+    if not case.causes:
         return (outcome.diagnosis.status == "ok",) * 3
     if verdict is None:
         return False, False, False

@@ -10,4 +10,4 @@ for step in range(12):
     if rank == 1 and step == 7:
         dist.destroy_process_group()
         dist.init_process_group("gloo")
-    dist.all_reduce(torch.ones(16))
+    dist.all_reduce(torch.ones(16))  # <- here

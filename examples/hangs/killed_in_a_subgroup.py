@@ -15,5 +15,5 @@ mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
 for step in range(12):
     if rank == 3 and step == 8:
         os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(8), group=mesh.get_group("shard"))
-    dist.all_reduce(torch.ones(8), group=mesh.get_group("replica"))
+    dist.all_reduce(torch.ones(8), group=mesh.get_group("shard"))  # <- here
+    dist.all_reduce(torch.ones(8), group=mesh.get_group("replica"))  # <- here

@@ -9,7 +9,7 @@ rank, world = dist.get_rank(), dist.get_world_size()
 for step in range(12):
     data = torch.ones(1 << 20)
     if rank == 0:
-        dist.send(data, 1)
+        dist.send(data, 1)  # <- here
     elif rank == 1 and step != 8:
         dist.recv(data, 0)  # <- here
     dist.barrier()

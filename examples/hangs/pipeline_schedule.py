@@ -1,4 +1,4 @@
-"""torch's pipeline: rank 1 splits the batch into four micro-batches, rank 0 into two."""
+"""torch's pipeline: rank 1 splits the batch into four micro-batches, rank 0 into two; rank 1 fails in its loss."""
 
 import torch
 import torch.distributed as dist

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from allranks.diagnose.call_pairs import CallPair
 from allranks.diagnose.divergence import (
     Divergence,
-    CallPair,
     by_habit,
     by_steps,
     diverged,

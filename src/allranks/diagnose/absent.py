@@ -6,13 +6,19 @@ from dataclasses import replace
 
 from allranks.diagnose.align import is_box
 from allranks.diagnose.context import Context, Stacks
-from allranks.diagnose.divergence import Divergence, find_divergence, odd_one
+from allranks.diagnose.divergence import (
+    MAX_CALLS,
+    Divergence,
+    find_divergence,
+    find_skip_over_groups,
+    odd_one,
+)
 from allranks.diagnose.explain_divergence import explain_divergence
 from allranks.diagnose.job import GroupView
 from allranks.diagnose.lacking import draft, settled, their, waiting_text
 from allranks.diagnose.no_file import explain_without_file
 from allranks.diagnose.partners import wrong_peer
-from allranks.diagnose.phrasing import one_line, place, ranks_text, ranks_wait, who
+from allranks.diagnose.phrasing import line_in, one_line, place, ranks_text, ranks_wait, who
 from allranks.diagnose.shift import Shift, find_stack_shift
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding, RankNow
@@ -25,14 +31,13 @@ UNTELLING = frozenset({"", "unknown", "healthy", "collective_wait", "p2p_wait", 
 def explain_ranks(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
     """The finding for ranks that all lack in the same blocked call."""
     group = context.group(blocked)
+    crossed = wrong_peer(context, blocked) if blocked.p2p is not None else None
+    if crossed is not None:
+        return crossed
     if all(rank not in context.job.ranks for rank in ranks):
         return explain_without_file(context, blocked, ranks)
     ranks = tuple(rank for rank in ranks if rank in context.job.ranks)
-    if blocked.p2p is not None:
-        crossed = wrong_peer(context, blocked)
-        if crossed is not None:
-            return crossed
-    else:
+    if blocked.p2p is None:
         divergence = _by_steps(context, blocked, ranks)
         if divergence is not None:
             return explain_divergence(context, group, divergence, (divergence.rank,), None, blocked)
@@ -41,6 +46,9 @@ def explain_ranks(context: Context, blocked: Blocked, ranks: tuple[int, ...]) ->
             return shifted(context, blocked, group, shift)
         if _one_against_all(context, blocked, group, ranks):
             return _lone_waiter(context, blocked, ranks)
+        skip = _over_groups(context, blocked, ranks)
+        if skip is not None:
+            return explain_divergence(context, group, skip, (skip.rank,), None, blocked)
     return _never_entered(context, blocked, ranks)
 
 
@@ -53,6 +61,17 @@ def _by_steps(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Div
     if len(group.lanes) == 2:
         return odd_one(context.job, group, rank, waiter)
     return find_divergence(context.job, group, rank, waiter)
+
+
+def _over_groups(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Divergence | None:
+    """The call of this group that a lacking rank left out on its way through several groups, if it did."""
+    group, waiter = context.group(blocked), min(blocked.rows)
+    if len(ranks) > 1 or len(context.job.groups) < 2 or ranks[0] not in group.lanes:
+        return None
+    lane = group.lanes[ranks[0]]
+    if not len(lane.seqs) or lane.last + MAX_CALLS < blocked.seq:
+        return None
+    return find_skip_over_groups(context.job, group, ranks[0], waiter)
 
 
 def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
@@ -73,6 +92,10 @@ def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -
     telling = [now for now in seen if now.cause not in UNTELLING or (now.cause == "unknown" and now.where)]
     if telling:
         return _stuck_elsewhere(base, context, ranks, telling[0], _entered(context, blocked), waiting)
+    if context.job.ranks[ranks[0]].trace.progress.inside == "new_group":
+        base = replace(
+            base, advice=("make the same groups, with the same members, in the same order on every rank",)
+        )
     alone = blocked.p2p is not None and blocked.p2p.number <= 1 and len(context.waiters_behind(ranks)) == 1
     at = context.place(blocked)
     sentence = f"{subject} never {_entered(context, blocked)}{f' ({at})' if at else ''}; {waiting}"
@@ -87,9 +110,11 @@ def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -
 
 def _last_seen(context: Context, ranks: tuple[int, ...]) -> str:
     """What is known of where a lacking rank went instead."""
-    closed = context.job.ranks[ranks[0]].trace.progress.closed
-    if closed:
-        return f"; it has left the program ({closed})"
+    progress = context.job.ranks[ranks[0]].trace.progress
+    if progress.closed:
+        return f"; it has left the program ({one_line(progress.closed)})"
+    if progress.inside:
+        return f"; it is inside {progress.inside}"
     last = context.last_call(ranks[0]) if len(ranks) == 1 else ""
     return f"; its last call was {last}" if last else ""
 
@@ -178,8 +203,14 @@ def _failed_quickly(context: Context, rank: int, row: int) -> bool:
 
 def _died(context: Context, blocked: Blocked, dead: dict[int, str]) -> Finding:
     ranks = tuple(sorted(dead))
-    sentence = f"{who(context.job, ranks)} died before {context.call(blocked)}: {dead[ranks[0]]}; {waiting_text(context, blocked, ranks)}"
+    before = f"before it {_entered(context, blocked)}"
+    sentence = (
+        f"{who(context.job, ranks)} died {before}: {dead[ranks[0]]}; {waiting_text(context, blocked, ranks)}"
+    )
+    line = line_in(dead[ranks[0]])
     advice = f"read the end of the log of {ranks_text(ranks)}, and `dmesg -T | grep -i kill` on its node"
+    if line:
+        advice = f"look at {line}, where rank {ranks[0]} ended"
     return settled(draft(context, blocked, ranks), sentence, 0.93, advice, "rank_died")
 
 

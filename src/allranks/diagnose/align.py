@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from allranks.diagnose.groups import expected_ranks, is_world, resolve_groups
-from allranks.diagnose.job import GroupView, Job, Lane, Now, RankView, Tables
+from allranks.diagnose.job import GroupView, Job, JobTables, Lane, Now, RankCalls
 from allranks.diagnose.program import Program, Programs
 from allranks.model.trace import Flag, RankTrace, State
 
@@ -27,7 +27,7 @@ def align(
 ) -> Job:
     """Builds the Job. `cut` are ranks whose file lost its end; `now_ns` is when live black boxes were read; `ended`:
     their processes are gone."""
-    tables = Tables()
+    tables = JobTables()
     by_rank = {t.header.rank: t for t in traces if t.header.rank is not None}
     groups, numbers = resolve_groups(by_rank, pg_filters)
     programs = Programs(tables)
@@ -75,12 +75,12 @@ def is_box(trace: RankTrace) -> bool:
 
 def _view(
     trace: RankTrace, program: Program, numbers: np.ndarray, states: np.ndarray, cut: bool, seen_ns: int
-) -> RankView:
+) -> RankCalls:
     start = _start(trace, program)
     mine = slice(start, start + len(trace.calls))
     of_program = (program.family[mine], program.sig[mine], program.stack[mine], numbers[program.local[mine]])
     known = (cut, seen_ns, program.has_p2p, program.has_batches)
-    return RankView(trace.header.rank or 0, trace, states, *of_program, *known)
+    return RankCalls(trace.header.rank or 0, trace, states, *of_program, *known)
 
 
 def _seen_ns(trace: RankTrace, now_ns: int) -> int:
@@ -96,7 +96,7 @@ def _start(trace: RankTrace, program: Program) -> int:
     return int(trace.calls["begin"][0]) - program.first if len(trace.calls) else 0
 
 
-def _add_lanes(view: RankView, program: Program, numbers: np.ndarray, groups: list[GroupView]) -> None:
+def _add_lanes(view: RankCalls, program: Program, numbers: np.ndarray, groups: list[GroupView]) -> None:
     """Splits a rank's collectives by group and puts each into its GroupView."""
     start, wrapped = _start(view.trace, program), _wrapped(view.trace)
     of_job: list[int] = numbers.tolist()
@@ -109,7 +109,7 @@ def _add_lanes(view: RankView, program: Program, numbers: np.ndarray, groups: li
         groups[of_job[index]].lanes[view.rank] = lane
 
 
-def _complete(group: GroupView, ranks: dict[int, RankView], expected: frozenset[int]) -> GroupView:
+def _complete(group: GroupView, ranks: dict[int, RankCalls], expected: frozenset[int]) -> GroupView:
     """Settles the members, and gives members that never called anything in the group an empty lane."""
     members = group.members
     if not group.members_known:

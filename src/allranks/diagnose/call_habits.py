@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from allranks.diagnose.job import RankView
+from allranks.diagnose.job import RankCalls
 from allranks.diagnose.ops import Family, is_p2p
 from allranks.model.trace import Flag
 
+#: So many calls before a point tell which point of the program it is.
+CONTEXT = 12
 _ODD = 0x9E3779B97F4A7C1  # spreads partners over all bits
 
 
-def step_keys(view: RankView) -> np.ndarray:
+def step_keys(view: RankCalls) -> np.ndarray:
     """One number per call of a rank, over all groups: equal when group, operation, sizes, partner and line are."""
     keys: np.ndarray = view.sig ^ (view.stack.astype(np.int64) << 20) ^ (view.group.astype(np.int64) << 44)
     if view.has_p2p:
@@ -30,14 +32,33 @@ def successors(keys: np.ndarray, row: int) -> np.ndarray:
     return same[same < row]
 
 
-def breaks_habit(view: RankView, row: int) -> bool:
-    """Whether the call is none of those that followed at this point in earlier rounds."""
+def usual_next(calls: np.ndarray, at: int) -> np.ndarray:
+    """Indices of what followed, in earlier rounds, the calls before `at`: the longest run that occurred before."""
+    found = np.arange(1, at)
+    for back in range(1, min(CONTEXT, at) + 1):
+        alike = found[(found >= back)]
+        alike = alike[calls[alike - back] == calls[at - back]]
+        if not len(alike):
+            return found if back > 1 else np.zeros(0, np.int64)
+        found = alike
+    return found if at else np.zeros(0, np.int64)
+
+
+def broken_habit(view: RankCalls, row: int) -> int | None:
+    """The row of a call that the rank has always made at this point of its rounds and now has not; None when it has."""
     keys = step_keys(view)
-    usual = successors(keys, row)
-    return len(usual) > 0 and not bool((keys[usual] == keys[row]).any())
+    usual = usual_next(keys[: row + 1], row)
+    if not len(usual) or bool((keys[usual] == keys[row]).any()):
+        return None
+    return int(usual[-1])
 
 
-def is_inserted(view: RankView, row: int) -> bool:
+def breaks_habit(view: RankCalls, row: int) -> bool:
+    """Whether the call is none of those that followed at this point in earlier rounds."""
+    return broken_habit(view, row) is not None
+
+
+def is_inserted(view: RankCalls, row: int) -> bool:
     """Whether the call was never made before, and right behind it comes what has always come here."""
     keys = step_keys(view)
     usual = successors(keys, row)
@@ -46,13 +67,18 @@ def is_inserted(view: RankView, row: int) -> bool:
     return bool((keys[usual] == keys[row + 1]).any())
 
 
-def owes_message(view: RankView, row: int, peer: int, sends: bool) -> bool:
-    """Whether the rank has, at this call with a partner, sent it (or received of it) less than it had at the same
-    call of every earlier round. A round begins with the rank's rarest collective."""
-    calls = view.trace.calls[: row + 1]
+def owes_message(view: RankCalls, row: int, peer: int, sends: bool) -> bool:
+    """Whether the rank has, up to this call, sent a partner (or received of it) less than it had at the same point of every
+    earlier round. A round begins with the rank's rarest collective."""
     begins = _rounds(view, row)
     if len(begins) < 2:
         return False
+    counts = messages_per_round(view, row, peer, sends)
+    keys = step_keys(view)
+    whole = counts if keys[row] == keys[begins[-1]] else counts[:-1]  # the round may end with this call
+    if len(whole) > 1 and whole[-1] < min(whole[:-1]):
+        return True
+    calls = view.trace.calls[: row + 1]
     with_peer = (calls["peer"] == peer) & (view.group[: row + 1] == view.group[row])
     same = with_peer & (view.family[: row + 1] == view.family[row])
     other = with_peer & (view.family[: row + 1] == int(Family.SEND if sends else Family.RECV))
@@ -65,7 +91,7 @@ def owes_message(view: RankView, row: int, peer: int, sends: bool) -> bool:
     return bool(earlier) and now < min(earlier)
 
 
-def messages_per_round(view: RankView, row: int, peer: int, sends: bool) -> list[int]:
+def messages_per_round(view: RankCalls, row: int, peer: int, sends: bool) -> list[int]:
     """How many messages to (or from) a partner the rank had posted in each round, the last one up to `row` alone."""
     begins = _rounds(view, row).tolist()
     family = int(Family.SEND if sends else Family.RECV)
@@ -74,7 +100,7 @@ def messages_per_round(view: RankView, row: int, peer: int, sends: bool) -> list
     return [int(mine[begin:end].sum()) for begin, end in zip(begins, ends, strict=True)]
 
 
-def _rounds(view: RankView, row: int) -> np.ndarray:
+def _rounds(view: RankCalls, row: int) -> np.ndarray:
     """Where the rank's rounds begin, before a call: the first with the ring, if nothing was lost."""
     messages = (view.trace.calls["flags"][:row] & int(Flag.P2P | Flag.COALESCED_PART)) != 0
     collective = np.flatnonzero(~messages & ~is_p2p(view.family[:row]))

@@ -10,6 +10,7 @@ import numpy as np
 from allranks.diagnose.graph import Graph
 from allranks.diagnose.job import GroupView, Job, Now
 from allranks.diagnose.liveness import Patience, waited_s
+from allranks.diagnose.ops import Family
 from allranks.diagnose.p2p import P2PMismatch, P2PWait
 from allranks.diagnose.phrasing import call_text, is_internal, place, ranks_text, user_frame
 from allranks.diagnose.waits import Blocked
@@ -95,15 +96,24 @@ class Context:
         if view is None or not len(view.trace.calls):
             return ""
         row = len(view.trace.calls) - 1
-        number = int(view.group[row])
+        call, number = view.trace.calls[row], int(view.group[row])
         label = self.job.groups[number].label if number >= 0 else "?"
-        end = {Now.DONE: "finished", Now.LEFT: "over", Now.FAILED: "failed", Now.OPEN: "not finished"}
+        end = {
+            Now.DONE: "finished",
+            Now.LEFT: "ended",
+            Now.FAILED: "failed",
+            Now.OPEN: "not finished",
+        }
         state = end.get(Now(int(view.now[row])), "")
         frame = user_frame(self.job.frames(rank, row))
-        at = place((frame,)) if frame is not None and not is_internal(frame) else ""
-        seq = int(view.trace.calls["seq"][row])
-        text = f"{self.job.op(rank, row)} #{seq} of group {label}" + (f" at {at}" if at else "")
-        return text + (f" ({state})" if state else "")
+        at = f" at {place((frame,))}" if frame is not None and not is_internal(frame) else ""
+        op = self.job.op(rank, row)
+        if int(view.family[row]) in (Family.SEND, Family.RECV):
+            peer = f"rank {int(call['peer'])}" if call["peer"] >= 0 else "any rank"
+            op = f"{op} {'to' if view.family[row] == Family.SEND else 'from'} {peer}"
+        else:
+            op = f"{op} #{int(call['seq'])}"
+        return f"{op} of group {label}{at}{f' ({state})' if state else ''}"
 
     def waiters_behind(self, sink: Iterable[int]) -> tuple[int, ...]:
         """All ranks that wait for the sink, directly or through others."""
@@ -113,9 +123,11 @@ class Context:
 
 def p2p_text(wait: P2PWait, label: str) -> str:
     """ "send to rank 3 of group pp"."""
-    word = "send to" if wait.sends else "recv from"
+    verb = "send to" if wait.sends else "recv from"
+    if wait.peer < 0:
+        return f"{verb} any rank of group {label}"
     number = f" #{wait.number}" if wait.number else ""
-    return f"{word} rank {wait.peer}{number} of group {label}"
+    return f"{verb} rank {wait.peer}{number} of group {label}"
 
 
 def latest_stack(context: Context, rank: int) -> tuple[tuple[Frame, ...], str]:

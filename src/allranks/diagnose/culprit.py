@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from allranks.diagnose.call_habits import breaks_habit
 from allranks.diagnose.divergence import Divergence, find_divergence, odd_one
 from allranks.diagnose.job import GroupView, Job
 from allranks.diagnose.match import Mismatch, majority
+from allranks.diagnose.phrasing import count_ranks
 from allranks.diagnose.shift import Shift, by_habit, find_shift
 
 #: Other ranks asked what they do at the same line.
@@ -56,7 +57,9 @@ def judge(job: Job, mismatch: Mismatch) -> Culprit:
     ):
         culprit = rule(case)
         if culprit is not None:
-            return culprit
+            # Without a majority a file that is missing might have told otherwise.
+            doubt = 0.8 if odd is None and len(group.lanes) < len(group.members) else 1.0
+            return replace(culprit, confidence=round(culprit.confidence * doubt, 2))
     everyone = tuple(sorted(rank for _, ranks in mismatch.classes for rank in ranks))
     return Culprit(everyone, 0.5, "there is no majority and no history to tell who is the odd one")
 
@@ -66,7 +69,10 @@ def _divergence(
 ) -> Divergence | None:
     """Where the odd rank left the program of the majority; of two that differ, where the one that left its own round did."""
     if odd is not None:
-        return find_divergence(job, group, odd[0], mismatch.classes[0][1][0], mismatch.seq)
+        reference = mismatch.classes[0][1][0]
+        # Step marks may show that it was the majority that skipped a step.
+        marked = odd_one(job, group, odd[0], reference)
+        return marked or find_divergence(job, group, odd[0], reference, mismatch.seq)
     if len(mismatch.classes) != 2:
         return None
     return odd_one(job, group, mismatch.classes[0][1][0], mismatch.classes[1][1][0], mismatch.seq)
@@ -77,7 +83,9 @@ def _diverged(case: _Case) -> Culprit | None:
     found, mismatch = case.divergence, case.mismatch
     if found is None or (found.either and mismatch.cause == "type_mismatch"):
         return None
-    candidates = case.odd or next(ranks for _, ranks in mismatch.classes if found.rank in ranks)
+    candidates = case.odd or ()
+    if found.rank not in candidates:
+        candidates = next(ranks for _, ranks in mismatch.classes if found.rank in ranks)
     same = [found.rank]
     for rank in candidates[:ASKED_RANKS]:
         other = find_divergence(case.job, case.group, rank, found.reference, mismatch.seq)
@@ -114,7 +122,11 @@ def _outvoted(case: _Case) -> Culprit | None:
     reason = f"{total - len(case.odd)} of {total} ranks agree"
     if case.divergence is not None:
         reason += f"; {case.divergence.reason}: a call of one side only, or the end of a loop that came too early or too late"
-    return Culprit(case.odd, 0.95 if total - len(case.odd) > 2 else 0.9, reason)
+    agree, absent = total - len(case.odd), len(case.group.members) - len(case.group.lanes)
+    if agree - len(case.mismatch.classes[1][1]) <= absent:
+        reason += f"; {count_ranks(absent)} left no file and might turn the majority"
+        return Culprit(case.odd, 0.55, reason)
+    return Culprit(case.odd, 0.95 if agree > 2 else 0.9, reason)
 
 
 def _shift(job: Job, group: GroupView, mismatch: Mismatch, odd: tuple[int, ...] | None) -> Shift | None:
@@ -172,7 +184,7 @@ def _left_round(case: _Case) -> Culprit | None:
     if len(odd) != 1:
         return None
     reason = "in all its rounds before it made another call at this point, the others did not"
-    return Culprit(odd[0], 0.85, reason)
+    return Culprit(odd[0], 0.7, reason)
 
 
 def _changed(job: Job, group: GroupView, rank: int, seq: int) -> bool | None:

@@ -8,6 +8,7 @@ from allranks.diagnose.absent import left_out, shifted
 from allranks.diagnose.call_habits import step_keys, successors
 from allranks.diagnose.context import Context
 from allranks.diagnose.crossed import crossed, one_left_out
+from allranks.diagnose.ops import is_p2p
 from allranks.diagnose.phrasing import ranks_text, ranks_wait, who
 from allranks.diagnose.shift import find_stack_shift
 from allranks.diagnose.waits import Blocked
@@ -72,18 +73,20 @@ def _skipped(context: Context, call: Blocked, rank: int) -> bool:
         return False
     end = call.rows.get(rank, len(view.sig))
     before = lane.rows[lane.rows < end]
+    threads, went_on = view.trace.calls["thread"], context.first_open(rank)
+    if len(before) and went_on >= 0 and threads[before[-1]] != threads[went_on]:
+        return False  # what one thread does next says nothing about what another has left out
     start = int(before[-1]) + 1 if len(before) else 1
     key = step_keys(view)
     waiter, at = min(call.rows.items())
     stack = context.job.ranks[waiter].stack[at]
     for row in range(max(start, end - FOLLOWED), end):
         habit = successors(key, row)
-        if len(habit) and bool((view.group[habit] == call.group).all()):
+        if len(habit) and bool(((view.group[habit] == call.group) & ~is_p2p(view.family[habit])).all()):
             if bool((view.stack[habit] == stack).all()):
                 return len(habit) >= ROUNDS or _witnessed(context, call, rank, row, ())
             # At another line than ever before the round itself may have changed: ask those outside the call.
             return _witnessed(context, call, rank, row, call.waiters)
-    went_on = context.first_open(rank)
     return went_on >= 1 and not len(successors(key, went_on)) and _came_directly(context, call, rank, went_on)
 
 

@@ -7,18 +7,20 @@ they were made in, and by what has always come next at this point. Pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from allranks.diagnose.job import GroupView, Job, Lane
-from allranks.diagnose.shift import keys
+from allranks.diagnose.call_habits import CONTEXT, usual_next
+from allranks.diagnose.call_pairs import CallPair, differences
+from allranks.diagnose.job import GroupView, Job
+from allranks.diagnose.phrasing import count as counted
 
 #: At most so many calls are skipped, added or swapped in a row.
 MAX_CALLS = 4
-#: So many calls before a point tell which point of the program it is.
-CONTEXT = 12
+#: So many differences between two whole programs are looked at.
+MAX_DIFFERENCES = 64
 
 Kind = Literal["skipped", "extra", "swapped"]
 
@@ -35,42 +37,6 @@ class Divergence:
     confidence: float
     reason: str  # what shows it, as a sentence
     either: bool = False  # an added call and an early end of a loop look the same here
-
-
-@dataclass(frozen=True)
-class CallPair:
-    """The calls of two ranks in one group from the first number that both know."""
-
-    rank: int
-    reference: int
-    low: int  # sequence number of index 0
-    mine: np.ndarray
-    theirs: np.ndarray
-    my_steps: np.ndarray
-    their_steps: np.ndarray
-    one_line: np.ndarray  # per number that both know: whether they called from the same line
-
-    @staticmethod
-    def of(job: Job, group: GroupView, rank: int, reference: int) -> CallPair | None:
-        """None when a number is missing in between or the two know no common call."""
-        lanes = group.lanes[rank], group.lanes[reference]
-        low = max(lane.first for lane in lanes)
-        parts = [_from(job, lane, low) for lane in lanes]
-        if any(part is None for part in parts):
-            return None
-        (mine, my_steps, my_lines), (theirs, their_steps, their_lines) = (p for p in parts if p is not None)
-        one_line = ~_differences(my_lines, their_lines)
-        return CallPair(rank, reference, low, mine, theirs, my_steps, their_steps, one_line)
-
-
-def _from(job: Job, lane: Lane, low: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """(what the calls are, their steps, their lines) of a lane from a number on; None when one is missing."""
-    start = int(np.searchsorted(lane.seqs, low))
-    rows = lane.rows[start:]
-    if not len(rows) or int(lane.seqs[-1]) - low != len(rows) - 1:
-        return None
-    view = job.ranks[lane.rank]
-    return keys(job, lane)[start:], view.trace.calls["step"][rows].astype(np.int64), view.stack[rows]
 
 
 def find_divergence(
@@ -91,6 +57,23 @@ def diverged(pair: CallPair, seq: int | None, outvoted: bool = True) -> Divergen
     if not 0 <= at < min(len(pair.mine), len(pair.theirs)) or pair.mine[at] == pair.theirs[at]:
         return None
     return _moved(pair, at) or _swapped(pair, at) or by_habit(pair, _apart_since(pair, at), outvoted)
+
+
+def find_skip_over_groups(job: Job, group: GroupView, rank: int, waiter: int) -> Divergence | None:
+    """A call of the group that `rank` left out between calls of other groups: sequence numbers hide it until the end, if all
+    calls of the group look alike."""
+    pair = CallPair.over_groups(job, group, rank, waiter)
+    if pair is None:
+        return None
+    view = job.ranks[waiter]
+    for at in np.flatnonzero(differences(pair.mine, pair.theirs))[:MAX_DIFFERENCES].tolist():
+        found, row = by_habit(pair, at), pair.low + at  # of `over_groups`, `low` is the waiter's first row
+        if found is None or found.kind != "skipped" or int(view.group[row]) != group.index:
+            continue
+        behind = slice(at, at + CONTEXT), slice(at + found.count, at + found.count + CONTEXT)
+        if not differences(pair.mine[behind[0]], pair.theirs[behind[1]]).any():
+            return replace(found, seq=int(view.trace.calls["seq"][row]))
+    return None
 
 
 def odd_one(job: Job, group: GroupView, one: int, two: int, seq: int | None = None) -> Divergence | None:
@@ -117,7 +100,7 @@ def by_steps(pair: CallPair) -> Divergence | None:
     """From some call on the two are in different training steps, and never again in the same."""
     length = min(len(pair.mine), len(pair.theirs))
     ahead = pair.my_steps[:length] - pair.their_steps[:length]
-    apart = np.flatnonzero((ahead != 0) | _differences(pair.mine, pair.theirs))
+    apart = np.flatnonzero((ahead != 0) | differences(pair.mine, pair.theirs))
     at = length - len(apart)
     if not len(apart) or at == 0 or apart[0] != at or ahead[at] == 0 or (ahead[at:] * ahead[at] < 0).any():
         return None
@@ -130,23 +113,28 @@ def by_steps(pair: CallPair) -> Divergence | None:
     word: Kind = "skipped" if skips else "extra"
     reason = (
         f"step marks: rank {pair.rank} entered #{pair.low + at} in step {int(pair.my_steps[at])}, rank {pair.reference} in step "
-        f"{int(pair.their_steps[at])}; in step {step} rank {pair.rank} made {made[0]} calls of the group, rank {pair.reference} {made[1]}"
+        f"{int(pair.their_steps[at])}; in step {step} rank {pair.rank} made {counted(made[0], 'call')} of the group, rank {pair.reference} {made[1]}"
     )
     return Divergence(pair.rank, pair.reference, pair.low + at, word, count, 0.93, reason)
 
 
 def unusual_in_step(pair: CallPair, seq: int) -> int | None:
-    """Which of the two made, in the step of the divergence, another number of calls than in its steps before."""
+    """Which of the two made, in the step of the divergence, another number of calls than in its steps before; if both did,
+    the one that made none at all, as it never had before."""
     step = min(int(pair.my_steps[seq - pair.low]), int(pair.their_steps[seq - pair.low]))
-    odd = []
+    odd, none = [], []
     for rank, steps in ((pair.rank, pair.my_steps), (pair.reference, pair.their_steps)):
         before = steps[(steps < step) & (steps > steps[0])]
         counts = np.unique(before, return_counts=True)[1]
         if not len(counts):
             return None
-        if not bool((counts == int((steps == step).sum())).any()):
+        made = int((steps == step).sum())
+        if not bool((counts == made).any()):
             odd.append(rank)
-    return odd[0] if len(odd) == 1 else None
+        if not made and step - 1 == int(before[-1]):
+            none.append(rank)
+    found = odd if len(odd) == 1 else none
+    return found[0] if len(found) == 1 else None
 
 
 def _apart_since(pair: CallPair, at: int) -> int:
@@ -163,7 +151,7 @@ def _swapped(pair: CallPair, at: int) -> Divergence | None:
         return None
     length = max(int(later[0]), int(earlier[0])) + 1
     same = sorted(mine[:length].tolist()) == sorted(theirs[:length].tolist())
-    if not same or _differences(pair.mine[at + length :], pair.theirs[at + length :]).any():
+    if not same or differences(pair.mine[at + length :], pair.theirs[at + length :]).any():
         return None
     last = pair.low + at + int(later[0])
     reason = f"rank {pair.rank} made the calls #{pair.low + at} and #{last} in the other order than rank {pair.reference}"
@@ -173,13 +161,13 @@ def _swapped(pair: CallPair, at: int) -> Divergence | None:
 def _moved(pair: CallPair, at: int) -> Divergence | None:
     """The two fit again when one is moved from some call before `at` on; in place they have differed since."""
     best: tuple[int, int, Divergence] | None = None
-    differs = _differences(pair.mine, pair.theirs)
+    differs = differences(pair.mine, pair.theirs)
     kinds: tuple[Kind, ...] = ("skipped", "extra")
     for count, kind in ((count, kind) for count in range(1, MAX_CALLS + 1) for kind in kinds):
         mine, theirs = (
             (pair.mine, pair.theirs[count:]) if kind == "skipped" else (pair.mine[count:], pair.theirs)
         )
-        moved = _differences(mine, theirs)
+        moved = differences(mine, theirs)
         length = min(len(differs), len(moved))
         if length < 2:
             continue
@@ -196,26 +184,6 @@ def _moved(pair: CallPair, at: int) -> Divergence | None:
             found = Divergence(pair.rank, pair.reference, pair.low + d, kind, count, sure, reason)
             best = (gain, -count, found)
     return best[2] if best is not None else None
-
-
-def _differences(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    length = min(len(mine), len(theirs))
-    differences: np.ndarray = mine[:length] != theirs[:length]
-    return differences
-
-
-def usual_next(calls: np.ndarray, at: int) -> np.ndarray:
-    """Indices of what followed, in earlier rounds, the calls before `at`: the longest run that occurred before."""
-    found = np.arange(1, at)
-    for back in range(1, min(CONTEXT, at) + 1):
-        alike = found[(found >= back)]
-        alike = alike[calls[alike - back] == calls[at - back]]
-        if not len(alike):
-            break
-        found = alike
-    else:
-        return found if at else np.zeros(0, np.int64)
-    return found if back > 1 else np.zeros(0, np.int64)
 
 
 def _in_usual_step(pair: CallPair, at: int, starts: np.ndarray, ends: np.ndarray) -> bool:
@@ -247,7 +215,8 @@ def by_habit(pair: CallPair, at: int, outvoted: bool = False) -> Divergence | No
     often = "in all rounds before" if always else "in rounds before"
     reason = f"{often}, rank {pair.rank} made here the call that the others make"
     either = not inserted and not made_mine
-    return Divergence(pair.rank, pair.reference, seq, "extra", 1, 0.85 if always else 0.7, reason, either)
+    sure = 0.85 if always and len(usual) > 1 else 0.7
+    return Divergence(pair.rank, pair.reference, seq, "extra", 1, sure, reason, either)
 
 
 def _skipped(pair: CallPair, at: int, usual: np.ndarray, always: bool) -> Divergence | None:
@@ -258,11 +227,13 @@ def _skipped(pair: CallPair, at: int, usual: np.ndarray, always: bool) -> Diverg
         ends, between = starts + count, pair.theirs[usual[0] : usual[0] + count]
         alike = len(ends) > 0 and bool((known[ends] == me).all()) and not bool((between == me).any())
         # Several calls left out before a rare one: rather was the rare one added.
-        likely = count == 1 or int((known == me).sum()) > int((known == pair.theirs[at]).sum())
-        if alike and likely and _in_usual_step(pair, at, starts, ends):
-            reason = (
-                f"in all rounds before, rank {pair.rank} made the call too, and then the one it is in now"
-            )
+        likely = count == 1 or int((known == me).sum()) >= int((known == pair.theirs[at]).sum())
+        if not alike or not _in_usual_step(pair, at, starts, ends):
+            continue
+        if likely:
+            reason = f"in all rounds before, rank {pair.rank} made the call too, and then the one that it went on to"
             sure = 0.7 if not always else 0.9 if len(ends) > 1 else 0.85
             return Divergence(pair.rank, pair.reference, pair.low + at, "skipped", count, sure, reason)
+        reason = f"in all rounds before, rank {pair.rank} made {counted(count, 'call')} more before the one it is in now"
+        return Divergence(pair.rank, pair.reference, pair.low + at, "extra", 1, 0.7, reason, True)
     return None

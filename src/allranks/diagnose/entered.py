@@ -21,7 +21,7 @@ def explain_call(context: Context, blocked: Blocked) -> Finding | None:
     dead = {rank: text for rank in blocked.rows if (text := _died_inside(context, blocked, rank))}
     if dead:
         ranks = tuple(sorted(dead))
-        sentence = f"{who(context.job, ranks)} died inside {context.call(blocked)}: {dead[ranks[0]]}"
+        sentence = f"{who(context.job, ranks)} died with {context.call(blocked)} unfinished: {dead[ranks[0]]}"
         return _finding(context, blocked, "rank_died", ranks, sentence, 0.9)
     failed = tuple(rank for rank in blocked.failed if _failed(context, rank, blocked.rows[rank]))
     if failed and len(failed) < len(blocked.rows):
@@ -74,9 +74,11 @@ def _first_to_fail(context: Context, blocked: Blocked) -> tuple[int, ...]:
 
 
 def _unsure(context: Context, blocked: Blocked) -> Finding:
+    one = len(blocked.unsure) == 1
+    dump = "is not seen there, but its dump is" if one else "are not seen there, but their dumps are"
     sentence = (
-        f"{ranks_text(blocked.waiters)} wait in {context.call(blocked)}; {who(context.job, blocked.unsure)} "
-        f"is not seen there, but its dump is damaged, too old or has lost this group"
+        f"{ranks_wait(blocked.waiters)} in {context.call(blocked)}; {who(context.job, blocked.unsure)} {dump} damaged, too old, "
+        "or without the calls of this group"
     )
     return _finding(context, blocked, "missing_rank", blocked.unsure, sentence, 0.35)
 

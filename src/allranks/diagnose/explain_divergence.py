@@ -132,6 +132,9 @@ class _Telling:
                 return f"; at #{mismatch.seq} it called {mine} where they called {theirs}"
             return f"; at #{mismatch.seq} their calls no longer fit"
         if blocked is not None and (blocked.seq > found.seq or blocked.group != self.group.index):
+            failure = self.context.failure(blocked)
+            if failure:
+                return f"; {failure.replace('the call', self.context.call(blocked))}"
             return f"; now {ranks_wait(blocked.waiters)} in {self.context.call(blocked)}"
         return ""
 

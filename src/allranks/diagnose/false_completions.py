@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from allranks.diagnose.align import is_box
-from allranks.diagnose.job import GroupView, Job, Lane, Now, RankView
+from allranks.diagnose.job import GroupView, Job, Lane, Now, RankCalls
 from allranks.diagnose.ops import is_synchronising
 from allranks.diagnose.p2p import CLOCKS_NS, newest_ns
 from allranks.diagnose.waits import is_too_old
@@ -88,7 +88,7 @@ def _shows_its_end(job: Job, lane: Lane) -> bool:
     return not lane.cut and (len(lane.seqs) > 0 or not lane.wrapped) and not is_box(view.trace)
 
 
-def _is_coalesced(view: RankView, rows: np.ndarray) -> np.ndarray:
+def _is_coalesced(view: RankCalls, rows: np.ndarray) -> np.ndarray:
     """Per row: whether the call stands for a coalesced group."""
     calls = view.trace.calls[rows]
     by_name = np.array([view.trace.names[op].endswith("coalesced") for op in calls["op"].tolist()], bool)
@@ -96,7 +96,7 @@ def _is_coalesced(view: RankView, rows: np.ndarray) -> np.ndarray:
     return coalesced
 
 
-def _only_coalesced_ended(view: RankView, lane: Lane, floor: int) -> bool:
+def _only_coalesced_ended(view: RankCalls, lane: Lane, floor: int) -> bool:
     """Whether no ordinary collective behind `floor` is done: one that is proves that everybody went on."""
     rows = lane.rows[lane.seqs > floor]
     done = view.now[rows] == Now.DONE
@@ -104,13 +104,13 @@ def _only_coalesced_ended(view: RankView, lane: Lane, floor: int) -> bool:
     return not bool(ordinary.any())
 
 
-def _ended_ns(view: RankView, row: int) -> int:
+def _ended_ns(view: RankCalls, row: int) -> int:
     """When a coalesced call was said to be over; 0 unknown, -1 when it is open or no such call."""
     if view.now[row] != Now.DONE or not bool(_is_coalesced(view, np.array([row]))[0]):
         return -1
     return int(view.trace.calls["completed_ns"][row])
 
 
-def _stands_at(view: RankView, group: GroupView, seq: int) -> bool:
+def _stands_at(view: RankCalls, group: GroupView, seq: int) -> bool:
     """Whether the rank has issued nothing behind this call, in any group."""
     return int(view.group[-1]) == group.index and int(view.trace.calls["seq"][-1]) == seq

@@ -29,7 +29,8 @@ class _Draft:
 
     @property
     def desc(self) -> str:
-        known = [(count, desc) for desc, count in self.descs.items() if desc not in VAGUE]
+        # torchcomms writes the library's name where torch writes the description.
+        known = [(count, desc) for desc, count in self.descs.items() if desc not in (*VAGUE, self.backend)]
         return max(known)[1] if known else ""
 
 

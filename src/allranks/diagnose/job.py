@@ -72,7 +72,7 @@ class GroupView:
         return max((lane.last for lane in self.lanes.values()), default=-1)
 
 
-class Tables:
+class JobTables:
     """Numbers that mean the same on all ranks. Traces of one load share their tables, so this is mostly a no-op."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Tables:
 
 
 @dataclass(frozen=True)
-class RankView:
+class RankCalls:
     """One rank's calls with what does not depend on other ranks worked out."""
 
     rank: int
@@ -131,9 +131,9 @@ class RankView:
 class Job:
     """All ranks, aligned."""
 
-    ranks: dict[int, RankView]
+    ranks: dict[int, RankCalls]
     groups: tuple[GroupView, ...]
-    tables: Tables
+    tables: JobTables
     world_size: int | None
     missing_ranks: tuple[int, ...]  # expected, but without a readable trace
     now_ns: int

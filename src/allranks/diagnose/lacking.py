@@ -67,7 +67,7 @@ def waiting_text(context: Context, blocked: Blocked, guilty: tuple[int, ...]) ->
     number = len(behind)
     verb = "has" if number == 1 else "have"
     failed = [rank for rank, row in blocked.rows.items() if context.job.ranks[rank].now[row] == Now.FAILED]
-    if blocked.rows and len(failed) == len(blocked.rows) and blocked.p2p is None:
+    if blocked.rows and len(failed) == len(blocked.rows):
         return context.failure(blocked)
     wait = context.waited(blocked)
     text = f"{count_ranks(number)} {verb} waited {seconds(wait)}" if wait is not None else ""

@@ -59,9 +59,10 @@ def waited_s(job: Job, blocked: Blocked) -> float | None:
 
 
 def is_hung(job: Job, blocked: Blocked, patience: Patience) -> bool:
-    """Whether the call has lasted too long; failed calls and calls of unknown age count as such, but when everybody was
-    killed only those that somebody lacks in: the others were about to end."""
-    if blocked.failed:
+    """Whether the call has lasted too long; failed calls, calls that lack a rank which has ended, and calls of unknown
+    age count as such, but when everybody was killed only those that somebody lacks in: the others were about to end."""
+    ended = any(job.ranks[rank].trace.progress.closed for rank in blocked.missing if rank in job.ranks)
+    if blocked.failed or ended:
         return True
     wait = waited_s(job, blocked)
     if wait is None:

@@ -84,8 +84,11 @@ def _say(
     if shift is not None:
         usual = mismatch.classes[0][1][0]
         op, at = job.op(usual, rows[usual]), place(job.frames(usual, rows[usual]))
-        call = f"{op} {number}{f' ({at})' if at else ''}"
-        return "missing_rank", f"{subject} never entered {call}: it skipped it and went on"
+        call = f"{op} {number}{f' at {at}' if at else ''}"
+        return (
+            "missing_rank",
+            f"{subject} skipped {call}, which {ranks_text(mismatch.classes[0][1])} made, and went on",
+        )
     if mismatch.exchange is not None:
         return mismatch.cause, _say_exchange(mismatch.exchange, culprit, subject, f"in {op} {number}{where}")
     mine = next((text for text, ranks in mismatch.classes if first in ranks and culprit.ranks), "")

@@ -4,26 +4,71 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from allranks.diagnose.align import is_box
+from allranks.diagnose.call_habits import broken_habit
 from allranks.diagnose.context import Context
 from allranks.diagnose.job import GroupView, Lane, Now
 from allranks.diagnose.lacking import draft, settled, waiting_text
-from allranks.diagnose.phrasing import place, ranks_text
+from allranks.diagnose.ops import is_p2p
+from allranks.diagnose.phrasing import place, ranks_text, who
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding
 
 
 def explain_without_file(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
-    """Members without a file. Usually dead; but gloo also kills the innocent partner of a wrong call."""
+    """Members without a file: dead, or only not among the files. gloo also kills the innocent partner of a wrong call."""
     group = context.group(blocked)
-    odd = _aborted_partner(context, group, blocked)
+    odd = _aborted_partner(context, group, blocked) or _left_its_round(context, ranks)
     if odd is not None:
         return odd
-    few = len(ranks) * 2 > len(group.members) and len(ranks) > 2
-    sentence = f"{ranks_text(ranks)} left no dump and never came out of {context.call(blocked)}; {waiting_text(context, blocked, ranks)}"
+    seen = [
+        context.seen[rank] for rank in ranks if rank in context.seen and context.seen[rank].cause == "gone"
+    ]
+    many = len(ranks) * 2 > len(group.members) and len(ranks) > 2
+    # A black box survives its process: one that is missing was more likely not collected.
+    boxes = all(is_box(context.job.ranks[rank].trace) for rank in blocked.rows)
+    sure = 0.9 if seen else 0.3 if many else 0.45 if boxes else 0.75
+    known = f": {seen[0].evidence}" if seen and seen[0].evidence else ""
+    sentence = (
+        f"there is no file of {ranks_text(ranks)}{known}; {waiting_text(context, blocked, ranks)} in {context.call(blocked)}, in "
+        "which nobody else is missing"
+    )
     advice = f"look for the last log lines of {ranks_text(ranks)} (killed, out of memory, node down)"
-    missing = f"the black box, dump or log of {ranks_text(ranks)}: `allranks diagnose` with its file added"
-    finding = settled(draft(context, blocked, ranks), sentence, 0.3 if few else 0.75, advice, "rank_died")
+    missing = f"the black box, dump or log of {ranks_text(ranks)}: run `allranks diagnose` with it"
+    finding = settled(draft(context, blocked, ranks), sentence, sure, advice, "rank_died")
     return replace(finding, where="", missing_evidence=(missing,))
+
+
+def _left_its_round(context: Context, ranks: tuple[int, ...]) -> Finding | None:
+    """The one rank among those with a file that, before it came to wait, left out a call which it had always made."""
+    first = {rank: context.first_open(rank) for rank in context.job.ranks}
+    broken = {
+        rank: usual
+        for rank, row in first.items()
+        if row > 0 and (usual := broken_habit(context.job.ranks[rank], row)) is not None
+    }
+    if len(broken) != 1:
+        return None
+    (rank, usual), job = next(iter(broken.items())), context.job
+    blocked = next(b for b in context.blocked if b.rows.get(rank) == first[rank])
+    at, line = place(job.frames(rank, usual)), place(job.frames(rank, first[rank]))
+    p2p = is_p2p(job.ranks[rank].family[usual : usual + 1])[0]
+    sentence = (
+        f"{who(job, (rank,))} is in {context.call(blocked)}{f' at {line}' if line else ''}, where in all rounds before it "
+        f"called {job.op(rank, usual)}{f' at {at}' if at else ''}; there is no file of {ranks_text(ranks)}"
+    )
+    finding = draft(context, blocked, (rank,))
+    advice = f"look for a condition, exception or early end of a loop that lets rank {rank} pass {at or 'that call'}"
+    return replace(
+        finding,
+        cause="p2p_mismatch" if p2p else "missing_rank",
+        sentence=sentence,
+        confidence=0.6,
+        where=at,
+        evidence=finding.evidence[:1],
+        missing_evidence=(f"the file of {ranks_text(ranks)}", *finding.missing_evidence),
+        advice=(advice,),
+    )
 
 
 def _aborted_partner(context: Context, group: GroupView, blocked: Blocked) -> Finding | None:

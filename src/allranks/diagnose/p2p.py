@@ -1,7 +1,8 @@
-"""Sends and receives, paired by peer and order within a group, on every library. Batches lend their parts a state.
+"""Sends and receives, paired by peer, tag and order within a group, on every library. Batches lend their parts a state.
 
 While neither ring has wrapped, the k-th send from a to b belongs to the k-th receive at b from a. After a wrap the
-counts mean nothing, and pairing starts behind the last pair that is known to be done on both sides.
+counts mean nothing, and pairing starts behind the last pair that is known to be done on both sides. Messages with tags
+are paired among those of their tag; NCCL knows no tags.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from allranks.diagnose.job import Job, Now, RankView
+from allranks.diagnose.job import Job, Now, RankCalls
 from allranks.diagnose.ops import Family
 from allranks.model.trace import Flag, State
 
@@ -74,8 +75,16 @@ def match_p2p(job: Job) -> tuple[list[P2PWait], list[P2PMismatch]]:
             sides[(side.group, side.rank, side.peer, side.sends)] = side
     waits: list[P2PWait] = []
     mismatches: list[P2PMismatch] = []
+    open_to_all = {(key[0], key[1]) for key in sides if key[2] < 0}
     for key in sorted(sides):
+        if key[2] < 0:
+            waits += _waits(job, sides[key], None)
+            continue
         other = sides.get((key[0], key[2], key[1], not key[3]))
+        if key[3] and (key[0], key[2]) in open_to_all:
+            # The receiver takes messages from anyone: which one it took is not known, only how many.
+            waits += _waits(job, sides[key], None) if _outnumbered(sides, key[0], key[2]) else []
+            continue
         side = _without_false_end(job, sides[key], other)
         waits += _waits(job, side, other)
         if side.sends and other is not None:
@@ -83,7 +92,49 @@ def match_p2p(job: Job) -> tuple[list[P2PWait], list[P2PMismatch]]:
     return waits, mismatches
 
 
-def p2p_states(view: RankView) -> np.ndarray:
+def _outnumbered(sides: dict[tuple[int, int, int, bool], Side], group: int, receiver: int) -> bool:
+    """Whether more messages were sent to a rank than it has posted receives."""
+    sent = sum(
+        len(side.rows)
+        for side in sides.values()
+        if side.sends and (side.group, side.peer) == (group, receiver)
+    )
+    mine = [
+        side for side in sides.values() if not side.sends and (side.group, side.rank) == (group, receiver)
+    ]
+    return sent > sum(len(side.rows) for side in mine) and all(side.reliable for side in mine)
+
+
+def _partners(job: Job, side: Side, other: Side, first: int, other_first: int) -> np.ndarray:
+    """Per call of `side` from `first` on: the index of its partner among those of `other`; -1 when there is none."""
+    count, other_count = len(side.rows) - first, len(other.rows) - other_first
+    found = np.arange(count, dtype=np.int64) + other_first
+    found[found >= len(other.rows)] = -1
+    tags, theirs = (
+        job.ranks[one.rank].trace.calls["tag"][one.rows[start:]]
+        for one, start in ((side, first), (other, other_first))
+    )
+    common = min(count, other_count)
+    unknown = min(tags.min(initial=0), theirs.min(initial=0)) < 0
+    if (
+        unknown
+        or job.groups[side.group].backend.startswith("nccl")
+        or (tags[:common] == theirs[:common]).all()
+    ):
+        return found
+    waiting: dict[int, list[int]] = {}
+    for index in range(other_count - 1, -1, -1):
+        waiting.setdefault(int(theirs[index]), []).append(index + other_first)
+    found = np.array([waiting[tag].pop() if waiting.get(tag) else -1 for tag in tags.tolist()], np.int64)
+    left = sorted(
+        index for indices in waiting.values() for index in indices
+    )  # of other tags: `_tags_apart` tells
+    lonely = np.flatnonzero(found < 0)[: len(left)]
+    found[lonely] = left[: len(lonely)]
+    return found
+
+
+def p2p_states(view: RankCalls) -> np.ndarray:
     """Now per call, with every part of a batch given the state of the batch's end."""
     calls = view.trace.calls
     flags = calls["flags"]
@@ -101,7 +152,7 @@ def p2p_states(view: RankView) -> np.ndarray:
     return now
 
 
-def _doubtful(view: RankView) -> np.ndarray:
+def _doubtful(view: RankCalls) -> np.ndarray:
     """Per call: whether it is, or belongs to, a newest call whose completion the loader took back."""
     calls = view.trace.calls
     last = calls[-1]
@@ -110,11 +161,12 @@ def _doubtful(view: RankView) -> np.ndarray:
     return mine if taken_back else np.zeros(len(calls), bool)
 
 
-def _sides(view: RankView) -> list[Side]:
+def _sides(view: RankCalls) -> list[Side]:
     calls = view.trace.calls
     sends, receives = view.family == _SEND, view.family == _RECV
     mine = np.flatnonzero(sends | receives)
-    mine = mine[(calls["peer"][mine] >= 0) & (view.group[mine] >= 0)]
+    known = (calls["peer"][mine] >= 0) | receives[mine]  # a receive without a peer takes from anyone
+    mine = mine[known & (view.group[mine] >= 0)]
     if not len(mine):
         return []
     now, doubtful = p2p_states(view), _doubtful(view)
@@ -137,16 +189,18 @@ def _waits(job: Job, side: Side, other: Side | None) -> list[P2PWait]:
     peer_known = peer is not None and not peer.cut
     start = side.pending_from()
     exact = side.reliable and (other.reliable if other is not None else _complete(peer))
+    first = 0 if exact else start
+    behind = other.pending_from() if other is not None and not exact else 0
+    partners = _partners(job, side, other, first, behind) if other is not None else None
     found = []
     for index in range(start, len(side.rows)):
         if side.now[index] not in (Now.OPEN, Now.FAILED):
             continue
-        at = index if exact else index - start + (other.pending_from() if other is not None else 0)
-        partner = int(other.rows[at]) if other is not None and at < len(other.rows) else -1
+        at = int(partners[index - first]) if partners is not None else -1
+        partner = int(other.rows[at]) if other is not None and at >= 0 else -1
         if partner >= 0 and side.doubtful[index] and other is not None and other.now[at] == Now.DONE:
             continue
-        number = index + 1 if exact else 0
-        row = int(side.rows[index])
+        number, row = index + 1 if exact else 0, int(side.rows[index])
         found.append(P2PWait(side.rank, row, side.peer, side.group, side.sends, number, partner, peer_known))
     return found
 
@@ -178,30 +232,30 @@ def _without_false_end(job: Job, side: Side, other: Side | None) -> Side:
     return replace(side, now=now)
 
 
-def newest_ns(view: RankView) -> int:
+def newest_ns(view: RankCalls) -> int:
     """The latest moment of which the rank's calls tell."""
     calls = view.trace.calls
     return int(max(calls["created_ns"].max(), calls["completed_ns"].max())) if len(calls) else 0
 
 
-def _complete(view: RankView | None) -> bool:
+def _complete(view: RankCalls | None) -> bool:
     return view is not None and not view.cut and view.trace.header.dropped == 0
 
 
 def _mismatches(job: Job, send: Side, receive: Side) -> list[P2PMismatch]:
     """The first pair that does not fit. After a wrap only open pairs can be paired with certainty."""
-    apart = _tags_apart(job, send, receive)
+    exact = send.reliable and receive.reliable
+    first, behind = (0, 0) if exact else (send.pending_from(), receive.pending_from())
+    apart = _tags_apart(job, send, receive, first, behind)
     if apart is not None:
         return [apart]
-    if send.reliable and receive.reliable:
-        first_send = first_receive = 0
-    else:
-        first_send, first_receive = send.pending_from(), receive.pending_from()
-    count = min(len(send.rows) - first_send, len(receive.rows) - first_receive)
-    if count <= 0:
-        return []
-    send_rows = send.rows[first_send : first_send + count]
-    receive_rows = receive.rows[first_receive : first_receive + count]
+    partners = _partners(job, send, receive, first, behind)
+    paired = np.flatnonzero(partners >= 0)
+    if not job.groups[send.group].backend.startswith("nccl"):
+        # gloo refuses sizes that differ: what both ends have finished did fit, whatever it was paired with here.
+        unfinished = (send.now[first:][paired] != Now.DONE) | (receive.now[partners[paired]] != Now.DONE)
+        paired = paired[unfinished]
+    send_rows, receive_rows = send.rows[first:][paired], receive.rows[partners[paired]]
     sent = job.ranks[send.rank].trace.calls["in_numel"][send_rows]
     taken = job.ranks[receive.rank].trace.calls["out_numel"][receive_rows]
     sizes = np.flatnonzero((sent != taken) & (sent > 0) & (taken > 0))
@@ -210,27 +264,29 @@ def _mismatches(job: Job, send: Side, receive: Side) -> list[P2PMismatch]:
         if len(bad):
             at = int(bad[0])
             rows = (int(send_rows[at]), int(receive_rows[at]))
-            ends = (send.group, send.rank, receive.rank)
-            return [P2PMismatch(*ends, *rows, first_send + at + 1, aspect)]
+            return [_misfit(send, receive, *rows, first + int(paired[at]) + 1, aspect)]
     return []
 
 
-def _tags_apart(job: Job, send: Side, receive: Side) -> P2PMismatch | None:
+def _misfit(send: Side, receive: Side, row: int, other: int, number: int, aspect: str) -> P2PMismatch:
+    return P2PMismatch(send.group, send.rank, receive.rank, row, other, number, aspect)
+
+
+def _tags_apart(job: Job, send: Side, receive: Side, first: int, behind: int) -> P2PMismatch | None:
     """An open receive and a message sent, neither of which has a partner of its own tag. NCCL knows no tags."""
-    if job.groups[send.group].backend.startswith("nccl") or not (send.reliable and receive.reliable):
+    if job.groups[send.group].backend.startswith("nccl"):
         return None
-    sent = job.ranks[send.rank].trace.calls["tag"][send.rows]
-    taken = job.ranks[receive.rank].trace.calls["tag"][receive.rows]
-    if (sent == taken[: len(sent)]).all() if len(sent) <= len(taken) else (sent[: len(taken)] == taken).all():
-        return None
-    if min(sent.min(initial=0), taken.min(initial=0)) < 0:
+    sent = job.ranks[send.rank].trace.calls["tag"][send.rows[first:]]
+    taken = job.ranks[receive.rank].trace.calls["tag"][receive.rows[behind:]]
+    common = min(len(sent), len(taken))
+    if (sent[:common] == taken[:common]).all() or min(sent.min(initial=0), taken.min(initial=0)) < 0:
         return None
     lone_send, lone_receive = _without_partner(sent, taken), _without_partner(taken, sent)
-    lone_receive = [at for at in lone_receive if receive.now[at] in (Now.OPEN, Now.FAILED)]
+    lone_receive = [at for at in lone_receive if receive.now[behind + at] in (Now.OPEN, Now.FAILED)]
     if not lone_send or not lone_receive:
         return None
-    row, other = int(send.rows[lone_send[0]]), int(receive.rows[lone_receive[0]])
-    return P2PMismatch(send.group, send.rank, receive.rank, row, other, lone_send[0] + 1, "tag")
+    row, other = int(send.rows[first + lone_send[0]]), int(receive.rows[behind + lone_receive[0]])
+    return _misfit(send, receive, row, other, first + lone_send[0] + 1, "tag")
 
 
 def _without_partner(mine: np.ndarray, theirs: np.ndarray) -> list[int]:

@@ -19,7 +19,7 @@ def wrong_peer(context: Context, blocked: Blocked) -> Finding | None:
     """The waiter itself has the wrong partner: somebody else is waiting for exactly it."""
     wait = blocked.p2p
     assert wait is not None
-    if _known_partner(context, wait):
+    if wait.peer < 0 or _known_partner(context, wait):
         return None
     lonely = [
         o for b in context.blocked if (o := b.p2p) is not None and o.partner < 0 and o.peer == wait.rank
@@ -51,6 +51,9 @@ def _other_partner(context: Context, blocked: Blocked, wait: P2PWait, rank: int,
         stacks=context.stacks([(wait.rank, wait.row), (rank, row)]),
         stack_labels=(),
         missing_evidence=(),
+        advice=(
+            f"look at the partner that rank {wait.rank} names at {context.place(blocked) or 'this call'}",
+        ),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from allranks.diagnose.job import Job
@@ -103,3 +104,9 @@ def one_line(text: str, limit: int = 200) -> str:
     """The first line of a text, cut where it is too long for a sentence."""
     first = text.strip().partition("\n")[0].strip()
     return first if len(first) <= limit else f"{first[: limit - 1].rstrip()}…"
+
+
+def line_in(text: str) -> str:
+    """The line of code that a recorded error names: "train.py:9" of "exception: ValueError (train.py:9): …"; else ""."""
+    found = re.search(r"\(([\w.\-]+\.py:\d+)\)", text)
+    return found[1] if found else ""

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from allranks.diagnose.job import Tables
+from allranks.diagnose.job import JobTables
 from allranks.diagnose.ops import is_p2p
 from allranks.model.trace import CALL, Flag, RankTrace
 
@@ -50,7 +50,7 @@ class Program:
     first: int  # record id of the first row
     columns: list[np.ndarray]  # one per entry of _SHARED
     dense: bool  # no record is missing in between
-    tables: Tables
+    tables: JobTables
     _parts: dict[tuple[int, int, tuple[int, ...]], tuple[Part, ...]] = field(default_factory=dict)
     _steady: dict[tuple[int, ...], frozenset[int]] = field(default_factory=dict)
 
@@ -167,7 +167,7 @@ class Program:
 class Programs:
     """All programs of a job; ranks are placed one by one."""
 
-    tables: Tables
+    tables: JobTables
     recent: list[Program] = field(default_factory=list)
 
     def place(self, trace: RankTrace) -> Program:

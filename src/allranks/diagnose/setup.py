@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from allranks.diagnose.context import Context
+from allranks.diagnose.liveness import BELIEVABLE_S
 from allranks.diagnose.phrasing import count_ranks, ranks_text, seconds, who
 from allranks.model.diagnosis import Finding, RankNow
+from allranks.model.trace import Progress
 
 #: Causes of `allranks stacks` that say: the rank waits for others to set up a group.
 WAITING = frozenset({"rendezvous_wait", "store_wait"})
@@ -23,24 +25,63 @@ def find_absent_in_setup(context: Context) -> Finding | None:
 
 def _from_boxes(context: Context) -> Finding | None:
     job = context.job
-    inside = {rank: view.trace.progress for rank, view in job.ranks.items() if view.trace.progress.inside}
+    owed = {rank for blocked in context.blocked for rank in blocked.missing}
+    # Who makes its group anew while others wait for it in the old one is the one to explain, not those.
+    inside = {
+        rank: view.trace.progress
+        for rank, view in job.ranks.items()
+        if view.trace.progress.inside and not (view.trace.destroyed and rank in owed)
+    }
     if not inside:
         return None
     fewest = min(progress.setups for progress in inside.values())
     waiting = {rank: p for rank, p in inside.items() if p.setups == fewest}
     function = next(iter(waiting.values())).inside
-    waited = max((job.ranks[rank].snapshot_ns - p.inside_ns) / 1e9 for rank, p in waiting.items())
+    waits = [(ns - p.inside_ns) / 1e9 for rank, p in waiting.items() if (ns := job.ranks[rank].snapshot_ns)]
+    if waits and max(waits) < context.patience.limit_s and not job.ended:
+        return None
+    times = f" for {seconds(max(waits))}" if waits and 0 < max(waits) < BELIEVABLE_S else ""
     elsewhere = {rank: view.trace.progress for rank, view in job.ranks.items() if rank not in inside}
     late = [rank for rank, p in elsewhere.items() if 0 <= p.setups <= fewest and not p.closed]
     gone = [rank for rank, p in elsewhere.items() if p.closed]
     lost = list(job.missing_ranks) if function == "init_process_group" else []
     absent = tuple(sorted(late or gone or lost))
-    if not absent or (waited < context.patience.limit_s and not job.ended):
-        return None
-    times = f" for {seconds(waited)}" if 0 < waited < 30 * 86400 else ""
+    if not absent:
+        return (
+            _all_inside(context, inside, waiting, times)
+            if function == "new_group" and not elsewhere
+            else None
+        )
     sentence = f"{who(job, absent)} never called {function}; {_waiting(waiting)}{times}"
     return _finding(
         context, absent, tuple(sorted(waiting)), function, sentence, 0.9 if late else 0.7, bool(late)
+    )
+
+
+def _all_inside(
+    context: Context, inside: dict[int, Progress], waiting: dict[int, Progress], times: str
+) -> Finding | None:
+    """Everybody is in new_group and nobody gets out: they do not mean the same group."""
+    if context.job.missing_ranks or len(waiting) < 2:
+        return None
+    ahead = [rank for rank in inside if rank not in waiting]
+    rest = f", {ranks_text(ahead)} in a later one" if ahead else ""
+    sentence = (
+        f"{who(context.job, waiting)} wait in one call of new_group{times}{rest}, and no rank is missing: they make groups in "
+        "different order or with different members"
+    )
+    advice = "make the same groups, with the same members, in the same order on every rank"
+    asked = "the lines: run `allranks stacks`; the recorder does not keep the members that a rank passed to new_group"
+    return Finding(
+        "order_inversion",
+        tuple(sorted(waiting)),
+        sentence,
+        "root",
+        confidence=0.6,
+        waiting=tuple(sorted(inside)),
+        evidence=(f"{ranks_text(inside)} entered new_group and did not leave it",),
+        missing_evidence=(asked,),
+        advice=(advice,),
     )
 
 

@@ -97,6 +97,11 @@ def _diagnose(
         job, patience, tuple(hung), wait_graph(job, hung, p2p_mismatches), seen, tuple(p2p_mismatches)
     )
     roots = [_with_doubts(context, root, doubts) for root in _roots(context, mismatches)]
+    if roots and set(roots[0].ranks) & set(job.missing_ranks):
+        from allranks.diagnose.weak_findings import ended_badly
+
+        ended = ended_badly(context, primary=True)
+        roots = [ended, *roots] if ended is not None else roots
     setup = _setup(context)
     if setup is not None:
         roots = [setup, *roots]

@@ -53,7 +53,7 @@ def find_blocked(job: Job, p2p_waits: list[P2PWait]) -> list[Blocked]:
     idle = tuple(rank for rank, view in job.ranks.items() if rank not in busy and not view.cut)
     lonely = {b.waiters[0] for b in found if _is_lonely(job, b)}
     found = [_with_strangers(job, blocked, idle, lonely) for blocked in found]
-    return found + [_blocked_p2p(job, wait, len(found) + i) for i, wait in enumerate(p2p_waits)]
+    return found + [_blocked_p2p(job, wait, len(found) + i, idle) for i, wait in enumerate(p2p_waits)]
 
 
 def _is_lonely(job: Job, blocked: Blocked) -> bool:
@@ -62,12 +62,21 @@ def _is_lonely(job: Job, blocked: Blocked) -> bool:
     return not group.members_known and len(group.lanes) == 1 and len(job.ranks) > 1
 
 
-def _blocked_p2p(job: Job, wait: P2PWait, index: int) -> Blocked:
+def _blocked_p2p(job: Job, wait: P2PWait, index: int, idle: tuple[int, ...]) -> Blocked:
+    failed = (wait.rank,) if job.ranks[wait.rank].now[wait.row] == Now.FAILED else ()
+    if wait.peer < 0:  # from anyone: whoever is not waiting itself may still send
+        others = [rank for rank in job.groups[wait.group].members if rank != wait.rank]
+        absent = tuple(rank for rank in others if rank not in job.ranks)
+        senders = tuple(rank for rank in others if rank in idle)
+        lacking = senders or (() if absent else tuple(others))
+        return Blocked(index, wait.group, -1, {wait.rank: wait.row}, lacking, absent, failed=failed, p2p=wait)
     alone = wait.partner < 0
     missing = (wait.peer,) if alone and wait.peer_known else ()
     absent = (wait.peer,) if alone and wait.peer not in job.ranks else ()
     unsure = (wait.peer,) if alone and not missing and not absent else ()
-    return Blocked(index, wait.group, -1, {wait.rank: wait.row}, missing, absent, unsure, p2p=wait)
+    return Blocked(
+        index, wait.group, -1, {wait.rank: wait.row}, missing, absent, unsure, failed=failed, p2p=wait
+    )
 
 
 def _with_strangers(job: Job, blocked: Blocked, idle: tuple[int, ...], lonely: set[int]) -> Blocked:
@@ -156,8 +165,8 @@ def _blocked(job: Job, group: GroupView, seq: int, lanes: list[Lane], index: int
         # does not hold: NCCL then turns pending calls of the others to "completed".
         found["unsure"] += found["missing"]
         found["missing"] = []
-    sets = {name: tuple(sorted(ranks)) for name, ranks in found.items()}
-    return Blocked(index, group.index, seq, rows, absent=absent, failed=failed, **sets)
+    missing, unsure, passed, behind = (tuple(sorted(ranks)) for ranks in found.values())
+    return Blocked(index, group.index, seq, rows, missing, absent, unsure, passed, behind, failed)
 
 
 def _whereabouts(job: Job, group: GroupView, lane: Lane, seq: int, entered_ns: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import replace
 
 from allranks.diagnose.absent import explain_ranks, shifted
@@ -10,10 +12,21 @@ from allranks.diagnose.context import Context
 from allranks.diagnose.false_completions import Doubt
 from allranks.diagnose.graph import wait_graph
 from allranks.diagnose.job import Now
-from allranks.diagnose.phrasing import ranks_text
+from allranks.diagnose.liveness import is_paused
+from allranks.diagnose.p2p import newest_ns
+from allranks.diagnose.phrasing import line_in, one_line, ranks_text, seconds, who
 from allranks.diagnose.shift import find_stack_shift
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding
+
+#: Errors that a rank gets because another one has gone.
+_SECONDARY = re.compile(
+    r"Connection (?:closed|reset|refused)|Broken pipe|[Tt]imed? ?out|aborted|remote worker"
+)
+#: Errors of torch that name the rank they are about.
+_ACCUSED = re.compile(r"[Rr]ank (\d+) (?:has inconsistent|failed to pass)")
+#: Without a call for so long, in seconds, a job is worth a question.
+MIN_IDLE_S = 10.0
 
 
 def quiet_roots(context: Context, doubts: list[Doubt], allow_incomplete_ranks: bool) -> list[Finding]:
@@ -22,10 +35,73 @@ def quiet_roots(context: Context, doubts: list[Doubt], allow_incomplete_ranks: b
         shift = find_stack_shift(context.job, group)
         if shift is not None and shift.agreeing >= 2:
             return [shifted(context, None, group, shift)]
-    gone = None if allow_incomplete_ranks else _gone_unnoticed(context)
-    if gone is not None:
-        return [gone]
-    return [_doubtful(context, doubt) for doubt in doubts]
+    found = ended_badly(context) or (None if allow_incomplete_ranks else _gone_unnoticed(context))
+    if found is not None:
+        return [found]
+    if doubts:
+        return [_doubtful(context, doubt) for doubt in doubts]
+    silent = _no_progress(context)
+    return [silent] if silent is not None else []
+
+
+def ended_badly(context: Context, primary: bool = False) -> Finding | None:
+    """Ranks whose program ended with an exception or a signal while no call tells of it: those that their errors accuse,
+    else those whose error is not that a partner is gone; `primary`: these alone."""
+    ends = {rank: view.trace.progress.closed for rank, view in context.job.ranks.items()}
+    ends = {rank: one_line(text) for rank, text in ends.items() if text not in ("", "exit")}
+    if not ends:
+        return None
+    own = {rank: text for rank, text in ends.items() if not _SECONDARY.search(text)}
+    if not own:
+        return None if primary else _lost_partner(context, ends)
+    votes = Counter(int(rank) for text in ends.values() for rank in _ACCUSED.findall(text))
+    accused, most = votes.most_common(1)[0] if votes else (-1, 0)
+    first = min(own, key=lambda rank: (context.job.ranks[rank].trace.header.written_ns, rank))
+    ranks = (accused,) if most * 2 > len(ends) else tuple(sorted(own))
+    text = ends.get(ranks[0], ends[first])
+    sentence = f"{who(context.job, ranks)} ended with {text}"
+    if ranks == (accused,) and len(ends) > 1:
+        sentence = f"{ranks_text(ends)} ended with an error that names rank {accused}: {ends[first]}"
+    return _ended(ranks, sentence, 0.85 if len(ranks) == 1 else 0.6, line_in(text), ends)
+
+
+def _lost_partner(context: Context, ends: dict[int, str]) -> Finding:
+    """All errors say that a partner was gone: a rank without a file, or nobody knows which."""
+    absent, first = context.job.missing_ranks, min(ends)
+    sentence = f"{ranks_text(ends)} ended with errors that say a partner was gone: {ends[first]}"
+    sentence += f"; there is no file of {ranks_text(absent)}" if absent else ""
+    return _ended(absent, sentence, 0.5 if absent else 0.35, "", ends)
+
+
+def _ended(
+    ranks: tuple[int, ...], sentence: str, confidence: float, at: str, ends: dict[int, str]
+) -> Finding:
+    evidence = tuple(f"rank {rank} ended with {text}" for rank, text in list(ends.items())[:6])
+    advice = (f"read the traceback in the log of {ranks_text(ranks or ends)}",)
+    finding = Finding("rank_died", ranks, sentence, "root", confidence=confidence, where=at)
+    return replace(finding, evidence=evidence, advice=advice)
+
+
+def _no_progress(context: Context) -> Finding | None:
+    """Nobody is in a call, and nobody has made one for much longer than ever before: a wait that is no collective?"""
+    job = context.job
+    boxes = [view for view in job.ranks.values() if is_box(view.trace) and not view.trace.progress.closed]
+    if not job.now_ns or len(boxes) < 2 or len(boxes) < len(job.ranks):
+        return None
+    marks = (max(newest_ns(v), v.trace.progress.step_ns, v.trace.progress.inside_ns) for v in boxes)
+    idle = (job.now_ns - max(marks)) / 1e9
+    if idle < max(MIN_IDLE_S, 5 * context.patience.limit_s) or any(
+        is_paused(job, rank) for rank in job.ranks
+    ):
+        return None
+    sentence = (
+        f"no rank is in a collective, and none has made a call for {seconds(idle)} ({context.patience.reason}): all of them "
+        "compute, or they wait for something else, such as a store, a file or a lock"
+    )
+    asked = "where the ranks are: run `allranks stacks` on every node"
+    return Finding(
+        "no_progress", (), sentence, "root", confidence=0.35, waited_s=idle, missing_evidence=(asked,)
+    )
 
 
 def _doubtful(context: Context, doubt: Doubt) -> Finding:

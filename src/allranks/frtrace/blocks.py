@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from allranks.diagnose.job import Job
 from allranks.errors import InputError
 from allranks.frtrace.database import call_name
-from allranks.frtrace.problems import STATES, Analysis, Problem, lists
+from allranks.frtrace.problems import STATES, Analysis, TraceProblem, lists
 from allranks.frtrace.types import Collective, Database, Group, Membership, NCCLCall
 from allranks.model.trace import RankTrace, State
 
@@ -49,7 +49,7 @@ def render_blocks(analysis: Analysis, filters: Filters, cap: int) -> Iterator[st
             yield from _block(analysis.job, problem)
 
 
-def _shown(job: Job, problem: Problem, filters: Filters) -> bool:
+def _shown(job: Job, problem: TraceProblem, filters: Filters) -> bool:
     ranks, groups = filters
     group = job.groups[problem.group]
     return (not ranks or bool(ranks & set(problem.involved))) and (
@@ -57,7 +57,7 @@ def _shown(job: Job, problem: Problem, filters: Filters) -> bool:
     )
 
 
-def _block(job: Job, problem: Problem) -> Iterator[str]:
+def _block(job: Job, problem: TraceProblem) -> Iterator[str]:
     group, call = job.groups[problem.group], job.ranks[problem.rank].trace.calls[problem.row]
     shapes = job.shapes(problem.rank, problem.row)
     yield f"internal record id: {int(call['begin']) - 1}"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from allranks.diagnose.job import GroupView, Job
-from allranks.frtrace.problems import STATES, Analysis, Problem, lists
+from allranks.frtrace.problems import STATES, Analysis, TraceProblem, lists
 from allranks.frtrace.types import Collective, Database, Group, Membership, NCCLCall, Traceback
 from allranks.model.torch_dump import profiling_name
 from allranks.model.trace import Flag, State
@@ -37,7 +37,7 @@ def group_ids(job: Job) -> dict[int, str]:
     return {view.index: view.name if names.count(view.name) == 1 else view.label for view in job.groups}
 
 
-def problem_collective(job: Job, ids: dict[int, str], problem: Problem, number: int) -> Collective:
+def problem_collective(job: Job, ids: dict[int, str], problem: TraceProblem, number: int) -> Collective:
     """The collective of a problem, with what is wrong filled in."""
     made = _collective(
         job, ids, job.groups[problem.group], problem.rank, problem.row, number, problem.expected

@@ -1,4 +1,4 @@
-"""What is wrong, as torchfrtrace would put it: one Problem per block of its output. Built on `diagnose`. Pure."""
+"""What is wrong, as torchfrtrace would put it: one TraceProblem per block of its output. Built on `diagnose`. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOT_ALL = "Not all ranks joining collective, sequence number"
 
 
 @dataclass(frozen=True)
-class Problem:
+class TraceProblem:
     """A collective that went wrong, seen from `rank`, whose call is `row`. `headline` has the sequence filled in."""
 
     headline: str
@@ -50,7 +50,7 @@ class Analysis:
     """An aligned job with its problems, the root cause first."""
 
     job: Job
-    problems: tuple[Problem, ...]
+    problems: tuple[TraceProblem, ...]
 
 
 def analyse(traces: Sequence[RankTrace], files: Sequence[FileNote] = (), now_ns: int = 0) -> Analysis:
@@ -85,15 +85,15 @@ def _began_ns(job: Job, blocked: Blocked) -> int:
     return min(int(job.ranks[rank].trace.calls["created_ns"][row]) for rank, row in blocked.rows.items())
 
 
-def _blocked(job: Job, blocked: Blocked) -> Problem:
+def _blocked(job: Job, blocked: Blocked) -> TraceProblem:
     """A call that some ranks did not join, or that all joined and none finished."""
     rank, row = min(blocked.rows.items())
     group = job.groups[blocked.group]
     calls = job.ranks[rank].trace.calls
     seq = blocked.seq if blocked.p2p is None else int(calls["p2p_seq"][row])
-    expected = group.members if blocked.p2p is None else tuple(sorted((rank, blocked.p2p.peer)))
+    expected = group.members if blocked.p2p is None else tuple(sorted({rank, blocked.p2p.peer} - {-1}))
     involved = tuple(sorted({*blocked.rows, *blocked.missing, *blocked.absent}))
-    problem = Problem("", blocked.group, seq, rank, row, expected, involved=involved)
+    problem = TraceProblem("", blocked.group, seq, rank, row, expected, involved=involved)
     if blocked.missing:
         return replace(problem, headline=f"{NOT_ALL}: {seq}", missing=blocked.missing)
     lacking = blocked.absent or blocked.unsure
@@ -108,7 +108,7 @@ def _blocked(job: Job, blocked: Blocked) -> Problem:
     ))  # fmt: skip
 
 
-def find_later(job: Job, first: Sequence[Problem]) -> list[Problem]:
+def find_later(job: Job, first: Sequence[TraceProblem]) -> list[TraceProblem]:
     """What else is wrong in groups that have a problem: other calls, missing ranks, states, as they come.
 
     In groups in which nothing is wrong, states differ only by when each dump was taken: these are not looked at.
@@ -128,7 +128,7 @@ def find_later(job: Job, first: Sequence[Problem]) -> list[Problem]:
     return found
 
 
-def _misfits(job: Job, group: GroupView, start: int) -> dict[int, Problem]:
+def _misfits(job: Job, group: GroupView, start: int) -> dict[int, TraceProblem]:
     """Collectives behind `start` whose calls do not fit together, by sequence number."""
     suspects = suspect_seqs(job, group)
     suspects = suspects[(suspects > start) & (suspects <= start + MAX_LATER)]
@@ -139,14 +139,14 @@ def _misfits(job: Job, group: GroupView, start: int) -> dict[int, Problem]:
     return {mismatch.seq: _mismatched(job, mismatch, set()) for mismatch in mismatches}
 
 
-def _unequal(job: Job, group: GroupView, seq: int) -> Problem | None:
+def _unequal(job: Job, group: GroupView, seq: int) -> TraceProblem | None:
     """A collective that ranks have not joined or left in another state than the lowest rank; None when all is well."""
     rows = {rank: row for rank, lane in sorted(group.lanes.items()) if (row := lane.row(seq)) >= 0}
     if not rows:
         return None
     reference, row = next(iter(rows.items()))
     missing = tuple(rank for rank, lane in sorted(group.lanes.items()) if not lane.cut and lane.last < seq)
-    problem = Problem("", group.index, seq, reference, row, group.members, missing, involved=tuple(rows))
+    problem = TraceProblem("", group.index, seq, reference, row, group.members, missing, involved=tuple(rows))
     if missing:
         involved = tuple(sorted({*rows, *missing}))
         return replace(problem, headline=f"{NOT_ALL}: {seq}", involved=involved)
@@ -167,7 +167,7 @@ def _state(job: Job, rank: int, row: int) -> str:
     return "" if int(call["flags"]) & unknowable else STATES[State(int(call["state"]))]
 
 
-def _mismatched(job: Job, mismatch: Mismatch, guilty: set[int]) -> Problem:
+def _mismatched(job: Job, mismatch: Mismatch, guilty: set[int]) -> TraceProblem:
     """Calls that do not fit together; the largest class without a rank that `diagnose` blames is taken for right."""
     group = job.groups[mismatch.group]
     classes = sorted(mismatch.classes, key=lambda each: bool(guilty & set(each[1])))
@@ -175,7 +175,7 @@ def _mismatched(job: Job, mismatch: Mismatch, guilty: set[int]) -> Problem:
     reference = mismatch.classes[0][1][0]
     row = group.lanes[reference].row(mismatch.seq)
     involved = tuple(sorted(rank for _, ranks in mismatch.classes for rank in ranks))
-    problem = Problem("", mismatch.group, mismatch.seq, reference, row, group.members, involved=involved)
+    problem = TraceProblem("", mismatch.group, mismatch.seq, reference, row, group.members, involved=involved)
     if mismatch.aspect == "split":
         headline = f"Input/output mismatch in the collective sequence number: {mismatch.seq}"
         return replace(problem, headline=headline, totals=_totals(job, group, mismatch.seq))

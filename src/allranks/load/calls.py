@@ -34,9 +34,10 @@ NUMBERS = (
     ("timeout_ms", "timeout_ms"),
 )
 _KEYS = (
-    *(key for _, key in NUMBERS), "process_group", "profiling_name", "input_sizes", "input_dtypes", "output_sizes", "output_dtypes",
-    "state", "retired", "is_p2p",
-)  # fmt: skip
+    *(key for _, key in NUMBERS),
+    *("process_group", "profiling_name", "input_sizes", "input_dtypes", "output_sizes", "output_dtypes"),
+    *("state", "retired", "is_p2p"),
+)
 _pick = itemgetter(*_KEYS)
 
 
@@ -165,9 +166,14 @@ def read_calls(entries: list[Any], interner: Interner) -> tuple[np.ndarray, int]
         rows = [tuple(map(entry.get, _KEYS)) for entry in whole]
         bad, entries = len(entries) - len(rows), whole
     calls = np.zeros(len(rows), CALL)
-    if not rows:
-        return calls, bad
-    columns = list(zip(*rows, strict=False))
+    if rows:
+        _fill(calls, list(zip(*rows, strict=False)), interner)
+        _fill_optional(calls, entries, interner)
+    return calls, bad
+
+
+def _fill(calls: np.ndarray, columns: list[tuple[Any, ...]], interner: Interner) -> None:
+    """What every entry has, a column at a time."""
     for (name, _), column in zip(NUMBERS, columns, strict=False):
         calls[name] = numbers(column, missing=-1 if name == "seq" else 0)
     calls["begin"] = np.maximum(calls["begin"].astype(np.int64), 0)
@@ -176,24 +182,25 @@ def read_calls(entries: list[Any], interner: Interner) -> tuple[np.ndarray, int]
     ]
     kinds = np.array(list(map(interner.kind, groups, names)), np.int64)
     calls["group"], calls["op"], calls["peer"] = kinds[:, 0], kinds[:, 1], kinds[:, 2]
-    calls["shapes"] = _intern_shapes(
-        interner, list(zip(inputs, input_dtypes, outputs, output_dtypes, strict=False))
-    )
-    calls["stack"] = [interner.stack(entry.get("frames")) for entry in entries]
+    sizes = list(zip(inputs, input_dtypes, outputs, output_dtypes, strict=False))
+    calls["shapes"] = _intern_shapes(interner, sizes)
     calls["state"] = [STATES.get(state, 0) if isinstance(state, str) else 0 for state in states]
     flags = kinds[:, 3]
-    flags |= np.fromiter((x is True for x in p2p), np.bool_, len(rows)) * int(Flag.P2P)
-    flags |= np.fromiter((x is True for x in retired), np.bool_, len(rows)) * int(Flag.RETIRED)
+    flags |= np.fromiter((x is True for x in p2p), np.bool_, len(calls)) * int(Flag.P2P)
+    flags |= np.fromiter((x is True for x in retired), np.bool_, len(calls)) * int(Flag.RETIRED)
     calls["flags"] = flags
-    threads = [entry.get("thread_id") for entry in entries]
-    calls["thread"] = [interner.thread(text) for text in threads]
     shapes, inverse = np.unique(calls["shapes"], return_inverse=True)
     numel = np.array([interner.tables.numel(index) for index in shapes.tolist()], np.int64)[inverse]
     calls["in_numel"], calls["out_numel"] = numel[:, 0], numel[:, 1]
+
+
+def _fill_optional(calls: np.ndarray, entries: list[dict[str, Any]], interner: Interner) -> None:
+    """What only some versions and libraries write."""
+    calls["stack"] = [interner.stack(entry.get("frames")) for entry in entries]
+    calls["thread"] = [interner.thread(entry.get("thread_id")) for entry in entries]
     durations = [entry.get("duration_ms") for entry in entries]
     if any(duration is not None for duration in durations):
         fill_started(calls, durations)
-    return calls, bad
 
 
 def fill_started(calls: np.ndarray, durations: list[Any]) -> None:

@@ -13,7 +13,7 @@ OVERLAP_NS = 1_000_000_000  # clocks of nodes may differ by less than this
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TraceFile:
     """A readable file with its rank settled. `attempt` is None when neither header nor path tells."""
 
     path: str
@@ -23,16 +23,16 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Choice:
+class FileChoice:
     """One file per rank, and for every other file the reason why not."""
 
-    chosen: tuple[Candidate, ...]
-    dropped: tuple[tuple[Candidate, str], ...]
+    chosen: tuple[TraceFile, ...]
+    dropped: tuple[tuple[TraceFile, str], ...]
     attempts: tuple[int, ...]
     attempt: int | None
 
 
-def choose(candidates: list[Candidate], wanted: int | None) -> Choice:
+def choose(candidates: list[TraceFile], wanted: int | None) -> FileChoice:
     """The newest attempt (or the wanted one), and in it the best file of every rank."""
     numbered = number_attempts(candidates)
     attempts = tuple(sorted(set(numbered.values())))
@@ -42,7 +42,7 @@ def choose(candidates: list[Candidate], wanted: int | None) -> Choice:
         return _newest_lives(candidates, attempts)
     picked = wanted if wanted is not None else _newest(candidates, numbered)
     dropped = []
-    by_rank: dict[int, list[Candidate]] = defaultdict(list)
+    by_rank: dict[int, list[TraceFile]] = defaultdict(list)
     for candidate in candidates:
         number = numbered[candidate.path]
         if number == picked:
@@ -58,10 +58,10 @@ def choose(candidates: list[Candidate], wanted: int | None) -> Choice:
             best, *rest = sorted(by_rank[rank], key=_goodness, reverse=True)
         chosen.append(best)
         dropped += [(other, f"rank {rank} is read from {best.path}") for other in rest]
-    return Choice(tuple(chosen), tuple(dropped), attempts, picked)
+    return FileChoice(tuple(chosen), tuple(dropped), attempts, picked)
 
 
-def lives_overlap(candidates: list[Candidate], numbered: dict[str, int]) -> bool:
+def lives_overlap(candidates: list[TraceFile], numbered: dict[str, int]) -> bool:
     """Whether replicas were restarted one by one: a rank lived on after another one's next attempt had begun.
 
     A restart of the whole job ends every rank before any begins again. Only black boxes tell when they began.
@@ -79,9 +79,9 @@ def lives_overlap(candidates: list[Candidate], numbered: dict[str, int]) -> bool
     return any(ended[earlier] > begun[later] + OVERLAP_NS for earlier, later in pairs)
 
 
-def _newest_lives(candidates: list[Candidate], attempts: tuple[int, ...]) -> Choice:
+def _newest_lives(candidates: list[TraceFile], attempts: tuple[int, ...]) -> FileChoice:
     """Of every rank the file of its newest process, whatever its attempt."""
-    newest: dict[int, Candidate] = {}
+    newest: dict[int, TraceFile] = {}
     for candidate in candidates:
         known = newest.get(candidate.rank)
         if known is None or _born(candidate) > _born(known):
@@ -92,14 +92,14 @@ def _newest_lives(candidates: list[Candidate], attempts: tuple[int, ...]) -> Cho
         for c in candidates
         if newest[c.rank] is not c
     ]
-    return Choice(chosen, tuple(dropped), attempts, attempts[-1])
+    return FileChoice(chosen, tuple(dropped), attempts, attempts[-1])
 
 
-def _born(candidate: Candidate) -> tuple[int, str]:
+def _born(candidate: TraceFile) -> tuple[int, str]:
     return (candidate.raw.header.start_ns, candidate.path)
 
 
-def number_attempts(candidates: list[Candidate]) -> dict[str, int]:
+def number_attempts(candidates: list[TraceFile]) -> dict[str, int]:
     """An attempt number for every file: what the file says, else one per set of folders with the same ranks.
 
     Files without a number belong to one attempt as long as no rank occurs in two folders. When ranks do repeat,
@@ -107,7 +107,7 @@ def number_attempts(candidates: list[Candidate]) -> dict[str, int]:
     """
     numbered = {c.path: c.attempt for c in candidates if c.attempt is not None}
     open_ones = [c for c in candidates if c.attempt is None]
-    folders: dict[str, list[Candidate]] = defaultdict(list)
+    folders: dict[str, list[TraceFile]] = defaultdict(list)
     for candidate in open_ones:
         folders[candidate.path.rpartition("/")[0]].append(candidate)
     if len(folders) > 1 and _overlap(list(folders.values())):
@@ -128,7 +128,7 @@ def number_attempts(candidates: list[Candidate]) -> dict[str, int]:
     return numbered
 
 
-def _overlap(folders: list[list[Candidate]]) -> bool:
+def _overlap(folders: list[list[TraceFile]]) -> bool:
     """Whether a rank occurs in two folders."""
     seen: set[int] = set()
     for files in folders:
@@ -139,7 +139,7 @@ def _overlap(folders: list[list[Candidate]]) -> bool:
     return False
 
 
-def _newest(candidates: list[Candidate], numbered: dict[str, int]) -> int | None:
+def _newest(candidates: list[TraceFile], numbered: dict[str, int]) -> int | None:
     """The attempt with the latest event; the higher number where times do not tell."""
     best: dict[int, int] = defaultdict(int)
     if len(set(numbered.values())) == 1:
@@ -150,7 +150,7 @@ def _newest(candidates: list[Candidate], numbered: dict[str, int]) -> int | None
     return max(best, key=lambda number: (best[number], number)) if best else None
 
 
-def _goodness(candidate: Candidate) -> tuple[bool, bool, bool, int, bool, bool, str]:
+def _goodness(candidate: TraceFile) -> tuple[bool, bool, bool, int, bool, bool, str]:
     """A whole file beats a damaged one, a black box a dump, a later one an earlier one, one that tells more."""
     raw = candidate.raw
     return (

@@ -25,7 +25,7 @@ from allranks.load.layout import (
     Token,
     scan,
     tokens_of,
-)  # fmt: skip
+)
 
 _FRAME_BYTES = 9
 

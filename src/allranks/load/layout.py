@@ -13,11 +13,14 @@ import numpy as np
 
 #: opcode → operand bytes; text and long numbers have their own lengths
 _OPERANDS = {
-    0x7D: 0, 0x5D: 0, 0x28: 0, 0x29: 0, 0x75: 0, 0x65: 0, 0x61: 0, 0x73: 0, 0x74: 0,  # } ] ( ) u e a s t
-    0x85: 0, 0x86: 0, 0x87: 0, 0x88: 0, 0x89: 0, 0x4E: 0,  # tuples, True, False, None
-    0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8, 0x68: 1, 0x6A: 4, 0x71: 1, 0x72: 4,  # K M J G h j q r
-    0x80: 1, 0x94: 0, 0x95: 8,  # PROTO, MEMOIZE, FRAME
-}  # fmt: skip
+    **dict.fromkeys(
+        b"}]()ueast\x85\x86\x87\x88\x89N\x94", 0
+    ),  # containers, tuples, True, False, None, MEMOIZE
+    **dict.fromkeys(b"Khq\x80", 1),  # BININT1, BINGET, BINPUT, PROTO
+    **dict.fromkeys(b"M", 2),  # BININT2
+    **dict.fromkeys(b"Jjr", 4),  # BININT, LONG_BINGET, LONG_BINPUT
+    **dict.fromkeys(b"G\x95", 8),  # BINFLOAT, FRAME
+}
 PUTS, GETS = (0x71, 0x72), (0x68, 0x6A)
 TEXT, SHORT_TEXT, LONG1, MARK, DICT, SET_ITEMS = 0x58, 0x8C, 0x8A, 0x28, 0x7D, 0x75
 MEMOIZE, FRAME = 0x94, 0x95
@@ -26,9 +29,9 @@ _FORMATS = {0x4B: "u1", 0x4D: "<u2", 0x4A: "<i4", 0x8A: "<i8", 0x47: ">f8"}
 
 #: keys whose values are numbers that differ from entry to entry
 VARYING = (
-    "record_id", "collective_seq_id", "p2p_seq_id", "op_id", "time_created_ns",
-    "time_discovered_started_ns", "time_discovered_completed_ns", "duration_ms",
-)  # fmt: skip
+    *("record_id", "collective_seq_id", "p2p_seq_id", "op_id", "duration_ms"),
+    *("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns"),
+)
 
 Token = tuple[int, int, int]  # opcode, operand offset, operand bytes
 
@@ -103,40 +106,32 @@ def learn(data: bytes, start: int, stop: int, keys: dict[int, str]) -> Layout:
     gap = between(data, end, stop)
     tokens += [(opcode, operand + end - start, size) for opcode, operand, size in gap]
     length = stop - start
-    words = (length + 7) // 8
-    template = np.zeros(words * 8, np.uint8)
+    size_of_row = (length + 7) // 8 * 8
+    template, fixed, keep = (np.zeros(size_of_row, np.uint8) for _ in range(3))
     template[:length] = np.frombuffer(data, np.uint8, length, start)
-    fixed = np.zeros(words * 8, np.uint8)
-    keep = np.zeros(words * 8, np.uint8)
     fixed[:length] = keep[:length] = 255
-    names, formats, offsets = [], [], []
+    places: dict[str, tuple[str, int]] = {}  # key → format and offset of its number
     puts, gets = [], []
-    for token, following in zip(tokens, [*tokens[1:], (0, 0, 0)], strict=True):
-        opcode, operand, size = token
+    for (opcode, operand, size), following in zip(tokens, [*tokens[1:], (0, 0, 0)], strict=True):
+        here = slice(operand, operand + size)
         if opcode in PUTS or opcode == FRAME:
             puts += [(operand, size)] if opcode in PUTS else []
-            fixed[operand : operand + size] = keep[operand : operand + size] = 0
+            fixed[here] = keep[here] = 0
             continue
         number = int.from_bytes(data[start + operand : start + operand + size], "little")
-        if opcode in GETS:
-            gets.append((operand, size))
         key = keys.get(number) if opcode in GETS else None
-        if key is not None and following[0] in _FORMATS and key not in names:
-            names.append(key)
-            formats.append(_FORMATS[following[0]])
-            offsets.append(following[1])
-            keep[following[1] : following[1] + following[2]] = 0
+        gets += [(operand, size)] if opcode in GETS else []
         if key is None:
-            fixed[operand : operand + size] = 0
-    for offset, form in zip(offsets, formats, strict=True):
+            fixed[here] = 0
+        elif following[0] in _FORMATS and key not in places:
+            places[key] = (_FORMATS[following[0]], following[1])
+            keep[following[1] : following[1] + following[2]] = 0
+    for form, offset in places.values():
         fixed[offset : offset + np.dtype(form).itemsize] = 0
-    fields = np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": words * 8})
-    return Layout(
-        template.view(np.uint64),
-        fixed.view(np.uint64),
-        keep.view(np.uint64),
-        fields,
-        tuple(puts),
-        sum(token[0] == MEMOIZE for token in tokens),
-        tuple(gets),
+    formats, offsets = [form for form, _ in places.values()], [offset for _, offset in places.values()]
+    fields = np.dtype(
+        {"names": list(places), "formats": formats, "offsets": offsets, "itemsize": size_of_row}
     )
+    masks = (template.view(np.uint64), fixed.view(np.uint64), keep.view(np.uint64))
+    memoizes = sum(token[0] == MEMOIZE for token in tokens)
+    return Layout(*masks, fields, tuple(puts), memoizes, tuple(gets))

@@ -6,15 +6,15 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Literal
 
 from allranks.blackbox.tables import Frozen
 from allranks.errors import InputError
-from allranks.load.choose import Candidate, choose
+from allranks.load.choose import TraceFile, choose
 from allranks.load.ranks import attempt_of_name, rank_by_prefix, ranks_of_names
 from allranks.load.result import LoadOptions, LoadResult, Raw
-from allranks.load.share import Share, processes_for, read_here
-from allranks.load.sources import Source, find_sources
-from allranks.load.stall import take_within
+from allranks.load.share import Share, processes_for, read_here, take_within
+from allranks.load.sources import DumpSource, find_sources
 from allranks.model.diagnosis import FileNote
 from allranks.model.trace import RankTrace
 
@@ -30,18 +30,18 @@ def load_paths(paths: Sequence[str], options: LoadOptions | None = None) -> Load
         return _settle(_read(options, sources), paths)
 
 
-def _find(paths: list[str], options: LoadOptions) -> list[Source]:
+def _find(paths: list[str], options: LoadOptions) -> list[DumpSource]:
     """The files behind the paths; a folder that gives no answer becomes a file that cannot be read."""
     if any("://" in path for path in paths):  # these keep limits of their own
         return list(find_sources(paths, options))
     found, all_of_them = take_within(find_sources(paths, options), options.read_limit_s)
     if not all_of_them:
         problem = f"no answer within {options.read_limit_s:g} s after {len(found)} files were found"
-        found.append(Source(", ".join(paths), "", problem=problem))
+        found.append(DumpSource(", ".join(paths), "", problem=problem))
     return found
 
 
-def _read(options: LoadOptions, sources: list[Source]) -> Share:
+def _read(options: LoadOptions, sources: list[DumpSource]) -> Share:
     """Reads all sources, with as many processes as pay."""
     total, show = len(sources), options.progress or (lambda done, total: None)
     count = processes_for(sources)
@@ -69,27 +69,11 @@ def _no_collector() -> Iterator[None]:
 
 def _settle(load: Share, paths: Sequence[str]) -> LoadResult:
     """Ranks, attempts and duplicates, then the final traces and notes."""
-    names = _file_ranks([source.path for source, _ in load.raws], load.options)
-    notes: list[FileNote] = []
-    candidates: list[Candidate] = []
-    for source, raw in load.raws:
-        rank = raw.header.rank if raw.header.rank is not None else names.get(source.path, raw.rank_hint)
-        if rank is None and load.options.number_unknown:
-            rank = _free_number([candidate.rank for candidate in candidates], names)
-        if rank is None:
-            notes.append(
-                FileNote(source.path, None, raw.kind, "skipped", "its rank is not in the file or its name")
-            )
-        elif load.options.ranks is not None and rank not in load.options.ranks:
-            notes.append(FileNote(source.path, rank, raw.kind, "skipped", "not among the selected ranks"))
-        else:
-            is_box = raw.kind.startswith("black box")
-            attempt = raw.header.attempt if is_box else attempt_of_name(source.path)
-            candidates.append(Candidate(source.path, rank, attempt, _dated(source, raw)))
-    choice = choose(candidates, load.options.attempt)
+    files, notes = _ranked(load)
+    choice = choose(files, load.options.attempt)
     frozen = load.reader.tables.freeze()
-    traces = [_trace(candidate, frozen) for candidate in choice.chosen]
-    notes += [_note(candidate) for candidate in choice.chosen]
+    traces = [_trace(file, frozen) for file in choice.chosen]
+    notes += [_note(file) for file in choice.chosen]
     notes += [FileNote(c.path, c.rank, c.raw.kind, "skipped", reason) for c, reason in choice.dropped]
     notes += _failures(load)
     other = [source.location for source, error in load.failed if error.kind == "stacks"]
@@ -98,6 +82,29 @@ def _settle(load: Share, paths: Sequence[str]) -> LoadResult:
     if not traces and not other and not load.options.allow_nothing:
         raise _nothing(paths, notes)
     return LoadResult(traces, notes, other, choice.attempts, choice.attempt)
+
+
+def _ranked(load: Share) -> tuple[list[TraceFile], list[FileNote]]:
+    """(the files whose rank is known and wanted, notes on the others)."""
+    names = _file_ranks([source.path for source, _ in load.raws], load.options)
+    files: list[TraceFile] = []
+    notes: list[FileNote] = []
+    for source, raw in load.raws:
+        rank = raw.header.rank if raw.header.rank is not None else names.get(source.path, raw.rank_hint)
+        if rank is None and load.options.number_unknown:
+            rank = _free_number([file.rank for file in files], names)
+        problem = ""
+        if rank is None:
+            problem = "its rank is not in the file or its name"
+        elif load.options.ranks is not None and rank not in load.options.ranks:
+            problem = "not among the selected ranks"
+        if problem or rank is None:
+            notes.append(FileNote(source.path, rank, raw.kind, "skipped", problem))
+            continue
+        is_box = raw.kind.startswith("black box")
+        attempt = raw.header.attempt if is_box else attempt_of_name(source.path)
+        files.append(TraceFile(source.path, rank, attempt, _dated(source, raw)))
+    return files, notes
 
 
 def _file_ranks(paths: list[str], options: LoadOptions) -> dict[str, int]:
@@ -113,7 +120,7 @@ def _free_number(taken: list[int], names: dict[str, int]) -> int:
     return next(number for number in range(len(used) + 1) if number not in used)
 
 
-def _dated(source: Source, raw: Raw) -> Raw:
+def _dated(source: DumpSource, raw: Raw) -> Raw:
     """Takes the file's modification time as the time of the dump, where that is plausible."""
     if raw.header.written_ns or not len(raw.calls):
         return raw
@@ -124,19 +131,17 @@ def _dated(source: Source, raw: Raw) -> Raw:
     return raw
 
 
-def _trace(candidate: Candidate, frozen: Frozen) -> RankTrace:
+def _trace(candidate: TraceFile, frozen: Frozen) -> RankTrace:
     raw = candidate.raw
     header, attempt = raw.header, candidate.attempt or 0
     if (header.rank, header.attempt) != (candidate.rank, attempt):
         header = replace(header, rank=candidate.rank, attempt=attempt)
-    return RankTrace(
-        header, raw.calls, raw.groups, frozen.names, frozen.shapes, frozen.stacks,
-        raw.progress, candidate.path, raw.kind, raw.notes, raw.torn, raw.last_completed,
-        raw.threads, raw.destroyed,
-    )  # fmt: skip
+    tables = (frozen.names, frozen.shapes, frozen.stacks)
+    known = (raw.kind, raw.notes, raw.torn, raw.last_completed, raw.threads, raw.destroyed)
+    return RankTrace(header, raw.calls, raw.groups, *tables, raw.progress, candidate.path, *known)
 
 
-def _note(candidate: Candidate) -> FileNote:
+def _note(candidate: TraceFile) -> FileNote:
     raw = candidate.raw
     note = "; ".join(raw.notes)
     return FileNote(candidate.path, candidate.rank, raw.kind, "damaged" if raw.damaged else "ok", note)
@@ -146,16 +151,11 @@ def _failures(load: Share) -> list[FileNote]:
     """Notes of files that gave nothing; a damaged one still tells its rank by its name."""
     damaged = [source.path for source, error in load.failed if not error.skip]
     ranks = _file_ranks(damaged, load.options)
-    return [
-        FileNote(
-            source.path,
-            ranks.get(source.path),
-            error.kind,
-            "skipped" if error.skip else "damaged",
-            str(error),
-        )
-        for source, error in load.failed
-    ]
+    notes = []
+    for source, error in load.failed:
+        status: Literal["skipped", "damaged"] = "skipped" if error.skip else "damaged"
+        notes.append(FileNote(source.path, ranks.get(source.path), error.kind, status, str(error)))
+    return notes
 
 
 def _nothing(paths: Sequence[str], notes: list[FileNote]) -> InputError:

@@ -26,9 +26,8 @@ from allranks.blackbox.ring_copy import Arena
 from allranks.blackbox.tables import Tables
 from allranks.load.reading import Reader
 from allranks.load.result import LoadOptions, Raw, Unreadable
-from allranks.load.share import Share, read_here
-from allranks.load.sources import Source
-from allranks.load.stall import TICK_S
+from allranks.load.share import TICK_S, Share, read_here
+from allranks.load.sources import DumpSource
 from allranks.model.trace import CALL, Group
 
 #: Rows take at most about this share of a file's bytes; what does not fit goes through the pipe.
@@ -46,10 +45,10 @@ class _Child:
     pid: int
     pipe: int
     memory: mmap.mmap
-    sources: list[Source]
+    sources: list[DumpSource]
 
 
-def read_shares(options: LoadOptions, sources: list[Source], count: int) -> Share:
+def read_shares(options: LoadOptions, sources: list[DumpSource], count: int) -> Share:
     """Reads all sources with so many processes, this one included."""
     shares = [sources[i::count] for i in range(count)]
     show = options.progress or (lambda done, total: None)
@@ -64,7 +63,7 @@ def read_shares(options: LoadOptions, sources: list[Source], count: int) -> Shar
 
 
 @contextmanager
-def _children(options: LoadOptions, shares: list[list[Source]]) -> Iterator[list[_Child]]:
+def _children(options: LoadOptions, shares: list[list[DumpSource]]) -> Iterator[list[_Child]]:
     """Forks one child per share; whatever happens, none of them is left behind."""
     children: list[_Child] = []
     try:
@@ -76,7 +75,7 @@ def _children(options: LoadOptions, shares: list[list[Source]]) -> Iterator[list
             _end(child)
 
 
-def _fork(options: LoadOptions, sources: list[Source]) -> _Child:
+def _fork(options: LoadOptions, sources: list[DumpSource]) -> _Child:
     memory = mmap.mmap(-1, int(sum(source.size for source in sources) * ROWS_PER_BYTE) + mmap.PAGESIZE)
     reading, writing = os.pipe()
     with warnings.catch_warnings():
@@ -91,7 +90,7 @@ def _fork(options: LoadOptions, sources: list[Source]) -> _Child:
     return _Child(pid, reading, memory, sources)
 
 
-def _work(options: LoadOptions, sources: list[Source], memory: mmap.mmap, writing: int) -> None:
+def _work(options: LoadOptions, sources: list[DumpSource], memory: mmap.mmap, writing: int) -> None:
     """The child's whole life."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -112,9 +111,9 @@ def _work(options: LoadOptions, sources: list[Source], memory: mmap.mmap, writin
         os._exit(0)
 
 
-def _light(source: Source) -> Source:
+def _light(source: DumpSource) -> DumpSource:
     """The source without its bytes, which have been read."""
-    return Source(source.path, source.location, source.mtime_ns, source.size)
+    return DumpSource(source.path, source.location, source.mtime_ns, source.size)
 
 
 class _SharedRows:
@@ -177,8 +176,8 @@ def _collect(load: Share, child: _Child) -> bool:
 
 def _adopt(
     load: Share,
-    raws: list[tuple[Source, Raw]],
-    failed: list[tuple[Source, Unreadable]],
+    raws: list[tuple[DumpSource, Raw]],
+    failed: list[tuple[DumpSource, Unreadable]],
     tables: Sequence[Any],
 ) -> None:
     """Adds what was read with other tables (of names, sizes, stacks), its numbers changed to ours."""

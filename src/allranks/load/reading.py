@@ -14,7 +14,7 @@ from allranks.blackbox.ring_copy import Arena, BytesFile, File, OpenFile
 from allranks.blackbox.tables import Tables
 from allranks.errors import InputError
 from allranks.load.result import LoadOptions, Raw, Unreadable
-from allranks.load.sources import GZIP, ZSTD, Source, read_all, unwrap
+from allranks.load.sources import GZIP, ZSTD, DumpSource, read_all, unwrap
 
 if TYPE_CHECKING:  # a thousand lines that black boxes do not need
     from allranks.load.dumps import DumpReader
@@ -42,7 +42,7 @@ class Reader:
 
         return DumpReader(self.tables)
 
-    def read(self, source: Source) -> Raw:
+    def read(self, source: DumpSource) -> Raw:
         """The content of one file. Raises Unreadable, with the note as its message."""
         if source.problem:
             raise Unreadable(source.problem, skip=source.problem == "not a regular file")
@@ -51,7 +51,7 @@ class Reader:
         except OSError as error:
             raise Unreadable(f"cannot be read: {error.strerror or error}") from error
 
-    def _read(self, source: Source) -> Raw:
+    def _read(self, source: DumpSource) -> Raw:
         if source.data is not None:
             return self._read_known(source, source.data[:HEAD_BYTES])
         fd = os.open(source.location, os.O_RDONLY | os.O_CLOEXEC)
@@ -69,7 +69,7 @@ class Reader:
         except InputError as error:
             raise Unreadable(str(error), kind="black box") from error
 
-    def _read_known(self, source: Source, head: bytes) -> Raw:
+    def _read_known(self, source: DumpSource, head: bytes) -> Raw:
         """Reads a source whose first bytes are known."""
         if not head:
             raise Unreadable("empty file")

@@ -13,13 +13,13 @@ from typing import Any
 
 from allranks.errors import InputError, require
 from allranks.load.result import LoadOptions
-from allranks.load.sources import Source
+from allranks.load.sources import DumpSource
 
 OBSTORE_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "azure", "http", "https")
 PARALLEL = 16
 
 
-def fetch_sources(url: str, options: LoadOptions) -> Iterator[Source]:
+def fetch_sources(url: str, options: LoadOptions) -> Iterator[DumpSource]:
     """Every object under the URL, with its bytes. Raises MissingExtra without a library, InputError on no answer."""
     scheme = url.partition("://")[0].lower()
     fetch = _open_obstore if scheme in OBSTORE_SCHEMES else _open_fsspec
@@ -40,15 +40,17 @@ def fetch_sources(url: str, options: LoadOptions) -> Iterator[Source]:
 Listed = tuple[str, int, int]  # key, size, modification time in ns
 
 
-def _fetch(url: str, item: Listed, get: Callable[[str], bytes], options: LoadOptions) -> Source:
+def _fetch(url: str, item: Listed, get: Callable[[str], bytes], options: LoadOptions) -> DumpSource:
     key, size, mtime_ns = item
     shown = f"{url.partition('://')[0]}://{key}" if "://" not in key else key
     if size > options.max_file_bytes:
-        return Source(shown, shown, problem=f"{size} bytes are beyond the limit of {options.max_file_bytes}")
+        return DumpSource(
+            shown, shown, problem=f"{size} bytes are beyond the limit of {options.max_file_bytes}"
+        )
     try:
-        return Source(shown, shown, mtime_ns, size, get(key))
+        return DumpSource(shown, shown, mtime_ns, size, get(key))
     except Exception as error:  # as above
-        return Source(shown, shown, problem=f"cannot be fetched: {_short(error)}")
+        return DumpSource(shown, shown, problem=f"cannot be fetched: {_short(error)}")
 
 
 def _open_obstore(url: str) -> tuple[list[Listed], Callable[[str], bytes]]:

@@ -1,16 +1,25 @@
-"""Reads one source after the other, archives included, within a limit. What comes out is settled in `loading.py`."""
+"""Reads one source after the other, archives included, within a limit. What comes out is settled in `loading.py`.
+
+A read from a dead NFS server cannot be interrupted: it is done in a thread, which is left behind after a limit.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from allranks.load.reading import Reader
 from allranks.load.result import LoadOptions, Raw, Unreadable
-from allranks.load.sources import Source, is_tar, read_all, tar_members, unwrap
-from allranks.load.stall import take_within
+from allranks.load.sources import DumpSource, is_tar, read_all, tar_members, unwrap
+
+T = TypeVar("T")
+#: How often progress is shown and looked at, in seconds.
+TICK_S = 0.1
+
 
 #: Below these a second process costs more than it saves: files, and seconds that one process would take.
 MIN_FILES, MIN_WORK_S = 128, 0.5
@@ -27,10 +36,10 @@ class Share:
 
     options: LoadOptions
     reader: Reader
-    raws: list[tuple[Source, Raw]] = field(default_factory=list)
-    failed: list[tuple[Source, Unreadable]] = field(default_factory=list)
+    raws: list[tuple[DumpSource, Raw]] = field(default_factory=list)
+    failed: list[tuple[DumpSource, Unreadable]] = field(default_factory=list)
 
-    def read(self, source: Source) -> None:
+    def read(self, source: DumpSource) -> None:
         """Reads one source, looking into archives."""
         try:
             members = self._members(source)
@@ -43,14 +52,14 @@ class Share:
             return
         self.read_member(source)
 
-    def read_member(self, source: Source) -> None:
+    def read_member(self, source: DumpSource) -> None:
         """Reads one source that is not an archive."""
         try:
             self.raws.append((source, self.reader.read(source)))
         except Unreadable as error:
             self.failed.append((source, error))
 
-    def _members(self, source: Source) -> list[Source] | None:
+    def _members(self, source: DumpSource) -> list[DumpSource] | None:
         """The members of a tar file, compressed or not; None when the source is none."""
         name = source.path.lower()
         if source.problem or not (".tar" in name or name.endswith((".tgz", ".tzst"))):
@@ -68,7 +77,7 @@ class Share:
         return members
 
 
-def processes_for(sources: list[Source]) -> int:
+def processes_for(sources: list[DumpSource]) -> int:
     """How many processes pay for these sources; 1 where forking would be unsafe."""
     if len(sources) < MIN_FILES or sum(map(_work_s, sources)) < MIN_WORK_S:
         return 1
@@ -77,16 +86,16 @@ def processes_for(sources: list[Source]) -> int:
     return max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(sources) // (MIN_FILES // 2)))
 
 
-def _work_s(source: Source) -> float:
+def _work_s(source: DumpSource) -> float:
     """How long reading a source will take, roughly."""
     return source.size / (BOX_BYTES_PER_S if source.path.endswith(".box") else DUMP_BYTES_PER_S)
 
 
 def read_here(
-    options: LoadOptions, sources: list[Source], show: Callable[[int], None] | None = None
+    options: LoadOptions, sources: list[DumpSource], show: Callable[[int], None] | None = None
 ) -> Share:
     """Reads sources in this process. Those that give no answer are noted, and the others read again without them."""
-    silent: list[tuple[Source, Unreadable]] = []
+    silent: list[tuple[DumpSource, Unreadable]] = []
     for _ in range(MAX_STALLS + 1):
         load = Share(options, Reader(options))
         read, all_of_them = take_within(map(load.read, sources), options.read_limit_s, show)
@@ -102,3 +111,47 @@ def read_here(
         sources = sources[: len(read)]
     load.failed += silent
     return load
+
+
+class _Taking(threading.Thread, Generic[T]):
+    """Takes one step after the other until the last, or for ever."""
+
+    def __init__(self, steps: Iterable[T]) -> None:
+        super().__init__(name="allranks-load", daemon=True)
+        self._steps = steps
+        self.taken: list[T] = []
+        self.error: BaseException | None = None
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        """Collects what the steps give."""
+        try:
+            for item in self._steps:
+                self.taken.append(item)
+        except BaseException as error:  # raised again by whoever waits
+            self.error = error
+        finally:
+            self.ended.set()
+
+
+def take_within(
+    steps: Iterable[T], limit_s: float, show: Callable[[int], None] | None = None
+) -> tuple[list[T], bool]:
+    """(what the steps gave, whether all were taken): gives up when one step takes longer than the limit. What the
+    thread that is left behind works on must not be used by anybody else afterwards."""
+    taking = _Taking(steps)
+    taking.start()
+    done, since, cpu = 0, time.monotonic(), time.process_time()
+    while not taking.ended.wait(TICK_S):
+        count, now = len(taking.taken), time.monotonic()
+        if count > done or time.process_time() - cpu > TICK_S / 2:  # a large file is work, not a wait
+            done, since = count, now
+            if show is not None:
+                show(count)
+        elif now - since > limit_s:
+            return taking.taken[:count], False
+        cpu = time.process_time()
+    taking.join()
+    if taking.error is not None:
+        raise taking.error
+    return taking.taken, True

@@ -23,7 +23,7 @@ BOMB_FACTOR, BOMB_BYTES = 300, 64 << 20
 
 
 @dataclass(frozen=True)
-class Source:
+class DumpSource:
     """One file to read. `data` holds the bytes of an archive's member or of a remote object; None: on disk."""
 
     path: str  # what the user is shown
@@ -34,7 +34,7 @@ class Source:
     problem: str = ""  # why it cannot be read, when that is known already
 
 
-def find_sources(paths: list[str], options: LoadOptions) -> Iterator[Source]:
+def find_sources(paths: list[str], options: LoadOptions) -> Iterator[DumpSource]:
     """Every file behind the paths, each once, in the order of the paths and then of the names."""
     seen: set[tuple[int, int]] = set()
     folders = [path for path in paths if "://" not in path and os.path.isdir(path)]
@@ -43,7 +43,7 @@ def find_sources(paths: list[str], options: LoadOptions) -> Iterator[Source]:
         if "://" in path:
             from allranks.load.remote import fetch_sources
 
-            found: Iterator[Source] = fetch_sources(path, options)
+            found: Iterator[DumpSource] = fetch_sources(path, options)
         elif os.path.isdir(path):
             found = _walk(path, alone=len(folders) == 1 and len(paths) == 1, seen=seen)
         elif os.path.lexists(path):
@@ -57,7 +57,7 @@ def find_sources(paths: list[str], options: LoadOptions) -> Iterator[Source]:
             yield source
 
 
-def _walk(root: str, alone: bool, seen: set[tuple[int, int]]) -> Iterator[Source]:
+def _walk(root: str, alone: bool, seen: set[tuple[int, int]]) -> Iterator[DumpSource]:
     """Files of a folder, deepest names last; links to folders are not followed, so that no walk is endless."""
     pending = [(root, 0)]
     while pending:
@@ -66,7 +66,9 @@ def _walk(root: str, alone: bool, seen: set[tuple[int, int]]) -> Iterator[Source
             with os.scandir(folder) as scan:
                 entries = sorted(scan, key=lambda entry: entry.name)
         except OSError as error:
-            yield Source(_shown(root, folder, alone), folder, problem=f"cannot be opened: {error.strerror}")
+            yield DumpSource(
+                _shown(root, folder, alone), folder, problem=f"cannot be opened: {error.strerror}"
+            )
             continue
         folders = []
         for entry in entries:
@@ -78,28 +80,28 @@ def _walk(root: str, alone: bool, seen: set[tuple[int, int]]) -> Iterator[Source
             pending.extend(reversed(folders))
 
 
-def _entry(entry: os.DirEntry[str], shown: str, seen: set[tuple[int, int]]) -> Source | None:
+def _entry(entry: os.DirEntry[str], shown: str, seen: set[tuple[int, int]]) -> DumpSource | None:
     try:
         info = entry.stat()
     except OSError as error:
-        return Source(shown, entry.path, problem=f"cannot be opened: {error.strerror}")
+        return DumpSource(shown, entry.path, problem=f"cannot be opened: {error.strerror}")
     if not stat.S_ISREG(info.st_mode):
         # Reading a named pipe (torch makes one per rank) would wait for a writer.
-        return Source(shown, entry.path, problem="not a regular file")
+        return DumpSource(shown, entry.path, problem="not a regular file")
     if (info.st_dev, info.st_ino) in seen:
         return None
     seen.add((info.st_dev, info.st_ino))
-    return Source(shown, entry.path, info.st_mtime_ns, info.st_size)
+    return DumpSource(shown, entry.path, info.st_mtime_ns, info.st_size)
 
 
-def _on_disk(path: str, shown: str) -> Source:
+def _on_disk(path: str, shown: str) -> DumpSource:
     try:
         info = os.stat(path)
     except OSError as error:
-        return Source(shown, path, problem=f"cannot be opened: {error.strerror}")
+        return DumpSource(shown, path, problem=f"cannot be opened: {error.strerror}")
     if not stat.S_ISREG(info.st_mode):
-        return Source(shown, path, problem="not a regular file")
-    return Source(shown, path, info.st_mtime_ns, info.st_size)
+        return DumpSource(shown, path, problem="not a regular file")
+    return DumpSource(shown, path, info.st_mtime_ns, info.st_size)
 
 
 def _shown(root: str, path: str, alone: bool) -> str:
@@ -107,7 +109,7 @@ def _shown(root: str, path: str, alone: bool) -> str:
     return path[len(root) :].lstrip("/") or "." if alone else path
 
 
-def read_all(source: Source, limit: int) -> bytes:
+def read_all(source: DumpSource, limit: int) -> bytes:
     """All bytes of a source; refuses what is beyond the limit before reading it."""
     if source.data is not None:
         data = source.data
@@ -200,7 +202,7 @@ def is_tar(data: bytes) -> bool:
     return data[257:262] == b"ustar"
 
 
-def tar_members(source: Source, data: bytes, limit: int) -> Iterator[Source]:
+def tar_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSource]:
     """The regular files of an archive, each at most `limit` bytes; names are only shown, never written to."""
     import tarfile  # slow to import, rarely needed
 
@@ -211,14 +213,14 @@ def tar_members(source: Source, data: bytes, limit: int) -> Iterator[Source]:
                 if not member.isreg():
                     continue
                 if member.size > limit:
-                    yield Source(
+                    yield DumpSource(
                         shown, source.location, problem=f"{member.size} bytes are beyond the limit of {limit}"
                     )
                     continue
                 file = archive.extractfile(member)
                 content = file.read() if file else b""
-                yield Source(shown, source.location, int(member.mtime * 1e9), member.size, content)
+                yield DumpSource(shown, source.location, int(member.mtime * 1e9), member.size, content)
     except (tarfile.TarError, OSError, ValueError, EOFError) as error:
-        yield Source(
+        yield DumpSource(
             source.path, source.location, problem=f"archive cut short or damaged ({type(error).__name__})"
         )

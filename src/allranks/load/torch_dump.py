@@ -27,9 +27,12 @@ STATELESS = ("gloo", "mpi", "ucc")
 
 
 def read_dump(
-    dump: object, tables: Tables, member_cache: dict[str, tuple[int, ...]], form: str,
+    dump: object,
+    tables: Tables,
+    member_cache: dict[str, tuple[int, ...]],
+    form: str,
     expand: Callable[[np.ndarray], np.ndarray] | None = None,
-) -> Raw:  # fmt: skip
+) -> Raw:
     """The content of one dump. Raises Unreadable when the object is no dump at all.
 
     `expand` makes the rows of all entries out of those that the dump holds (see `regular.py`).
@@ -54,43 +57,49 @@ def read_dump(
     else:
         # torch's JSON leaves the key out when nothing was recorded; includeCollectives=False too.
         calls, pg_ids = np.zeros(0, CALL), {}
-    raw = finish(dump, calls, groups, notes, pg_ids, form, version)
+    calls = in_record_order(calls)
+    comms, more = settle_calls(dump, calls, groups, version)
+    status = last_completed(dump.get("pg_status"), pg_ids)
+    kind = f"{'torchcomms' if comms else 'torch'} {form}{' ' + version if version else ''}"
+    raw = Raw(read_header(dump, calls, groups), calls, tuple(groups.groups), kind, notes=(*notes, *more))
+    raw.last_completed = status
     raw.rank_hint = next(iter(interner.own_ranks)) if len(interner.own_ranks) == 1 else None
     return raw
 
 
-def finish(
-    dump: dict[str, Any], calls: np.ndarray, groups: GroupTable, notes: list[str], pg_ids: dict[str, str],
-    form: str, version: str,
-) -> Raw:  # fmt: skip
-    """What every torch dump goes through once its rows are there: order, library quirks, header."""
-    calls = in_record_order(calls)
-    backends = sorted({group.backend for group in groups.groups if group.backend})
+def settle_calls(
+    dump: dict[str, Any], calls: np.ndarray, groups: GroupTable, version: str
+) -> tuple[bool, list[str]]:
+    """Sets the quirks of the library right in the rows: (whether it is torchcomms, notes)."""
     comms = is_torchcomms(dump, groups) or counts_over_all_groups(calls)
+    backends = _backends(groups)
     groups.add_configured(backends[0] if len(backends) == 1 else "")
     names = groups.tables.names
     mark_coalesced(calls, names)
     mark_states(calls, groups, comms)
-    notes = notes + reopen_unlaunched(calls, groups)
+    notes = reopen_unlaunched(calls, groups)
     if comms:
         notes = notes + renumber(calls, [group.ranks for group in groups.groups if group.name])
     if version_number(version) < (2, 4):
         forget_all_to_all_sizes(calls, names)
-    library = dump.get("comm_lib_version") or dump.get("nccl_version")
+    return comms, notes
+
+
+def _backends(groups: GroupTable) -> list[str]:
+    return sorted({group.backend for group in groups.groups if group.backend})
+
+
+def read_header(dump: dict[str, Any], calls: np.ndarray, groups: GroupTable) -> TraceHeader:
+    """Who wrote the dump, as far as it says."""
+    library, backends = dump.get("comm_lib_version") or dump.get("nccl_version"), _backends(groups)
     world = default_group(groups.groups)
-    header = TraceHeader(
+    known = isinstance(library, str) and library
+    return TraceHeader(
         backend=",".join(backends),
         world_size=len(world.ranks) if world and world.ranks else None,
-        versions=((backends[0] if backends else "library", library),)
-        if isinstance(library, str) and library
-        else (),
+        versions=((backends[0] if backends else "library", str(library)),) if known else (),
         dropped=int(calls["begin"][0]) - 1 if len(calls) else 0,
     )
-    kind = f"{'torchcomms' if comms else 'torch'} {form}{' ' + version if version else ''}"
-    return Raw(
-        header, calls, tuple(groups.groups), kind, notes=tuple(notes),
-        last_completed=last_completed(dump.get("pg_status"), pg_ids),
-    )  # fmt: skip
 
 
 def looks_like_dump(dump: dict[Any, Any]) -> bool:

@@ -19,9 +19,17 @@ from typing import Any
 _MANY = "*+" if sys.version_info >= (3, 11) else "{0,512}"
 #: What a pickle that is damaged or means harm may raise.
 BROKEN = (
-    pickle.UnpicklingError, EOFError, ValueError, TypeError, IndexError, OverflowError, AttributeError, KeyError,
-    NameError, MemoryError, RecursionError, NotImplementedError, struct.error,
-)  # fmt: skip
+    *(
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        TypeError,
+        OverflowError,
+        struct.error,
+        NotImplementedError,
+    ),
+    *(IndexError, KeyError, AttributeError, NameError, MemoryError, RecursionError),
+)
 MAX_STEPS = 50_000_000
 #: TUPLE1 to TUPLE3, and how many bytes may look like them; C crashes at some 150,000 inside one another.
 _TUPLES, MAX_TUPLES = (b"\x85", b"\x86", b"\x87"), 50_000
@@ -185,9 +193,9 @@ class _Salvager(_PythonUnpickler):
         pickle.FRAME[0]: lambda self: self.read(8),  # a hint for readers that buffer
     }
     # These take memory or time before they look at what they have, or hash what a file has nested a million times.
-    for _code in (
-        pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER, pickle.LONG, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET
-    ):  # fmt: skip
+    for _code in (pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER, pickle.LONG):
+        del dispatch[_code[0]]
+    for _code in (pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET):
         del dispatch[_code[0]]
 
 
