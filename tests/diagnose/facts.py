@@ -8,13 +8,31 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+
 from allranks.diagnose.phrasing import place
 from allranks.model.diagnosis import Diagnosis, Finding, RankNow
-from allranks.model.trace import RankTrace
+from allranks.model.trace import Flag, RankTrace, State
 
 RANKS = r"ranks? (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)"
 CALL = r"([A-Za-z_]\w*) #(\d+) of group (\S+?)(?=[\s,;:)]|$)"
 PLACE = r"([\w.\-]+\.py:\d+)"
+
+
+def _row(trace: RankTrace, row: np.void, op: str, at: str) -> dict[str, object]:
+    """What sentences say of single calls."""
+    shapes = trace.shapes[int(row["shapes"])]
+    state = State(int(row["state"]))
+    return {
+        "op": op,
+        "at": at,
+        "done": state is State.COMPLETED,
+        "failed": state in (State.FAILED, State.TIMED_OUT),
+        "known": not int(row["flags"]) & int(Flag.STATE_UNKNOWN | Flag.COMPLETION_UNRELIABLE),
+        "inputs": [list(size) for size in shapes.inputs],
+        "outputs": [list(size) for size in shapes.outputs],
+        **{name: int(row[name]) for name in ("peer", "tag", "root", "step", "seq")},
+    }
 
 
 class Facts:
@@ -31,6 +49,7 @@ class Facts:
         self.places: set[str] = {now.where.split(" ")[0] for now in seen if now.where}
         self.tags: set[int] = set()
         self.last: dict[int, tuple[str, int]] = {}
+        self.rows: dict[int, list[dict[str, object]]] = {}
         for rank, trace in self.by_rank.items():
             self.places |= set(re.findall(PLACE, trace.progress.closed))
             for row in trace.calls:
@@ -48,6 +67,7 @@ class Facts:
                 self.places.add(at)
                 self.tags.add(int(row["tag"]))
                 self.last[rank or 0] = (op, int(row["seq"]))
+                self.rows.setdefault(rank or 0, []).append(_row(trace, row, op, at))
 
     def of(self, rank: int, label: str, seq: int) -> list[tuple[str, str, str, int]]:
         return [
@@ -110,6 +130,8 @@ def _false(facts: Facts, finding: Finding, text: str) -> Iterator[str]:
             yield f"nobody called {match[0]}"
     yield from _claims(facts, text)
     yield from _sizes(facts, text)
+    yield from _messages(facts, text)
+    yield from _ends(facts, text)
 
 
 def _claims(facts: Facts, text: str) -> Iterator[str]:
@@ -164,3 +186,66 @@ def _sizes(facts: Facts, text: str) -> Iterator[str]:
             alternatives = " or in " in text
             if wanted not in sizes and not alternatives and "[]" not in (match[2].strip(), match[3].strip()):
                 yield f"rank {rank} never passed {wanted}"
+
+
+def _messages(facts: Facts, text: str) -> Iterator[str]:
+    """Partners, tags, sizes and roots that a rank is said to have passed."""
+    verbs = {"send to": "send", "recv from": "recv", "sends to": "send", "receives from": "recv"}
+    for match in re.finditer(r"rank (\d+) waits in (send to|recv from) rank (\d+)", text):
+        calls = [c for c in facts.rows.get(int(match[1]), []) if c["op"] == verbs[match[2]]]
+        if not any(c["peer"] == int(match[3]) and not c["done"] for c in calls):
+            yield f"rank {match[1]} has no open {match[2]} rank {match[3]}"
+    for match in re.finditer(
+        r"rank (\d+) sends to rank (\d+) with tag (\d+).*?receives with tag (\d+)", text
+    ):
+        for rank, peer, tag, op in (
+            (match[1], match[2], match[3], "send"),
+            (match[2], match[1], match[4], "recv"),
+        ):
+            wanted = {"op": op, "peer": int(peer), "tag": int(tag)}
+            if not any(wanted.items() <= c.items() for c in facts.rows.get(int(rank), [])):
+                yield f"rank {rank} made no {op} with rank {peer} and tag {tag}"
+    for match in re.finditer(r"rank (\d+) sends (\[\[.*?\]\]), rank (\d+) expects (\[\[.*?\]\])", text):
+        for rank, op, side, size in (
+            (match[1], "send", "inputs", match[2]),
+            (match[3], "recv", "outputs", match[4]),
+        ):
+            if not any(c["op"] == op and str(c[side]) == size for c in facts.rows.get(int(rank), [])):
+                yield f"rank {rank} made no {op} of {size}"
+    for match in re.finditer(rf"{RANKS}(?:: | had )root (\d+)", text):
+        for rank in ranks_of(match[1]):
+            if not any(c["root"] == int(match[2]) for c in facts.rows.get(rank, [])):
+                yield f"rank {rank} named no root {match[2]}"
+
+
+def _ends(facts: Facts, text: str) -> Iterator[str]:
+    """How calls, ranks and steps ended, and how many there are."""
+    for match in re.finditer(
+        r"the last call of rank (\d+) was [^;]*?\((finished|not finished|failed)\)", text
+    ):
+        last = facts.rows[int(match[1])][-1]
+        said = {"finished": last["done"], "not finished": not last["done"], "failed": last["failed"]}[
+            match[2]
+        ]
+        if last["known"] and not said:
+            yield f"the last call of rank {match[1]} was not {match[2]}"
+    for match in re.finditer(rf"no file of {RANKS}", text):
+        for rank in ranks_of(match[1]):
+            if rank in facts.by_rank:
+                yield f"there is a file of rank {rank}"
+    for match in re.finditer(r"(\d+) of (\d+) ranks agree|(\d+) ranks? (?:have|has) waited", text):
+        if not int(match[1] or match[3]) <= int(match[2] or facts.world) <= facts.world:
+            yield f"{match[0]}: there are {facts.world} ranks"
+    for match in re.finditer(
+        r"in step (\d+) rank (\d+) made (\d+) calls? of the group, rank (\d+) (\d+)", text
+    ):
+        for rank, count in ((match[2], match[3]), (match[4], match[5])):
+            made = sum(c["step"] == int(match[1]) for c in facts.rows.get(int(rank), []))
+            if made < int(count):
+                yield f"rank {rank} made {made} calls in step {match[1]}"
+    for match in re.finditer(r"rank (\d+) ended with (exception|signal)", text):
+        if not facts.by_rank[int(match[1])].progress.closed.startswith(match[2]):
+            yield f"rank {match[1]} ended with {facts.by_rank[int(match[1])].progress.closed!r}"
+    for match in re.finditer(r"it is inside (\w+)", text):
+        if all(trace.progress.inside != match[1] for trace in facts.by_rank.values()):
+            yield f"nobody is inside {match[1]}"

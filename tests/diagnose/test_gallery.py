@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,31 +12,26 @@ import pytest
 from allranks.diagnose import diagnose
 
 from .facts import false_statements
+from .gallery_module import HANGS, gallery
 from .histories import on_shared_tables
 from .test_properties import PLANTS, plant
 
 pytest.importorskip("torch")
-HANGS = Path(__file__).parents[2] / "examples" / "hangs"
-
-
-def _load() -> Any:
-    spec = importlib.util.spec_from_file_location("gallery_of_hangs", HANGS / "gallery.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-gallery = _load()
 TRUTH = gallery.truth()
-#: Like others of the table, for the boxes: behind --soak.
-LIKE_OTHERS = (
-    "endless_loop", "empty_queue", "two_locks", "named_pipe", "key_that_nobody_sets", "slow_save_on_rank_0", "stopped",
-    "monitored_barrier_without_one", "nan_skip_of_two_calls", "swallowed_exception", "fsdp_skipped_in_loop", "dtensor_on_one_rank",
-    "fsdp_full_tensor_on_rank_0", "ddp_uneven_inputs", "early_stopping", "signal_to_one_rank", "objects_on_rank_0",
-    "checkpoint_on_rank_0", "metrics_by_key", "gather_roots", "reduce_scatter_sizes", "two_ranks_are_stuck", "hybrid_shards",
-)  # fmt: skip
+#: Like others of the table, for the boxes: as real jobs behind --soak, from their recorded boxes always (test_recorded.py).
+_LIKE_OTHERS = """
+    endless_loop empty_queue two_locks named_pipe key_that_nobody_sets slow_save_on_rank_0 stopped waits_for_a_child
+    monitored_barrier_without_one nan_skip_of_two_calls swallowed_exception fsdp_skipped_in_loop dtensor_on_one_rank
+    fsdp_full_tensor_on_rank_0 ddp_uneven_inputs early_stopping signal_to_one_rank objects_on_rank_0 checkpoint_on_rank_0
+    metrics_by_key gather_roots reduce_scatter_sizes two_ranks_are_stuck hybrid_shards unused_parameters_on_one_rank
+    batch_norm_eval_on_rank_0 members_of_a_new_group batch_to_wrong_peer lost_receive experts_without_tokens failed_pickle
+    ring_attention_one_round_less gather_object_roots broadcast_objects_from_two epoch_earlier overflow_skips_optimizer
+    reduce_skipped broadcast_skipped odd_ranks_go_elsewhere most_make_an_extra_call pipeline_and_replicas join_on_some
+    stages_in_other_order wrong_mesh_dimension killed_in_a_subgroup other_model_on_one_rank detections_of_every_rank
+    store_barrier uneven_reduce_scatter async_never_waited ok_groups_of_uneven_work ok_async_over_groups ok_different_lines
+    groups_made_in_other_order error_swallowed_in_backward
+"""
+LIKE_OTHERS = frozenset(_LIKE_OTHERS.split())
 NAMES = [pytest.param(name, marks=pytest.mark.soak) if name in LIKE_OTHERS else name for name in TRUTH]
 
 

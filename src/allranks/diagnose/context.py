@@ -77,6 +77,13 @@ class Context:
         stacks = self.stacks(blocked.rows.items())
         return place(stacks[0][1]) if stacks else ""
 
+    def at(self, blocked: Blocked) -> str:
+        """ " at train.py:9", true of all who wait; " from train.py:9 and train.py:12" where they differ; "" unknown."""
+        lines = list(dict.fromkeys(place(frames) for _, frames in self.stacks(blocked.rows.items())))
+        if len(lines) < 2:
+            return f" at {lines[0]}" if lines and lines[0] else ""
+        return f" from {' and '.join(lines[:3])}"
+
     def stacks(self, rows: Iterable[tuple[int, int]]) -> Stacks:
         """(ranks, stack) of calls, equal stacks together, largest first; calls without a stack are left out."""
         by_stack: dict[int, list[int]] = {}

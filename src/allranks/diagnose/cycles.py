@@ -139,8 +139,8 @@ def _inversion(context: Context, ranks: tuple[int, ...], calls: list[Blocked]) -
     for call in calls[:6]:
         lacking = tuple(rank for rank in call.missing if rank in ranks)
         order = f", which lacks {ranks_text(lacking)}" if lacking else " first"
-        at, waiters = context.place(call), ranks_wait(rank for rank in call.waiters if rank in ranks)
-        steps.append(f"{waiters} in {context.call(call)}{f' at {at}' if at else ''}{order}")
+        waiters = ranks_wait(rank for rank in call.waiters if rank in ranks)
+        steps.append(f"{waiters} in {context.call(call)}{context.at(call)}{order}")
     groups = " and ".join(list(dict.fromkeys(context.group(call).label for call in calls))[:4])
     subject, first = who(context.job, ranks), calls[0]
     inside = [[(rank, row) for rank, row in call.rows.items() if rank in ranks] for call in calls[:6]]

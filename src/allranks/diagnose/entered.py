@@ -196,7 +196,7 @@ def _finding(
     named = set(ranks)
     others = [(rank, row) for rank, row in blocked.rows.items() if rank not in named]
     evidence: tuple[str, ...] = (
-        f"{ranks_text(blocked.waiters)} entered {context.call(blocked)}{f' at {at}' if at else ''}",
+        f"{ranks_text(blocked.waiters)} entered {context.call(blocked)}{context.at(blocked)}",
     )
     if failure := context.failure(blocked):
         evidence += (failure,)

@@ -17,7 +17,7 @@ def draft(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding
     known = [(rank, frames, label) for rank, frames, label in latest if frames]
     waiters = context.stacks(blocked.rows.items())
     at, waited, failure = context.place(blocked), context.waited(blocked), context.failure(blocked)
-    entered = f"{ranks_text(blocked.waiters)} entered {context.call(blocked)}{f' at {at}' if at else ''}"
+    entered = f"{ranks_text(blocked.waiters)} entered {context.call(blocked)}{context.at(blocked)}"
     if waited is not None and not blocked.failed:
         entered += f" and {seconds(waited)} later had not left it"
     ends = [

@@ -1,4 +1,4 @@
-"""torchfrtrace's programmatic door, by the same names, on our own loading and matching. Never prints, never exits.
+"""torchfrtrace's Python API, by the same names, on our own loading and matching. Never prints, never exits.
 
 args = JobConfig().parse_args(["dumps/"])
 details, version = read_dir(args)
@@ -33,7 +33,26 @@ from allranks.frtrace.types import (
 )
 
 __all__ = [
-    "COLLECTIVES", "P2P", "Collective", "Database", "Details", "Group", "JobConfig", "MatchInfo", "MatchState", "Membership", "NCCLCall", "Op",
-    "Traceback", "build_db", "check_size_alltoall", "format_frame", "format_frames", "get_version_detail", "match_one_event",
-    "read_dir", "transform_ft", "types",
-]  # fmt: skip
+    "COLLECTIVES",
+    "P2P",
+    "Collective",
+    "Database",
+    "Details",
+    "Group",
+    "JobConfig",
+    "MatchInfo",
+    "MatchState",
+    "Membership",
+    "NCCLCall",
+    "Op",
+    "Traceback",
+    "build_db",
+    "check_size_alltoall",
+    "format_frame",
+    "format_frames",
+    "get_version_detail",
+    "match_one_event",
+    "read_dir",
+    "transform_ft",
+    "types",
+]

@@ -86,11 +86,10 @@ def as_details(details: Mapping[str, dict[str, Any]]) -> Details:
         for name, dump in details.items()
     ]
     frozen = reader.tables.freeze()
-    traces = [
-        RankTrace(
-            replace(raw.header, rank=int(dump["rank"])), raw.calls, raw.groups, frozen.names, frozen.shapes, frozen.stacks,
-            path=name, kind=raw.kind, notes=raw.notes, last_completed=raw.last_completed,
-        )
-        for name, dump, raw in raws
-    ]  # fmt: skip
+    tables = (frozen.names, frozen.shapes, frozen.stacks)
+    traces = []
+    for name, dump, raw in raws:
+        header = replace(raw.header, rank=int(dump["rank"]))
+        trace = RankTrace(header, raw.calls, raw.groups, *tables, path=name, kind=raw.kind, notes=raw.notes)
+        traces.append(replace(trace, last_completed=raw.last_completed))
     return Details(tuple(sorted(traces, key=lambda trace: trace.header.rank or 0)))

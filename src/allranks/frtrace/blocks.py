@@ -112,15 +112,20 @@ def _cells(trace: RankTrace, groups: frozenset[str], verbose: bool) -> Iterator[
             ends = f"s={pair[op != 'send']} d={pair[op == 'send']}"
         state = STATES[State(int(call["state"]))]
         if verbose:
-            parts = [
-                f"timestamp_created={int(call['created_ns'])}", ends, f"input_sizes={lists(shapes.inputs)}",
-                f"output_sizes={lists(shapes.outputs)}", f"input_dtypes={list(shapes.input_dtypes)}",
-                f"output_dtypes={list(shapes.output_dtypes)}",
-                f"collective_seq_id | p2p_seq_id={int(call['p2p_seq'] if ends else call['seq'])}",
-                f"pg_name={group.name}", f"pg_description={group.desc}", f"pg_size={len(group.ranks)}",
-                f"stack_id={int(call['stack'])}", f"state={state}",
-            ]  # fmt: skip
-            yield f"{op}({', '.join(part for part in parts if part)})"
+            fields = {
+                "input_sizes": lists(shapes.inputs),
+                "output_sizes": lists(shapes.outputs),
+                "input_dtypes": list(shapes.input_dtypes),
+                "output_dtypes": list(shapes.output_dtypes),
+                "collective_seq_id | p2p_seq_id": int(call["p2p_seq"] if ends else call["seq"]),
+                "pg_name": group.name,
+                "pg_description": group.desc,
+                "pg_size": len(group.ranks),
+                "stack_id": int(call["stack"]),
+                "state": state,
+            }
+            known = [f"timestamp_created={int(call['created_ns'])}", *([ends] if ends else [])]
+            yield f"{op}({', '.join(known + [f'{name}={value}' for name, value in fields.items()])})"
         else:
             sizes = None if op == "coalesced" else lists(shapes.inputs)
             yield f"{op}({ends + ', ' if ends else ''}input_sizes={sizes}, state={state})"

@@ -85,11 +85,13 @@ def _collective(
 ) -> Collective:
     call = job.ranks[rank].trace.calls[row]
     shapes = job.shapes(rank, row)
+    numbers = (int(call["seq"]), int(call["p2p_seq"]), int(call["begin"]) - 1)
+    sizes = (lists(shapes.inputs), lists(shapes.outputs))
+    state = STATES[State(int(call["state"]))]
+    name, stack = call_name(job, rank, row), frames(job, rank, row)
     return Collective(
-        number, ids[view.index], True, int(call["seq"]), int(call["p2p_seq"]), int(call["begin"]) - 1, view.desc,
-        call_name(job, rank, row), lists(shapes.inputs), lists(shapes.outputs), set(expected),
-        STATES[State(int(call["state"]))], frames(job, rank, row),
-    )  # fmt: skip
+        number, ids[view.index], True, *numbers, view.desc, name, *sizes, set(expected), state, stack
+    )
 
 
 def _calls(job: Job, ids: dict[int, str], numbers: dict[tuple[int, int], int]) -> list[NCCLCall]:

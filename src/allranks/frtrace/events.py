@@ -13,13 +13,15 @@ from typing import Any
 from allranks.errors import InputError
 from allranks.frtrace.types import MatchInfo, MatchState
 
-COLLECTIVES = {
-    "_all_gather_base", "_broadcast_oop", "_reduce_oop", "_reduce_scatter_base", "ALLGATHER_coalesced",
-    "REDUCE_SCATTER_coalesced", "all_gather", "all_gather_into_tensor_coalesced", "all_gather_single", "all_gather_v",
-    "all_reduce", "all_reduce_barrier", "all_to_all", "all_to_all_single", "all_to_all_v_single", "allgather_coalesced",
-    "allreduce_coalesced",    "barrier", "broadcast", "gather", "new_window", "reduce", "reduce_scatter", "reduce_scatter_single",
-    "reduce_scatter_tensor_coalesced", "reduce_scatter_v", "scatter", "split",
-}  # fmt: skip
+#: As torchfrtrace knows them.
+_COLLECTIVES = """
+    _all_gather_base _broadcast_oop _reduce_oop _reduce_scatter_base ALLGATHER_coalesced
+    REDUCE_SCATTER_coalesced all_gather all_gather_into_tensor_coalesced all_gather_single all_gather_v
+    all_reduce all_reduce_barrier all_to_all all_to_all_single all_to_all_v_single allgather_coalesced
+    allreduce_coalesced barrier broadcast gather new_window reduce reduce_scatter reduce_scatter_single
+    reduce_scatter_tensor_coalesced reduce_scatter_v scatter split
+"""
+COLLECTIVES = set(_COLLECTIVES.split())
 P2P = {"send", "recv"}
 BATCH_ENDS = {"coalesced", "ALLGATHER_coalesced", "REDUCE_SCATTER_coalesced"}
 #: Operations of which every rank has its own input sizes, or its own output sizes.
@@ -107,8 +109,10 @@ class Op:
 
     def _size_misfit(self, other: Op) -> str:
         """What is wrong with the sizes of two entries of one operation; "" when nothing is."""
-        sides = (("input", OWN_INPUTS, self.input_sizes, other.input_sizes),
-                 ("output", OWN_OUTPUTS, self.output_sizes, other.output_sizes))  # fmt: skip
+        sides = (
+            ("input", OWN_INPUTS, self.input_sizes, other.input_sizes),
+            ("output", OWN_OUTPUTS, self.output_sizes, other.output_sizes),
+        )
         for side, own, want, have in sides:
             if self.type not in own and want != have:
                 return f"Expected {side} sizes: '{want}' does not match found {side} sizes: '{have}'"

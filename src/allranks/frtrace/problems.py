@@ -18,10 +18,7 @@ from allranks.model.diagnosis import FileNote
 from allranks.model.trace import Flag, RankTrace, State
 
 #: Words for states, as torch writes them; it has none for the last two.
-STATES = {
-    State.SCHEDULED: "scheduled", State.STARTED: "started", State.COMPLETED: "completed",
-    State.FAILED: "failed", State.TIMED_OUT: "timed_out",
-}  # fmt: skip
+STATES = {state: state.name.lower() for state in State}
 #: Collectives of a group that are compared behind its first problem; --mismatch_cap shows far fewer.
 MAX_LATER = 1000
 NOT_ALL = "Not all ranks joining collective, sequence number"
@@ -98,14 +95,13 @@ def _blocked(job: Job, blocked: Blocked) -> TraceProblem:
         return replace(problem, headline=f"{NOT_ALL}: {seq}", missing=blocked.missing)
     lacking = blocked.absent or blocked.unsure
     if lacking:
-        return replace(problem, bare=True, headline=(
-            "We cannot decide what's wrong with this collective entry because we missed FR dumps from ranks "
-            f"({set(lacking)}) so we don't have enough information. If you want to debug further use -j to dump "
-            "all raw trace"
-        ))  # fmt: skip
-    return replace(problem, bare=True, headline=(
-        "No errors found for this collective entry, There could be some other reasons why we see collective timeout."
-    ))  # fmt: skip
+        headline = (
+            f"We cannot decide what's wrong with this collective entry because we missed FR dumps from ranks ({set(lacking)}) "
+            "so we don't have enough information. If you want to debug further use -j to dump all raw trace"
+        )
+    else:
+        headline = "No errors found for this collective entry, There could be some other reasons why we see collective timeout."
+    return replace(problem, bare=True, headline=headline)
 
 
 def find_later(job: Job, first: Sequence[TraceProblem]) -> list[TraceProblem]:

@@ -1,0 +1,98 @@
+"""Black boxes of real jobs, one archive per script of examples/hangs: right rank, cause and line, and no false statement.
+
+`pack` makes the archives out of the folder that `benchmarks/verdicts.py --recorded FOLDER` leaves:
+
+    python -m tests.diagnose.test_recorded FOLDER
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import sys
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.diagnose import DiagnoseOptions, diagnose
+from allranks.load import load_paths
+from allranks.model.diagnosis import RankNow
+
+from .facts import false_statements
+from .gallery_module import gallery
+
+RECORDED = Path(__file__).parent / "recorded"
+TRUTH = gallery.truth()
+NAMES = sorted(path.name.removesuffix(".tar.gz") for path in RECORDED.glob("*.tar.gz"))
+
+
+def _outcome(name: str, lost: int | None = None, ring: int = 0) -> Any:
+    """The verdict on a recorded job: with all its files, without one of them, or with short rings."""
+    archive = RECORDED / f"{name}.tar.gz"
+    with tarfile.open(archive) as tar:
+        note = tar.extractfile(f"{name}.json")
+        assert note is not None
+        facts = json.loads(note.read())
+    traces = [trace for trace in load_paths([str(archive)]).traces if trace.header.rank != lost]
+    if ring:
+        traces = [replace(trace, calls=trace.calls[-ring:]) for trace in traces]
+    seen = tuple(RankNow(r, "gone", "", "its process is gone") for r in facts["gone"] if r != lost)
+    options = DiagnoseOptions(now_ns=facts["now_ns"], ended=not facts["now_ns"])
+    result = diagnose(traces, (), stacks=seen, options=options)
+    return gallery.Outcome(TRUTH[name], tuple(traces), result, facts["now_ns"], seen)
+
+
+def test_every_script_of_the_gallery_was_recorded() -> None:
+    """A new script needs an archive."""
+    assert set(NAMES) == set(TRUTH)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recorded_hang_gets_the_verdict_of_the_table(name: str) -> None:
+    """Rank, cause and line; where nothing is wrong, nobody is blamed."""
+    outcome = _outcome(name)
+    assert gallery.is_right(outcome) == (True, True, True), outcome.diagnosis.verdict
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_false_is_said_of_a_recorded_hang(name: str) -> None:
+    """Every rank, call, size, tag, root, step, state and line, with all files, short rings, and each file left out."""
+    ranks = [trace.header.rank for trace in _outcome(name).traces]
+    rings = [{"ring": random.Random(f"{name} {i}").randrange(2, 16)} for i in range(2)]
+    for variant in ({}, *rings, *({"lost": rank} for rank in ranks)):
+        outcome = _outcome(name, **variant)
+        assert false_statements(outcome.diagnosis, outcome.traces, outcome.seen) == [], variant
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not TRUTH[name].causes])
+def test_a_healthy_job_with_a_file_missing_blames_nobody(name: str) -> None:
+    """A black box that was not collected is no death."""
+    for rank in range(TRUTH[name].processes):
+        assert _outcome(name, lost=rank).diagnosis.status == "ok"
+
+
+def pack(folder: Path) -> None:
+    """Writes the archives, with paths of this machine replaced by others of equal length: boxes hold offsets."""
+    import torch
+
+    roots = (Path(__file__).parents[2], Path(torch.__file__).parents[4])
+    RECORDED.mkdir(exist_ok=True)
+    for note in sorted(folder.glob("*.json")):
+        boxes = sorted((folder / note.stem).rglob("*.box"))
+        with tarfile.open(RECORDED / f"{note.stem}.tar.gz", "w:gz", compresslevel=9) as tar:
+            for path, name in ((note, note.name), *((box, f"{note.stem}/{box.name}") for box in boxes)):
+                data = path.read_bytes()
+                for root in roots:
+                    own = str(root).encode()
+                    data = data.replace(own, b"/home/user".ljust(len(own), b"_")[: len(own)])
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+
+
+if __name__ == "__main__":
+    pack(Path(sys.argv[1]))
