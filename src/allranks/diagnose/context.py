@@ -17,6 +17,8 @@ from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import RankNow
 from allranks.model.trace import Frame, State
 
+#: A ring that has wrapped with fewer calls has lost the rounds that tell who left his.
+SHORT_RING = 64
 Stacks = tuple[tuple[tuple[int, ...], tuple[Frame, ...]], ...]
 
 
@@ -96,6 +98,11 @@ class Context:
 
     def waited(self, blocked: Blocked) -> float | None:
         return waited_s(self.job, blocked)
+
+    def forgetful(self, ranks: Iterable[int]) -> bool:
+        """Whether a ring of these ranks has wrapped and holds too few calls to know what they used to do."""
+        calls = (self.job.ranks[rank].trace.calls for rank in ranks if rank in self.job.ranks)
+        return any(0 < len(rows) < SHORT_RING and int(rows["begin"][0]) > 1 for rows in calls)
 
     def last_call(self, rank: int) -> str:
         """What a rank did last, as a sentence part; "" without calls."""

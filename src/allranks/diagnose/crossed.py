@@ -119,7 +119,6 @@ def _no_partner(
         parts.append(f"rank {wait.rank} waits in {text}{f' at {at}' if at else ''}")
     parts += [f"{ranks_wait(call.waiters)} in {context.call(call)}" for call in calls if call.p2p is None][:2]
     first = p2p[0]
-    lost = any(int(context.job.ranks[rank].trace.calls["begin"][0]) > 1 for call in p2p for rank in call.rows)
     return Finding(
         "p2p_mismatch",
         guilty,
@@ -127,7 +126,7 @@ def _no_partner(
         "root",
         context.group(first).label,
         None,
-        0.6 if lost else 0.85,  # in a ring that has wrapped nothing tells who left a message out
+        0.6 if context.forgetful(guilty) else 0.85,
         context.place(first),
         context.waiters_behind(guilty),
         context.waited(first),

@@ -151,7 +151,7 @@ def _inversion(context: Context, ranks: tuple[int, ...], calls: list[Blocked]) -
         "root",
         context.group(first).label,
         first.seq,
-        0.85,
+        0.7 if context.forgetful(ranks) else 0.85,
         context.place(first),
         context.waiters_behind(ranks),
         context.waited(first),

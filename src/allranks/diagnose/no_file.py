@@ -27,7 +27,7 @@ def explain_without_file(context: Context, blocked: Blocked, ranks: tuple[int, .
     many = len(ranks) * 2 > len(group.members) and len(ranks) > 2
     # A black box survives its process: one that is missing was more likely not collected.
     boxes = all(is_box(context.job.ranks[rank].trace) for rank in blocked.rows)
-    sure = 0.9 if seen else 0.3 if many else 0.45 if boxes else 0.75
+    sure = 0.9 if seen else 0.3 if many else 0.45 if boxes else 0.6
     known = f": {seen[0].evidence}" if seen and seen[0].evidence else ""
     sentence = (
         f"there is no file of {ranks_text(ranks)}{known}; {waiting_text(context, blocked, ranks)} in {context.call(blocked)}, in "
@@ -42,12 +42,14 @@ def explain_without_file(context: Context, blocked: Blocked, ranks: tuple[int, .
 def _left_its_round(context: Context, ranks: tuple[int, ...]) -> Finding | None:
     """The one rank among those with a file that, before it came to wait, left out a call which it had always made."""
     first = {rank: context.first_open(rank) for rank in context.job.ranks}
+    # Those that wait nowhere count with their last call: where all go on to something new, nobody has left his round.
+    latest = {rank: row if row >= 0 else len(context.job.ranks[rank].sig) - 1 for rank, row in first.items()}
     broken = {
         rank: usual
-        for rank, row in first.items()
+        for rank, row in latest.items()
         if row > 0 and (usual := broken_habit(context.job.ranks[rank], row)) is not None
     }
-    if len(broken) != 1:
+    if len(broken) != 1 or first[next(iter(broken))] < 0:
         return None
     (rank, usual), job = next(iter(broken.items())), context.job
     blocked = next(b for b in context.blocked if b.rows.get(rank) == first[rank])

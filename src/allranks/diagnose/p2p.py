@@ -251,10 +251,10 @@ def _mismatches(job: Job, send: Side, receive: Side) -> list[P2PMismatch]:
         return [apart]
     partners = _partners(job, send, receive, first, behind)
     paired = np.flatnonzero(partners >= 0)
-    if not job.groups[send.group].backend.startswith("nccl"):
-        # gloo refuses sizes that differ: what both ends have finished did fit, whatever it was paired with here.
-        unfinished = (send.now[first:][paired] != Now.DONE) | (receive.now[partners[paired]] != Now.DONE)
-        paired = paired[unfinished]
+    tagless = int(job.ranks[send.rank].trace.calls["tag"][send.rows].min()) < 0
+    if tagless and not job.groups[send.group].backend.startswith("nccl"):
+        # Tags were not recorded: messages that have arrived may have been received in another order.
+        paired = paired[(send.now[first:][paired] != Now.DONE) | (receive.now[partners[paired]] != Now.DONE)]
     send_rows, receive_rows = send.rows[first:][paired], receive.rows[partners[paired]]
     sent = job.ranks[send.rank].trace.calls["in_numel"][send_rows]
     taken = job.ranks[receive.rank].trace.calls["out_numel"][receive_rows]

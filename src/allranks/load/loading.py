@@ -137,8 +137,8 @@ def _trace(candidate: TraceFile, frozen: Frozen) -> RankTrace:
     if (header.rank, header.attempt) != (candidate.rank, attempt):
         header = replace(header, rank=candidate.rank, attempt=attempt)
     tables = (frozen.names, frozen.shapes, frozen.stacks)
-    known = (raw.kind, raw.notes, raw.torn, raw.last_completed, raw.threads, raw.destroyed)
-    return RankTrace(header, raw.calls, raw.groups, *tables, raw.progress, candidate.path, *known)
+    found = (raw.calls, raw.groups, *tables, raw.progress, candidate.path, raw.kind, raw.notes, raw.torn)
+    return RankTrace(header, *found, raw.last_completed, raw.threads, raw.destroyed)
 
 
 def _note(candidate: TraceFile) -> FileNote:
