@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {"stacks", "load", "lighthouse.client", "checkpoint", "etcd", "record.engine"},
     "manager": {"record", "checkpoint", "lighthouse.client"},
     "torchft": {"manager", "lighthouse"},
-    "integrations": {"manager", "record", "torchft"},
+    "integrations": {"manager", "record", "torchft", "lighthouse", "incidents", "launch", "watch"},
     "supervise": set(),
     "watch": {"load", "stacks", "diagnose", "lighthouse.client"},
     "incidents": {"watch", "load", "stacks", "diagnose", "report", "lighthouse.client"},

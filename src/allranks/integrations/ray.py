@@ -1,0 +1,229 @@
+"""Ray Train: its workers are recorded, watched and diagnosed, and a worker that hangs is replaced.
+
+    from allranks.integrations.ray import TorchTrainer      # instead of ray.train.torch's
+
+The driver starts one watching actor per node (no CPU, no torch). It sees the black boxes of the training workers and
+nothing else of Ray. When they hang it keeps the evidence, names the rank and the line, and ends that worker:
+`FailureConfig(max_failures=...)` then starts the worker group again, and the training continues from its last
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+
+from allranks import record
+from allranks.blackbox.files import usable_folder
+from allranks.incidents.job_overview import write_job
+from allranks.incidents.loop import Watch
+from allranks.incidents.options import WatchOptions
+from allranks.incidents.peers import PeerAgents
+from allranks.incidents.policy import PolicyOptions
+from allranks.launch.environment import job_token
+from allranks.launch.node_agent import NodeAgent
+from allranks.lighthouse.client.client import Client, ClientOptions
+from allranks.lighthouse.options import Options, ServerOptions
+from allranks.lighthouse.server import Lighthouse
+from allranks.lighthouse.web import http_protocol
+from allranks.model.nodes import AGENT
+from allranks.watch.silence import NoticeOptions
+
+NEW_NODES_S = 5.0  # how often the driver looks for nodes that joined the cluster
+
+
+@dataclass(frozen=True)
+class RayWatch:
+    """How the workers of one training are watched."""
+
+    incidents: Path = field(default_factory=lambda: Path("allranks-incidents"))  # seen by all nodes
+    recovery: bool = True  # end a worker that hangs; False: only report it
+    notice_s: float = 10.0  # least silence that is examined
+    pause_s: float = 1800.0  # how long a report with a checkpoint may take
+    webhooks: tuple[str, ...] = ()
+
+
+class TorchTrainer(ray.train.torch.TorchTrainer):
+    """Ray's TorchTrainer with recorded workers; `watch=None` records only."""
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[..., Any],
+        *args: Any,
+        watch: RayWatch | None = RayWatch(),  # noqa: B008  (frozen)
+        **named: Any,
+    ) -> None:
+        run_config = named.get("run_config")
+        name = getattr(run_config, "name", None) or f"ray-{time.strftime('%m%d-%H%M%S')}-{os.getpid()}"
+        self.job, self.watch = str(name), watch
+        pause_s = watch.pause_s if watch is not None else RayWatch.pause_s
+        super().__init__(recorded(train_loop_per_worker, self.job, pause_s), *args, **named)
+
+    def fit(self) -> Any:
+        """As Ray's; the workers are watched until it returns."""
+        with watching(self.job, self.watch) if self.watch is not None else contextlib.nullcontext():
+            return super().fit()
+
+
+# ---- in a worker ----
+
+
+def recorded(
+    train_loop: Callable[..., Any], job: str, pause_s: float = RayWatch.pause_s
+) -> Callable[..., Any]:
+    """The training function with a black box around it; for a Ray trainer that is not a TorchTrainer."""
+
+    @functools.wraps(train_loop)
+    def recorded_loop(*args: Any, **named: Any) -> Any:
+        from allranks.integrations.ray import (
+            run_recorded,
+        )  # a function of a script travels to the workers by value
+
+        return run_recorded(train_loop, job, pause_s, args, named)
+
+    return recorded_loop
+
+
+def run_recorded(
+    train_loop: Callable[..., Any], job: str, pause_s: float, args: tuple[Any, ...], named: dict[str, Any]
+) -> Any:
+    """Runs the training function in the worker's training thread."""
+    recorder = record.record(job=job, folder=node_folder(job))
+    try:
+        with _announced_reports(pause_s):
+            result = train_loop(*args, **named)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # the black box keeps the line; Ray sees the exception too
+        raise
+    recorder.close("exit")  # Ray ends the process without its exit handlers
+    return result
+
+
+@contextlib.contextmanager
+def _announced_reports(pause_s: float) -> Iterator[None]:
+    """`ray.train.report` with a checkpoint uploads it while the other workers wait: that is no hang."""
+    plain = ray.train.report
+
+    @functools.wraps(plain)
+    def report(*args: Any, **named: Any) -> Any:
+        with record.expect("report", up_to_s=pause_s):
+            return plain(*args, **named)
+
+    ray.train.report = report
+    try:
+        yield
+    finally:
+        ray.train.report = plain
+
+
+def node_folder(job: str) -> Path:
+    """Where the black boxes of this Ray node are; two Ray nodes on one machine have two folders."""
+    node = ray.get_runtime_context().get_node_id()
+    return usable_folder(None, f"{job}-{node[:8]}")[0]
+
+
+# ---- in the driver ----
+
+
+@contextlib.contextmanager
+def watching(job: str, options: RayWatch | None = None) -> Iterator[None]:
+    """Every node of the Ray cluster, also one that joins later, watches the workers of this job."""
+    if not ray.is_initialized():
+        ray.init()
+    token = job_token(os.environ)
+    with ExitStack() as stack:
+        server = ServerOptions(host="0.0.0.0", port=0, token=token, job=job)
+        lighthouse = stack.enter_context(Lighthouse(Options(), server, http=http_protocol()))
+        address = f"{ray.util.get_node_ip_address()}:{lighthouse.address.rpartition(':')[2]}"
+        watch = _Cluster(job, options or RayWatch(), address, token)
+        stack.callback(watch.close)
+        watch.start()
+        yield
+
+
+class _Cluster:
+    """Keeps one watching actor on every node of the cluster."""
+
+    def __init__(self, job: str, options: RayWatch, lighthouse: str, token: str) -> None:
+        self.job, self.options, self.lighthouse, self.token = job, options, lighthouse, token
+        self._actors: dict[str, Any] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="allranks-ray-nodes", daemon=True)
+
+    def start(self) -> None:
+        self._add_nodes()
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        ended = [actor.close.remote() for actor in self._actors.values()]
+        ray.wait(ended, num_returns=len(ended), timeout=60.0)
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+    def _run(self) -> None:
+        while not self._stop.wait(NEW_NODES_S):
+            self._add_nodes()
+
+    def _add_nodes(self) -> None:
+        alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        for node in alive:
+            if node not in self._actors:
+                where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+                actor = ray.remote(NodeWatch).options(num_cpus=0, scheduling_strategy=where)
+                folder = self.options.incidents.absolute()
+                self._actors[node] = actor.remote(
+                    self.job, self.options, str(folder), self.lighthouse, self.token
+                )
+
+
+# ---- in the watching actor of a node ----
+
+
+class NodeWatch:
+    """A Ray actor: the same agent that `allranks run` has on a node, over the black boxes of Ray's workers."""
+
+    def __init__(self, job: str, options: RayWatch, incidents: str, lighthouse: str, token: str) -> None:
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="[allranks] %(message)s")
+        folder, node = node_folder(job), socket.gethostname()
+        name = f"{AGENT}{node}-{os.getpid()}"
+        self._client = Client(
+            ClientOptions((lighthouse,), token, name, node=node, role="observer", beacon=False)
+        )
+        self._client.start(timeout_s=10.0)
+        watch = Watch(
+            WatchOptions(
+                folder=folder,
+                incidents=Path(incidents),
+                job=job,
+                node=node,
+                notice=NoticeOptions(floor_s=options.notice_s, asked=options.notice_s != RayWatch.notice_s),
+                policy=PolicyOptions(enabled=options.recovery),
+                webhooks=options.webhooks,
+            )
+        )
+        facts = {"job": job, "lighthouse": lighthouse, "incidents": incidents, "pid": os.getpid()}
+        write_job(folder, facts)
+        self._agent = NodeAgent(watch, self._client, company=PeerAgents(self._client, token))
+        self._agent.start()
+
+    def close(self) -> None:
+        """Writes what is open and stops watching."""
+        self._agent.close()
+        self._client.close()
