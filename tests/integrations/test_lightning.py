@@ -40,9 +40,9 @@ print("SAYS", f"name={NAME}", f"step={trainer.global_step}", f"epoch={trainer.cu
 """
 
 
-@pytest.mark.timeout(300)
-def test_trainers_are_replicas_with_equal_bits_after_kills(tmp_path: Path) -> None:
-    """One changed argument: both replicas are killed once; steps, epochs, rates and parameters are equal at the end."""
+@pytest.mark.timeout(580)
+def test_trainers_are_replicas_with_equal_bits_after_ten_kills(tmp_path: Path) -> None:
+    """One changed argument: after ten kills steps, epochs, rates and parameters are equal at the end."""
     said = run(REPLICA, tmp_path, str(tmp_path / "out"))
     assert said["replica-0"] == said["replica-1"]
     facts = said["replica-0"]

@@ -51,9 +51,9 @@ print("SAYS", f"name={NAME}", f"step={trainer.state.global_step}", f"lr={trainer
 )
 
 
-@pytest.mark.timeout(300)
-def test_trainers_are_replicas_with_equal_bits_after_kills(tmp_path: Path) -> None:
-    """Two changed lines: both replicas are killed once; steps, rates, epochs, logs and parameters are equal at the end."""
+@pytest.mark.timeout(580)
+def test_trainers_are_replicas_with_equal_bits_after_ten_kills(tmp_path: Path) -> None:
+    """Two changed lines: after ten kills steps, rates, epochs, logs and parameters are equal at the end."""
     said = run(REPLICA, tmp_path, str(tmp_path / "out"))
     assert said["replica-0"] == said["replica-1"]
     facts = said["replica-0"]

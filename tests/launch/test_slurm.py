@@ -99,7 +99,10 @@ def test_collection_joins_a_running_job_beside_its_steps() -> None:
     ]
     line = collect_words("5", 2, ["-o", "d"])
     assert {"--nodes=2", "--ntasks=2"} <= set(line)
-    assert line[line.index("stacks") :] == ["stacks", "--job", "5", "-o", "d"]
+    assert line[line.index("stacks") :] == ["stacks", "--job", "5", "-o", "d/{host}"]
+    assert collect_words("5", 2, ["--output=d/{pid}"])[-1] == "--output=d/{pid}"
+    inside = collect_words("5", 2, [], srun=["--container-name=train"])
+    assert inside.index("--container-name=train") < inside.index("allranks")
 
 
 CONFIG = """
@@ -133,8 +136,8 @@ PartitionName=debug Nodes=fn[1-2] Default=YES MaxTime=INFINITE State=UP OverSubs
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A private Slurm: munged, slurmctld and two slurmd as our children."""
+def slurm(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A private Slurm: munged, slurmctld and two slurmd as our children; its parameter is more of slurm.conf."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("slurmctld", "slurmd", "munged", "srun"))):
         pytest.skip("needs root and Debian's slurmctld, slurmd, slurm-client and munge")
     folder = (
@@ -148,7 +151,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     os.chmod(folder / "munge", 0o711)
     config = folder / "slurm.conf"
     ports = {"ctld": free_port(), "one": free_port(), "two": free_port()}
-    config.write_text(CONFIG.format(host=socket.gethostname(), folder=folder, **ports))
+    more = getattr(request, "param", "").format(folder=tmp_path)
+    config.write_text(CONFIG.format(host=socket.gethostname(), folder=folder, **ports) + more)
     monkeypatch.setenv("SLURM_CONF", str(config))
     commands = [
         ["munged", "--foreground", "--force", f"--key-file={folder}/munge/key", f"--socket={folder}/munge/sock",
@@ -235,3 +239,80 @@ def test_a_job_over_two_real_slurm_nodes_meets_and_ends_well(slurm: Path, tmp_pa
     assert sorted(path.name for path in seen.iterdir()) == ["0", "1"], log
     assert {path.read_text().split()[0] for path in seen.iterdir()} == {"2"}
     assert {path.read_text().split()[1] for path in seen.iterdir()} == {"fn1", "fn2"}
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "slurm"
+REPLICA = """
+import os, sys, torch
+from allranks import Manager
+from allranks.manager.groups.group import ProcessGroupGloo
+manager = Manager(pg=ProcessGroupGloo(), min_replica_size=2, state=[torch.nn.Linear(1, 1)])
+while manager.current_step() < 3:
+    manager.start_quorum()
+    total = torch.ones(1)
+    manager.allreduce(total).wait()
+    manager.should_commit()
+open(f"{sys.argv[1]}/{os.environ['ALLRANKS_REPLICA']}", "w").write(os.environ["SLURMD_NODENAME"])
+manager.shutdown()
+"""
+WAITS = """
+import pathlib, sys, time
+pathlib.Path(sys.argv[1], "begun").touch()
+time.sleep(1000)
+"""
+
+
+def _sbatch(name: str, words: list[str], folder: Path, **variables: str) -> str:
+    """Submits a script of examples/slurm as it is; returns the job."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["sbatch", "--parsable", "--export=ALL", str(EXAMPLES / name), *words], cwd=folder, capture_output=True,
+        text=True, check=False, env={**os.environ, "PATH": path, **variables},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def _show(job: str) -> str:
+    asked = ["scontrol", "show", "job", job]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+
+
+def _said(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in folder.glob("slurm-*.out"))
+
+
+@pytest.mark.needs_root
+def test_the_batch_scripts_to_copy_run_on_a_real_slurm(slurm: Path, tmp_path: Path) -> None:
+    """Replicas over two nodes train together; a whole job that is asked to end is requeued."""
+    (tmp_path / "replica.py").write_text(REPLICA)
+    (tmp_path / "waits.py").write_text(WAITS)
+    replicas = _sbatch("replicas.sbatch", ["replica.py", str(tmp_path)], tmp_path, REPLICAS_PER_NODE="1")
+    _wait(lambda: "JobState=COMPLETED" in _show(replicas) or "JobState=FAILED" in _show(replicas), 100)
+    nodes = {path.name: path.read_text() for path in tmp_path.glob("replica-?")}
+    assert nodes == {"replica-0": "fn1", "replica-1": "fn2"}, _said(tmp_path)
+    endpoint = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
+    whole = _sbatch("whole_job.sbatch", [*endpoint, "waits.py", str(tmp_path)], tmp_path)
+    _wait(lambda: (tmp_path / "begun").exists(), 100)
+    subprocess.run(["scancel", "--signal=TERM", whole], check=True)
+    _wait(lambda: "Restarts=1" in _show(whole), 60)
+    subprocess.run(["scancel", whole], check=True)
+
+
+@pytest.mark.needs_root
+@pytest.mark.parametrize("slurm", ["Prolog={folder}/prolog.sh\nPrologFlags=Alloc\n"], indirect=True)
+def test_the_prolog_drains_a_node_that_fails_its_health_check(slurm: Path, tmp_path: Path) -> None:
+    """The script as it is, told where things are here; a folder that cannot be written is the fault."""
+    allranks = Path(sys.executable).parent / "allranks"
+    text = (EXAMPLES / "prolog.sh").read_text().replace("/opt/allranks/bin/allranks", str(allranks))
+    text = text.replace("/var/log/slurm", str(tmp_path)).replace("/scratch", "/proc/nothing/here")
+    (tmp_path / "prolog.sh").write_text(text)
+    (tmp_path / "prolog.sh").chmod(0o755)
+    _sbatch("replicas.sbatch", ["replica.py", str(tmp_path)], tmp_path)
+
+    def drained() -> bool:
+        asked = ["sinfo", "--noheader", "--states=drain", "--format=%E"]
+        return "Prolog error" in subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+
+    _wait(drained, 60)
+    assert "/proc/nothing/here" in (tmp_path / "allranks-prolog.log").read_text()

@@ -26,7 +26,7 @@ EPILOG = """\
   allranks slurm wrap train.py                                             inside sbatch or salloc
   allranks slurm collect 12345 -o stacks/                                  stacks of every node of a running job
 """
-_FLAGS = {"--nodes", "--gpus-per-node", "--partition", "--time", "--name", "--output", "--sbatch"}
+_FLAGS = {"--nodes", "--gpus-per-node", "--partition", "--time", "--name", "--output", "--sbatch", "--srun"}
 _ALONE = {"--no-requeue", "--dry-run", "-h", "--help"}
 
 
@@ -52,6 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="OPTION",
         help="a further sbatch option, e.g. --sbatch=--account=x",
+    )
+    parser.add_argument(
+        "--srun",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="wrap, collect: a further srun option, e.g. --srun=--container-name=x",
     )
     parser.add_argument(
         "--no-requeue", action="store_true", help="do not let Slurm requeue the job when a node fails"
@@ -85,7 +92,7 @@ def main(args: argparse.Namespace) -> int:
     if args.action == "collect":
         if not words:
             raise InputError("no job was given", hint="allranks slurm collect JOBID [-o DIR]")
-        line = slurm.collect_words(words[0], _count_nodes(words[0]), words[1:], command)
+        line = slurm.collect_words(words[0], _count_nodes(words[0]), words[1:], command, args.srun)
         return _call(args, line, {})
     return _submit(args, words, command)
 
@@ -106,7 +113,8 @@ def _wrap(args: argparse.Namespace, words: list[str], command: str) -> int:
     flags = [*mine, *theirs]
     allocation = slurm.read_allocation(os.environ)
     file = flag_value(flags, "--config")
-    line = slurm.srun_words(allocation, flags, script, command, chosen_flags(Path(file)) if file else ())
+    chosen = chosen_flags(Path(file)) if file else ()
+    line = slurm.srun_words(allocation, flags, script, command, chosen, args.srun)
     with ExitStack() as stack:
         return _call(args, line, {} if args.dry_run else _lighthouse(allocation, flags, stack))
 

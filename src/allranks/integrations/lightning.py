@@ -94,6 +94,12 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
             return
         if len(self.optimizers) != 1 or not self.lightning_module.automatic_optimization:
             raise ConfigurationError("FaultTolerantStrategy needs automatic optimization with one optimizer")
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ConfigurationError(
+                "FaultTolerantStrategy refuses precision='16-mixed': the scaler unscales gradients before the replicas "
+                "vote, so one that joins in that step would apply them with its old scale",
+                hint="use precision='bf16-mixed', which needs no loss scaling",
+            )
         self._trainer = trainer
         self.model = DistributedDataParallel(self.manager, self.lightning_module)
         trainer.callbacks.insert(0, _Rests(self))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.utils.data import Sampler
@@ -19,20 +19,30 @@ class ReplicaSampler(Sampler[int]):
     """An endless order of samples, the same for the same seed, epoch and replica; `seek` moves the next one.
 
     Parts are fixed: a replica that is away takes its part of the epoch with it until it is back. Every pass has the
-    same length in every replica.
+    same length in every replica. `on_pass` is called when a pass begins, before its first sample.
     """
 
-    def __init__(self, length: int, replica: int, replicas: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        length: int,
+        replica: int,
+        replicas: int,
+        seed: int,
+        shuffle: bool = True,
+        on_pass: Callable[[], None] = lambda: None,
+    ) -> None:
         self.length, self.replica, self.replicas = length, replica % replicas, replicas
-        self.seed, self.shuffle = seed, shuffle
+        self.seed, self.shuffle, self.on_pass = seed, shuffle, on_pass
         self.epoch = self.place = 0  # of the next sample
-        self.drawn = 0  # samples given out, ever
+        self.drawn = 0  # samples given out since the pass began
         self._order: tuple[int, list[int]] = (-1, [])
 
     def __len__(self) -> int:
         return -(-self.length // self.replicas)
 
     def __iter__(self) -> Iterator[int]:
+        self.drawn = 0
+        self.on_pass()
         for _ in range(len(self)):
             yield self._next()
 

@@ -111,7 +111,9 @@ class FaultTolerantTrainer(Trainer):
         super().__init__(*args, **named)
         if self.accelerator.scaler is not None:
             raise ConfigurationError(
-                "FaultTolerantTrainer does not scale losses: use bf16=True instead of fp16=True"
+                "FaultTolerantTrainer refuses fp16=True: the scaler unscales gradients before the replicas vote, so one that "
+                "joins in that step would apply them with its old scale",
+                hint="use bf16=True, which needs no loss scaling",
             )
         if self.args.world_size > 1 or self.args.n_gpu > 1:
             raise ConfigurationError(
@@ -121,9 +123,8 @@ class FaultTolerantTrainer(Trainer):
         self.manager = manager or Manager(pg=self._group(), min_replica_size=min_replica_size)
         self.manager.register_state_dict_fn("trainer", self._load_replica_state, self._replica_state)
         self.steps_per_epoch = self.epochs = 1
-        self._received = self._stale = (
-            0  # batches taken from the loader; batches that it had read before a jump
-        )
+        self._received = self._stale = 0  # batches of this pass that were used; that were read before a jump
+        self._batches: Any = None  # of the last step: it is made again when it was not committed
         self._sampler: ReplicaSampler | None = None
         self.callback_handler.callbacks.insert(0, _Steps(self))
 
@@ -169,16 +170,19 @@ class FaultTolerantTrainer(Trainer):
             return None
         seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
         shuffle = not isinstance(usual, torch.utils.data.SequentialSampler)
-        self._sampler = ReplicaSampler(len(dataset), *replica_number(), seed=seed, shuffle=shuffle)
+        place = replica_number()
+        self._sampler = ReplicaSampler(len(dataset), *place, seed=seed, shuffle=shuffle, on_pass=self._pass)
         return self._sampler
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any, **named: Any) -> Any:
+        if self._batches is not None and not self.committing.committed:
+            return self._batches
         while self._stale > 0 and next(epoch_iterator, None) is not None:
             self._stale -= 1
             self._received += 1
-        found = super().get_batch_samples(epoch_iterator, num_batches, *args, **named)
-        self._received += len(found[0])
-        return found
+        self._batches = super().get_batch_samples(epoch_iterator, num_batches, *args, **named)
+        self._received += len(self._batches[0])
+        return self._batches
 
     def is_world_process_zero(self) -> bool:
         """Whether this replica is the one that saves and reports."""
@@ -226,13 +230,19 @@ class FaultTolerantTrainer(Trainer):
         )  # the step that is being made is not ours: we give nothing in it
 
     def _seek(self, step: int) -> None:
-        """The data goes on where it would be had we never been away."""
+        """The data continues where it would be had we never been away."""
         if self._sampler is None:
             return
         batch, accumulation = self._train_batch_size, self.args.gradient_accumulation_steps
         epoch, within = divmod(step, self.steps_per_epoch)
         self._stale = math.ceil(self._sampler.drawn / batch) - self._received
         self._sampler.seek(epoch, within * accumulation * batch)
+
+    def _pass(self) -> None:
+        """A pass over the loader begins: what the one before had read ahead is read again."""
+        self._received = self._stale = 0
+        kept = self._batches is not None and not self.committing.committed
+        self._seek(self.state.global_step + (1 if kept else 0))
 
     def _group(self) -> ReconfigurableGroup:
         return ProcessGroupNCCL() if self.args.device.type == "cuda" else ProcessGroupGloo()

@@ -89,13 +89,21 @@ def _expand(part: str) -> list[str]:
 
 
 def srun_words(
-    allocation: Allocation, flags: list[str], script: list[str], command: str = "allranks", chosen: Collection[str] = ()
-) -> list[str]:  # fmt: skip
-    """The srun line that starts one agent per node. Flags that were given, or `chosen` in a file, are not overridden."""
+    allocation: Allocation,
+    flags: list[str],
+    script: list[str],
+    command: str = "allranks",
+    chosen: Collection[str] = (),
+    srun: Collection[str] = (),
+) -> list[str]:
+    """The srun line that starts one agent per node. Flags that were given, or `chosen` in a file, are not overridden.
+
+    `srun` are further options of srun, such as pyxis' `--container-image`.
+    """
     given = {word.partition("=")[0].replace("_", "-") for word in flags}
     words = [
         "srun", f"--nodes={len(allocation.nodes)}", f"--ntasks={len(allocation.nodes)}", "--ntasks-per-node=1",
-        "--kill-on-bad-exit=0", "--label", command, "run",
+        "--kill-on-bad-exit=0", "--label", *srun, command, "run",
     ]  # fmt: skip
     if "--replicas" in given:
         return [*words, *flags, "--", *script]
@@ -140,10 +148,24 @@ def sbatch_script(options: SubmitOptions, run_words: list[str], command: str = "
 
 
 def collect_words(
-    job: str, nodes: int | None, stack_words: list[str], command: str = "allranks"
+    job: str, nodes: int | None, stack_words: list[str], command: str = "allranks", srun: Collection[str] = ()
 ) -> list[str]:
-    """The srun line that collects stacks of a running job beside its steps: on all its nodes, and of no other job."""
+    """The srun line that collects stacks of a running job beside its steps: on all its nodes, and of no other job.
+
+    With `-o DIR` every node writes a folder of its own below DIR.
+    """
     words = ["srun", f"--jobid={job}", "--overlap", "--ntasks-per-node=1", "--mem=0", "--label"]
     if nodes:
         words += [f"--nodes={nodes}", f"--ntasks={nodes}"]
-    return [*words, command, "stacks", "--job", job, *stack_words]
+    return [*words, *srun, command, "stacks", "--job", job, *_folder_per_node(stack_words)]
+
+
+def _folder_per_node(words: list[str]) -> list[str]:
+    """`-o DIR` as `-o DIR/{host}`; a name that has a field already stays."""
+    found = list(words)
+    for index, word in enumerate(words):
+        if word in ("-o", "--output") and index + 1 < len(words) and "{" not in words[index + 1]:
+            found[index + 1] = f"{words[index + 1].rstrip('/')}/{{host}}"
+        elif word.startswith("--output=") and "{" not in word:
+            found[index] = f"{word.rstrip('/')}/{{host}}"
+    return found
