@@ -15,6 +15,8 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 import allranks  # noqa: E402
 from allranks.blackbox.header import read_header  # noqa: E402
 from allranks.integrations.transformers import AllranksCallback  # noqa: E402
+from allranks.lighthouse.options import Options, ServerOptions  # noqa: E402
+from allranks.lighthouse.server import Lighthouse  # noqa: E402
 
 MODEL = """
 import sys, torch
@@ -60,6 +62,44 @@ def test_trainers_are_replicas_with_equal_bits_after_ten_kills(tmp_path: Path) -
     assert (facts["step"], facts["scheduler"], facts["lr"]) == ("600", "600", "0.0")
     assert facts["logged"] == "[500,550,600]"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-600"], "one replica saves"
+
+
+def test_a_step_that_is_not_committed_is_made_again_with_the_same_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle and at the end of an epoch; without the repetitions the order is that of a run without errors."""
+    from allranks.integrations.transformers import FaultTolerantTrainer
+
+    monkeypatch.setenv("ALLRANKS_TOKEN", "")
+    space: dict[str, Any] = {}
+    exec(MODEL, space)
+
+    def order(fails_at: set[int]) -> list[int]:
+        seen: list[int] = []
+
+        class Seeing(FaultTolerantTrainer):
+            def training_step(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+                seen.append(int(inputs["input_ids"].sum()))
+                if len(seen) in fails_at:
+                    self.manager.report_error(RuntimeError("a link broke"))
+                return super().training_step(model, inputs, *args, **named)
+
+        args = transformers.TrainingArguments(
+            str(tmp_path / "out"), per_device_train_batch_size=4, max_steps=9, use_cpu=True, save_strategy="no",
+            report_to=[], disable_tqdm=True,
+        )  # fmt: skip
+        with Lighthouse(Options(), ServerOptions()) as lighthouse:
+            monkeypatch.setenv("ALLRANKS_LIGHTHOUSE", lighthouse.address)
+            data = torch.utils.data.Subset(space["Data"](), range(16))
+            trainer = Seeing(model=space["model"], args=args, train_dataset=data)
+            trainer.train()
+        assert trainer.state.global_step == 9
+        return seen
+
+    clean = order(set())
+    assert len(clean) == 9 and len(set(clean[:4])) == 4
+    troubled = order({2, 5})  # the second batch, and the fourth of four, which is the fifth that is made
+    assert troubled == [clean[0], clean[1], *clean[1:4], clean[3], *clean[4:]]
 
 
 def test_the_callback_marks_steps_and_announces_pauses(tmp_path: Path, folder: Path) -> None:

@@ -170,6 +170,7 @@ class FaultTolerantTrainer(Trainer):
             return None
         seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
         shuffle = not isinstance(usual, torch.utils.data.SequentialSampler)
+        self.args.ignore_data_skip = True  # a resumed training finds its place by the step
         place = replica_number()
         self._sampler = ReplicaSampler(len(dataset), *place, seed=seed, shuffle=shuffle, on_pass=self._pass)
         return self._sampler
