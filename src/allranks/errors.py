@@ -46,6 +46,8 @@ class AllranksError(Exception):
         super().__init__(message)
         if hint:
             self.hint = hint
+        if self.hint and hasattr(self, "add_note"):  # Python 3.11: a traceback shows it under the message
+            self.add_note(self.hint)
 
 
 class MissingExtra(AllranksError):
