@@ -178,7 +178,9 @@ def test_a_flood_of_half_open_connections_is_bounded(
             open_ones.enter_context(raw(lighthouse))
         assert_serves(lighthouse, connect)
         lines = [
-            record for record in caplog.records if "too many connections that did not authenticate" in record.message
+            record
+            for record in caplog.records
+            if "too many connections that did not authenticate" in record.message
         ]
         assert 1 <= len(lines) < 100
 

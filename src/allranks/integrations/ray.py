@@ -32,8 +32,8 @@ from allranks import record
 from allranks.blackbox.files import usable_folder
 from allranks.incidents.job_overview import write_job
 from allranks.incidents.loop import Watch
-from allranks.incidents.options import WatchOptions
 from allranks.incidents.peers import PeerAgents
+from allranks.incidents.pipeline import WatchOptions
 from allranks.incidents.policy import PolicyOptions
 from allranks.launch.environment import job_token
 from allranks.launch.node_agent import NodeAgent
@@ -220,7 +220,7 @@ class NodeWatch:
         )
         facts = {"job": job, "lighthouse": lighthouse, "incidents": incidents, "pid": os.getpid()}
         write_job(folder, facts)
-        self._agent = NodeAgent(watch, self._client, company=PeerAgents(self._client, token))
+        self._agent = NodeAgent(watch, self._client, peers=PeerAgents(self._client, token))
         self._agent.start()
 
     def close(self) -> None:
