@@ -32,7 +32,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lighthouse": {"etcd"},
     "record": set(),
     "checkpoint": set(),
-    "elastic": {"checkpoint"},
+    # the job file is made from the options of the parts
+    "elastic": {
+        "checkpoint",
+        "lighthouse.options",
+        "stacks.debug_config",
+        "incidents.policy",
+        "watch.silence",
+    },
     "compat": {"checkpoint", "elastic"},
     "doctor": {"stacks", "load", "lighthouse.client", "checkpoint", "etcd", "record.engine"},
     "manager": {"record", "checkpoint", "lighthouse.client"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import venv
@@ -69,6 +70,20 @@ def test_reading_commands_work_without_torch(laptop: Path) -> None:
     )
     assert "dataloader_wait" in stacks.stdout, stacks.stderr
     assert run(laptop, "--help").returncode == 0
+
+
+@pytest.mark.timeout(600)
+def test_the_first_lines_of_the_readme_give_what_is_shown(laptop: Path, tmp_path: Path) -> None:
+    """A new user copies them after `pip install`: the same output, to the letter."""
+    readme = (ROOT / "README.md").read_text()
+    found = re.search(r"<!-- transcript: (\S+) -->\n```console\n(.*?)```", readme, re.S)
+    assert found is not None
+    (tmp_path / "dumps").symlink_to(ROOT / found[1])
+    install, command, *shown = found[2].splitlines()
+    assert install.startswith("$ pip install allranks ") and command.startswith("$ allranks diagnose dumps/ ")
+    words = [laptop / "allranks", "diagnose", "dumps/"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.rstrip("\n").splitlines() == shown
 
 
 @pytest.mark.timeout(600)

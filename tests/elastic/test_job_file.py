@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from allranks.cli.flags import read_flags
 from allranks.cli.job_file import (
+    RunOptions,
     heartbeats,
     manager_timeout_s,
     notice_options,
     policy_options,
     quorum_times,
-    take_defaults,
+    with_job_file,
 )
 from allranks.elastic.config import load_config
 from allranks.errors import InputError
 from allranks.lighthouse.options import Options
+from allranks.model.options import key_of, meanings
 from allranks.stacks.debug_config import (
-    _TOP,
-    _TRIGGERS,
     OF_RUN,
     DebugOptions,
     parse_debug,
@@ -32,10 +32,12 @@ from allranks.stacks.debug_config import (
 from allranks.watch.timed_stacks import collection
 
 
-def _args(*words: str) -> argparse.Namespace:
+def _taken(settings: dict[str, Any], script: list[str], *words: str) -> tuple[RunOptions, list[str]]:
+    """The options and the script of `allranks run WORDS` with these settings."""
     parser = argparse.ArgumentParser()
     importlib.import_module("allranks.cli.run").add_arguments(parser)
-    return parser.parse_args([*words])
+    args = parser.parse_args([*words])
+    return with_job_file(read_flags(RunOptions, args), args, settings, script)
 
 
 def _settings(**sections: Any) -> dict[str, Any]:
@@ -54,15 +56,10 @@ def test_every_key_of_debug_recovery_and_lighthouse_has_a_reader() -> None:
                     "quorum_tick_s": 0.5, "heartbeat_interval_s": 0.5, "heartbeat_timeout_s": 4},
         training={"script": "train.py", "args": ["--fast"]},
     )  # fmt: skip
-    args = _args()
-    level = logging.getLogger().level
-    try:
-        assert take_defaults(args, settings, []) == ["train.py", "--fast"]
-        assert logging.getLogger().level == logging.DEBUG
-    finally:
-        logging.getLogger().setLevel(level)
-    assert (args.no_record, args.no_watch, args.verbose, args.incidents) == (True, True, True, Path("here"))
-    assert (args.no_lighthouse, args.bind, args.min_replicas) == (True, "0.0.0.0:5", 2)
+    taken, script = _taken(settings, [])
+    assert script == ["train.py", "--fast"]
+    assert (taken.record, taken.watch, taken.verbose, taken.incidents) == (False, False, True, Path("here"))
+    assert (taken.start_lighthouse, taken.bind, taken.min_replicas) == (False, "0.0.0.0:5", 2)
     policy = policy_options(None, settings)
     assert (policy.enabled, policy.on_hang, policy.command) == (True, "command", "page {ranks}")
     assert (policy.min_confidence, policy.max_actions, policy.window_s, policy.back_off_s) == (0.9, 3, 100, 7)
@@ -119,11 +116,10 @@ def test_flags_win_over_the_file() -> None:
     settings = _settings(
         lighthouse={"address": "other:1", "bind": "0.0.0.0:5"}, training={"script": "train.py"}, recovery={"mode": "on"}
     )  # fmt: skip
-    args = _args(
-        "--lighthouse", "mine:2", "--bind", "127.0.0.1:7", "--min-replicas", "3", "--incidents", "mine"
-    )
-    assert take_defaults(args, settings, ["own.py"]) == ["own.py"]
-    assert (args.lighthouse, args.bind, args.min_replicas, args.incidents) == (
+    words = ("--lighthouse", "mine:2", "--bind", "127.0.0.1:7", "--min-replicas", "3", "--incidents", "mine")
+    taken, script = _taken(settings, ["own.py"], *words)
+    assert script == ["own.py"]
+    assert (taken.lighthouse, taken.bind, taken.min_replicas, taken.incidents) == (
         "mine:2",
         "127.0.0.1:7",
         3,
@@ -135,10 +131,7 @@ def test_flags_win_over_the_file() -> None:
 
 def test_without_a_file_nothing_changes() -> None:
     """No settings: the defaults of the parts themselves."""
-    args = _args()
-    before = vars(args).copy()
-    assert take_defaults(args, {}, ["a.py"]) == ["a.py"]
-    assert vars(args) == before
+    assert _taken({}, ["a.py"]) == (RunOptions(), ["a.py"])
     assert policy_options(None, {}).enabled is None and notice_options(None, {}).floor_s == 10.0
 
 
@@ -168,7 +161,9 @@ def test_one_file_serves_run_and_watch(tmp_path: Path) -> None:
     alike = parse_debug(section)
     assert alike.fixed_points() == watch.fixed_points() == (5.0, 7.0)
     assert (alike.collective_overdue_s, alike.no_progress_s, alike.rank_lost) == (60.0, 0.0, False)
-    assert set(debug) - OF_RUN == set(_TOP) | {"triggers"} and set(debug["triggers"]) == set(_TRIGGERS)
+    keys = {key_of(one) for one, _ in meanings(DebugOptions)}
+    triggers = {f"triggers.{key}" for key in debug["triggers"]}
+    assert (set(debug) - OF_RUN - {"triggers"}) | triggers == keys
     assert collection(_settings()["debug"]) is None
     (tmp_path / "job.yaml").write_text("training: {script: train.py}\n")
     assert read_debug_options(tmp_path / "job.yaml") == DebugOptions()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -18,7 +17,8 @@ import pytest
 from allranks.blackbox.files import job_folder
 from allranks.channel.token import write_token
 from allranks.cli import main
-from allranks.cli.lighthouse import _server_token, default_token_file
+from allranks.cli.lighthouse import CommandOptions, default_token_file
+from allranks.cli.lighthouse_serve import server_token
 from allranks.incidents.job_overview import TOKEN_FILE, write_job
 from allranks.lighthouse.client.client import Client
 from allranks.model.cluster import Member
@@ -78,13 +78,13 @@ def test_only_a_lighthouse_that_made_its_token_knows_that_nobody_trains_yet(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     for name in ("ALLRANKS_TOKEN", "ALLRANKS_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
-    args = argparse.Namespace(no_token=False, token_file=None, bind="127.0.0.1:29510")
-    token, _, fresh = _server_token(args)
+    options = CommandOptions()
+    token, _, fresh = server_token(options)
     assert token and fresh
-    write_token(default_token_file(args.bind), token)
-    assert _server_token(args) == (token, None, False)
+    write_token(default_token_file(options.bind), token)
+    assert server_token(options) == (token, None, False)
     monkeypatch.setenv("ALLRANKS_TOKEN", "given")
-    assert _server_token(args) == ("given", None, False)
+    assert server_token(options) == ("given", None, False)
 
 
 def test_a_restarted_lighthouse_has_the_same_token_and_lets_members_come_first(
@@ -189,7 +189,10 @@ def test_status_says_with_its_exit_code_that_a_member_is_lost(
         (["lighthouse", "dance"], "unknown action"),
         (["lighthouse", "status", "no-such-job"], "no job 'no-such-job' on this node"),
         (["lighthouse", "--bind", "nowhere:x:y:99999"], "--bind"),
-        (["lighthouse", "--min-replicas", "0", "--bind", "127.0.0.1:0"], "min_replicas is 0"),
+        (
+            ["lighthouse", "--min-replicas", "0", "--bind", "127.0.0.1:0"],
+            "min_replicas (0) must be at least 1",
+        ),
         (["lighthouse", "--bind", "203.0.113.7:1"], "cannot listen on 203.0.113.7:1"),
         (["lighthouse", "--token-file", "/nonexistent"], "cannot read the job token"),
     ],

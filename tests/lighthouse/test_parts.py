@@ -174,7 +174,7 @@ def test_the_beacons_view_of_a_black_box_is_the_recorders(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"min_replicas": 0}, "min_replicas is 0"),
+        ({"min_replicas": 0}, r"min_replicas \(0\) must be at least 1"),
         ({"heartbeat_timeout_s": 1.0, "heartbeat_s": 0.9}, "at most half"),
         ({"min_replicas": 3, "max_replicas": 2}, "no number of members fits"),
         ({"min_replicas": 5, "divides": 4}, "no number of members fits"),

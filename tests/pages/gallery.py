@@ -17,7 +17,8 @@ from allranks.model.diagnosis import RankNow
 from allranks.model.incident import Action, Incident, Moment
 from allranks.model.stacks import RankState, StackFrame, StacksReport
 from allranks.model.trace import CALL, Frame, Group, RankTrace, Shapes, State, TraceHeader
-from allranks.report import as_json, html
+from allranks.report import html
+from allranks.report.rank_evidence import RankEvidence, chosen_ranks, rank_evidence
 from allranks.report.story import render_story
 from allranks.stacks.html import render_html
 from allranks.stacks.tree import Node
@@ -136,15 +137,19 @@ def stacks_page(ranks: int) -> str:
     return render_html(report, [tree], job="llama-pretrain-42", made_s=1.7e9)
 
 
-def story_page(ranks: int) -> str:
-    """An incident that was recovered from."""
+def hang_incident(ranks: int) -> tuple[Incident, list[RankEvidence]]:
+    """A hang that was recovered from, and what its ranks were doing."""
     traces, stuck = make_traces(ranks, 60, 1), 1
-    verdict: Any = as_json.to_object(diagnose(traces, stacks=[_live(stuck)]))["verdict"]
+    verdict = diagnose(traces, stacks=[_live(stuck)]).verdict
     seen = {
         str(rank): {
             "cause": "collective_wait",
             "where": f"train.py:{44 + rank % 3} in train",
             "evidence": "waits in all_reduce",
+            "stack": [
+                f"torch/distributed/distributed_c10d.py:{3000 + rank % 3} in all_reduce",
+                "train.py:44 in train",
+            ],
         }
         for rank in range(ranks)
     }
@@ -152,15 +157,50 @@ def story_page(ranks: int) -> str:
         "cause": "dataloader_wait",
         "where": "gallery.py:40 in load_batch",
         "evidence": "its worker sleeps",
+        "stack": ["gallery.py:40 in load_batch", "train.py:41 in train"],
     }
-    moments = (Moment("last good step", 1.7e9, "step 1,650"), Moment("overdue", 1.7e9 + 5.4), Moment("noticed", 1.7e9 + 5.9, "no step for 5.4 s"),
-               Moment("evidence", 1.7e9 + 7.2), Moment("action", 1.7e9 + 7.4, "evict"), Moment("recovered", 1.7e9 + 9.8))  # fmt: skip
-    return render_story(
-        Incident("20260301-030000-hang", "hang", "llama-pretrain-42", 1.7e9 + 5.9, "no step for 5.4 s", "node0", (stuck,), 1650, verdict, {"ranks": seen},
-                 Action("evict", "rank 1 is stuck before the collective", (1,), 0, done=True, result="replica-0 was evicted"), moments, closed=1.7e9 + 9.8,
-                 durations_s={"noticed": 5.9, "evidence": 1.3, "recovered": 2.4}, folder="/var/tmp/allranks/llama-pretrain-42/incidents/20260301-030000-hang"),
-        ("rank 1 never entered all_reduce #60", "evidence", "  - ranks 0, 2 entered it"),
-    )  # fmt: skip
+    begin = 1.7e9
+    moments = (
+        Moment("last good step", begin, "step 1,650"),
+        Moment("overdue", begin + 5.4),
+        Moment("noticed", begin + 5.9, "no step for 5.4 s"),
+        Moment("evidence", begin + 7.2),
+        Moment("action", begin + 7.4, "evict"),
+        Moment("recovered", begin + 9.8),
+    )
+    incident = Incident(
+        id="20260301-030000-hang",
+        kind="hang",
+        job="llama-pretrain-42",
+        opened=begin + 5.9,
+        reason="no step for 5.4 s",
+        node="node0",
+        ranks=(stuck,),
+        step=1650,
+        verdict=verdict,
+        stacks={"ranks": seen},
+        action=Action(
+            "evict",
+            "rank 1 is stuck before the collective",
+            (1,),
+            0,
+            done=True,
+            result="replica-0 was evicted",
+        ),
+        timeline=moments,
+        closed=begin + 9.8,
+        durations_s={"noticed": 5.9, "evidence": 1.3, "recovered": 2.4},
+        folder="/var/tmp/allranks/llama-pretrain-42/incidents/20260301-030000-hang",
+    )
+    chosen = chosen_ranks(incident)
+    return incident, rank_evidence(incident, [trace for trace in traces if trace.header.rank in chosen])
+
+
+def story_page(ranks: int) -> str:
+    """The page of that incident, with everything opened."""
+    incident, evidence = hang_incident(ranks)
+    lines = ("rank 1 never entered all_reduce #60", "evidence", "  - ranks 0, 2 entered it")
+    return render_story(incident, lines, evidence).replace("<details ", "<details open ")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
 from allranks.lighthouse.web import http_protocol
 from allranks.model.cluster import Incident, Member
-from pages.gallery import Visit, gallery, running_browser, story_page
+from pages.gallery import Visit, gallery, hang_incident, running_browser, story_page
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,22 @@ def test_no_report_overflows_cuts_words_or_is_too_faint(browser: Any, tmp_path: 
         assert visit.requests == [path.as_uri()]
         visit.page.close()
     assert flaws == []
+
+
+def test_every_report_can_be_printed(browser: Any, tmp_path: Path) -> None:
+    """On white paper, in full contrast, without buttons, and nothing is cut off at the right."""
+    for path in gallery(tmp_path, (3,)):
+        visit = Visit(browser, path.as_uri(), "dark", 794)  # A4 at 96 dpi
+        visit.page.emulate_media(media="print")
+        flaws = visit.flaws(794, "dark")
+        assert flaws == [], path.stem
+        assert (
+            visit.page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--back')")
+            == "#fff"
+        )
+        assert not any(button.is_visible() for button in visit.page.query_selector_all("button, input"))
+        assert visit.page.pdf(format="A4").startswith(b"%PDF")
+        visit.page.close()
 
 
 def test_every_report_says_job_host_date_and_version_and_can_be_copied_from(
@@ -69,6 +86,9 @@ def test_the_page_of_a_job_is_as_good_at_every_width(browser: Any, replicas: int
         lighthouse.call(lambda service: fill(service, replicas))
         visit = Visit(browser, f"http://{lighthouse.address}/")
         visit.page.wait_for_selector("body[data-ready=yes]")
+        visit.page.locator("summary", has_text="Stacks and last calls").press("Enter")
+        visit.page.locator(".evidence", has_text="gallery.py:40 in load_batch").wait_for()
+        assert "all_reduce #59" in visit.page.inner_text(".evidence .guilty")
         visit.page.locator(
             "#sentence", has_text=f"{replicas - 1} of {replicas} replicas, replica-1 lost"
         ).wait_for()
@@ -110,6 +130,20 @@ def fill(service: Service, replicas: int) -> None:
         service.join(found, Member(replica=f"replica-{i}", step=1650))
     service.accuse("replica-1", "process 4711 exited")
     sentence = "Rank 1 (node0) never entered all_reduce #60 of group default_pg; it is at gallery.py:40 in load_batch"
+    _, evidence = hang_incident(3)
     service.agents.tell_incident(
-        Incident("20260301-030000-hang", sentence, ("replica-1",), "gpu-node-000", "/var/tmp/x", "stuck_before_collective", 1.7e9, "hang", "replica-1 was evicted", True, story_page(3))
-    )  # fmt: skip
+        Incident(
+            "20260301-030000-hang",
+            sentence,
+            replicas=("replica-1",),
+            node="gpu-node-000",
+            path="/var/tmp/x",
+            cause="stuck_before_collective",
+            at=1.7e9,
+            kind="hang",
+            outcome="replica-1 was evicted",
+            closed=True,
+            story=story_page(3),
+            evidence=json.dumps({"ranks": [one.to_dict() for one in evidence]}),
+        )
+    )

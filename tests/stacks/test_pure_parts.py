@@ -426,7 +426,7 @@ def test_the_debug_section_is_read_as_people_know_it(tmp_path: Path) -> None:
         parse_debug({"wait_second": 1})
     with pytest.raises(ConfigurationError, match=r"debug\.enabled is 'yes'"):
         parse_debug({"enabled": "yes"})
-    with pytest.raises(ConfigurationError, match="cannot be negative"):
+    with pytest.raises(ConfigurationError, match=r"wait_seconds .* must not be negative"):
         parse_debug({"wait_seconds": -1})
 
 

@@ -1,4 +1,4 @@
-"""What `diagnose` is told besides the dumps: stack captures, logs and NCCL's own answers among the files, processes that are gone.
+"""Evidence that `diagnose` uses besides the dumps: stack captures, logs and NCCL's own answers among the files, processes that are gone.
 
 Reads files and /proc; makes `RankNow` and lines of evidence. Used by the diagnose command.
 """

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from allranks.api.results import Calls, CheckpointIndex, DiagnosisResult, StacksResult
 from allranks.errors import InputError
+
+if TYPE_CHECKING:  # numpy comes with them
+    from allranks.load import LoadResult
+    from allranks.model.diagnosis import Diagnosis
+    from allranks.model.trace import RankTrace
 
 
 def diagnose(
@@ -22,25 +27,30 @@ def diagnose(
 
     `paths` are folders, files or URLs; the other arguments are the command's flags.
     """
-    from allranks.api.extra_evidence import find_evidence, is_post_mortem, taken_ns, with_evidence
-    from allranks.diagnose.verdict import DiagnoseOptions
-    from allranks.diagnose.verdict import diagnose as judge
     from allranks.load import LoadOptions, load_paths
 
     roots = [str(paths)] if isinstance(paths, str | Path) else [str(path) for path in paths]
     wanted = None if ranks is None else frozenset(ranks)
     loaded = load_paths(roots, LoadOptions(attempt=attempt, ranks=wanted))
-    boxes = any(trace.kind.startswith("black box") for trace in loaded.traces)
-    ended = boxes and is_post_mortem(loaded.traces)
-    options = DiagnoseOptions(
-        now_ns=taken_ns(loaded.traces, roots) if boxes and not ended else 0,
-        ended=ended,
-        pg_filters=frozenset(pg_filters),
-        allow_incomplete_ranks=allow_incomplete_ranks or wanted is not None,
-    )
-    evidence = find_evidence(loaded, loaded.traces, roots)
-    result = judge(loaded.traces, evidence.files, stacks=evidence.seen, options=options)
-    return DiagnosisResult(with_evidence(result, evidence), Calls(loaded.traces))
+    chosen = {
+        "pg_filters": frozenset(pg_filters),
+        "allow_incomplete_ranks": allow_incomplete_ranks or wanted is not None,
+    }
+    return DiagnosisResult(judge_dumps(loaded, loaded.traces, roots, **chosen), Calls(loaded.traces))
+
+
+def judge_dumps(loaded: LoadResult, traces: list[RankTrace], roots: list[str], **options: Any) -> Diagnosis:
+    """The diagnosis of loaded dumps together with everything that lies beside them; `options` are DiagnoseOptions."""
+    from allranks.api.extra_evidence import find_evidence, is_post_mortem, taken_ns, with_evidence
+    from allranks.diagnose.verdict import DiagnoseOptions
+    from allranks.diagnose.verdict import diagnose as judge
+
+    boxes = any(trace.kind.startswith("black box") for trace in traces)
+    ended = boxes and is_post_mortem(traces)
+    now_ns = taken_ns(traces, roots) if boxes and not ended else 0
+    evidence = find_evidence(loaded, traces, roots)
+    how = DiagnoseOptions(now_ns=now_ns, ended=ended, **options)
+    return with_evidence(judge(traces, evidence.files, stacks=evidence.seen, options=how), evidence)
 
 
 def stacks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -69,16 +70,56 @@ def _columns(trace: RankTrace) -> dict[str, np.ndarray]:
     took = np.where(calls["completed_ns"] > 0, calls["completed_ns"] - calls["created_ns"], -1) / 1e6
     rank = -1 if trace.header.rank is None else trace.header.rank
     found = {
-        "rank": np.full(len(calls), rank, np.int64), "host": np.full(len(calls), trace.header.host, object),
-        "group": groups[calls["group"]], "op": np.array(trace.names, object)[calls["op"]],
-        "state": kinds[calls["state"]], "created": calls["created_ns"], "started": calls["started_ns"],
-        "completed": calls["completed_ns"], "ms": np.where(took < 0, np.nan, took), "where": where[calls["stack"]],
-    }  # fmt: skip
+        "rank": np.full(len(calls), rank, np.int64),
+        "host": np.full(len(calls), trace.header.host, object),
+        "group": groups[calls["group"]],
+        "op": np.array(trace.names, object)[calls["op"]],
+        "state": kinds[calls["state"]],
+        "created": calls["created_ns"],
+        "started": calls["started_ns"],
+        "completed": calls["completed_ns"],
+        "ms": np.where(took < 0, np.nan, took),
+        "where": where[calls["stack"]],
+    }
     return {**found, **{name: calls[name] for name in _COLUMNS}}
 
 
-@dataclass(frozen=True)
-class DiagnosisResult:
+class Report:
+    """What both answers can do: show themselves, and turn into JSON and a page."""
+
+    @property
+    def sentence(self) -> str:
+        """The answer in one sentence."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object of the command's `--json`."""
+        raise NotImplementedError
+
+    def _page(self) -> str:
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """The same as text."""
+        return json.dumps(self.to_dict(), ensure_ascii=False)
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """The page of `--html`, also written to `path`."""
+        text = self._page()
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8", errors="replace")
+        return text
+
+    def __repr__(self) -> str:
+        return f"<allranks {type(self).__name__.removesuffix('Result').lower()}: {self.sentence}>"
+
+    def _repr_html_(self) -> str:
+        page = self._page()
+        return framed(page) if len(page) <= MAX_PAGE else f"<pre>{escape(str(self))}</pre>"
+
+
+@dataclass(frozen=True, repr=False)
+class DiagnosisResult(Report):
     """The answer of `allranks.diagnose(…)`: `verdict` is None when nothing is wrong."""
 
     diagnosis: Diagnosis
@@ -112,36 +153,19 @@ class DiagnosisResult:
 
         return as_json.to_object(self.diagnosis)
 
-    def to_json(self) -> str:
-        """The same as one line of text."""
-        return json.dumps(self.to_dict(), ensure_ascii=False)
-
-    def to_html(self, path: str | Path | None = None) -> str:
-        """The page of `--html`, also written to `path`."""
-        import time
-
+    def _page(self) -> str:
         from allranks.report import html
 
-        text = "".join(html.render(self.diagnosis, list(self.calls.traces), time.time()))
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8", errors="replace")
-        return text
+        return "".join(html.render(self.diagnosis, list(self.calls.traces), time.time()))
 
     def __str__(self) -> str:
         from allranks.report.text import render
 
         return "\n".join(render(self.diagnosis))
 
-    def __repr__(self) -> str:
-        return f"<allranks diagnosis: {self.sentence}>"
 
-    def _repr_html_(self) -> str:
-        page = self.to_html()
-        return framed(page) if len(page) <= MAX_PAGE else f"<pre>{escape(str(self))}</pre>"
-
-
-@dataclass(frozen=True)
-class StacksResult:
+@dataclass(frozen=True, repr=False)
+class StacksResult(Report):
     """The answer of `allranks.stacks()`."""
 
     report: StacksReport
@@ -169,21 +193,11 @@ class StacksResult:
 
         return report_json(self.report, grow_tree(self.capture))
 
-    def to_json(self) -> str:
-        """The same as text."""
-        return json.dumps(self.to_dict())
-
-    def to_html(self, path: str | Path | None = None) -> str:
-        """The page of `--html`, also written to `path`."""
-        import time
-
+    def _page(self) -> str:
         from allranks.stacks.html import render_html
         from allranks.stacks.tree import grow_tree
 
-        text = render_html(self.report, grow_tree(self.capture), made_s=time.time())
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8", errors="replace")
-        return text
+        return render_html(self.report, grow_tree(self.capture), made_s=time.time())
 
     def to_pandas(self) -> Any:
         """A DataFrame with one row per rank."""
@@ -197,13 +211,6 @@ class StacksResult:
         from allranks.stacks.tree import grow_tree
 
         return "\n".join(render_text(self.report, grow_tree(self.capture)))
-
-    def __repr__(self) -> str:
-        return f"<allranks stacks: {self.sentence}>"
-
-    def _repr_html_(self) -> str:
-        page = self.to_html()
-        return framed(page) if len(page) <= MAX_PAGE else f"<pre>{escape(str(self))}</pre>"
 
 
 @dataclass(frozen=True)

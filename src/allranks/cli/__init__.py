@@ -28,11 +28,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("run", "start a job: torchrun's command line, recorded, watched, kept alive"),
     "lighthouse": (
         "lighthouse",
-        "run the lighthouse of a job: who is alive, who trains together; or ask one",
+        "run the lighthouse of a job: which replicas are alive and train together; or query one",
     ),
-    "dump": ("dump", "take a job's black boxes from outside: copies, or PyTorch's dump formats"),
+    "dump": ("dump", "copy a job's black boxes while it runs: as they are, or PyTorch's dump formats"),
     "stacks": ("stacks", "show what every rank is doing, without disturbing it, and what it is stuck on"),
-    "watch": ("watch", "run or join a job as a sidecar and collect stacks when it stands still"),
+    "watch": ("watch", "run or join a job as a sidecar and collect stacks when it stalls"),
     "status": ("status", "ranks, steps, who waits for whom, incidents of a running job"),
     "top": ("status", "the same, live"),
     "page": ("page", "open the page of a running job in the browser"),
@@ -46,7 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "checkpoint",
         "list, show, verify, copy, prune, export checkpoints on disks and in object stores",
     ),
-    "slurm": ("slurm", "submit, wrap or look into a job under Slurm"),
+    "slurm": ("slurm", "submit or start a job under Slurm, or collect its stacks"),
     "etcd": ("etcd", "start, check or stop an etcd on this machine"),
     "config": ("config", "check, show or describe a job's configuration file"),
     "index": ("index", "build, show or verify a token index"),
@@ -58,7 +58,7 @@ READING = frozenset({"diagnose", "frtrace", "dump-info", "convert"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; never raises for what the user can mend."""
+    """Runs one command and returns its exit code; never raises for what the user can fix."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in words if not word.startswith("-")), None)
     with _one_thread() if name in READING else nullcontext():

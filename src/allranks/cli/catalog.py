@@ -7,7 +7,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "My job hangs now": ("diagnose", "stacks", "dump", "status", "top", "page"),
     "Keep my job running": ("run", "lighthouse", "watch", "slurm", "drill"),
     "Lose nothing": ("checkpoint", "config", "index"),
-    "Look into dumps": ("dump-info", "convert", "frtrace"),
+    "Read dumps": ("dump-info", "convert", "frtrace"),
     "This machine": ("demo", "doctor", "etcd", "completion"),
 }
 
@@ -23,6 +23,19 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allranks stacks                                # every rank on this node",
         "allranks stacks --pid 4711 --html stacks.html",
         "allranks stacks --all-nodes -o captured/       # a job under `allranks run` or Slurm",
+    ),
+    "run": (
+        "allranks run --standalone --nproc-per-node 8 train.py            # any script; a failure restarts the job",
+        "allranks run --replicas 4 train_ddp.py                           # scripts with a Manager; survivors never stop",
+        "allranks run --replicas 2 --nproc-per-replica 4 train_hsdp.py    # replicas of several ranks",
+        "allranks run --config job.yaml train.py                          # everything from one file",
+    ),
+    "lighthouse": (
+        "allranks lighthouse --bind 0.0.0.0:29510 --min-replicas 2",
+        "allranks lighthouse status 127.0.0.1:29510 --json",
+        "allranks lighthouse collect my-job              # a job of `allranks run` on this node, by its name",
+        "allranks lighthouse evict 127.0.0.1:29510 replica-3 --reason 'bad GPU'",
+        "allranks lighthouse let-in 127.0.0.1:29510 replica-3",
     ),
     "watch": (
         "allranks watch -- torchrun --nproc-per-node 8 train.py",

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from allranks.cli.terminal import use_color
 from allranks.errors import require
+
+if TYPE_CHECKING:
+    from allranks.drill.demo import DemoResult
 
 _COLOURS = {"title": "1", "text": "2", "bad": "31", "action": "33", "good": "32"}
 
@@ -34,54 +39,48 @@ def main(args: argparse.Namespace) -> int:
 
     folder = args.folder or Path(tempfile.mkdtemp(prefix="allranks-demo-"))
     begin = time.monotonic()
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    stream = sys.stderr if args.json else sys.stdout
 
     def say(kind: str, text: str) -> None:
-        shown = f"\x1b[{_COLOURS[kind]}m{text}\x1b[0m" if colour else text
-        indent = "" if kind == "title" else "  "
-        print(
-            f"{'' if kind != 'title' else chr(10)}{indent}{shown}",
-            file=sys.stderr if args.json else sys.stdout,
-            flush=True,
-        )
+        shown = f"\x1b[{_COLOURS[kind]}m{text}\x1b[0m" if use_color(stream) else text
+        print(f"\n{shown}" if kind == "title" else f"  {shown}", file=stream, flush=True)
 
     with ended_by_signals():
         result = run_demo(DemoOptions(folder), say)
-    hang, kill = result.drill.faults
     say("title", "4. What was proved")
-    verdict = (hang.verdict or {}).get("sentence", "none")
-    say("good" if hang.verdict_right else "bad", f"hang of rank {hang.rank}: {verdict}")
-    say(
-        "text",
-        f"noticed after {_s(hang.noticed_s)}, the others trained on {_s(hang.recovered_s)} after the fault",
-    )
-    say(
-        "good" if kill.verdict_right else "bad",
-        f"kill -9 of rank {kill.rank}: noticed after {_s(kill.noticed_s)}, next step {_s(kill.recovered_s)} after the fault",
-    )
-    say(
-        "good" if result.identical else "bad",
-        "all replicas held bit-identical parameters at every step" if result.identical else "replicas differ",
-    )
-    if result.loss_difference is not None:
-        say(
-            "good" if result.loss_difference < 1e-3 else "bad",
-            f"loss curve against the undisturbed run: largest difference {result.loss_difference:.1e} over {len(result.losses)} steps",
-        )
-    else:
-        say("bad", f"only {len(result.losses)} of {len(result.reference)} steps were committed")
+    for good, text in _proved(result):
+        say("good" if good else "bad", text)
     say("text", f"the story of the hang: {result.story}")
     say("text", f"everything else: {folder}")
-    say(
-        "title",
-        f"{'everything held' if result.good else 'SOMETHING FELL SHORT'}, {time.monotonic() - begin:.0f} s",
-    )
+    held = "everything held" if result.good else "SOMETHING FELL SHORT"
+    say("title", f"{held}, {time.monotonic() - begin:.0f} s")
     if args.json:
-        print(json.dumps({
-            "schema": 1, "good": result.good, "drill": result.drill.to_dict(), "identical": result.identical,
-            "loss_difference": result.loss_difference, "resharded": result.resharded, "story": result.story,
-        }))  # fmt: skip
+        names = ("good", "identical", "loss_difference", "resharded", "story")
+        facts = {name: getattr(result, name) for name in names}
+        print(json.dumps({"schema": 1, **facts, "drill": result.drill.to_dict()}))
     return 0 if result.good else 1
+
+
+def _proved(result: DemoResult) -> Iterator[tuple[bool, str]]:
+    """(whether it held, what) for every promise."""
+    hang, kill = result.drill.faults
+    sentence = (hang.verdict or {}).get("sentence", "none")
+    yield bool(hang.verdict_right), f"hang of rank {hang.rank}: {sentence}"
+    recovered = f"the others continued training {_s(hang.recovered_s)} after the fault"
+    yield True, f"noticed after {_s(hang.noticed_s)}, {recovered}"
+    next_step = f"next step {_s(kill.recovered_s)} after the fault"
+    yield (
+        bool(kill.verdict_right),
+        f"kill -9 of rank {kill.rank}: noticed after {_s(kill.noticed_s)}, {next_step}",
+    )
+    same = "all replicas held bit-identical parameters at every step"
+    yield result.identical, same if result.identical else "replicas differ"
+    difference = result.loss_difference
+    if difference is None:
+        yield False, f"only {len(result.losses)} of {len(result.reference)} steps were committed"
+    else:
+        text = f"largest difference {difference:.1e} over {len(result.losses)} steps"
+        yield difference < 1e-3, f"loss curve against the undisturbed run: {text}"
 
 
 def _s(value: float | None) -> str:

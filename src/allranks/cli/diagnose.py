@@ -7,122 +7,133 @@ import gzip
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from allranks.cli.flags import add_flags, read_flags
 from allranks.cli.terminal import at_work, use_color
 from allranks.errors import InputError
+from allranks.model.options import check_options, option
 
 if TYPE_CHECKING:  # heavy: numpy comes with them
     from allranks.load import LoadResult
     from allranks.model.diagnosis import Diagnosis, FileNote
     from allranks.model.trace import RankTrace
 
+READ = "what to read"
+
+
+@dataclass(frozen=True)
+class CommandOptions:
+    """What to read and what to write."""
+
+    json: bool = option(False, "one JSON object on stdout (docs/contracts.md)", group="output")
+    html: str = option(
+        "", "write one self-contained page: timeline, groups, stacks, search", metavar="FILE", group="output"
+    )
+    perfetto: str = option(
+        "",
+        "write a trace for ui.perfetto.dev; FILE.gz is gzipped, FILE.json is for chrome://tracing",
+        metavar="FILE",
+        group="output",
+    )
+    output: str = option(
+        "", "also write the JSON object to this file", flags="-o --output", metavar="FILE", group="output"
+    )
+    just_print_entries: bool = option(
+        False,
+        "print all recorded calls, one column per rank, and no verdict",
+        flags="-j --just_print_entries",
+        group="output",
+    )
+    print_stack_trace: bool = option(
+        False,
+        "whole stacks, not only the user's frames",
+        flags="--print_stack_trace --stacks",
+        group="output",
+    )
+    mismatch_cap: int = option(
+        10,
+        "list at most this many findings that follow from the root cause",
+        flags="--mismatch_cap",
+        group="output",
+    )
+    force: bool = option(False, "overwrite existing files", group="output")
+    verbose: bool = option(False, "also list groups and every file", flags="-v --verbose", group="output")
+    attempt: int | None = option(None, "which attempt of the job (default: the newest)", group=READ)
+    selected_ranks: tuple[int, ...] = option((), "only these ranks", metavar="R", nargs="+", group=READ)
+    pg_filters: tuple[str, ...] = option(
+        (), "only groups with this name or description", metavar="NAME", nargs="+", group=READ
+    )
+    allow_incomplete_ranks: bool = option(False, "do not report a rank without a file as dead", group=READ)
+    prefix: str | None = option(
+        None, "file name up to the rank's digits (default: detected)", flags="-p --prefix", group=READ
+    )
+    transform_ft: bool = option(
+        False, "torchft: number ranks over all replicas; needs --group-world-size", group=READ
+    )
+    group_world_size: int = option(0, "ranks per replica, for --transform-ft", at_least=0, group=READ)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.transform_ft and not self.group_world_size:
+            raise InputError("--transform-ft needs --group-world-size N, the number of ranks in one replica")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
     parser.add_argument(
         "paths",
         nargs="+",
         metavar="PATH",
         help="folders, files or URLs: black boxes, torch or torchcomms dumps, stack captures, in any mix",
     )
-    out = parser.add_argument_group("output")
-    out.add_argument("--json", action="store_true", help="one JSON object on stdout (docs/contracts.md)")
-    out.add_argument(
-        "--html", metavar="FILE", help="write one self-contained page: timeline, groups, stacks, search"
-    )
-    out.add_argument(
-        "--perfetto",
-        metavar="FILE",
-        help="write a trace for ui.perfetto.dev; FILE.gz is gzipped, FILE.json is for chrome://tracing",
-    )
-    out.add_argument("-o", "--output", metavar="FILE", help="also write the JSON object to this file")
-    out.add_argument(
-        "-j",
-        "--just_print_entries",
-        action="store_true",
-        help="print all recorded calls, one column per rank, and no verdict",
-    )
-    out.add_argument(
-        "--print_stack_trace",
-        "--stacks",
-        dest="print_stack_trace",
-        action="store_true",
-        help="whole stacks, not only the user's frames",
-    )
-    out.add_argument(
-        "--mismatch_cap",
-        type=int,
-        default=10,
-        metavar="N",
-        help="list at most N findings that follow from the root cause (default 10)",
-    )
-    out.add_argument("--force", action="store_true", help="overwrite existing files")
-    out.add_argument("-v", "--verbose", action="store_true", help="also list groups and every file")
-    what = parser.add_argument_group("what to look at")
-    what.add_argument(
-        "--attempt", type=int, metavar="N", help="which attempt of the job (default: the newest)"
-    )
-    what.add_argument("--selected-ranks", nargs="+", type=int, metavar="R", help="only these ranks")
-    what.add_argument(
-        "--pg-filters", nargs="+", metavar="NAME", help="only groups with this name or description"
-    )
-    what.add_argument(
-        "--allow-incomplete-ranks", action="store_true", help="a rank without a file is not held to be dead"
-    )
-    what.add_argument("-p", "--prefix", help="file name up to the rank's digits (default: found out)")
-    what.add_argument(
-        "--transform-ft",
-        action="store_true",
-        help="torchft: number ranks over all replicas; needs --group-world-size",
-    )
-    what.add_argument("--group-world-size", type=int, metavar="N", help="ranks per replica, for --transform-ft")  # fmt: skip
+    add_flags(parser, CommandOptions)
 
 
 def main(args: argparse.Namespace) -> int:
     """0 nothing wrong, 1 fault found (or unclear), 2 could not run."""
-    _check(args)
-    loaded = _load(args)
-    traces = _transformed(args, loaded.traces)
-    if args.just_print_entries:
-        return _print_entries(args, traces)
-    result = _judge_incident(args) or _diagnose(args, loaded, traces)
-    _write_files(args, result, traces)  # before stdout, which may be closed
-    _print(args, result)
+    options = read_flags(CommandOptions, args)
+    _refuse_to_overwrite(options)
+    loaded = _load(args.paths, options)
+    traces = _transformed(options, loaded.traces)
+    if options.just_print_entries:
+        return _print_entries(options, traces)
+    result = _judge_incident(args.paths, options) or _diagnose(args.paths, options, loaded, traces)
+    _write_files(options, result, traces)  # before stdout, which may be closed
+    _print(options, result)
     if not result.ranks and result.verdict is None:
         return 2
     return 0 if result.status == "ok" else 1
 
 
-def _diagnose(args: argparse.Namespace, loaded: LoadResult, traces: list[RankTrace]) -> Diagnosis:
-    from allranks.api.extra_evidence import find_evidence, is_post_mortem, taken_ns, with_evidence
-    from allranks.diagnose import DiagnoseOptions, diagnose
+def _diagnose(
+    paths: list[str], options: CommandOptions, loaded: LoadResult, traces: list[RankTrace]
+) -> Diagnosis:
+    from allranks.api.functions import judge_dumps
 
-    boxes = any(trace.kind.startswith("black box") for trace in traces)
-    ended = boxes and is_post_mortem(traces)
-    options = DiagnoseOptions(
-        now_ns=taken_ns(traces, args.paths) if boxes and not ended else 0,
-        ended=ended,
-        pg_filters=frozenset(args.pg_filters or ()),
-        allow_incomplete_ranks=args.allow_incomplete_ranks or bool(args.selected_ranks),
-        consequences=max(0, args.mismatch_cap),
-    )
-    evidence = find_evidence(loaded, traces, args.paths)
-    if not traces and not evidence.seen and not args.json:
-        raise InputError("no dump among the files could be read", hint="\n".join(_unreadable(evidence.files)))
     with at_work(f"comparing the calls of {len(traces):,} ranks"):
-        return with_evidence(
-            diagnose(traces, evidence.files, stacks=evidence.seen, options=options), evidence
+        found = judge_dumps(
+            loaded,
+            traces,
+            paths,
+            pg_filters=frozenset(options.pg_filters),
+            allow_incomplete_ranks=options.allow_incomplete_ranks or bool(options.selected_ranks),
+            consequences=max(0, options.mismatch_cap),
         )
+    if not traces and not options.json and all(note.status != "ok" for note in found.files):
+        raise InputError("no dump among the files could be read", hint="\n".join(_unreadable(found.files)))
+    return found
 
 
-def _judge_incident(args: argparse.Namespace) -> Diagnosis | None:
+def _judge_incident(paths: list[str], options: CommandOptions) -> Diagnosis | None:
     """The folder of an incident is judged by the code that judged it then; None when something else is asked for."""
-    chosen = (args.attempt, args.selected_ranks, args.pg_filters, args.prefix)
-    whole = all(value is None for value in chosen) and not (args.transform_ft or args.allow_incomplete_ranks)
-    folder = Path(args.paths[0])
-    if len(args.paths) != 1 or not whole or not (folder / "observed.json").is_file():
+    chosen = (options.attempt, options.prefix) != (None, None) or options.selected_ranks or options.pg_filters
+    whole = not (chosen or options.transform_ft or options.allow_incomplete_ranks)
+    folder = Path(paths[0])
+    if len(paths) != 1 or not whole or not (folder / "observed.json").is_file():
         return None
     from allranks.incidents.judge import judge_folder
 
@@ -133,76 +144,75 @@ def _judge_incident(args: argparse.Namespace) -> Diagnosis | None:
     return result
 
 
-def _check(args: argparse.Namespace) -> None:
-    if args.transform_ft and not args.group_world_size:
-        raise InputError("--transform-ft needs --group-world-size N, the number of ranks in one replica")
-    for name in (args.html, args.perfetto, args.output):
-        if name and not args.force and Path(name).is_file() and Path(name).stat().st_size:
+def _refuse_to_overwrite(options: CommandOptions) -> None:
+    for name in (options.html, options.perfetto, options.output):
+        if name and not options.force and Path(name).is_file() and Path(name).stat().st_size:
             raise InputError(f"{name} exists", hint="use --force to overwrite it, or another name")
 
 
-def _load(args: argparse.Namespace) -> LoadResult:
+def _load(paths: list[str], options: CommandOptions) -> LoadResult:
     from allranks.load import LoadOptions, load_paths
 
     bar = _Bar(sys.stderr.isatty())
-    options = LoadOptions(
-        attempt=args.attempt,
-        prefix=args.prefix,
-        ranks=frozenset(args.selected_ranks) if args.selected_ranks else None,
+    how = LoadOptions(
+        attempt=options.attempt,
+        prefix=options.prefix,
+        ranks=frozenset(options.selected_ranks) or None,
         progress=bar.show,
         allow_nothing=True,
     )
     try:
-        loaded = load_paths(args.paths, options)
+        return load_paths(paths, how)
     finally:
         bar.clear()
-    return loaded
 
 
-def _unreadable(files: list[FileNote]) -> list[str]:
+def _unreadable(files: Sequence[FileNote]) -> list[str]:
     lines = [f"  {note.path}: {note.status}, {note.note or note.kind}" for note in files[:20]]
     return lines + ([f"  … and {len(files) - 20} more"] if len(files) > 20 else [])
 
 
-def _transformed(args: argparse.Namespace, traces: list[RankTrace]) -> list[RankTrace]:
-    if not args.transform_ft:
+def _transformed(options: CommandOptions, traces: list[RankTrace]) -> list[RankTrace]:
+    if not options.transform_ft:
         return traces
     from allranks.diagnose.replicas import transform_ft
 
-    return [transform_ft(trace, args.group_world_size) for trace in traces]
+    return [transform_ft(trace, options.group_world_size) for trace in traces]
 
 
-def _print_entries(args: argparse.Namespace, traces: list[RankTrace]) -> int:
+def _print_entries(options: CommandOptions, traces: list[RankTrace]) -> int:
     from allranks.report import entries
 
-    for line in entries.render(traces, pg_filters=args.pg_filters or (), with_stacks=args.print_stack_trace):
+    for line in entries.render(traces, pg_filters=options.pg_filters, with_stacks=options.print_stack_trace):
         print(line)
     return 0
 
 
-def _print(args: argparse.Namespace, result: Diagnosis) -> None:
-    if args.json:
+def _print(options: CommandOptions, result: Diagnosis) -> None:
+    if options.json:
         from allranks.report import as_json
 
         print(as_json.render(result))
         return
     from allranks.report import text
 
-    for line in text.render(result, text.TextOptions(use_color(), args.print_stack_trace, args.verbose)):
+    for line in text.render(
+        result, text.TextOptions(use_color(), options.print_stack_trace, options.verbose)
+    ):
         print(line)
 
 
-def _write_files(args: argparse.Namespace, result: Diagnosis, traces: list[RankTrace]) -> None:
-    if args.output:
+def _write_files(options: CommandOptions, result: Diagnosis, traces: list[RankTrace]) -> None:
+    if options.output:
         from allranks.report import as_json
 
-        _write(args.output, [as_json.render(result), "\n"])
-    if args.html:
+        _write(options.output, [as_json.render(result), "\n"])
+    if options.html:
         from allranks.report import html
 
-        _write(args.html, html.render(result, traces, time.time()))
-    if args.perfetto:
-        _write(args.perfetto, _trace(args.perfetto, result, traces))
+        _write(options.html, html.render(result, traces, time.time()))
+    if options.perfetto:
+        _write(options.perfetto, _trace(options.perfetto, result, traces))
 
 
 def _trace(name: str, result: Diagnosis, traces: list[RankTrace]) -> Iterable[str | bytes]:

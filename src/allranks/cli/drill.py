@@ -103,7 +103,7 @@ def render(result: dict[str, object]) -> Iterator[str]:
         recovered = (
             f"training went on after {fault['recovered_s']:.3f} s"
             if fault["recovered_s"] is not None
-            else "nobody went on"
+            else "no rank continued"
         )
         right = {True: "verdict right", False: "verdict WRONG", None: "no verdict"}[fault["verdict_right"]]
         yield f"{fault['kind']} of rank {fault['rank']} at step {fault['step']}: {noticed}, {recovered}, {right}"

@@ -22,8 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the command: 0 running (or stopped as asked), 1 not running, 2 could not."""
-    from allranks.errors import EtcdError
-    from allranks.etcd import Etcd
     from allranks.launch import etcd_server
 
     folder = args.folder or etcd_server.default_folder()
@@ -45,22 +43,25 @@ def main(args: argparse.Namespace) -> int:
         "client": server.client,
         "folder": server.folder,
     }
-    gateway = Etcd((server.client,), timeout_s=3.0)
-    try:
-        answer = gateway.status()
-        facts |= {
-            "healthy": True,
-            "version": answer.get("version", ""),
-            "bytes": int(answer.get("dbSize", 0)),
-        }
-    except EtcdError as error:
-        facts |= {"healthy": False, "error": str(error)}
-    finally:
-        gateway.close()
+    facts |= _health(server.client)
     state = "healthy" if facts["healthy"] else f"not answering: {facts.get('error')}"
     endpoint = server.client.removeprefix("http://")
     _show(args.json, facts, f"etcd {facts.get('version', '')} at {endpoint} (pid {server.pid}) is {state}")
     return 0 if facts["healthy"] else 1
+
+
+def _health(client: str) -> dict[str, object]:
+    from allranks.errors import EtcdError
+    from allranks.etcd import Etcd
+
+    gateway = Etcd((client,), timeout_s=3.0)
+    try:
+        answer = gateway.status()
+        return {"healthy": True, "version": answer.get("version", ""), "bytes": int(answer.get("dbSize", 0))}
+    except EtcdError as error:
+        return {"healthy": False, "error": str(error)}
+    finally:
+        gateway.close()
 
 
 def _show(as_json: bool, facts: dict[str, object], text: str) -> None:

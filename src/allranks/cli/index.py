@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the three verbs; the older spellings of `build` are taken too."""
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     build = verbs.add_parser(
-        "build", help="tokenize text files into an index; interrupted, goes on where it was"
+        "build", help="tokenize text files into an index; continues where an interrupted run stopped"
     )
     build.add_argument(
         "files", nargs="*", metavar="FILE", help=".jsonl, .txt (also .gz, .zst) or .parquet; patterns allowed"

@@ -1,20 +1,90 @@
-"""What `allranks run --config FILE` takes from the job file. Flags that were given win over the file."""
+"""The options of `allranks run`, and what it takes from the job file. Flags that were given win over the file."""
 
 from __future__ import annotations
 
 import argparse
-import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allranks.errors import InputError
+from allranks.model.options import check_options, key_of, meanings, option
 
 if TYPE_CHECKING:
     from allranks.incidents.policy import PolicyOptions
     from allranks.watch.silence import NoticeOptions
 
-Settings = Mapping[str, Any]
+Settings = Mapping[str, Any]  # the job file as plain data; {} without one
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The flags of `allranks run`."""
+
+    config: Path | None = option(None, "job configuration (YAML); flags win over it", metavar="FILE")
+    job: str = option(
+        "", "name of the job (default: $ALLRANKS_JOB_ID, --rdzv-id, else generated)", metavar="ID"
+    )
+    replicas: int | None = option(
+        None, "replica mode: this many replicas on this node, each restarted alone", at_least=1
+    )
+    nproc_per_replica: int = option(1, "ranks of one replica", metavar="M", at_least=1)
+    min_replicas: int | None = option(None, "fewest replicas that may train (1)", metavar="K", at_least=1)
+    first_replica: int | None = option(
+        None,
+        "number of this node's first replica (0; under srun by the node's number)",
+        metavar="I",
+        at_least=0,
+    )
+    total_replicas: int | None = option(
+        None, "replicas over all nodes (this node's; under srun all)", metavar="T", at_least=1
+    )
+    lighthouse: str = option(
+        "",
+        "join this lighthouse instead of starting one here",
+        metavar="HOST:PORT",
+        environment="ALLRANKS_LIGHTHOUSE",
+    )
+    start_lighthouse: bool = option(True, "start a lighthouse (whole-job mode only)", flags="--no-lighthouse")
+    bind: str = option(
+        "127.0.0.1:0",
+        "where the lighthouse started here listens; a fixed port lets Prometheus scrape its /metrics",
+        metavar="HOST:PORT",
+    )
+    record: bool = option(True, "keep a black box of every rank", flags="--no-record")
+    watch: bool = option(True, "detect hangs", flags="--no-watch")
+    incidents: Path | None = option(None, "folder of the incidents (./allranks-incidents)", metavar="DIR")
+    incident_store: str = option(
+        "", "copy incident folders there too (s3://BUCKET/PREFIX, gs://…)", metavar="URL"
+    )
+    recovery: str | None = option(
+        None,
+        "what to do about a hang (replica mode: on; else dry-run)",
+        choices=("on", "dry-run", "collect", "off"),
+    )
+    notice_s: float | None = option(None, "shortest silence that is investigated (10)", unit="s", above=0)
+    webhook: tuple[str, ...] = option(
+        (),
+        "POST incidents there; also slack:URL, tensorboard:DIR, wandb:PROJECT, otlp:URL; repeatable",
+        metavar="URL",
+    )
+    snapshots: bool | None = option(
+        None, "keep memory snapshots in this agent, for restarts without disk (whole-job mode: the default)"
+    )
+    fresh: bool = option(
+        False, "start from scratch: move checkpoints found at the first restore aside (nothing is deleted)"
+    )
+    spares: bool = option(
+        True,
+        "keep warm processes for restarts (they have imported torch, and use memory)",
+        flags="--no-spares",
+    )
+    quiet: bool = option(False, "write the ranks' output only to their log files")
+    verbose: bool = option(False, "log every decision")
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 #: Keys of the `elastic` section and the flag of torchrun that each one is.
@@ -40,27 +110,28 @@ def chosen_flags(path: Path) -> set[str]:
     return {FLAGS[key] for key in keys & set(FLAGS)} | ({"--nnodes"} if "max_nodes" in keys else set())
 
 
-def take_defaults(args: argparse.Namespace, settings: Settings, script: list[str]) -> list[str]:
-    """Fills in the flags that were not given, and returns the script with its arguments."""
+def with_job_file(
+    options: RunOptions, args: argparse.Namespace, settings: Settings, script: list[str]
+) -> tuple[RunOptions, list[str]]:
+    """The options with what the file says where no flag was given, and the script with its arguments."""
     if not settings:
-        return script
+        return options, script
     debug, lighthouse, training = settings["debug"], settings["lighthouse"], settings["training"]
-    args.no_record = args.no_record or not debug["record"]
-    args.no_watch = args.no_watch or not debug["watch"]
-    if debug["log_level"] == "debug":
-        args.verbose = True
-        logging.getLogger().setLevel(logging.DEBUG)
-    if args.incidents is None and debug["incidents"]:
-        args.incidents = Path(debug["incidents"])
-    args.fresh = args.fresh or settings["checkpoint"]["fresh"]
-    args.lighthouse = args.lighthouse or lighthouse["address"]
-    args.no_lighthouse = args.no_lighthouse or not (lighthouse["embedded"] or lighthouse["address"])
-    args.min_replicas = args.min_replicas or lighthouse["min_replicas"]
-    if args.bind == "127.0.0.1:0":
-        args.bind = lighthouse["bind"]
+    options = replace(
+        options,
+        record=options.record and debug["record"],
+        watch=options.watch and debug["watch"],
+        verbose=options.verbose or debug["log_level"] == "debug",
+        incidents=options.incidents or (Path(debug["incidents"]) if debug["incidents"] else None),
+        fresh=options.fresh or settings["checkpoint"]["fresh"],
+        lighthouse=args.lighthouse or lighthouse["address"] or options.lighthouse,
+        start_lighthouse=options.start_lighthouse and bool(lighthouse["embedded"] or lighthouse["address"]),
+        min_replicas=options.min_replicas or lighthouse["min_replicas"],
+        bind=args.bind or lighthouse["bind"],
+    )
     if not script and training["script"]:
-        return [training["script"], *training["args"]]
-    return script
+        return options, [training["script"], *training["args"]]
+    return options, script
 
 
 def heartbeats(settings: Settings) -> str:
@@ -72,10 +143,11 @@ def heartbeats(settings: Settings) -> str:
 
 def quorum_times(settings: Settings) -> dict[str, Any]:
     """The times of the embedded lighthouse, as its Options name them."""
+    from allranks.lighthouse.options import Options
+
     section = settings.get("lighthouse") or {}
-    names = {"heartbeat_interval_s": "heartbeat_s"}
-    keys = ("join_timeout_s", "quorum_tick_s", "heartbeat_interval_s", "heartbeat_timeout_s")
-    return {names.get(key, key): section[key] for key in keys if section.get(key) is not None}
+    found = {one.name: section.get(key_of(one)) for one, _ in meanings(Options) if one.name.endswith("_s")}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def policy_options(how: str | None, settings: Settings) -> PolicyOptions:
@@ -110,7 +182,7 @@ def manager_timeout_s(environment: Mapping[str, str]) -> float:
 
 
 def notice_options(floor_s: float | None, settings: Settings, retry_s: float | None = None) -> NoticeOptions:
-    """When silence is looked at; `floor_s` is --notice-s or None, `retry_s` the managers' timeout in replica mode."""
+    """When silence is investigated; `floor_s` is --notice-s or None, `retry_s` the managers' timeout in replica mode."""
     from allranks.watch.silence import NoticeOptions
 
     debug, recovery = settings.get("debug") or {}, settings.get("recovery") or {}

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from allranks.cli.embedded import embed_lighthouse
 from allranks.cli.job_file import chosen_flags, read_settings
+from allranks.cli.job_parts import embed_lighthouse
 from allranks.cli.run import FLAGS
 from allranks.errors import InputError
 from allranks.launch import slurm

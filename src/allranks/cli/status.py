@@ -31,10 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print one JSON object (with --watch: one per line)"
     )
     parser.add_argument(
-        "--watch", "-w", action="store_true", help="go on until the job ends or q is pressed (`allranks top`)"
+        "--watch",
+        "-w",
+        action="store_true",
+        help="update until the job ends or q is pressed (`allranks top`)",
     )
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="seconds between looks (%(default)s)"
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between two updates (%(default)s)"
     )
 
 

@@ -4,6 +4,7 @@ FOLDER/ID/incident.json   the story so far (model.incident), rewritten atomicall
 FOLDER/ID/boxes/          black boxes of every rank, copied before anything is killed
 FOLDER/ID/stacks/         stack bundle
 FOLDER/ID/diagnosis.json  as `allranks diagnose --json`
+FOLDER/ID/evidence.json   stacks and last calls by rank, for the page of the job
 FOLDER/ID/story.html      one page for people
 """
 

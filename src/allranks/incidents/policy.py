@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from allranks.model.incident import Action, ActionKind
+from allranks.model.options import option
 
 Mode = Literal["whole_job", "replica"]
 
@@ -20,13 +21,18 @@ class PolicyOptions:
     """The `recovery` section of a job configuration."""
 
     enabled: bool | None = None  # None: on in replica mode, dry run in whole-job mode
-    on_hang: ActionKind | None = None  # None: evict (replica mode) or restart_job (whole-job mode)
-    command: str = ""  # for the action "command"; {incident} and {ranks} are filled in
-    min_confidence: float = 0.6
-    max_actions: int = 10  # within window_s
-    window_s: float = 3600.0
-    back_off_s: float = 30.0  # least time between two actions
-    node_failures: int = 3  # within window_s, of whole-job mode: then the job goes on without this node
+    on_hang: ActionKind | None = option(
+        None,
+        "action on a hang; none: evict (replica mode) or restart_job (whole-job mode)",
+        choices=("evict", "restart_rank", "restart_job", "collect", "command"),
+        title="recovery action",
+    )
+    command: str = option("", "for the action `command`; {incident} and {ranks} are filled in")
+    min_confidence: float = option(0.6, "of a verdict, to act on it", at_least=0, at_most=1)
+    max_actions: int = option(10, "within window_s; beyond it evidence is collected only", at_least=0)
+    window_s: float = option(3600.0, "window of max_actions", unit="s", above=0)
+    back_off_s: float = option(30.0, "shortest time between two actions", unit="s", at_least=0)
+    node_failures: int = 3  # within window_s, of whole-job mode: then the job continues without this node
 
     def wanted(self, mode: Mode) -> ActionKind:
         """The action for a hang."""

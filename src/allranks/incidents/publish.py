@@ -1,7 +1,7 @@
 """Publishes an incident: its page, the lighthouse, webhooks, a copy in an object store. Runs in the agent.
 
 A webhook gets one JSON POST: `slack:URL` (or a hooks.slack.com address) in Slack's shape, anything else the whole
-incident. The folder on disk stays the original: what fails here is logged.
+incident; `tensorboard:`, `wandb:` and `otlp:` addresses go to those tools (sinks.py). The folder on disk stays the original: what fails here is logged.
 """
 
 from __future__ import annotations
@@ -17,15 +17,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from allranks.errors import InputError
 from allranks.incidents.folder import IncidentFolder, write_atomically
+from allranks.incidents.sinks import SINKS
+from allranks.load import LoadOptions, load_paths
 from allranks.model.incident import Incident
+from allranks.model.trace import RankTrace
 from allranks.report import as_json
+from allranks.report.rank_evidence import chosen_ranks, rank_evidence
 from allranks.report.story import headline, render_story
 
 log = logging.getLogger("allranks.agent")
 
 MAX_FILE_BYTES = 256 << 20
 CLOSE_S = 30.0
+EVIDENCE = "evidence.json"  # stacks and last calls of the ranks, for the page of the job
 
 
 @dataclass
@@ -59,7 +65,10 @@ class IncidentPublisher:
         """Only the page in the incident's folder."""
         report = opened.path / "diagnosis.txt"
         lines = tuple(report.read_text().splitlines()) if report.exists() else ()
-        write_atomically(opened.path / "story.html", render_story(opened.current, lines))
+        evidence = rank_evidence(opened.current, _traces(opened))
+        body = {"incident": opened.current.id, "ranks": [one.to_dict() for one in evidence]}
+        write_atomically(opened.path / EVIDENCE, json.dumps(body))
+        write_atomically(opened.path / "story.html", render_story(opened.current, lines, evidence))
 
 
 def payload(address: str, incident: Incident, sentence: str) -> tuple[str, dict[str, object]]:
@@ -88,13 +97,25 @@ def send(
 
     def work() -> None:
         for address in addresses:
-            done(
-                address, _post(*payload(address, incident, sentence), timeout_s=timeout_s, attempts=attempts)
-            )
+            scheme, _, rest = address.partition(":")
+            if scheme in SINKS:
+                done(address, _write(scheme, rest, incident, sentence))
+            else:
+                where, body = payload(address, incident, sentence)
+                done(address, _post(where, body, timeout_s=timeout_s, attempts=attempts))
 
     thread = threading.Thread(target=work, name="allranks-webhook", daemon=True)
     thread.start()
     return thread
+
+
+def _write(scheme: str, target: str, incident: Incident, sentence: str) -> bool:
+    try:
+        SINKS[scheme][0](target, incident, sentence)
+        return True
+    except Exception:  # whatever the other tool raises
+        log.exception("%s:%s did not take incident %s", scheme, target, incident.id)
+        return False
 
 
 def _post(url: str, body: dict[str, object], *, timeout_s: float, attempts: int) -> bool:
@@ -171,3 +192,15 @@ class IncidentUploader:
             self._copied[path] = version
             copied += 1
         return copied
+
+
+def _traces(opened: IncidentFolder) -> list[RankTrace]:
+    """The black boxes of the ranks whose last calls are shown; few, for this is written before a rank is restarted."""
+    boxes, ranks = opened.path / "boxes", chosen_ranks(opened.current)
+    if not ranks or not boxes.is_dir():
+        return []
+    try:
+        return load_paths([str(boxes)], LoadOptions(ranks=ranks, allow_nothing=True)).traces
+    except (InputError, OSError) as error:
+        log.warning("%s: no last calls: %s", opened.current.id, error)
+        return []

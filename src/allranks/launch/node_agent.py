@@ -18,6 +18,7 @@ from allranks.incidents.deaths import ECHO_S
 from allranks.incidents.loop import Watch
 from allranks.incidents.node_losses import NodeLosses
 from allranks.incidents.peers import PeerAgents
+from allranks.incidents.publish import EVIDENCE
 from allranks.lighthouse.client.client import Client
 from allranks.model.cluster import CollectEvidence, Evicted, MemberLeft, MemberLost
 from allranks.model.cluster import Incident as Told
@@ -56,10 +57,10 @@ def replica_number(name: str) -> int | None:
     return int(number) if name.startswith("replica-") and number.isdigit() else None
 
 
-def _read_story(incident: Incident) -> str:
-    """Its page, for the lighthouse to serve; "" when there is none or it is too large."""
+def _read_file(incident: Incident, name: str) -> str:
+    """A file of the incident, for the lighthouse to serve; "" when there is none or it is too large."""
     try:
-        text = (Path(incident.folder) / "story.html").read_text()
+        text = (Path(incident.folder) / name).read_text()
     except (OSError, ValueError):
         return ""
     return text if len(text) <= MAX_STORY else ""
@@ -352,7 +353,8 @@ class NodeAgent:
             kind=incident.kind,
             outcome=outcome,
             closed=incident.closed is not None,
-            story=_read_story(incident),
+            story=_read_file(incident, "story.html"),
+            evidence=_read_file(incident, EVIDENCE),
         )
         self._ask(lambda client: client.tell_incident(told))
 

@@ -93,6 +93,7 @@ class Agents:
     nodes: Nodes = field(default_factory=Nodes)
     incidents: deque[Incident] = field(default_factory=lambda: deque(maxlen=200))
     stories: dict[str, str] = field(default_factory=dict)  # incident -> its page
+    evidence: dict[str, str] = field(default_factory=dict)  # incident -> stacks and last calls as JSON
     _gathering: Current | None = None
 
     def leave(self, name: str, reason: str) -> None:
@@ -160,13 +161,15 @@ class Agents:
         known = next(
             (index for index, one in enumerate(self.incidents) if one.incident == incident.incident), None
         )
-        if incident.story:
-            self.stories[incident.incident] = incident.story
-            if len(self.stories) > MAX_STORIES:
-                del self.stories[next(iter(self.stories))]
+        for kept_texts, text in ((self.stories, incident.story), (self.evidence, incident.evidence)):
+            if text:
+                kept_texts[incident.incident] = text
+                if len(kept_texts) > MAX_STORIES:
+                    del kept_texts[next(iter(kept_texts))]
         at = incident.at or (time.time() if known is None else self.incidents[known].at)
         story = f"/incidents/{incident.incident}" if incident.incident in self.stories else ""
-        kept = replace(incident, at=at, story=story)
+        evidence = f"/incidents/{incident.incident}/evidence" if incident.incident in self.evidence else ""
+        kept = replace(incident, at=at, story=story, evidence=evidence)
         new = known is None or self.incidents[known].sentence != kept.sentence
         if known is None:
             self.incidents.append(kept)

@@ -80,6 +80,6 @@ def _cleaned(incident: Incident) -> Incident:
     texts: dict[str, Any] = {
         name: printable(value)
         for name, value in vars(incident).items()
-        if isinstance(value, str) and name != "story"  # HTML, shown in a sandbox
+        if isinstance(value, str) and name not in ("story", "evidence")  # HTML, shown in a sandbox; JSON
     }
     return replace(incident, **texts, replicas=tuple(map(printable, incident.replicas)))

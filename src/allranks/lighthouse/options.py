@@ -3,41 +3,71 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from allranks.errors import ConfigurationError
+from allranks.model.options import check_options, option
+
+
+def _time(default: float, help: str, **bounds: Any) -> Any:
+    """A time in seconds that the command line takes in milliseconds, as torchft's lighthouse does."""
+    return option(default, help, unit="s", ms=True, group="quorum", **(bounds or {"at_least": 0}))
 
 
 @dataclass(frozen=True)
 class Options:
     """The rules of the quorum and of failure detection. All times in seconds."""
 
-    min_replicas: int = 1
-    max_replicas: int = 0  # 0: no limit; replicas beyond it are spares
-    multiple_of: int = 1  # the number of members is a multiple of this
-    divides: int = 0  # the number of members divides this (a global batch size); 0: no such rule
-    expect_replicas: int = 0  # the first quorum waits for this many, until the join timeout; 0: for nobody
-    join_timeout_s: float = 60.0  # how long those who ask wait for those who are alive but do not
-    heartbeat_timeout_s: float = 5.0  # silence after which a replica counts as lost
-    heartbeat_s: float = 0.0  # how often replicas beat; 0: a fifth of the timeout, at most 1 s
-    quorum_tick_s: float = 0.1  # how often time alone may change a decision
-    grace_s: float = 0.002  # after an orderly close without a good-bye: a process died
-    reset_grace_s: float = 0.1  # after a reset or a network error: perhaps a blip, the session may come back
-    presume_dead_s: float = 30.0  # a silent member counts as possibly training on for this long
-    start_grace_s: float = 0.0  # a new lighthouse waits so long for members of an earlier one's quorum
-    finished_hold_s: float = 600.0  # so long after its end a training is not begun anew by a few latecomers
-    flap_limit: int = 5  # losses within the window that are forgiven
-    flap_window_s: float = 60.0
-    flap_backoff_s: float = 2.0  # first pause of a flapping replica; doubles with each further loss
-    flap_backoff_max_s: float = 60.0
-    stall_s: float = 0.0  # no progress for this long asks for evidence; 0: never
+    min_replicas: int = option(
+        1, "fewest members of a quorum", at_least=1, group="quorum", flags="--min-replicas --min_replicas"
+    )
+    max_replicas: int = option(
+        0, "most members; more replicas are spares; 0: no limit", at_least=0, group="quorum"
+    )
+    multiple_of: int = option(1, "the number of members is a multiple of this", at_least=1, group="quorum")
+    divides: int = option(
+        0,
+        "the number of members divides this, e.g. a global batch size; 0: no such rule",
+        at_least=0,
+        group="quorum",
+    )
+    expect_replicas: int = option(
+        0, "the first quorum waits for this many replicas, until the join timeout; 0: for none", at_least=0
+    )
+    join_timeout_s: float = _time(60.0, "how long replicas that joined wait for live replicas that have not")
+    heartbeat_timeout_s: float = _time(5.0, "silence after which a replica counts as lost", above=0)
+    heartbeat_s: float = _time(
+        0.0,
+        "interval of heartbeats; 0: a fifth of the timeout, at most 1 s",
+        at_least=0,
+        key="heartbeat_interval_s",
+    )
+    quorum_tick_s: float = _time(0.1, "how often a decision is reconsidered when nothing happens")
+    start_grace_s: float = _time(
+        0.0,
+        "how long a new lighthouse waits for members of an earlier quorum; `allranks lighthouse` waits 1.5 s "
+        "unless it made its token itself",
+    )
+    stall_s: float = _time(0.0, "collect evidence when a member makes no progress for this long; 0: never")
+    grace_s: float = option(
+        0.002, "wait after an orderly close without a shutdown message: the process died", at_least=0
+    )
+    reset_grace_s: float = option(
+        0.1, "wait after a reset or a network error: the session may come back", at_least=0
+    )
+    presume_dead_s: float = option(30.0, "a silent member may still be training for this long", at_least=0)
+    finished_hold_s: float = option(
+        600.0, "for this long after its end a few late replicas do not restart a training", at_least=0
+    )
+    flap_limit: int = option(5, "losses within the window that have no consequence", at_least=0)
+    flap_window_s: float = option(60.0, "window of the flap limit", at_least=0)
+    flap_backoff_s: float = option(
+        2.0, "first back-off of a flapping replica; doubles with each further loss", at_least=0
+    )
+    flap_backoff_max_s: float = option(60.0, "longest back-off", at_least=0)
 
     def __post_init__(self) -> None:
-        _check(self.min_replicas >= 1, f"min_replicas is {self.min_replicas}, must be at least 1")
-        _check(self.multiple_of >= 1, f"multiple_of is {self.multiple_of}, must be at least 1")
-        _check(self.divides >= 0, f"divides is {self.divides}, must not be negative")
-        for name in _TIMES:
-            _check(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}, must not be negative")
-        _check(self.heartbeat_timeout_s > 0, "heartbeat_timeout_s is 0, must be more")
+        check_options(self, "lighthouse: ")
         _check(
             self.beat_s * 2 <= self.heartbeat_timeout_s,
             f"heartbeat_s ({self.beat_s}) must be at most half of heartbeat_timeout_s ({self.heartbeat_timeout_s})",
@@ -84,31 +114,31 @@ class Options:
 class ServerOptions:
     """Where the lighthouse listens, whom it lets in, and what it bears."""
 
-    host: str = "127.0.0.1"
-    port: int = 0  # 0: any free one
-    token: str = ""  # the job token; "" lets everybody in (only sensible on loopback)
-    advertise: str = ""  # address that others are told; "": the bound one
-    certificate: str = ""  # PEM files; a certificate switches TLS on
-    key: str = ""
-    client_ca: str = ""  # switches mTLS on: clients must show a certificate signed by it
-    hello_timeout_s: float = 5.0
-    max_connections: int = 16000
-    max_strangers: int = 1000  # connections that have not said hello yet; the oldest is dropped beyond it
-    max_frame_bytes: int = 16 << 20
-    max_hello_bytes: int = 16 << 10
-    drain_s: float = 2.0
-    job: str = ""  # its name, for the page
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(0, "0: any free one", at_least=0, at_most=65535)
+    token: str = option("", "the job token; empty: no authentication (only sensible on loopback)")
+    advertise: str = option(
+        "", "address given to others instead of the bound one", metavar="HOST:PORT", group="server"
+    )
+    certificate: str = option("", "switches TLS on", metavar="PEM", group="server")
+    key: str = option("", "key of the certificate, if in another file", metavar="PEM", group="server")
+    client_ca: str = option(
+        "", "mTLS: clients must show a certificate signed by it", metavar="PEM", group="server"
+    )
+    hello_timeout_s: float = option(5.0, "within which a client must authenticate", above=0)
+    max_connections: int = option(16000, "open connections", above=0)
+    max_strangers: int = option(
+        1000, "connections before authentication; beyond it the oldest is dropped", above=0
+    )
+    max_frame_bytes: int = option(16 << 20, "longest message", above=0)
+    max_hello_bytes: int = option(16 << 10, "longest first message", above=0)
+    drain_s: float = option(2.0, "for answers on shutdown", at_least=0)
+    job: str = option("", "name of the job, for the page")
 
     def __post_init__(self) -> None:
-        _check(0 <= self.port <= 65535, f"port is {self.port}, must be 0 to 65535")
+        check_options(self, "lighthouse: ")
         _check(bool(self.certificate) or not self.key, "a TLS key needs a certificate too")
         _check(bool(self.certificate) or not self.client_ca, "mTLS (client_ca) needs a server certificate")
-
-
-_TIMES = (
-    "join_timeout_s", "heartbeat_timeout_s", "heartbeat_s", "quorum_tick_s", "grace_s", "reset_grace_s",
-    "presume_dead_s", "start_grace_s", "finished_hold_s", "flap_window_s", "flap_backoff_s", "flap_backoff_max_s", "stall_s",
-)  # fmt: skip
 
 
 def _check(holds: bool, message: str) -> None:

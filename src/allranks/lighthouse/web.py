@@ -119,7 +119,13 @@ class Web:
         return msgspec.json.encode(status)
 
     def _story(self, incident: str) -> Answer:
-        """The page of an incident, which an agent sent: in a sandbox, without the rights of our own page."""
+        """The page of an incident, which an agent sent: in a sandbox, without the rights of our own page. Its
+        evidence is JSON, which the page of the job shows as text."""
+        if incident.endswith("/evidence"):
+            found = self.service.agents.evidence.get(incident.removesuffix("/evidence"))
+            if found is None:
+                return _error(404, f"there is no evidence of incident {incident.removesuffix('/evidence')}")
+            return Answer(body=found.encode("utf-8", "replace"))
         story = self.service.agents.stories.get(incident)
         if story is None:
             return _error(404, f"there is no story of incident {incident}")

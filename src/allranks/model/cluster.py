@@ -207,4 +207,5 @@ class Incident:
     kind: str = ""  # hang, death, partition, slow, request
     outcome: str = ""  # what was done and how it ended; "" while open
     closed: bool = False
-    story: str = ""  # its page as HTML when it is told; where the lighthouse serves it when it is shown
+    story: str = ""  # its page as HTML when it is published; where the lighthouse serves it when it is shown
+    evidence: str = ""  # the same for the stacks and last calls of its ranks, as JSON

@@ -28,16 +28,31 @@ class Meaning:
     unit: str = ""
     above: float | None = None
     at_least: float | None = None
+    at_most: float | None = None
     choices: tuple[str, ...] = ()
     title: str = ""
+    flags: tuple[str, ...] = ()  # of the command line; (): --name-with-dashes
+    ms: bool = (
+        False  # seconds that the command line takes in milliseconds: --join-timeout-ms for join_timeout_s
+    )
+    metavar: str = ""
+    nargs: str = ""  # "+": one flag takes all values; "": it is repeated
+    environment: str = ""  # variable that is used when the flag is not given
+    key: str = ""  # in the job file, dots for sections; "": the field's name
+    group: str = ""  # heading in the help
 
 
 def option(
-    default: Any, help: str, *, unit: str = "", above: float | None = None, at_least: float | None = None,
-    choices: Sequence[str] = (), title: str = "",
-) -> Any:  # fmt: skip
-    """A field of an options class. A default that can be changed is given as a function that makes it."""
-    kept = {"option": Meaning(help, unit, above, at_least, tuple(choices), title)}
+    default: Any,
+    help: str,
+    *,
+    flags: str = "",
+    choices: Sequence[str] = (),
+    **more: Any,  # the other fields of Meaning
+) -> Any:
+    """A field of an options class. A default that can be changed is given as a function that makes it; `flags` are
+    spellings separated by spaces."""
+    kept = {"option": Meaning(help, flags=tuple(flags.split()), choices=tuple(choices), **more)}
     return (
         field(default_factory=default, metadata=kept)
         if callable(default)
@@ -52,31 +67,45 @@ def meanings(options: Any) -> Iterator[tuple[Field[Any], Meaning]]:
             yield one, one.metadata["option"]
 
 
+def key_of(one: Field[Any]) -> str:
+    """An option's name in the job file, with dots for sections inside its section."""
+    meaning: Meaning = one.metadata["option"]
+    return meaning.key or one.name
+
+
 def default_of(one: Field[Any]) -> Any:
     """An option's default."""
     return one.default if one.default_factory is MISSING else one.default_factory()
 
 
-def check_options(options: Any) -> None:
-    """Raises ConfigurationError for the first option that is out of its bounds or none of its choices."""
+def check_options(options: Any, of: str = "") -> None:
+    """Raises ConfigurationError for the first option that is out of its bounds or none of its choices; `of` begins
+    the message."""
     for one, meaning in meanings(options):
         value = getattr(options, one.name)
+        if value is None and default_of(one) is None:
+            continue
         if meaning.choices:
             text = value.value if isinstance(value, enum.Enum) else value
             if text not in meaning.choices:
                 raise ConfigurationError(
-                    f"{one.name} is {text!r}. Valid options: {list(meaning.choices)}", hint=meaning.help
+                    f"{of}{key_of(one)} is {text!r}. Valid options: {list(meaning.choices)}",
+                    hint=meaning.help,
                 )
-        elif value is None or isinstance(value, str):
+        elif isinstance(value, str | tuple):
             continue
         elif meaning.above is not None and not value > meaning.above:
             word = "positive" if meaning.above == 0 else f"above {meaning.above:g}"
-            raise ConfigurationError(f"{one.name} ({value}) must be {word}", hint=meaning.help)
+            raise ConfigurationError(f"{of}{key_of(one)} ({value}) must be {word}", hint=meaning.help)
         elif meaning.at_least is not None and not value >= meaning.at_least:
             word = (
                 "must not be negative" if meaning.at_least == 0 else f"must be at least {meaning.at_least:g}"
             )
-            raise ConfigurationError(f"{one.name} ({value}) {word}", hint=meaning.help)
+            raise ConfigurationError(f"{of}{key_of(one)} ({value}) {word}", hint=meaning.help)
+        elif meaning.at_most is not None and not value <= meaning.at_most:
+            raise ConfigurationError(
+                f"{of}{key_of(one)} ({value}) must be at most {meaning.at_most:g}", hint=meaning.help
+            )
 
 
 def markdown_table(options: type) -> list[str]:

@@ -5,6 +5,7 @@
   const MOODS = { member: "good", asking: "good", spare: "", connected: "", finished: "good", running: "good", left: "", lost: "bad", evicted: "bad", cooling: "warn", expected: "warn" };
   const NAMES = { asking: "waiting for quorum", cooling: "back-off", expected: "expected back", let_in: "readmit" };
   const names = new Intl.Collator("en", { numeric: true }), digits = new Intl.NumberFormat("en");  // made once: a thousand rows use them
+  const opened = new Set(), fetched = new Map();  // evidence by its address
   let status = null, all = false, skew = 0;
   function text(node, value) { if (node.textContent !== value) node.textContent = value; return node; }
   function make(tag, value, name) { const node = document.createElement(tag); if (value) node.textContent = value; if (name) node.className = name; return node; }
@@ -100,6 +101,7 @@
     const key = JSON.stringify(s.incidents), box = $("incidents");
     if (box.dataset.key === key) return;
     box.dataset.key = key;
+    fetched.clear();
     if (!s.incidents.length) { box.replaceChildren(make("p", "None.", "soft")); return; }
     box.replaceChildren(...s.incidents.slice(-20).reverse().map((i) => {
       const card = make("div", "", "panel incident " + (i.closed ? "good" : i.kind === "slow" ? "warn" : ""));
@@ -108,9 +110,42 @@
       card.append(head, make("p", i.sentence, "what"));
       const facts = [i.cause && i.cause.replaceAll("_", " "), i.outcome, i.node && "on " + i.node].filter(Boolean).join(" · ");
       if (facts) card.append(make("p", facts, "soft"));
-      if (i.story && i.story.startsWith("/incidents/")) { const link = make("a", "Open the story"); link.href = i.story; card.append(link); } else if (i.path) card.append(make("p", "evidence: " + i.path, "soft"));
+      const links = make("p", "", "bar");
+      if (i.story && i.story.startsWith("/incidents/")) { const link = make("a", "Open the story"); link.href = i.story; links.append(link); } else if (i.path) links.append(make("span", "evidence: " + i.path, "soft"));
+      if (i.evidence && i.evidence.startsWith("/incidents/")) card.append(links, evidence(i.evidence)); else if (links.children.length) card.append(links);
       return card;
     }));
+  }
+  // stacks and last calls of an incident: fetched when they are opened, and opened again when the list is redrawn
+  function evidence(url) {
+    const box = make("details", "", "small evidence"), body = make("div", "Loading…", "soft");
+    box.append(make("summary", "Stacks and last calls"), body);
+    box.addEventListener("toggle", async () => {
+      if (box.open) opened.add(url); else opened.delete(url);
+      if (!box.open || box.dataset.loaded) return;
+      box.dataset.loaded = "yes";
+      try {
+        if (!fetched.has(url)) { const answer = await fetch(url), found = await answer.json(); if (!answer.ok) throw found.error; fetched.set(url, found); }
+        const ranks = fetched.get(url).ranks;
+        body.className = "";
+        body.replaceChildren(...ranks.length ? ranks.map(ranked) : [make("p", "No stack or call was recorded.", "soft")]);
+      } catch (error) { delete box.dataset.loaded; text(body, "The evidence cannot be read: " + error); }
+    });
+    box.open = opened.has(url);
+    return box;
+  }
+  function ranked(one) {
+    const box = make("details", "", "small panel" + (one.guilty ? " guilty" : ""));
+    box.append(make("summary", one.title + (one.cause ? ": " + one.cause : "") + (one.where ? " at " + one.where : "")));
+    if (one.evidence) box.append(make("p", one.evidence, "soft"));
+    for (const [title, lines] of [["Stack, innermost frame first", one.stack], [`Last calls${one.ranks.length > 1 ? " of rank " + one.ranks[0] : ""}, the newest last`, one.calls]]) {
+      if (!lines.length) continue;
+      const list = make("ol", "", "lines");
+      list.append(...lines.map((line) => make("li", line)));
+      box.append(make("h3", title), list);
+    }
+    box.open = one.guilty;
+    return box;
   }
   function log(s) {
     const key = s.history.length + ":" + (s.history.length ? s.history[s.history.length - 1].at : 0), box = $("log");

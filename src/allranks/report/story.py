@@ -5,10 +5,13 @@ Self-contained HTML, readable in ten seconds: the sentence first, then a timelin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from allranks import pages
 from allranks.model.diagnosis import Finding
 from allranks.model.incident import Action, Incident, Moment
 from allranks.pages.cards import Row, StackCard, frame_lines, short, stack_card, without_stale
+from allranks.report.rank_evidence import RankEvidence
 
 _GOOD = frozenset({"last good step", "recovered", "healed", "back to speed"})
 _BAD = frozenset({"fault", "overdue", "died"})
@@ -16,25 +19,42 @@ _ENDS = frozenset({"recovered", "healed", "back to speed"})
 MAX_ROWS = 256
 
 
-def render_story(incident: Incident, report_lines: tuple[str, ...] = ()) -> str:
+def render_story(
+    incident: Incident, report_lines: tuple[str, ...] = (), evidence: Sequence[RankEvidence] = ()
+) -> str:
     """The whole page."""
     verdict = incident.verdict or Finding("", (), "")
     status, mood = _status(incident)
     advice, missing = list(verdict.advice), list(verdict.missing_evidence)
     again = [(f"allranks diagnose {incident.folder}", "read the evidence again")] if incident.folder else []
-    cards = _stacks(incident, verdict)
     begin = min((moment.at for moment in incident.timeline), default=0.0)
     span = max([moment.at - begin for moment in incident.timeline] + [1e-6])
+    step = str(incident.step) if incident.step >= 0 else ""
+    about = pages.About(
+        incident.job, incident.node, incident.opened, taken_name="Opened", facts=(("Step", step),)
+    )
     return pages.render(
-        "story.html", title=f"{incident.id}: {headline(incident)}"[:160], kind=f"Incident {incident.id}",
-        mood=mood, status=status, headline=headline(incident),
-        about=pages.About(incident.job, incident.node, incident.opened, taken_name="Opened", facts=(("Step", str(incident.step) if incident.step >= 0 else ""),)).rows(),
-        facts=_facts(incident, verdict), advice=advice, commands=[*pages.commands([*advice, *missing]), *again],
+        "story.html",
+        title=f"{incident.id}: {headline(incident)}"[:160],
+        kind=f"Incident {incident.id}",
+        mood=mood,
+        status=status,
+        headline=headline(incident),
+        about=about.rows(),
+        facts=_facts(incident, verdict),
+        advice=advice,
+        commands=[*pages.commands([*advice, *missing]), *again],
         guilty_title=f"The guilty rank{'s' if len(incident.ranks) > 1 else ''}",
-        guilty_stacks=cards, moments=[_moment(moment, begin, span) for moment in incident.timeline],
-        down=_down(incident.timeline, begin, span), action=_action(incident.action), ranks=_ranks(incident),
-        missing=[*incident.missing, *missing], report="\n".join(report_lines), folder=incident.folder,
-    )  # fmt: skip
+        guilty_stacks=_stacks(incident, verdict),
+        moments=[_moment(moment, begin, span) for moment in incident.timeline],
+        down=_down(incident.timeline, begin, span),
+        action=_action(incident.action),
+        ranks=_ranks(incident),
+        evidence=evidence,
+        missing=[*incident.missing, *missing],
+        report="\n".join(report_lines),
+        folder=incident.folder,
+    )
 
 
 def headline(incident: Incident) -> str:
@@ -86,9 +106,12 @@ def _moment(moment: Moment, begin: float, span: float) -> dict[str, str]:
     mood = "good" if moment.name in _GOOD else "bad" if moment.name in _BAD else ""
     offset = moment.at - begin
     return {
-        "name": moment.name, "text": moment.text, "mood": mood, "at": f"{100 * offset / span:.2f}",
+        "name": moment.name,
+        "text": moment.text,
+        "mood": mood,
+        "at": f"{100 * offset / span:.2f}",
         "offset": f"+{offset:.3f} s" if span < 10 else f"+{offset:.1f} s",
-    }  # fmt: skip
+    }
 
 
 def _down(moments: tuple[Moment, ...], begin: float, span: float) -> str:

@@ -5,11 +5,11 @@ debug:
   wait_seconds: 600                     # collect once, this long after the start; 0 = never
   output_dir: "{log_dir}/backtraces"
   triggers:
-    no_progress_seconds: 60             # black boxes stand still
+    no_progress_seconds: 60             # no rank makes progress
     collective_overdue_seconds: 300     # one call is open for so long
-    no_output_seconds: 900              # log files stand still
+    no_output_seconds: 900              # log files do not grow
     rank_lost: true                     # a rank ended while others run
-    at_seconds: [600, 1800]             # several fixed points
+    at_seconds: [600, 1800]             # several fixed times
   rounds: 2
   interval_seconds: 5
   native: suspects                      # suspects, all, never
@@ -23,40 +23,71 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, get_origin, get_type_hints
 
 from allranks.errors import ConfigurationError, InputError
+from allranks.model.options import check_options, key_of, meanings, option
+
+_TIME: dict[str, Any] = {"unit": "s", "at_least": 0}
 
 
 @dataclass(frozen=True)
 class DebugOptions:
     """When and how to collect by itself. Times in seconds; 0 turns a trigger off."""
 
-    enabled: bool = True
-    wait_s: float = 600.0
-    output_dir: str = "{log_dir}/backtraces"
-    at_s: tuple[float, ...] = ()
-    no_progress_s: float = 60.0
-    collective_overdue_s: float = 0.0
-    no_output_s: float = 0.0
-    rank_lost: bool = True
-    repeats: int = 3  # collections of one standstill, each after twice the time
-    rounds: int = 2
-    interval_s: float = 5.0
-    native: str = "suspects"
-    cuda_gdb: bool = False
-    patterns: tuple[str, ...] = ()
+    enabled: bool = option(True, "collect stacks at all")
+    wait_s: float = option(
+        600.0,
+        "collect once, this long after the start; 0: never",
+        key="wait_seconds",
+        flags="--wait",
+        **_TIME,
+    )
+    output_dir: str = option(
+        "{log_dir}/backtraces",
+        "folder of the collections; {log_dir} is $LOG_DIR or ./logs",
+        metavar="DIR",
+        flags="-o --output",
+    )
+    at_s: tuple[float, ...] = option(
+        (), "collect this long after the start, too", key="triggers.at_seconds", flags="--at", **_TIME
+    )
+    no_progress_s: float = option(
+        60.0,
+        "collect when the ranks make no progress for this long, by their black boxes or, without, by the CPU and "
+        "context switches of their main threads; 0: never",
+        key="triggers.no_progress_seconds",
+        flags="--no-progress",
+        **_TIME,
+    )
+    collective_overdue_s: float = option(
+        0.0,
+        "collect when a collective is open for this long; 0: never",
+        key="triggers.collective_overdue_seconds",
+        flags="--overdue",
+        **_TIME,
+    )
+    no_output_s: float = option(
+        0.0,
+        "collect when the ranks' log files do not grow for this long; 0: never",
+        key="triggers.no_output_seconds",
+        flags="--no-output",
+        **_TIME,
+    )
+    rank_lost: bool = option(True, "collect when a rank ended while others run", key="triggers.rank_lost")
+    repeats: int = option(3, "collections of one stall, each after twice the time", at_least=1)
+    rounds: int = option(2, "samples of each collection: one cannot tell stuck from slow", at_least=1)
+    interval_s: float = option(
+        5.0, "between two samples", key="interval_seconds", flags="--interval", **_TIME
+    )
+    native: str = option(
+        "suspects", "ranks of which native frames are taken", choices=("suspects", "all", "never")
+    )
+    cuda_gdb: bool = option(False, "take device kernels by cuda-gdb, too")
+    patterns: tuple[str, ...] = option((), "further process titles that are ranks")
 
     def __post_init__(self) -> None:
-        times = {"wait_seconds": self.wait_s, "no_progress_seconds": self.no_progress_s,
-                 "collective_overdue_seconds": self.collective_overdue_s, "no_output_seconds": self.no_output_s,
-                 "interval_seconds": self.interval_s}  # fmt: skip
-        for name, value in times.items():
-            if value < 0:
-                raise ConfigurationError(f"debug.{name} is {value}: a time cannot be negative")
-        if self.rounds < 1 or self.repeats < 1:
-            raise ConfigurationError("debug.rounds and debug.repeats must be 1 or more")
-        if self.native not in ("suspects", "all", "never"):
-            raise ConfigurationError(f"debug.native is {self.native!r}: suspects, all or never")
+        check_options(self, "debug: ")
 
     def fixed_points(self) -> tuple[float, ...]:
         """Seconds after the start at which to collect whatever happens."""
@@ -74,15 +105,6 @@ class DebugOptions:
         )
 
 
-_TOP = {
-    "enabled": ("enabled", bool), "wait_seconds": ("wait_s", float), "output_dir": ("output_dir", str),
-    "rounds": ("rounds", int), "interval_seconds": ("interval_s", float), "native": ("native", str),
-    "cuda_gdb": ("cuda_gdb", bool), "patterns": ("patterns", tuple), "repeats": ("repeats", int),
-}  # fmt: skip
-_TRIGGERS = {
-    "no_progress_seconds": ("no_progress_s", float), "at_seconds": ("at_s", tuple), "rank_lost": ("rank_lost", bool),
-    "collective_overdue_seconds": ("collective_overdue_s", float), "no_output_seconds": ("no_output_s", float),
-}  # fmt: skip
 #: Keys of the same section that `allranks run` reads: one job file serves every command.
 OF_RUN = frozenset({"record", "watch", "hang_floor_s", "hang_cap_s", "startup_s", "incidents", "log_level"})
 
@@ -109,26 +131,25 @@ def parse_debug(section: object, base: DebugOptions | None = None) -> DebugOptio
     triggers = section.get("triggers") or {}
     if not isinstance(triggers, dict):
         raise ConfigurationError("debug.triggers must be a mapping")
-    values: dict[str, object] = {}
-    for prefix, table, rows in (("debug", _TOP, section), ("debug.triggers", _TRIGGERS, triggers)):
-        for key, value in rows.items():
-            if prefix == "debug" and (key == "triggers" or key in OF_RUN):
-                continue
-            if key not in table:
-                raise ConfigurationError(f"{prefix}.{key} is unknown; known are {', '.join(sorted(table))}")
-            name, kind = table[key]
-            if value is not None:
-                values[name] = _convert(value, kind, f"{prefix}.{key}")
-    return replace(base or DebugOptions(), **values)  # type: ignore[arg-type]
+    kinds, values = get_type_hints(DebugOptions), {}
+    names = {key_of(one): one.name for one, _ in meanings(DebugOptions)}
+    written = {key: value for key, value in section.items() if key != "triggers" and key not in OF_RUN}
+    for key, value in {**written, **{f"triggers.{key}": value for key, value in triggers.items()}}.items():
+        if key not in names:
+            raise ConfigurationError(f"debug.{key} is unknown; known are {', '.join(sorted(names))}")
+        if value is not None:
+            values[names[key]] = _convert(value, kinds[names[key]], f"debug.{key}")
+    return replace(base or DebugOptions(), **values)
 
 
-def _convert(value: object, kind: type, name: str) -> object:
+def _convert(value: object, kind: Any, name: str) -> Any:
     if kind is bool and isinstance(value, bool):
         return value
-    if kind is tuple and isinstance(value, list):
+    if get_origin(kind) is tuple and isinstance(value, list):
         return tuple(float(one) if isinstance(one, int | float) else str(one) for one in value)
     if kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
         return kind(value)
     if kind is str and isinstance(value, str):
         return value
-    raise ConfigurationError(f"{name} is {value!r}: expected {kind.__name__.replace('tuple', 'a list')}")
+    wanted = "a list" if get_origin(kind) is tuple else kind.__name__
+    raise ConfigurationError(f"{name} is {value!r}: expected {wanted}")

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from allranks.model.options import option
 from allranks.watch.samples import ProcessId, RankSample, Rhythm, read_rhythm
 
 MANAGER_TIMEOUT_S = 60.0  # `retry_s` of replica mode unless the job sets another
@@ -27,11 +28,21 @@ TRAINED = 3  # changes: a replica that joined has loaded its state and then made
 class NoticeOptions:
     """How long silence must last. The limit adapts to the job between `floor_s` and `cap_s`."""
 
-    floor_s: float = 10.0
-    cap_s: float = 300.0
+    floor_s: float = option(
+        10.0, "never investigate a silence shorter than this", unit="s", above=0, key="hang_floor_s"
+    )
+    cap_s: float = option(
+        300.0, "always investigate one longer than this", unit="s", above=0, key="hang_cap_s"
+    )
     factor: float = 4.0  # times the silences that this job is used to
     outlier_factor: float = 2.0  # times the longest silence that it has recovered from lately
-    warm_up_s: float = 60.0  # limit before the job has a history: first steps, compilation
+    warm_up_s: float = option(
+        60.0,
+        "allowed before the job has a history: first steps, compilation",
+        unit="s",
+        above=0,
+        key="startup_s",
+    )
     warm_up_marks: int = 20  # steps or completed calls of a rank that make a history
     memory: int = 64  # silences remembered per rank
     asked: bool = (

@@ -7,9 +7,9 @@ fields are in `relations.py`, so that one wrong field does not hide them.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -25,7 +25,11 @@ from pydantic_core import PydanticCustomError
 from allranks.checkpoint.config import CheckpointConfig
 from allranks.elastic.scaling import ScalingConfig
 from allranks.elastic.world import ElasticTrainingConfig
-from allranks.model.options import default_of, meanings
+from allranks.incidents.policy import PolicyOptions
+from allranks.lighthouse.options import Options
+from allranks.model.options import default_of, key_of, meanings
+from allranks.stacks.debug_config import DebugOptions
+from allranks.watch.silence import NoticeOptions
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -85,42 +89,56 @@ class TrainingSection(Section):
     gradient_clipping: GradientClipping = GradientClipping()
 
 
-def section_of(options: type, *left_out: str) -> Any:
-    """A section with the names, defaults, bounds and meanings of an options class."""
+def fields_of(
+    options: type, only: Collection[str] = (), left_out: Collection[str] = (), unset: bool = False
+) -> dict[str, Any]:
+    """Fields with the keys, defaults, bounds and meanings of an options class; `unset`: None where the file is silent."""
     kinds = get_type_hints(options)
     found: dict[str, Any] = {}
     for one, meaning in meanings(options):
-        default = default_of(one)
-        if one.name in left_out:
+        if one.name in left_out or (only and one.name not in only):
             continue
+        default = None if unset else default_of(one)
         kind = (
             Literal[meaning.choices] if meaning.choices else _YAML_KINDS.get(kinds[one.name], kinds[one.name])
         )
         value = default.value if isinstance(default, enum.Enum) else default
-        found[one.name] = (
-            kind,
-            Field(
-                value,
-                title=meaning.title or None,
-                description=meaning.help,
-                gt=meaning.above,
-                ge=meaning.at_least,
-            ),
-        )
-    return create_model(f"{options.__name__}Section", __base__=Section, **found)
+        bounds = {"gt": meaning.above, "ge": meaning.at_least, "le": meaning.at_most}
+        if get_origin(kind) is list:
+            bounds = {}
+        field = Field(value, title=meaning.title or None, description=meaning.help, **bounds)
+        found[key_of(one).rpartition(".")[2]] = (kind if value is not None else kind | None, field)
+    return found
+
+
+def _made(name: str, fields: dict[str, Any]) -> Any:
+    """A section with these fields."""
+    return create_model(f"{name}Section", __base__=Section, **fields)
 
 
 #: What a YAML file can say where a program may give more.
-_YAML_KINDS: dict[Any, Any] = {str | Path | None: str | None, Mapping[str, str]: dict[str, str]}
+_YAML_KINDS: dict[Any, Any] = {
+    str | Path | None: str | None,
+    Mapping[str, str]: dict[str, str],
+    tuple[float, ...]: list[Seconds],
+    tuple[str, ...]: list[str],
+}
 
 
-class Checkpoint(section_of(CheckpointConfig, "peers", "peer_token", "node_rank")):  # type: ignore[misc]
+_CHECKPOINT: Any = _made("Checkpoint", fields_of(CheckpointConfig, (), ("peers", "peer_token", "node_rank")))
+
+
+class Checkpoint(_CHECKPOINT):
     """`allranks.checkpoint.CheckpointConfig`, which is made from it."""
 
     fresh: bool = Field(False, description="as `allranks run --fresh`: set earlier checkpoints aside first")
 
 
-class Elastic(section_of(ElasticTrainingConfig)):  # type: ignore[misc]
+_ELASTIC: Any = _made("Elastic", fields_of(ElasticTrainingConfig))
+_SCALING: Any = _made("Scaling", fields_of(ScalingConfig))
+
+
+class Elastic(_ELASTIC):
     """`allranks.elastic.ElasticTrainingConfig`, and what only the file says."""
 
     rdzv_endpoint: str = Field("", description="host:port; empty: this machine, for one node")
@@ -130,7 +148,7 @@ class Elastic(section_of(ElasticTrainingConfig)):  # type: ignore[misc]
     base_world_size: Positive | None = Field(None, description="ranks for which training.lr was chosen")
 
 
-class Scaling(section_of(ScalingConfig)):  # type: ignore[misc]
+class Scaling(_SCALING):
     """`allranks.elastic.ScalingConfig`, and how the batch follows the number of ranks."""
 
     strategy: Literal["variable_batch", "constant_batch"] = Field("variable_batch", title="scaling strategy")
@@ -150,81 +168,63 @@ class Data(Section):
     shuffle: bool = True
 
 
-class Triggers(Section):
+_TRIGGERS = tuple(one.name for one, _ in meanings(DebugOptions) if key_of(one).startswith("triggers."))
+
+
+_WHEN: Any = _made("Triggers", fields_of(DebugOptions, _TRIGGERS, unset=True))
+_DEBUG: Any = _made(
+    "Debug", {**fields_of(DebugOptions, (), _TRIGGERS, unset=True), **fields_of(NoticeOptions)}
+)
+
+
+class Triggers(_WHEN):
     """What makes `allranks watch` collect; `allranks run` collects for those that are set. 0: never."""
 
-    no_progress_seconds: float | None = Field(None, ge=0, description="black boxes stand still")
-    collective_overdue_seconds: float | None = Field(None, ge=0, description="one call is open for so long")
-    no_output_seconds: float | None = Field(None, ge=0, description="log files stand still")
-    rank_lost: bool | None = Field(None, description="a rank ended while others run")
-    at_seconds: list[Seconds] = Field(default_factory=list, description="several fixed times after the start")
 
-
-class Debug(Section):
+class Debug(_DEBUG):
     """Black box and watch of `allranks run`, and collections of stacks by it or by `allranks watch`."""
 
     enabled: bool = Field(True, description="False: no collections")
-    wait_seconds: float = Field(
-        0.0, ge=0, description="collect every rank's stacks once, this long after the start; 0: never"
-    )
-    output_dir: str | None = Field(
-        None, description="where to; {log_dir} is the job's log folder; None: {log_dir}/backtraces"
-    )
     triggers: Triggers = Triggers()
-    repeats: Positive | None = Field(None, description="collections of one standstill")
-    rounds: Positive | None = Field(None, description="snapshots of one collection")
-    interval_seconds: float | None = Field(None, ge=0, description="between two snapshots")
-    native: Literal["suspects", "all", "never"] | None = Field(None, title="choice of native stacks")
-    cuda_gdb: bool | None = Field(None, description="device kernels by cuda-gdb, too")
-    patterns: list[str] | None = Field(None, description="further process titles that are ranks")
     record: bool = Field(True, description="keep the black box of every rank")
-    watch: bool = Field(True, description="notice hangs")
-    hang_floor_s: Seconds = Field(10.0, description="never look at a silence shorter than this")
-    hang_cap_s: Seconds = Field(300.0, description="always look at one longer than this")
-    startup_s: Seconds = Field(60.0, description="allowed before the job has a history")
+    watch: bool = Field(True, description="detect hangs")
     incidents: str | None = Field(None, description="folder for incidents; None: ./allranks-incidents")
     log_level: Literal["debug", "info"] = Field("info", title="log level")
 
 
-Address = Annotated[str, Field(pattern=r"^(slack:)?https?://", title="webhook")]
+Address = Annotated[
+    str, Field(pattern=r"^((slack:)?https?://|otlp:https?://|tensorboard:.|wandb:.)", title="webhook")
+]
 
 
-class Recovery(Section):
+_RECOVERY: Any = _made("Recovery", fields_of(PolicyOptions))
+
+
+class Recovery(_RECOVERY):
     """What the closed loop may do by itself, and how often."""
 
     mode: Annotated[Literal["auto", "off", "dry-run", "on"], BeforeValidator(_switch)] = Field(
         "auto", title="recovery mode", description="auto: dry-run for whole-job restarts, on for replicas"
     )
-    on_hang: Literal["evict", "restart_rank", "restart_job", "collect", "command"] | None = Field(
-        None, title="recovery action", description="None: evict (replicas) or restart_job (whole job)"
-    )
-    command: str | None = Field(
-        None, description="for the action `command`; {incident} and {ranks} are filled in"
-    )
     notice_s: Seconds | None = Field(
-        None, description="least seconds without progress before a look; None: default"
+        None, description="shortest silence that is investigated; None: debug.hang_floor_s"
     )
-    min_confidence: float = Field(0.6, ge=0, le=1, description="of a verdict, to act on it")
-    max_actions: Count = Field(10, description="within window_s; beyond it evidence is collected only")
-    window_s: Seconds = 3600.0
-    back_off_s: float = Field(30.0, ge=0, description="least seconds between two actions")
     webhooks: Annotated[list[Address], BeforeValidator(_listed)] = Field(default_factory=list)
     incident_store: str | None = Field(
         None, pattern=r"^\w+://", description="URL of an object store; incident folders are copied there"
     )
 
 
-class LighthouseSection(Section):
+_OF_LIGHTHOUSE = ("min_replicas", "join_timeout_s", "quorum_tick_s", "heartbeat_s", "heartbeat_timeout_s")
+_LIGHTHOUSE: Any = _made("Lighthouse", fields_of(Options, _OF_LIGHTHOUSE))
+
+
+class LighthouseSection(_LIGHTHOUSE):
     """The lighthouse that `allranks run` starts or joins."""
 
     embedded: bool = Field(True, description="start one in this process")
     address: str | None = Field(None, description="host:port of one that runs already")
-    bind: str = "127.0.0.1:0"
-    min_replicas: Positive = 1
-    join_timeout_s: Seconds = 60.0
-    quorum_tick_s: Seconds = 0.1
-    heartbeat_interval_s: Seconds = 1.0
-    heartbeat_timeout_s: Seconds = 5.0
+    bind: str = Field("127.0.0.1:0", description="where the embedded one listens; port 0: any free one")
 
 
 class JobConfig(Section):

@@ -1,0 +1,62 @@
+"""How long the command takes to start, and what a terminal library would add. Promises: `allranks --help` at most 0.1 s,
+`import allranks` at most 30 ms beyond the interpreter, neither with torch or numpy.
+
+    python benchmarks/startup.py [--rounds 20]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+PROGRAMS = {
+    "python": ["-c", "pass"],
+    "import_allranks": ["-c", "import allranks"],
+    "help": ["-m", "allranks", "--help"],
+    "diagnose_help": ["-m", "allranks", "diagnose", "--help"],
+    "run_help": ["-m", "allranks", "run", "--help"],
+    "import_rich": ["-c", "import rich.console, rich.table, rich.live, rich.progress"],
+}
+
+
+def seconds(words: list[str]) -> float:
+    """Of one run."""
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+    return time.perf_counter() - begin
+
+
+def main() -> int:
+    """Prints medians and the two promises; exit code 1 when one is broken."""
+    parser = argparse.ArgumentParser(description="start-up times")
+    parser.add_argument("--rounds", type=int, default=20)
+    args = parser.parse_args()
+    times: dict[str, list[float]] = {}
+    for _ in range(args.rounds):  # in turns, so that a busy moment hits all alike
+        for name, words in PROGRAMS.items():
+            try:
+                times.setdefault(name, []).append(seconds(words))
+            except subprocess.CalledProcessError:
+                times.pop(name, None)
+    found = {
+        name: {"median_s": round(statistics.median(t), 4), "best_s": round(min(t), 4)}
+        for name, t in times.items()
+    }
+    bare = found["python"]
+    found["import_beyond_python"] = {key: round(found["import_allranks"][key] - bare[key], 4) for key in bare}
+    if "import_rich" in found:
+        found["rich_beyond_python"] = {key: round(found["import_rich"][key] - bare[key], 4) for key in bare}
+    for name, values in found.items():
+        print(
+            f"{name:<22} median {values['median_s'] * 1000:7.1f} ms   best {values['best_s'] * 1000:7.1f} ms"
+        )
+    print(json.dumps(found))
+    return int(found["help"]["best_s"] > 0.1 or found["import_beyond_python"]["best_s"] > 0.03)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""The documentation is true: generated pages, transcripts and links are current, every command shown can be parsed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from allranks.cli import COMMANDS, make_parser
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """scripts/docs.py as a module."""
+    spec = importlib.util.spec_from_file_location("docs_script", ROOT / "scripts" / "docs.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_reference_and_transcripts_are_current(script: ModuleType) -> None:
+    """`python scripts/docs.py` writes them anew."""
+    stale = [path.name for path, text in script.pages().items() if path.read_text() != text]
+    assert stale == []
+
+
+def test_the_tutorial_runs_and_shows_what_it_prints(script: ModuleType) -> None:
+    """Every cell, in a fresh kernel; the page of the last cell is not stored."""
+    import nbformat
+
+    stored = script.outputs(nbformat.read(script.NOTEBOOK, as_version=4))
+    assert script.outputs(script.executed_notebook()) == stored
+    assert "rank 1 never entered all_reduce #7" in stored[0][0]
+
+
+def test_every_variable_is_in_the_reference() -> None:
+    """And none that the program does not read."""
+    pattern = re.compile(r"\bALLRANKS_[A-Z_]+[A-Z]\b")
+    sources = [path.read_text() for path in (ROOT / "src").rglob("*.py")]
+    used = {name for text in sources for name in pattern.findall(text)}
+    listed = set(pattern.findall((ROOT / "docs" / "reference" / "environment.md").read_text()))
+    assert listed == used
+
+
+def _anchors(path: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.+)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    """Files and headings of this repository; what `mkdocs build --strict` checks, without installing it."""
+    wrong = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"\w+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        found = page.parent / name if name else page
+        if not found.exists() or (anchor and found.suffix == ".md" and anchor not in _anchors(found)):
+            wrong.append(target)
+    assert wrong == []
+
+
+def _shown_commands() -> list[tuple[str, str]]:
+    found = []
+    for path in PAGES:
+        for block in re.findall(r"```(?:console|bash|sh|)\n(.*?)```", path.read_text(), re.S):
+            lines = re.sub(r"\\\n\s*", "", block).splitlines()
+            found += [
+                (path.name, line.removeprefix("$ "))
+                for line in lines
+                if re.match(r"(\$ )?allranks [a-z]", line)
+            ]
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize(("page", "line"), _shown_commands())
+def test_every_command_that_is_shown_can_be_parsed(page: str, line: str) -> None:
+    """Flags and arguments exist. Optional parts in brackets are left out."""
+    bare = re.split(r"\s+(?:#|\||>|&)|\s{3,}(?=[^-\s])", line)[0]
+    words = shlex.split(re.sub(r"\[[^\]]*\]|…", "", bare))[1:]
+    module = importlib.import_module(f"allranks.cli.{COMMANDS[words[0]][0]}")
+    arranged = module.arrange_words(words) if hasattr(module, "arrange_words") else words
+    assert make_parser(words[0], alone=True).parse_args(arranged).command == words[0]

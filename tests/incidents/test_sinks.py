@@ -1,0 +1,100 @@
+"""Incidents in TensorBoard, W&B and OpenTelemetry, with the real packages and nothing outside this machine."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from allranks.errors import MissingExtra
+from allranks.incidents.publish import send
+from allranks.incidents.sinks import check_address
+from allranks.model.diagnosis import Finding
+from allranks.model.incident import Incident, Moment
+
+INCIDENT = Incident(
+    "20260301-030000-hang",
+    "hang",
+    "llama-42",
+    1.7e9,
+    "no step for 5 s",
+    node="node0",
+    ranks=(1,),
+    step=1650,
+    verdict=Finding("sleep", (1,), "rank 1 sleeps"),
+    timeline=(Moment("noticed", 1.7e9, "no step for 5 s"), Moment("recovered", 1.7e9 + 2)),
+    closed=1.7e9 + 2,
+    durations_s={"recovered": 2.0},
+)
+SENTENCE = "rank 1 sleeps at data.py:31"
+
+
+def sent(address: str) -> bool:
+    """Whether the sink took it."""
+    results: dict[str, bool] = {}
+    thread = send((address,), INCIDENT, SENTENCE, done=results.__setitem__)
+    assert thread is not None
+    thread.join(100)
+    return results.get(address, False)
+
+
+def test_tensorboard_shows_the_sentence_at_the_step(tmp_path: Path) -> None:
+    """Read back with TensorBoard's own reader."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert sent(f"tensorboard:{tmp_path}")
+    events = EventAccumulator(str(tmp_path)).Reload()
+    (text,) = events.Tensors("incidents/hang")
+    assert text.step == 1650 and text.tensor_proto.string_val == [SENTENCE.encode()]
+    assert [one.value for one in events.Scalars("incidents/recovered_s")] == [2.0]
+
+
+def test_wandb_has_a_run_of_the_job_with_the_incident(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offline: in the file that `wandb sync` uploads."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    assert sent("wandb:allranks-test")
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert SENTENCE.encode() in file.read_bytes()
+
+
+def test_opentelemetry_gets_one_span_per_incident() -> None:
+    """As protobuf over HTTP, to a collector on this machine."""
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    bodies: list[tuple[str, bytes]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            """Quiet."""
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        assert sent(f"otlp:http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+        thread.join(10)
+    ((path, body),) = bodies
+    (resource,) = ExportTraceServiceRequest.FromString(body).resource_spans
+    (span,) = resource.scope_spans[0].spans
+    assert path == "/v1/traces" and span.name == f"hang: {SENTENCE}"
+    assert (span.start_time_unix_nano, span.end_time_unix_nano) == (int(1.7e18), int((1.7e9 + 2) * 1e9))
+    assert [event.name for event in span.events] == ["noticed", "recovered"]
+
+
+def test_a_missing_package_is_said_when_the_job_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the command that installs it; other addresses need none."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingExtra, match=r"allranks\[wandb\]"):
+        check_address("wandb:project")
+    check_address("https://example.com/hook")
