@@ -91,3 +91,19 @@ def test_every_command_that_is_shown_can_be_parsed(page: str, line: str) -> None
     module = importlib.import_module(f"allranks.cli.{COMMANDS[words[0]][0]}")
     arranged = module.arrange_words(words) if hasattr(module, "arrange_words") else words
     assert make_parser(words[0], alone=True).parse_args(arranged).command == words[0]
+
+
+def test_the_numbers_of_the_readme_are_in_the_table_of_benchmarks() -> None:
+    """With their script: one place, and the README repeats it."""
+    readme = (ROOT / "README.md").read_text()
+    benchmarks = (ROOT / "docs" / "benchmarks.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", readme.partition("## Four numbers")[2], re.M)
+    assert len(rows) == 4
+    missing = [
+        (what, number)
+        for what, *cells in rows
+        for cell in cells
+        for number in re.findall(r"[\d.]+", cell)
+        if number not in benchmarks
+    ]
+    assert missing == []
