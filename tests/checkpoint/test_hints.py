@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -13,8 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import allranks
 from allranks import errors
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, NVMeBackend, S3Backend
+from allranks.checkpoint.restore.candidates import RestoreRules, TiersSeen, choose, refuse_to_start_over
+from allranks.checkpoint.restore.opened_checkpoint import opened
+from allranks.checkpoint.restore.regions import require
+from allranks.checkpoint.stores.file_store import FileStore
 from allranks.cli import main
 from allranks.errors import AllranksError, CheckpointError, CheckpointSaveError
 
@@ -240,3 +246,48 @@ def test_what_cannot_be_imported_is_one_clear_error(
     said = capsys.readouterr().err
     assert str(source) in said and "Traceback" not in said
     shutil.rmtree(tmp_path / "store", ignore_errors=True)
+
+
+def test_a_model_that_is_not_in_the_checkpoint_is_shown_what_is(tmp_path: Path) -> None:
+    """The command lists the tensors that are there."""
+    NVMeBackend(tmp_path).save(make_state(3), "checkpoint_step_00000003")
+    model, _ = make_job()
+    with opened(FileStore(tmp_path), "checkpoint_step_00000003") as checkpoint:
+        with pytest.raises(AllranksError, match="1 tensors are not in it") as caught:
+            require(checkpoint, ["model_state_dict.no_such_layer"])
+        printed = run_all(caught.value.hint)
+    assert all(f"model_state_dict.{name}" in printed for name in model.state_dict())
+
+
+def test_a_checkpoint_that_some_ranks_lack_is_copied_or_set_aside_as_the_hint_says(tmp_path: Path) -> None:
+    """Only the name of the other node's folder is for the user to fill in."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    NVMeBackend(there).save(make_state(3), "checkpoint_step_00000003")
+    views = [TiersSeen({"NVME": [("checkpoint_step_00000003", 3)]}), TiersSeen({"NVME": []})]
+    with pytest.raises(AllranksError, match="complete on 1 of 2 ranks only") as caught:
+        refuse_to_start_over(views, choose([view.found for view in views]), RestoreRules(), [f"'{here}'"])
+    printed = run_all(caught.value.hint.replace("OTHER_STORE", str(there)), least=2)
+    assert "checkpoint_step_00000003" in printed and "set-aside" in printed
+    assert not (here / "checkpoint_step_00000003").exists(), "it was copied, then set aside"
+
+
+def _commands_in(folder: Path) -> set[tuple[str, ...]]:
+    """Every command of ours that a text of the source recommends, down to its first placeholder."""
+    found = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                for line in re.findall(r"(?:: |`)allranks ([a-z]+(?: [a-z][a-z-]*)?)", node.value):
+                    found.add(tuple(line.split()))
+    return found
+
+
+@pytest.mark.parametrize("package", ["checkpoint", "elastic"])
+def test_every_command_that_a_text_names_exists(package: str) -> None:
+    """Also those for which no test makes the situation: the command line knows the words."""
+    named = _commands_in(Path(allranks.__file__).parent / package)
+    assert len(named) > 3
+    for words in sorted(named):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--help"])
+        assert ended.value.code == 0, words

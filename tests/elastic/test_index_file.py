@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -126,3 +128,30 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot write"):
         build_index(BuildRequest((str(source),), str(tmp_path / "file" / "i")))
+
+
+def _run_hint(hint: str, **words: str) -> int:
+    """Runs the commands of a hint, with the user's own names for the words in capitals; the last exit status."""
+    status = 0
+    for command in re.findall(r": (allranks index .*)$", hint, re.MULTILINE):
+        for word, name in words.items():
+            command = command.replace(word, name)
+        status = main(shlex.split(command)[1:])
+    return status
+
+
+def test_the_commands_of_the_hints_build_and_verify_an_index(tmp_path: Path) -> None:
+    """A missing index is built, a damaged one is shown and built again, by the very commands of the errors."""
+    source, index = write_jsonl(tmp_path / "data.jsonl", texts(50)), tmp_path / "data.index"
+    with pytest.raises(DataLoadingError) as missing:
+        TokenIndexFile(index)
+    names = {"FILES": str(source), "INDEX": str(index), "tokenizer.json": "bytes"}
+    assert _run_hint(missing.value.hint, **names) == 0
+    data = bytearray(index.read_bytes())
+    data[5000] ^= 1
+    index.write_bytes(data)
+    with pytest.raises(DataLoadingError) as damaged:
+        TokenIndexFile(index)
+    assert _run_hint(damaged.value.hint.splitlines()[0], **names) == 1
+    assert _run_hint(damaged.value.hint.splitlines()[1], **names) == 0
+    TokenIndexFile(index).close()

@@ -223,8 +223,7 @@ class _Change:
             if self.old is not None:
                 raise self._error(
                     "No checkpoint available for recovery",
-                    "every tier is empty: set checkpoint.checkpoint_interval and memory_snapshot_interval, "
-                    "and look with `allranks checkpoint ls PATH`",
+                    "every tier is empty: set checkpoint.checkpoint_interval and memory_snapshot_interval",
                 )
             return "fresh", 0, {}
         if self.old is None:

@@ -240,14 +240,21 @@ def refuse_to_start_over(
             + "; ".join(f"{one.path}: {one.reason}" for one in newest),
             hint=_ways_out(newest),
         )
-    partial = sorted({tier for view in views for tier, found in view.found.items() if found} - {"MEMORY"})
+    partial = {
+        tier: name
+        for view in views
+        for tier, found in view.found.items()
+        for name, _ in found
+        if tier != "MEMORY"
+    }
     if partial:
+        tier, name = sorted(partial.items())[0]
         raise CheckpointLoadError(
             choice.reason,
-            tier=partial[0],
-            hint="bring back the disk that is missing, or copy what the others have to it, on that node: "
-            "allranks checkpoint copy STORE/NAME STORE\n"
-            "to start from scratch (deletes nothing), on every node: allranks checkpoint set-aside STORE",
+            tier=tier,
+            hint="bring back the disk that is missing, or copy what another node has to it: "
+            f"allranks checkpoint copy OTHER_STORE/{name} {' or '.join(addresses)}\n"
+            f"on every node, {scratch_hint(addresses[0] if addresses else 'STORE')}",
         )
     if not rules.missing_ok:
         raise CheckpointLoadError(
