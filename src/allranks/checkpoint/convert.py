@@ -13,12 +13,12 @@ import torch
 from allranks.checkpoint.config import CheckpointLoadConfig
 from allranks.checkpoint.restore.into_state import read_state
 from allranks.checkpoint.restore.opened_checkpoint import opened
-from allranks.checkpoint.restore.torch_files import is_dcp, read_dcp, read_legacy
+from allranks.checkpoint.restore.torch_files import damage_of, is_dcp, read_dcp, read_legacy
 from allranks.checkpoint.state import CheckpointState, state_of
 from allranks.checkpoint.stores.backends import Backend
 from allranks.checkpoint.stores.listing import has_manifest
 from allranks.checkpoint.stores.store import StoreSpec, checkpoint_name, open_store, split_address
-from allranks.errors import AllranksError, CheckpointLoadError, InputError
+from allranks.errors import InputError
 
 
 def export_checkpoint(
@@ -39,12 +39,11 @@ def export_checkpoint(
     if target.exists() and not force:
         raise InputError(f"'{target}' exists already", hint="--force overwrites it")
     base, name = split_address(address)
-    store = open_store(StoreSpec(base, dict(options or {})))
-    try:
-        with opened(store, name, progress) as checkpoint:
-            state = read_state(checkpoint, 0)
-    finally:
-        store.close()
+    with (
+        contextlib.closing(open_store(StoreSpec(base, dict(options or {})))) as store,
+        opened(store, name, progress) as checkpoint,
+    ):
+        state = read_state(checkpoint, 0)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         _write(state, temporary, target.suffix)
@@ -84,39 +83,19 @@ def import_checkpoint(
 
 
 def _read(path: Path, config: CheckpointLoadConfig) -> Any:
-    readers: dict[str, Callable[[], Any]] = {".safetensors": lambda: _read_safetensors(path)}
     if is_dcp(path):
-        try:
-            return read_dcp(path)
-        except AllranksError:
-            raise
-        except Exception as error:  # torch.load of a damaged entry raises whatever it likes
-            raise _damaged(path, error) from error
+        return read_dcp(path)
     if not path.is_file():
         raise InputError(
             f"'{path}' is neither a file nor a DCP folder",
             hint="give a .pt, a .safetensors or a folder with .metadata",
         )
-    return readers.get(path.suffix, lambda: read_legacy(path, config))()
-
-
-def _read_safetensors(path: Path) -> Any:
-    from safetensors import SafetensorError
+    if path.suffix != ".safetensors":
+        return read_legacy(path, config)
     from safetensors.torch import load_file
 
-    try:
+    with damage_of(path):
         return load_file(str(path))
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: BaseException) -> CheckpointLoadError:
-    first = (str(error).splitlines() or [""])[0][:200]
-    return CheckpointLoadError(
-        f"damaged, cut short, or something else ({type(error).__name__}: {first})",
-        path=str(path),
-        hint=f"was it copied to the end? Compare its size with the original: ls -l '{path}'",
-    )
 
 
 def _write(state: CheckpointState, path: Path, kind: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from allranks.checkpoint.checksum import READ_BYTES, cores, in_threads
@@ -44,13 +45,12 @@ def copy_checkpoint(
     attempt = Attempt(new_name, secrets.token_hex(6))
     with opened(source, name, progress) as checkpoint:
         old = checkpoint.manifest
-        try:
+        with ExitStack() as undo:
+            undo.callback(target.abandon, attempt)
             parts = tuple(_copy_part(checkpoint, index, target, attempt) for index in checkpoint.indexes)
             manifest = replace(old, attempt=attempt.token, parts=parts)
             target.commit(attempt, encode_manifest(manifest))
-        except BaseException:
-            target.abandon(attempt)
-            raise
+            undo.pop_all()
         return manifest
 
 

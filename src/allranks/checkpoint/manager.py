@@ -23,6 +23,9 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
 from allranks.checkpoint.config import CheckpointConfig, CheckpointLoadConfig, CheckpointTier
 from allranks.checkpoint.group import SNAPSHOTS_VARIABLE, RankGroup, TierLocations, start_fresh
 from allranks.checkpoint.restore.candidates import RestoreRules
@@ -79,13 +82,13 @@ class CheckpointManager:
     def step(
         self,
         step: int,
-        model: Any,
-        optimizer: Any = None,
-        lr_scheduler: Any = None,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: LRScheduler | None = None,
         *,
         epoch: int = 0,
-        dataset_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
-        metrics: Mapping[str, Any] | None = None,
+        dataset_state: Mapping[str, object] | Callable[[], Mapping[str, object]] | None = None,
+        metrics: Mapping[str, object] | None = None,
     ) -> tuple[CheckpointTier, ...]:
         """Call after `optimizer.step()` number `step`: saves to every tier that is due, and says which."""
         self.saves.raise_failures()
@@ -116,7 +119,7 @@ class CheckpointManager:
         self.saves.raise_failures()
         return self._save(state, (tier,), may_skip=False).get(tier)
 
-    def attach(self, optimizer: Any) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Lets copies of this optimizer's tensors overlap with forward and backward: its next step waits."""
         if any(ref() is optimizer for ref in self.coordinator.optimizers):
             return
@@ -225,9 +228,9 @@ class CheckpointManager:
 
     def restore(
         self,
-        model: Any,
-        optimizer: Any = None,
-        lr_scheduler: Any = None,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: LRScheduler | None = None,
         *,
         tier: CheckpointTier | None = None,
         strict: bool = True,

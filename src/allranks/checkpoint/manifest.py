@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from operator import add, le
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from allranks.checkpoint.checksum import ALGORITHMS
 from allranks.checkpoint.layout import ITEM_BYTES, Shard
@@ -34,6 +34,8 @@ class StoredShard(NamedTuple):
     checksum: str
 
 
+#: One of the ten columns of an index: its type is known where it is taken apart.
+Column: TypeAlias = tuple[Any, ...]
 #: What each row of an index says about a shard; rows instead of objects read twice as fast.
 _COLUMNS = [*Shard._fields, *StoredShard._fields[1:]]
 
@@ -85,7 +87,7 @@ class Manifest:
     timestamp: float
     attempt: str
     parts: tuple[Part, ...]
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, object] = field(default_factory=dict)
     schema: int = 1
     job: str = ""
 
@@ -197,19 +199,19 @@ def _part(raw: dict[str, Any]) -> Part:
     return Part(**{**raw, "references": tuple(raw["references"])})
 
 
-def _row(stored: StoredShard) -> list[Any]:
+def _row(stored: StoredShard) -> list[object]:
     """A shard as the columns say; null for the offsets and sizes of a whole tensor."""
     shard = stored.shard
     place = [None, None] if shard.whole else [shard.offsets, shard.sizes]
     return [shard.name, shard.dtype, shard.shape, *place, shard.bytes, shard.view, *stored[1:]]
 
 
-def _stored(columns: list[tuple[Any, ...]]) -> tuple[StoredShard, ...]:
+def _stored(columns: list[Column]) -> tuple[StoredShard, ...]:
     """Shards out of their columns; no offsets and sizes stand for a whole tensor."""
     names, dtypes, shapes, offsets, sizes, lengths, views, *places = columns
     zeros = [(0,) * rank for rank in range(max(map(len, shapes), default=0) + 1)]
-    starts: Iterable[Any] = map(zeros.__getitem__, map(len, shapes))
-    pieces: Iterable[Any] = shapes
+    starts: Iterable[tuple[int, ...]] = map(zeros.__getitem__, map(len, shapes))
+    pieces: Iterable[tuple[int, ...]] = shapes
     if any(offset is not None for offset in offsets):
         starts = [zero if o is None else o for zero, o in zip(starts, offsets, strict=True)]
         pieces = [shape if s is None else s for shape, s in zip(shapes, sizes, strict=True)]
@@ -271,7 +273,7 @@ def check_manifest(raw: Mapping[str, Any]) -> None:
             _file("references", file)
 
 
-def check_shards(columns: Sequence[tuple[Any, ...]], files: Mapping[str, int]) -> None:
+def check_shards(columns: Sequence[Column], files: Mapping[str, int]) -> None:
     """The same for the shards of an index, by column; `files` are its data files with their sizes.
 
     There are as many shards as tensors, but few kinds of them.
@@ -316,28 +318,29 @@ def _check_kind(
         raise ValueError(f"{length} bytes for {piece} of {dtype}")
 
 
-def _kind(name: str, value: Any, kind: type) -> None:
+def _kind(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         raise TypeError(f"{name} is {value!r:.80}, not a {kind.__name__}")
 
 
-def _count(name: str, value: Any) -> None:
+def _count(name: str, value: object) -> None:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise TypeError(f"{name} is {value!r:.80}, not a count")
 
 
-def _number(name: str, value: Any) -> None:
+def _number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r:.80}, not a number")
 
 
-def _plain_name(name: str, value: Any) -> None:
+def _plain_name(name: str, value: object) -> None:
     if not isinstance(value, str) or not value or "/" in value or "\0" in value or value in (".", ".."):
         raise ValueError(f"{name} is {value!r:.80}, not a file name")
 
 
-def _file(name: str, value: Any) -> None:
+def _file(name: str, value: object) -> None:
     """A file of this checkpoint, or `../OTHER/FILE` of another one of the same store."""
-    _kind(name, value, str)
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r:.80}, not a file name")
     for part in value.removeprefix("../").split("/", 1) if value.startswith("../") else [value]:
         _plain_name(name, part)

@@ -6,15 +6,19 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
 
 from allranks.checkpoint.tensors import as_dtensor, is_dtensor, local_chunk, narrowed
 from allranks.errors import CheckpointValidationError
 
+#: What torch's parts save of themselves: plain values and tensors by name.
+StateDict: TypeAlias = dict[str, Any]
+SavedDict: TypeAlias = Mapping[str, Any]  # the same, as it is read
 #: Fields whose value belongs to one rank: saved by every rank, given back to the rank of the same number.
 PER_RANK = ("dataset_state", "rng_states", "metrics", "timestamp")
 #: Of these, what a rank that was not there at the save gets from the first one.
@@ -30,22 +34,22 @@ class CheckpointState:
 
     step: int = 0
     epoch: int = 0
-    model_state_dict: dict[str, Any] = field(default_factory=dict)
-    optimizer_state_dict: dict[str, Any] = field(default_factory=dict)
-    lr_scheduler_state_dict: dict[str, Any] = field(default_factory=dict)
-    dataset_state: dict[str, Any] = field(default_factory=dict)
-    rng_states: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, Any] = field(default_factory=dict)
+    model_state_dict: StateDict = field(default_factory=dict)
+    optimizer_state_dict: StateDict = field(default_factory=dict)
+    lr_scheduler_state_dict: StateDict = field(default_factory=dict)
+    dataset_state: StateDict = field(default_factory=dict)
+    rng_states: StateDict = field(default_factory=dict)
+    metrics: StateDict = field(default_factory=dict)
     world_size: int = 1
     timestamp: float = field(default_factory=time.time)
-    rank_states: dict[int, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
+    rank_states: dict[int, StateDict] = field(default_factory=dict, repr=False, compare=False)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> StateDict:
         """The ten known keys; tensors are not copied."""
         return {name: getattr(self, name) for name in _KEYS}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> CheckpointState:
+    def from_dict(cls, data: SavedDict) -> CheckpointState:
         """From the known keys; unknown ones are ignored, missing ones get their default."""
         return cls(**{name: data[name] for name in _KEYS if name in data})
 
@@ -67,7 +71,7 @@ _OTHER_NAMES = {
 }
 
 
-def state_of(raw: Mapping[str, Any]) -> CheckpointState:
+def state_of(raw: SavedDict) -> CheckpointState:
     """Any saved dict as a state: ours, `{"model": …, "optimizer": …}` as people write it, or a bare state_dict."""
     if "model_state_dict" in raw:
         return CheckpointState.from_dict(raw)
@@ -96,11 +100,11 @@ def _copied(value: Any) -> Any:
 
 def create_checkpoint_state(
     step: int,
-    model: Any,
-    optimizer: Any,
-    lr_scheduler: Any = None,
-    dataset_state: dict[str, Any] | None = None,
-    metrics: dict[str, Any] | None = None,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    lr_scheduler: LRScheduler | None = None,
+    dataset_state: StateDict | None = None,
+    metrics: StateDict | None = None,
     epoch: int = 0,
 ) -> CheckpointState:
     """Collects the state of the parts without copying a tensor. DDP and compiled wrappers are taken off."""
@@ -119,9 +123,9 @@ def create_checkpoint_state(
 
 def load_checkpoint_to_model(
     state: CheckpointState,
-    model: Any,
-    optimizer: Any = None,
-    lr_scheduler: Any = None,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr_scheduler: LRScheduler | None = None,
     strict: bool = True,
     restore_rng: bool = False,
 ) -> None:
@@ -142,7 +146,7 @@ def load_checkpoint_to_model(
         restore_rng_states(state.rng_states)
 
 
-def unwrap(model: Any) -> Any:
+def unwrap(model: torch.nn.Module) -> Any:
     """The model inside DDP or torch.compile; any wrapper with the wrapped one as `.module`."""
     seen = 0
     while seen < 8:
@@ -155,9 +159,9 @@ def unwrap(model: Any) -> Any:
     return model
 
 
-def collect_rng_states() -> dict[str, Any]:
+def collect_rng_states() -> StateDict:
     """Python, numpy, torch and, where it is in use, every visible CUDA device."""
-    states: dict[str, Any] = {
+    states: StateDict = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
@@ -167,7 +171,7 @@ def collect_rng_states() -> dict[str, Any]:
     return states
 
 
-def restore_rng_states(states: Mapping[str, Any]) -> None:
+def restore_rng_states(states: SavedDict) -> None:
     """Sets the generators that were saved; a new rank without a saved state keeps its own."""
     if "python" in states:
         random.setstate(states["python"])
@@ -180,11 +184,11 @@ def restore_rng_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all([state.cpu() for state in saved])
 
 
-def _is_fsdp1(model: Any) -> bool:
+def _is_fsdp1(model: torch.nn.Module) -> bool:
     return type(model).__name__ == "FullyShardedDataParallel"
 
 
-def _check_fit(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def _check_fit(live: SavedDict, saved: SavedDict) -> None:
     missing = tuple(name for name in live if name not in saved)
     other = tuple(
         name
@@ -205,7 +209,7 @@ def _check_fit(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         )
 
 
-def _sharded_like(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def _sharded_like(live: SavedDict, saved: SavedDict) -> StateDict:
     """Whole tensors as DTensors where the live ones are; everything else as it is."""
     return {name: _shard_value(value, live.get(name)) for name, value in saved.items()}
 
@@ -218,7 +222,7 @@ def _shard_value(value: Any, like: Any) -> Any:
     return as_dtensor(local.to(like.device, copy=True).contiguous(), like)
 
 
-def _sharded_optimizer(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
+def _sharded_optimizer(optimizer: torch.optim.Optimizer, saved: StateDict) -> StateDict:
     """An optimizer's whole state cut like its parameters; torch numbers parameters in order of the groups."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(is_dtensor(p) for p in parameters):

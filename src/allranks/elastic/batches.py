@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 from allranks.errors import ConfigurationError
 
@@ -78,6 +78,10 @@ def _check(global_batch: int, world_size: int, local_batch: int) -> None:
             f"{world_size - global_batch} rank(s) would have no sample",
             "scaling.target_global_batch_size",
         )
+
+
+#: What an object saves of itself: plain values by name, as torch's objects do.
+StateDict: TypeAlias = dict[str, Any]
 
 
 class RoundingMode(str, Enum):
@@ -180,14 +184,14 @@ class GradientAccumulationManager:
         self.reset()
         return self.accumulation_steps
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {
             "world_size": self.world_size,
             "accumulation_steps": self.accumulation_steps,
             "effective_batch_size": self.effective_batch_size,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Takes the world of the state; a following `on_topology_change` sees it as the old one."""
         self.plan = plan_for(self.config, int(state["world_size"]))
         self.reset()

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from allranks.errors import MissingExtra
 
 log = logging.getLogger("allranks.metrics")
-Summary = Mapping[str, Any]
+Summary: TypeAlias = Mapping[str, Any]
 
 
 def _flat(summary: Summary, prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -65,7 +65,7 @@ class JsonLinesSink:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
-    def write(self, summary: Summary, **more: Any) -> None:
+    def write(self, summary: Summary, **more: object) -> None:
         line = json.dumps({"time": time.time(), **summary, **more}, allow_nan=True)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b") as file:
@@ -167,7 +167,7 @@ def serve_prometheus(
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, format: str, *args: Any) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             log.debug("metrics request: " + format, *args)
 
     server = ThreadingHTTPServer((host, port), Handler)

@@ -284,46 +284,45 @@ class TrainingMetrics:
 
     def summary(self) -> dict[str, Any]:
         """Everything as plain values, in the documented groups."""
-        now = self.clock()
-        shares = self.goodput.shares(now)
+        shares = self.goodput.shares(self.clock())
+        saves, stall = self.checkpoint, self.checkpoint.stall.total_s
+        training = {
+            "elapsed_seconds": self.training_time,
+            **_named(self, "current_step", "total_tokens", "tokens_per_second"),
+            "efficiency": self.training_efficiency,
+            **({"loss": self.loss} if self.loss is not None else {}),
+        }
+        named = ("total_saves", "total_loads", "avg_save_time", "max_save_time")
+        recovery = (
+            "total_events",
+            "worker_joins",
+            "worker_failures",
+            "total_recovery_time",
+            "avg_recovery_time",
+        )
+        gradient = ("total_steps", "clip_count", "clip_frequency", "avg_clip_magnitude")
         return {
-            "training": {
-                "elapsed_seconds": self.training_time,
-                "current_step": self.current_step,
-                "total_tokens": self.total_tokens,
-                "tokens_per_second": self.tokens_per_second,
-                "efficiency": self.training_efficiency,
-                **({"loss": self.loss} if self.loss is not None else {}),
-            },
+            "training": training,
             "goodput": {
                 "ratio": shares["useful"],
-                **{f"share_{what}": share for what, share in shares.items()},
+                **{f"share_{what}": part for what, part in shares.items()},
             },
             "checkpoint": {
-                "total_saves": self.checkpoint.total_saves,
-                "total_loads": self.checkpoint.total_loads,
-                "avg_save_time": self.checkpoint.avg_save_time(),
-                "max_save_time": self.checkpoint.max_save_time(),
-                "total_stall": self.checkpoint.stall.total_s,
-                "async_failures": self.checkpoint.async_failures,
-                "async_retries": self.checkpoint.async_retries,
+                **_named(saves, *named),
+                "total_stall": stall,
+                **_named(saves, "async_failures", "async_retries"),
             },
-            "recovery": {
-                "total_events": self.recovery.total_events,
-                "worker_joins": self.recovery.worker_joins,
-                "worker_failures": self.recovery.worker_failures,
-                "total_recovery_time": self.recovery.total_recovery_time,
-                "avg_recovery_time": self.recovery.avg_recovery_time,
-            },
-            "gradient": {
-                "total_steps": self.gradient.total_steps,
-                "clip_count": self.gradient.clip_count,
-                "clip_frequency": self.gradient.clip_frequency,
-                "avg_clip_magnitude": self.gradient.avg_clip_magnitude,
-            },
+            "recovery": _named(self.recovery, *recovery),
+            "gradient": _named(self.gradient, *gradient),
             "lr_adjustments": self.lr.count,
         }
 
     def log_summary(self) -> None:
         """Three lines into the log."""
         LogSink().write(self.summary())
+
+
+def _named(source: object, *names: str) -> dict[str, Any]:
+    """Attributes, and what methods return, by their names."""
+    found = {name: getattr(source, name) for name in names}
+    return {name: value() if callable(value) else value for name, value in found.items()}

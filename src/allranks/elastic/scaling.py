@@ -10,18 +10,23 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING
 
 from allranks.elastic.batches import (
     BatchPlan,
     GradAccumulationConfig,
     GradientAccumulationManager,
     RoundingMode,
+    StateDict,
     exact_plan,
     rounded_plan,
 )
 from allranks.errors import ConfigurationError
 from allranks.model.options import option
+
+if TYPE_CHECKING:
+    import torch
+    from torch.optim.lr_scheduler import LRScheduler
 
 __all__ = [
     "BatchPlan",
@@ -129,7 +134,9 @@ class LRScalingManager:
     A schedule of the user's goes through `wrap`, so that neither overwrites the other.
     """
 
-    def __init__(self, config: ScalingConfig, optimizer: Any, world_size: int | None = None) -> None:
+    def __init__(
+        self, config: ScalingConfig, optimizer: torch.optim.Optimizer, world_size: int | None = None
+    ) -> None:
         self.config = config
         self.optimizer = optimizer
         self._current_world_size = world_size or config.base_world_size
@@ -201,11 +208,11 @@ class LRScalingManager:
             self._write()
         return self._lr
 
-    def wrap(self, scheduler: Any) -> ScaledSchedule:
+    def wrap(self, scheduler: LRScheduler) -> ScaledSchedule:
         """A scheduler of torch whose rates are multiplied with this manager's factor."""
         return ScaledSchedule(scheduler, self)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Plain numbers; a ramp under way is part of it."""
         ramp = self._ramp
         return {
@@ -218,7 +225,7 @@ class LRScalingManager:
             "warmup_target_lr": ramp.target_lr if ramp else self._lr,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Goes on where the state was taken, in the middle of a ramp too, and sets the optimizer's rate."""
         self._lr = float(state["current_lr"])
         self._current_world_size = int(state["current_world_size"])
@@ -250,12 +257,12 @@ class ScaledSchedule:
     both come out as `schedule(step) * factor`.
     """
 
-    def __init__(self, scheduler: Any, manager: LRScalingManager) -> None:
+    def __init__(self, scheduler: LRScheduler, manager: LRScalingManager) -> None:
         self.scheduler = scheduler
         self._manager = manager
         self._take()
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *args: object, **kwargs: object) -> None:
         """One step of the schedule."""
         self._give()
         self.scheduler.step(*args, **kwargs)
@@ -265,10 +272,10 @@ class ScaledSchedule:
         """The rates that the optimizer has now."""
         return [float(group["lr"]) for group in self._manager.optimizer.param_groups]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"scheduler": self.scheduler.state_dict(), "unscaled": list(self._manager._unscaled or [])}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.scheduler.load_state_dict(state["scheduler"])
         self._manager._unscaled = [float(lr) for lr in state["unscaled"]]
         self._manager._write()
@@ -285,8 +292,8 @@ class ScaledSchedule:
 
 
 def create_lr_scheduler_with_warmup(
-    optimizer: Any, warmup_steps: int, total_steps: int, min_lr: float = 0.0
-) -> Any:
+    optimizer: torch.optim.Optimizer, warmup_steps: int, total_steps: int, min_lr: float = 0.0
+) -> LRScheduler:
     """A torch LambdaLR. The first step has 1/warmup_steps of the rate, not zero: no step is wasted."""
     from torch.optim.lr_scheduler import LambdaLR
 
@@ -320,7 +327,7 @@ class ElasticScalingManager:
         self,
         lr_config: ScalingConfig,
         accum_config: GradAccumulationConfig | None,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         strategy: str = "constant_batch",
         *,
         rank: int = 0,
@@ -371,7 +378,7 @@ class ElasticScalingManager:
             return self.accum_manager.plan.shares
         return (self.lr_manager._current_batch_size,) * self.world_size
 
-    def on_topology_change(self, new_world_size: int, rank: int | None = None) -> dict[str, Any]:
+    def on_topology_change(self, new_world_size: int, rank: int | None = None) -> StateDict:
         """Returns the rate that will be reached and this rank's number of micro-batches."""
         if self.accum_manager:
             steps = self.accum_manager.on_topology_change(new_world_size, rank)
@@ -386,14 +393,14 @@ class ElasticScalingManager:
         """To be called once per optimizer step; moves along a ramp."""
         return self.lr_manager.step()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {
             "strategy": self.strategy,
             "lr": self.lr_manager.state_dict(),
             "accumulation": self.accum_manager.state_dict() if self.accum_manager else None,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.lr_manager.load_state_dict(state["lr"])
         if self.accum_manager and state.get("accumulation"):
             self.accum_manager.load_state_dict(state["accumulation"])

@@ -12,13 +12,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
+from allranks.elastic.batches import StateDict
 from allranks.elastic.world import world_of
 from allranks.errors import AllranksError, TopologyChangeError
+
+if TYPE_CHECKING:  # the parts that are None need not be importable
+    import torch
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from allranks.checkpoint.config import CheckpointTier
+    from allranks.checkpoint.manager import CheckpointManager
+    from allranks.checkpoint.state import CheckpointState
+    from allranks.elastic.data import ElasticDataLoader
+    from allranks.elastic.metrics import TrainingMetrics
+    from allranks.elastic.scaling import ElasticScalingManager
 
 log = logging.getLogger("allranks.elastic")
 
@@ -86,7 +98,7 @@ class TopologyEvent:
     def total_s(self) -> float:
         return sum(self.durations_s.values())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> StateDict:
         return {**asdict(self), "total_s": self.total_s}
 
 
@@ -98,14 +110,14 @@ class ElasticJob:
     checkpoint: CheckpointManager; metrics: TrainingMetrics; on_event: called with every TopologyEvent.
     """
 
-    model: Any = None
-    optimizer: Any = None
-    lr_scheduler: Any = None
-    scaling: Any = None
-    loader: Any = None
-    checkpoint: Any = None
+    model: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    lr_scheduler: LRScheduler | None = None
+    scaling: ElasticScalingManager | None = None
+    loader: ElasticDataLoader | None = None
+    checkpoint: CheckpointManager | None = None
     limits: Limits = field(default_factory=Limits)
-    metrics: Any = None
+    metrics: TrainingMetrics | None = None
     on_event: Callable[[TopologyEvent], None] | None = None
     events: list[TopologyEvent] = field(default_factory=list)
 
@@ -125,14 +137,14 @@ class ElasticJob:
         here, _ = world_of(rank, new)
         return _Change(self, old, new, here, live_step).run()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> StateDict:
         """What belongs into a checkpoint's `dataset_state`: data and scaling, the same on every rank."""
         return {
             "data": self.loader.state_dict() if self.loader is not None else None,
             "scaling": self.scaling.state_dict() if self.scaling is not None else None,
         }
 
-    def save(self, step: int) -> Any:
+    def save(self, step: int) -> tuple[CheckpointTier, ...]:
         """To be called after each optimizer step: saves where it is due."""
         if self.checkpoint is None:
             return ()
@@ -143,7 +155,7 @@ class ElasticJob:
         if saved and self.metrics is not None:
             stall = time.monotonic() - start
             for i, tier in enumerate(saved):
-                name = str(getattr(tier, "name", tier)).lower()
+                name = tier.name.lower()
                 self.metrics.checkpoint.record_save(name, stall, 0.0 if i else stall)
             self.metrics.stole("checkpoint", stall)
         return saved
@@ -211,7 +223,7 @@ class _Change:
         if job.metrics is not None and target != before:
             job.metrics.lr.record_adjustment(before, target)
 
-    def _restore(self) -> tuple[str, int, Mapping[str, Any]]:
+    def _restore(self) -> tuple[str, int, StateDict]:
         """(where from, last finished step, our part of the state)."""
         job = self.job
         if self.live_step is not None:
@@ -234,7 +246,7 @@ class _Change:
             self._rescale()
         return "checkpoint", int(state.step), saved
 
-    def _data(self, saved: Mapping[str, Any], step: int) -> None:
+    def _data(self, saved: StateDict, step: int) -> None:
         loader = self.job.loader
         if loader is None:
             return
@@ -297,17 +309,17 @@ class _Change:
         return error
 
 
-def _tier_of(checkpoint: Any) -> str:
+def _tier_of(checkpoint: CheckpointManager | None) -> str:
     return str(getattr(getattr(checkpoint, "restored_from", None), "name", ""))
 
 
-def _ours(state: Any) -> Mapping[str, Any]:
+def _ours(state: CheckpointState) -> StateDict:
     """Data and scaling of a loaded checkpoint: this rank's, or any rank's for one that was not there."""
     if state.dataset_state:
-        found: Mapping[str, Any] = state.dataset_state
+        found: StateDict = state.dataset_state
         return found
     for number in sorted(state.rank_states):
         if state.rank_states[number].get("dataset_state"):
-            other: Mapping[str, Any] = state.rank_states[number]["dataset_state"]
+            other: StateDict = state.rank_states[number]["dataset_state"]
             return other
     return {}

@@ -152,7 +152,7 @@ def barrier() -> None:
         dist.barrier()
 
 
-def broadcast_object(obj: Any, src: int = 0) -> Any:
+def broadcast_object(obj: object, src: int = 0) -> Any:
     """Sends a plain value (None, bool, numbers, text, bytes, lists, dicts of them) from `src` to all ranks.
 
     Nothing is unpickled: what arrives is data, never code. Tuples arrive as lists. Tensors have torch's own
@@ -189,12 +189,12 @@ def broadcast_object(obj: Any, src: int = 0) -> Any:
     return msgspec.msgpack.decode(buffer.cpu().numpy().tobytes())
 
 
-def _packed(obj: Any) -> bytes:
+def _packed(obj: object) -> bytes:
     _refuse_objects(obj, "the value")
     return msgspec.msgpack.encode(obj)
 
 
-def _refuse_objects(value: Any, where: str) -> None:
+def _refuse_objects(value: object, where: str) -> None:
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return
     if isinstance(value, (list, tuple)) and type(value) in {list, tuple}:

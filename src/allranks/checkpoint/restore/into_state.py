@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from allranks.checkpoint.manifest import Index
 from allranks.checkpoint.restore.opened_checkpoint import Opened, opened
@@ -17,6 +18,7 @@ from allranks.checkpoint.state import (
     FROM_THE_FIRST,
     PER_RANK,
     CheckpointState,
+    StateDict,
     state_of,
     unwrap,
 )
@@ -33,9 +35,9 @@ class Live:
 
     def __init__(
         self,
-        model: Any,
-        optimizer: Any = None,
-        lr_scheduler: Any = None,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: LRScheduler | None = None,
         *,
         strict: bool = True,
         check_first: bool = False,
@@ -139,7 +141,7 @@ def copy_into(snapshot: StateSnapshot, live: Live) -> CheckpointState:
     return state
 
 
-def skeletons(checkpoint: Opened, rank: int) -> tuple[Any, dict[int, Any]]:
+def skeletons(checkpoint: Opened, rank: int) -> tuple[StateDict, dict[int, StateDict]]:
     """(what all ranks share, rank → its own part). A rank with a skeleton of its own gets that one."""
     by_rank: dict[int, Index] = {index.rank: index for index in checkpoint.indexes}
     mine = by_rank.get(rank)
@@ -154,7 +156,7 @@ def skeletons(checkpoint: Opened, rank: int) -> tuple[Any, dict[int, Any]]:
 
 
 def _assemble(
-    common: Any, own: Mapping[int, Any], rank: int, tensors: Mapping[str, torch.Tensor]
+    common: StateDict, own: Mapping[int, StateDict], rank: int, tensors: Mapping[str, torch.Tensor]
 ) -> CheckpointState:
     rank_states = {number: unflatten(part, tensors) for number, part in own.items()}
     mine = rank_states.get(rank)
@@ -166,7 +168,9 @@ def _assemble(
     return state
 
 
-def _model_targets(tensors: dict[str, torch.Tensor], common: Any, strict: bool) -> dict[str, torch.Tensor]:
+def _model_targets(
+    tensors: dict[str, torch.Tensor], common: StateDict, strict: bool
+) -> dict[str, torch.Tensor]:
     """The live tensors of the model that the checkpoint has."""
     saved = set(tensor_names({"model_state_dict": common.get("model_state_dict", {})}))
     missing, unexpected = tuple(set(tensors) - saved), tuple(saved - set(tensors))
@@ -180,7 +184,7 @@ def _model_targets(tensors: dict[str, torch.Tensor], common: Any, strict: bool) 
     return {name: tensor for name, tensor in tensors.items() if name in saved}
 
 
-def _check_optimizer(live: Live, common: Any) -> None:
+def _check_optimizer(live: Live, common: StateDict) -> None:
     """What the optimizer's own load_state_dict would refuse is refused before anything is changed."""
     saved = common.get("optimizer_state_dict", {})
     if live.optimizer is None or not isinstance(saved, dict) or not saved.get("param_groups"):
@@ -196,7 +200,7 @@ def _check_optimizer(live: Live, common: Any) -> None:
 
 
 def _optimizer_targets(
-    checkpoint: Opened, live: Live, common: Any
+    checkpoint: Opened, live: Live, common: StateDict
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The optimizer's tensors: (its own where it has them, new ones shaped and sharded like the parameter)."""
     existing: dict[str, torch.Tensor] = {}
@@ -221,7 +225,7 @@ def _optimizer_targets(
     return existing, new
 
 
-def _optimizer_entries(common: Any) -> Iterator[tuple[int, list[tuple[str, str]]]]:
+def _optimizer_entries(common: StateDict) -> Iterator[tuple[int, list[tuple[str, str]]]]:
     """(number of the parameter, [(key, name of the tensor)]) of what the saved optimizer keeps per parameter."""
     saved = common.get("optimizer_state_dict", {})
     state = saved.get("state", {}) if isinstance(saved, dict) else {}
@@ -248,7 +252,7 @@ def _install(live: Live, state: CheckpointState) -> None:
         live.lr_scheduler.load_state_dict(state.lr_scheduler_state_dict)
 
 
-def _without_model(common: Any) -> Any:
+def _without_model(common: StateDict) -> StateDict:
     return {key: value for key, value in common.items() if key not in ("model_state_dict", *PER_RANK)}
 
 

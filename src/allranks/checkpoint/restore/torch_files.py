@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import logging
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from allranks.checkpoint.config import CheckpointLoadConfig
 from allranks.checkpoint.state import REQUIRED_KEYS, CheckpointState
 from allranks.checkpoint.tensors import narrowed
-from allranks.errors import CheckpointLoadError, CheckpointValidationError
+from allranks.errors import AllranksError, CheckpointLoadError, CheckpointValidationError
 
 log = logging.getLogger("allranks.checkpoint")
 SECURITY_WARNING = (
@@ -64,7 +65,7 @@ def read_legacy(path: Path, config: CheckpointLoadConfig, tier: str = "NVME") ->
         raise
 
 
-def check_structure(raw: Mapping[str, Any], path: str, tier: str) -> None:
+def check_structure(raw: Mapping[str, object], path: str, tier: str) -> None:
     """The keys people rely on, and their types."""
     missing = tuple(key for key in REQUIRED_KEYS if key not in raw)
     if missing:
@@ -96,47 +97,45 @@ def _numpy_types() -> list[Any]:
 
 
 def _load(path: Path, tier: str, weights_only: bool) -> Any:
+    copies = "a .pt file has no checksums of its own: take another copy of it, or an older one"
+    with damage_of(path, tier, copies):
+        try:
+            with torch.serialization.safe_globals(_numpy_types()):
+                return torch.load(path, map_location="cpu", weights_only=weights_only)
+        except FileNotFoundError as error:
+            hint = f"what is there: ls '{path.parent}'"
+            raise CheckpointLoadError("No such file", tier=tier, path=str(path), hint=hint) from error
+        except pickle.UnpicklingError as error:
+            raise CheckpointLoadError(
+                "it holds more than tensors and plain containers, and loading that runs code",
+                tier=tier,
+                path=str(path),
+                hint="if you made this file yourself: CheckpointLoadConfig(trusted_source=True)",
+            ) from error
+
+
+@contextmanager
+def damage_of(path: Path, tier: str = "", hint: str = "") -> Iterator[None]:
+    """Whatever torch and pickle raise for a damaged file (RuntimeError, EOFError, KeyError …), as one error."""
     try:
-        with torch.serialization.safe_globals(_numpy_types()):
-            return torch.load(path, map_location="cpu", weights_only=weights_only)
-    except FileNotFoundError as error:
+        yield
+    except AllranksError:
+        raise
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0][:200]
         raise CheckpointLoadError(
-            "No such file", tier=tier, path=str(path), hint=f"what is there: ls '{path.parent}'"
-        ) from error
-    except pickle.UnpicklingError as error:
-        raise CheckpointLoadError(
-            "it holds more than tensors and plain containers, and loading that runs code",
+            f"damaged, cut short, or something else ({type(error).__name__}: {first})",
             tier=tier,
             path=str(path),
-            hint="if you made this file yourself: CheckpointLoadConfig(trusted_source=True)",
-        ) from error
-    except Exception as error:  # torch raises RuntimeError, EOFError, KeyError … for damaged files
-        raise CheckpointLoadError(
-            f"damaged or not a checkpoint ({type(error).__name__}: {_first_line(error)})",
-            tier=tier,
-            path=str(path),
-            hint="a .pt file has no checksums of its own: take another copy of it, or an older one",
+            hint=hint or f"was it copied to the end? Compare its size with the original: ls -l '{path}'",
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
-
-
-_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
-_ALLOWED = {
-    (_METADATA_MODULE, name)
-    for name in (
-        "Metadata",
-        "MetadataIndex",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {
+_METADATA_TYPES = (
+    "Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
+    "StorageMeta _MEM_FORMAT_ENCODING"
+)
+_ALLOWED = {("torch.distributed.checkpoint.metadata", name) for name in _METADATA_TYPES.split()} | {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -154,29 +153,22 @@ def is_dcp(path: Path) -> bool:
 
 def read_dcp(folder: Path) -> dict[str, Any]:
     """The nested state dict of a DCP folder, whole CPU tensors."""
-    metadata = read_metadata(folder)
-    flat = {
-        name: _read_tensor(folder, name, entry, metadata)
-        if isinstance(entry, TensorStorageMetadata)
-        else _read_item(folder, metadata.storage_data[MetadataIndex(name)])
-        for name, entry in metadata.state_dict_metadata.items()
-    }
-    return _nested(flat, metadata.planner_data or {})
+    with damage_of(folder):
+        metadata = read_metadata(folder)
+        flat = {
+            name: _read_tensor(folder, name, entry, metadata)
+            if isinstance(entry, TensorStorageMetadata)
+            else _read_item(folder, metadata.storage_data[MetadataIndex(name)])
+            for name, entry in metadata.state_dict_metadata.items()
+        }
+        return _nested(flat, metadata.planner_data or {})
 
 
 def read_metadata(folder: Path) -> Metadata:
     """DCP's `.metadata`; CheckpointValidationError when it asks for anything but DCP's plain types."""
     path = folder / ".metadata"
-    try:
+    with damage_of(path, "NVME"):
         found = _PlainTypes(io.BytesIO(path.read_bytes())).load()
-    except FileNotFoundError as error:
-        raise CheckpointLoadError("No such file", tier="NVME", path=str(path)) from error
-    except CheckpointValidationError:
-        raise
-    except Exception as error:  # a damaged pickle raises whatever it likes
-        raise CheckpointLoadError(
-            f"damaged: {type(error).__name__}: {error}", tier="NVME", path=str(path)
-        ) from error
     if not isinstance(found, Metadata):
         raise CheckpointLoadError(f"it holds a {type(found).__name__}", tier="NVME", path=str(path))
     return found

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeAlias
 
 from allranks.channel.frames import JsonReader, send_json
 from allranks.checkpoint.layout import FileLayout, Shard, lay_out
@@ -26,6 +26,8 @@ from allranks.checkpoint.stores.store import Attempt, Store, StoreSpec, hint_for
 from allranks.errors import CheckpointValidationError
 
 SOCKET_FD = 3
+#: What rank and helper tell each other, as JSON: `kind` says which of the messages at the end of the module it is.
+Message: TypeAlias = dict[str, Any]
 #: Saving gives way to training where both want the same core.
 NICENESS = 5
 
@@ -41,7 +43,7 @@ class Helper:
         self.layouts: dict[int, FileLayout] = {}
         self.stores: dict[str, Store] = {}
         self.last: dict[str, tuple[str, str, Index]] = {}
-        self.queues: dict[str, queue.SimpleQueue[dict[str, Any] | None]] = {}
+        self.queues: dict[str, queue.SimpleQueue[Message | None]] = {}
         self.workers: list[threading.Thread] = []
         self.sending = threading.Lock()
 
@@ -56,7 +58,7 @@ class Helper:
             for worker in self.workers:
                 worker.join()
 
-    def handle(self, message: dict[str, Any]) -> None:
+    def handle(self, message: Message) -> None:
         """Does what one message asks."""
         kind = message["kind"]
         if kind == "arena":
@@ -71,7 +73,7 @@ class Helper:
             image = self.arenas[message["arena"]]  # taken now: the rank may drop the arena before its turn
             self.queue_of(message["job"]["store"]["url"]).put({**message, "image": image})
 
-    def queue_of(self, url: str) -> queue.SimpleQueue[dict[str, Any] | None]:
+    def queue_of(self, url: str) -> queue.SimpleQueue[Message | None]:
         """The waiting line of a store, with its thread."""
         if url not in self.queues:
             self.queues[url] = queue.SimpleQueue()
@@ -80,12 +82,12 @@ class Helper:
             worker.start()
         return self.queues[url]
 
-    def work(self, waiting: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+    def work(self, waiting: queue.SimpleQueue[Message | None]) -> None:
         """Body of a store's thread."""
         while (message := waiting.get()) is not None:
             self.reply(self.save(message))
 
-    def save(self, message: dict[str, Any]) -> dict[str, Any]:
+    def save(self, message: Message) -> Message:
         """One save from start to end; never raises."""
         job = job_from_json(message["job"])
         try:
@@ -130,7 +132,7 @@ class Helper:
         """Whether the rank still runs."""
         return self.parent is not None and not select.select([self.parent], [], [], 0)[0]
 
-    def reply(self, message: dict[str, Any]) -> None:
+    def reply(self, message: Message) -> None:
         """Tells the rank; a rank that is gone does not need to know."""
         with contextlib.suppress(OSError), self.sending:
             send_json(self.sock, message)
@@ -152,12 +154,12 @@ def main() -> int:
     return 0
 
 
-def job_to_json(job: SaveJob) -> dict[str, Any]:
+def job_to_json(job: SaveJob) -> Message:
     """A job as JSON; the skeletons in it are not copied."""
     return {**vars(job), "store": asdict(job.store), "attempt": asdict(job.attempt)}
 
 
-def job_from_json(raw: dict[str, Any]) -> SaveJob:
+def job_from_json(raw: Message) -> SaveJob:
     """The job again."""
     return SaveJob(
         **{
@@ -177,7 +179,7 @@ def shards_from_json(raw: list[list[Any]]) -> list[Shard]:
     ]
 
 
-def saved_from_json(raw: dict[str, Any]) -> Saved:
+def saved_from_json(raw: Message) -> Saved:
     """A result again."""
     return Saved(**{**raw, "removed": tuple(raw["removed"]), "left": tuple(raw["left"])})
 

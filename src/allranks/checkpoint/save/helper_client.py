@@ -18,12 +18,11 @@ import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import allranks
 from allranks.channel.frames import JsonReader, send_json
 from allranks.checkpoint.layout import Shard
-from allranks.checkpoint.save.helper import SOCKET_FD, job_to_json, saved_from_json
+from allranks.checkpoint.save.helper import SOCKET_FD, Message, job_to_json, saved_from_json
 from allranks.checkpoint.save.staging import SharedArena
 from allranks.checkpoint.save.writer import Saved, SaveJob
 from allranks.errors import CheckpointSaveError
@@ -186,13 +185,13 @@ def _listen(running: _Running) -> None:
     _settle_dead(running)
 
 
-def _deliver(running: _Running, message: dict[str, Any]) -> None:
+def _deliver(running: _Running, message: Message) -> None:
     with running.lock:
         order, future, _ = running.owed.pop(message["save"])
     _finish(order, future, message)
 
 
-def _finish(order: SaveOrder, future: Future[Saved], message: dict[str, Any]) -> None:
+def _finish(order: SaveOrder, future: Future[Saved], message: Message) -> None:
     if message["kind"] == "saved":
         future.set_result(saved_from_json(message["result"]))
         return

@@ -54,7 +54,7 @@ class Saves:
             inner = self.helper.submit(
                 SaveOrder(job, tier, snapshot.arena, snapshot.plan.id, snapshot.plan.shards)
             )
-        except Exception as error:
+        except OSError as error:  # no process, or no memory, for a new helper
             snapshot.release()
             self.fail(tier, str(job.store.url), error, announced)
             return

@@ -16,7 +16,7 @@ import torch
 from allranks.checkpoint.checksum import best_algorithm, checksum
 from allranks.checkpoint.save.plan import Plan, local_tensors
 from allranks.checkpoint.save.staging import SharedArena, Stager
-from allranks.checkpoint.state import PER_RANK, CheckpointState
+from allranks.checkpoint.state import PER_RANK, CheckpointState, StateDict
 from allranks.checkpoint.tensors import Flat, as_dtensor, flatten, is_dtensor, local_chunk, unflatten
 from allranks.errors import CheckpointDamaged
 
@@ -28,8 +28,8 @@ SEAL_LIMIT_S = 600.0
 class FlatState:
     """A state taken apart: what all ranks share, what is this rank's own, and all tensors by name."""
 
-    common: Any
-    own: Any
+    common: StateDict
+    own: StateDict
     tensors: dict[str, torch.Tensor]
 
 
@@ -42,7 +42,9 @@ def flatten_state(state: CheckpointState, rank: int) -> FlatState:
     return FlatState(common.skeleton, private.skeleton, {**common.tensors, **private.tensors})
 
 
-def unflatten_state(common: Any, own: Any, tensors: Mapping[str, torch.Tensor]) -> CheckpointState:
+def unflatten_state(
+    common: StateDict, own: StateDict | None, tensors: Mapping[str, torch.Tensor]
+) -> CheckpointState:
     """Puts a state together again; `own` None leaves the per-rank fields empty."""
     fields = unflatten(common, tensors)
     if own is not None:
@@ -102,12 +104,12 @@ class StateSnapshot:
 
     step: int
     timestamp: float
-    common: Any
-    own: Any
+    common: StateDict
+    own: StateDict
     plan: Plan
     arena: SharedArena
     pool: ArenaPool
-    wraps: dict[str, Any]
+    wraps: dict[str, _Wrap]
     ready: bool = False
     _sums: dict[tuple[str, int], str] = field(default_factory=dict)
     _sealing: threading.Thread | None = None
@@ -238,7 +240,7 @@ class _Wrap:
         return as_dtensor(torch.empty(local_chunk(self)[0], dtype=self.dtype), self)
 
 
-def wraps_of(tensors: Mapping[str, Any]) -> dict[str, Any]:
+def wraps_of(tensors: Mapping[str, Any]) -> dict[str, _Wrap]:
     """What `StateSnapshot.wraps` needs of the live tensors."""
     return {
         name: _Wrap(t.device_mesh, t.placements, t.shape, tuple(t.stride()), t.dtype)

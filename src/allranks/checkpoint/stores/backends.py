@@ -7,9 +7,8 @@ of several ranks use the manager.
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from allranks.checkpoint.checksum import best_algorithm
@@ -72,16 +71,9 @@ class Backend:
 
     def save_async(self, state: CheckpointState, path: str) -> Future[str]:
         """Copies now, writes in a thread; the Future raises CheckpointSaveError when it fails."""
-        copied = state.cpu_copy()
-        future: Future[str] = Future()
-
-        def work() -> None:
-            try:
-                future.set_result(self.save(copied, path))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=work, name="allranks-checkpoint-save", daemon=True).start()
+        saver = ThreadPoolExecutor(1, "allranks-checkpoint-save")
+        future = saver.submit(self.save, state.cpu_copy(), path)
+        saver.shutdown(wait=False)
         return future
 
     def load(self, path: str, config: CheckpointLoadConfig | None = None) -> CheckpointState:

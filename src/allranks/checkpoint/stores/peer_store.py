@@ -12,15 +12,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
 from allranks.channel.frames import receive_json, send_json
 from allranks.channel.handshake import ChannelError, greet_as_client
 from allranks.channel.keys import Keyring
 from allranks.checkpoint.checksum import best_algorithm
 from allranks.checkpoint.stores.keyed_store import KeyedStore
-from allranks.checkpoint.stores.snapshot_server import PURPOSE, receive_bytes, send_bytes
+from allranks.checkpoint.stores.snapshot_server import PURPOSE, Message, receive_bytes, send_bytes
 from allranks.checkpoint.stores.store import Pieces, StoreSpec
 
 log = logging.getLogger("allranks.checkpoint")
@@ -56,15 +56,14 @@ class KeeperClient:
             sock = self._idle.pop() if self._idle else None
         if sock is None:
             sock = self._connect()
-        try:
+        with ExitStack() as undo:
+            undo.callback(sock.close)
             yield sock
-        except BaseException:
-            sock.close()
-            raise
+            undo.pop_all()
         with self._lock:
             self._idle.append(sock)
 
-    def put(self, key: str, pieces: list[memoryview], length: int, extra: dict[str, Any]) -> None:
+    def put(self, key: str, pieces: list[memoryview], length: int, extra: Message) -> None:
         """Stores a blob; OSError says why not."""
         algorithm = best_algorithm()
         with self.connection() as sock:
@@ -80,7 +79,7 @@ class KeeperClient:
 
     def get(self, key: str, start: int = 0, view: memoryview | None = None) -> tuple[memoryview, str, int]:
         """(bytes, version, size of the blob); FileNotFoundError."""
-        request: dict[str, Any] = {"do": "get", "key": key, "start": start}
+        request: Message = {"do": "get", "key": key, "start": start}
         if view is not None:
             request["length"] = len(view)
         with self.connection() as sock:
@@ -94,7 +93,7 @@ class KeeperClient:
             raise EOFError(f"{key} ends at byte {answer['size']}")
         return target, answer["version"], answer["size"]
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, request: Message) -> Message:
         """A request without bytes."""
         with self.connection() as sock:
             send_json(sock, request)
@@ -109,17 +108,15 @@ class KeeperClient:
 
     def _connect(self) -> socket.socket:
         host, _, port = self.address.rpartition(":")
-        sock = socket.create_connection((host, int(port)), timeout=CONNECT_S)
-        try:
+        with ExitStack() as undo:
+            sock = undo.enter_context(socket.create_connection((host, int(port)), timeout=CONNECT_S))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.settimeout(TRANSFER_S)
-            greet_as_client(sock, Keyring(self.token).for_purpose(PURPOSE))
-        except ChannelError as error:
-            sock.close()
-            raise PermissionError(13, f"the snapshot keeper refused the token: {error}") from error
-        except BaseException:
-            sock.close()
-            raise
+            try:
+                greet_as_client(sock, Keyring(self.token).for_purpose(PURPOSE))
+            except ChannelError as error:
+                raise PermissionError(13, f"the snapshot keeper refused the token: {error}") from error
+            undo.pop_all()
         return sock
 
 

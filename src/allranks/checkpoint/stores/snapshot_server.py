@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from allranks.channel.frames import is_intact, next_json, read_into, send_checksum, send_from, send_json
 from allranks.channel.handshake import ChannelError
@@ -28,6 +28,8 @@ from allranks.checkpoint.checksum import best_algorithm, new_hasher
 
 log = logging.getLogger("allranks.checkpoint")
 PURPOSE = "snapshots"  # names the key that both sides prove
+#: A request or an answer, as JSON.
+Message: TypeAlias = dict[str, Any]
 _BACKLOG = 512
 MAX_REQUEST_BYTES = 1 << 20
 
@@ -90,7 +92,7 @@ class SnapshotServer:
         while (request := next_json(connection, MAX_REQUEST_BYTES)) is not None:
             self._answer(connection, request)
 
-    def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
+    def _answer(self, connection: socket.socket, request: Message) -> None:
         operation = request["do"]
         if operation == "put":
             send_json(connection, self._put(connection, request))
@@ -112,7 +114,7 @@ class SnapshotServer:
         else:
             send_json(connection, {"ok": False, "error": f"unknown operation {operation!r}"})
 
-    def _put(self, connection: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
+    def _put(self, connection: socket.socket, request: Message) -> Message:
         """Reserves room, says go on or no, receives, and puts the whole blob in its place at once."""
         key, length = str(request["key"]), int(request["length"])
         refusal = self._reserve(key, length)
@@ -141,7 +143,7 @@ class SnapshotServer:
             self._reserved += length
             return ""
 
-    def _place(self, key: str, blob: _Blob, request: dict[str, Any]) -> dict[str, Any]:
+    def _place(self, key: str, blob: _Blob, request: Message) -> Message:
         with self._lock:
             current = self._blobs.get(key)
             if "expected" in request:
@@ -153,7 +155,7 @@ class SnapshotServer:
             self._blobs[key] = blob
             return {"ok": True, "version": str(blob.version)}
 
-    def _get(self, connection: socket.socket, request: dict[str, Any]) -> None:
+    def _get(self, connection: socket.socket, request: Message) -> None:
         with self._lock:
             blob = self._blobs.get(request["key"])
         if blob is None:

@@ -10,7 +10,14 @@ from typing import Any
 
 from allranks.elastic.config.messages import near, not_a_mapping, sentence, written
 from allranks.elastic.config.relations import find_breaches
-from allranks.elastic.config.yaml_tree import ConfigProblem, Tree, ValidationResult, read_tree, result_of
+from allranks.elastic.config.yaml_tree import (
+    ConfigProblem,
+    KeyPath,
+    Tree,
+    ValidationResult,
+    read_tree,
+    result_of,
+)
 from allranks.errors import ConfigurationError, InputError, require
 
 
@@ -86,11 +93,11 @@ def _tree(source: Any) -> Tree:
         except (OSError, ValueError) as error:
             raise InputError(f"cannot read {source}: {getattr(error, 'strerror', None) or error}") from error
     if type(source).__module__.split(".")[0] == "omegaconf":
-        from omegaconf import OmegaConf
+        from omegaconf import OmegaConf, errors
 
         try:
             return Tree(OmegaConf.to_container(source, resolve=True))
-        except Exception as error:  # its many interpolation errors
+        except errors.OmegaConfBaseException as error:
             return Tree(
                 problems=[ConfigProblem(f"cannot resolve the container: {str(error).splitlines()[0]}")]
             )
@@ -224,10 +231,10 @@ class _Check:
         except self._invalid():
             return model()
 
-    def _error(self, path: tuple[Any, ...], message: str) -> None:
+    def _error(self, path: KeyPath, message: str) -> None:
         self.errors.append(ConfigProblem(message, ".".join(map(str, path)), self.tree.mark(path)))
 
-    def _warn(self, path: tuple[Any, ...], message: str) -> None:
+    def _warn(self, path: KeyPath, message: str) -> None:
         self.warnings.append(ConfigProblem(message, ".".join(map(str, path)), self.tree.mark(path)))
 
 

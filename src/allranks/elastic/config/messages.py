@@ -6,10 +6,10 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from allranks.elastic.config.yaml_tree import missing_space
+from allranks.elastic.config.yaml_tree import KeyPath, missing_space
 
 
-def sentence(model: Any, path: tuple[Any, ...], entry: Mapping[str, Any]) -> str:
+def sentence(model: Any, path: KeyPath, entry: Mapping[str, Any]) -> str:
     """pydantic's finding in our words; the documented messages are made here."""
     kind, value, context = entry["type"], entry["input"], entry.get("ctx", {})
     owner, info = _field(model, path[1:])
@@ -43,7 +43,7 @@ def sentence(model: Any, path: tuple[Any, ...], entry: Mapping[str, Any]) -> str
     return f"{name}: {entry['msg']} (got {_shown(value)})"
 
 
-def _label(info: Any, path: tuple[Any, ...]) -> str:
+def _label(info: Any, path: KeyPath) -> str:
     """The word for a field: its title, else its key (of a list's item, the list's)."""
     key = next((str(part) for part in reversed(path) if not isinstance(part, int)), "value")
     return (info.title if info is not None else None) or key
@@ -58,9 +58,9 @@ _WANTED = {
 }
 
 
-def written(model: Any, loc: tuple[Any, ...]) -> tuple[Any, ...]:
+def written(model: Any, loc: KeyPath) -> KeyPath:
     """A location without the branches of unions that pydantic adds to it."""
-    path: list[Any] = []
+    path: list[str | int] = []
     for part in loc:
         if isinstance(part, int):
             path.append(part)
@@ -71,7 +71,7 @@ def written(model: Any, loc: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(path)
 
 
-def _field(model: Any, path: tuple[Any, ...]) -> tuple[Any, Any]:
+def _field(model: Any, path: KeyPath) -> tuple[Any, Any]:
     """The model that owns the last part of a path, and that field (None for an unknown key)."""
     info = None
     for i, part in enumerate(path):
@@ -105,19 +105,19 @@ def _options(info: Any) -> list[str]:
     return found
 
 
-def near(word: Any, options: Iterable[str]) -> str:
+def near(word: object, options: Iterable[str]) -> str:
     """ " Did you mean 'x'?", or nothing when no option is near."""
     close = difflib.get_close_matches(str(word), [str(option) for option in options], n=1, cutoff=0.7)
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
-def not_a_mapping(what: str, value: Any) -> str:
+def not_a_mapping(what: str, value: object) -> str:
     cure = missing_space(value) if isinstance(value, str) else None
     if cure:
         return f"{what} holds no keys; {cure}"
     return f"{what} must hold 'key: value' lines, not {_shown(value)}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

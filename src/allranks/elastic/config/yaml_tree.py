@@ -68,7 +68,7 @@ _STARTS = {
 }
 
 
-def explain(text: str, error: Any) -> list[ConfigProblem]:
+def explain(text: str, error: yaml.YAMLError) -> list[ConfigProblem]:
     """Every mistake found, first to last; at least one problem."""
     lines = text.splitlines()
     found = {problem.line: problem for problem in _glance(lines)}
@@ -110,7 +110,7 @@ def _glance(lines: list[str]) -> Iterator[ConfigProblem]:
             )
 
 
-def _at(lines: list[str], mark: Any, error: Any) -> ConfigProblem:
+def _at(lines: list[str], mark: Any, error: yaml.YAMLError) -> ConfigProblem:
     """The mistake at the place where the parser stopped."""
     line = lines[mark.line] if mark.line < len(lines) else ""
     place = (mark.line + 1, mark.column + 1)
@@ -118,44 +118,40 @@ def _at(lines: list[str], mark: Any, error: Any) -> ConfigProblem:
     context = str(getattr(error, "context", "") or "")
     if "\t" in line:
         return ConfigProblem("a tab stands where YAML allows only spaces; replace it by spaces", mark=place)
-    first = line[mark.column : mark.column + 1] or line.strip()[:1]
-    value = re.match(r"^\s*(?:- +)?[\w.-]+: +(\S.*)$", line)
-    start = value[1][0] if value else first
-    if start in _STARTS and (
-        "scanning" in context or "cannot start any token" in said or "undefined alias" in said
-    ):
-        return ConfigProblem(
-            f"unquoted special character {start!r}: in YAML it starts {_STARTS[start]}; "
-            f"put the value in quotes{_quoted(value)}",
-            mark=place,
-        )
+    scanning = "scanning" in context or "cannot start any token" in said or "undefined alias" in said
+    special = _special_character(line, mark.column) if scanning else ""
+    if special:
+        return ConfigProblem(special, mark=place)
     if "mapping values are not allowed" in said:
         return _extra_colon(lines, place)
-    for word, text, sentence, at_context in _GRAMMAR:
-        if word in (said if text == "said" else context):
-            return ConfigProblem(
-                sentence.format(said=said), mark=_context(error, place) if at_context else place
-            )
+    for word, in_context, sentence, at_context in _GRAMMAR:
+        if word in (context if in_context else said):
+            where = _context(error, place) if at_context else place
+            return ConfigProblem(sentence.format(said=said), mark=where)
     return ConfigProblem(f"not valid YAML: {said}", mark=place)
 
 
-#: (what stands in the parser's sentence or in its context, which of them, our sentence, where its context began)
+def _special_character(line: str, column: int) -> str:
+    """A value that begins with a character which means something in YAML; "" if this one does not."""
+    value = re.match(r"^\s*(?:- +)?[\w.-]+: +(\S.*)$", line)
+    start = value[1][0] if value else line[column : column + 1] or line.strip()[:1]
+    if start not in _STARTS:
+        return ""
+    quoted = f': "{value[1].strip()}"' if value else ""
+    return f"unquoted special character {start!r}: in YAML it starts {_STARTS[start]}; put the value in quotes{quoted}"
+
+
+_LINE_UP = (
+    "this line does not line up with the lines before it: keys of one section need the same indentation"
+)
+_SECOND = "the file holds more than one document: a line '---' starts a second one"
+#: (what the parser says, whether in its context, our sentence, whether the mistake is where its context began)
 _GRAMMAR = (
-    (
-        "another document",
-        "said",
-        "the file holds more than one document: a line '---' starts a second one",
-        False,
-    ),
-    ("quoted scalar", "context", "a quote opened here is never closed ({said})", True),
-    ("flow", "context", "a bracket or brace opened here is never closed, or a comma is missing", True),
-    ("could not find expected ':'", "said", "no colon after this key: write 'key: value'", True),
-    (
-        "block",
-        "context",
-        "this line does not line up with the lines before it: keys of one section need the same indentation",
-        False,
-    ),
+    ("another document", False, _SECOND, False),
+    ("quoted scalar", True, "a quote opened here is never closed ({said})", True),
+    ("flow", True, "a bracket or brace opened here is never closed, or a comma is missing", True),
+    ("could not find expected ':'", False, "no colon after this key: write 'key: value'", True),
+    ("block", True, _LINE_UP, False),
 )
 
 
@@ -183,16 +179,12 @@ def _extra_colon(lines: list[str], place: tuple[int, int]) -> ConfigProblem:
     )
 
 
-def _quoted(value: re.Match[str] | None) -> str:
-    return f': "{value[1].strip()}"' if value else ""
-
-
-def _context(error: Any, place: tuple[int, int]) -> tuple[int, int]:
+def _context(error: yaml.YAMLError, place: tuple[int, int]) -> tuple[int, int]:
     mark = getattr(error, "context_mark", None)
     return (mark.line + 1, mark.column + 1) if mark is not None else place
 
 
-def _unreadable(text: str, error: Any) -> ConfigProblem:
+def _unreadable(text: str, error: yaml.YAMLError) -> ConfigProblem:
     """A character that no YAML file may hold."""
     position = getattr(error, "position", None)
     if not isinstance(position, int):
@@ -203,7 +195,7 @@ def _unreadable(text: str, error: Any) -> ConfigProblem:
     return ConfigProblem(f"the character {bad!r} is not allowed in YAML", mark=(line, column))
 
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 _MAX_NODES = 100_000
 _TOO_DEEP = "values are nested too deeply to be read: a bracket that is never closed?"
 
@@ -213,10 +205,10 @@ class Tree:
     """`values` is None when the text is no YAML at all; `marks` holds (line, column), from 1, of every path."""
 
     values: Any = None
-    marks: dict[Path, tuple[int, int]] = field(default_factory=dict)
+    marks: dict[KeyPath, tuple[int, int]] = field(default_factory=dict)
     problems: list[ConfigProblem] = field(default_factory=list)
 
-    def mark(self, path: Path) -> tuple[int, int] | None:
+    def mark(self, path: KeyPath) -> tuple[int, int] | None:
         """Where a path stands; a missing key is placed at its nearest written parent."""
         while path and path not in self.marks:
             path = path[:-1]
@@ -286,7 +278,7 @@ class _Reader:
     count: int = 0
     open: set[int] = field(default_factory=set)
 
-    def value(self, node: yaml.Node, path: Path) -> Any:
+    def value(self, node: yaml.Node, path: KeyPath) -> Any:
         self.count += 1
         if self.count > _MAX_NODES:
             raise ValueError(f"the file expands to more than {_MAX_NODES} values: aliases that multiply?")
@@ -302,11 +294,11 @@ class _Reader:
         finally:
             self.open.discard(id(node))
 
-    def _item(self, node: yaml.Node, path: Path) -> Any:
+    def _item(self, node: yaml.Node, path: KeyPath) -> Any:
         self.tree.marks[path] = _mark(node)
         return self.value(node, path)
 
-    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[Any, Any]:
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
         merged: dict[Any, Any] = {}
         own: dict[Any, Any] = {}
         for key_node, value_node in node.value:
@@ -347,5 +339,5 @@ def _scalar(node: yaml.Node) -> Any:
     return text
 
 
-def _dotted(path: Path) -> str:
+def _dotted(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)

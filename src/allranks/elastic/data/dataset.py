@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from allranks.elastic.batches import StateDict
 from allranks.elastic.data.order import Ids, Mixture, Order, WorldHistory
 from allranks.elastic.index.file import TokenIndexFile
 from allranks.elastic.world import world_of
@@ -283,7 +284,7 @@ class ResumableDataset:
         if back:
             self.history = self.history.change(step, shares)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Plain values; enough to go on in any world."""
         position = self.position
         return {

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from allranks.elastic.batches import BatchPlan, rounded_plan
+from allranks.elastic.batches import BatchPlan, StateDict, rounded_plan
 from allranks.elastic.data.dataset import ResumableDataset
 from allranks.elastic.data.order import Ids
 from allranks.elastic.world import world_of
@@ -83,7 +83,7 @@ class ElasticDataLoader:
         self.dataset.seek(step)
         self._restart()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Exact: batches that were prefetched but not given out do not count."""
         return self.dataset.state_dict()
 

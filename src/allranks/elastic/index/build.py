@@ -166,7 +166,7 @@ class _Build:
         if self.report is not None:
             self.report(_progress(position, done, self._total, before, started))
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, object]:
         """What makes two builds the same build."""
         return {
             "files": [asdict(source) for source in self.sources],
@@ -181,7 +181,7 @@ class _Build:
             "block_bytes": self._block_bytes,
         }
 
-    def _meta(self) -> dict[str, Any]:
+    def _meta(self) -> dict[str, object]:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         content = [content_crc32(source.path) for source in self.sources]
         return {
@@ -209,10 +209,10 @@ class _Build:
         done = _progress(here, self._total, self._total, self._total, time.monotonic())
         return BuildResult(str(output), header, done, fresh=False)
 
-    def _only_touched(self, meta: dict[str, Any], content: list[int] | None) -> bool:
+    def _only_touched(self, meta: dict[str, object], content: list[int] | None) -> bool:
         """Whether the files differ in nothing but their times: copied or touched, with the same bytes."""
 
-        def timeless(identity: dict[str, Any]) -> dict[str, Any]:
+        def timeless(identity: dict[str, Any]) -> dict[str, object]:
             files = [
                 {k: v for k, v in file.items() if k != "modified_ns"} for file in identity.get("files", ())
             ]

@@ -166,7 +166,7 @@ def _parquet(path: str) -> Any:
 
     try:
         return pyarrow.parquet.ParquetFile(path, memory_map=True)
-    except Exception as error:  # ArrowInvalid, OSError
+    except (OSError, pyarrow.ArrowException) as error:
         raise DataLoadingError(f"not a Parquet file: {error}", path) from error
 
 

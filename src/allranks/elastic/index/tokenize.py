@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from allranks.errors import DataLoadingError, require
+from allranks.errors import DataLoadingError, MissingExtra, require
 
 BYTES_EOS = 256
 _BATCH = 64  # documents per call of the library: bounds the memory of its results
@@ -78,12 +78,12 @@ def _from_hub(name: str) -> str:
         hub = require("huggingface_hub", feature=f"The tokenizer name {name!r}", extra="data")
         try:
             return Path(hub.hf_hub_download(name, "tokenizer.json", local_files_only=True)).read_text()
-        except Exception as error:  # any kind of "not in the cache"
+        except (OSError, ValueError) as error:  # not in the cache
             _reachable(name, error, hint)
         return Path(hub.hf_hub_download(name, "tokenizer.json")).read_text()
     except DataLoadingError:
         raise
-    except Exception as error:  # the hub's many errors: not found, gated, offline
+    except (OSError, ValueError, MissingExtra) as error:  # not found, gated, offline, no name of a model
         raise DataLoadingError(
             f"tokenizer {name!r} is neither a file nor a name on the Hugging Face hub: {error}", hint=hint
         ) from error

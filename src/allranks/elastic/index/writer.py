@@ -46,7 +46,7 @@ class IndexWriter:
 
     path: Path
     token_bytes: int
-    request: dict[str, Any]
+    request: dict[str, object]
     position: Position = field(default_factory=Position)
     resumed: bool = False
     _tokens: Any = None
@@ -102,7 +102,7 @@ class IndexWriter:
         state = [file, end, here.tokens, here.documents, here.skipped, here.crc, here.per_file[file]]
         self._line(state)
 
-    def finish(self, meta: dict[str, Any], num_files: int) -> IndexHeader:
+    def finish(self, meta: dict[str, object], num_files: int) -> IndexHeader:
         """Adds tables, checksums and provenance, syncs, and renames into place."""
         here, out = self.position, self._tokens
         header = IndexHeader(self.token_bytes, here.tokens, here.documents, num_files, 0, 0, 0, 0, 0)
@@ -151,7 +151,7 @@ class IndexWriter:
     def _request_line(self) -> bytes:
         return json.dumps(self.request, sort_keys=True).encode()
 
-    def _line(self, value: Any) -> None:
+    def _line(self, value: object) -> None:
         self._journal.seek(0, os.SEEK_END)
         self._journal.write(json.dumps(value, sort_keys=True).encode() + b"\n")
         self._journal.flush()
