@@ -106,13 +106,6 @@ class CheckpointConfig:
         if self.peers and not self.peer_token:
             raise ConfigurationError("peers need a peer_token", hint="the same secret for every node's agent")
 
-    @property
-    def s3_url(self) -> str:
-        """The address of the object store; `s3_bucket` may be a name (S3) or a URL (gs://…, az://…)."""
-        bucket = self.s3_bucket or ""
-        base = bucket if "://" in bucket else f"s3://{bucket}"
-        return "/".join(part for part in (base.rstrip("/"), self.s3_prefix.strip("/")) if part)
-
 
 @dataclass(frozen=True)
 class CheckpointLoadConfig:

@@ -130,16 +130,9 @@ def decode_manifest(data: bytes, path: str) -> Manifest:
 
 def encode_index(index: Index) -> bytes:
     """The bytes of an index file. Shards become text one by one: thousands of lists would double the helper."""
-    head = _dump(
-        {
-            "rank": index.rank,
-            "algorithm": index.algorithm,
-            "files": [asdict(file) for file in index.files],
-            "common": index.common,
-            "own": index.own,
-            "columns": _COLUMNS,
-        }
-    )
+    files = [asdict(file) for file in index.files]
+    state = {"common": index.common, "own": index.own, "columns": _COLUMNS}
+    head = _dump({"rank": index.rank, "algorithm": index.algorithm, "files": files, **state})
     rows = ",".join(_dump(_row(stored)) for stored in index.shards)
     return _seal(f'{head[:-1]},"shards":[{rows}]}}')
 

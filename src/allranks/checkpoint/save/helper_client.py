@@ -110,21 +110,14 @@ def _start() -> _Running:
         "MALLOC_ARENA_MAX": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")])),
     }
-    pid = os.posix_spawn(
-        sys.executable,
-        [
-            sys.executable,
-            "-OO",
-            "-m",
-            "allranks.checkpoint.save.helper",
-        ],  # no docstrings: half a megabyte less
-        env,
-        file_actions=[
-            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_DUP2, theirs.fileno(), SOCKET_FD),
-        ],
-        setsid=True,  # a Ctrl-C in the terminal must not cut a save in half
-    )
+    # -OO: no docstrings, half a megabyte less
+    command = [sys.executable, "-OO", "-m", "allranks.checkpoint.save.helper"]
+    actions = [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_DUP2, theirs.fileno(), SOCKET_FD),
+    ]
+    # a session of its own: a Ctrl-C in the terminal must not cut a save in half
+    pid = os.posix_spawn(sys.executable, command, env, file_actions=actions, setsid=True)
     theirs.close()
     running = _Running(ours, pid)
     thread = threading.Thread(target=_listen, args=(running,), name="allranks-checkpoint-helper", daemon=True)
@@ -155,17 +148,8 @@ def _send_order(running: _Running, number: int, order: SaveOrder) -> None:
     if order.layout not in running.layouts:
         running.layouts.add(order.layout)
         send_json(running.sock, {"kind": "layout", "id": order.layout, "shards": order.shards})
-    send_json(
-        running.sock,
-        {
-            "kind": "save",
-            "save": number,
-            "layout": order.layout,
-            "arena": arena.id,
-            "tier": order.tier,
-            "job": job_to_json(order.job),
-        },
-    )
+    save = {"kind": "save", "save": number, "layout": order.layout, "arena": arena.id, "tier": order.tier}
+    send_json(running.sock, {**save, "job": job_to_json(order.job)})
 
 
 def _listen(running: _Running) -> None:

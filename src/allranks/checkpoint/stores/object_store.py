@@ -23,27 +23,10 @@ CONCURRENCY = 6
 #: Where clouds hand out credentials: an error from there means that there are none.
 _METADATA_HOSTS = ("169.254.169.254", "169.254.170.2", "/latest/api/token", "/latest/meta-data/iam")
 #: Options of obstore's HTTP client. Among those of the store itself they make it panic.
-_CLIENT_OPTIONS = frozenset(
-    [
-        "allow_http",
-        "allow_invalid_certificates",
-        "connect_timeout",
-        "default_content_type",
-        "http1_only",
-        "http2_keep_alive_interval",
-        "http2_keep_alive_timeout",
-        "http2_keep_alive_while_idle",
-        "http2_max_frame_size",
-        "http2_only",
-        "pool_idle_timeout",
-        "pool_max_idle_per_host",
-        "proxy_ca_certificate",
-        "proxy_excludes",
-        "proxy_url",
-        "randomize_addresses",
-        "timeout",
-        "user_agent",
-    ]
+_CLIENT_OPTIONS = (
+    "allow_http allow_invalid_certificates connect_timeout default_content_type http1_only http2_keep_alive_interval "
+    "http2_keep_alive_timeout http2_keep_alive_while_idle http2_max_frame_size http2_only pool_idle_timeout "
+    "pool_max_idle_per_host proxy_ca_certificate proxy_excludes proxy_url randomize_addresses timeout user_agent"
 )
 _STATUS = re.compile(r"status code: (\d{3})")
 _KEY_VARIABLES = (
@@ -151,7 +134,7 @@ def _from_url(spec: StoreSpec, options: dict[str, str]) -> Any:
     seconds, retries = float(options.pop("timeout_s", "60")), int(options.pop("max_retries", "5"))
     if not 0 < seconds < 1e6 or not 0 <= retries < 1e6:
         raise ValueError("timeout_s must be above 0, max_retries not below")
-    client = {key: options.pop(key) for key in _CLIENT_OPTIONS & options.keys()}
+    client = {key: options.pop(key) for key in _CLIENT_OPTIONS.split() if key in options}
     config = _aws_config(options) if spec.url.startswith(("s3://", "s3a://")) else options
     backoff = {"base": 2, "init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5)}
     return from_url(

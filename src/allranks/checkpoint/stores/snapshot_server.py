@@ -164,16 +164,8 @@ class SnapshotServer:
         start = int(request.get("start", 0))
         length = min(int(request.get("length", blob.length)), max(0, blob.length - start))
         algorithm = best_algorithm()
-        send_json(
-            connection,
-            {
-                "ok": True,
-                "length": length,
-                "size": blob.length,
-                "version": str(blob.version),
-                "algorithm": algorithm,
-            },
-        )
+        facts = {"length": length, "size": blob.length, "version": str(blob.version), "algorithm": algorithm}
+        send_json(connection, {"ok": True, **facts})
         send_bytes(connection, [blob.view()[start : start + length]], algorithm)
 
     def _used(self) -> int:
