@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -58,6 +59,16 @@ def raw_read(path: Path, buffer: memoryview) -> None:
         done, size = 0, os.fstat(file.fileno()).st_size
         while done < size:
             done += file.readinto(buffer[done : done + _PIECE]) or 0
+
+
+def raw_read_in_place(path: Path, views: Sequence[memoryview]) -> None:
+    """The same into the tensors of the model themselves: many pieces of memory in small pages, not one in large ones."""
+    with path.open("rb", buffering=0) as file:
+        file.seek(os.fstat(file.fileno()).st_size - sum(map(len, views)))
+        for view in views:
+            done = 0
+            while done < len(view):
+                done += file.readinto(view[done : done + _PIECE]) or 0
 
 
 def raw_read_fresh(path: Path) -> None:

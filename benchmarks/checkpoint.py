@@ -34,10 +34,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from _checkpoint_floors import drop_cache, raw_read, raw_read_fresh, save_floors
+from _checkpoint_floors import drop_cache, raw_read, raw_read_fresh, raw_read_in_place, save_floors
 from _checkpoint_job import MB, Job, Method, build, timed
 from _checkpoint_ours import to_disk, to_memory, to_object_store, to_peer
 from _checkpoint_peers import dcp, plain, torch_checkpointing
+from allranks.checkpoint.tensors import memory_of
 
 #: Peers that never come out best; measured without --quick.
 SLOW = {"safetensors", "dcp_async_thread", "dcp_async_process", "allranks_read_back"}
@@ -219,8 +220,10 @@ class Bench:
         data = max(ours.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
         buffer = memoryview(bytearray(data.stat().st_size))
         state = self.job.state()
+        views = [memory_of(tensor) for tensor in self.job.tensors()]
         acts: dict[str, tuple[Path, Callable[[], Any]]] = {
             "raw": (data, lambda: raw_read(data, buffer)),
+            "raw_in_place": (data, lambda: raw_read_in_place(data, views)),
             "allranks_in_place": (ours, lambda: self.manager.restore(self.job.model, self.job.optimizer)),
             "raw_fresh": (data, lambda: raw_read_fresh(data)),
             "allranks_restart": (ours, lambda: None),
@@ -234,7 +237,9 @@ class Bench:
                         act = partial(self.manager.restore, *build(self.size_mb))
                     if warmth == "cold":
                         drop_cache(files)
-                    often = 5 if warmth == "warm" and name in ("raw", "allranks_in_place") else 1
+                    often = (
+                        5 if warmth == "warm" and name in ("raw", "raw_in_place", "allranks_in_place") else 1
+                    )
                     seconds = [timed(act) for _ in range(often)]
                     if number:  # the first round warms up
                         found.setdefault(f"{name}_{warmth}_s", []).extend(seconds)
@@ -352,6 +357,7 @@ class Bench:
             raw, fresh = loads[f"raw_{warmth}_s"], loads[f"raw_fresh_{warmth}_s"]
             here, new = loads[f"allranks_in_place_{warmth}_s"], loads[f"allranks_restart_{warmth}_s"]
             found[f"load_{warmth}_vs_raw_read"] = here / raw
+            found[f"load_{warmth}_vs_raw_in_place"] = here / loads[f"raw_in_place_{warmth}_s"]
             found[f"load_{warmth}_vs_dcp"] = here / loads[f"dcp_{warmth}_s"]
             found[f"restart_{warmth}_vs_raw_read"] = new / (model * raw + (1 - model) * fresh)
         return found
