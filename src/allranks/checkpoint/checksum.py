@@ -58,7 +58,7 @@ def best_algorithm() -> str:
 
 
 def new_hasher(algorithm: str) -> Hasher:
-    """A hasher by name; a name this installation cannot compute is an error that names the cure."""
+    """A hasher by name; a name this installation cannot compute is an error that names the fix."""
     make = _MAKERS.get(algorithm)
     if make is not None:
         return make()

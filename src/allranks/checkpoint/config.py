@@ -41,7 +41,7 @@ class CheckpointConfig:
 
     `job` is kept in every checkpoint: a job with a name restores its own and nameless ones, and those of `from_job`.
     A tier that cannot be read is asked again for `wait_for_stores_s`; then `on_unreachable` "raise" stops the restore,
-    since it may hold something newer, and "ignore" goes on without it.
+    since it may hold something newer, and "ignore" continues without it.
     """
 
     checkpoint_interval: int = option(
@@ -77,7 +77,7 @@ class CheckpointConfig:
     max_snapshots: int = option(2, "snapshots kept in memory", above=0)
     max_memory_mb: float | None = option(None, "bound of their memory; none: no bound", unit="MB", above=0)
     peers: tuple[str, ...] = option(
-        (), "addresses of every node's snapshot keeper, in node order (`allranks run` tells them)"
+        (), "addresses of every node's snapshot keeper, in node order (`allranks run` sets them)"
     )
     peer_token: str = option("", "their secret")
     node_rank: int | None = option(

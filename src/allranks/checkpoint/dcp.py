@@ -72,7 +72,7 @@ from allranks.checkpoint.tensors import array_names, flatten, memory_of, narrowe
 
 @dataclasses.dataclass(frozen=True)
 class RankTicket:
-    """What the coordinator tells each rank: who it is in this save, with whom, and the attempt's token."""
+    """What the coordinator sends to each rank: who it is in this save, with whom, and the attempt's token."""
 
     rank: int
     ranks: tuple[int, ...]
@@ -217,7 +217,7 @@ def _pieces(
 
 
 def _common(metadata: Metadata, results: Sequence[Sequence[WriteResult]], step: int) -> Any:
-    """The state dict as the user nested it, tensors by name; DCP's planner tells where each name came from."""
+    """The state dict as the user nested it, tensors by name; DCP's planner knows where each name came from."""
     objects = {r.index.fqn: r.storage_data for part in results for r in part}
     values = {
         name: objects.get(name) if isinstance(entry, BytesStorageMetadata) else torch.empty(0)

@@ -134,7 +134,7 @@ class TierLocations:
         return [tuple(group) for group in groups.values()]
 
     def _peers(self) -> StoreSpec | None:
-        """Every node's snapshot keeper: as configured, or as each rank's agent has told it.
+        """Every node's snapshot keeper: as configured, or as each rank's agent has set them.
 
         Agents that were started one by one have a token each: then there is one line per keeper.
         """
@@ -144,8 +144,8 @@ class TierLocations:
             given = self.config.node_rank
             node = int(os.environ.get("GROUP_RANK", "0")) if given is None else given
         else:
-            told = {address: key for address, key in self.group.gather([own, token]) if address and key}
-            addresses, token = list(told), "\n".join(told.values())
+            known = {address: key for address, key in self.group.gather([own, token]) if address and key}
+            addresses, token = list(known), "\n".join(known.values())
             node = addresses.index(own) if own in addresses else 0
         if not addresses or not token:
             return None

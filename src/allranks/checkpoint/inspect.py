@@ -30,7 +30,7 @@ class Verified:
 
 
 def verify_checkpoint(store: Store, name: str, progress: Progress = lambda _: None) -> Verified:
-    """Reads everything and compares every checksum; goes on after the first problem."""
+    """Reads everything and compares every checksum; continues after the first problem."""
     try:
         with opened(store, name, progress) as checkpoint:
             return _verify(checkpoint)

@@ -59,7 +59,7 @@ class Decision:
 
 
 def decide(old: int, new: int, limits: Limits) -> Decision:
-    """Whether a world of `new` ranks may go on. Pure."""
+    """Whether a world of `new` ranks may train. Pure."""
     nodes = limits.nodes(new)
     if new < 1 or nodes < limits.min_nodes:
         return Decision(
@@ -122,7 +122,7 @@ class ElasticJob:
     events: list[TopologyEvent] = field(default_factory=list)
 
     def start(self, world_size: int | None = None, rank: int | None = None) -> TopologyEvent:
-        """A new process: goes on from the newest checkpoint in this world, or starts at step 1 if there is none.
+        """A new process: continues from the newest checkpoint in this world, or starts at step 1 if there is none.
 
         World size and rank are those of the process group, else of the environment, unless given.
         """
@@ -199,7 +199,7 @@ class _Change:
         with self._phase("go"):
             event = self._event(decision, restored, step + 1)
         self.job.events.append(event)
-        self._tell(event)
+        self._publish(event)
         return event
 
     @property
@@ -278,7 +278,7 @@ class _Change:
             timestamp=time.time(),
         )
 
-    def _tell(self, event: TopologyEvent) -> None:
+    def _publish(self, event: TopologyEvent) -> None:
         job = self.job
         parts = ", ".join(f"{name} {event.durations_s[name]:.3f} s" for name in PHASES)
         source = f"{event.restored} ({event.tier})" if event.tier else event.restored

@@ -23,7 +23,7 @@ _DEFAULT_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class WorldInfo:
-    """What torchrun (or `allranks run`) tells a rank."""
+    """What torchrun (or `allranks run`) gives a rank."""
 
     rank: int
     local_rank: int
@@ -96,7 +96,7 @@ def setup_distributed_environment(
 
 
 def _explained(error: Exception, info: WorldInfo, backend: str) -> DistributedSetupError:
-    """The known causes of a failed start, with their cures."""
+    """The known causes of a failed start, with their fixes."""
     text = str(error)
     where = f"{info.master_addr}:{info.master_port}"
     low = text.lower()
@@ -173,7 +173,7 @@ def broadcast_object(obj: object, src: int = 0) -> Any:
     if dist.get_rank() == src:
         try:
             payload = _packed(obj)
-        except TypeError as refused:  # the others wait already: tell them, then raise here
+        except TypeError as refused:  # the others wait already: they are notified first
             error = refused
     size = torch.tensor([-1 if error is not None else len(payload)], dtype=torch.int64, device=device)
     dist.broadcast(size, src)

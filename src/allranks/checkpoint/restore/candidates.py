@@ -35,7 +35,7 @@ log = logging.getLogger("allranks.checkpoint")
 #: Between two attempts at a store that does not answer.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 OF_ANOTHER_JOB = "it is of job"
-AFTER_UNREACHABLE = 'then start again; to go on without it: CheckpointConfig(on_unreachable="ignore")'
+AFTER_UNREACHABLE = 'then start again; to continue without it: CheckpointConfig(on_unreachable="ignore")'
 
 
 #: Fastest first; of equal steps the faster tier is taken.
@@ -268,7 +268,7 @@ def _ways_out(unusable: Sequence[Unusable]) -> str:
     stores = dict.fromkeys(one.store for one in unusable if one.store)
     lines = [f"what is there: allranks checkpoint ls {store}" for store in stores]
     if any(one.tier == "MEMORY" for one in unusable):
-        lines.append("to go on without the snapshots in memory: manager.clear_memory_snapshots()")
+        lines.append("to continue without the snapshots in memory: manager.clear_memory_snapshots()")
     if any(one.reason.startswith(OF_ANOTHER_JOB) for one in unusable):
         other = 'CheckpointConfig(from_job="NAME")'
         lines.append(f"give this job a path of its own, or restore the other job's: {other}")

@@ -240,7 +240,7 @@ class Loader:
     def _raise_misfit(
         self, outcomes: list[list[str]], error: BaseException | None, candidate: RestoreCandidate
     ) -> None:
-        """A model that does not fit fits no older checkpoint either: said at once."""
+        """A model that does not fit fits no older checkpoint either: raised at once."""
         if not any(kind == "misfit" for kind, _ in outcomes):
             return
         if isinstance(error, AllranksError) and kind_of_failure(error, candidate.tier) == "misfit":
@@ -275,7 +275,7 @@ class Loader:
             self._quarantine(self._stores[candidate.tier], candidate.name, reason)
         elif self.memory is not None:
             self.memory.drop(candidate.step, reason)
-            log.warning("[MEMORY] the snapshot of step %d is damaged (%s): let go", candidate.step, reason)
+            log.warning("[MEMORY] the snapshot of step %d is damaged (%s): dropped", candidate.step, reason)
 
     def _quarantine(self, store: Store, name: str, reason: str) -> None:
         where: Any = None

@@ -47,7 +47,7 @@ class Opened:
     name: str
     manifest: Manifest
     indexes: tuple[Index, ...]
-    progress: Callable[[int], None] | None = None  # told the bytes of every shard that was checked
+    progress: Callable[[int], None] | None = None  # called with the bytes of every shard that was checked
     open_file: Callable[[str], DataReader] | None = None  # None: those of the committed checkpoint
     _sources: dict[str, DataReader] = field(default_factory=dict)
     _requests: ThreadPoolExecutor | None = None

@@ -34,7 +34,7 @@ MOST_BUFFERS = 2
 
 @dataclass(frozen=True)
 class Proposal:
-    """What the other ranks must know before a save. `common` tells whether they may share one skeleton."""
+    """What the other ranks must know before a save. `common` shows whether they may share one skeleton."""
 
     step: int
     busy: list[str] = field(default_factory=list)  # tiers that this rank is still saving to
@@ -124,7 +124,7 @@ class SaveCoordinator:
     def _not_busy(
         self, tiers: tuple[Tier, ...], proposals: list[Proposal], running: list[Pending], step: int
     ) -> tuple[Tier, ...]:
-        """The tiers that no rank is still saving to; the others are left out, and said."""
+        """The tiers that no rank is still saving to; the others are left out, with a warning."""
         for tier in [tier for tier in tiers if any(tier.name in one.busy for one in proposals)]:
             tiers = tuple(other for other in tiers if other is not tier)
             self.skipped += 1
@@ -134,7 +134,7 @@ class SaveCoordinator:
         return tiers
 
     def _save_memory(self, state: CheckpointState, flat: FlatState, may_skip: bool) -> bool:
-        """A snapshot for the memory tier alone: no word with the other ranks."""
+        """A snapshot for the memory tier alone: no exchange with the other ranks."""
         plan = self.planner.alone(fingerprint(flat.tensors), flat.tensors)
         if may_skip and not self._has_room(state.step, plan):
             return False

@@ -26,7 +26,7 @@ from allranks.checkpoint.stores.store import Attempt, Store, StoreSpec, hint_for
 from allranks.errors import CheckpointValidationError
 
 SOCKET_FD = 3
-#: What rank and helper tell each other, as JSON: `kind` says which of the messages at the end of the module it is.
+#: What rank and helper send each other, as JSON: `kind` says which of the messages at the end of the module it is.
 Message: TypeAlias = dict[str, Any]
 #: Saving gives way to training where both want the same core.
 NICENESS = 5

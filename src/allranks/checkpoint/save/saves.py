@@ -98,14 +98,14 @@ class Saves:
                 pending.future.exception(timeout_s)
 
     def wait_for(self, tier: str, path: str, timeout_s: float) -> None:
-        """Waits for saves to one path ("": all of the tier); their failure is told elsewhere."""
+        """Waits for saves to one path ("": all of the tier); their failure is reported elsewhere."""
         with self._lock:
             mine = [p for p in self._pending if p.tier == tier and path in ("", p.path)]
         for pending in mine:
             pending.future.exception(timeout_s)
 
     def raise_failures(self) -> None:
-        """Under the policy "fail": raises the first failure nobody has been told of."""
+        """Under the policy "fail": raises the first failure that was not raised yet."""
         with self._lock:
             unraised, self._unraised = self._unraised, []
         if unraised and self.policy is AsyncSavePolicy.FAIL:

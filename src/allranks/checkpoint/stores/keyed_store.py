@@ -193,7 +193,7 @@ class KeyedStore:
             try:
                 token = decode_manifest(self.blobs.get(key)[0], key).attempt
             except CheckpointValidationError:
-                return set(keys)  # nobody can tell which of the files are its own
+                return set(keys)  # which of the files are its own is unknown
             kept |= {other for other in keys if token in other}
         return kept
 

@@ -97,7 +97,7 @@ class MemorySnapshotBackend:
             try:
                 return self.load_by_step(step)
             except CheckpointDamaged as error:
-                log.warning("[MEMORY] %s: let go, the next older one is taken", error.reason)
+                log.warning("[MEMORY] %s: dropped, the next older one is taken", error.reason)
                 self.drop(step, error.reason)
         return None
 

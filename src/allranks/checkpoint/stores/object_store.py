@@ -190,7 +190,7 @@ def _as_os_errors() -> Iterator[None]:
 
 def _os_error(error: Exception) -> OSError:
     kind, text = type(error).__name__, str(error)
-    found = _STATUS.search(text)  # what the server said; elsewhere digits may be a port, a name or a time
+    found = _STATUS.search(text)  # what the server answered; elsewhere digits may be a port, a name or a time
     status = int(found[1]) if found else 0
     if any(host in text for host in _METADATA_HOSTS) or "credential" in text.lower():
         return PermissionError(errno.EACCES, f"NoCredentialsError: no credentials found ({_short(text)})")

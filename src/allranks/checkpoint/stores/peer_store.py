@@ -193,7 +193,7 @@ class PeerBlobs:
     def _everywhere(
         self, keepers: dict[KeeperClient, None], act: Callable[[KeeperClient], object], what: str
     ) -> None:
-        """Acts on each; one success is enough, the failed ones are said."""
+        """Acts on each; one success is enough, failures are logged."""
         done, first = 0, None
         for keeper in keepers:
             try:

@@ -115,7 +115,7 @@ class SnapshotServer:
             send_json(connection, {"ok": False, "error": f"unknown operation {operation!r}"})
 
     def _put(self, connection: socket.socket, request: Message) -> Message:
-        """Reserves room, says go on or no, receives, and puts the whole blob in its place at once."""
+        """Reserves room, accepts or refuses, receives, and stores the whole blob at once."""
         key, length = str(request["key"]), int(request["length"])
         refusal = self._reserve(key, length)
         send_json(connection, {"ok": not refusal, "error": refusal})
@@ -173,7 +173,7 @@ class SnapshotServer:
 
 
 def send_bytes(sock: socket.socket, pieces: Iterable[memoryview], algorithm: str) -> None:
-    """Raw bytes whose length was told, then their checksum."""
+    """Raw bytes whose length was announced, then their checksum."""
     hasher = new_hasher(algorithm)
     send_from(sock, pieces, hasher)
     send_checksum(sock, hasher)

@@ -154,7 +154,7 @@ def split_address(address: str) -> tuple[str, str]:
 
 
 def step_in_name(name: str) -> int | None:
-    """The step a checkpoint's name tells, or None: good for sorting before any manifest is read."""
+    """The step in a checkpoint's name, or None: good for sorting before any manifest is read."""
     found = re.findall(r"\d+", name)
     return int(found[-1]) if found else None
 

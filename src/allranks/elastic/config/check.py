@@ -47,7 +47,7 @@ def check(source: Any) -> Checked:
 
 
 def validate_config(source: Any, validate_s3: bool = False) -> ValidationResult:
-    """Everything that can be said about a configuration; with `validate_s3` the bucket is asked too."""
+    """Every problem of a configuration; with `validate_s3` the bucket is tried too."""
     checked = check(source)
     errors: list[str] = list(checked.errors)
     warnings: list[str] = list(checked.warnings)

@@ -112,9 +112,9 @@ def near(word: object, options: Iterable[str]) -> str:
 
 
 def not_a_mapping(what: str, value: object) -> str:
-    cure = missing_space(value) if isinstance(value, str) else None
-    if cure:
-        return f"{what} holds no keys; {cure}"
+    fix = missing_space(value) if isinstance(value, str) else None
+    if fix:
+        return f"{what} holds no keys; {fix}"
     return f"{what} must hold 'key: value' lines, not {_shown(value)}"
 
 

@@ -18,7 +18,7 @@ def validate_s3_access(
 ) -> ValidationResult:
     """Lists, writes, reads and deletes one small object; an error names the IAM action that was refused.
 
-    `endpoint` is the URL of an S3-compatible server (environment: AWS_ENDPOINT_URL). What cannot be told for
+    `endpoint` is the URL of an S3-compatible server (environment: AWS_ENDPOINT_URL). What cannot be found out for
     want of a library, credentials or network is a warning.
     """
     given = {"region": region or "", "endpoint": endpoint or "", "timeout_s": "15", "max_retries": "1"}
@@ -39,10 +39,10 @@ def validate_s3_access(
         try:
             call()
         except OSError as error:
-            said, fatal = _judge(error, bucket, action)
+            message, fatal = _judge(error, bucket, action)
             if not fatal:
-                return result_of(errors, [said])
-            errors.append(said)
+                return result_of(errors, [message])
+            errors.append(message)
             if action == "s3:PutObject" or isinstance(error, FileNotFoundError):
                 break  # there is nothing to read and to delete
     return result_of(errors, [])
@@ -50,12 +50,12 @@ def validate_s3_access(
 
 def _judge(error: OSError, bucket: str, action: str) -> tuple[str, bool]:
     """(sentence, whether it is an error)."""
-    said = reason_of(error)
+    message = reason_of(error)
     if isinstance(error, FileNotFoundError):
         return f"S3 bucket '{bucket}' does not exist. Create it: aws s3 mb s3://{bucket}", True
-    if "NoCredentials" in said:
+    if "NoCredentials" in message:
         return f"AWS credentials not configured, cannot check S3 bucket '{bucket}'. {_CREDENTIALS}", False
     if isinstance(error, PermissionError):
         text = f"Access denied to S3 bucket '{bucket}'. Check IAM permissions: {action} is missing, "
         return text + "or the credentials are wrong", True
-    return f"Could not verify S3 bucket '{bucket}' ({action}): {said[:200]}", False
+    return f"Could not verify S3 bucket '{bucket}' ({action}): {message[:200]}", False

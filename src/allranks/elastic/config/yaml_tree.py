@@ -85,7 +85,7 @@ def explain(text: str, error: yaml.YAMLError) -> list[ConfigProblem]:
 
 
 def missing_space(text: str) -> str | None:
-    """The cure when `text` is a mapping whose colon lacks its space ("lr:1e-4"), else None."""
+    """The fix when `text` is a mapping whose colon lacks its space ("lr:1e-4"), else None."""
     match = _NO_SPACE.match(text.split("\n")[0].split(" ")[0]) if text else None
     if match is None:
         return None
@@ -103,9 +103,9 @@ def _glance(lines: list[str]) -> Iterator[ConfigProblem]:
             continue
         match = _NO_SPACE.match(line)
         if match:
-            cure = f"write '{match['key']}: {match['value'].strip()}'"
+            fix = f"write '{match['key']}: {match['value'].strip()}'"
             yield ConfigProblem(
-                f"missing space after the colon: {cure}",
+                f"missing space after the colon: {fix}",
                 mark=(number, len(match["indent"]) + len(match["key"]) + 1),
             )
 
@@ -114,21 +114,21 @@ def _at(lines: list[str], mark: Any, error: yaml.YAMLError) -> ConfigProblem:
     """The mistake at the place where the parser stopped."""
     line = lines[mark.line] if mark.line < len(lines) else ""
     place = (mark.line + 1, mark.column + 1)
-    said = str(getattr(error, "problem", "") or error)
+    message = str(getattr(error, "problem", "") or error)
     context = str(getattr(error, "context", "") or "")
     if "\t" in line:
         return ConfigProblem("a tab stands where YAML allows only spaces; replace it by spaces", mark=place)
-    scanning = "scanning" in context or "cannot start any token" in said or "undefined alias" in said
+    scanning = "scanning" in context or "cannot start any token" in message or "undefined alias" in message
     special = _special_character(line, mark.column) if scanning else ""
     if special:
         return ConfigProblem(special, mark=place)
-    if "mapping values are not allowed" in said:
+    if "mapping values are not allowed" in message:
         return _extra_colon(lines, place)
     for word, in_context, sentence, at_context in _GRAMMAR:
-        if word in (context if in_context else said):
+        if word in (context if in_context else message):
             where = _context(error, place) if at_context else place
-            return ConfigProblem(sentence.format(said=said), mark=where)
-    return ConfigProblem(f"not valid YAML: {said}", mark=place)
+            return ConfigProblem(sentence.format(message=message), mark=where)
+    return ConfigProblem(f"not valid YAML: {message}", mark=place)
 
 
 def _special_character(line: str, column: int) -> str:
@@ -148,7 +148,7 @@ _SECOND = "the file holds more than one document: a line '---' starts a second o
 #: (what the parser says, whether in its context, our sentence, whether the mistake is where its context began)
 _GRAMMAR = (
     ("another document", False, _SECOND, False),
-    ("quoted scalar", True, "a quote opened here is never closed ({said})", True),
+    ("quoted scalar", True, "a quote opened here is never closed ({message})", True),
     ("flow", True, "a bracket or brace opened here is never closed, or a comma is missing", True),
     ("could not find expected ':'", False, "no colon after this key: write 'key: value'", True),
     ("block", True, _LINE_UP, False),
@@ -310,8 +310,8 @@ class _Reader:
             here = (*path, key)
             if key in own:
                 first = self.tree.marks[here][0]
-                said = f"'{key}' is written twice (first in line {first}); the second would hide the first"
-                self.tree.problems.append(ConfigProblem(said, _dotted(here), _mark(key_node)))
+                message = f"'{key}' is written twice (first in line {first}); the second would hide the first"
+                self.tree.problems.append(ConfigProblem(message, _dotted(here), _mark(key_node)))
             self.tree.marks[here] = _mark(key_node)
             own[key] = self.value(value_node, here)
         return {**merged, **own}

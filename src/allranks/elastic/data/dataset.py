@@ -77,7 +77,7 @@ def as_samples(
 
 
 def _opened(path: str | Path, data_files: Sequence[str] | None) -> TokenIndexFile:
-    """Opens an index; a missing one is told in terms of the data that it would be of."""
+    """Opens an index; the error for a missing one names the data to build it from."""
     if data_files and not Path(path).exists():
         files = " ".join(map(str, data_files))
         raise DataLoadingError(
@@ -285,7 +285,7 @@ class ResumableDataset:
             self.history = self.history.change(step, shares)
 
     def state_dict(self) -> StateDict:
-        """Plain values; enough to go on in any world."""
+        """Plain values; enough to continue in any world."""
         position = self.position
         return {
             "version": STATE_VERSION,

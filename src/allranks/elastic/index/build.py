@@ -1,4 +1,4 @@
-"""Builds a token index: cut, tokenize in parallel, write in order. Interrupted, it goes on where it was."""
+"""Builds a token index: cut, tokenize in parallel, write in order. Interrupted, it continues where it was."""
 
 from __future__ import annotations
 
@@ -102,15 +102,15 @@ class _Build:
                     block.file, block.end, result.tokens, result.lengths, result.places, result.skipped
                 )
                 done = sum(source.size for source in self.sources[: block.file]) + block.progress
-                self._tell(writer.position, done, before, started)
+                self._report(writer.position, done, before, started)
             if done < self._total:  # trailing empty files
-                self._tell(writer.position, self._total, before, started)
+                self._report(writer.position, self._total, before, started)
             self._check_unchanged()
             header = writer.finish(self._meta(), len(self.sources))
         except OSError as error:
             raise InputError(
                 f"cannot write {output}: {error.strerror or error}",
-                hint="make room or choose another place; what is done is kept, the same command goes on there",
+                hint="make room or choose another place; what is done is kept, the same command continues there",
             ) from error
         finally:
             writer.close()
@@ -162,7 +162,7 @@ class _Build:
             return before  # not known in bytes of the file; a bar that starts low is no harm
         return before + min(position.resume, source.size)
 
-    def _tell(self, position: Position, done: int, before: int, started: float) -> None:
+    def _report(self, position: Position, done: int, before: int, started: float) -> None:
         if self.report is not None:
             self.report(_progress(position, done, self._total, before, started))
 

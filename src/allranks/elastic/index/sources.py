@@ -1,7 +1,7 @@
 """Cuts input files into blocks that can be tokenized independently, and reads the documents of a block.
 
 Plain files are cut into byte ranges, which workers read themselves; compressed ones are one stream, read here
-and handed out in pieces; Parquet is cut by row group. A block knows where it ends, so a build can go on there.
+and handed out in pieces; Parquet is cut by row group. A block knows where it ends, so a build can continue there.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _KINDS = {
 
 
 def read_source(path: str) -> InputFile:
-    """Looks at a file; its name tells its kind."""
+    """What is known of a file; its name gives its kind."""
     where = Path(path)
     try:
         stat = where.stat()
@@ -258,7 +258,7 @@ def _rows(block: Block, text_key: str) -> Documents:
 
 def _bad_record(block: Block, line: bytes, text_key: str, place: int, error: Exception) -> DataLoadingError:
     """Why a record cannot be used, in words."""
-    hint = "one JSON object per line is expected: mend the record, or leave such records out with --skip-bad"
+    hint = "one JSON object per line is expected: fix the record, or leave such records out with --skip-bad"
     if isinstance(error, msgspec.ValidationError):
         try:
             record = msgspec.json.decode(line)

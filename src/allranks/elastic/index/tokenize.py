@@ -42,7 +42,7 @@ class TokenizerSpec:
 
 
 def find_tokenizer(name: str, *, append_eos: bool = False, eos_id: int | None = None) -> TokenizerSpec:
-    """Resolves "bytes", a path or a Hugging Face name; every failure names the cure."""
+    """Resolves "bytes", a path or a Hugging Face name; every failure names the fix."""
     if name == "bytes":
         eos = eos_id if eos_id is not None else (BYTES_EOS if append_eos else None)
         return TokenizerSpec("bytes", "", 257, eos)

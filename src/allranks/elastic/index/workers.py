@@ -25,7 +25,7 @@ from allranks.errors import AllranksError, DataLoadingError
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What a worker is told once."""
+    """What a worker gets once."""
 
     name: str
     definition: str
@@ -190,7 +190,7 @@ class WorkerPool:
         return DataLoadingError(
             f"a worker died ({how}) at byte {block.start}",
             block.path,
-            hint=f"{_OOM if code == -9 else ''}The same command goes on where this one stopped.",
+            hint=f"{_OOM if code == -9 else ''}The same command continues where this one stopped.",
         )
 
     def close(self) -> None:

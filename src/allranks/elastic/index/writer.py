@@ -1,4 +1,4 @@
-"""Writes an index so that a build killed at any moment goes on where it was.
+"""Writes an index so that a build killed at any moment continues where it was.
 
 INDEX.partial          the tokens so far, at their final place
 INDEX.partial.docs     16 bytes per document: place, length (int64 each)
