@@ -1,4 +1,4 @@
-"""Checkpoints without torch: verify every byte, copy between stores."""
+"""Checkpoints without torch: list, verify every byte, copy between stores."""
 
 from __future__ import annotations
 
@@ -12,9 +12,19 @@ from allranks.checkpoint.layout import lay_out
 from allranks.checkpoint.manifest import Index, Manifest, Part, StoredShard, encode_manifest
 from allranks.checkpoint.restore.opened_checkpoint import Opened, opened
 from allranks.checkpoint.save.writer import data_file, part_file, write_index
+from allranks.checkpoint.stores.listing import Listed, has_manifest, list_checkpoints
 from allranks.checkpoint.stores.store import Attempt, Store, reason_of
 from allranks.errors import CheckpointDamaged, CheckpointValidationError
 
+__all__ = [
+    "Listed",
+    "Verified",
+    "copy_checkpoint",
+    "has_manifest",
+    "list_checkpoints",
+    "shard_bytes",
+    "verify_checkpoint",
+]
 Progress = Callable[[int], None]  # bytes since the last call
 
 
