@@ -119,7 +119,7 @@ def run_cell(cell: Cell, folder: Path, notice_s: float) -> dict[str, Any]:
         until=explained,
     )
     row = {**asdict(cell), "rank": cell.rank, "seconds": round(time.monotonic() - began, 1)}
-    row |= _judge(result.faults[-1], incidents)
+    row |= _judge(result.faults[-1], incidents, cell.point)
     row |= {"alarms": result.false_alarms, "evictions": result.false_evictions, "exit": result.exit_code}
     if not (row["right_rank"] and row["right_cause"]):
         row["log"] = (folder / "drill" / "output.log").read_text(errors="replace")[-3000:]
@@ -135,7 +135,7 @@ def _is_explained(incidents: Path, incident: dict[str, Any]) -> bool:
     return judged and bool(incident["kind"] == "death" or incident.get("action"))
 
 
-def _judge(found: FaultResult, incidents: Path) -> dict[str, Any]:
+def _judge(found: FaultResult, incidents: Path, point: str) -> dict[str, Any]:
     """How far noticing was from what is allowed, and whether rank and cause are right."""
     verdict = found.verdict or {}
     ranks, late_s, limit_s = verdict.get("ranks"), None, 0.0
@@ -155,7 +155,8 @@ def _judge(found: FaultResult, incidents: Path) -> dict[str, Any]:
         "cause": verdict.get("cause"),
         "where": verdict.get("where"),
         "right_rank": ranks == [found.rank] or (found.kind == "partition" and ranks == []),
-        "right_cause": verdict.get("cause") in KINDS[found.kind][1],
+        "right_cause": verdict.get("cause")
+        in (*KINDS[found.kind][1], *(["not_started"] if point == "heal" else [])),
     }
 
 

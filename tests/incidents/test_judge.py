@@ -52,6 +52,25 @@ def test_the_rank_that_has_not_moved_since_before_a_regroup_is_in_the_diagnosis_
     assert named(judge(boxes, stacks("collective_wait", "collective_wait"), observed))[1] == (0,)
 
 
+def test_a_rank_that_could_not_record_the_end_of_its_call_is_no_case_for_the_network() -> None:
+    """It was stopped, or C code holds the GIL, right after the call ended; one that waits in it may have a bad link."""
+    found = Finding("none_finished", (1,), "all_reduce ended on rank 0 but not on rank 1", confidence=0.7)
+    boxes, observed = Diagnosis("fault", found), Observed(reason="silent", quiet_s=9.0, marked=(0, 1))
+    for cause in ("stopped", "gil_held_native", "sleep"):
+        assert named(judge(boxes, stacks("collective_wait", cause), observed)) == (cause, (1,))
+    assert named(judge(boxes, stacks("collective_wait", "collective_wait"), observed))[0] == "none_finished"
+    assert named(judge(boxes, None, observed))[0] == "none_finished"
+
+
+def test_a_rank_that_never_came_to_its_first_call_is_named_with_the_line_of_its_stack() -> None:
+    """The boxes know only where the others wait for it."""
+    found = Finding("not_started", (1,), "rank 1 never came to its first collective", where="train.py:50")
+    judged = judge(Diagnosis("fault", found), stacks("collective_wait", "sleep"), Observed())
+    assert named(judged) == ("not_started", (1,))
+    assert judged is not None and judged.verdict is not None
+    assert judged.verdict.where == "data.py:3 in load" and "data.py:3 in load" in judged.verdict.sentence
+
+
 def test_what_the_agent_observed_is_read_back_as_it_was(tmp_path: Path) -> None:
     """And a damaged file is none."""
     observed = Observed(7, (1,), DIED, "why", 3.5, (1,), (0, 1), (), 5.0)

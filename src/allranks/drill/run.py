@@ -189,7 +189,11 @@ def is_right(fault: DrillFault, verdict: dict[str, Any] | None) -> bool:
     ranks = found.get("ranks")
     # of a cut between all that is left, no rank is guilty
     named = ranks == [fault.rank] or (fault.kind == "partition" and ranks == [])
-    return named and found.get("cause") in KINDS[fault.kind][1]
+    causes = KINDS[fault.kind][1]
+    # a rank that restores its state has made no call yet
+    return named and (
+        found.get("cause") in causes or (fault.at == "heal" and found.get("cause") == "not_started")
+    )
 
 
 def _judge_fault(

@@ -31,6 +31,7 @@ log = logging.getLogger("allranks.agent")
 T = TypeVar("T")
 
 FILE = "observed.json"
+_DOUBTFUL = ("not_started", "none_finished")  # verdicts of boxes that stacks may know better
 TRUSTED = 0.6  # of a verdict from stacks: less does not overrule the black boxes
 
 
@@ -105,8 +106,8 @@ def _correct(found: Finding | None, report: StacksReport | None, observed: Obser
         return Finding(NO_STEP, (), observed.reason, confidence=0.5)
     if observed.behind:
         return accuse(observed.behind, report, observed.reason)
-    if observed.unmoved or (found is not None and found.cause == "not_started"):
-        return _unmoved(found, report, observed)
+    if observed.unmoved or (found is not None and found.ranks and found.cause in _DOUBTFUL):
+        return _unmoved(found, report, observed) or _own_line(found, report)
     if found is None and report is not None and report.culprits:
         return _from_stacks(report)
     return None
@@ -145,16 +146,30 @@ def nearest_line(state: RankState) -> str:
 
 def _unmoved(found: Finding | None, report: StacksReport | None, observed: Observed) -> Finding | None:
     """After a regroup the boxes show new groups and new calls: who has not moved since before it is the suspect,
-    and who has made steps is not "not started". Only stacks that show no wait for another rank count."""
+    who has made steps is not "not started", and a rank that is stopped or holds the GIL could not record the end of its
+    last call. Only stacks that show no wait for another rank count."""
     named, suspects = set(found.ranks if found else ()), observed.unmoved
     if found is not None and named and named <= set(suspects or named):
-        started = found.cause == "not_started" and named <= set(observed.marked)
-        suspects = tuple(sorted(named)) if started else ()
+        doubtful = found.cause == "none_finished" or (
+            found.cause == "not_started" and named <= set(observed.marked)
+        )
+        suspects = tuple(sorted(named)) if doubtful else ()
     better = accuse(suspects, report, observed.reason)
     if better is None or better.confidence < TRUSTED:
         return None
     quiet = f"rank {better.ranks[0]} has not moved for {observed.quiet_s:.1f} s while others wait for it"
     return replace(better, sentence=f"{quiet}: {better.cause} at {better.where or 'an unknown line'}")
+
+
+def _own_line(found: Finding | None, report: StacksReport | None) -> Finding | None:
+    """A rank that never came to its first call has left no line in its box; its stack has one."""
+    ranks = found.ranks if found is not None and found.cause == "not_started" and report is not None else ()
+    states = [report.ranks[rank] for rank in ranks if report is not None and rank in report.ranks]
+    line = nearest_line(states[0]) if states and states[0].cause not in WAITS else ""
+    if found is None or not line or line in found.sentence:
+        return None
+    where = f"{found.sentence}; rank {states[0].rank} is at {line} ({states[0].cause.replace('_', ' ')})"
+    return replace(found, where=line, sentence=where)
 
 
 def _from_stacks(report: StacksReport) -> Finding:

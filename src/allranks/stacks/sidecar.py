@@ -15,11 +15,12 @@ import stat
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from allranks.errors import InputError
-from allranks.model.stacks import Capture, StacksReport
+from allranks.model.stacks import Capture, Mark, RankMarks, RasReply, StacksReport
+from allranks.stacks import ras
 from allranks.stacks.as_json import report_json
 from allranks.stacks.boxes import find_boxes, read_progress
 from allranks.stacks.bundle import write_bundle
@@ -38,6 +39,9 @@ from allranks.stacks.triggers import Observation, Pulse, TriggerState, decide_tr
 log = logging.getLogger("allranks.stacks")
 
 POLL_S = 0.5
+RAS_LIMIT_S = 1.0
+_RAS_ANSWERS = ", and by the operation counts of NCCL, whose RAS service answers"
+_NO_RAS = ". Not seen: a hang in which all of them burn CPU (as waits of NCCL may, whose RAS service does not answer here)"
 RESCAN_S = 5.0
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 ON_DEMAND = signal.SIGQUIT
@@ -73,8 +77,10 @@ class Sidecar:
         self._scanned_s = -RESCAN_S
         self._asked = False
         self._pulse = Pulse()
-        self._born_s = time.monotonic()
+        self._born_s = self._began_s = time.monotonic()
         self._said: set[str] = set()
+        self._ras: tuple[RasReply, ...] = ()  # the last two answers
+        self._asked_ras_s = -RESCAN_S
         self._old: dict[int, object] = {}
 
     def start_command(self, words: Sequence[str]) -> None:
@@ -95,7 +101,7 @@ class Sidecar:
     def run(self) -> int:
         """Watches to the end of the job; returns the command's exit code (128 + N for signal N), 0 without one."""
         self._catch()
-        begin = time.monotonic()
+        self._began_s = time.monotonic()
         state = TriggerState()
         try:
             while True:
@@ -103,7 +109,7 @@ class Sidecar:
                 if code is not None:
                     return code
                 try:
-                    state = self._glance(time.monotonic() - begin, state)
+                    state = self._glance(time.monotonic() - self._began_s, state)
                 except Exception as error:  # the job must not suffer from its observer
                     self._say(f"this look failed: {type(error).__name__}: {error}")
                     log.debug("a look failed", exc_info=True)
@@ -153,11 +159,21 @@ class Sidecar:
                 if progress.oldest_call_s is not None:
                     oldest = max(oldest or 0.0, progress.oldest_call_s)
         plain = {t.rank: main_thread_work(t.pid) for t in ranks if t.rank not in marks and t.rank in alive}
+        stalled = self._nccl_stalled(now) if plain else False
         self._say_once(ranks, plain)
-        self._pulse = self._pulse.after(now, plain)
+        if not stalled:  # waits of NCCL burn CPU: its own counts know better
+            self._pulse = self._pulse.after(now, plain)
         marks.update(dict.fromkeys(plain, (self._pulse.beats,)))
         output = {t.rank: size for t in ranks if (size := _log_size(t.pid)) is not None}
         return Observation(now, marks, output, oldest, alive, silent)
+
+    def _nccl_stalled(self, now: float) -> bool:
+        """Whether NCCL's RAS service, where it answers, shows ranks at different operations that do not move."""
+        if now - self._asked_ras_s >= RESCAN_S:
+            self._asked_ras_s = now
+            reply = ras.ask(limit_s=RAS_LIMIT_S)
+            self._ras = (*self._ras[-1:], reply) if reply is not None else ()
+        return bool(ras.stood_still_s(self._ras))
 
     def _say_once(self, ranks: Sequence[Target], plain: Mapping[int, object]) -> None:
         """What can be seen of this job, and what cannot."""
@@ -166,8 +182,8 @@ class Sidecar:
         elif plain and self.options.no_progress_s:
             text = (
                 f"{len(plain)} of {len(ranks)} ranks have no black box: whether they move is judged by the CPU and the "
-                "context switches of their main threads. Not seen: a hang in which all of them burn CPU (as waits of NCCL "
-                "may). `allranks run` or allranks.record() in the script shows every call"
+                f"context switches of their main threads{_RAS_ANSWERS if self._ras else _NO_RAS}. `allranks run` or "
+                "allranks.record() in the script shows every call"
             )
         else:
             return
@@ -209,12 +225,22 @@ class Sidecar:
             rounds=self.options.rounds, interval_s=self.options.interval_s, native=self.options.native,
             cuda_gdb=self.options.cuda_gdb, raw_folder=folder,
         )  # fmt: skip
-        capture = collect(self._targets, how)
+        capture = self._with_pulse(collect(self._targets, how))
         report = classify(capture, stillness=Stillness(still_s=self.options.no_progress_s or 10.0))
         write_report(folder, report, capture)
         done = Collection(reason, folder, report)
         self.collections.append(done)
         self._told(done)
+
+    def _with_pulse(self, capture: Capture) -> Capture:
+        """Ranks without a black box made progress when all main threads had last worked: that is their mark."""
+        known = {one.rank for one in capture.marks}
+        quiet = time.monotonic() - self._began_s - self._pulse.beat_s
+        now = time.time()
+        mark = Mark(at_s=now - quiet, step=-1)
+        plain = {p.rank for p in capture.processes if p.child is None} & self._pulse.before.keys() - known
+        added = tuple(RankMarks(rank, (mark,), seen_s=now) for rank in sorted(plain))
+        return replace(capture, marks=(*capture.marks, *added))
 
     # signals
 

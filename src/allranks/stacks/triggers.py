@@ -51,6 +51,7 @@ class Pulse:
         default_factory=dict
     )  # rank -> when, ticks, switches
     worked: frozenset[int] = frozenset()
+    beat_s: float = 0.0  # of the last beat
 
     def after(self, now_s: float, work: Mapping[int, tuple[int, int]]) -> Pulse:
         """After one more look at the main threads: rank -> (clock ticks, context switches)."""
@@ -67,7 +68,9 @@ class Pulse:
                 worked.add(rank)
             before[rank] = (now_s, ticks, switches)
         beat = bool(work) and worked >= work.keys()
-        return Pulse(self.beats + beat, before, frozenset() if beat else frozenset(worked))
+        if beat:
+            return Pulse(self.beats + 1, before, frozenset(), now_s)
+        return replace(self, before=before, worked=frozenset(worked))
 
 
 def decide_trigger(seen: Observation, state: TriggerState, options: DebugOptions) -> tuple[str, TriggerState]:
