@@ -16,11 +16,11 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from allranks.launch import torchrun_patches
-from allranks.launch.rendezvous_retry import ATTEMPTS, count_departed, meeting_again
+from allranks.launch.rendezvous import ATTEMPTS, count_departed, repeating_rendezvous
 
 
 class OneNode(RendezvousHandler):
-    """A rendezvous of this node alone that falls apart as often as it is told."""
+    """A rendezvous of this node alone that fails as often as it is told."""
 
     def __init__(self, failures: int, error: Exception | None = None, backend: str = "etcd-v3") -> None:
         self.failures = failures
@@ -96,17 +96,17 @@ def test_every_door_is_there_and_is_left_as_it_was(door: str) -> None:
 def test_a_meeting_that_falls_apart_is_held_again(caplog: pytest.LogCaptureFixture) -> None:
     """Twice a member does not speak up; the third meeting gives every rank its number."""
     handler = OneNode(failures=2)
-    with caplog.at_level(logging.WARNING), meeting_again() as meetings:
+    with caplog.at_level(logging.WARNING), repeating_rendezvous() as meetings:
         group = _meet(handler)
     assert handler.held == 3 and meetings.held == 1
-    assert caplog.text.count("meeting again") == 2
+    assert caplog.text.count("repeating it") == 2
     assert [worker.global_rank for worker in group.workers] == [0, 1]
 
 
 def test_nodes_that_never_meet_are_an_error() -> None:
     """The last failure is torch's own."""
     handler = OneNode(failures=1000)
-    with meeting_again() as meetings, pytest.raises(dist.DistStoreError):
+    with repeating_rendezvous() as meetings, pytest.raises(dist.DistStoreError):
         _meet(handler)
     assert handler.held == ATTEMPTS and meetings.held == 0
 
@@ -117,7 +117,7 @@ def test_an_etcd_that_is_away_is_waited_for_and_a_lost_host_is_not(
 ) -> None:
     """etcd comes back; the store of a c10d rendezvous does not."""
     handler = OneNode(1, RendezvousConnectionError("nobody answers"), backend)
-    with caplog.at_level(logging.WARNING), meeting_again() as meetings:
+    with caplog.at_level(logging.WARNING), repeating_rendezvous() as meetings:
         if backend == "c10d":
             with pytest.raises(RendezvousConnectionError):
                 _meet(handler)
@@ -129,11 +129,11 @@ def test_an_etcd_that_is_away_is_waited_for_and_a_lost_host_is_not(
 
 def test_a_missing_door_is_one_warning(closed_door: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is put in its place, and what is lost is said."""
-    with caplog.at_level(logging.WARNING), meeting_again() as meetings:
+    with caplog.at_level(logging.WARNING), repeating_rendezvous() as meetings:
         assert not hasattr(closed_door, "_rendezvous")
     assert meetings.held == 0
     assert [record.message for record in caplog.records] == [
-        "this torch has no SimpleElasticAgent._rendezvous: a rendezvous that falls apart will not be repeated"
+        "this torch has no SimpleElasticAgent._rendezvous: a rendezvous that fails will not be repeated"
     ]
 
 

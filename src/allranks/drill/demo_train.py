@@ -139,6 +139,17 @@ def last_step(limit: int, out: Path) -> int:
 
 def main() -> None:
     """Trains to --steps; each replica leaves its losses and its final parameters in --out."""
+    args = _arguments()
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)  # sums in another order differ by 1e-16: small for hours
+    if args.reference:
+        (args.out / "reference.json").write_text(json.dumps(reference_losses(args.steps)))
+    else:
+        train(args)
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument(
@@ -147,15 +158,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--min-replicas", type=int, default=1)
     parser.add_argument("--reference", action="store_true", help="the undisturbed run, in this process alone")
-    args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    torch.set_num_threads(1)
-    torch.set_default_dtype(
-        torch.float64
-    )  # sums in another order differ by 1e-16, which stays small for hours
-    if args.reference:
-        (args.out / "reference.json").write_text(json.dumps(reference_losses(args.steps)))
-        return
+    return parser.parse_args()
+
+
+def train(args: argparse.Namespace) -> None:
+    """One replica, from its first to the last step."""
     torch.manual_seed(0)
     text = Text()
     plain = CharModel(text.vocabulary)

@@ -141,11 +141,9 @@ def _why_not(
     """Why nothing but evidence is taken; "" when the action may be taken."""
     if wanted in ("none", "collect"):
         return "the policy asks for evidence only"
-    recent = [t for t in state.acted_s if now_s - t < options.window_s]
-    if len(recent) >= options.max_actions:
-        return f"{len(recent)} actions within {options.window_s:g} s use up the budget; a person must look"
-    if recent and now_s - recent[-1] < options.back_off_s:
-        return f"the last action was {now_s - recent[-1]:.1f} s ago; waiting {options.back_off_s:g} s"
+    spent = _budget_spent(now_s, state, options)
+    if spent:
+        return spent
     if case.cause == NO_STEP:
         return "collectives are still completed: a person must look"
     if case.cause in NOBODYS_FAULT or not case.ranks:
@@ -155,4 +153,13 @@ def _why_not(
     guilty = {rank // case.ranks_per_replica for rank in case.ranks}
     if wanted == "evict" and len(guilty) > 1 and len(guilty) * 2 > max(1, len(case.members) or case.replicas):
         return f"{len(guilty)} of {case.replicas} replicas are named: too many to evict"
+    return ""
+
+
+def _budget_spent(now_s: float, state: PolicyState, options: PolicyOptions) -> str:
+    recent = [t for t in state.acted_s if now_s - t < options.window_s]
+    if len(recent) >= options.max_actions:
+        return f"{len(recent)} actions within {options.window_s:g} s use up the budget; a person must look"
+    if recent and now_s - recent[-1] < options.back_off_s:
+        return f"the last action was {now_s - recent[-1]:.1f} s ago; waiting {options.back_off_s:g} s"
     return ""

@@ -133,7 +133,7 @@ def _post(url: str, body: dict[str, object], *, timeout_s: float, attempts: int)
     return False
 
 
-class BlobStore(Protocol):
+class UploadTarget(Protocol):
     """Where the bytes go (checkpoint/stores/object_store.py); `put` raises OSError."""
 
     def put(self, key: str, pieces: Iterable[memoryview], length: int) -> None: ...
@@ -143,7 +143,7 @@ class BlobStore(Protocol):
 class IncidentUploader:
     """`keep` may be called again for the same folder: only what has changed is copied."""
 
-    blobs: BlobStore
+    blobs: UploadTarget
     _wanted: queue.SimpleQueue[Path | None] = field(default_factory=queue.SimpleQueue)
     _copied: dict[Path, tuple[int, int]] = field(default_factory=dict)  # file -> (size, mtime)
     _thread: threading.Thread | None = None

@@ -55,17 +55,21 @@ def judge(looks: list[Look], cap_s: float) -> tuple[bool | None, str]:
         )
     if last.quiet_s >= cap_s:
         return True, f"no progress for {last.quiet_s:.1f} s, more than the {cap_s:g} s that anything may take"
-    idle = not any(state.cause in WORKING for state in guilty) and last.quiet_s >= ALL_IDLE_S
-    if 1 < len(last.report.ranks) == len(guilty) and not idle:
-        return None, "all ranks are busy on their own and none waits for another: looking again"
-    for state in guilty:
-        answer = _patience(state, looks)
-        if answer:
-            return None, answer
+    patience = _pause_of_all(last, guilty) or next(filter(None, (_patience(s, looks) for s in guilty)), "")
+    if patience:
+        return None, patience
     names = ", ".join(
         f"rank {state.rank} ({state.cause}, {state.where or 'unknown line'})" for state in guilty
     )
     return True, f"no progress for {last.quiet_s:.1f} s over {len(looks)} looks; waits for nobody: {names}"
+
+
+def _pause_of_all(last: Look, guilty: list[RankState]) -> str:
+    """Why all ranks together get more time, or "" when they get none."""
+    idle = not any(state.cause in WORKING for state in guilty) and last.quiet_s >= ALL_IDLE_S
+    if last.report is not None and 1 < len(last.report.ranks) == len(guilty) and not idle:
+        return "all ranks are busy on their own and none waits for another: looking again"
+    return ""
 
 
 def _patience(state: RankState, looks: list[Look]) -> str:

@@ -1,6 +1,6 @@
-"""The private doors of torchrun's agent that we use, and what is lost where torch has closed one. Runs in the agent.
+"""The private methods of torchrun's agent that we replace, and what is lost where torch no longer has one. Runs in the agent.
 
-All of them are there, in the same shape, from torch 2.4 to 2.13; the tests run on 2.13. A door that a later torch no
+All of them are there, in the same shape, from torch 2.4 to 2.13; the tests run on 2.13. One that a later torch no
 longer has costs one warning and the comfort behind it: the job runs as it does under plain torchrun.
 """
 
@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from allranks.supervise.orphans import Guard, sweep
+
 log = logging.getLogger("allranks.agent")
 
 MEETING = "torch.distributed.elastic.agent.server.api:SimpleElasticAgent._rendezvous"
@@ -22,9 +24,9 @@ STOPPING = "torch.distributed.elastic.multiprocessing.api:SubprocessContext._clo
 
 
 @contextlib.contextmanager
-def replaced(door: str, make: Callable[[Any], Any], without: str) -> Iterator[None]:
-    """While it is open, `make(torch's own method)` stands at the door; `without` says what a missing door costs."""
-    module, _, place = door.partition(":")
+def replaced(method: str, make: Callable[[Any], Any], without: str) -> Iterator[None]:
+    """While it is open, `make(torch's own method)` is called instead; `without` says what a missing method costs."""
+    module, _, place = method.partition(":")
     owner_name, _, name = place.rpartition(".")
     try:
         owner = getattr(importlib.import_module(module), owner_name)
@@ -38,3 +40,45 @@ def replaced(door: str, make: Callable[[Any], Any], without: str) -> Iterator[No
         yield
     finally:
         setattr(owner, name, ordinary)
+
+
+@contextlib.contextmanager
+def ending_ranks(grace_s: int | None, on_stop: Callable[[set[int]], object]) -> Iterator[None]:
+    """While it is open, ranks end in the time that was asked for, and with all that they have started.
+
+    torchrun obeys --shutdown-timeout only when the whole job ends, and not when it restarts; and it leaves alone what a
+    rank that died had started. `grace_s` lies between SIGTERM and SIGKILL, None is torchrun's choice (30 s).
+
+    `on_stop` gets the pids of ranks that are about to be asked to end: that they do is no incident.
+    """
+    guard = Guard()
+
+    def started(ordinary: Any) -> Any:
+        def popen(handler: Any, *args: Any, **kwargs: Any) -> Any:
+            process = ordinary(handler, *args, **kwargs)
+            guard.add(process.pid)
+            return process
+
+        return popen
+
+    def stopped(ordinary: Any) -> Any:
+        def close(context: Any, death_sig: Any, timeout: int = 30) -> None:
+            ranks = [handler.proc for handler in context.subprocess_handlers.values()]
+            asked = {rank.pid for rank in ranks if rank.poll() is None}
+            on_stop(asked)
+            ordinary(context, death_sig, timeout if grace_s is None else grace_s)
+            for rank in ranks:
+                # one that ended well may have left an upload running
+                if rank.pid in asked or rank.poll() != 0:
+                    sweep(rank.pid)
+                guard.remove(rank.pid)
+
+        return close
+
+    lost = "--shutdown-timeout is not obeyed at restarts, and children of a dead rank may stay"
+    with replaced(STARTING, started, lost), replaced(STOPPING, stopped, lost):
+        guard.start()
+        try:
+            yield
+        finally:
+            guard.close()

@@ -18,11 +18,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from allranks.errors import InputError, require
-from allranks.launch.endpoint import LaunchError, nobody_answers, port_in_use, refuse_stranger, wait_for_host
-from allranks.launch.rendezvous_retry import AWAY_S, RendezvousRetry, between_meetings, meeting_again
-from allranks.launch.shutdown import ending_ranks
+from allranks.launch.rendezvous import (
+    AWAY_S,
+    LaunchError,
+    RendezvousRetry,
+    nobody_answers,
+    port_in_use,
+    refuse_stranger,
+    repeating_rendezvous,
+    wait_for_host,
+    watching_members,
+)
 from allranks.launch.spares import RANK_MODULE, Spares, serving
-from allranks.launch.torchrun_patches import MONITORING, replaced
+from allranks.launch.torchrun_patches import MONITORING, ending_ranks, replaced
 
 log = logging.getLogger("allranks.agent")
 
@@ -69,10 +77,10 @@ def launch(job: Launch) -> int:
         if at_a_host(args):
             find_host(args)
         with (
-            serving(spares), ending_ranks(grace(args), job.on_stop), meeting_again() as meetings,
-            between_meetings(meetings, restarts=may_restart(args)), sensible_restarts(job.why_not_again),
+            serving(spares), ending_ranks(grace(args), job.on_stop), repeating_rendezvous() as retry,
+            watching_members(retry, restarts=may_restart(args)), sensible_restarts(job.why_not_again),
         ):  # fmt: skip
-            run_through_losses(args, meetings)
+            run_through_losses(args, retry)
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         return _child_code(error)
@@ -138,7 +146,7 @@ def may_go_there(args: Namespace, deadline: float) -> bool:
     return itself or wait_for_host(str(args.rdzv_endpoint), deadline)
 
 
-def run_through_losses(args: Namespace, meetings: RendezvousRetry) -> None:
+def run_through_losses(args: Namespace, retry: RendezvousRetry) -> None:
     """Runs the job. When the host of a c10d rendezvous is lost, this agent stays, with its snapshots, for a new one.
 
     The new host is another agent on that machine, or the same node come back. torchrun would end every agent.
@@ -153,8 +161,8 @@ def run_through_losses(args: Namespace, meetings: RendezvousRetry) -> None:
             torchrun.run(args)
             return
         except (RendezvousConnectionError, DistNetworkError, DistStoreError) as error:
-            if meetings.held > held:
-                deadline, held = time.monotonic() + AWAY_S, meetings.held
+            if retry.held > held:
+                deadline, held = time.monotonic() + AWAY_S, retry.held
             if not (at_a_host(args) and may_restart(args)) or time.monotonic() > deadline:
                 raise
             log.warning(

@@ -213,12 +213,12 @@ class Supervisor:
         pids = ", ".join(str(rank.process.pid) for rank in replica.ranks)
         self._tell(Event("started", replica.number, now, f"pid {pids}", pid=replica.ranks[0].process.pid))
 
-    def _spawn(self, replica: _Replica, local: int, port: int) -> _Rank:
+    def _environment(self, replica: _Replica, local: int, port: int) -> dict[str, str]:
+        """Of one rank of a replica."""
         size = self.options.ranks_per_replica
         total = self.options.total_replicas or self.options.replicas
-        number = replica.number * size + local
         on_node = (replica.number - self.options.first_replica) * size + local
-        environment = {
+        return {
             **os.environ,
             **self.options.environment,
             "RANK": str(local),
@@ -230,15 +230,18 @@ class Supervisor:
             "REPLICA_GROUP_ID": str(replica.number),
             "NUM_REPLICA_GROUPS": str(total),
             "ALLRANKS_REPLICA": f"replica-{replica.number}",
-            "ALLRANKS_RANK": str(number),
+            "ALLRANKS_RANK": str(replica.number * size + local),
             "ALLRANKS_WORLD_SIZE": str(total * size),
             "ALLRANKS_ATTEMPT": str(replica.history.restarts),
             "ALLRANKS_AGENT_PID": str(os.getpid()),
             "PYTHONUNBUFFERED": "1",
         }
+
+    def _spawn(self, replica: _Replica, local: int, port: int) -> _Rank:
+        number = replica.number * self.options.ranks_per_replica + local
         process = subprocess.Popen(
             self.options.command,
-            env=environment,
+            env=self._environment(replica, local, port),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

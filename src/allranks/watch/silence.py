@@ -142,19 +142,32 @@ def limit_s(state: NoticeState, options: NoticeOptions, rhythms: Sequence[Rhythm
     histories = [h for h in state.ranks.values() if h.changes >= options.warm_up_marks]
     silences = [h.silences_s for h in histories if h.silences_s]
     usual = max((statistics.median(s) for s in silences), default=0.0)
-    known = [r.pauses_s for r in rhythms if r.known]  # one rank that has been there before is enough
     base = max((_allowed_s(s, options) for s in silences), default=options.floor_s)
-    marked = any(h.mark[0] >= 0 for h in state.ranks.values())
     # a rank that has just been restarted does not make the others slow
-    settled = bool(histories) and (marked or bool(known) or not rhythms)
-    if not settled and known:
-        base = max(_allowed_s(pauses, options) for pauses in known)
-    elif not settled and not (options.asked and any(h.begun for h in state.ranks.values())):
-        base = max(base, options.warm_up_s)
+    if not histories or not _tells(state, rhythms):
+        base = _young_limit_s(base, state, options, rhythms)
     limit = min(base, _before_retry_s(FIRST_LOOK, usual, options)) * (1 + state.excused / 2)
     if state.excused == 1:
         limit = min(limit, _before_retry_s(SECOND_LOOK, usual, options))
     return min(options.cap_s, limit)
+
+
+def _tells(state: NoticeState, rhythms: Sequence[Rhythm]) -> bool:
+    """Whether the history holds where the ranks are now: they have marks, or one of them has been there before."""
+    marked = any(h.mark[0] >= 0 for h in state.ranks.values())
+    return marked or not rhythms or any(rhythm.known for rhythm in rhythms)
+
+
+def _young_limit_s(
+    base_s: float, state: NoticeState, options: NoticeOptions, rhythms: Sequence[Rhythm]
+) -> float:
+    """Without a history that tells: by earlier passes of the same place, else what a first step may take."""
+    known = [rhythm.pauses_s for rhythm in rhythms if rhythm.known]
+    if known:
+        return max(_allowed_s(pauses, options) for pauses in known)
+    if options.asked and any(h.begun for h in state.ranks.values()):
+        return base_s
+    return max(base_s, options.warm_up_s)
 
 
 def _allowed_s(silences: Sequence[float], options: NoticeOptions) -> float:
