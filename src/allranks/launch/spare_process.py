@@ -27,7 +27,7 @@ def wait_and_run(orders: int, ready: int) -> None:
             importlib.import_module(name.strip())
         except ImportError:
             continue  # the script does without it, or fails by itself with its own words
-    with contextlib.suppress(OSError):  # taken before it was warm: nobody waits for the word
+    with contextlib.suppress(OSError):  # taken before it was warm: nobody waits for it
         os.write(ready, b"r")
     os.close(ready)
     with open(orders, "rb") as pipe:

@@ -1,4 +1,4 @@
-"""Warm processes for restarts: each has imported what ranks import, and waits to be told which rank it is.
+"""Warm processes for restarts: each has imported what ranks import, and waits for a message that makes it a rank.
 
 Runs in the agent. Importing torch takes most of a restart; a spare has done it while the job was training. A spare
 that is not needed dies with the agent. Where anything is unusual a rank is simply started the ordinary way.
@@ -141,10 +141,10 @@ class Spares:
     def _add(self) -> bool:
         """Starts one and waits until it is warm, so that they do not all compete with the ranks at once."""
         orders, line = os.pipe()
-        ready, word = os.pipe()
+        ready, signal_end = os.pipe()
         try:
-            command = [sys.executable, "-u", "-m", SPARE_MODULE, str(orders), str(word)]
-            process = subprocess.Popen(command, pass_fds=[orders, word], start_new_session=True)
+            command = [sys.executable, "-u", "-m", SPARE_MODULE, str(orders), str(signal_end)]
+            process = subprocess.Popen(command, pass_fds=[orders, signal_end], start_new_session=True)
         except OSError as error:
             log.warning("no spare process can be started: %s", error)
             os.close(line)
@@ -152,7 +152,7 @@ class Spares:
             return False
         finally:
             os.close(orders)
-            os.close(word)
+            os.close(signal_end)
         try:
             return self._keep(_Spare(process, line)) and self._warm(process, ready)
         finally:
@@ -167,7 +167,7 @@ class Spares:
         return False
 
     def _warm(self, process: subprocess.Popen[bytes], ready: int) -> bool:
-        """Waits for the word. A spare that ends instead is the last one: something is wrong with all of them."""
+        """Waits until it is warm. A spare that ends instead is the last one: something is wrong with all of them."""
         deadline = time.monotonic() + READY_S
         while not self._closed.is_set() and time.monotonic() < deadline:
             if select.select([ready], [], [], 0.2)[0]:

@@ -1,8 +1,8 @@
-"""The job's other nodes: tells the lighthouse what runs here, and finds out which node is gone. Runs in the agent.
+"""The job's other nodes: reports to the lighthouse what runs here, and notices which node is lost. Runs in the agent.
 
-Ranks die with their agent, so an agent that is gone without a good-bye is a lost node. The lighthouse tells the others
-of it. A lighthouse that goes with the node that holds it tells nobody: its silence is the news then, and the agent
-that it had named before speaks for those that are left.
+Ranks die with their agent, so an agent that is gone without shutting down is a lost node. The lighthouse notifies the
+others. A lighthouse that is lost with its own node notifies nobody: the agents notice its absence, and the agent that it
+had chosen before files the incident for those that are left.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from allranks.model.nodes import AGENT, Failover, Presence
 
 log = logging.getLogger("allranks.agent")
 
-LOOK_S = 2.0  # how often our ranks are looked at
-TELL_S = (
-    10.0  # how often they are told although nothing has changed, and those of the lighthouse's node asked for
-)
+LOOK_S = 2.0  # how often our ranks are sampled
+TELL_S = 10.0  # how often they are reported although nothing has changed, and the failover is asked for
 YOUNG_S = 10.0
 AWAY_S = 3.0  # a lighthouse that is away for this long has gone with its node
 
@@ -41,14 +39,14 @@ class Loss:
 
 @dataclass
 class NodeMonitor:
-    """`start()` and `close()` own the thread allranks-neighbours. `noticed` is called with what the lighthouse says."""
+    """`start()` and `close()` own the thread allranks-nodes. `noticed` is called with the notices of the lighthouse."""
 
     client: Client
     ranks: Callable[[], tuple[int, ...]]  # that run on this node now; cheap
     node: str
     holds_lighthouse: bool
     on_lost: Callable[[Loss], object] = lambda loss: None
-    _succession: Failover = field(default_factory=Failover)
+    _failover: Failover = field(default_factory=Failover)
     _told: tuple[tuple[int, ...], float] = ((), float("-inf"))  # ranks, when (monotonic)
     _changed_s: float = field(default_factory=time.monotonic)  # when they were others
     _away_s: float | None = None  # monotonic: since when there is no lighthouse
@@ -56,12 +54,12 @@ class NodeMonitor:
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begins to tell."""
-        self._thread = threading.Thread(target=self._run, name="allranks-neighbours", daemon=True)
+        """Begins to report."""
+        self._thread = threading.Thread(target=self._run, name="allranks-nodes", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Tells and says nothing any more."""
+        """Reports nothing any more."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=15.0)
@@ -82,13 +80,13 @@ class NodeMonitor:
         elif isinstance(notice, MemberLeft) and notice.replica.startswith(AGENT):
             host = self._host()
             if host is not None and host.agent == notice.replica:
-                self._succession = Failover()
+                self._failover = Failover()
         elif isinstance(notice, ConnectionLost):
             self._away_s = self._away_s or time.monotonic()
 
     def _host(self) -> Presence | None:
         """The agent that holds the lighthouse, if it is another's."""
-        host = self._succession.host
+        host = self._failover.host
         return None if host is None or host.agent == self.client.options.replica else host
 
     def _run(self) -> None:
@@ -96,9 +94,9 @@ class NodeMonitor:
             try:
                 self._turn(time.monotonic())
             except AllranksError as error:
-                log.debug("the lighthouse was not told of this node's ranks: %s", error)
+                log.debug("this node's ranks were not reported to the lighthouse: %s", error)
             except Exception:  # a thread's entry
-                log.exception("this node's ranks could not be told")
+                log.exception("this node's ranks could not be reported")
 
     def _pause(self) -> float:
         """Ranks that start come one after the other: often at first, and while the lighthouse is away."""
@@ -108,11 +106,11 @@ class NodeMonitor:
     def _turn(self, now_s: float) -> None:
         if self.client.connected:
             self._away_s = None
-            self._tell(now_s)
+            self._report(now_s)
         elif self._away_s is not None and now_s - self._away_s >= AWAY_S:
             self._miss_lighthouse(now_s - self._away_s)
 
-    def _tell(self, now_s: float) -> None:
+    def _report(self, now_s: float) -> None:
         ranks = self.ranks()
         known, at = self._told
         if ranks == known and now_s - at < TELL_S:
@@ -120,13 +118,13 @@ class NodeMonitor:
         if ranks != known:
             self._changed_s = now_s
         us = Presence(self.client.options.replica, self.node, ranks, self.holds_lighthouse)
-        self._succession = self.client.present(us)
+        self._failover = self.client.present(us)
         self._told = (ranks, now_s)
 
     def _miss_lighthouse(self, away_s: float) -> None:
         """Once: it is gone, with the node that held it."""
-        host, heir = self._host(), self._succession.heir
-        self._succession = Failover()
+        host, heir = self._host(), self._failover.heir
+        self._failover = Failover()
         if host is not None and not self._stop.is_set():
             reason = f"its agent held the lighthouse, which does not answer for {away_s:.1f} s"
             self.on_lost(Loss(host, reason, time.time(), certain=False, told_by=heir))
@@ -137,4 +135,4 @@ class NodeMonitor:
             if not self._stop.is_set():
                 self.on_lost(Loss(node, notice.reason, at, notice.certain))
         except Exception:  # a thread's entry
-            log.exception("the loss of %s could not be told", notice.replica)
+            log.exception("the loss of %s could not be reported", notice.replica)
