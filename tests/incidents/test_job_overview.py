@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 from allranks.blackbox.files import job_folder, remove_finished
 from allranks.cli.status import render
 from allranks.incidents.folder import open_incident, read_incidents, remove_oldest
+from allranks.incidents.job_overview import write_torch_dumps
 from allranks.model.job import JobView, RankRow
 
 
@@ -73,3 +77,26 @@ def test_closed_incidents_are_bounded_the_oldest_go_first(tmp_path: Path) -> Non
             one.update(closed=1.0)
     assert remove_oldest(tmp_path, opened[3].current.id, 250_000) == [opened[1].path, opened[2].path]
     assert [story["reason"] for story in read_incidents(tmp_path)] == ["0", "3"]
+
+
+RANK = """
+import os, allranks
+allranks.record()
+allranks.step(3)
+os.kill(os.getpid(), 9) if os.environ["RANK"] == "1" else None
+"""
+
+
+def test_a_killed_rank_gets_its_torch_dump_from_its_black_box(tmp_path: Path) -> None:
+    """Rank 1 was killed; rank 0 ended well and rank 1 of an earlier run is not touched; a file that is newer stays."""
+    boxes, prefix = tmp_path / "boxes", tmp_path / "trace_"
+    begun = time.time_ns()
+    for rank in "01":
+        environment = {**os.environ, "RANK": rank, "WORLD_SIZE": "2", "ALLRANKS_DIR": str(boxes)}
+        subprocess.run([sys.executable, "-c", RANK], env=environment, check=False, timeout=100)
+    variables = {"TORCH_FR_DUMP_TEMP_FILE": str(prefix)}
+    assert write_torch_dumps(boxes, {}, begun) == []
+    assert write_torch_dumps(boxes, variables, time.time_ns()) == []
+    assert write_torch_dumps(boxes, variables, begun) == [tmp_path / "trace_1"]
+    assert pickle.loads((tmp_path / "trace_1").read_bytes())["version"]
+    assert write_torch_dumps(boxes, variables, begun) == []

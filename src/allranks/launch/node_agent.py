@@ -15,6 +15,7 @@ from pathlib import Path
 from allranks.blackbox.header import process_state
 from allranks.errors import AllranksError
 from allranks.incidents.deaths import ECHO_S
+from allranks.incidents.job_overview import write_torch_dumps
 from allranks.incidents.loop import Watch
 from allranks.incidents.node_losses import NodeLosses
 from allranks.incidents.peers import PeerAgents
@@ -108,6 +109,7 @@ class NodeAgent:
             self._nodes.close()
         if self.watch is not None:
             self.watch.close()
+            write_torch_dumps(self.watch.options.folder, os.environ, self._born_ns)
         if self.peers is not None:
             self.peers.close()
 
