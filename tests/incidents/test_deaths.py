@@ -260,3 +260,20 @@ def test_a_process_with_the_pid_of_an_earlier_one_dies_a_death_of_its_own(tmp_pa
     old = {GONE: Ending(GONE, 0, time.time() - 60)}  # how the first ended says nothing of the second
     assert found(tmp_path / "boxes", old) == {0: "exited without shutting down"}
     dog.close()
+
+
+def test_a_death_after_the_clock_was_set_back_is_noticed(tmp_path: Path) -> None:
+    """The first attempt ran while the clock was an hour ahead; the next one seems to have started before it."""
+    dog = watch(tmp_path)
+    ahead = time.time_ns() + 3600 * 10**9
+    for rank in (0, 1):
+        write_box(tmp_path / "boxes", rank, 7, start_ns=ahead, pid=GONE + rank)
+    dog.look()
+    for rank in (0, 1):
+        write_box(tmp_path / "boxes", rank, 7, start_ns=time.time_ns())
+    dog.look()
+    write_box(tmp_path / "boxes", 1, 9, start_ns=time.time_ns(), pid=GONE + 7)
+    dog.look()
+    dog.close()
+    first, second = read_incidents(tmp_path / "incidents")
+    assert (first["ranks"], second["ranks"]) == ([0], [1])

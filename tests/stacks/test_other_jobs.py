@@ -133,7 +133,8 @@ def test_ranks_that_burn_cpu_in_nccl_are_told_by_its_operation_counts(
                 asked += 1
                 connection.sendall(RAS.format(pid=os.getpid(), other=42 + asked * moves).encode())
 
-    threading.Thread(target=serve, daemon=True).start()
+    server = threading.Thread(target=serve)
+    server.start()
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     from allranks.stacks import ras
 
@@ -142,6 +143,8 @@ def test_ranks_that_burn_cpu_in_nccl_are_told_by_its_operation_counts(
     try:
         stalled = [sidecar._nccl_stalled(now) for now in (0.0, 6.0, 12.0)]
     finally:
+        listener.shutdown(socket.SHUT_RDWR)
         listener.close()
+        server.join()
     assert asked == 3
     assert stalled == ([False] * 3 if moves else [False, True, True]), time.time()

@@ -35,7 +35,10 @@ class DeathIncidents:
     act: Callable[[Action, Incident], str] = lambda action, incident: ""
     in_background: bool = False  # `check` only finds deaths: keeping evidence and asking others take seconds
     echo_patience_s: Callable[[], float] = lambda: ECHO_S
-    _started_ns: int = field(default_factory=time.time_ns)  # ranks that started earlier are of another round
+    _started_ns: int = field(default_factory=time.time_ns)  # ranks that started earlier are of another run
+    _past: set[ProcessId] = field(
+        default_factory=set
+    )  # of the attempt that ended: no times, a clock may be set
     _known: dict[ProcessId, IncidentFolder] = field(default_factory=dict)
     _failures_s: list[float] = field(default_factory=list)  # monotonic, of this node's ranks
     _cut: dict[tuple[int, ...], IncidentFolder] = field(default_factory=dict)  # ranks -> their last partition
@@ -51,7 +54,8 @@ class DeathIncidents:
         self, samples: list[RankSample], endings: Mapping[int, Ending], patience_s: float | None = None
     ) -> None:
         """Whole-job mode: all deaths. Replica mode: ranks that raised; the supervisor reports the others."""
-        new = [sample for sample in samples if not self.pipeline.explained.covers(sample)]
+        explained = self.pipeline.explained.covers
+        new = [s for s in samples if s.process not in self._past and not explained(s)]
         whole = self.options.whole_job
         first = find_first(find_deaths(new, endings, since_ns=self._started_ns, raised_only=not whole))
         now = time.monotonic()
@@ -71,7 +75,7 @@ class DeathIncidents:
         else:
             self.note_death(first)
         if whole:
-            self._started_ns = max(s.start_ns for s in samples) + 1
+            self._past = {s.process for s in samples}
 
     def note_death(self, death: Death) -> IncidentFolder | None:
         """A rank died (seen by its supervisor, or by us): keeps the evidence and opens its story, once."""

@@ -258,7 +258,7 @@ class HangInvestigator:
         case.looks.append(Look(time.monotonic(), suspicion.quiet_s, found.stacks, moved, calling))
         hung, reason = judge(case.looks, self.options.notice.cap_s)
         case.hung = hung is True
-        log.debug("%s: look %d: %s", case.opened.current.id, len(case.looks), reason)
+        log.debug("%s: sample %d: %s", case.opened.current.id, len(case.looks), reason)
         return hung, reason
 
     def _answer(self, case: HangCase, found: Examination, reason: str, samples: list[RankSample]) -> bool:

@@ -106,7 +106,7 @@ def decide_leaving(
     why = f"ranks of this node were the cause of {len(recent)} failures within {options.window_s:g} s"
     if not options.enabled:
         return "dry_run", f"{why}: would leave the job (--recovery on does it)"
-    return "leave_node", f"{why}: the job goes on without it"
+    return "leave_node", f"{why}: the job continues without it"
 
 
 def decide_action(now_s: float, case: HangFacts, state: PolicyState, options: PolicyOptions) -> Action:

@@ -40,18 +40,21 @@ def judge(looks: list[Look], cap_s: float) -> tuple[bool | None, str]:
     """True hung, False not hung, None look again; with the reason."""
     last = looks[-1]
     if last.moved:
-        return False, "a rank made progress while we looked: slow, not hung"
+        return False, "a rank made progress between two samples: slow, not hung"
     if last.calling and last.quiet_s < cap_s:
-        return None, "no step was done, but calls of it are being completed: looking again"
+        return None, "no step was done, but calls of it are being completed: sampling again"
     if len(looks) < 2:
-        return None, "one look cannot tell stuck from slow: looking again"
+        return None, "one sample cannot tell stuck from slow: sampling again"
     if last.report is None:
-        return True, f"no progress for {last.quiet_s:.1f} s over {len(looks)} looks (no stacks could be read)"
+        return (
+            True,
+            f"no progress for {last.quiet_s:.1f} s over {len(looks)} samples (no stacks could be read)",
+        )
     guilty = [last.report.ranks[rank] for rank in last.report.culprits if rank in last.report.ranks]
     if not guilty:
         return (
             True,
-            f"no progress for {last.quiet_s:.1f} s over {len(looks)} looks; every rank waits for another",
+            f"no progress for {last.quiet_s:.1f} s over {len(looks)} samples; every rank waits for another",
         )
     if last.quiet_s >= cap_s:
         return True, f"no progress for {last.quiet_s:.1f} s, more than the {cap_s:g} s that anything may take"
@@ -61,14 +64,17 @@ def judge(looks: list[Look], cap_s: float) -> tuple[bool | None, str]:
     names = ", ".join(
         f"rank {state.rank} ({state.cause}, {state.where or 'unknown line'})" for state in guilty
     )
-    return True, f"no progress for {last.quiet_s:.1f} s over {len(looks)} looks; waits for nobody: {names}"
+    return (
+        True,
+        f"no progress for {last.quiet_s:.1f} s over {len(looks)} samples; not waiting for any rank: {names}",
+    )
 
 
 def _pause_of_all(last: Look, guilty: list[RankState]) -> str:
     """Why all ranks together get more time, or "" when they get none."""
     idle = not any(state.cause in WORKING for state in guilty) and last.quiet_s >= ALL_IDLE_S
     if last.report is not None and 1 < len(last.report.ranks) == len(guilty) and not idle:
-        return "all ranks are busy on their own and none waits for another: looking again"
+        return "all ranks are busy on their own and none waits for another: sampling again"
     return ""
 
 
@@ -83,7 +89,7 @@ def _patience(state: RankState, looks: list[Look]) -> str:
         if not same:
             return f"rank {state.rank} works: its stack moves"
         if len(looks) < 3:
-            return f"rank {state.rank} burns CPU in {state.where or 'the same place'}: looking once more"
+            return f"rank {state.rank} burns CPU in {state.where or 'the same place'}: sampling once more"
     return ""
 
 

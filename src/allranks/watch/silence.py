@@ -285,7 +285,7 @@ def left_behind(
     since = state.ranks[first.rank].changed_s
     reason = (
         f"rank {first.rank} has made no progress for {now_s - since:.1f} s and stands at step {first.step}; "
-        f"the others go on without it and are at step {ahead}"
+        f"the others continue without it and are at step {ahead}"
     )
     limit = _own_limit_s(state.ranks[first.rank], options)
     return Suspicion(since, now_s - since, limit, tuple(s.rank for s in behind), reason=reason), reason
