@@ -316,3 +316,52 @@ def test_the_prolog_drains_a_node_that_fails_its_health_check(slurm: Path, tmp_p
 
     _wait(drained, 60)
     assert "/proc/nothing/here" in (tmp_path / "allranks-prolog.log").read_text()
+
+
+HUNG = """
+import os, sys, time
+def stuck_in_job_{name}():
+    time.sleep(600)
+open(f"{{sys.argv[1]}}/{name}.{{os.environ['SLURM_NODEID']}}", "w").close()
+stuck_in_job_{name}()
+"""
+
+
+@pytest.mark.needs_root
+def test_collect_asks_all_nodes_of_the_job_and_no_other_job(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs of one task per node share both nodes; the stacks are those of the job that was named."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    jobs = {}
+    for name in "ab":
+        script = tmp_path / f"{name}.py"
+        script.write_text(HUNG.format(name=name))
+        srun = (
+            f"srun --ntasks-per-node=1 --overlap env RANK=0 WORLD_SIZE=1 {sys.executable} {script} {tmp_path}"
+        )
+        batch = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "-o", str(tmp_path / "out-%j")]
+        done = subprocess.run(
+            [*batch, "--wrap", srun.replace("RANK=0", "RANK=$SLURM_NODEID")],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        jobs[name] = done.stdout.strip()
+    try:
+        _wait(lambda: len(list(tmp_path.glob("[ab].[01]"))) == 4, 100)
+        out = tmp_path / "stacks"
+        command = [sys.executable, "-m", "allranks", "slurm", "collect", jobs["a"], "-o", f"{out}/{{host}}"]
+        found = subprocess.run(
+            [*command, "--rounds", "1", "--force"], capture_output=True, text=True, timeout=100, check=False
+        )
+    finally:
+        subprocess.run(["scancel", *jobs.values()], check=False)
+        _wait(lambda: _squeue() == "", 60)
+    text = found.stdout + found.stderr
+    assert found.returncode in (0, 1), text
+    assert text.count("stuck_in_job_a") >= 2 and "stuck_in_job_b" not in text, text
+
+
+def _squeue() -> str:
+    return subprocess.run(["squeue", "-h"], capture_output=True, text=True, check=False).stdout.strip()
