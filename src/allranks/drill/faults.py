@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -56,19 +56,6 @@ class FaultPlan:
 
     faults: tuple[Fault, ...] = ()
     seed: int = 0
-
-    @staticmethod
-    def from_mapping(raw: Mapping[str, Any]) -> FaultPlan:
-        """From the YAML or JSON of a plan file; unknown keys are an error, not a silent no-op."""
-        faults = []
-        for item in raw.get("faults", ()):
-            unknown = set(item) - {"kind", "replica", "rank", "at_step", "at", "for_s"}
-            if unknown:
-                raise InputError(f"a fault does not know {sorted(unknown)}")
-            replica = str(item.get("replica", item.get("rank", "")))
-            at_step, at = int(item.get("at_step", 0)), str(item.get("at", "step start"))
-            faults.append(Fault(str(item["kind"]), replica, at_step, at, item.get("for_s")))
-        return FaultPlan(tuple(faults), int(raw.get("seed", 0)))
 
     def of(self, replica: str) -> list[Fault]:
         """The faults of one replica, in order."""
@@ -118,9 +105,7 @@ def strike(fault: Fault, manager: Manager) -> None:
         manager.group.abort("cut by plan")
 
 
-def inject(
-    manager: Manager, plan: FaultPlan, on_fire: Callable[[Fault], None] = _tell
-) -> Injector:  # fmt: skip
+def inject(manager: Manager, plan: FaultPlan, on_fire: Callable[[Fault], None] = _tell) -> Injector:
     """Arms the faults of this manager's replica. Call it before the first step."""
     injector = Injector(manager, plan.of(manager.options.replica_id), on_fire)
     reach = injector.reach
