@@ -70,7 +70,7 @@ def _fetch(args: argparse.Namespace, folder: str) -> str:
     """The boxes of all nodes, in a folder of this one."""
     from pathlib import Path
 
-    from allranks.incidents.job_evidence import find_lighthouse, gather_everywhere
+    from allranks.incidents.peers import find_lighthouse, gather_everywhere
 
     lighthouse = find_lighthouse(args.job)
     if lighthouse is None:

@@ -138,7 +138,7 @@ def _file_name(job: str) -> str:
 
 def _sample_all_nodes(options: CommandOptions, args: argparse.Namespace) -> Capture:
     """Samples every node of a job, joined into one capture: through its agents, or a Slurm step."""
-    from allranks.incidents.job_evidence import find_lighthouse, gather_everywhere
+    from allranks.incidents.peers import find_lighthouse, gather_everywhere
 
     lighthouse = find_lighthouse(options.job)
     if lighthouse is None:
