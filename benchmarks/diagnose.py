@@ -1,6 +1,6 @@
 """`allranks diagnose` beside `torchfrtrace` and beside the floor of unpickling, on dumps of an imagined job.
 
-    python benchmarks/diagnose.py [--quick] [--json] [--ranks 8 64 256 1024] [--boxes 16384]
+    python benchmarks/diagnose.py [--quick] [--json] [--ranks 8 64 256 1024] [--boxes 16384] [--short-rings 100000]
 
 CPU seconds and peak memory are those of whole processes, start-up included; the floor is the bare loop of
 pickle.load with the collector off. Every verdict is checked against the planted fault. We run as installed packages
@@ -148,9 +148,9 @@ def ratios_of(worlds: dict[int, dict[str, Any]]) -> dict[str, float]:
     return ratios
 
 
-def bench_boxes(count: int, folder: Path, say: Any) -> dict[str, Any]:
-    """A verdict on very many black boxes."""
-    job = make_job(count)
+def bench_boxes(count: int, folder: Path, say: Any, entries: int = 2000) -> dict[str, Any]:
+    """A verdict on very many black boxes, of so many calls each."""
+    job = make_job(count, entries)
     boxes = folder / f"boxes{count}"
     size = write_boxes(job, boxes)
     run = diagnose(boxes, job, installed(folder))
@@ -176,6 +176,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks (default 8 64 256 1024)")
     parser.add_argument("--boxes", type=int, help="black boxes in the large run (default 16384; quick 1024)")
+    parser.add_argument(
+        "--short-rings",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also N black boxes of 64 calls (about 2 GB on disk)",
+    )
     args = parser.parse_args()
     worlds = args.ranks or ([8, 64, 256] if args.quick else [8, 64, 256, 1024])
     peer_limit = 64 if args.quick else max(worlds)
@@ -193,12 +200,13 @@ def main() -> None:
             for world in worlds
         }
         many = bench_boxes(args.boxes or (1024 if args.quick else 16384), folder, say)
+        short = bench_boxes(args.short_rings, folder, say, 64) if args.short_rings else None
         startup = bench_startup(folder)
     say(f"start-up: {startup.numbers()}")
     report = {
         "name": "diagnose",
         "ratios": ratios_of(found),
-        "numbers": {"ranks": found, "many_boxes": many, "startup": startup.numbers()},
+        "numbers": {"ranks": found, "many_boxes": many, "short_rings": short, "startup": startup.numbers()},
         "machine": {
             "cpus": os.cpu_count(),
             "python": platform.python_version(),

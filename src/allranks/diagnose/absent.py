@@ -88,10 +88,9 @@ def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -
             f"{subject} never came to {their(ranks)} first collective; {waiting} in {context.call(blocked)}"
         )
         return replace(base, cause="not_started", sentence=sentence, confidence=0.85)
-    seen = [context.seen[rank] for rank in ranks if rank in context.seen]
-    telling = [now for now in seen if now.cause not in UNTELLING or (now.cause == "unknown" and now.where)]
-    if telling:
-        return _stuck_elsewhere(base, context, ranks, telling[0], _entered(context, blocked), waiting)
+    telling = _telling(context, ranks)
+    if telling is not None:
+        return _stuck_elsewhere(base, context, ranks, telling, _entered(context, blocked), waiting)
     if context.job.ranks[ranks[0]].trace.progress.inside == "new_group":
         base = replace(
             base, advice=("make the same groups, with the same members, in the same order on every rank",)
@@ -106,6 +105,12 @@ def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -
         confidence=0.9 if blocked.p2p is None else 0.8,
         missing_evidence=(*base.missing_evidence, *_unrecorded(context, blocked, ranks)),
     )
+
+
+def _telling(context: Context, ranks: tuple[int, ...]) -> RankNow | None:
+    """The first stack of these ranks that shows where one of them is instead."""
+    seen = (context.seen[rank] for rank in ranks if rank in context.seen)
+    return next((n for n in seen if n.cause not in UNTELLING or (n.cause == "unknown" and n.where)), None)
 
 
 def _last_seen(context: Context, ranks: tuple[int, ...]) -> str:

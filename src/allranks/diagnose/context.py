@@ -99,6 +99,15 @@ class Context:
     def waited(self, blocked: Blocked) -> float | None:
         return waited_s(self.job, blocked)
 
+    def waited_in(self, group: GroupView) -> float | None:
+        """How long the first blocked call of a group has been waited in; None when it has none."""
+        began = [blocked for blocked in self.blocked if blocked.group == group.index]
+        return self.waited(began[0]) if began else None
+
+    def waiting_but(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """All ranks that wait in any call, without these."""
+        return tuple(sorted({rank for blocked in self.blocked for rank in blocked.rows} - set(ranks)))
+
     def forgetful(self, ranks: Iterable[int]) -> bool:
         """Whether a ring of these ranks has wrapped and holds too few calls to know what they used to do."""
         calls = (self.job.ranks[rank].trace.calls for rank in ranks if rank in self.job.ranks)

@@ -208,15 +208,17 @@ def by_habit(pair: CallPair, at: int, outvoted: bool = False) -> Divergence | No
     always = bool((expected == them).all())
     if not always and not (outvoted and bool((expected == them).any())):
         return None
-    skipped = _skipped(pair, at, usual, always)
-    if skipped is not None:
-        return skipped
-    inserted = at + 1 < len(pair.mine) and bool(pair.mine[at + 1] == them)
+    return _skipped(pair, at, usual, always) or _added(pair, at, len(usual), always, made_mine)
+
+
+def _added(pair: CallPair, at: int, rounds: int, always: bool, known: bool) -> Divergence:
+    """The rank made a call more; `known`: one that it has made before."""
+    inserted = at + 1 < len(pair.mine) and bool(pair.mine[at + 1] == pair.theirs[at])
     often = "in all rounds before" if always else "in rounds before"
     reason = f"{often}, rank {pair.rank} made here the call that the others make"
-    either = not inserted and not made_mine
-    sure = 0.85 if always and len(usual) > 1 else 0.7
-    return Divergence(pair.rank, pair.reference, seq, "extra", 1, sure, reason, either)
+    sure = 0.85 if always and rounds > 1 else 0.7
+    either = not inserted and not known
+    return Divergence(pair.rank, pair.reference, pair.low + at, "extra", 1, sure, reason, either)
 
 
 def _skipped(pair: CallPair, at: int, usual: np.ndarray, always: bool) -> Divergence | None:

@@ -87,22 +87,26 @@ def _some_left(context: Context, blocked: Blocked) -> Finding | None:
     """Some got out, some did not: an unfinished end, unless the operation has a root that they may disagree on."""
     lanes = context.group(blocked).lanes
     certain = any(_state(context, blocked, rank) == Now.DONE for rank in blocked.passed)
-    rank, row = min(blocked.rows.items())
     went_on = any(lanes[r].last > blocked.seq for r in blocked.passed if r in lanes)
     wait = context.waited(blocked)
     lasting = wait is not None and wait >= context.patience.limit_s
-    if int(context.job.ranks[rank].family[row]) in ROOTED and (went_on or lasting) and not certain:
+    if _is_rooted(context, blocked) and (went_on or lasting) and not certain:
         return _root_guess(context, blocked)
     ended = f"{context.call(blocked)} ended on {ranks_text(blocked.passed)} but not on {who(context.job, blocked.waiters)}"
-    if wait is None and went_on and certain and not context.job.ended:
-        sentence = f"{ended}: it hangs there, or that dump is a moment older"
-        finding = _finding(context, blocked, "none_finished", blocked.waiters, sentence, 0.35)
-        again = "a second dump of all ranks: where nothing has moved, the job hangs"
-        return replace(finding, missing_evidence=(again,))
     if lasting and (went_on or certain):
         sentence = f"{ended}, {seconds(wait or 0)} later: look at the network or device of the latter"
         return _finding(context, blocked, "none_finished", blocked.waiters, sentence, 0.55)
-    return None
+    if wait is not None or not (went_on and certain) or context.job.ended:
+        return None
+    sentence = f"{ended}: it hangs there, or that dump is a moment older"
+    finding = _finding(context, blocked, "none_finished", blocked.waiters, sentence, 0.35)
+    again = "a second dump of all ranks: where nothing has moved, the job hangs"
+    return replace(finding, missing_evidence=(again,))
+
+
+def _is_rooted(context: Context, blocked: Blocked) -> bool:
+    rank, row = min(blocked.rows.items())
+    return int(context.job.ranks[rank].family[row]) in ROOTED
 
 
 def _state(context: Context, blocked: Blocked, rank: int) -> int:

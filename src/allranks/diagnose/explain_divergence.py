@@ -47,7 +47,6 @@ class _Telling:
         context, seq = self.context, self.divergence.seq
         maker = self.divergence.reference if self.divergence.kind == "skipped" else self.divergence.rank
         at = place(context.job.frames(maker, self.group.lanes[maker].row(seq)))
-        began = [b for b in context.blocked if b.group == self.group.index]
         rows = {rank: self.group.lanes[rank].row(seq) for rank in (*self.ranks, *self.others)}
         guilty = [(rank, rows[rank]) for rank in self.ranks if rows[rank] >= 0]
         return Finding(
@@ -59,8 +58,8 @@ class _Telling:
             seq,
             self.divergence.confidence,
             at,
-            tuple(sorted({rank for b in context.blocked for rank in b.rows} - set(self.ranks))),
-            context.waited(began[0]) if began else None,
+            context.waiting_but(self.ranks),
+            context.waited_in(self.group),
             (*context.stacks(guilty), *context.stacks((rank, rows[rank]) for rank in self.others)),
             self._evidence(),
             advice=(_advice(self.divergence, at),),

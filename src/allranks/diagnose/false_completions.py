@@ -52,24 +52,33 @@ def reopen(job: Job, doubts: Iterable[Doubt]) -> Job:
 
 
 def _doubt(job: Job, group: GroupView) -> Doubt | None:
-    if not group.backend.startswith("nccl") or any(rank not in job.ranks for rank in group.members):
+    if not group.backend.startswith("nccl") or not set(group.members) <= set(job.ranks):
         return None
     lanes = [lane for lane in group.lanes.values() if _shows_its_end(job, lane)]
     floor = min((lane.last for lane in lanes), default=group.last)
     ahead = [lane for lane in group.lanes.values() if lane.last > floor]
     if not ahead or not all(_only_coalesced_ended(job.ranks[lane.rank], lane, floor) for lane in ahead):
         return None
+    late = tuple(lane.rank for lane in lanes if lane.last == floor)
+    return _in_first_call(job, group, ahead, floor, late)
+
+
+def _in_first_call(
+    job: Job, group: GroupView, ahead: list[Lane], floor: int, late: tuple[int, ...]
+) -> Doubt | None:
+    """The doubt about the first call behind `floor`, if it is said to be over wherever it was made."""
     seq = min(int(lane.seqs[lane.seqs > floor][0]) for lane in ahead)
     rows = {lane.rank: row for lane in ahead if (row := lane.row(seq)) >= 0}
     ends = [_ended_ns(job.ranks[rank], row) for rank, row in rows.items()]
     if not ends or min(ends) < 0:
         return None
-    late = tuple(lane.rank for lane in lanes if lane.last == floor)
-    first_end = min(filter(None, ends), default=0)
-    proven = tuple(r for r in late if first_end and newest_ns(job.ranks[r]) >= first_end + CLOCKS_NS)
-    if proven:
-        return Doubt(group.index, seq, rows, proven, True)
-    return _unproven(job, group, seq, rows, late)
+    proven = _still_outside(job, late, min(filter(None, ends), default=0))
+    return Doubt(group.index, seq, rows, proven, True) if proven else _unproven(job, group, seq, rows, late)
+
+
+def _still_outside(job: Job, late: tuple[int, ...], ended_ns: int) -> tuple[int, ...]:
+    """Those of the late ranks whose own clock shows that they had not entered when the call was said to be over."""
+    return tuple(r for r in late if ended_ns and newest_ns(job.ranks[r]) >= ended_ns + CLOCKS_NS)
 
 
 def _unproven(

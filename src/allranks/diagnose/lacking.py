@@ -16,15 +16,7 @@ def draft(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding
     latest = [(rank, *latest_stack(context, rank)) for rank in ranks[:4]]
     known = [(rank, frames, label) for rank, frames, label in latest if frames]
     waiters = context.stacks(blocked.rows.items())
-    at, waited, failure = context.place(blocked), context.waited(blocked), context.failure(blocked)
-    entered = f"{ranks_text(blocked.waiters)} entered {context.call(blocked)}{context.at(blocked)}"
-    if waited is not None and not blocked.failed:
-        entered += f" and {seconds(waited)} later had not left it"
-    ends = [
-        f"the last call of rank {rank} was {last}" for rank in ranks[:4] if (last := context.last_call(rank))
-    ]
-    does = "does" if len(ranks) == 1 else "do"
-    next_call = at or context.call(blocked)
+    at, does = context.place(blocked), f"{ranks_text(ranks)} {'does' if len(ranks) == 1 else 'do'}"
     running = [rank for rank in ranks[:2] if rank in context.job.ranks and not context.job.ended]
     return Finding(
         "missing_rank",
@@ -36,13 +28,24 @@ def draft(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding
         0.9,
         at,
         context.waiters_behind(ranks),
-        waited,
+        context.waited(blocked),
         (*(((rank,), frames) for rank, frames, _ in known), *waiters),
-        (entered, *((failure,) if failure else ()), *ends),
+        _evidence(context, blocked, ranks),
         tuple(_where_now(context, rank) for rank in running),
-        (f"look at what {ranks_text(ranks)} {does} between {their(ranks)} last call and {next_call}",),
+        (f"look at what {does} between {their(ranks)} last call and {at or context.call(blocked)}",),
         (*(label for _, _, label in known), *("in this call" for _ in waiters)),
     )
+
+
+def _evidence(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> tuple[str, ...]:
+    """Who entered the call, how it ended, and what those did last who did not enter it."""
+    waited, failure = context.waited(blocked), context.failure(blocked)
+    entered = f"{ranks_text(blocked.waiters)} entered {context.call(blocked)}{context.at(blocked)}"
+    if waited is not None and not blocked.failed:
+        entered += f" and {seconds(waited)} later had not left it"
+    last = {rank: context.last_call(rank) for rank in ranks[:4]}
+    ends = (f"the last call of rank {rank} was {text}" for rank, text in last.items() if text)
+    return (entered, *((failure,) if failure else ()), *ends)
 
 
 def _where_now(context: Context, rank: int) -> str:

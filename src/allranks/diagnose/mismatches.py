@@ -36,11 +36,9 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
     others = [(rank, row) for rank, row in rows.items() if rank not in culprit.ranks]
     at = place(context.job.frames(*guilty[0])) if guilty else ""
     cause, sentence = _say(context, group, mismatch, culprit, rows, at)
-    lines = {place(context.job.frames(rank, row)) for rank, row in others} - {""}
-    elsewhere = sorted(lines)[0] if culprit.shift is None and at and lines and at not in lines else ""
+    elsewhere = _elsewhere(context, others, at) if culprit.shift is None else ""
     certain = culprit.confidence > 0.5 and not elsewhere
     absent = [rank for rank in group.members if rank not in group.lanes]
-    began = [b for b in context.blocked if b.group == mismatch.group]
     return Finding(
         cause,
         culprit.ranks,
@@ -50,13 +48,19 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
         mismatch.seq,
         culprit.confidence,
         at,
-        tuple(sorted({rank for b in context.blocked for rank in b.rows} - set(culprit.ranks))),
-        context.waited(began[0]) if began else None,
+        context.waiting_but(culprit.ranks),
+        context.waited_in(group),
         (*context.stacks(guilty), *context.stacks(others)),
         _evidence(mismatch, culprit, at, elsewhere),
         (f"the dump of {ranks_text(absent)}",) if absent else (),
         (_advice(cause, at) if certain else _compare(context, rows, at),),
     )
+
+
+def _elsewhere(context: Context, others: list[tuple[int, int]], at: str) -> str:
+    """A line from which the others called, if none of them called from this one."""
+    lines = {place(context.job.frames(rank, row)) for rank, row in others} - {""}
+    return min(lines) if at and lines and at not in lines else ""
 
 
 def _evidence(mismatch: Mismatch, culprit: Culprit, at: str, elsewhere: str) -> tuple[str, ...]:

@@ -187,22 +187,28 @@ def _sides(view: RankCalls) -> list[Side]:
 def _waits(job: Job, side: Side, other: Side | None) -> list[P2PWait]:
     peer = job.ranks.get(side.peer)
     peer_known = peer is not None and not peer.cut
-    start = side.pending_from()
     exact = side.reliable and (other.reliable if other is not None else _complete(peer))
-    first = 0 if exact else start
-    behind = other.pending_from() if other is not None and not exact else 0
-    partners = _partners(job, side, other, first, behind) if other is not None else None
+    partners = _indices_of_partners(job, side, other, exact)
     found = []
-    for index in range(start, len(side.rows)):
+    for index in range(side.pending_from(), len(side.rows)):
+        at, row = int(partners[index]), int(side.rows[index])
         if side.now[index] not in (Now.OPEN, Now.FAILED):
             continue
-        at = int(partners[index - first]) if partners is not None else -1
-        partner = int(other.rows[at]) if other is not None and at >= 0 else -1
-        if partner >= 0 and side.doubtful[index] and other is not None and other.now[at] == Now.DONE:
+        if other is not None and at >= 0 and side.doubtful[index] and other.now[at] == Now.DONE:
             continue
-        number, row = index + 1 if exact else 0, int(side.rows[index])
+        partner = int(other.rows[at]) if other is not None and at >= 0 else -1
+        number = index + 1 if exact else 0
         found.append(P2PWait(side.rank, row, side.peer, side.group, side.sends, number, partner, peer_known))
     return found
+
+
+def _indices_of_partners(job: Job, side: Side, other: Side | None, exact: bool) -> np.ndarray:
+    """Per call of `side`: the index of its partner at the other end; -1 when there is none or it is not known."""
+    partners = np.full(len(side.rows), -1, np.int64)
+    if other is not None:
+        first, behind = (0, 0) if exact else (side.pending_from(), other.pending_from())
+        partners[first:] = _partners(job, side, other, first, behind)
+    return partners
 
 
 def _without_false_end(job: Job, side: Side, other: Side | None) -> Side:

@@ -24,38 +24,44 @@ def find_absent_in_setup(context: Context) -> Finding | None:
 
 
 def _from_boxes(context: Context) -> Finding | None:
-    job = context.job
-    owed = {rank for blocked in context.blocked for rank in blocked.missing}
-    # Who makes its group anew while others wait for it in the old one is the one to explain, not those.
-    inside = {
-        rank: view.trace.progress
-        for rank, view in job.ranks.items()
-        if view.trace.progress.inside and not (view.trace.destroyed and rank in owed)
-    }
+    job, inside = context.job, _inside(context)
     if not inside:
         return None
     fewest = min(progress.setups for progress in inside.values())
     waiting = {rank: p for rank, p in inside.items() if p.setups == fewest}
-    function = next(iter(waiting.values())).inside
     waits = [(ns - p.inside_ns) / 1e9 for rank, p in waiting.items() if (ns := job.ranks[rank].snapshot_ns)]
-    if waits and max(waits) < context.patience.limit_s and not job.ended:
+    waited = max(waits, default=BELIEVABLE_S)
+    if waited < context.patience.limit_s and not job.ended:
         return None
-    times = f" for {seconds(max(waits))}" if waits and 0 < max(waits) < BELIEVABLE_S else ""
-    elsewhere = {rank: view.trace.progress for rank, view in job.ranks.items() if rank not in inside}
-    late = [rank for rank, p in elsewhere.items() if 0 <= p.setups <= fewest and not p.closed]
-    gone = [rank for rank, p in elsewhere.items() if p.closed]
-    lost = list(job.missing_ranks) if function == "init_process_group" else []
-    absent = tuple(sorted(late or gone or lost))
-    if not absent:
-        return (
-            _all_inside(context, inside, waiting, times)
-            if function == "new_group" and not elsewhere
-            else None
-        )
-    sentence = f"{who(job, absent)} never called {function}; {_waiting(waiting)}{times}"
-    return _finding(
-        context, absent, tuple(sorted(waiting)), function, sentence, 0.9 if late else 0.7, bool(late)
-    )
+    times = f" for {seconds(waited)}" if 0 < waited < BELIEVABLE_S else ""
+    function = next(iter(waiting.values())).inside
+    late, gone = _elsewhere(context, inside, fewest)
+    lost = job.missing_ranks if function == "init_process_group" else ()
+    absent = late or gone or lost
+    if absent:
+        sentence = f"{who(job, absent)} never called {function}; {_waiting(waiting)}{times}"
+        sure = 0.9 if late else 0.7
+        return _finding(context, absent, tuple(sorted(waiting)), function, sentence, sure, bool(late))
+    everybody = function == "new_group" and len(inside) == len(job.ranks)
+    return _all_inside(context, inside, waiting, times) if everybody else None
+
+
+def _inside(context: Context) -> dict[int, Progress]:
+    """Ranks inside a function that sets up or ends groups. Who makes its group anew while others wait for it in the old
+    one is left out: it is the one to explain, not those."""
+    owed = {rank for blocked in context.blocked for rank in blocked.missing}
+    traces = {rank: view.trace for rank, view in context.job.ranks.items()}
+    inside = {rank: trace for rank, trace in traces.items() if trace.progress.inside}
+    return {rank: t.progress for rank, t in inside.items() if not (t.destroyed and rank in owed)}
+
+
+def _elsewhere(
+    context: Context, inside: dict[int, Progress], fewest: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(ranks that have not come to the call yet, ranks that have ended)."""
+    ranks = {r: view.trace.progress for r, view in context.job.ranks.items() if r not in inside}
+    late = tuple(rank for rank, p in ranks.items() if 0 <= p.setups <= fewest and not p.closed)
+    return late, tuple(rank for rank, p in ranks.items() if p.closed)
 
 
 def _all_inside(
@@ -125,7 +131,6 @@ def _finding(
     seen = [context.seen[rank] for rank in absent if rank in context.seen]
     shown = [*seen, *(context.seen[rank] for rank in waiting if rank in context.seen)]
     stacks = tuple(((now.rank,), now.stack) for now in shown if now.stack)
-    cause = "not_started" if function == "init_process_group" else "missing_rank"
     located = next((now for now in seen if now.where), None)
     ask = f"where {ranks_text(absent)} is now: run `allranks stacks` on its node"
     advice = f"call {function} on every rank, in the same order: it is a call of all ranks, also of those outside the new group"
@@ -134,7 +139,7 @@ def _finding(
         sentence += f"; rank {located.rank} is at {located.where}{doing}"
         advice = f"look at {located.where}: rank {located.rank} is there now"
     return Finding(
-        "rank_died" if seen and all(now.cause == "gone" for now in seen) else cause,
+        _cause(function, seen),
         absent,
         sentence,
         "root",
@@ -150,3 +155,9 @@ def _finding(
         advice=(advice,),
         stack_labels=tuple("live" for _ in stacks),
     )
+
+
+def _cause(function: str, seen: list[RankNow]) -> str:
+    if seen and all(now.cause == "gone" for now in seen):
+        return "rank_died"
+    return "not_started" if function == "init_process_group" else "missing_rank"

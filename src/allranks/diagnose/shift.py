@@ -126,13 +126,8 @@ def best_shift(mine: np.ndarray, theirs: np.ndarray) -> tuple[int, bool, int] | 
 def find_stack_shift(job: Job, group: GroupView) -> Shift | None:
     """An extra or skipped call of the same kind and size, visible only in the stacks."""
     lanes = [lane for lane in group.lanes.values() if len(lane.seqs)]
-    if len(lanes) < 2:
-        return None
-    low, high = max(lane.first for lane in lanes), min(lane.last for lane in lanes)
-    if high < low:
-        return None
-    windows = {lane.rank: _window(job, lane, low, high) for lane in lanes}
-    if any(len(window) != high - low + 1 for window in windows.values()):
+    windows, low = _windows(job, lanes)
+    if len(windows) < 2:
         return None
     prints = {rank: window.tobytes() for rank, window in windows.items()}
     common, votes = Counter(prints.values()).most_common(1)[0]
@@ -143,6 +138,15 @@ def find_stack_shift(job: Job, group: GroupView) -> Shift | None:
     found = [_shift_of(job, group, rank, usual, windows, low) for rank in odd]
     shifts = [shift for shift in found if shift is not None]
     return max(shifts, key=lambda shift: (shift.extra, shift.agreeing, -shift.rank), default=None)
+
+
+def _windows(job: Job, lanes: list[Lane]) -> tuple[dict[int, np.ndarray], int]:
+    """(the calls that all lanes know, by rank; the first of them): nothing when a number is missing in one."""
+    low = max((lane.first for lane in lanes), default=0)
+    high = min((lane.last for lane in lanes), default=-1)
+    windows = {lane.rank: _window(job, lane, low, high) for lane in lanes} if high >= low else {}
+    whole = all(len(window) == high - low + 1 for window in windows.values())
+    return windows if whole else {}, low
 
 
 def _shift_of(

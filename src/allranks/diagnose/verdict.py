@@ -96,23 +96,29 @@ def _diagnose(
     context = Context(
         job, patience, tuple(hung), wait_graph(job, hung, p2p_mismatches), seen, tuple(p2p_mismatches)
     )
+    roots = _all_roots(context, mismatches, doubts, options)
+    warnings = find_warnings(context, every, damaged, options.allow_incomplete_ranks, roots)
+    return _compose(context, roots, warnings, files, options)
+
+
+def _all_roots(
+    context: Context, mismatches: list[Mismatch], doubts: list[Doubt], options: DiagnoseOptions
+) -> list[Finding]:
+    """Root causes from the calls; then from functions that set up groups, from errors, and from what is merely odd."""
+    job = context.job
     roots = [_with_doubts(context, root, doubts) for root in _roots(context, mismatches)]
     if roots and set(roots[0].ranks) & set(job.missing_ranks):
         from allranks.diagnose.weak_findings import ended_badly
 
-        ended = ended_badly(context, primary=True)
-        roots = [ended, *roots] if ended is not None else roots
-    setup = _setup(context)
-    if setup is not None:
-        roots = [setup, *roots]
+        roots = [found for found in (ended_badly(context, primary=True), *roots) if found is not None]
+    roots = [found for found in (_setup(context), *roots) if found is not None]
     if options.ended:
         roots = [_at_the_end(root) for root in roots]
-    if not roots and not (hung and any(is_paused(job, rank) for rank in job.ranks)):
-        from allranks.diagnose.weak_findings import quiet_roots
+    if roots or (context.blocked and any(is_paused(job, rank) for rank in job.ranks)):
+        return roots
+    from allranks.diagnose.weak_findings import quiet_roots
 
-        roots = quiet_roots(context, [d for d in doubts if not d.proven], options.allow_incomplete_ranks)
-    warnings = find_warnings(context, every, damaged, options.allow_incomplete_ranks, roots)
-    return _compose(context, roots, warnings, files, options)
+    return quiet_roots(context, [d for d in doubts if not d.proven], options.allow_incomplete_ranks)
 
 
 def _setup(context: Context) -> Finding | None:

@@ -89,29 +89,40 @@ def _late_in(job: Job, group: GroupView) -> Finding | None:
     behind = float(typical[slowest] - np.median(np.delete(typical, slowest)))
     if behind < max(MIN_LATE_S, LATE_SHARE * period) or share < LAST_SHARE:
         return None
-    rank = lanes[slowest].rank
-    row = group.lanes[rank].row(high)
-    at = place(job.frames(rank, row))
+    round_share = behind / max(period, 1e-9)
+    return _straggler(job, group, lanes, (slowest, high), typical, share, behind, round_share, late.shape[1])
+
+
+def _straggler(
+    job: Job,
+    group: GroupView,
+    lanes: list[Lane],
+    at: tuple[int, int],
+    typical: np.ndarray,
+    share: float,
+    behind: float,
+    round_share: float,
+    count: int,
+) -> Finding:
+    rank, high = lanes[at[0]].rank, at[1]
     sentence = (
-        f"{who(job, (rank,))} is slow, not stuck: in {share:.0%} of the last {late.shape[1]} collectives of group "
-        f"{group.label} it came last, {seconds(behind)} behind the others ({behind / max(period, 1e-9):.0%} of a round)"
+        f"{who(job, (rank,))} is slow, not stuck: in {share:.0%} of the last {count} collectives of group {group.label} it "
+        f"came last, {seconds(behind)} behind the others ({round_share:.0%} of a round)"
     )
+    advice = f"compare the node of rank {rank} with the others: data loading, clocks, temperature, other jobs"
     return Finding(
         "straggler",
         (rank,),
         sentence,
-        "warning",
-        group.label,
-        high,
-        round(min(0.95, 0.5 + share / 2), 2),
-        at,
-        tuple(lane.rank for lane in lanes if lane.rank != rank),
-        behind,
+        group=group.label,
+        sequence=high,
+        confidence=round(min(0.95, 0.5 + share / 2), 2),
+        where=place(job.frames(rank, group.lanes[rank].row(high))),
+        waiting=tuple(lane.rank for lane in lanes if lane.rank != rank),
+        waited_s=behind,
         evidence=(f"lateness per rank: {_table(lanes, typical)}",),
         missing_evidence=(f"what rank {rank} does meanwhile: run `allranks stacks` twice on its node",),
-        advice=(
-            f"compare the node of rank {rank} with the others: data loading, clocks, temperature, other jobs",
-        ),
+        advice=(advice,),
     )
 
 
