@@ -149,6 +149,7 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self.module(*args, **kwargs)
+        self._manager[0].training.times.mark_first("forward done")
         discarded = not torch.compiler.is_compiling() and self._manager[0]._backward_is_discarded()
         return self._cut_off(output) if discarded and not _any_wants_grad((args, kwargs)) else output
 
@@ -230,6 +231,7 @@ class DistributedDataParallel(nn.Module):
         self._open = False
         manager = self._manager[0]
         attempt = manager.training.attempt
+        manager.training.times.mark_first("backward done")
         while self._next < len(self._buckets):
             self._reduce_next()
         while not self._all_arrived():
@@ -242,6 +244,7 @@ class DistributedDataParallel(nn.Module):
                 return
             for bucket in self._buckets:
                 bucket.work = self._start(bucket, generation)
+        manager.training.times.mark("gradients reduced")
         self._reduced = attempt.reduced = True
         for bucket in self._buckets:
             bucket.spread()

@@ -13,7 +13,6 @@ import gc
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -211,11 +210,13 @@ class Manager:
         if generation.holding(attempt) and not self._wait_for_transfers(attempt, generation):
             return ManagedWork(None, tensor, lambda error: None)
         attempt.issuers.append(issuer)
+        self.training.times.mark_first("first collective launching")
         try:
             raw = generation.group.allreduce_in(generation.number, [tensor], options)
         except Exception as error:
             self._group_failed(attempt, generation, error)
             return ManagedWork(None, tensor, lambda error: None)
+        self.training.times.mark_first("first collective launched")
         work = ManagedWork(
             raw,
             tensor,
@@ -401,10 +402,9 @@ class Manager:
 
         On a GPU a collective that waits for others keeps every copy waiting as soon as a kernel must be loaded.
         """
-        began = time.monotonic()
+        self.training.times.mark_first("collectives held back by healing")
         late = self.training.wait_for_transfers(attempt, generation, self.options.timeout_s)
-        held_ms = (time.monotonic() - began) * 1e3
-        log.debug("quorum %d: collectives held back for %.0f ms by healing", generation.number, held_ms)
+        self.training.times.mark("collectives released")
         if late:
             self._group_failed(attempt, generation, GroupAborted(late))
         return not late
@@ -416,9 +416,11 @@ class Manager:
             return False
         for work in list(attempt.works):
             work.wait()
+        self.training.times.mark("collectives done")
         if not generation.loaded and not self._load_healed(generation):
             attempt.spoiled = attempt.spoiled or "healing did not finish"
         generation.group.settle()
+        self.training.times.mark("device done")
         return not attempt.spoiled and generation.usable
 
     def _vote(self, attempt: StepAttempt) -> bool:
@@ -436,6 +438,7 @@ class Manager:
         )
         try:
             tally = generation.vote(vote)
+            self.training.times.mark("votes in")
             reason = self._state_differs(generation, tally)
         except (RuntimeError, GroupAborted) as error:
             reason = generation.broken or f"the vote failed: {str(error).splitlines()[0]}"
@@ -537,7 +540,7 @@ class Manager:
         opened = self._opened
         if opened is None:
             return False
-        began = time.monotonic()
+        self.training.times.mark_first("state due")
         with self.training.parking(), self.training.changed:
             done = self.training.changed.wait_for(
                 lambda: not generation.usable or self._fetched(opened, generation) is not None,
@@ -548,7 +551,7 @@ class Manager:
             raise HealingFailed(f"healing did not finish in {self.options.timeout_s:.1f} s")
         if fetch is None:
             return False
-        arrived = time.monotonic()
+        self.training.times.mark("state loading")
         self.sums.forget()
         state = fetch.state()
         for key, (load, _) in self._functions.items():
@@ -562,10 +565,6 @@ class Manager:
             if self.training.generation is generation:  # else the next group may be about to ask for it again
                 opened.regrouper.fetch = None
         record.step(self.training.step)
-        log.debug(
-            "quorum %d: waited %.0f ms for the state, loaded it in %.0f ms",
-            generation.number, (arrived - began) * 1e3, (time.monotonic() - arrived) * 1e3,
-        )  # fmt: skip
         return True
 
     def _fetched(self, opened: ManagerResources, generation: Generation) -> Fetch | None:

@@ -7,7 +7,6 @@ ended by a notice of the lighthouse about the quorum in question, and nothing wa
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import socket
 import threading
@@ -152,7 +151,6 @@ class Regrouper:
             old = self.training.generation
             broken = failed or (old is not None and not old.usable)
             quorum = self._ask(deadline, broken)
-            answered = time.monotonic()
             if old is not None and old.usable and old.quorum.order == quorum.order:
                 return old
             try:
@@ -171,10 +169,6 @@ class Regrouper:
                 continue
             level = logging.WARNING if broken else logging.INFO
             took_ms = (time.monotonic() - began) * 1e3
-            log.debug(
-                "quorum %d: answered after %.0f ms, group made in %.0f ms",
-                quorum.number, (answered - began) * 1e3, (time.monotonic() - answered) * 1e3,
-            )  # fmt: skip
             why, plan = quorum.reason, generation.plan.reason
             log.log(level, "quorum %d after %.0f ms: %s; %s", quorum.number, took_ms, why, plan)
             return generation
@@ -234,11 +228,13 @@ class Regrouper:
         if lost:
             raise GroupAborted(lost)
         self._let_go(old, "the members changed")
+        self.training.times.mark("old group left")
         generation = Generation(quorum, plan, index, self.options.rank, self.group, self.box, self.control)
         generation.loaded = not generation.heals
         rolls = (index, self.options.rank) in plan.rolls_forward
         if index in plan.sources and plan.healing:
             self._offer(generation, later=rolls)
+            self.training.times.mark("state offered")
         if generation.heals and plan.top != FRESH:  # a fresh state is worth keeping until the group is there
             self._begin(self._prepare_fetch(plan.top), generation)
         try:
@@ -271,9 +267,9 @@ class Regrouper:
             (self.group.retire if healthy else self.group.abort)(reason)
 
     def _connect(self, quorum: Quorum, plan: QuorumPlan, said: Sequence[ReplicaClaim], index: int) -> None:
-        rank, began = self.options.rank, time.monotonic()
+        rank, times = self.options.rank, self.training.times
         store = self._reach_store(quorum.members[plan.sources[0]].store)
-        reached = time.monotonic()
+        times.mark("store reached")
         prefix = f"allranks/{quorum.epoch}.{quorum.number}"
         others = [replica for place, replica in enumerate(said) if place != index]
         places = tuple(replica.ranks[rank].port for replica in others)
@@ -282,7 +278,7 @@ class Regrouper:
         name = f"replicas/{quorum.number}" + (f"/{rank}" if self.options.world_size > 1 else "")
         limit_s = self.options.connect_timeout_s
         self.group.meet(GroupSpec(own_store, index, len(said), quorum.number, places, name, beside, limit_s))
-        met = time.monotonic()
+        times.mark("communicator made")
         first = sum(len(replica.ranks) for replica in said[:index]) + rank
         voters = [claim for replica in said for claim in replica.ranks]
         credential = self.server.keys.for_quorum(quorum.epoch, quorum.number)
@@ -298,12 +294,7 @@ class Regrouper:
             self.control.meet(
                 GroupSpec(control_store, first, len(voters), quorum.number, ports, limit_s=limit_s)
             )
-        parts = [(b - a) * 1e3 for a, b in itertools.pairwise((began, reached, met, time.monotonic()))]
-        log.debug(
-            "quorum %d: store reached in %.0f ms, group connected in %.0f ms, voters in %.0f ms",
-            quorum.number,
-            *parts,
-        )
+        times.mark("voters connected")
 
     def _reach_store(self, address: str) -> dist.Store:
         """A new client of the primary's store (also when that is us: aborting cuts clients, not the server)."""
@@ -359,6 +350,7 @@ class Regrouper:
                 self.training.finish_regrouping(error)
             return False
         self._heal_failures = 0
+        self.training.times.mark("state fetched")
         took_ms = (time.monotonic() - fetch.began_at) * 1e3
         log.info("healed: %.1f MB in %.0f ms", fetch.total_bytes / 1e6, took_ms)
         return True

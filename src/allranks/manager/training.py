@@ -16,6 +16,7 @@ from allranks.errors import HealingFailed
 from allranks.manager.groups.generation import Generation, StepAttempt
 from allranks.manager.phase import Phase, may_ask
 from allranks.manager.plan import Claim, Position
+from allranks.manager.regroup_times import RegroupTimes
 
 _REMEMBERED_LOSSES = 64
 _REMEMBERED_TRANSFERS = 8  # quorums; only the one that is being made matters
@@ -53,6 +54,7 @@ class TrainingState:
     parked: bool = False  # the training thread waits in start_quorum
     readers: int = 0  # threads that read the state meanwhile
     thread: int = 0  # the training thread
+    times: RegroupTimes = field(default_factory=RegroupTimes)  # since the last commit
     closing: bool = False
 
     # ---- training thread ----
@@ -81,6 +83,7 @@ class TrainingState:
             if old.committed and old.generation is not None:
                 old.generation.together = True
             self.attempt = StepAttempt(opened=True)
+            self.times.mark("step opened")
             self.thread = threading.get_ident()
             self.phase = Phase.COMPUTING
             self.verdict, self.claimed_pending = None, False
@@ -97,6 +100,7 @@ class TrainingState:
             if attempt.spoiled:
                 return None
             if attempt.generation is None:
+                self.times.mark("first collective due")
                 generation = self._wait_for_group(limit_s)
                 stale = attempt.empty or (generation.heals and not generation.loaded)
                 if stale and generation.participates:
@@ -265,6 +269,9 @@ class TrainingState:
 
     def _commit(self, term: int) -> None:
         self.term, self.step = term, self.step + 1
+        self.times.mark("committed")
+        self.times.log_if_regrouped(self.step)
+        self.times = RegroupTimes()
         self.attempt.committed = True
         self.phase = Phase.APPLYING
 
@@ -285,6 +292,8 @@ class TrainingState:
 
     def _break(self, generation: Generation, reason: str) -> bool:
         first = generation.break_off(reason)
+        if first:
+            self.times.mark("group broken")
         if first and generation is self.generation:
             self.wanted = self.wanted or reason
         self.changed.notify_all()
@@ -341,6 +350,7 @@ class TrainingState:
             if in_doubt:
                 self.claimed_pending = True
             self.wanted, self.news = "", ""
+            self.times.mark("quorum requested")
             return Claim(
                 term=self.term,
                 step=self.step,
@@ -357,6 +367,7 @@ class TrainingState:
         """From here on a loss in quorum `number` interrupts its making; returns a loss that came before."""
         with self.changed:
             self.forming = number
+            self.times.mark("quorum answered")
             return self.losses.get(number, "")
 
     def publish(self, generation: Generation, rolls: bool) -> None:
@@ -366,6 +377,8 @@ class TrainingState:
             if self.generation is not None and self.generation is not generation:
                 self.generation.over = True
             self.generation = generation
+            self.times.quorum = generation.number
+            self.times.mark("group published")
             self.wanted = ""  # was about the group before; a loss in this one is looked up below
             self.seen = max(self.seen, generation.plan.term)
             if self.claimed_pending:
@@ -389,6 +402,7 @@ class TrainingState:
         with self.changed:
             self.term, self.step = position
             self.torn = False
+            self.times.mark("state loaded")
             generation.loaded = True
             self.changed.notify_all()
 

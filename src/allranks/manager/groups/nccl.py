@@ -126,11 +126,18 @@ class ProcessGroupNCCL(ReconfigurableGroup):
             options.config.blocking = False  # a blocking communicator waits without a limit
         variables = {**_SURVIVE, "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, int(limit_s)))}
         with torch.cuda.device(device), environment(variables):
+            began = time.monotonic()
             backend = dist.ProcessGroupNCCL(meeting.store, meeting.rank, meeting.world_size, options)
             backend._set_sequence_number_for_group()
             backend.eager_connect_single_device(device)
+            connected = time.monotonic()
             with torch.cuda.stream(torch.cuda.Stream(device)):
                 backend.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions())
+            launched = time.monotonic()
+        log.debug(
+            "NCCL communicator of %d connected in %.0f ms, first operation launched in %.0f ms",
+            meeting.world_size, (connected - began) * 1e3, (launched - connected) * 1e3,
+        )  # fmt: skip
         return backend
 
     def _discard(self, backend: Any) -> None:
@@ -174,8 +181,10 @@ def _abort(backend: Any, gate: threading.Lock) -> None:
     communicator whether it has been taken. Only a queue that is full would need the abort to move on.
     """
     taken = gate.acquire(timeout=_TAKEN_S)
+    began = time.monotonic()
     try:
         backend.abort()
+        log.debug("NCCL communicator aborted in %.0f ms", (time.monotonic() - began) * 1e3)
     except RuntimeError as error:
         log.debug("NCCL abort: %s", str(error).splitlines()[0])
     finally:

@@ -8,6 +8,7 @@ source that dies puts its stripe back and the others go on. `begin` may be calle
 from __future__ import annotations
 
 import collections
+import logging
 import socket
 import threading
 import time
@@ -25,6 +26,8 @@ from allranks.errors import AllranksError, HealingFailed
 from allranks.manager.heal.staging import Staging
 from allranks.manager.heal.state import HealSegment, Landing, LiveState, StateLayout, make_landing, stripes
 from allranks.manager.plan import MAX_SOURCES, Position
+
+log = logging.getLogger("allranks.manager")
 
 _AHEAD = 2  # stripes asked for before the first has arrived
 _CONNECT_S = 10.0
@@ -149,7 +152,7 @@ class Fetch:
             self._connect(sock, source)
             greet_as_client(sock, source.credential, source.address)
             self._agree_on_layout(sock)
-            self._take_stripes(sock, asked)
+            self._take_stripes(sock, asked, source.name)
         except (OSError, AllranksError, ValueError, KeyError, TypeError) as error:
             self.failures.append(f"{source.name or source.address}: {error}")
         finally:
@@ -160,8 +163,10 @@ class Fetch:
                 self._lock.notify_all()
             sock.close()
 
-    def _take_stripes(self, sock: socket.socket, asked: collections.deque[tuple[HealSegment, ...]]) -> None:
-        staging, damaged = Staging(), 0
+    def _take_stripes(
+        self, sock: socket.socket, asked: collections.deque[tuple[HealSegment, ...]], source: str
+    ) -> None:
+        staging, damaged, began = Staging(), 0, time.monotonic()
         while not self._cancelled.is_set():
             while len(asked) < _AHEAD and (stripe := self._take()) is not None:
                 asked.append(stripe)
@@ -174,6 +179,11 @@ class Fetch:
                 if damaged >= _DAMAGED:
                     raise ChannelError(f"{damaged} stripes arrived damaged")
             elif self._finished():
+                took, copying = (time.monotonic() - began) * 1e3, staging.copying_s * 1e3
+                taken = staging.moved_bytes / 1e6
+                log.debug(
+                    "took %.1f MB from %s in %.0f ms, %.0f of them copying", taken, source, took, copying
+                )
                 return
 
     def _hand_back(self, stripes: Sequence[tuple[HealSegment, ...]], landed: bool = False) -> None:
@@ -247,8 +257,10 @@ class Fetch:
         if not is_intact(sock, hasher):
             return False
         self._landing.settle(stripe, staging)
+        length = sum(part.length for part in stripe)
+        staging.moved_bytes += length
         with self._lock:
-            self.received_bytes += sum(part.length for part in stripe)
+            self.received_bytes += length
         return True
 
 

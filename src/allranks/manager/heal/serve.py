@@ -5,6 +5,7 @@ Runs in a rank. Who may connect, and how many strangers may try, is the matter o
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -20,6 +21,8 @@ from allranks.checkpoint.checksum import best_algorithm, new_hasher
 from allranks.manager.heal.staging import Staging
 from allranks.manager.heal.state import HealSegment, Offer
 from allranks.manager.plan import Position
+
+log = logging.getLogger("allranks.manager")
 
 _BACKLOG = 512
 
@@ -70,11 +73,17 @@ class HealServer:
             members.close()
 
     def _serve(self, connection: socket.socket, purpose: str) -> None:
-        staging = Staging()
+        staging, began = Staging(), time.monotonic()
         tune_for_bulk(connection, self.timeout_s)
-        while (request := receive_json(connection)).get("want") != "ballot":
-            self._answer(connection, request, staging)
-        self._hand_over(connection, request, purpose)
+        try:
+            while (request := receive_json(connection)).get("want") != "ballot":
+                self._answer(connection, request, staging)
+            self._hand_over(connection, request, purpose)
+        finally:
+            if staging.moved_bytes:
+                took, copying = (time.monotonic() - began) * 1e3, staging.copying_s * 1e3
+                sent = staging.moved_bytes / 1e6
+                log.debug("sent %.1f MB of the state in %.0f ms, %.0f of them copying", sent, took, copying)
 
     def _hand_over(self, connection: socket.socket, request: dict[str, Any], purpose: str) -> None:
         """A voter calls: its connection is not ours any more."""
@@ -108,7 +117,9 @@ class HealServer:
         algorithm = best_algorithm()
         hasher = new_hasher(algorithm)
         send_json(connection, {"ok": True, "algorithm": algorithm})
-        self.sent_bytes += send_from(connection, offer.read(segments, staging), hasher)
+        sent = send_from(connection, offer.read(segments, staging), hasher)
+        self.sent_bytes += sent
+        staging.moved_bytes += sent
         if self._offer is not offer:
             raise ChannelError("withdrawn")  # some of it may be of the next state: it is not vouched for
         send_checksum(connection, hasher)

@@ -8,6 +8,7 @@ queue up behind the forward and backward that the training thread has already gi
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,8 @@ from allranks.checkpoint.tensors import memory_of
 class Staging:
     """Not for several threads at once. What `fetch` or `room` gave is overwritten by the next call."""
 
+    copying_s: float = 0.0  # spent in copies from or to a device
+    moved_bytes: int = 0  # that its connection has sent or received
     _memory: torch.Tensor | None = None
     _streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
 
@@ -49,8 +52,10 @@ class Staging:
         if device.type != "cuda":
             yield
             return
+        began = time.monotonic()
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         with torch.cuda.stream(self._streams[device]):
             yield
         self._streams[device].synchronize()
+        self.copying_s += time.monotonic() - began
