@@ -135,6 +135,7 @@ async def test_members_are_called_again_for_a_newcomer_that_died_and_came_back(a
         desk.service.join(x, Member("x"))
         await desk.settle()
         assert len(a_peer.of(QuorumWanted)) == life
+        assert [member.session for member in a_peer.of(QuorumWanted)[-1].waiting] == [f"x.{life}"]
         desk.service.disconnected(x, x_peer, clean=True)
         desk.service.accuse("x", "killed")
         await desk.settle()

@@ -20,10 +20,11 @@ from allranks.lighthouse.options import Options
 from allranks.lighthouse.sessions import Sessions
 from allranks.lighthouse.state import QuorumState
 from allranks.lighthouse.status import PersistedState
-from allranks.model.cluster import Quorum, QuorumFormed, QuorumWanted
+from allranks.model.cluster import Member, Quorum, QuorumFormed, QuorumWanted
 
 log = logging.getLogger("allranks.lighthouse")
 
+_NAMED = 8  # members told of a newcomer learn its address, if there are not more of them
 _LASTING_S = 1.0  # a wait this long is worth a line in the log
 _TOGETHER_S = 0.05  # members that lose one of them ask again within moments: no need to tell them to
 
@@ -207,11 +208,18 @@ class QuorumCoordinator:
             self._wanted = (-1, "")  # who comes next, perhaps under the same name, is another newcomer
         elif (self.state.round, reason) != self._wanted:
             self._wanted = (self.state.round, reason)
-            self.bulletin.tell(QuorumWanted(reason, self.state.number), self.state.continuing_not_asking)
+            wanted = QuorumWanted(reason, self.state.number, waiting=self._waiting_members())
+            self.bulletin.tell(wanted, self.state.continuing_not_asking)
             self.bulletin.flush()
         if self._hurried != self.state.number and find_broken(self.state):
             self._hurried = self.state.number
             self.timers.call_later(_TOGETHER_S, self._hurry, self.state, self.state.number)
+
+    def _waiting_members(self) -> tuple[Member, ...]:
+        """Who asks and is no member yet; () for so many that nobody would prepare anything for them."""
+        state = self.state
+        asking = [replica.asking for name, replica in state.asking.items() if name not in state.continuing]
+        return tuple(filter(None, asking)) if len(asking) <= _NAMED else ()
 
     def _hurry(self, state: QuorumState, number: int) -> None:
         """Tells members that still wait in a group, or for one, that another has given it up."""

@@ -110,6 +110,7 @@ class QuorumWanted:
     reason: str
     number: int = 0
     broken: bool = False
+    waiting: tuple[Member, ...] = ()  # who waits to join, as far as it is worth naming
 
 
 @dataclass(frozen=True)
