@@ -64,12 +64,26 @@ class Replica:
     """One replica, its processes (one per rank) and the events of its first rank."""
 
     def __init__(
-        self, name: str, command: list[str], lighthouse: str, out: Path, ranks: int = 1, store_port: int = 0
+        self,
+        name: str,
+        command: list[str],
+        lighthouse: str,
+        out: Path,
+        ranks: int = 1,
+        store_port: int = 0,
+        env: dict[str, str] | None = None,
     ) -> None:
         self.name, self.path = name, out / f"{name}-{time.monotonic_ns()}.log"
         self.processes = []
+        more = env or {}
         for rank in range(ranks):
-            env = {**os.environ, **SHARED_GPU, "ALLRANKS_LIGHTHOUSE": lighthouse, "ALLRANKS_REPLICA": name}
+            env = {
+                **os.environ,
+                **SHARED_GPU,
+                "ALLRANKS_LIGHTHOUSE": lighthouse,
+                "ALLRANKS_REPLICA": name,
+                **more,
+            }
             env["NCCL_HOSTID"] = f"{name}.{rank}"
             env.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
             if ranks > 1:

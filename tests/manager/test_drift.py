@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,12 @@ from torch import nn
 from allranks.drill.ranks import Ranks
 from allranks.errors import ConfigurationError, StateDiffers
 from allranks.lighthouse.options import Options
+from allranks.manager import regroup
 from allranks.manager.ddp import DistributedDataParallel
+from allranks.manager.diloco import DiLoCo
 from allranks.manager.drift import StateSums, bit_sum, find_difference, first_difference
+from allranks.manager.groups import generation
+from allranks.manager.local_sgd import LocalSGD
 from allranks.manager.manager import Manager
 from allranks.manager.optimizer import Optimizer
 from allranks.manager.registered_state import missing_parts, named_parts
@@ -203,3 +208,112 @@ def _join(rank: int, world: int, address: str) -> tuple[list[float], list[int]]:
             scheduler.step()
     manager.shutdown()
     return scheduler.get_last_lr(), data.get_state().tolist()
+
+
+def _flip(tensor: torch.Tensor) -> None:
+    tensor.data.view(torch.int32).flatten()[3] ^= 1 << 22
+
+
+def _compare_every_step(
+    rank: int, world: int, address: str, flip_at: tuple[int, ...], by_allreduce: bool
+) -> tuple[list[float], list[str]]:
+    """Losses of 12 steps and the errors logged; the last replica's memory loses bits at the given steps."""
+    if by_allreduce:  # as more than 32 ranks vote
+        generation.MAX_VOTERS = regroup.MAX_VOTERS = 0
+    torch.set_num_threads(1)
+    torch.manual_seed(11)
+    lines = Lines()
+    logging.getLogger("allranks.manager").addHandler(lines)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    manager = Manager(
+        state=[model, inner], lighthouse_addr=address, replica_id=f"r{rank}", timeout=30, quorum_timeout=30,
+        rank=0, world_size=1, min_replica_size=2, check_every=1,
+    )  # fmt: skip
+    ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
+    losses: dict[int, float] = {}
+    flips = list(flip_at) if rank == world - 1 else []
+    while manager.current_step() < 12:
+        if flips and manager.current_step() == flips[0]:
+            _flip(model[2].weight)
+            flips.pop(0)
+        optimizer.zero_grad()
+        step = manager.current_step()
+        loss = ddp(batch(step, 8)).square().mean()
+        loss.backward()
+        if optimizer.step():
+            losses[step] = loss.item()
+    manager.shutdown()
+    return list(losses.values()), lines.lines
+
+
+@pytest.mark.parametrize("by_allreduce", [False, True])
+def test_a_flipped_bit_leaves_no_trace_in_the_losses_when_every_step_is_compared(
+    lighthouse: LighthouseProcess, by_allreduce: bool
+) -> None:
+    """Found in the vote of the same step: no damaged gradient is ever applied. Also with votes by allreduce."""
+    curves = []
+    for flip_at in ((), (5,)):
+        args = (lighthouse.address, flip_at, by_allreduce)
+        with Ranks(_compare_every_step, 3, args=args, backend=None) as ranks:
+            curves.append(ranks.values(LIMIT_S))
+    undisturbed, disturbed = curves
+    sentence = "step 5: the state of r2 differs from that of the other replicas, first in 2.weight"
+    for (losses, _), (healed, lines) in zip(undisturbed, disturbed, strict=True):
+        assert len(healed) == 12
+        assert healed == pytest.approx(losses, abs=1e-6)
+        assert lines.count(sentence) == 1, lines
+
+
+def test_a_replica_whose_state_is_damaged_twice_is_evicted(lighthouse: LighthouseProcess) -> None:
+    """Its machine is not to be trusted; the other two train to the end."""
+    args = (lighthouse.address, (3, 6), False)
+    with Ranks(_compare_every_step, 3, args=args, backend=None) as ranks:
+        first, second, evicted = ranks.join(LIMIT_S).values()
+    assert first.exit_code == second.exit_code == 0, (first.error, second.error)
+    assert evicted.exit_code == 1
+    assert "differed from the majority's at steps 3 and 6" in evicted.error
+    assert first.value[0] == second.value[0]
+
+
+def _exchange(rank: int, world: int, address: str, kind: str) -> tuple[str, list[str]]:
+    """The last replica's copy of what the last exchange left loses a bit after the second one."""
+    torch.set_num_threads(1)
+    torch.manual_seed(11)
+    lines = Lines()
+    logging.getLogger("allranks.manager").addHandler(lines)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    manager = Manager(
+        state={"inner": inner}, lighthouse_addr=address, replica_id=f"r{rank}", timeout=30, quorum_timeout=30,
+        rank=0, world_size=1, min_replica_size=3, check_every=1, use_async_quorum=False,
+    )  # fmt: skip
+    exchange: LocalSGD | DiLoCo
+    if kind == "LocalSGD":
+        exchange = LocalSGD(manager, model, inner, sync_every=2)
+    else:
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        exchange = DiLoCo(manager, model, inner, outer, sync_every=2)
+    flipped, local = rank != world - 1, 0
+    with exchange:
+        while manager.current_step() < 6:
+            inner.zero_grad()
+            model(batch(100 * rank + local, 8)).square().mean().backward()
+            inner.step()
+            local += 1
+            if not flipped and manager.current_step() == 2:
+                flipped = True
+                _flip(next(iter(manager.sums.kept[0]().values())))
+    found = {name: value.tolist() for name, value in manager.sums.kept[0]().items()}
+    manager.shutdown()
+    return json.dumps(found), lines.lines
+
+
+@pytest.mark.parametrize("kind", ["LocalSGD", "DiLoCo"])
+def test_what_the_last_exchange_left_is_compared_too(lighthouse: LighthouseProcess, kind: str) -> None:
+    """Local parameters may differ; what was exchanged may not."""
+    with Ranks(_exchange, 3, args=(lighthouse.address, kind), backend=None) as ranks:
+        found = ranks.values(LIMIT_S)
+    assert len({state for state, _ in found}) == 1
+    sentence = "step 2: the state of r2 differs from that of the other replicas, first in 0.weight"
+    assert all(lines.count(sentence) == 1 for _, lines in found), found

@@ -118,6 +118,9 @@ def _train(rank: int, world: int, address: str, folder: str, how: str) -> Course
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         count, counted = manager.num_participants(), manager.is_participating()
         if optimizer.step():
+            time.sleep(
+                0.01
+            )  # enough for a quorum: the state that heals is the one with which the next step begins
             scaler["scale"] *= 2  # a power of two: no bit is lost
             course.steps.append((manager.current_step() - 1, count, counted))
             assert (manager.num_participants(), manager.is_participating()) == (count, counted)
@@ -125,7 +128,6 @@ def _train(rank: int, world: int, address: str, folder: str, how: str) -> Course
             together += count == 2
         if rank == 0 and manager.current_step() == ALONE:
             Path(folder, "go").touch()
-        time.sleep(0.005)
     course.seen = float(model.seen.min())
     course.state = state_of(model, inner)
     manager.shutdown()
@@ -154,16 +156,14 @@ def run(lighthouse: LighthouseProcess, folder: Path, how: str) -> tuple[Course, 
 
 
 @pytest.mark.parametrize("how", ["one backward", "two backwards"])
-def test_it_gives_nothing_in_its_first_step_and_computes_no_gradients(
-    lighthouse: LighthouseProcess, tmp_path: Path, how: str
-) -> None:
+def test_it_gives_nothing_in_its_first_step(lighthouse: LighthouseProcess, tmp_path: Path, how: str) -> None:
     """The others' mean is over themselves; its parameters follow because the gradients reach it too."""
     there, late = run(lighthouse, tmp_path, how)
     joined = late.steps[0][0]
     assert late.steps[0] == (joined, 1, False)
     assert (joined, 1, True) in there.steps
     each = 2 if how == "two backwards" else 1
-    assert late.backwards == [0] + [each] * TOGETHER
+    assert late.backwards == [each] * (TOGETHER + 1)
     assert late.seen >= ALONE  # healed, not its own count
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 import weakref
 
 import pytest
 
+from allranks.drill.ranks import Ranks
 from allranks.manager.groups import teardown
+from allranks.manager.groups.teardown import end_compile_workers
+
+from .cluster import LIMIT_S
 
 
 class Backend:
@@ -54,3 +60,24 @@ def test_a_teardown_that_does_not_end_is_waited_for_once() -> None:
     assert thread.is_alive()
     stuck.set()
     thread.join()
+
+
+def _end_with_frozen_workers(rank: int, world: int) -> bool:
+    from torch._inductor import async_compile
+    from torch._inductor.compile_worker.subproc_pool import SubprocPool
+
+    pool = SubprocPool(1)
+    async_compile._pool_set.add(pool)
+    os.kill(pool.process.pid, signal.SIGSTOP)  # it cannot end, as one with many workers cannot soon
+    try:
+        end_compile_workers()
+        async_compile.shutdown_compile_workers()  # what torch does at exit
+        return pool.process.poll() is None
+    finally:
+        os.kill(pool.process.pid, signal.SIGKILL)
+
+
+def test_the_end_of_a_process_does_not_wait_for_the_workers_of_torch_compile() -> None:
+    """torch would wait for them up to 300 s."""
+    with Ranks(_end_with_frozen_workers, 1, backend=None) as ranks:
+        assert ranks.values(LIMIT_S) == [True]

@@ -20,14 +20,15 @@ from allranks.torchft.coordination import (
     ManagerClient,
     ManagerServer,
 )
-from allranks.torchft.manager_wire import (
+from allranks.torchft.manager_service import (
     QuorumRequest,
+    QuorumResult,
     decode_request,
     decode_result,
     encode_request,
     encode_result,
+    quorum_results,
 )
-from allranks.torchft.quorum_results import QuorumResult, quorum_results
 
 LONG = timedelta(seconds=60)
 number = st.integers(-(2**63), 2**63 - 1)

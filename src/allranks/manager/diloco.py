@@ -84,6 +84,15 @@ class Fragment:
     def save(self) -> dict[str, Any]:
         return {"globals": dict(self.globals), "outer": self.outer.state_dict()}
 
+    def kept(self) -> dict[str, torch.Tensor]:
+        """What all members hold alike between two exchanges: the global parameters and the outer optimizer's state."""
+        found = dict(self.globals)
+        for name, p in self.module.named_parameters():
+            for key, value in self.outer.state.get(p, {}).items():
+                if isinstance(value, torch.Tensor):
+                    found[f"outer {key} of {name}"] = value
+        return found
+
     def load(self, state: dict[str, Any]) -> None:
         for name, value in self.globals.items():
             value.copy_(state["globals"][name])
@@ -147,6 +156,7 @@ class DiLoCo:
         for number, fragment in enumerate(self.fragments):
             fragment.keep()
             manager.register_state_dict_fn(f"diloco_{number}", fragment.load, fragment.save)
+            manager.sums.kept.append(fragment.kept)
 
     def __enter__(self) -> DiLoCo:
         self._handle = self.inner_optimizer.register_step_post_hook(lambda *_: self._stepped())

@@ -14,7 +14,7 @@ import json
 import struct
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from torch import nn
 from allranks.manager.groups.generation import Generation
 from allranks.manager.heal.state import local_of
 from allranks.manager.votes import Tally
+from allranks.model.cluster import Quorum
 
 OnDifference = Literal["heal", "stop", "report"]
 EVERY_STEPS = 100  # keeps the cost below 0.5 % of a step: benchmarks/drift.py
@@ -71,6 +72,28 @@ class StateFinding:
 
 
 @dataclass(eq=False)
+class CorruptionHistory:
+    """Which replicas differed from a majority in this job, and on which host: twice is no accident."""
+
+    _steps: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+
+    def repeated(self, found: StateFinding, quorum: Quorum, step: int) -> dict[str, str]:
+        """Notes what was found; replica -> reason for those that should go."""
+        reasons = {}
+        for name in found.replicas if found.healable else ():
+            member = quorum.member(name)
+            steps = self._steps.setdefault((name, member.node if member else ""), [])
+            steps.append(step)
+            if len(steps) > 1:
+                where = f" on {member.node}" if member and member.node else ""
+                at = " and ".join(map(str, steps))
+                reasons[name] = (
+                    f"its state differed from the majority's at steps {at}{where}: check the machine"
+                )
+        return reasons
+
+
+@dataclass(eq=False)
 class StateSums:
     """What is summed, and the sums of the current step. All methods run on the training thread."""
 
@@ -80,6 +103,9 @@ class StateSums:
     small: dict[str, Any] = field(
         default_factory=dict
     )  # schedulers, scalers, samplers: state_dict() is compared
+    kept: list[Callable[[], Mapping[str, torch.Tensor]]] = field(
+        default_factory=list
+    )  # what LocalSGD and DiLoCo keep of the last exchange
     names: list[str] = field(default_factory=list)
     sums: list[int] = field(default_factory=list)
     _running: _Summing | None = None
@@ -113,11 +139,11 @@ class StateSums:
         found = find_difference(tally.state, generation.counterparts) if tally.state else None
         if found is None:
             return None
-        sums = generation.box.exchange_sums(self.sums)
-        replicas = _replicas(generation, found.places)
-        other = next(place for group in generation.counterparts if found.places[0] in group for place in group
-                     if tally.state[place] != tally.state[found.places[0]])  # fmt: skip
-        where = first_difference(sums[found.places[0]], sums[other], self.names)
+        replicas, odd = _replicas(generation, found.places), found.places[0]
+        counterparts = next(group for group in generation.counterparts if odd in group)
+        other = next(place for place in counterparts if tally.state[place] != tally.state[odd])
+        theirs, others = generation.exchange_sums(self.sums, (odd, other))
+        where = first_difference(theirs, others, self.names)
         who, verb = " and ".join(replicas), "differs" if len(replicas) == 1 else "differ"
         if not found.majority:
             sentence = (
@@ -156,6 +182,8 @@ class StateSums:
         return _digest(json.dumps(self.small_state(), sort_keys=True).encode())
 
     def _tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        for kept in self.kept:
+            yield from kept().items()
         names: dict[torch.Tensor, str] = {}
         for index, module in enumerate(self.modules):
             prefix = f"module {index}." if len(self.modules) > 1 else ""

@@ -44,6 +44,7 @@ class LocalSGD:
         self._synced = {name: p.detach().clone() for name, p in model.named_parameters()}
         self._handle: Any = None
         manager.register_state_dict_fn("local_sgd", self._load, lambda: dict(self._synced))
+        manager.sums.kept.append(lambda: self._synced)
 
     def __enter__(self) -> LocalSGD:
         self._handle = self.optimizer.register_step_post_hook(lambda *_: self._stepped())

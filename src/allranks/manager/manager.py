@@ -21,11 +21,12 @@ import torch.distributed as dist
 
 from allranks import record
 from allranks.errors import GroupAborted, HealingFailed, ManagerError, RetriesExhausted, StateDiffers
-from allranks.manager.drift import StateSums
+from allranks.manager.drift import CorruptionHistory, StateSums
 from allranks.manager.future_or_default import sure
 from allranks.manager.groups.generation import Generation, StepAttempt
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.groups.group_spec import Seconds, seconds
+from allranks.manager.groups.teardown import end_compile_workers
 from allranks.manager.heal.fetch import Fetch
 from allranks.manager.heal.state import LiveState
 from allranks.manager.options import ManagerOptions, from_environment, from_settings
@@ -79,6 +80,7 @@ class Manager:
         self._life = threading.Lock()
         self.training.eager = self.options.world_size == 1
         self.sums = StateSums(self.options.check_every)
+        self.corruption = CorruptionHistory()
         self._parts = named_parts(state)
         for name, part in self._parts.items():
             self.register_state_dict_fn(name, *state_functions(part))
@@ -157,6 +159,8 @@ class Manager:
         wait = not self.options.use_async_quorum or not self.training.eager
         if not self.training.eager:
             self._agree_on_group(opened)
+        elif first and not wait and self.training.park_until_invited(self._patience_s):
+            log.debug("the members prepare a group with us: the first step begins without it")
         elif first or wait or self._must_load(self.training.generation):
             self.wait_quorum()
 
@@ -244,8 +248,6 @@ class Manager:
         """The optimizer has changed the parameters: the state stands still again."""
         self._mark_settled()
         self.training.rest()
-        if self._opened is not None:
-            self._opened.regrouper.make_offer_if_due()
 
     def report_error(self, error: Exception) -> None:
         """Makes this step fail everywhere: we vote against it."""
@@ -336,6 +338,7 @@ class Manager:
             self.training.closing = True
             self.training.changed.notify_all()
         atexit.unregister(self._leave_at_exit)
+        end_compile_workers()
         record.announce("leaving", up_to_s=120.0)  # saving and ending are no hang
         opened.close(reason, finished)
 
@@ -460,7 +463,7 @@ class Manager:
         return True
 
     def _checks_state(self) -> bool:
-        return not self._volatile and self.sums.is_due(self.training.step)
+        return self.sums.is_due(self.training.step)
 
     def _state_differs(self, generation: Generation, tally: Tally) -> str:
         """Compares the members' digests. Returns why the step must not be committed, after all have left the group."""
@@ -481,6 +484,9 @@ class Manager:
             return ""
         if self.options.replica_id in found.replicas:
             self.training.healing()
+        elif self._opened is not None and self.options.rank == 0:
+            for replica, why in self.corruption.repeated(found, generation.quorum, step).items():
+                self._opened.evict(replica, why)
         reason = f"{' and '.join(found.replicas)} must take the state of the others"
         self.training.break_group(generation, reason)
         return reason
@@ -497,6 +503,9 @@ class Manager:
         """Once, after two steps: a scheduler or scaler shows itself in the first."""
         if self._starts < 2:
             self._starts += 1
+            if self._starts == 2:  # before the exit handlers of what the first step has imported
+                atexit.unregister(self._leave_at_exit)
+                atexit.register(self._leave_at_exit)
             if self._starts == 2 and self._functions:
                 states = [save() for _, save in self._functions.values()]
                 missing = missing_parts(self._optimizers, self._scaler_seen, states)
@@ -517,6 +526,7 @@ class Manager:
         if self._opened is not None:
             if committed:
                 self._opened.server.withdraw()
+                self.group.drop_retired()
             self._opened.report(self.training.step)
         limit = self.options.max_retries
         if limit is not None and self._failures > limit:

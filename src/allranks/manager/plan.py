@@ -52,6 +52,8 @@ class ReplicaClaim:
     init_sync: bool = True
     fixed: bool = False  # members beyond min_replicas are spares: they give zeros
     beside: bool = False  # it would rather heal beside its first step, giving zeros, than hold the others up
+    prepares: bool = False  # it has no group yet, and can be invited to make one (prepared_group.py)
+    prepared: str = ""  # name of the group that it has made for this quorum beside its running one
 
     def encode(self) -> str:
         """As JSON, for the free text of a lighthouse member."""

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -27,6 +24,7 @@ from allranks.errors import (
     TrainingFinished,
 )
 from allranks.lighthouse.client.client import Client
+from allranks.lighthouse.client.ticket import Ticket
 from allranks.manager.groups.abandonable_call import AbandonableCall
 from allranks.manager.groups.cpp_log import silenced
 from allranks.manager.groups.generation import Generation
@@ -38,6 +36,7 @@ from allranks.manager.heal.serve import HealServer
 from allranks.manager.heal.state import LiveState
 from allranks.manager.options import ManagerOptions, WorldSizeMode
 from allranks.manager.plan import FRESH, NOWHERE, Claim, Position, QuorumPlan, ReplicaClaim, decide
+from allranks.manager.prepared_group import NextGroup, agreed, known_ranks, open_store
 from allranks.manager.replica_rendezvous import ReplicaRendezvous
 from allranks.manager.training import TrainingState
 from allranks.manager.vote_mesh import MAX_VOTERS, VoteMesh, Voter
@@ -68,11 +67,15 @@ class Regrouper:
     fetch: Fetch | None = None
     shrink_only: bool = False
     _offer_due: Generation | None = None
-    _ticket: Any = None  # of the quorum that we are waiting for
+    _ticket: Ticket[Quorum] | None = None  # of the quorum that we are waiting for
     _heal_failures: int = 0  # since we were healed last
     _meeting_port: int = 0  # of the store where the group is being made
     _reaching: AbandonableCall[dist.Store] | None = None
     _guard: threading.Lock = field(default_factory=threading.Lock)
+    next_group: NextGroup = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.next_group = NextGroup(self.options, self.training, self.group, self.store_address)
 
     def run(self) -> None:
         """Regroups whenever it is wanted, until the manager closes."""
@@ -115,6 +118,7 @@ class Regrouper:
             ticket.cancel()
         if self.fetch is not None:
             self.fetch.cancel()
+        self.next_group.cancel()
 
     def _stop_forming(self, number: int, reason: str) -> None:
         """Ends the making of a group. Again and again: it may be on its way from one wait to the next.
@@ -151,6 +155,8 @@ class Regrouper:
             old = self.training.generation
             broken = failed or (old is not None and not old.usable)
             quorum = self._ask(deadline, broken)
+            if self.training.invited:  # the first step was computed meanwhile
+                deadline = max(deadline, time.monotonic() + self.options.connect_timeout_s)
             if old is not None and old.usable and old.quorum.order == quorum.order:
                 return old
             try:
@@ -190,6 +196,8 @@ class Regrouper:
             init_sync=options.init_sync,
             fixed=options.world_size_mode is WorldSizeMode.FIXED_WITH_SPARES,
             beside=options.use_async_quorum and self.training.eager and self.may_come_late(),
+            prepares=self.next_group.may_be_invited,
+            prepared="" if any(claim.broken for claim in claims) else self.next_group.name_if_complete(),
         )
         return Member(
             replica=options.replica_id,
@@ -211,7 +219,11 @@ class Regrouper:
             ticket = self._ticket
         if self.training.closing:
             ticket.cancel()
-        quorum: Quorum = ticket.result(timeout_s)
+        self.next_group.accept_invitations(ticket)
+        due = False
+        while not ticket.wait(timeout_s) and self.training.invited and not due:
+            due = self.training.due  # the limit holds from when the training thread waits for the quorum
+        quorum: Quorum = ticket.result(0.0)
         return quorum
 
     # ---- its groups ----
@@ -234,7 +246,6 @@ class Regrouper:
         rolls = (index, self.options.rank) in plan.rolls_forward
         if index in plan.sources and plan.healing:
             self._offer(generation, later=rolls)
-            self.training.times.mark("state offered")
         if generation.heals and plan.top != FRESH:  # a fresh state is worth keeping until the group is there
             self._begin(self._prepare_fetch(plan.top), generation)
         try:
@@ -247,12 +258,26 @@ class Regrouper:
         return generation
 
     def _offer(self, generation: Generation, later: bool) -> None:
-        """Makes our state fetchable: now, before training goes on, or once a roll forward has been applied."""
+        """Makes our state fetchable once it is whole: in the next step, or when a roll forward has been applied too."""
         if later:
             with self._guard:
                 self._offer_due = generation
         else:
-            self.server.offer(self.live.offer(generation.plan.top))
+            threading.Thread(
+                target=self._offer_in_step, args=(generation,), name="allranks-offer", daemon=True
+            ).start()
+
+    def _offer_in_step(self, generation: Generation) -> None:
+        top = generation.plan.top
+        try:
+            self.training.wait_until_opened(lambda: generation.usable, self.options.timeout_s)
+            offer = self.live.offer(top)
+        except HealingFailed as error:
+            self.training.break_group(generation, str(error))
+            return
+        if generation.usable and self.training.position == top:
+            self.server.offer(offer)
+            self.training.times.mark("state offered")
 
     def _let_go(self, old: Generation | None, reason: str) -> None:
         """Takes the previous group down, so that nobody waits in it for us."""
@@ -274,10 +299,12 @@ class Regrouper:
         others = [replica for place, replica in enumerate(said) if place != index]
         places = tuple(replica.ranks[rank].port for replica in others)
         own_store = dist.PrefixStore(f"{prefix}/{rank}", store)
-        beside = _known(replica.ranks[rank].global_rank for replica in said)
+        beside = known_ranks(replica.ranks[rank].global_rank for replica in said)
         name = f"replicas/{quorum.number}" + (f"/{rank}" if self.options.world_size > 1 else "")
         limit_s = self.options.connect_timeout_s
-        self.group.meet(GroupSpec(own_store, index, len(said), quorum.number, places, name, beside, limit_s))
+        made = self.next_group.take(agreed(said), index, len(said))
+        spec = GroupSpec(own_store, index, len(said), quorum.number, places, name, beside, limit_s)
+        self.group.meet(spec, made)
         times.mark("communicator made")
         first = sum(len(replica.ranks) for replica in said[:index]) + rank
         voters = [claim for replica in said for claim in replica.ranks]
@@ -298,10 +325,9 @@ class Regrouper:
 
     def _reach_store(self, address: str) -> dist.Store:
         """A new client of the primary's store (also when that is us: aborting cuts clients, not the server)."""
-        host, _, port = address.rpartition(":")
-        self._meeting_port = int(port)
+        self._meeting_port = int(address.rpartition(":")[2])
         limit_s = min(self.options.connect_timeout_s, _STORE_S)
-        self._reaching = AbandonableCall(lambda: _open_store(host, int(port), limit_s))
+        self._reaching = AbandonableCall(lambda: open_store(address, limit_s))
         try:
             return self._reaching.result()
         finally:
@@ -374,19 +400,6 @@ class Regrouper:
             address = said.ranks[self.options.rank].address
             found.append(HealSource(address, credential, members[place].replica))
         return found
-
-
-def _open_store(host: str, port: int, limit_s: float) -> dist.Store:
-    """Tried with a plain socket first: torch goes on trying a dead address for twice its timeout."""
-    with socket.create_connection((host, port), timeout=limit_s):
-        pass
-    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
-
-
-def _known(ranks: Iterable[int]) -> tuple[int, ...]:
-    """Global ranks in group order; () unless every member knows its own and no two say the same."""
-    found = tuple(ranks)
-    return found if min(found, default=-1) >= 0 and len(set(found)) == len(found) else ()
 
 
 def _port(group: ReconfigurableGroup) -> int:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from allranks import record
 from allranks.channel.keys import Keyring
 from allranks.channel.token import find_token
+from allranks.errors import LighthouseError
 from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.heal.serve import HealServer
@@ -100,6 +101,18 @@ class ManagerResources:
         if now - self._reported >= _REPORT_EVERY_S:
             self._reported = now
             self.client.report(step=step, progress=step, health=self.health)
+
+    def evict(self, replica: str, reason: str) -> None:
+        """Asks the lighthouse to; in a thread, for the training goes on meanwhile."""
+        log.error("%s is evicted: %s", replica, reason)
+
+        def ask() -> None:
+            try:
+                self.client.evict(replica, reason)
+            except LighthouseError as error:
+                log.warning("%s could not be evicted: %s", replica, error)
+
+        threading.Thread(target=ask, name="allranks-evict", daemon=True).start()
 
     def close(self, reason: str, finished: bool) -> None:
         """Leaves, stops the thread, closes the groups and the servers."""
@@ -205,12 +218,9 @@ class ManagerResources:
         self.regrouper.interrupt(notice.number, notice.reason)
 
     def _wanted(self, notice: QuorumWanted) -> None:
-        with self.training.changed:
-            self.training.news = notice.reason
-            generation = self.training.generation
-            if generation is not None and generation.voters == 1:  # nobody to agree with: ask at once
-                self.training.wanted = self.training.wanted or notice.reason
-                self.training.changed.notify_all()
+        generation = self.training.generation
+        if not self.regrouper.next_group.prepare(notice):
+            self.training.hear_of_newcomers(notice.reason)
         if generation is not None and generation.usable and self.regrouper.box.peer_gone():
             self.training.break_group(generation, notice.reason)
 

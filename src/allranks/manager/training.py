@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from allranks.errors import HealingFailed
@@ -56,6 +56,10 @@ class TrainingState:
     thread: int = 0  # the training thread
     times: RegroupTimes = field(default_factory=RegroupTimes)  # since the last commit
     closing: bool = False
+    invited: bool = (
+        False  # before the first group: the members prepare for us, and wait for our first backward
+    )
+    due: bool = False  # the training thread waits for a group
 
     # ---- training thread ----
 
@@ -90,7 +94,7 @@ class TrainingState:
             self.failure = None
             if self.generation is None or not self.generation.usable:
                 self.wanted = self.wanted or ("" if self.regrouping else "starting")
-            if self.wanted:
+            if self.wanted or self.regrouping or (self.generation and self.generation.transfers):
                 self.changed.notify_all()
             return self.attempt
 
@@ -162,6 +166,26 @@ class TrainingState:
         with self.parking(), self.changed:
             return self._wait_for_group(limit_s)
 
+    def park_until_invited(self, limit_s: float) -> bool:
+        """Before the first group: True when the first step may begin without one, for the members prepare it."""
+        with self.parking(), self.changed:
+            self.changed.wait_for(
+                lambda: self.invited or self.failure is not None or self._settled(), limit_s
+            )
+            return self.invited
+
+    def invite(self) -> None:
+        """The members prepare a group with us: our first step may begin."""
+        with self.changed:
+            self.invited = True
+            self.changed.notify_all()
+
+    def wait_until_due(self, wanted: Callable[[], bool]) -> None:
+        """Until the training thread needs the group."""
+        with self.changed:
+            while wanted() and not self.due:
+                self.changed.wait(_LOOK_S)
+
     @contextlib.contextmanager
     def parking(self) -> Iterator[None]:
         """Inside, the training thread waits for others: its state may be read."""
@@ -193,6 +217,15 @@ class TrainingState:
                 self.readers -= 1
                 self.changed.notify_all()
 
+    def wait_until_opened(self, wanted: Callable[[], bool], limit_s: float) -> None:
+        """Until the next step is open: what a script changes after a step (schedule, scale, sampler) is changed by then.
+
+        At the limit the state is taken as it is: a script that saves or evaluates for so long has changed it.
+        """
+        closed = (Phase.BETWEEN, Phase.APPLYING)
+        with self.changed:
+            self.changed.wait_for(lambda: self.phase not in closed or self.parked or not wanted(), limit_s)
+
     def settled(self) -> Generation | None:
         """The group that works; None while a new one is needed or being made."""
         with self.changed:
@@ -215,7 +248,11 @@ class TrainingState:
             if self.failure is not None:
                 raise self.failure
             if generation is not None and self._settled():
+                self.due = False
                 return generation
+            if not self.due:
+                self.due = True
+                self.changed.notify_all()
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(
@@ -318,6 +355,16 @@ class TrainingState:
                 return False
             return self._break(generation, reason)
 
+    def hear_of_newcomers(self, reason: str) -> None:
+        """Somebody waits to join: the next vote tells all members, who then ask at the same boundary."""
+        with self.changed:
+            self.news = reason
+            if (
+                self.generation is not None and self.generation.voters == 1
+            ):  # nobody to agree with: ask at once
+                self.wanted = self.wanted or reason
+                self.changed.notify_all()
+
     def transferred(self, order: tuple[int, int], healer: int) -> None:
         """Replica `healer` has fetched all it needs in that quorum; it may be one that we do not have yet."""
         with self.changed:
@@ -376,7 +423,7 @@ class TrainingState:
             self.forming = 0
             if self.generation is not None and self.generation is not generation:
                 self.generation.over = True
-            self.generation = generation
+            self.generation, self.invited = generation, False
             self.times.quorum = generation.number
             self.times.mark("group published")
             self.wanted = ""  # was about the group before; a loss in this one is looked up below

@@ -7,7 +7,7 @@ lighthouse is asked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class Tally:
     voters: int
     good: int
     news: int
-    small: tuple[int, ...] = ()  # in the order of the voters; () where only sums are known
+    small: tuple[int, ...] = ()  # in the order of the voters
     state: tuple[int, ...] = ()
 
     @property
@@ -51,14 +51,42 @@ class Tally:
         )
 
 
-def cast(backend: Any, voters: int, vote: Vote, usable: Callable[[], bool]) -> Tally:
-    """Votes and waits for the sum; raises RuntimeError or GroupAborted when the group broke."""
-    ballot = torch.tensor([1, int(vote.good), int(vote.news), vote.step, vote.step * vote.step])
-    options = dist.AllreduceOptions()
-    wait_while(backend.allreduce([ballot], options), usable, backend.peer_gone)
-    count, good, news, steps, squares = ballot.tolist()
+def cast(backend: Any, voters: int, place: int, vote: Vote, usable: Callable[[], bool]) -> Tally:
+    """Votes and waits for the sum; raises RuntimeError or GroupAborted when the group broke.
+
+    Each voter writes its digests to its place, where all others add nothing.
+    """
+    digests = torch.zeros(2, voters, dtype=torch.int64)
+    digests[0, place], digests[1, place] = vote.small, vote.state
+    counts = torch.tensor([1, int(vote.good), int(vote.news), vote.step, vote.step * vote.step])
+    ballot = torch.cat([counts, digests.flatten()])
+    _allreduce(backend, ballot, dist.ReduceOp.SUM, usable)
+    count, good, news, steps, squares = ballot[:5].tolist()
     if count != voters or steps != vote.step * voters or squares != vote.step * vote.step * voters:
         raise ManagerError(
             f"the members do not vote on the same step: mine is {vote.step}, the sum over {count} is {steps}"
         )
-    return Tally(count, good, news)
+    small, state = ballot[5:].view(2, voters).tolist()
+    return Tally(count, good, news, tuple(small), tuple(state))
+
+
+def exchange_sums(
+    backend: Any, place: int, sums: Sequence[int], wanted: Sequence[int], usable: Callable[[], bool]
+) -> list[list[int]]:
+    """The sums of the voters at the wanted places, known to all; every voter calls this with its own sums."""
+    longest = torch.tensor([len(sums)])
+    _allreduce(backend, longest, dist.ReduceOp.MAX, usable)
+    table = torch.zeros(len(wanted), int(longest) + 1, dtype=torch.int64)
+    for row, voter in enumerate(wanted):
+        if voter == place:
+            table[row, : len(sums) + 1] = torch.tensor([len(sums), *sums])
+    _allreduce(backend, table, dist.ReduceOp.SUM, usable)
+    return [values[: int(length)] for length, *values in table.tolist()]
+
+
+def _allreduce(
+    backend: Any, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, usable: Callable[[], bool]
+) -> None:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    wait_while(backend.allreduce([tensor], options), usable, backend.peer_gone)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from allranks.manager.groups.managed import ManagedDeviceMesh, ft_init_device_mesh, managed_device_mesh
 from allranks.manager.hsdp import replicate
-from allranks.torchft import checkpointing, coordination, local_sgd, manager, optim, process_group
+from allranks.manager.optimizer import Optimizer, OptimizerWrapper
+from allranks.torchft import checkpointing, coordination, local_sgd, manager, process_group
 from allranks.torchft.data import DistributedSampler
 from allranks.torchft.ddp import DistributedDataParallel
 from allranks.torchft.local_sgd import DiLoCo, LocalSGD
 from allranks.torchft.manager import Manager, WorldSizeMode
-from allranks.torchft.optim import Optimizer, OptimizerWrapper
 from allranks.torchft.process_group import (
     ManagedProcessGroup,
     ProcessGroupBabyGloo,
@@ -23,6 +23,9 @@ from allranks.torchft.process_group import (
     ProcessGroupNCCL,
     ProcessGroupXCCL,
 )
+from allranks.torchft.small_modules import make_modules
+
+globals().update(make_modules(__name__))
 
 __all__ = [
     "DiLoCo",
@@ -47,7 +50,6 @@ __all__ = [
     "local_sgd",
     "managed_device_mesh",
     "manager",
-    "optim",
     "process_group",
     "replicate",
 ]

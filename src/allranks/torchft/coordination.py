@@ -25,10 +25,15 @@ from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
 from allranks.lighthouse.web import http_protocol
 from allranks.model.cluster import Member
-from allranks.torchft.calls import Calls
 from allranks.torchft.manager_server import ManagerServer
-from allranks.torchft.manager_wire import QuorumRequest, decode_result, encode_request, read
-from allranks.torchft.quorum_results import QuorumResult
+from allranks.torchft.manager_service import (
+    GrpcCalls,
+    QuorumRequest,
+    QuorumResult,
+    decode_result,
+    encode_request,
+    read,
+)
 
 __all__ = [
     "LighthouseClient",
@@ -157,7 +162,7 @@ class LighthouseClient:
     """
 
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
-        self._calls = Calls("LighthouseService", addr, connect_timeout)
+        self._calls = GrpcCalls("LighthouseService", addr, connect_timeout)
 
     def quorum(
         self,
@@ -202,7 +207,7 @@ class ManagerClient:
     """
 
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
-        self._calls = Calls("ManagerService", addr, connect_timeout)
+        self._calls = GrpcCalls("ManagerService", addr, connect_timeout)
 
     def _quorum(
         self,

@@ -24,9 +24,14 @@ from allranks.lighthouse.grpc_wire import (
     text_field,
 )
 from allranks.model.cluster import Member, Quorum
-from allranks.torchft.calls import OPTIONS, Calls
-from allranks.torchft.manager_wire import decode_request, encode_result, read
-from allranks.torchft.quorum_results import quorum_results
+from allranks.torchft.manager_service import (
+    OPTIONS,
+    GrpcCalls,
+    decode_request,
+    encode_result,
+    quorum_results,
+    read,
+)
 
 log = logging.getLogger("allranks.torchft")
 
@@ -36,7 +41,7 @@ _RETRY_S = 0.1
 
 
 @dataclass
-class Gathering(Generic[T]):
+class RankBarrier(Generic[T]):
     """All ranks bring something; the last one makes the answer, for all. Then the next round begins."""
 
     world_size: int
@@ -109,30 +114,14 @@ class ManagerServer:
 
         self._me = Member(replica=replica_id, session=replica_id, store=store_addr, world_size=world_size)
         self._retries = quorum_retries
-        self._lighthouse = Calls("LighthouseService", lighthouse_addr, connect_timeout)
-        self._quorums: Gathering[Quorum] = Gathering(world_size)
-        self._votes: Gathering[bool] = Gathering(world_size)
+        self._lighthouse = GrpcCalls("LighthouseService", lighthouse_addr, connect_timeout)
+        self._quorums: RankBarrier[Quorum] = RankBarrier(world_size)
+        self._votes: RankBarrier[bool] = RankBarrier(world_size)
         self._metadata: dict[int, str] = {}
         self._closing = threading.Event()
-        handlers = {
-            "Quorum": self._quorum,
-            "CheckpointMetadata": self._checkpoint_metadata,
-            "ShouldCommit": self._should_commit,
-            "Kill": self._kill,
-        }
         self._pool = ThreadPoolExecutor(4 * world_size + 4, "allranks-torchft-server")
         self._server = grpc.server(self._pool, options=OPTIONS)
-        self._server.add_generic_rpc_handlers(
-            (
-                grpc.method_handlers_generic_handler(
-                    "torchft.ManagerService",
-                    {
-                        name: grpc.unary_unary_rpc_method_handler(_answering(f))
-                        for name, f in handlers.items()
-                    },
-                ),
-            )
-        )
+        self._server.add_generic_rpc_handlers((self._handlers(),))
         port = self._server.add_insecure_port(bind)
         self._address = f"http://{hostname}:{port}"
         self._me = replace(self._me, address=self._address)
@@ -144,6 +133,21 @@ class ManagerServer:
             daemon=True,
         )
         self._beats.start()
+
+    def _handlers(self) -> Any:
+        import grpc
+
+        functions = {
+            "Quorum": self._quorum,
+            "CheckpointMetadata": self._checkpoint_metadata,
+            "ShouldCommit": self._should_commit,
+            "Kill": self._kill,
+        }
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(_answering(function))
+            for name, function in functions.items()
+        }
+        return grpc.method_handlers_generic_handler("torchft.ManagerService", handlers)
 
     def address(self) -> str:
         """Where the replica's ranks and other replicas reach it."""

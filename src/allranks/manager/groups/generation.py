@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from allranks.manager.groups.group import ReconfigurableGroup
 from allranks.manager.plan import QuorumPlan
 from allranks.manager.vote_mesh import MAX_VOTERS, VoteMesh
-from allranks.manager.votes import Tally, Vote, cast
+from allranks.manager.votes import Tally, Vote, cast, exchange_sums
 from allranks.model.cluster import Quorum
 
 
@@ -40,6 +41,11 @@ class Generation:
     @property
     def voters(self) -> int:
         return sum(member.world_size for member in self.quorum.members)
+
+    @property
+    def place(self) -> int:
+        """Ours among the voters."""
+        return sum(member.world_size for member in self.quorum.members[: self.index]) + self.rank
 
     @property
     def counterparts(self) -> list[list[int]]:
@@ -92,7 +98,14 @@ class Generation:
         """One vote of all ranks; raises RuntimeError or GroupAborted when one is gone."""
         if self.voters <= MAX_VOTERS:
             return self.box.cast(vote)
-        return cast(self.control, self.voters, vote, lambda: self.usable)
+        return cast(self.control, self.voters, self.place, vote, lambda: self.usable)
+
+    def exchange_sums(self, sums: Sequence[int], wanted: Sequence[int]) -> list[list[int]]:
+        """After a vote whose digests differ, by all voters: the sums of the wanted ones."""
+        if self.voters <= MAX_VOTERS:
+            everybody = self.box.exchange_sums(sums)
+            return [everybody[place] for place in wanted]
+        return exchange_sums(self.control, self.place, sums, wanted, lambda: self.usable)
 
     def break_off(self, reason: str) -> bool:
         """Ends everything that is blocked in it; False when that has happened before."""

@@ -61,10 +61,14 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         self.choose_device()
         self.meet(GroupSpec(dist.PrefixStore(prefix, store), rank, world_size, quorum_id or 0))
 
-    def meet(self, meeting: GroupSpec) -> None:
-        """Takes the old backend down and makes a new one with these members; raises when they do not come."""
+    def meet(self, meeting: GroupSpec, made: Any = None) -> None:
+        """Takes the old backend down and makes a new one with these members; raises when they do not come.
+
+        `made`: what `make_beside` has made for the same members.
+        """
         self.abort()
-        making = AbandonableCall(lambda: self._make(meeting), self._discard)
+        make = (lambda: self._make(meeting)) if made is None else (lambda: self._begin(made))
+        making = AbandonableCall(make, self.discard)
         with self._guard:
             self._error, self._meeting, self._making = None, meeting, making
         backend = making.result()
@@ -74,7 +78,7 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
             if not aborted:
                 self._backend, self._gate = backend, threading.Lock()
         if aborted:
-            self._discard(backend)
+            self.discard(backend)
             raise GroupAborted(f"the group of quorum {meeting.number} was aborted while it was made")
         self._connected(meeting)
 
@@ -95,6 +99,13 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
     def retire(self, reason: str) -> None:
         """As `abort`, of a group that works and that its members have left together for the next one."""
         self.abort(reason)
+
+    def drop_retired(self) -> None:
+        """The first step of the next group is behind us: what was retired for it goes."""
+
+    def make_beside(self, meeting: GroupSpec) -> Any:
+        """Makes a backend for `meet` while the current one works, on any thread. None: it is made fast enough in `meet`."""
+        return None
 
     def prepare(self) -> None:
         """Does what is slow only once, before other members wait for it. Nothing to do for CPU tensors."""
@@ -233,7 +244,11 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
     def _connected(self, meeting: GroupSpec) -> None:
         """The new backend is in use from now on."""
 
-    def _discard(self, backend: Any) -> None:
+    def _begin(self, made: Any) -> Any:
+        """What `make_beside` could not do while another group works."""
+        return made
+
+    def discard(self, backend: Any) -> None:
         """It was made, but nobody wants it any more."""
         destroy_later(backend, (), self.slow_to_destroy)
 

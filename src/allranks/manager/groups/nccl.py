@@ -72,22 +72,19 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         """Loads NCCL and its kernels, by a group of one: a replica that joins must not keep the others waiting."""
         began = time.monotonic()
         try:
-            self._discard(self._make(GroupSpec(dist.HashStore(), 0, 1, name="allranks_prepare")))
+            self.discard(self._make(GroupSpec(dist.HashStore(), 0, 1, name="allranks_prepare")))
         except RuntimeError as error:  # the first real group will raise it again, with the members' names
             log.debug("NCCL could not be prepared: %s", str(error).splitlines()[0])
         log.debug("NCCL was prepared in %.0f ms", (time.monotonic() - began) * 1e3)
 
-    def meet(self, meeting: GroupSpec) -> None:
+    def meet(self, meeting: GroupSpec, made: Any = None) -> None:
         self._quiet.close()
         if "TORCH_CPP_LOG_LEVEL" not in os.environ:
             self._quiet.enter_context(silenced())
-        try:
-            super().meet(meeting)
-        finally:
-            self._abort_retired()
+        super().meet(meeting, made)
 
     def retire(self, reason: str) -> None:
-        """Aborting a communicator keeps the device busy: not while the next one is being made."""
+        """Aborting a communicator keeps the device busy: not in the first step with the next one."""
         with self._guard:
             idle = self._backend is not None and all(ended(work) for work in self._works)
             if idle:
@@ -98,11 +95,13 @@ class ProcessGroupNCCL(ReconfigurableGroup):
             self.abort(reason)
 
     def shutdown(self) -> None:
-        self._abort_retired()
+        self.drop_retired()
         super().shutdown()
         self._quiet.close()
 
-    def _abort_retired(self) -> None:
+    def drop_retired(self) -> None:
+        if not self._retired:
+            return
         with self._guard:
             retired, self._retired = self._retired, []
         for backend, gate in retired:
@@ -116,6 +115,24 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         dies meanwhile would stop the training thread. Here only this thread waits, and can be abandoned. The same
         holds for connections that NCCL would make later, beside a collective: torch asks until they are there.
         """
+        return self._begin(self._connect(meeting))
+
+    def make_beside(self, meeting: GroupSpec) -> Any:
+        """Without an operation: one that waits for a member, beside one of the group that works, could stop both."""
+        backend = self._connect(meeting)
+        if hasattr(backend, "_comm_ptr"):  # waits until all members have connected
+            with torch.cuda.device(self.device or torch.device("cuda", 0)):
+                backend._comm_ptr()
+        return backend
+
+    def _begin(self, made: Any) -> Any:
+        device, began = self.device or torch.device("cuda", 0), time.monotonic()
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+            made.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions())
+        log.debug("NCCL launched its first operation in %.0f ms", (time.monotonic() - began) * 1e3)
+        return made
+
+    def _connect(self, meeting: GroupSpec) -> Any:
         device = self.device or torch.device("cuda", 0)
         limit_s = meeting.limit_s or self.timeout_s
         options = dist.ProcessGroupNCCL.Options()
@@ -130,19 +147,13 @@ class ProcessGroupNCCL(ReconfigurableGroup):
             backend = dist.ProcessGroupNCCL(meeting.store, meeting.rank, meeting.world_size, options)
             backend._set_sequence_number_for_group()
             backend.eager_connect_single_device(device)
-            connected = time.monotonic()
-            with torch.cuda.stream(torch.cuda.Stream(device)):
-                backend.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions())
-            launched = time.monotonic()
-        log.debug(
-            "NCCL communicator of %d connected in %.0f ms, first operation launched in %.0f ms",
-            meeting.world_size, (connected - began) * 1e3, (launched - connected) * 1e3,
-        )  # fmt: skip
+        took_ms = (time.monotonic() - began) * 1e3
+        log.debug("NCCL communicator of %d made in %.0f ms", meeting.world_size, took_ms)
         return backend
 
-    def _discard(self, backend: Any) -> None:
+    def discard(self, backend: Any) -> None:
         self._take_down(backend, threading.Lock())
-        super()._discard(backend)
+        super().discard(backend)
 
     def _take_down(self, backend: Any, gate: threading.Lock) -> None:
         if backend is not None:

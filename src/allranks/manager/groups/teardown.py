@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -57,6 +58,19 @@ def finish(limit_s: float = EXIT_S) -> None:
     with _lock:
         _threads.difference_update(waiting)  # waited for once: the next end need not
     _exiting.clear()
+
+
+def end_compile_workers() -> None:
+    """The worker processes of torch.compile are told to end, and not waited for: at exit torch would, for seconds."""
+    inductor = sys.modules.get("torch._inductor.async_compile")
+    if inductor is None:
+        return
+    threading.Thread(target=inductor.shutdown_compile_workers, name="allranks-workers", daemon=True).start()
+    deadline = time.monotonic() + EXIT_S
+    while any(getattr(pool, "running", False) for pool in list(inductor._pool_set)):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_POLL_S)
 
 
 def _destroy(last: list[Any], works: list[Any], keep_at_exit: bool) -> None:

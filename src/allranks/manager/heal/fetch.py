@@ -29,6 +29,7 @@ from allranks.manager.plan import MAX_SOURCES, Position
 
 log = logging.getLogger("allranks.manager")
 
+_CONNECTIONS = 6  # to the sources of a state that lies on a GPU
 _AHEAD = 2  # stripes asked for before the first has arrived
 _CONNECT_S = 10.0
 _DAMAGED = 3  # stripes that may arrive damaged from one source before it is given up
@@ -102,7 +103,7 @@ class Fetch:
         self.began_at = time.monotonic()
         self._threads = [
             threading.Thread(target=self._pull, args=(source,), name=f"allranks-heal-{source.name}", daemon=True)
-            for source in sources[:MAX_SOURCES]
+            for source in _connections(sources[:MAX_SOURCES])
         ]  # fmt: skip
         self._running = len(self._threads)
         for thread in self._threads:
@@ -262,6 +263,13 @@ class Fetch:
         with self._lock:
             self.received_bytes += length
         return True
+
+
+def _connections(sources: Sequence[HealSource]) -> Sequence[HealSource]:
+    """One per source; to those of a GPU several, for each connection copies and sends in turn."""
+    if not sources or not torch.cuda.is_initialized():
+        return sources
+    return [sources[turn % len(sources)] for turn in range(max(_CONNECTIONS, len(sources)))]
 
 
 def report_fetched(

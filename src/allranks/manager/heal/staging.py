@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -48,14 +49,21 @@ class Staging:
         return self._memory[:length]
 
     @contextlib.contextmanager
-    def _beside(self, device: torch.device):  # type: ignore[no-untyped-def]
-        if device.type != "cuda":
-            yield
-            return
+    def _beside(self, device: torch.device) -> Iterator[None]:
         began = time.monotonic()
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        with torch.cuda.stream(self._streams[device]):
+        with stream_beside(device, self._streams):
             yield
-        self._streams[device].synchronize()
         self.copying_s += time.monotonic() - began
+
+
+@contextlib.contextmanager
+def stream_beside(device: torch.device, streams: dict[torch.device, torch.cuda.Stream]) -> Iterator[None]:
+    """Inside, work for a GPU queues up on a stream of `streams`; when it is left, that work is done. A CPU needs none."""
+    if device.type != "cuda":
+        yield
+        return
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)
+    with torch.cuda.stream(streams[device]):
+        yield
+    streams[device].synchronize()

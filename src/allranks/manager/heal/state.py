@@ -15,7 +15,7 @@ import torch
 
 from allranks.channel.handshake import ChannelError
 from allranks.checkpoint.tensors import flatten, memory_of, unflatten
-from allranks.manager.heal.staging import Staging
+from allranks.manager.heal.staging import Staging, stream_beside
 from allranks.manager.plan import Position
 
 #: Tensors up to this size are copied when they are offered: forward may change them (buffers, counters).
@@ -114,29 +114,23 @@ def make_offer(
     """Makes a state fetchable. `copy` takes a whole copy: for states that change before the next commit."""
     flat = flatten(state)
     notes, tensors = [], []
+    streams: dict[torch.device, torch.cuda.Stream] = {}
     for name, tensor in flat.tensors.items():
         local = local_of(tensor)
         whole = tuple(tensor.shape) if local is not tensor else ()
         nbytes = local.numel() * local.element_size()
-        if (
-            nbytes <= SMALL_BYTES
-        ):  # to the host: a copy on the device would have to be waited for by its readers
-            local = local.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        # Not queued up behind the forward and backward that the training thread has given to the device.
+        if nbytes <= SMALL_BYTES:  # to the host: copies on the device would have to be kept from being freed
+            with stream_beside(local.device, streams):
+                local = local.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         elif copy or not local.is_contiguous() or local.data_ptr() in moving:
-            local = _settled_copy(local.detach())
+            with stream_beside(local.device, streams):
+                local = local.detach().clone(memory_format=torch.contiguous_format)
         notes.append(
             TensorNote(name, str(local.dtype).removeprefix("torch."), tuple(local.shape), nbytes, whole)
         )
         tensors.append(local.detach())
     return Offer(position, StateLayout(flat.skeleton, tuple(notes)), tuple(tensors))
-
-
-def _settled_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that is there when this returns: it is read over other streams than the one it was made on."""
-    fresh = tensor.clone(memory_format=torch.contiguous_format)
-    if fresh.device.type == "cuda":
-        torch.cuda.current_stream(fresh.device).synchronize()
-    return fresh
 
 
 @dataclass(frozen=True)

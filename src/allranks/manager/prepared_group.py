@@ -1,0 +1,310 @@
+"""The group of a coming quorum, made beside the running one, so that nobody stops for a replica that joins.
+
+Runs in a rank. The lighthouse tells the members who waits to join. In a thread beside the training each member makes the
+next group together with the newcomers, who run their first forward and backward meanwhile: there kernels are loaded and
+models are compiled. When all are ready, the members ask for the quorum at their next step boundary and find its group
+made. Whatever goes wrong here costs nothing but that time: the quorum is asked for, and its group made, as without it.
+
+Members and newcomers meet in the store of the first newcomer. A newcomer learns of it by an invitation in its own store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from allranks.errors import AllranksError, GroupAborted
+from allranks.lighthouse.client.ticket import Ticket
+from allranks.manager.groups.abandonable_call import AbandonableCall
+from allranks.manager.groups.cpp_log import silenced
+from allranks.manager.groups.generation import Generation
+from allranks.manager.groups.group import ReconfigurableGroup
+from allranks.manager.groups.group_spec import GroupSpec
+from allranks.manager.options import ManagerOptions
+from allranks.manager.plan import ReplicaClaim
+from allranks.manager.training import TrainingState
+from allranks.model.cluster import Member, Quorum, QuorumWanted
+
+log = logging.getLogger("allranks.manager")
+
+_INVITATION = "allranks/invitation"
+_POLL_S = 0.005
+_STORE_S = 10.0  # of reaching a store
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """To the making of a group; equal in all who are invited, but for the rank."""
+
+    name: str  # of this making: the running quorum and the sessions of the newcomers
+    store: str  # host:port where all meet
+    rank: int
+    world_size: int
+    group_name: str
+    global_ranks: tuple[int, ...] = ()
+
+    @staticmethod
+    def decode(text: bytes | str) -> Invitation:
+        """From what `invite` left in a store."""
+        raw = json.loads(text)
+        return Invitation(**{**raw, "global_ranks": tuple(raw["global_ranks"])})
+
+
+def invitations(quorum: Quorum, waiting: Sequence[Member]) -> dict[str, Invitation]:
+    """For each replica of the coming quorum, by name; {} when these newcomers cannot be prepared for."""
+    everybody = sorted((*quorum.members, *waiting), key=lambda member: member.replica)
+    said = [ReplicaClaim.decode(member.data) for member in everybody]
+    newcomers = [claim for claim, member in zip(said, everybody, strict=True) if member in waiting]
+    distinct = len({member.replica for member in everybody}) == len(everybody)
+    if not distinct or not newcomers or not all(claim.prepares and claim.beside for claim in newcomers):
+        return {}
+    name = f"{quorum.epoch}.{quorum.number}+{','.join(sorted(member.session for member in waiting))}"
+    host = min(waiting, key=lambda member: member.replica).store
+    ranks = known_ranks(claim.ranks[0].global_rank for claim in said)
+    group_name = f"replicas/{quorum.number + 1}"
+    return {
+        member.replica: Invitation(name, host, rank, len(everybody), group_name, ranks)
+        for rank, member in enumerate(everybody)
+    }
+
+
+def agreed(said: Sequence[ReplicaClaim]) -> str:
+    """The prepared group that all members of a new quorum have ready, by its name; "": none."""
+    names = {claim.prepared for claim in said if not claim.prepares}
+    return names.pop() if len(names) == 1 else ""
+
+
+@dataclass(eq=False)
+class GroupPreparation:
+    """One making. `make` and `wait_for_all` block, on a thread beside the training; `cancel` ends both from any thread."""
+
+    invitation: Invitation
+    group: ReconfigurableGroup
+    limit_s: float
+    _complete: bool = False
+    _backend: Any = None
+    _made: bool = False
+    _store: dist.Store | None = None
+    _call: AbandonableCall[Any] | None = None
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def make(self) -> None:
+        """Makes the group; raises when that fails or is called off."""
+        invitation = self.invitation
+        store = open_store(invitation.store, min(self.limit_s, _STORE_S))
+        self._store = dist.PrefixStore(f"allranks/prepare/{invitation.name}", store)
+        spec = GroupSpec(
+            dist.PrefixStore("group", self._store), invitation.rank, invitation.world_size,
+            name=invitation.group_name, global_ranks=invitation.global_ranks, limit_s=self.limit_s,
+        )  # fmt: skip
+        call = AbandonableCall(lambda: self.group.make_beside(spec), self.group.discard)
+        with self._lock:
+            self._call = call
+        if self._cancelled.is_set():
+            raise GroupAborted("called off")
+        with silenced():
+            backend = call.result()
+        with self._lock:
+            self._call, self._made = None, True
+            self._backend = backend
+        if self._cancelled.is_set():
+            self.discard()
+            raise GroupAborted("called off")
+
+    def report(self, made: bool) -> None:
+        """Tells the others that we have made it and can join at once, or that it cannot be made."""
+        if self._store is not None:
+            self._store.set(f"made/{self.invitation.rank}" if made else "failed", "1")
+
+    def wait_for_all(self, wanted: Callable[[], bool]) -> None:
+        """Returns when all have made it, or it is not wanted any more; raises when it cannot be had."""
+        while wanted() and not self._cancelled.is_set() and not self.is_complete():
+            if self._store is None or self._store.check(["failed"]):
+                raise GroupAborted("a newcomer could not make the group")
+            time.sleep(_POLL_S)
+
+    def is_complete(self) -> bool:
+        """Whether everybody who is invited has made the group."""
+        if not self._complete and self._made and self._store is not None:
+            try:
+                self._complete = self._store.check([f"made/{r}" for r in range(self.invitation.world_size)])
+            except RuntimeError:  # the newcomer that hosts the store is gone
+                return False
+        return self._complete
+
+    def take(self) -> Any:
+        """The backend, now the caller's; None where the group is made only when it is needed."""
+        with self._lock:
+            backend, self._backend = self._backend, None
+        return backend
+
+    def is_for(self, name: str, rank: int, world_size: int) -> bool:
+        """Whether this is the group of that name, and it was made for this place in a quorum of this size."""
+        mine = self.invitation
+        return self._made and (mine.name, mine.rank, mine.world_size) == (name, rank, world_size)
+
+    def cancel(self) -> None:
+        """Nobody wants it any more."""
+        self._cancelled.set()
+        with self._lock:
+            call = self._call
+        if call is not None:
+            call.abandon(GroupAborted("called off"))
+        self.discard()
+
+    def discard(self) -> None:
+        """Gives back what was made, unless it was taken."""
+        backend = self.take()
+        if backend is not None:
+            self.group.discard(backend)
+
+
+@dataclass(eq=False)
+class NextGroup:
+    """What a rank prepares for the quorum that comes next. Threads of its own do the work."""
+
+    options: ManagerOptions
+    training: TrainingState
+    group: ReconfigurableGroup
+    own_store: str  # host:port
+    _preparations: list[GroupPreparation] = field(default_factory=list)  # the last counts
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def may_be_invited(self) -> bool:
+        """A newcomer of one rank: it has no group yet."""
+        return self.training.generation is None and self.options.world_size == 1
+
+    def prepare(self, notice: QuorumWanted) -> bool:
+        """In a member: begins to make the group with those who wait; False when that cannot be."""
+        generation = self.training.generation
+        if generation is None or generation.number != notice.number or not self.training.eager:
+            return False
+        found = invitations(generation.quorum, notice.waiting)
+        mine = found.get(self.options.replica_id)
+        if mine is not None and mine.name not in [each.invitation.name for each in self._preparations]:
+            _start(self._prepare_as_member, generation, notice, found, self._add(mine))
+        return mine is not None
+
+    def accept_invitations(self, ticket: Ticket[Quorum]) -> None:
+        """In a newcomer: makes the group with those who invite it, while it waits for its first quorum."""
+        if self.may_be_invited:
+            _start(self._accept_invitations, ticket)
+
+    def name_if_complete(self) -> str:
+        """Of the group that everybody who is invited has made; "": none."""
+        last = self._preparations[-1:]
+        return last[0].invitation.name if last and last[0].is_complete() else ""
+
+    def take(self, name: str, rank: int, world_size: int) -> Any:
+        """The group of that name, if we have it; None: it must be made. All others are called off."""
+        with self._lock:
+            preparations, self._preparations = self._preparations, []
+        taken = None
+        for preparation in preparations:
+            if name and preparation.is_for(name, rank, world_size):
+                taken = preparation.take()
+            preparation.cancel()
+        return taken
+
+    def cancel(self) -> None:
+        """The manager closes."""
+        self.take("", 0, 0)
+
+    def _add(self, invitation: Invitation) -> GroupPreparation:
+        preparation = GroupPreparation(invitation, self.group, self.options.connect_timeout_s)
+        with self._lock:
+            self._preparations.append(preparation)
+        return preparation
+
+    def _prepare_as_member(
+        self,
+        generation: Generation,
+        notice: QuorumWanted,
+        found: dict[str, Invitation],
+        preparation: GroupPreparation,
+    ) -> None:
+        began = time.monotonic()
+        try:
+            for member in notice.waiting:
+                invite(member, found[member.replica], self.options.connect_timeout_s)
+            preparation.make()
+            made = time.monotonic()
+            preparation.report(made=True)
+            preparation.wait_for_all(lambda: generation.usable and not self.training.closing)
+            log.debug(
+                "group with %s made beside the running one in %.0f ms, waited %.0f ms for the others",
+                ", ".join(member.replica for member in notice.waiting),
+                (made - began) * 1e3,
+                (time.monotonic() - made) * 1e3,
+            )
+        except (AllranksError, RuntimeError, OSError) as error:
+            log.info("no group could be prepared: %s", str(error).partition("\n")[0])
+        if generation.usable and self._preparations[-1:] == [preparation]:
+            self.training.hear_of_newcomers(notice.reason)
+
+    def _accept_invitations(self, ticket: Ticket[Quorum]) -> None:
+        known = ""
+        try:
+            store = open_store(self.own_store, _STORE_S)
+            while invitation := wait_for_invitation(store, lambda: not ticket.done(), known):
+                known = invitation.name
+                _start(self._prepare_as_newcomer, self._add(invitation), ticket)
+        except (RuntimeError, OSError, ValueError, KeyError, TypeError) as error:
+            log.debug("invitations cannot be read: %s", error)
+
+    def _prepare_as_newcomer(self, preparation: GroupPreparation, ticket: Ticket[Quorum]) -> None:
+        self.training.invite()
+        try:
+            preparation.make()
+            self.training.wait_until_due(lambda: not ticket.done())
+            preparation.report(made=True)
+        except (AllranksError, RuntimeError, OSError) as error:
+            log.info("no group could be prepared with the members: %s", str(error).partition("\n")[0])
+            with contextlib.suppress(RuntimeError):
+                preparation.report(made=False)
+
+
+def _start(target: Callable[..., None], *args: object) -> None:
+    threading.Thread(target=target, args=args, name="allranks-prepare", daemon=True).start()
+
+
+def invite(replica: Member, invitation: Invitation, limit_s: float) -> None:
+    """Leaves the invitation in the store of a newcomer."""
+    open_store(replica.store, min(limit_s, _STORE_S)).set(_INVITATION, json.dumps(asdict(invitation)))
+
+
+def wait_for_invitation(store: dist.Store, wanted: Callable[[], bool], known: str) -> Invitation | None:
+    """The invitation in our own store, other than the one of the name `known`; None when it is not wanted any more."""
+    while wanted():
+        if store.check([_INVITATION]):
+            found = Invitation.decode(store.get(_INVITATION))
+            if found.name != known:
+                return found
+        time.sleep(_POLL_S)
+    return None
+
+
+def open_store(address: str, limit_s: float) -> dist.Store:
+    """Tried with a plain socket first: torch goes on trying a dead address for twice its timeout."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=limit_s):
+        pass
+    return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=limit_s))
+
+
+def known_ranks(ranks: Iterable[int]) -> tuple[int, ...]:
+    """Global ranks in group order; () unless every member knows its own and no two say the same."""
+    found = tuple(ranks)
+    return found if min(found, default=-1) >= 0 and len(set(found)) == len(found) else ()

@@ -1,0 +1,242 @@
+"""torchft's gRPC service of managers: calls of bytes, its messages, and what one rank does in a quorum by torchft's rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from allranks.errors import ManagerError, require
+from allranks.lighthouse.grpc_wire import bytes_field, fields, number_field, signed, text_field
+from allranks.model.cluster import Quorum
+
+# ---- calls: TimeoutError when time is up, RuntimeError otherwise, as torchft raises them ----
+
+OPTIONS = (
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # a connection per client: its end is the client's end
+    ("grpc.so_reuseport", 0),
+)
+
+
+class GrpcCalls:
+    """A connection to one service. The constructor connects, as torchft's clients do."""
+
+    def __init__(self, service: str, address: str, connect_timeout: timedelta) -> None:
+        require("grpc", feature="torchft's protocol", extra="grpc")
+        import grpc
+
+        self._service = service
+        self._channel = grpc.insecure_channel(address.removeprefix("http://").rstrip("/"), options=OPTIONS)
+        limit_s = connect_timeout.total_seconds()
+        try:
+            grpc.channel_ready_future(self._channel).result(timeout=limit_s)
+        except grpc.FutureTimeoutError:
+            self._channel.close()
+            raise TimeoutError(f"no connection to {address} within {limit_s:g} s") from None
+
+    def call(self, method: str, request: bytes, timeout: timedelta) -> bytes:
+        """The answer's bytes."""
+        import grpc
+
+        function = self._channel.unary_unary(f"/torchft.{self._service}/{method}")
+        try:
+            answer: bytes = function(request, timeout=timeout.total_seconds())
+        except grpc.RpcError as error:
+            raise _translated(error, method, timeout) from None
+        return answer
+
+    def close(self) -> None:
+        """Ends the connection; calls that wait end with an error."""
+        self._channel.close()
+
+
+def _translated(error: Any, method: str, timeout: timedelta) -> Exception:
+    import grpc
+
+    code, text = error.code(), error.details() or ""
+    late = code is grpc.StatusCode.DEADLINE_EXCEEDED or (
+        code is grpc.StatusCode.CANCELLED and "timeout" in text.lower()
+    )
+    if late:
+        wanted = f"{method} was not answered within {timeout.total_seconds():g} s"
+        return TimeoutError(
+            f"status: Cancelled, message: {wanted}: Timeout expired"
+        )  # scripts look for these words
+    return RuntimeError(f"{method} failed: {code.name}: {text}")
+
+
+# ---- from a quorum to what one rank of one replica does in it. Pure ----
+
+
+@dataclass
+class QuorumResult:
+    """What a manager is told. Ranks are indices among the replicas, sorted by name."""
+
+    quorum_id: int = 0
+    replica_rank: int = 0
+    replica_world_size: int = 1
+    store_address: str = ""  # of the replica whose store the new group meets in
+    max_step: int = 0
+    max_replica_rank: int | None = None  # our place among those at the highest step; None: we are behind
+    max_world_size: int = 1  # how many are at the highest step
+    heal: bool = False  # we take our state from somebody
+    recover_src_manager_address: str = ""
+    recover_src_replica_rank: int | None = None
+    recover_dst_replica_ranks: list[int] = field(default_factory=list)  # who takes it from us
+    commit_failures: int = 0
+    replica_ids: list[str] = field(default_factory=list)
+
+
+def quorum_results(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool = True) -> QuorumResult:
+    """Everybody computes the same assignment from the same quorum; sources take turns by rank."""
+    members = sorted(quorum.members, key=lambda member: member.replica)
+    names = [member.replica for member in members]
+    if replica_id not in names:
+        raise ManagerError(f"{replica_id} is not in quorum {quorum.number}: {', '.join(names)}")
+    me = names.index(replica_id)
+    top = max(member.step for member in members)
+    at_top = [place for place, member in enumerate(members) if member.step == top]
+    primary = at_top[group_rank % len(at_top)]
+    behind = [
+        place
+        for place, member in enumerate(members)
+        if member.step != top or (init_sync and top == 0 and place != primary)
+    ]
+    sources = [place for place in range(len(members)) if place not in behind]
+    source_of = {place: sources[(turn + group_rank) % len(sources)] for turn, place in enumerate(behind)}
+    source = source_of.get(me)
+    return QuorumResult(
+        quorum_id=quorum.number,
+        replica_rank=me,
+        replica_world_size=len(members),
+        store_address=members[primary].store,
+        max_step=top,
+        max_replica_rank=at_top.index(me) if me in at_top else None,
+        max_world_size=len(at_top),
+        heal=source is not None,
+        recover_src_manager_address="" if source is None else members[source].address,
+        recover_src_replica_rank=source,
+        recover_dst_replica_ranks=[place for place, src in source_of.items() if src == me],
+        commit_failures=max(member.commit_failures for member in members),
+        replica_ids=names,
+    )
+
+
+# ---- the messages of ManagerService, written and read by hand. Pure ----
+
+
+@dataclass(frozen=True)
+class QuorumRequest:
+    """ManagerQuorumRequest."""
+
+    group_rank: int
+    step: int
+    checkpoint_metadata: str = ""
+    shrink_only: bool = False
+    init_sync: bool = False
+    commit_failures: int = 0
+
+
+def encode_request(request: QuorumRequest) -> bytes:
+    return b"".join(
+        (
+            number_field(1, request.group_rank), number_field(2, request.step),
+            text_field(3, request.checkpoint_metadata), number_field(4, int(request.shrink_only)),
+            number_field(5, int(request.init_sync)), number_field(6, request.commit_failures),
+        )
+    )  # fmt: skip
+
+
+def decode_request(data: bytes) -> QuorumRequest:
+    numbers, texts = read(data)
+    return QuorumRequest(
+        numbers.get(1, 0), numbers.get(2, 0), texts.get(3, ""), bool(numbers.get(4)), bool(numbers.get(5)),
+        numbers.get(6, 0),
+    )  # fmt: skip
+
+
+def encode_result(result: QuorumResult) -> bytes:
+    """ManagerQuorumResponse."""
+    return b"".join(
+        (
+            number_field(1, result.quorum_id),
+            text_field(2, result.recover_src_manager_address),
+            _optional(3, result.recover_src_replica_rank),
+            _packed(4, result.recover_dst_replica_ranks),
+            text_field(5, result.store_address),
+            number_field(6, result.max_step),
+            _optional(7, result.max_replica_rank),
+            number_field(8, result.max_world_size),
+            number_field(9, result.replica_rank),
+            number_field(10, result.replica_world_size),
+            number_field(11, int(result.heal)),
+            number_field(12, result.commit_failures),
+            *(bytes_field(13, name.encode()) for name in result.replica_ids),
+        )
+    )
+
+
+def decode_result(data: bytes) -> QuorumResult:
+    numbers, texts = read(data)
+    destinations: list[int] = []
+    names: list[str] = []
+    for tag, value in fields(data):
+        if tag == 4:
+            destinations += _unpacked(value) if isinstance(value, bytes) else [signed(value)]
+        elif tag == 13 and isinstance(value, bytes):
+            names.append(value.decode("utf-8", "replace"))
+    return QuorumResult(
+        quorum_id=numbers.get(1, 0),
+        replica_rank=numbers.get(9, 0),
+        replica_world_size=numbers.get(10, 0),
+        store_address=texts.get(5, ""),
+        max_step=numbers.get(6, 0),
+        max_replica_rank=numbers.get(7),
+        max_world_size=numbers.get(8, 0),
+        heal=bool(numbers.get(11)),
+        recover_src_manager_address=texts.get(2, ""),
+        recover_src_replica_rank=numbers.get(3),
+        recover_dst_replica_ranks=destinations,
+        commit_failures=numbers.get(12, 0),
+        replica_ids=names,
+    )
+
+
+def read(data: bytes) -> tuple[dict[int, int], dict[int, str]]:
+    """The last number and the last text of every field."""
+    numbers: dict[int, int] = {}
+    texts: dict[int, str] = {}
+    for tag, value in fields(data):
+        if isinstance(value, int):
+            numbers[tag] = signed(value)
+        else:
+            texts[tag] = value.decode("utf-8", "replace")
+    return numbers, texts
+
+
+def _optional(field: int, value: int | None) -> bytes:
+    """A number that may be 0 and still be there."""
+    if value is None:
+        return b""
+    return number_field(field, value) or bytes(((field << 3), 0))
+
+
+def _packed(field: int, values: list[int]) -> bytes:
+    return b"".join(_optional(field, value) for value in values)
+
+
+def _unpacked(data: bytes) -> list[int]:
+    values, current, shift = [], 0, 0
+    for byte in data:
+        current |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            values.append(signed(current))
+            current = shift = 0
+    return values
