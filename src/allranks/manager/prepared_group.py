@@ -154,6 +154,11 @@ class GroupPreparation:
         mine = self.invitation
         return self._made and (mine.name, mine.rank, mine.world_size) == (name, rank, world_size)
 
+    def cancel_unless_made(self) -> None:
+        """Another making has begun."""
+        if not self._made:
+            self.cancel()
+
     def cancel(self) -> None:
         """Nobody wants it any more."""
         self._cancelled.set()
@@ -225,7 +230,10 @@ class NextGroup:
     def _add(self, invitation: Invitation) -> GroupPreparation:
         preparation = GroupPreparation(invitation, self.group, self.options.connect_timeout_s)
         with self._lock:
+            earlier = list(self._preparations)
             self._preparations.append(preparation)
+        for each in earlier:
+            each.cancel_unless_made()  # a quorum that is under way may still want one that is made
         return preparation
 
     def _prepare_as_member(
@@ -251,8 +259,9 @@ class NextGroup:
             )
         except (AllranksError, RuntimeError, OSError) as error:
             log.info("no group could be prepared: %s", str(error).partition("\n")[0])
-        if generation.usable and self._preparations[-1:] == [preparation]:
-            self.training.hear_of_newcomers(notice.reason)
+        finally:  # in any case they join
+            if generation.usable and self._preparations[-1:] == [preparation]:
+                self.training.hear_of_newcomers(notice.reason)
 
     def _accept_invitations(self, ticket: Ticket[Quorum]) -> None:
         known = ""

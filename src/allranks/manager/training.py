@@ -177,7 +177,7 @@ class TrainingState:
     def invite(self) -> None:
         """The members prepare a group with us: our first step may begin."""
         with self.changed:
-            self.invited = True
+            self.invited = self.generation is None
             self.changed.notify_all()
 
     def wait_until_due(self, wanted: Callable[[], bool]) -> None:
