@@ -111,7 +111,7 @@ def _train(rank: int, world: int, address: str, folder: str, how: str) -> Course
                 (loss_of(ddp(x)) / 2 * scaler["scale"]).backward()
             (loss_of(ddp(x)) / 2 * scaler["scale"]).backward()
         else:
-            (loss_of(ddp(x.requires_grad_(how == "inputs want gradients"))) * scaler["scale"]).backward()
+            (loss_of(ddp(x)) * scaler["scale"]).backward()
         for p in model.parameters():
             assert p.grad is not None
             p.grad /= scaler["scale"]
@@ -167,15 +167,6 @@ def test_it_gives_nothing_in_its_first_step(lighthouse: LighthouseProcess, tmp_p
     assert late.seen >= ALONE  # healed, not its own count
 
 
-def test_a_script_that_wants_gradients_of_its_inputs_gets_them(
-    lighthouse: LighthouseProcess, tmp_path: Path
-) -> None:
-    """Then the backward runs as always, and still counts for nothing in the first step."""
-    _, late = run(lighthouse, tmp_path, "inputs want gradients")
-    assert late.steps[0][1:] == (1, False)
-    assert late.backwards[0] == 1
-
-
 def test_without_an_asynchronous_quorum_it_heals_first_and_counts_at_once(
     lighthouse: LighthouseProcess, tmp_path: Path
 ) -> None:
@@ -193,19 +184,16 @@ def made(claim: ReplicaClaim) -> Generation:
     return Generation(Quorum(2, 1, members), decide(claims, 2), 1, 0, group, VoteMesh(), group)
 
 
-def test_gradients_that_were_not_computed_are_never_counted() -> None:
-    """A group made since the forward counts on us: the step is tried again instead of reducing zeros."""
-    behind, equal = Claim(term=0, step=0), Claim(term=1, step=5, seen=1)
-    late, first, healthy = (
-        ReplicaClaim(ranks=(claim,), beside=beside)
-        for claim, beside in ((behind, True), (behind, False), (equal, True))
-    )
-    for claim, bound in ((late, True), (first, False), (healthy, False)):
-        training, attempt = TrainingState(), StepAttempt(empty=True)
-        training.generation, training.attempt = made(claim), attempt
-        assert (training.bind(attempt, 1.0) is not None) is bound
-        assert bool(attempt.spoiled) is not bound
-        assert (training.rebind(attempt, 1.0) is not None) is bound
+def test_gradients_of_a_state_that_had_to_be_healed_are_never_counted() -> None:
+    """A group that counts on us: the step is tried again. One in which we give zeros: it goes on."""
+    behind = Claim(term=0, step=0)
+    for beside in (True, False):
+        training, attempt = TrainingState(), StepAttempt()
+        training.generation = made(ReplicaClaim(ranks=(behind,), beside=beside))
+        training.generation.loaded, training.attempt = False, attempt
+        assert (training.bind(attempt, 1.0) is not None) is beside
+        assert bool(attempt.spoiled) is not beside
+        assert (training.rebind(attempt, 1.0) is not None) is beside
 
 
 def test_who_came_late_counts_from_the_second_step_on() -> None:

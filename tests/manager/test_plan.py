@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from allranks.manager.phase import Phase, may_ask
 from allranks.manager.plan import FRESH, NOWHERE, Claim, ReplicaClaim, decide
+from allranks.manager.training import Phase, may_ask
 
 
 def replica(*claims: Claim, **options: object) -> ReplicaClaim:

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from allranks.errors import GroupAborted
-from allranks.manager.future_or_default import sure
 from allranks.manager.groups.nccl import environment
-from allranks.manager.work import wait_while
+from allranks.manager.work import result_or_default, wait_while
 
 
 class Slow:
@@ -63,7 +62,7 @@ def test_a_sure_future_holds_the_value_of_the_one_inside() -> None:
     """Nothing is told when all went well."""
     inner: torch.futures.Future[int] = torch.futures.Future()
     told: list[Exception] = []
-    outer = sure(inner, 0, 30.0, told.append)
+    outer = result_or_default(inner, 0, 30.0, told.append)
     inner.set_result(5)
     assert (outer.wait(), told) == (5, [])
 
@@ -72,7 +71,7 @@ def test_a_sure_future_holds_the_default_after_an_error() -> None:
     """And the error is told once."""
     inner: torch.futures.Future[int] = torch.futures.Future()
     told: list[Exception] = []
-    outer = sure(inner, 7, 30.0, told.append)
+    outer = result_or_default(inner, 7, 30.0, told.append)
     inner.set_exception(ValueError("broken"))
     assert outer.wait() == 7
     assert ["broken" in str(error) for error in told] == [True]
@@ -82,7 +81,7 @@ def test_a_sure_future_does_not_wait_for_one_that_never_comes() -> None:
     """Its limit makes it the default; what comes later changes nothing."""
     inner: torch.futures.Future[int] = torch.futures.Future()
     told: list[Exception] = []
-    outer = sure(inner, 7, 0.01, told.append)
+    outer = result_or_default(inner, 7, 0.01, told.append)
     assert outer.wait() == 7
     inner.set_result(5)
     assert [type(error) for error in told] == [TimeoutError]

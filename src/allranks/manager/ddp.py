@@ -5,22 +5,20 @@ rebuilding: a replica that joined a moment ago must cut its gradients as the oth
 soon as its last gradient is there. `param.grad` keeps the local gradient until the whole backward has been
 reduced: when a member dies in between, the survivors reduce once more among themselves and lose nothing.
 
-A replica that heals beside its first step gives zeros: its forward runs on a state that is still arriving, and
-its backward ends where the module's output begins, since nobody would want its gradients. When the backward
-returns, its state is whole and its gradients are the others': clipping and unscaling do there what they do.
+A replica that heals beside its first step gives zeros. When its backward returns, its state is whole and its gradients
+are the others': clipping and unscaling do there what they do.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from allranks.errors import ConfigurationError
 from allranks.manager.groups.generation import Generation
@@ -150,8 +148,7 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self.module(*args, **kwargs)
         self._manager[0].training.times.mark_first("forward done")
-        discarded = not torch.compiler.is_compiling() and self._manager[0]._backward_is_discarded()
-        return self._cut_off(output) if discarded and not _any_wants_grad((args, kwargs)) else output
+        return output
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -161,24 +158,6 @@ class DistributedDataParallel(nn.Module):
             yield
         finally:
             self._synchronises = before
-
-    def _cut_off(self, output: Any) -> Any:
-        """The output without the graph behind it; a backward that comes here reduces zeros.
-
-        All ends of one backward run into the anchor, on the CPU: so that backward ends on the training thread.
-        """
-        if not _any_wants_grad(output):
-            return output
-        self._manager[0].training.attempt.empty = True
-        anchor = torch.zeros((), requires_grad=True)
-
-        def cut(value: torch.Tensor) -> torch.Tensor:
-            if not value.requires_grad:
-                return value
-            end: torch.Tensor = _End.apply(anchor, value.detach(), self._ended)
-            return end
-
-        return tree_map_only(torch.Tensor, cut, output)
 
     # ---- called by autograd ----
 
@@ -193,12 +172,6 @@ class DistributedDataParallel(nn.Module):
             if not training.may_launch(training.attempt):
                 break  # the backward goes on; its next gradient, or its end, launches what is due
             self._reduce_next()
-
-    def _ended(self) -> None:
-        if self._synchronises:
-            self._enter()
-            while self._next < len(self._buckets):
-                self._reduce_next()
 
     def _enter(self) -> None:
         if not self._open:
@@ -263,28 +236,6 @@ class DistributedDataParallel(nn.Module):
             self._begin()
             self._finish()
             self._reduced = False
-
-
-class _End(torch.autograd.Function):
-    """Where a graph was cut: calls back when a backward gets here, and ends it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, value: torch.Tensor, reached: Callable[[], None]
-    ) -> torch.Tensor:
-        ctx.reached = reached
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.reached()
-        return torch.zeros(()), None, None
-
-
-def _any_wants_grad(tree: Any) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(tree))
 
 
 def _same_place(gradient: torch.Tensor | None, part: torch.Tensor) -> bool:

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from allranks import record
 from allranks.errors import GroupAborted, HealingFailed, ManagerError, RetriesExhausted, StateDiffers
 from allranks.manager.drift import CorruptionHistory, StateSums
-from allranks.manager.future_or_default import sure
 from allranks.manager.groups.generation import Generation, StepAttempt
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.groups.group_spec import Seconds, seconds
@@ -40,7 +39,7 @@ from allranks.manager.registered_state import (
 from allranks.manager.resources import ManagerResources
 from allranks.manager.training import TrainingState
 from allranks.manager.votes import Tally, Vote
-from allranks.manager.work import ManagedWork
+from allranks.manager.work import ManagedWork, result_or_default
 
 log = logging.getLogger("allranks.manager")
 
@@ -265,7 +264,7 @@ class Manager:
     ) -> torch.futures.Future[Any]:
         """A future that holds `default` when `fut` fails or takes longer than `timeout`; that fails the step."""
         limit_s = self.options.timeout_s if timeout is None else seconds(timeout)
-        return sure(fut, default, limit_s, self.report_error)
+        return result_or_default(fut, default, limit_s, self.report_error)
 
     # ---- questions ----
 
@@ -368,15 +367,6 @@ class Manager:
         if torch.cuda.is_initialized():
             self._settled = torch.cuda.Event()
             self._settled.record()
-
-    def _backward_is_discarded(self) -> bool:
-        """Whether this replica heals beside the step and gives zeros.
-
-        Of several wrapped modules one backward may run through all, in an order that only it knows.
-        """
-        generation = self.training.generation
-        late = generation is not None and not generation.loaded and not generation.participates
-        return late and self.training.in_step and len(self._wrapped) == 1
 
     def _opened_attempt(self) -> StepAttempt:
         attempt = self.training.attempt

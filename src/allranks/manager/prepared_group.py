@@ -25,11 +25,10 @@ import torch.distributed as dist
 
 from allranks.errors import AllranksError, GroupAborted
 from allranks.lighthouse.client.ticket import Ticket
-from allranks.manager.groups.abandonable_call import AbandonableCall
-from allranks.manager.groups.cpp_log import silenced
 from allranks.manager.groups.generation import Generation
 from allranks.manager.groups.group import ReconfigurableGroup
 from allranks.manager.groups.group_spec import GroupSpec
+from allranks.manager.groups.native_calls import AbandonableCall, silenced
 from allranks.manager.options import ManagerOptions
 from allranks.manager.plan import ReplicaClaim
 from allranks.manager.training import TrainingState

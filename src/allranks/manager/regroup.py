@@ -25,11 +25,10 @@ from allranks.errors import (
 )
 from allranks.lighthouse.client.client import Client
 from allranks.lighthouse.client.ticket import Ticket
-from allranks.manager.groups.abandonable_call import AbandonableCall
-from allranks.manager.groups.cpp_log import silenced
 from allranks.manager.groups.generation import Generation
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.groups.group_spec import GroupSpec
+from allranks.manager.groups.native_calls import AbandonableCall, silenced
 from allranks.manager.groups.sockets import abort_connecting
 from allranks.manager.heal.fetch import Fetch, HealSource, report_fetched
 from allranks.manager.heal.serve import HealServer

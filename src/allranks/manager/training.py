@@ -1,6 +1,6 @@
 """What the training thread, the regrouping thread and the notices share, behind one lock.
 
-Runs in a rank. Every change goes through a method here, so that the rules of `phase` hold: the state moves only
+Runs in a rank. Every change goes through a method here, so that the rules of `Phase` hold: the state moves only
 while APPLYING, and a claim made to the lighthouse stays true until its answer has been acted upon.
 """
 
@@ -11,16 +11,44 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 
 from allranks.errors import HealingFailed
 from allranks.manager.groups.generation import Generation, StepAttempt
-from allranks.manager.phase import Phase, may_ask
 from allranks.manager.plan import Claim, Position
 from allranks.manager.regroup_times import RegroupTimes
 
 _REMEMBERED_LOSSES = 64
 _REMEMBERED_TRANSFERS = 8  # quorums; only the one that is being made matters
 _LOOK_S = 0.2  # how often we look whether a peer is gone without notice
+
+
+class Phase(Enum):
+    """Where the training thread stands inside a step. The state (parameters, optimizer) changes only in APPLYING.
+
+    BETWEEN --start_quorum--> COMPUTING --first collective--> REDUCING --vote--> VOTING --yes--> APPLYING --> BETWEEN;
+    from REDUCING and VOTING a step that failed goes back to BETWEEN.
+    """
+
+    BETWEEN = "between steps"
+    COMPUTING = "computing"
+    REDUCING = "reducing gradients"
+    VOTING = "voting"
+    APPLYING = "applying the step"
+
+
+def may_ask(phase: Phase, broken: bool, eager: bool = True, parked: bool = False) -> bool:
+    """Whether the rank may ask for a quorum now: its state stands still and its claim will stay true.
+
+    While it reduces or votes in a healthy group it must not: the others count on it. While it applies a step
+    the state is neither the old nor the new one. Not `eager` (sharded models, local steps): its state may be
+    read only while the training thread waits for us, parked in start_quorum or in a vote that has failed.
+    """
+    if phase is Phase.APPLYING:
+        return False
+    if not eager:
+        return parked or (phase is Phase.VOTING and broken)
+    return broken or phase in (Phase.BETWEEN, Phase.COMPUTING)
 
 
 @dataclass(eq=False)
@@ -106,8 +134,7 @@ class TrainingState:
             if attempt.generation is None:
                 self.times.mark("first collective due")
                 generation = self._wait_for_group(limit_s)
-                stale = attempt.empty or (generation.heals and not generation.loaded)
-                if stale and generation.participates:
+                if generation.heals and not generation.loaded and generation.participates:
                     attempt.spoiled = "computed on a state that had to be healed"
                     return None
                 attempt.generation = generation
@@ -131,7 +158,7 @@ class TrainingState:
             self.phase = Phase.COMPUTING
             self.changed.notify_all()
             generation = self._wait_for_group(limit_s)
-            if (generation.heals or attempt.empty) and generation.participates:
+            if generation.heals and generation.participates:
                 attempt.spoiled = "this replica is behind and must heal"
                 return None
             attempt.generation = generation

@@ -1,7 +1,8 @@
-"""What `Manager.allreduce` returns: a work whose failure fails the step, never the process."""
+"""What `Manager.allreduce` returns: a work whose failure fails the step, never the process. And futures like that."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -114,3 +115,36 @@ class ManagedWork:
             self.failed = True
             self._on_error(error)
         return self._tensor
+
+
+def result_or_default(
+    future: torch.futures.Future[Any], default: Any, limit_s: float, on_error: Callable[[Exception], None]
+) -> torch.futures.Future[Any]:
+    """Holds what `future` brings; `default`, and the error is told, when that fails or does not come in time."""
+    here = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_initialized() else None
+    outer: torch.futures.Future[Any] = torch.futures.Future(devices=here)
+    first = threading.Lock()  # taken by who settles it, and never given back
+
+    def settle(value: Any, error: Exception | None = None) -> None:
+        if first.acquire(blocking=False):
+            if error is not None:
+                on_error(error)
+            outer.set_result(value)
+
+    timer = threading.Timer(
+        limit_s, lambda: settle(default, TimeoutError(f"a future did not come true in {limit_s:.1f} s"))
+    )
+    timer.daemon = True
+
+    def arrived(done: torch.futures.Future[Any]) -> None:
+        timer.cancel()
+        try:
+            value = done.value()
+        except Exception as error:
+            settle(default, error)
+        else:
+            settle(value)
+
+    timer.start()
+    future.add_done_callback(arrived)
+    return outer

@@ -131,7 +131,6 @@ class StepAttempt:
     generation: Generation | None = None  # bound at the first collective
     committed: bool = False
     reduced: bool = False  # a first backward is behind it: from here on the others count on our state
-    empty: bool = False  # its gradients were not computed, for nobody was to count on them
     error: Exception | None = None  # ours alone: we go on with the collectives and vote no
     spoiled: str = ""  # the group broke, or we computed on an old state: no vote
     issuers: list[object] = field(default_factory=list)  # who issued each collective, in order

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from allranks.errors import GroupAborted
-from allranks.manager.groups.cpp_log import silenced
 from allranks.manager.groups.group import ReconfigurableGroup
 from allranks.manager.groups.group_spec import GroupSpec, Seconds
+from allranks.manager.groups.native_calls import silenced
 from allranks.manager.groups.teardown import destroy_later, ended, start_attended
 
 log = logging.getLogger("allranks.manager")

@@ -1,16 +1,24 @@
-"""A call that nothing can interrupt, made so that its caller can walk away from it.
+"""Calls into torch's C++ that cannot be interrupted, and its log while they are called off.
 
 Runs in a rank. gloo waits for a member that should call us without holding a socket that could be cut, and torch's
 store goes on trying an address that is dead. Such a call runs in a thread of its own: whoever abandons it frees
-the caller at once, and what the call makes after that is discarded.
+the caller at once, and what the call makes after that is discarded. torch then prints C++ stack traces; its log level
+is one number in libc10, read at every line, and torch offers no way to set it once it is imported. Where the number cannot be
+found nothing is silenced.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from typing import Generic, TypeVar
+
+import torch
 
 T = TypeVar("T")
 
@@ -60,3 +68,39 @@ class AbandonableCall(Generic[T]):
             self._changed.notify_all()
         if late and made:
             self.discard(made.pop())
+
+
+_FATAL = 3
+_lock = threading.Lock()
+_silencers = 0
+_before = 0
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """torch prints nothing inside: what goes wrong is raised, and told by us. Any number of threads at once."""
+    global _silencers, _before
+    level = _level()
+    if level is None:
+        yield
+        return
+    with _lock:
+        if _silencers == 0:
+            _before, level.value = level.value, max(level.value, _FATAL)
+        _silencers += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _silencers -= 1
+            if _silencers == 0:
+                level.value = _before
+
+
+@lru_cache(maxsize=1)
+def _level() -> ctypes.c_int | None:
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return None
