@@ -30,11 +30,12 @@ from allranks.manager.heal.fetch import Fetch
 from allranks.manager.heal.state import LiveState
 from allranks.manager.options import ManagerOptions, from_environment, from_settings
 from allranks.manager.registered_state import (
+    LoadFunction,
+    RegisteredState,
+    SaveFunction,
     is_small,
-    missing_parts,
     named_parts,
     state_functions,
-    warn_about,
 )
 from allranks.manager.resources import ManagerResources
 from allranks.manager.training import TrainingState
@@ -42,9 +43,6 @@ from allranks.manager.votes import Tally, Vote
 from allranks.manager.work import ManagedWork, result_or_default
 
 log = logging.getLogger("allranks.manager")
-
-LoadFunction = Callable[[Any], None]
-SaveFunction = Callable[[], Any]
 
 
 class Manager:
@@ -66,9 +64,7 @@ class Manager:
         self.options: ManagerOptions = from_environment(from_settings(settings))
         self.group: ReconfigurableGroup = pg if pg is not None else ProcessGroupGloo(self.options.timeout_s)
         self.training = TrainingState()
-        self._functions: dict[str, tuple[LoadFunction, SaveFunction]] = {}
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._scaler_seen = False
+        self.registered = RegisteredState()
         self._starts = 0
         self._before_vote: list[Callable[[], None]] = []
         self._wrapped: list[torch.nn.Module] = []
@@ -80,8 +76,7 @@ class Manager:
         self.training.eager = self.options.world_size == 1
         self.sums = StateSums(self.options.check_every)
         self.corruption = CorruptionHistory()
-        self._parts = named_parts(state)
-        for name, part in self._parts.items():
+        for name, part in named_parts(state).items():
             self.register_state_dict_fn(name, *state_functions(part))
             if is_small(part):
                 self.sums.small[name] = part
@@ -92,7 +87,7 @@ class Manager:
 
     def register_state_dict_fn(self, key: str, load: LoadFunction, save: SaveFunction) -> None:
         """Adds a part of the state that healing carries over. `save` must not communicate."""
-        self._functions[key] = (load, save)
+        self.registered.functions[key] = (load, save)
 
     def set_state_dict_fns(self, load_state_dict: LoadFunction, state_dict: SaveFunction) -> None:
         """torchft's older name for one unnamed part."""
@@ -120,8 +115,7 @@ class Manager:
         if self._settled is not None:
             self._settled.synchronize()
         with self.training.reading(self.options.timeout_s):
-            user = {key: save() for key, (_, save) in self._functions.items()}
-        return {"user": user, "manager": self.state_dict()}
+            return {"user": self.registered.save(), "manager": self.state_dict()}
 
     def _moving_places(self) -> frozenset[int]:
         """Where a forward may write: buffers of the wrapped modules."""
@@ -151,7 +145,7 @@ class Manager:
         self.training.rest()
         opened.regrouper.make_offer_if_due()
         self.training.begin()
-        self._warn_about_missing_state()
+        self._after_first_step()
         if self._checks_state():
             self.sums.begin()
         record.step(self.training.step)  # the progress mark: a hang is told from slowness by it
@@ -481,26 +475,16 @@ class Manager:
         self.training.break_group(generation, reason)
         return reason
 
-    def note_optimizers(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Where a scheduler may be attached (see `_warn_about_missing_state`)."""
-        self._optimizers += optimizers
-
-    def note_scaler(self) -> None:
-        """A GradScaler steps our optimizer."""
-        self._scaler_seen = True
-
-    def _warn_about_missing_state(self) -> None:
-        """Once, after two steps: a scheduler or scaler shows itself in the first."""
+    def _after_first_step(self) -> None:
+        """Once, when the second step is opened."""
         if self._starts < 2:
             self._starts += 1
-            if self._starts == 2:  # before the exit handlers of what the first step has imported
+            if self._starts == 2:
                 atexit.unregister(self._leave_at_exit)
-                atexit.register(self._leave_at_exit)
-            if self._starts == 2 and self._functions:
-                states = [save() for _, save in self._functions.values()]
-                missing = missing_parts(self._optimizers, self._scaler_seen, states)
-                if missing:
-                    warn_about(missing)
+                atexit.register(
+                    self._leave_at_exit
+                )  # runs before the handlers of what the first step imported
+                self.registered.warn_about_missing()
 
     def _no_vote(self, attempt: StepAttempt) -> bool:
         generation = attempt.generation
@@ -554,9 +538,7 @@ class Manager:
         self.training.times.mark("state loading")
         self.sums.forget()
         state = fetch.state()
-        for key, (load, _) in self._functions.items():
-            if key in state["user"]:
-                load(state["user"][key])
+        self.registered.load(state["user"])
         with self.training.changed:
             if opened.regrouper.fetch is not fetch:
                 return False  # the next group wants another state, which is landing already

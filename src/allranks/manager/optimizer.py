@@ -18,7 +18,7 @@ class OptimizerWrapper(TorchOptimizer):
         self.manager = manager
         self.optim = optim
         manager.sums.optimizers.append(optim)
-        manager.note_optimizers(self, optim)
+        manager.registered.optimizers += [self, optim]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Opens a step, then clears the gradients."""
@@ -30,7 +30,7 @@ class OptimizerWrapper(TorchOptimizer):
         if closure is not None:
             raise ValueError("closures are not supported: the step may be voted down after it has run")
         if sys._getframe(1).f_globals.get("__name__") == "torch.amp.grad_scaler":
-            self.manager.note_scaler()
+            self.manager.registered.scaler_seen = True
         if not self.manager.should_commit():
             return False
         self.optim.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +15,42 @@ from allranks.errors import ConfigurationError
 log = logging.getLogger("allranks.manager")
 
 _DEEP = 4  # levels of a state in which schedulers and scalers are looked for
+
+LoadFunction = Callable[[Any], None]
+SaveFunction = Callable[[], Any]
+
+
+@dataclass(eq=False)
+class RegisteredState:
+    """The functions that load and save each part of the state, by its name."""
+
+    functions: dict[str, tuple[LoadFunction, SaveFunction]] = field(default_factory=dict)
+    optimizers: list[torch.optim.Optimizer] = field(
+        default_factory=list
+    )  # a scheduler may be attached to them
+    scaler_seen: bool = False  # a GradScaler steps our optimizer
+
+    def save(self) -> dict[str, Any]:
+        """Every part as its function returns it."""
+        return {key: save() for key, (_, save) in self.functions.items()}
+
+    def load(self, parts: Mapping[str, Any]) -> None:
+        """Gives each part that is there to its function."""
+        for key, (load, _) in self.functions.items():
+            if key in parts:
+                load(parts[key])
+
+    def warn_about_missing(self) -> None:
+        """Once, after the first step: a scheduler or scaler shows itself there."""
+        missing = (
+            missing_parts(self.optimizers, self.scaler_seen, self.save().values()) if self.functions else []
+        )
+        if missing:
+            log.warning(
+                "%s is not part of the state that a joining replica takes over: it will train with other values than "
+                "the others. Pass it: Manager(state=[model, optimizer, scheduler, scaler, ...])",
+                " and ".join(missing),
+            )
 
 
 def named_parts(state: Sequence[Any] | Mapping[str, Any]) -> dict[str, Any]:
@@ -63,14 +100,6 @@ def missing_parts(
     if scaler_seen and "growth_factor" not in keys:
         missing.append("the GradScaler")
     return missing
-
-
-def warn_about(missing: Sequence[str]) -> None:
-    """One line, with what happens and what to do."""
-    log.warning(
-        "%s is not part of the state that a joining replica takes over: it will train with other values than the "
-        "others. Pass it: Manager(state=[model, optimizer, scheduler, scaler, ...])", " and ".join(missing),
-    )  # fmt: skip
 
 
 def _has_scheduler(optimizer: torch.optim.Optimizer) -> bool:

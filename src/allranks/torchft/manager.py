@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from allranks.manager.groups.group import ReconfigurableGroup
 from allranks.manager.groups.group_spec import Seconds
-from allranks.manager.manager import LoadFunction, SaveFunction
 from allranks.manager.manager import Manager as AllranksManager
 from allranks.manager.options import WorldSizeMode
+from allranks.manager.registered_state import LoadFunction, SaveFunction
 from allranks.manager.work import ManagedWork
 
 __all__ = ["ExceptionWithTraceback", "Manager", "WorldSizeMode"]
