@@ -55,7 +55,7 @@ from allranks.stacks.bundle import encode as encode_bundle
 from allranks.stacks.bundle import read_capture
 from allranks.stacks.other_output import parse_faulthandler, parse_gdb, parse_kernels, parse_pystack
 from allranks.stacks.pyspy_output import parse_json, parse_text
-from allranks.torchft.manager_wire import decode_request, decode_result
+from allranks.torchft.manager_service import decode_request, decode_result
 
 MEMBER = Member("replica-0", "s", "node", "10.0.0.1:1", "10.0.0.1:2", 7, data='{"a": 1}')
 CONFIG = (Path(__file__).parents[2] / "examples" / "job.yaml").read_bytes()

@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from allranks.errors import AllranksError, GroupAborted
-from allranks.lighthouse.client.ticket import Ticket
+from allranks.lighthouse.client.ticket import PendingAnswer
 from allranks.manager.groups.generation import Generation
 from allranks.manager.groups.group import ReconfigurableGroup
 from allranks.manager.groups.group_spec import GroupSpec
@@ -201,7 +201,7 @@ class NextGroup:
             _start(self._prepare_as_member, generation, notice, found, self._add(mine))
         return mine is not None
 
-    def accept_invitations(self, ticket: Ticket[Quorum]) -> None:
+    def accept_invitations(self, ticket: PendingAnswer[Quorum]) -> None:
         """In a newcomer: makes the group with those who invite it, while it waits for its first quorum."""
         if self.may_be_invited:
             _start(self._accept_invitations, ticket)
@@ -262,7 +262,7 @@ class NextGroup:
             if generation.usable and self._preparations[-1:] == [preparation]:
                 self.training.hear_of_newcomers(notice.reason)
 
-    def _accept_invitations(self, ticket: Ticket[Quorum]) -> None:
+    def _accept_invitations(self, ticket: PendingAnswer[Quorum]) -> None:
         known = ""
         try:
             store = open_store(self.own_store, _STORE_S)
@@ -272,7 +272,7 @@ class NextGroup:
         except (RuntimeError, OSError, ValueError, KeyError, TypeError) as error:
             log.debug("invitations cannot be read: %s", error)
 
-    def _prepare_as_newcomer(self, preparation: GroupPreparation, ticket: Ticket[Quorum]) -> None:
+    def _prepare_as_newcomer(self, preparation: GroupPreparation, ticket: PendingAnswer[Quorum]) -> None:
         self.training.invite()
         try:
             preparation.make()

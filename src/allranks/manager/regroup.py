@@ -24,7 +24,7 @@ from allranks.errors import (
     TrainingFinished,
 )
 from allranks.lighthouse.client.client import Client
-from allranks.lighthouse.client.ticket import Ticket
+from allranks.lighthouse.client.ticket import PendingAnswer
 from allranks.manager.groups.generation import Generation
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.groups.group_spec import GroupSpec
@@ -66,7 +66,7 @@ class Regrouper:
     fetch: Fetch | None = None
     shrink_only: bool = False
     _offer_due: Generation | None = None
-    _ticket: Ticket[Quorum] | None = None  # of the quorum that we are waiting for
+    _ticket: PendingAnswer[Quorum] | None = None  # of the quorum that we are waiting for
     _heal_failures: int = 0  # since we were healed last
     _meeting_port: int = 0  # of the store where the group is being made
     _reaching: AbandonableCall[dist.Store] | None = None
