@@ -220,10 +220,11 @@ class Regrouper:
             ticket.cancel()
         self.next_group.accept_invitations(ticket)
         due = False
-        while not ticket.wait(timeout_s) and self.training.invited and not due:
+        while not (answered := ticket.wait(timeout_s)) and self.training.invited and not due:
             due = self.training.due  # the limit holds from when the training thread waits for the quorum
-        quorum: Quorum = ticket.result(0.0)
-        return quorum
+        if not answered:
+            ticket.fail(ticket._on_timeout(ticket, timeout_s))
+        return ticket.result(0.0)
 
     # ---- its groups ----
 
