@@ -29,9 +29,18 @@ from allranks.manager.work import ManagedWork
 _FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early; as torch's DDP
 _LARGE_BYTES = 64 << 10  # gradients of this size are worth a call each
 _IGNORED = {
-    "device_ids", "output_device", "dim", "broadcast_buffers", "init_sync", "find_unused_parameters",
-    "check_reduction", "gradient_as_bucket_view", "static_graph", "process_group", "device_mesh",
-}  # fmt: skip
+    "device_ids",
+    "output_device",
+    "dim",
+    "broadcast_buffers",
+    "init_sync",
+    "find_unused_parameters",
+    "check_reduction",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "process_group",
+    "device_mesh",
+}
 
 
 @dataclass(eq=False)

@@ -125,18 +125,7 @@ class DiLoCo:
         outers = list(outer_optimizer) if isinstance(outer_optimizer, Sequence) else [outer_optimizer]
         if len(outers) == 1:
             outers *= len(fragments)
-        if len(outers) != len(fragments):
-            raise ConfigurationError(f"{len(fragments)} fragments need as many outer optimizers or one")
-        if len(fragments) > 1 and len(set(map(id, outers))) != len(fragments):
-            raise ConfigurationError("every fragment needs an outer optimizer over its own parameters")
-        if sync_every % len(fragments):
-            raise ConfigurationError(
-                f"sync_every={sync_every} must be a multiple of {len(fragments)} fragments"
-            )
-        if not 0 <= fragment_sync_delay < sync_every // len(fragments):
-            raise ConfigurationError("fragment_sync_delay must be less than the steps between two fragments")
-        if not 0.0 <= fragment_update_alpha <= 1.0:
-            raise ConfigurationError("fragment_update_alpha must lie between 0 and 1")
+        _check(len(fragments), outers, sync_every, fragment_sync_delay, fragment_update_alpha)
         if should_quantize:
             log.warning("should_quantize is ignored: tensors are reduced in their own precision")
         if manager.options.use_async_quorum:
@@ -191,3 +180,17 @@ class DiLoCo:
             self.manager.step_applied()
         else:
             fragment.restore()
+
+
+def _check(count: int, outers: Sequence[TorchOptimizer], every: int, delay: int, alpha: float) -> None:
+    """Raises ConfigurationError for what does not fit the number of fragments."""
+    if len(outers) != count:
+        raise ConfigurationError(f"{count} fragments need as many outer optimizers or one")
+    if count > 1 and len(set(map(id, outers))) != count:
+        raise ConfigurationError("every fragment needs an outer optimizer over its own parameters")
+    if every % count:
+        raise ConfigurationError(f"sync_every={every} must be a multiple of {count} fragments")
+    if not 0 <= delay < every // count:
+        raise ConfigurationError("fragment_sync_delay must be less than the steps between two fragments")
+    if not 0.0 <= alpha <= 1.0:
+        raise ConfigurationError("fragment_update_alpha must lie between 0 and 1")

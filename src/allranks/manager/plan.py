@@ -101,15 +101,14 @@ def decide(members: Sequence[ReplicaClaim], number: int = 0) -> QuorumPlan:
     rolls = _rolls_forward(members)
     places = [_effective(member, index, rolls) for index, member in enumerate(members)]
     top = max(places)
-    sources = [index for index, place in enumerate(places) if place == top and top != NOWHERE]
-    fresh = top == FRESH
-    if fresh and any(member.init_sync for member in members):
-        # Who has computed in a group already is not thrown back by one that has just started.
-        sources = [max(sources, key=lambda index: (members[index].ranks[0].seen, -index))]
-    healing = [index for index in range(len(members)) if index not in sources]
-    healing = [index for index in healing if not (places[index] == top and not members[index].init_sync)]
+    sources = _sources(members, places, top)
+    healing = [
+        index
+        for index, member in enumerate(members)
+        if index not in sources and (places[index] != top or member.init_sync)
+    ]
     participants = _participants(members)
-    late = () if fresh else _late(members, healing)
+    late = () if top == FRESH else _late(members, healing)
     term = max(1 + max(claim.seen for member in members for claim in member.ranks), number)
     rolls = {(replica, rank) for replica, rank in rolls if replica not in healing}
     steady = [index for index in sources if not any(replica == index for replica, _ in rolls)]
@@ -151,6 +150,15 @@ def _rolls_forward(members: Sequence[ReplicaClaim]) -> set[tuple[int, int]]:
         if seen or unanimous:
             found.add((replica, rank))
     return found
+
+
+def _sources(members: Sequence[ReplicaClaim], places: Sequence[Position], top: Position) -> list[int]:
+    """Who holds the state that everybody will hold; of fresh states only one counts, so that all start equal."""
+    sources = [index for index, place in enumerate(places) if place == top and top != NOWHERE]
+    if top == FRESH and any(member.init_sync for member in members):
+        # Who has computed in a group already is not thrown back by one that has just started.
+        return [max(sources, key=lambda index: (members[index].ranks[0].seen, -index))]
+    return sources
 
 
 def _effective(member: ReplicaClaim, index: int, rolls: set[tuple[int, int]]) -> Position:

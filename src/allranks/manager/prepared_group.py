@@ -104,9 +104,13 @@ class GroupPreparation:
         store = open_store(invitation.store, min(self.limit_s, _STORE_S))
         self._store = dist.PrefixStore(f"allranks/prepare/{invitation.name}", store)
         spec = GroupSpec(
-            dist.PrefixStore("group", self._store), invitation.rank, invitation.world_size,
-            name=invitation.group_name, global_ranks=invitation.global_ranks, limit_s=self.limit_s,
-        )  # fmt: skip
+            dist.PrefixStore("group", self._store),
+            invitation.rank,
+            invitation.world_size,
+            name=invitation.group_name,
+            global_ranks=invitation.global_ranks,
+            limit_s=self.limit_s,
+        )
         call = AbandonableCall(lambda: self.group.make_beside(spec), self.group.discard)
         with self._lock:
             self._call = call

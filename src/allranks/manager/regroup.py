@@ -388,8 +388,9 @@ class Regrouper:
             threading.Thread(
                 target=report_fetched,
                 args=(source, order, index, self.options.timeout_s, lambda: generation.usable),
-                name="allranks-heal-report", daemon=True,
-            ).start()  # fmt: skip
+                name="allranks-heal-report",
+                daemon=True,
+            ).start()
         self.training.transferred(order, index)
 
     def _sources(self, generation: Generation) -> list[HealSource]:

@@ -53,9 +53,14 @@ class VoteMesh:
     _error: str = ""
 
     def meet(
-        self, name: str, number: int, place: int, others: Sequence[Voter], limit_s: float,
+        self,
+        name: str,
+        number: int,
+        place: int,
+        others: Sequence[Voter],
+        limit_s: float,
         gone: Callable[[], bool] = lambda: False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Connects to every other voter: we call those before us, those after us call, unless one is `gone`."""
         self.abort("the members changed")
         with self._changed:

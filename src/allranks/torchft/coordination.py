@@ -177,9 +177,14 @@ class LighthouseClient:
     ) -> Quorum:
         """Waits until a quorum with this replica is formed."""
         member = Member(
-            replica=replica_id, address=address or "", store=store_address or "", step=step or 0,
-            world_size=world_size or 0, shrink_only=bool(shrink_only), data=json.dumps(data) if data else "",
-        )  # fmt: skip
+            replica=replica_id,
+            address=address or "",
+            store=store_address or "",
+            step=step or 0,
+            world_size=world_size or 0,
+            shrink_only=bool(shrink_only),
+            data=json.dumps(data) if data else "",
+        )
         answer = self._calls.call("Quorum", encode_quorum_request(member), timeout)
         quorum, created_s = decode_quorum_response(answer)
         seconds = int(created_s)
@@ -237,6 +242,11 @@ class ManagerClient:
 
 def _participant(member: Member) -> QuorumMember:
     return QuorumMember(
-        member.replica, member.address, member.store, member.step, member.world_size, member.shrink_only,
+        member.replica,
+        member.address,
+        member.store,
+        member.step,
+        member.world_size,
+        member.shrink_only,
         json.loads(member.data) if member.data else None,
-    )  # fmt: skip
+    )

@@ -69,12 +69,26 @@ class Manager(AllranksManager):
         if checkpoint_transport is not None:
             log.warning("checkpoint_transport is not used: healing is built in")
         super().__init__(
-            pg, load_state_dict, state_dict, min_replica_size=min_replica_size, use_async_quorum=use_async_quorum,
-            timeout=timeout, quorum_timeout=quorum_timeout, connect_timeout=connect_timeout, rank=rank,
-            world_size=world_size, world_size_mode=world_size_mode, store_addr=store_addr, store_port=store_port,
-            lighthouse_addr=lighthouse_addr, replica_id=replica_id, hostname=hostname, init_sync=init_sync,
-            max_retries=max_retries, **more,
-        )  # fmt: skip
+            pg,
+            load_state_dict,
+            state_dict,
+            min_replica_size=min_replica_size,
+            use_async_quorum=use_async_quorum,
+            timeout=timeout,
+            quorum_timeout=quorum_timeout,
+            connect_timeout=connect_timeout,
+            rank=rank,
+            world_size=world_size,
+            world_size_mode=world_size_mode,
+            store_addr=store_addr,
+            store_port=store_port,
+            lighthouse_addr=lighthouse_addr,
+            replica_id=replica_id,
+            hostname=hostname,
+            init_sync=init_sync,
+            max_retries=max_retries,
+            **more,
+        )
 
     def allreduce(
         self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: Any = dist.ReduceOp.AVG

@@ -170,9 +170,11 @@ class ManagerServer:
 
         def ask(requests: dict[int, Any]) -> Quorum:
             member = replace(
-                self._me, step=request.step, shrink_only=request.shrink_only,
+                self._me,
+                step=request.step,
+                shrink_only=request.shrink_only,
                 commit_failures=max(each.commit_failures for each in requests.values()),
-            )  # fmt: skip
+            )
             return self._ask(member, deadline)
 
         quorum = self._quorums.meet(request.group_rank, request, limit_s, ask)

@@ -146,19 +146,26 @@ class QuorumRequest:
 def encode_request(request: QuorumRequest) -> bytes:
     return b"".join(
         (
-            number_field(1, request.group_rank), number_field(2, request.step),
-            text_field(3, request.checkpoint_metadata), number_field(4, int(request.shrink_only)),
-            number_field(5, int(request.init_sync)), number_field(6, request.commit_failures),
+            number_field(1, request.group_rank),
+            number_field(2, request.step),
+            text_field(3, request.checkpoint_metadata),
+            number_field(4, int(request.shrink_only)),
+            number_field(5, int(request.init_sync)),
+            number_field(6, request.commit_failures),
         )
-    )  # fmt: skip
+    )
 
 
 def decode_request(data: bytes) -> QuorumRequest:
     numbers, texts = read(data)
     return QuorumRequest(
-        numbers.get(1, 0), numbers.get(2, 0), texts.get(3, ""), bool(numbers.get(4)), bool(numbers.get(5)),
+        numbers.get(1, 0),
+        numbers.get(2, 0),
+        texts.get(3, ""),
+        bool(numbers.get(4)),
+        bool(numbers.get(5)),
         numbers.get(6, 0),
-    )  # fmt: skip
+    )
 
 
 def encode_result(result: QuorumResult) -> bytes:

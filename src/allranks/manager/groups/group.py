@@ -199,9 +199,13 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         return self._issue("reduce_scatter_tensor_coalesced", outputs, inputs, options)
 
     def alltoall_base(
-        self, output: torch.Tensor, input: torch.Tensor, output_split: list[int], input_split: list[int],
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split: list[int],
+        input_split: list[int],
         opts: Any = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         options = opts or dist.AllToAllOptions()
         return self._issue("alltoall_base", output, input, output_split, input_split, options)
 

@@ -102,9 +102,11 @@ class Fetch:
         self._before = self.received_bytes
         self.began_at = time.monotonic()
         self._threads = [
-            threading.Thread(target=self._pull, args=(source,), name=f"allranks-heal-{source.name}", daemon=True)
+            threading.Thread(
+                target=self._pull, args=(source,), name=f"allranks-heal-{source.name}", daemon=True
+            )
             for source in _connections(sources[:MAX_SOURCES])
-        ]  # fmt: skip
+        ]
         self._running = len(self._threads)
         for thread in self._threads:
             thread.start()

@@ -239,9 +239,13 @@ def _sharded_like(local: torch.Tensor, note: TensorNote, own: Mapping[str, torch
         shard = local_of(mine)
         if shard is not mine and tuple(mine.shape) == note.whole and shard.shape == local.shape:
             wrapped: torch.Tensor = type(mine).from_local(
-                local.to(shard.device), mine.device_mesh, mine.placements, run_check=False,
-                shape=mine.shape, stride=mine.stride(),
-            )  # fmt: skip
+                local.to(shard.device),
+                mine.device_mesh,
+                mine.placements,
+                run_check=False,
+                shape=mine.shape,
+                stride=mine.stride(),
+            )
             return wrapped
     raise ChannelError(f"{note.name} is sharded at the source, and nothing of ours is sharded like it")
 
