@@ -10,7 +10,6 @@ Buffers (batch-norm statistics) and random generators may differ between replica
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 import threading
 from collections import Counter
@@ -179,7 +178,7 @@ class StateSums:
 
     def small_digest(self) -> int:
         """Of `small_state`; never 0."""
-        return _digest(json.dumps(self.small_state(), sort_keys=True).encode())
+        return _digest(repr(self.small_state()).encode())
 
     def _tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
         for kept in self.kept:
