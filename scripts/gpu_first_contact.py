@@ -225,8 +225,9 @@ def start_lighthouse(library: str, out: Path) -> tuple[Any, str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     os.environ["TORCHFT_LIGHTHOUSE"] = f"http://127.0.0.1:{port}"
-    code = "from torchft._torchft import lighthouse_main; lighthouse_main()"
-    words = [sys.executable, "-c", code, "--min_replicas", "1", "--quorum_tick_ms", "100"]
+    script = out / "torchft_lighthouse.py"  # it reads sys.argv itself, from the first argument on
+    script.write_text("from torchft._torchft import lighthouse_main\n\nlighthouse_main()\n")
+    words = [sys.executable, str(script), "--min_replicas", "1", "--quorum_tick_ms", "100"]
     words += ["--join_timeout_ms", "3000", "--bind", f"127.0.0.1:{port}"]
     process = subprocess.Popen(words)
     time.sleep(3)
@@ -320,20 +321,25 @@ def late_restart(out: Path, number: int) -> str:
     lighthouse = LighthouseProcess(out)
     command = command_of("allranks", out, LATE_STEPS, "--tiny")
     start = lambda name, env=None: Replica(name, command, lighthouse.address, out, env=env)  # noqa: E731
-    replicas = {name: start(name) for name in NAMES}
-    standbys = Standbys(start, out)
-    standbys.add("r1")
+    replicas: dict[str, Replica] = {}
+    standbys, spare = Standbys(start, out), Standbys(start, out)
+    spare.count = 100
+    for name in NAMES:
+        standbys.add(name)
+    spare.add("r1")
     try:
-        standbys.waiting["r1"][0].wait("standing-by", limit_s=90)
+        for replica, _ in (*standbys.waiting.values(), *spare.waiting.values()):
+            replica.wait("standing-by", limit_s=90)
+        replicas = {name: standbys.release(name) for name in NAMES}
         kill_at = LATE_STEPS - 1 - number % 20  # 0 to 20 steps before the end
-        while len(replicas["r1"].commits()) < kill_at:
-            if replicas["r1"].process.poll() is not None:
-                return f"r1 exited {replicas['r1'].process.returncode}: {replicas['r1'].errors()}"
+        victim = replicas["r1"]
+        while last_step(victim) < kill_at:
+            if victim.process.poll() is not None:
+                return f"r1 exited {victim.process.returncode} before it was killed: {victim.errors()}"
             time.sleep(0.002)
-        victim = replicas.pop("r1")
-        victim.kill()
-        killed_at = len(victim.commits())
-        late = standbys.release("r1")
+        replicas.pop("r1").kill()
+        killed_at = last_step(victim)
+        late = spare.release("r1")
         for one in (*replicas.values(), late):
             one.process.wait(90)
         codes = [one.process.returncode for one in (*replicas.values(), late)]
@@ -350,9 +356,16 @@ def late_restart(out: Path, number: int) -> str:
         return str(error)[-2500:]
     finally:
         standbys.kill()
+        spare.kill()
         for one in replicas.values():
             one.kill()
         lighthouse.close()
+
+
+def last_step(replica: Replica) -> int:
+    """That it has committed; 0 before the first."""
+    steps = [int(event[2]) for event in replica.events() if event[1] == "commit"]
+    return steps[-1] if steps else 0
 
 
 def late_restarts(out: Path, count: int) -> dict[str, Any]:

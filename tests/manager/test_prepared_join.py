@@ -100,7 +100,8 @@ def _train(rank: int, world: int, address: str, folder_name: str, how: str) -> C
                 (folder / "end.new").rename(folder / "end")
             course.held_at = course.held_at or manager.current_step()
             if how == "member dies" and rank == 1:
-                (folder / "release").touch()
+                (folder / "release.new").write_text(str(manager.quorum_id()))
+                (folder / "release.new").rename(folder / "release")
                 os.kill(os.getpid(), signal.SIGKILL)
             released = how != "member dies" and manager.current_step() >= course.held_at + BESIDE
             if released:
@@ -124,8 +125,9 @@ def _done(course: Course, how: str, folder: Path) -> bool:
     if how == "newcomer dies":
         return (folder / "end").exists() and course.steps[-1][0] >= int((folder / "end").read_text())
     counts = [count for _, count, _ in course.steps]
-    if how == "member dies":  # alone for a step, while the newcomer gives nothing; then the two of them
-        return 1 in counts and counts[counts.index(1) :].count(2) >= 3
+    if how == "member dies":
+        last = int((folder / "release").read_text()) if (folder / "release").exists() else 10**9
+        return [count for _, count, quorum in course.steps if quorum > last].count(2) >= 3
     return counts.count(3) >= 3
 
 
