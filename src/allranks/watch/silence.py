@@ -323,6 +323,9 @@ class ProgressHistory:
 
     options: NoticeOptions
     _state: NoticeState = field(default_factory=NoticeState)
+    _rhythms: dict[str, tuple[tuple[int, int, int], Rhythm]] = field(
+        default_factory=dict
+    )  # path -> (mark, …)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def observe(self, now_s: float, samples: list[RankSample]) -> None:
@@ -332,7 +335,17 @@ class ProgressHistory:
 
     def standstill(self, now_s: float, samples: list[RankSample]) -> Suspicion | None:
         """Nobody makes progress."""
-        return notice(now_s, time.time_ns(), self._state, samples, self.options, read_rhythm)[0]
+        marks = {sample.path: sample.mark for sample in samples}
+
+        def rhythm(
+            path: str,
+        ) -> Rhythm:  # a rank that makes no call keeps its rhythm: a hang may last for hours
+            known = self._rhythms.get(path)
+            if known is None or known[0] != marks[path]:
+                known = self._rhythms[path] = (marks[path], read_rhythm(path))
+            return known[1]
+
+        return notice(now_s, time.time_ns(), self._state, samples, self.options, rhythm)[0]
 
     def left_behind(self, now_s: float, samples: list[RankSample]) -> Suspicion | None:
         """Some do not make progress, the others do."""
