@@ -357,3 +357,12 @@ def test_a_living_process_is_the_newest_of_its_rank_whatever_the_clock_said(tmp_
     write_box(after, rank=0, step=6, start_ns=10**18).rename(tmp_path / "0-b.box")
     (sample,) = read_samples(tmp_path)
     assert sample.alive and sample.step == 6
+
+
+def test_a_replica_that_hangs_while_it_starts_is_noticed_before_the_others_give_it_up() -> None:
+    """Replica 2 was restarted and heals for ever: the managers wait 60 s for it, and hide what they waited for then."""
+    now, state = trained(step_s=0.1, options=REPLICAS)
+    waiting = [sample(0, 29), sample(1, 29), sample(2, -1, pid=900, start_ns=7)]
+    state = observe(now + 1, state, waiting, REPLICAS)
+    assert notice(now + 40, 10**18, state, waiting, REPLICAS)[0] is None
+    assert notice(now + 43, 10**18, state, waiting, REPLICAS)[0] is not None

@@ -229,7 +229,8 @@ def _silent(
         return None, f"last progress {quiet_s:.1f} s ago"
     limit = limit_s(state, options, [rhythm(s.path) for s in running] if rhythm is not None else ())
     if any(h.changes == 0 and h.changed_s > last for h in state.ranks.values()):
-        limit = max(limit, options.warm_up_s)  # one that starts may import and heal
+        # one that starts may import and heal, but the others give it up after `retry_s`: look before
+        limit = max(limit, min(options.warm_up_s, _before_retry_s(FIRST_LOOK, 0.0, options)))
     if quiet_s < limit:
         return None, f"last progress {quiet_s:.1f} s ago, within the {limit:.1f} s that this job may take"
     reason = f"no rank has made progress for {quiet_s:.1f} s; this job's history allows {limit:.1f} s"
