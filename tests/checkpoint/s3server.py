@@ -16,19 +16,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from allranks.drill.ranks import free_port
+from tests.ports import HeldPort
 
 KEY, SECRET = "tester", "tester-secret"
 #: A user who may read another bucket only.
 GUEST_KEY, GUEST_SECRET = "guest", "guest-secret"
 
 
-def _untouched_port() -> int:
-    """A free port for which no killed server, perhaps another user's, left a socket behind."""
+def _untouched_port() -> HeldPort:
+    """A port for which no killed server, perhaps another user's, left a socket behind."""
     while True:
-        port = free_port()
-        if not any(Path("/tmp").glob(f"seaweedfs-*-{port}.sock")):
+        port = HeldPort()
+        if not any(Path("/tmp").glob(f"seaweedfs-*-{port.number}.sock")):
             return port
+        port.close()
 
 
 def weed_binary() -> str | None:
@@ -44,6 +45,7 @@ class S3Server:
     folder: Path
     ports: dict[str, int] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
+    _held: list[HeldPort] = field(default_factory=list)
 
     @property
     def endpoint(self) -> str:
@@ -53,7 +55,8 @@ class S3Server:
         """Starts and waits until S3 answers."""
         names = ("master", "volume", "filer", "s3", "master.grpc", "volume.grpc", "filer.grpc", "s3.grpc")
         if not self.ports:
-            self.ports = {name: _untouched_port() for name in names}
+            self._held = [_untouched_port() for _ in names]
+            self.ports = {name: held.number for name, held in zip(names, self._held, strict=True)}
         self.folder.mkdir(parents=True, exist_ok=True)
         actions = ["Admin", "Read", "Write", "List", "Tagging"]
         identity = {"name": "t", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": actions}
