@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -136,6 +137,21 @@ def test_torchfts_port_speaks_none_of_our_frames() -> None:
         answer = await reader.read()
         assert b"this port is for torchft's clients" in answer
         writer.close()
+        outer.close()
+
+    asyncio.run(asyncio.wait_for(play(), 60))
+
+
+def test_torchfts_port_everywhere_means_ipv4_and_ipv6() -> None:
+    """[::] is torchft's default."""
+
+    async def play() -> None:
+        listener = Listener(Service(Options(), asyncio.get_running_loop()), ServerOptions())
+        outer = await listener.listen_too({}, "::", 0)
+        port = outer.sockets[0].getsockname()[1]
+        for host in ("127.0.0.1", "::1") if socket.has_dualstack_ipv6() else ("127.0.0.1",):
+            _, writer = await asyncio.open_connection(host, port)
+            writer.close()
         outer.close()
 
     asyncio.run(asyncio.wait_for(play(), 60))

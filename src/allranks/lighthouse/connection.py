@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
@@ -32,6 +33,7 @@ log = logging.getLogger("allranks.lighthouse")
 
 _HTTP = (b"GET ", b"POST", b"HEAD", b"PUT ", b"DELE", b"OPTI", b"PATC")
 _HTTP2 = b"PRI "
+BACKLOG = 4096
 _WRITE_LIMIT = 8 << 20  # a client that does not read is cut off beyond this
 
 
@@ -82,13 +84,24 @@ class Listener:
     async def listen_too(self, takers: dict[bytes, Taker], host: str, port: int) -> asyncio.Server:
         """Another port with the page and other protocols, under the same limits; without TLS and our own frames."""
         other = replace(self, takers=takers, frames=False)
-        return await asyncio.get_running_loop().create_server(lambda: Connection(other), host, port)
+        loop = asyncio.get_running_loop()
+        return await loop.create_server(lambda: Connection(other), backlog=BACKLOG, **where(host, port))
 
     def drop_slow(self, now: float) -> None:
         """Closes connections that never said hello."""
         late = [each for each, since in self.strangers.items() if now - since > self.options.hello_timeout_s]
         for each in late:
             each.refuse_quietly("did not authenticate in time")
+
+
+def where(host: str, port: int) -> dict[str, Any]:
+    """What create_server needs. asyncio's own "::" would be IPv6 alone."""
+    if host == "::" and socket.has_dualstack_ipv6():
+        family = socket.AF_INET6
+        return {
+            "sock": socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=True)
+        }
+    return {"host": "0.0.0.0" if host == "::" else host, "port": port, "reuse_address": True}
 
 
 class Connection(asyncio.Protocol):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import ssl
 import threading
 import time
@@ -21,7 +20,7 @@ from typing import Any, TypeVar
 from allranks.channel.addresses import join_address
 from allranks.errors import LighthouseError
 from allranks.lighthouse.codec import encode
-from allranks.lighthouse.connection import Connection, Listener
+from allranks.lighthouse.connection import BACKLOG, Connection, Listener, where
 from allranks.lighthouse.election import Election, EtcdOptions
 from allranks.lighthouse.messages import Refused
 from allranks.lighthouse.options import Options, ServerOptions
@@ -33,7 +32,6 @@ log = logging.getLogger("allranks.lighthouse")
 #: Another protocol (gRPC): entered once the lighthouse listens, left before it drains.
 OtherDoor = Callable[[Listener], AbstractAsyncContextManager[None]]
 HttpDoor = Callable[[Service, str], asyncio.Protocol]
-_BACKLOG = 4096
 T = TypeVar("T")
 
 
@@ -160,7 +158,11 @@ class Lighthouse:
         context = _tls(self.server)
         limits: dict[str, Any] = {"ssl_handshake_timeout": self.server.hello_timeout_s} if context else {}
         server = await loop.create_server(
-            lambda: Connection(door), ssl=context, backlog=_BACKLOG, **limits, **_where(self.server)
+            lambda: Connection(door),
+            ssl=context,
+            backlog=BACKLOG,
+            **limits,
+            **where(self.server.host, self.server.port),
         )
         host, port = server.sockets[0].getsockname()[:2]
         self.address = self.server.advertise or join_address(host, port)
@@ -218,16 +220,6 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
         return asyncio.new_event_loop()
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
-
-
-def _where(options: ServerOptions) -> dict[str, Any]:
-    """What create_server needs. asyncio's own "::" would be IPv6 alone."""
-    if options.host == "::" and socket.has_dualstack_ipv6():
-        place = (options.host, options.port)
-        family = socket.AF_INET6
-        return {"sock": socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=True)}
-    host = "0.0.0.0" if options.host == "::" else options.host
-    return {"host": host, "port": options.port, "reuse_address": True}
 
 
 def _tls(options: ServerOptions) -> ssl.SSLContext | None:
