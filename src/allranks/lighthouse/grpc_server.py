@@ -174,7 +174,7 @@ def grpc_door(
         torchft = TorchftServer(listener.service)
         server, inner = _grpc_server(torchft)
         await server.start()
-        torchft.relay = Relay(("127.0.0.1", inner), torchft.closed, listener.max_strangers)
+        torchft.relay = Relay(("127.0.0.1", inner), torchft.closed, listener.max_strangers // 2)
         takers: dict[bytes, Taker] = {PREFACE: torchft.relay.take}
         address, own = listener.service.address, None
         if host:
