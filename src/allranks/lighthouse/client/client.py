@@ -28,12 +28,12 @@ from allranks.errors import (
     QuorumTimeout,
     ReplicaEvicted,
 )
+from allranks.lighthouse.client.actions import Actions, Body, PendingAnswer
 from allranks.lighthouse.client.held_sockets import HeldSockets
 from allranks.lighthouse.client.link import FATAL, Link
 from allranks.lighthouse.client.options import ClientOptions
 from allranks.lighthouse.client.proxy_link import ProxyLink
 from allranks.lighthouse.client.reactor import Reactor
-from allranks.lighthouse.client.ticket import PendingAnswer
 from allranks.lighthouse.codec import FIRST_NOTICE, decode, encode
 from allranks.lighthouse.messages import (
     Ack,
@@ -49,11 +49,8 @@ from allranks.lighthouse.messages import (
     Withdraw,
 )
 from allranks.model.cluster import (
-    CollectEvidence,
     ConnectionLost,
     Evicted,
-    Gathering,
-    Incident,
     LeaderMoved,
     Member,
     MemberLeft,
@@ -61,7 +58,6 @@ from allranks.model.cluster import (
     Notice,
     Quorum,
 )
-from allranks.model.nodes import Failover, Presence
 
 __all__ = ["Client", "ClientOptions"]
 
@@ -70,7 +66,7 @@ log = logging.getLogger("allranks.lighthouse")
 _SEEN = 4096  # ids of notices that are remembered, so that one that comes twice is told once
 
 
-class Client:
+class Client(Actions):
     """See the module. `start()` connects and makes the thread, `close()` ends both."""
 
     def __init__(self, options: ClientOptions) -> None:
@@ -220,55 +216,22 @@ class Client:
         else:
             self._reactor.call(lambda: self._held.release(number))
 
-    # ---- actions ----------------------------------------------------------------------------------------
+    # ---- actions (actions.py) ---------------------------------------------------------------------------
 
-    def accuse(self, replica: str, reason: str) -> None:
-        """Says that a replica is dead, for those who can see it (an agent with a pidfd)."""
-        self._command(Command(next(self._ids), "accuse", replica, reason))
-
-    def evict(self, replica: str, reason: str) -> None:
-        """Throws a replica out until it is let in."""
-        self._command(Command(next(self._ids), "evict", replica, reason))
-
-    def let_in(self, replica: str) -> None:
-        """Takes an eviction or a back-off back."""
-        self._command(Command(next(self._ids), "let_in", replica))
-
-    def finish(self, replica: str) -> None:
-        """Says that a replica which has left was through with its training, for those who saw it end well."""
-        self._command(Command(next(self._ids), "finish", replica))
-
-    def collect(self, reason: str, replicas: Iterable[str] = ()) -> str:
-        """Asks agents for evidence; returns the incident's id."""
-        body = self._command(Command(next(self._ids), "collect", "", reason, tuple(replicas)))
-        return str(body["incident"])
-
-    def gather(self, wanted: CollectEvidence) -> Gathering:
-        """Asks all other agents for their part of an incident; says who leads (another may have been first)."""
-        body = self._command(Command(next(self._ids), "gather", body=json.dumps(asdict(wanted))))
-        return Gathering(str(body["incident"]), str(body["lead"]), tuple(body["agents"]))
-
-    def present(self, presence: Presence) -> Failover:
-        """An agent says which ranks its node has; learns who speaks if the lighthouse goes with its own node."""
-        body = self._command(Command(next(self._ids), "present", body=json.dumps(asdict(presence))))
-        return Failover(_presence(body.get("host")), str(body.get("heir") or ""))
-
-    def presence(self, agent: str) -> Presence | None:
-        """What an agent, perhaps a lost one, has told of its node; None when nothing is known."""
-        return _presence(self._command(Command(next(self._ids), "presence", agent)).get("node"))
-
-    def tell_incident(self, incident: Incident) -> None:
-        """Tells what was found."""
-        self._command(Command(next(self._ids), "incident", body=json.dumps(asdict(incident))))
-
-    def status(self) -> dict[str, Any]:
-        """Everything the lighthouse knows (lighthouse/status.py: Status), as plain JSON values."""
-        return self._command(Command(next(self._ids), "status"))
-
-    def _command(self, command: Command, timeout_s: float = 10.0) -> dict[str, Any]:
+    def _command(
+        self,
+        action: str,
+        replica: str = "",
+        reason: str = "",
+        replicas: tuple[str, ...] = (),
+        body: Body | None = None,
+        timeout_s: float = 10.0,
+    ) -> dict[str, Any]:
+        text = json.dumps(asdict(body)) if body is not None else ""
+        command = Command(next(self._ids), action, replica, reason, replicas, text)
         ticket: PendingAnswer[Result] = PendingAnswer(
             lambda _, waited: LighthouseUnreachable(
-                f"no answer to {command.action!r} from {self.lighthouse or 'any lighthouse'} in {waited:.1f} s"
+                f"no answer to {action!r} from {self.lighthouse or 'any lighthouse'} in {waited:.1f} s"
             )
         )
         with self._lock:
@@ -281,8 +244,8 @@ class Client:
             self._commands.pop(command.id, None)
         if not result.ok:
             raise LighthouseError(result.body)
-        body: dict[str, Any] = json.loads(result.body or "{}")
-        return body
+        answer: dict[str, Any] = json.loads(result.body or "{}")
+        return answer
 
     # ---- on the client's thread -------------------------------------------------------------------------
 
@@ -471,13 +434,6 @@ class Client:
                 null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
                 os.dup2(null, each, inheritable=False)
                 os.close(null)
-
-
-def _presence(found: Any) -> Presence | None:
-    if not isinstance(found, dict):
-        return None
-    ranks = tuple(int(rank) for rank in found.get("ranks") or ())
-    return Presence(str(found["agent"]), str(found["node"]), ranks, bool(found.get("lighthouse")))
 
 
 _alive: weakref.WeakSet[Client] = weakref.WeakSet()
