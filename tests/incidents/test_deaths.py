@@ -119,6 +119,19 @@ def test_a_death_in_whole_job_mode_opens_one_incident_for_all_that_follows(tmp_p
     assert story["closed"] is not None
 
 
+def test_deaths_are_reported_after_the_clock_went_back(tmp_path: Path) -> None:
+    """The first round started while the clock was an hour ahead; each round's death is one incident."""
+    dog = watch(tmp_path)
+    for ahead_s, pid in ((3600, GONE), (0, GONE + 1)):
+        start_ns = time.time_ns() + ahead_s * 10**9
+        write_box(tmp_path / "boxes", 0, 7, start_ns=start_ns)
+        write_box(tmp_path / "boxes", 1, 7, start_ns=start_ns, pid=pid)
+        dog.look()
+        dog.look()
+    dog.close()
+    assert [story["verdict"]["ranks"] for story in read_incidents(tmp_path / "incidents")] == [[1], [1]]
+
+
 def test_boxes_of_an_earlier_run_are_no_deaths(tmp_path: Path) -> None:
     """A folder may hold the ranks of yesterday."""
     dog = watch(tmp_path)
