@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from allranks.lighthouse.agents import MAX_STORIES, MAX_STORIES_CHARS
 from allranks.lighthouse.messages import Hello, Refused, Welcome
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.quorum_coordinator import _TOGETHER_S
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
 from allranks.lighthouse.status import PersistedState
-from allranks.model.cluster import Member, MemberLost, Notice, Quorum, QuorumFormed, QuorumWanted
+from allranks.model.cluster import Incident, Member, MemberLost, Notice, Quorum, QuorumFormed, QuorumWanted
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -406,3 +407,15 @@ async def test_a_replica_that_was_let_in_stays_so_when_another_lighthouse_takes_
 
     desk.service.lead(PersistedState(2, 5, quorum, evicted={"d": "bad GPU"}), keep)
     assert desk.service.state.evicted == {"d": "bad GPU"}
+
+
+@on_loop
+async def test_pages_of_incidents_take_a_bounded_part_of_the_memory() -> None:
+    """The newest stay, however long they are."""
+    agents = Desk().service.agents
+    for number in range(5):
+        agents.tell_incident(Incident(f"i{number}", "hang", story="x" * (MAX_STORIES_CHARS // 2 - 10)))
+    assert list(agents.stories) == ["i3", "i4"]
+    for number in range(2 * MAX_STORIES):
+        agents.tell_incident(Incident(f"j{number}", "hang", story="short"))
+    assert len(agents.stories) == MAX_STORIES

@@ -20,6 +20,7 @@ from allranks.model.cluster import CollectEvidence, Gathering, Incident, MemberL
 from allranks.model.nodes import AGENT, Failover, Presence
 
 MAX_STORIES = 100
+MAX_STORIES_CHARS = 32 << 20  # of all together: pages of large jobs are long
 _REMEMBERED = 256  # lost nodes whose ranks are still known
 
 #: An agent whose line broke by an error, or that is silent, may come back by itself within this time.
@@ -161,11 +162,8 @@ class Agents:
         known = next(
             (index for index, one in enumerate(self.incidents) if one.incident == incident.incident), None
         )
-        for kept_texts, text in ((self.stories, incident.story), (self.evidence, incident.evidence)):
-            if text:
-                kept_texts[incident.incident] = text
-                if len(kept_texts) > MAX_STORIES:
-                    del kept_texts[next(iter(kept_texts))]
+        _remember(self.stories, incident.incident, incident.story)
+        _remember(self.evidence, incident.incident, incident.evidence)
         at = incident.at or (time.time() if known is None else self.incidents[known].at)
         story = f"/incidents/{incident.incident}" if incident.incident in self.stories else ""
         evidence = f"/incidents/{incident.incident}/evidence" if incident.incident in self.evidence else ""
@@ -177,3 +175,13 @@ class Agents:
             self.incidents[known] = kept
         if new:
             self.bulletin.event("incident", incident.sentence, ", ".join(incident.replicas))
+
+
+def _remember(texts: dict[str, str], incident: str, text: str) -> None:
+    """Keeps the text of an incident; the oldest go when there are too many, or they are too long."""
+    if text:
+        texts[incident] = text
+        while len(texts) > MAX_STORIES or (
+            len(texts) > 1 and sum(map(len, texts.values())) > MAX_STORIES_CHARS
+        ):
+            del texts[next(iter(texts))]
