@@ -221,7 +221,7 @@ TARGETS = {
     "dump: gzip": Target(read_dump, [gzip.compress(json.dumps(DUMP).encode())], (Unreadable,)),
     "black box": Target(read_dump, [box_bytes(make_trace(count=9, first=3)), box_bytes(make_trace(count=2))], (Unreadable,)),
     "stacks as text": Target(read_stacks, [PYSPY, FAULTHANDLER, GDB]),
-    "stacks of py-spy": Target(read_pyspy_json, [PYSPY_JSON], (ValueError,)),
+    "stacks of py-spy": Target(read_pyspy_json, [PYSPY_JSON], (ValueError, RecursionError)),
     "stacks bundle": Target(from_file("bundle.json", read_capture), [BUNDLE]),
     "incident": Target(from_file("1/incident.json", lambda path: read_incidents(path.parents[1])), [INCIDENT]),
 }  # fmt: skip

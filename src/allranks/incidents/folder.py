@@ -138,7 +138,7 @@ def read_incidents(folder: Path) -> list[dict[str, Any]]:
     for path in sorted(folder.glob("*/incident.json")):
         try:
             found.append(json.loads(path.read_text()))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
     return found
 
