@@ -34,7 +34,7 @@ STREAMS: dict[str, dict[str, dict[str, int]]] = {
         "rank-job": {"kill": 1, "stop": 2, "hang": 1, "slow": 2},
         "agent-job": {"kill": 1, "stop": 4},
         "helper-job": {"kill": 6, "stop": 4},
-        "spare-job": {"kill": 6, "stop": 4},
+        "spare-job": {"kill": 2, "stop": 8},
         "s3": {"kill": 1, "stop": 2, "slow": 2},
         "disk": {"full": 2, "flip": 2},
         "shm": {"full": 1},
