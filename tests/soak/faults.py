@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,13 +66,13 @@ class Planned:
         return self.kind, self.fault
 
 
-def plan(seed: int, stream: str) -> Iterator[Planned]:
-    """Rounds of all pairs, each in another order. The same seed gives the same plan."""
+def plan(seed: int, stream: str, only: Collection[str] = ()) -> Iterator[Planned]:
+    """Rounds of all pairs (of `only` these kinds), each in another order. The same seed gives the same plan."""
     rng = random.Random(f"{seed} {stream}")
-    kinds = STREAMS[stream].items()
-    pairs = [(kind, fault) for kind, faults in kinds for fault, times in faults.items() for _ in range(times)]
+    kinds = {kind: faults for kind, faults in STREAMS[stream].items() if not only or kind in only}
+    pairs = [(kind, fault) for kind, faults in kinds.items() for fault, n in faults.items() for _ in range(n)]
     numbers = itertools.count(1)
-    while True:
+    while pairs:
         for kind, fault in rng.sample(pairs, len(pairs)):
             seconds = 0.3 + 3.7 * rng.random() ** 2  # short ones mostly, some longer than a lease
             yield Planned(next(numbers), kind, fault, round(seconds, 2), rng.randrange(1 << 16))
