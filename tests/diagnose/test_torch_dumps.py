@@ -452,3 +452,18 @@ def test_a_hang_of_two_communicators_is_found_though_the_ring_has_wrapped(
         (1,),
         "dp",
     )
+
+
+def test_the_only_communicator_is_called_by_its_name(tmp_path: Path) -> None:
+    """torchcomms writes the library's name where torch writes the description of a group."""
+    groups = {"main_comm": ("gloo", [0, 1])}
+
+    def calls(count: int) -> list[Entry]:
+        made = [
+            entry(seq=seq, group=("main_comm", "gloo"), lib="gloo", state="completed")
+            for seq in range(1, count)
+        ]
+        return number([*made, entry(seq=count, group=("main_comm", "gloo"), lib="gloo", state="started")])
+
+    verdict = _diagnose(write(tmp_path, {0: calls(6), 1: calls(4)}, groups)).verdict
+    assert verdict is not None and verdict.group == "main_comm"

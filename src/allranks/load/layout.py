@@ -102,7 +102,7 @@ def learn(data: bytes, start: int, stop: int, keys: dict[int, str]) -> Layout:
     """The layout of the entry at `start`, whose piece of the file ends at `stop`. `keys`: memo number → VARYING key."""
     tokens, end = tokens_of(data, start)
     if end > stop:
-        raise Irregular("an entry goes on behind its end")
+        raise Irregular("an entry extends beyond its end")
     gap = between(data, end, stop)
     tokens += [(opcode, operand + end - start, size) for opcode, operand, size in gap]
     length = stop - start
