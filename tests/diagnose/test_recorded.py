@@ -21,6 +21,7 @@ import pytest
 from allranks.diagnose import DiagnoseOptions, diagnose
 from allranks.load import load_paths
 from allranks.model.diagnosis import RankNow
+from allranks.model.trace import RankTrace
 
 from .facts import false_statements
 from .gallery_module import gallery
@@ -30,8 +31,20 @@ TRUTH = gallery.truth()
 NAMES = sorted(path.name.removesuffix(".tar.gz") for path in RECORDED.glob("*.tar.gz"))
 
 
-def _outcome(name: str, lost: int | None = None, ring: int = 0) -> Any:
-    """The verdict on a recorded job: with all its files, without one of them, or with short rings."""
+def _turned(trace: RankTrace, world: int) -> RankTrace:
+    """The trace with the ranks numbered from the other end."""
+    calls = trace.calls.copy()
+    for column in ("peer", "root"):
+        known = calls[column] >= 0
+        calls[column][known] = world - 1 - calls[column][known]
+    groups = tuple(replace(group, ranks=tuple(world - 1 - r for r in group.ranks)) for group in trace.groups)
+    return replace(
+        trace, calls=calls, groups=groups, header=replace(trace.header, rank=world - 1 - trace.header.rank)
+    )
+
+
+def _outcome(name: str, lost: int | None = None, ring: int = 0, turned: int = 0) -> Any:
+    """The verdict on a recorded job: with all its files, without one of them, with short rings, or renumbered."""
     archive = RECORDED / f"{name}.tar.gz"
     with tarfile.open(archive) as tar:
         note = tar.extractfile(f"{name}.json")
@@ -40,7 +53,9 @@ def _outcome(name: str, lost: int | None = None, ring: int = 0) -> Any:
     traces = [trace for trace in load_paths([str(archive)]).traces if trace.header.rank != lost]
     if ring:
         traces = [replace(trace, calls=trace.calls[-ring:]) for trace in traces]
-    seen = tuple(RankNow(r, "gone", "", "its process is gone") for r in facts["gone"] if r != lost)
+    traces = [_turned(trace, turned) for trace in traces] if turned else traces
+    gone = [turned - 1 - rank if turned else rank for rank in facts["gone"] if rank != lost]
+    seen = tuple(RankNow(rank, "gone", "", "its process is gone") for rank in gone)
     options = DiagnoseOptions(now_ns=facts["now_ns"], ended=not facts["now_ns"])
     result = diagnose(traces, (), stacks=seen, options=options)
     return gallery.Outcome(TRUTH[name], tuple(traces), result, facts["now_ns"], seen)
@@ -66,6 +81,17 @@ def test_nothing_false_is_said_of_a_recorded_hang(name: str) -> None:
     for variant in ({}, *rings, *({"lost": rank} for rank in ranks)):
         outcome = _outcome(name, **variant)
         assert false_statements(outcome.diagnosis, outcome.traces, outcome.seen) == [], variant
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "other_model_on_one_rank"])
+def test_the_verdict_does_not_depend_on_how_ranks_are_numbered(name: str) -> None:
+    """The same cause, and the same ranks by their new numbers. One script's errors name ranks in their text."""
+    truth, verdict = TRUTH[name], _outcome(name, turned=TRUTH[name].processes).diagnosis.verdict
+    if not truth.causes:
+        assert verdict is None
+        return
+    assert verdict is not None and verdict.cause in truth.causes, verdict
+    assert verdict.ranks == tuple(sorted(truth.processes - 1 - rank for rank in truth.ranks)), verdict
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not TRUTH[name].causes])

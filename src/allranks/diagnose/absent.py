@@ -24,6 +24,7 @@ from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding, RankNow
 from allranks.model.trace import State
 
+QUICK_FAILURE = "the others' calls failed long before their timeout, as they do when a peer is gone"
 #: Causes of `allranks stacks` that say the rank is inside a call after all, or say nothing.
 UNTELLING = frozenset({"", "unknown", "healthy", "collective_wait", "p2p_wait", "gone"})
 
@@ -194,7 +195,7 @@ def death_of(context: Context, blocked: Blocked, rank: int) -> str:
         _failed_quickly(context, r, blocked.rows[r]) for r in blocked.failed
     ):
         return ""
-    return "the others' calls failed long before their timeout, as they do when a peer is gone"
+    return QUICK_FAILURE
 
 
 def _failed_quickly(context: Context, rank: int, row: int) -> bool:
@@ -216,7 +217,8 @@ def _died(context: Context, blocked: Blocked, dead: dict[int, str]) -> Finding:
     advice = f"read the end of the log of {ranks_text(ranks)}, and `dmesg -T | grep -i kill` on its node"
     if line:
         advice = f"look at {line}, where rank {ranks[0]} ended"
-    return settled(draft(context, blocked, ranks), sentence, 0.93, advice, "rank_died")
+    sure = 0.8 if dead[ranks[0]] == QUICK_FAILURE else 0.93
+    return settled(draft(context, blocked, ranks), sentence, sure, advice, "rank_died")
 
 
 def shifted(context: Context, blocked: Blocked | None, group: GroupView, shift: Shift) -> Finding:

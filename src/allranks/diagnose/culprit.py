@@ -95,8 +95,10 @@ def _diverged(case: _Case) -> Culprit | None:
 
 
 def _shifted(case: _Case) -> Culprit | None:
-    """A rank whose calls fit those of the others when moved. Inside a batch the group's numbers say nothing of that."""
-    shift = None if case.mismatch.part else _shift(case.job, case.group, case.mismatch, case.odd)
+    """A rank whose calls fit those of the others when moved. Inside a batch the group's numbers say nothing of that, and
+    splits differ between ranks as they may."""
+    fixed = case.mismatch.part or case.mismatch.exchange is not None
+    shift = None if fixed else _shift(case.job, case.group, case.mismatch, case.odd)
     if shift is None or (case.odd is not None and shift.rank not in case.odd):
         return None
     more = "more" if shift.extra else "fewer"
