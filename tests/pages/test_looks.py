@@ -107,6 +107,21 @@ def test_the_page_of_a_job_is_as_good_at_every_width(browser: Any, replicas: int
     assert flaws == []
 
 
+def test_the_first_line_does_not_outlive_the_lighthouse(browser: Any) -> None:
+    """What it said may no longer be true: amber, and how old it is."""
+    with Lighthouse(
+        Options(heartbeat_timeout_s=600.0), ServerOptions(job="llama"), http=http_protocol()
+    ) as lighthouse:
+        lighthouse.call(lambda service: fill(service, 3))
+        visit = Visit(browser, f"http://{lighthouse.address}/")
+        visit.page.locator("#live", has_text="live").wait_for()
+        assert visit.page.inner_text("#sentence").startswith("Training: step 1,652")
+    visit.page.locator("#sentence", has_text="No news from the lighthouse for").wait_for()
+    assert "Last known: Training: step 1,652" in visit.page.inner_text("#sentence")
+    assert visit.page.get_attribute("#now", "class") == "now warn"
+    visit.page.close()
+
+
 class Silent:
     """A replica that is only there."""
 

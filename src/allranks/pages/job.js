@@ -260,10 +260,21 @@
   addEventListener("resize", redraw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 
-  // ---- the stream; without it the page says so
-  function connection(on, words) { text($("live"), words); $("live").className = "pill " + (on ? "good" : "bad"); if (!on) $("now").className = "now"; }
+  // ---- the stream; without it the first line says so, for what it said before may no longer be true
+  const QUIET_S = 8;  // a status comes every two seconds
+  let heard = 0;
+  function connection(on, words) { text($("live"), words); $("live").className = "pill " + (on ? "good" : "bad"); }
+  function check(lost) {
+    const quiet = (performance.now() - heard) / 1000;
+    if (!lost && (!heard || quiet < QUIET_S)) return;
+    connection(false, lost ? "connection lost, trying again" : "no news");
+    $("now").className = "now warn";
+    const last = status ? ` Last known: ${status.training.sentence}` : "";
+    text($("sentence"), `No news from the lighthouse${heard ? ` for ${age(quiet)}` : ""}.${last}`);
+    document.title = "No news: " + (status ? status.job || "job" : "job");
+  }
   const source = new EventSource("/api/events");
-  source.onopen = () => connection(true, "live");
-  source.onmessage = (event) => { show(JSON.parse(event.data)); document.body.dataset.ready = "yes"; };
-  source.onerror = () => connection(false, "connection lost, trying again");
+  source.onmessage = (event) => { heard = performance.now(); show(JSON.parse(event.data)); connection(true, "live"); document.body.dataset.ready = "yes"; };
+  source.onerror = () => check(true);
+  setInterval(() => check(source.readyState !== EventSource.OPEN), 1000);
 })();
