@@ -12,7 +12,7 @@ import pytest
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, NVMeBackend
 from allranks.checkpoint.group import FRESH_VARIABLE, MARK
 from allranks.cli.flags import read_flags
-from allranks.cli.job_file import RunOptions, read_settings, with_job_file
+from allranks.cli.job_file import RunFlags, read_settings, with_job_file
 from allranks.drill.ranks import Ranks
 from allranks.errors import CheckpointUnreachable, InputError
 
@@ -108,8 +108,8 @@ def test_flag_and_job_file_say_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.delenv(FRESH_VARIABLE, raising=False)
     (tmp_path / "job.yaml").write_text("checkpoint: {nvme_path: /nvme/run-1, fresh: true}\n")
     args = _arguments("train.py")
-    options = read_flags(RunOptions, args)
-    assert not options.fresh and read_flags(RunOptions, _arguments("--fresh", "train.py")).fresh
+    options = read_flags(RunFlags, args)
+    assert not options.fresh and read_flags(RunFlags, _arguments("--fresh", "train.py")).fresh
     options, _ = with_job_file(options, args, read_settings(tmp_path / "job.yaml"), ["train.py"])
     assert options.fresh
     (tmp_path / MARK).touch()
@@ -121,7 +121,7 @@ def test_flag_and_job_file_say_the_same(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_replicas_of_several_nodes_are_refused(tmp_path: Path) -> None:
     """The hint names what to do instead."""
-    options = RunOptions(fresh=True, replicas=2, lighthouse="a:1")
+    options = RunFlags(fresh=True, replicas=2, lighthouse="a:1")
     with pytest.raises(InputError, match="several nodes") as caught:
         run._start_fresh(options, tmp_path)
     assert "allranks checkpoint set-aside STORE" in caught.value.hint

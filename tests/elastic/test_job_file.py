@@ -11,7 +11,7 @@ import pytest
 
 from allranks.cli.flags import read_flags
 from allranks.cli.job_file import (
-    RunOptions,
+    RunFlags,
     heartbeats,
     manager_timeout_s,
     notice_options,
@@ -32,12 +32,12 @@ from allranks.stacks.debug_config import (
 from allranks.watch.timed_stacks import collection
 
 
-def _taken(settings: dict[str, Any], script: list[str], *words: str) -> tuple[RunOptions, list[str]]:
+def _taken(settings: dict[str, Any], script: list[str], *words: str) -> tuple[RunFlags, list[str]]:
     """The options and the script of `allranks run WORDS` with these settings."""
     parser = argparse.ArgumentParser()
     importlib.import_module("allranks.cli.run").add_arguments(parser)
     args = parser.parse_args([*words])
-    return with_job_file(read_flags(RunOptions, args), args, settings, script)
+    return with_job_file(read_flags(RunFlags, args), args, settings, script)
 
 
 def _settings(**sections: Any) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def test_flags_win_over_the_file() -> None:
 
 def test_without_a_file_nothing_changes() -> None:
     """No settings: the defaults of the parts themselves."""
-    assert _taken({}, ["a.py"]) == (RunOptions(), ["a.py"])
+    assert _taken({}, ["a.py"]) == (RunFlags(), ["a.py"])
     assert policy_options(None, {}).enabled is None and notice_options(None, {}).floor_s == 10.0
 
 

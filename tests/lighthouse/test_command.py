@@ -17,7 +17,7 @@ import pytest
 from allranks.blackbox.files import job_folder
 from allranks.channel.token import write_token
 from allranks.cli import main
-from allranks.cli.lighthouse import CommandOptions, default_token_file
+from allranks.cli.lighthouse import LighthouseFlags, default_token_file
 from allranks.cli.lighthouse_serve import server_token
 from allranks.incidents.job_overview import TOKEN_FILE, write_job
 from allranks.lighthouse.client.client import Client
@@ -78,7 +78,7 @@ def test_only_a_lighthouse_that_made_its_token_knows_that_nobody_trains_yet(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     for name in ("ALLRANKS_TOKEN", "ALLRANKS_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
-    options = CommandOptions()
+    options = LighthouseFlags()
     token, _, fresh = server_token(options)
     assert token and fresh
     write_token(default_token_file(options.bind), token)

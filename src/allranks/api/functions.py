@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allranks.api.results import Calls, CheckpointIndex, DiagnosisResult, StacksResult
+from allranks.api.results import CheckpointIndex, DiagnosisResult, RecordedCalls, StacksResult
 from allranks.errors import InputError
 
 if TYPE_CHECKING:  # numpy comes with them
@@ -36,7 +36,7 @@ def diagnose(
         "pg_filters": frozenset(pg_filters),
         "allow_incomplete_ranks": allow_incomplete_ranks or wanted is not None,
     }
-    return DiagnosisResult(judge_dumps(loaded, loaded.traces, roots, **chosen), Calls(loaded.traces))
+    return DiagnosisResult(judge_dumps(loaded, loaded.traces, roots, **chosen), RecordedCalls(loaded.traces))
 
 
 def judge_dumps(loaded: LoadResult, traces: list[RankTrace], roots: list[str], **options: Any) -> Diagnosis:

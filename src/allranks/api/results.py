@@ -22,7 +22,7 @@ _COLUMNS = ("seq", "p2p_seq", "step", "in_numel", "out_numel", "peer", "root", "
 
 
 @dataclass(frozen=True)
-class Calls:
+class RecordedCalls:
     """Every recorded call of every rank."""
 
     traces: Sequence[RankTrace]
@@ -84,7 +84,7 @@ def _columns(trace: RankTrace) -> dict[str, np.ndarray]:
     return {**found, **{name: calls[name] for name in _COLUMNS}}
 
 
-class Report:
+class PageResult:
     """What both answers can do: show themselves, and turn into JSON and a page."""
 
     @property
@@ -119,11 +119,11 @@ class Report:
 
 
 @dataclass(frozen=True, repr=False)
-class DiagnosisResult(Report):
+class DiagnosisResult(PageResult):
     """The answer of `allranks.diagnose(…)`: `verdict` is None when nothing is wrong."""
 
     diagnosis: Diagnosis
-    calls: Calls = field(repr=False)
+    calls: RecordedCalls = field(repr=False)
 
     @property
     def status(self) -> str:
@@ -165,7 +165,7 @@ class DiagnosisResult(Report):
 
 
 @dataclass(frozen=True, repr=False)
-class StacksResult(Report):
+class StacksResult(PageResult):
     """The answer of `allranks.stacks()`."""
 
     report: StacksReport

@@ -43,7 +43,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "status": ("allranks status", "allranks status my-job --json"),
     "top": ("allranks top                                   # q quits", "allranks top my-job --interval 0.5"),
-    "page": ("allranks page                                  # of the newest job on this node", "allranks page my-job --no-browser"),
+    "page": (
+        "allranks page                                  # of the newest job on this node",
+        "allranks page my-job --no-browser",
+    ),
     "demo": ("allranks demo",),
     "frtrace": ("allranks frtrace dumps/", "allranks frtrace dumps/ -j --selected-ranks 0 1"),
     "dump-info": ("allranks dump-info dumps/rank3.box --calls 20",),
@@ -52,7 +55,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allranks doctor                                # before the job",
         "allranks doctor explain logs/                  # after it",
     ),
-    "checkpoint": ("allranks checkpoint ls /nvme/ckpt", "allranks checkpoint verify s3://bucket/run-7/step-1200"),
+    "checkpoint": (
+        "allranks checkpoint ls /nvme/ckpt",
+        "allranks checkpoint verify s3://bucket/run-7/step-1200",
+    ),
     "checkpoint ls": ("allranks checkpoint ls /nvme/ckpt",),
     "checkpoint show": ("allranks checkpoint show /nvme/ckpt --tensors",),
     "checkpoint verify": ("allranks checkpoint verify s3://bucket/run-7",),
@@ -66,7 +72,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "config check": ("allranks config check job.yaml",),
     "config show": ("allranks config show job.yaml",),
     "config schema": ("allranks config schema > job.schema.json",),
-    "index": ("allranks index build --data-files a.jsonl b.jsonl -o tokens.idx", "allranks index show tokens.idx"),
+    "index": (
+        "allranks index build --data-files a.jsonl b.jsonl -o tokens.idx",
+        "allranks index show tokens.idx",
+    ),
     "index build": ("allranks index build --data-files a.jsonl b.jsonl -o tokens.idx",),
     "index show": ("allranks index show tokens.idx",),
     "index verify": ("allranks index verify tokens.idx",),
@@ -75,4 +84,4 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allranks completion zsh > ~/.zfunc/_allranks",
         "allranks completion fish > ~/.config/fish/completions/allranks.fish",
     ),
-}  # fmt: skip
+}

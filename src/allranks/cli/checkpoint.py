@@ -83,9 +83,15 @@ def _add_conversions(actions: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Runs one action; 1 when something is damaged."""
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
-        "ls": _ls, "show": _show, "verify": _verify, "copy": _copy, "prune": _prune, "export": _export,
-        "import": _import, "set-aside": _set_aside,
-    }  # fmt: skip
+        "ls": _ls,
+        "show": _show,
+        "verify": _verify,
+        "copy": _copy,
+        "prune": _prune,
+        "export": _export,
+        "import": _import,
+        "set-aside": _set_aside,
+    }
     try:
         return actions[args.action](args)
     except OSError as error:
@@ -136,10 +142,18 @@ def _show(args: argparse.Namespace) -> int:
     total = sum(int(entry["bytes"]) for entry in tensors.values())
     algorithm = checkpoint.indexes[0].algorithm if checkpoint.indexes else ""
     facts = {
-        "schema": 1, "path": path, "step": manifest.step, "epoch": manifest.epoch, "world_size": manifest.world_size,
-        "timestamp": manifest.timestamp, "metrics": dict(manifest.metrics), "ranks": list(manifest.ranks),
-        "bytes": total, "checksum": algorithm, "tensor_count": len(tensors),
-    }  # fmt: skip
+        "schema": 1,
+        "path": path,
+        "step": manifest.step,
+        "epoch": manifest.epoch,
+        "world_size": manifest.world_size,
+        "timestamp": manifest.timestamp,
+        "metrics": dict(manifest.metrics),
+        "ranks": list(manifest.ranks),
+        "bytes": total,
+        "checksum": algorithm,
+        "tensor_count": len(tensors),
+    }
     if args.json:
         print(json.dumps({**facts, "tensors": tensors}))
         return 0
@@ -222,10 +236,15 @@ def _prune(args: argparse.Namespace) -> int:
     if args.json:
         print(
             json.dumps(
-                {"schema": 1, "reason": decision.reason, "would_remove": list(decision.remove), "removed": removed,
-                 "being_read": left}
+                {
+                    "schema": 1,
+                    "reason": decision.reason,
+                    "would_remove": list(decision.remove),
+                    "removed": removed,
+                    "being_read": left,
+                }
             )
-        )  # fmt: skip
+        )
         return 0
     print(decision.reason)
     for name in decision.remove if args.dry_run else removed:
@@ -279,9 +298,12 @@ def _action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument(
-        "--option", action="append", default=[], metavar="KEY=VALUE",
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
         help="of the store: endpoint, region, access_key_id, secret_access_key, token (peer)",
-    )  # fmt: skip
+    )
     return parser
 
 

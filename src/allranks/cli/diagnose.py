@@ -26,7 +26,7 @@ READ = "what to read"
 
 
 @dataclass(frozen=True)
-class CommandOptions:
+class DiagnoseFlags:
     """What to read and what to write."""
 
     json: bool = option(False, "one JSON object on stdout (docs/contracts.md)", group="output")
@@ -90,12 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="folders, files or URLs: black boxes, torch or torchcomms dumps, stack captures, in any mix",
     )
-    add_flags(parser, CommandOptions)
+    add_flags(parser, DiagnoseFlags)
 
 
 def main(args: argparse.Namespace) -> int:
     """0 nothing wrong, 1 fault found (or unclear), 2 could not run."""
-    options = read_flags(CommandOptions, args)
+    options = read_flags(DiagnoseFlags, args)
     _refuse_to_overwrite(options)
     loaded = _load(args.paths, options)
     traces = _transformed(options, loaded.traces)
@@ -110,7 +110,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _diagnose(
-    paths: list[str], options: CommandOptions, loaded: LoadResult, traces: list[RankTrace]
+    paths: list[str], options: DiagnoseFlags, loaded: LoadResult, traces: list[RankTrace]
 ) -> Diagnosis:
     from allranks.api.functions import judge_dumps
 
@@ -128,7 +128,7 @@ def _diagnose(
     return found
 
 
-def _judge_incident(paths: list[str], options: CommandOptions) -> Diagnosis | None:
+def _judge_incident(paths: list[str], options: DiagnoseFlags) -> Diagnosis | None:
     """The folder of an incident is judged by the code that judged it then; None when something else is asked for."""
     chosen = (options.attempt, options.prefix) != (None, None) or options.selected_ranks or options.pg_filters
     whole = not (chosen or options.transform_ft or options.allow_incomplete_ranks)
@@ -144,13 +144,13 @@ def _judge_incident(paths: list[str], options: CommandOptions) -> Diagnosis | No
     return result
 
 
-def _refuse_to_overwrite(options: CommandOptions) -> None:
+def _refuse_to_overwrite(options: DiagnoseFlags) -> None:
     for name in (options.html, options.perfetto, options.output):
         if name and not options.force and Path(name).is_file() and Path(name).stat().st_size:
             raise InputError(f"{name} exists", hint="use --force to overwrite it, or another name")
 
 
-def _load(paths: list[str], options: CommandOptions) -> LoadResult:
+def _load(paths: list[str], options: DiagnoseFlags) -> LoadResult:
     from allranks.load import LoadOptions, load_paths
 
     bar = _Bar(sys.stderr.isatty())
@@ -172,7 +172,7 @@ def _unreadable(files: Sequence[FileNote]) -> list[str]:
     return lines + ([f"  … and {len(files) - 20} more"] if len(files) > 20 else [])
 
 
-def _transformed(options: CommandOptions, traces: list[RankTrace]) -> list[RankTrace]:
+def _transformed(options: DiagnoseFlags, traces: list[RankTrace]) -> list[RankTrace]:
     if not options.transform_ft:
         return traces
     from allranks.diagnose.replicas import transform_ft
@@ -180,7 +180,7 @@ def _transformed(options: CommandOptions, traces: list[RankTrace]) -> list[RankT
     return [transform_ft(trace, options.group_world_size) for trace in traces]
 
 
-def _print_entries(options: CommandOptions, traces: list[RankTrace]) -> int:
+def _print_entries(options: DiagnoseFlags, traces: list[RankTrace]) -> int:
     from allranks.report import entries
 
     for line in entries.render(traces, pg_filters=options.pg_filters, with_stacks=options.print_stack_trace):
@@ -188,7 +188,7 @@ def _print_entries(options: CommandOptions, traces: list[RankTrace]) -> int:
     return 0
 
 
-def _print(options: CommandOptions, result: Diagnosis) -> None:
+def _print(options: DiagnoseFlags, result: Diagnosis) -> None:
     if options.json:
         from allranks.report import as_json
 
@@ -202,7 +202,7 @@ def _print(options: CommandOptions, result: Diagnosis) -> None:
         print(line)
 
 
-def _write_files(options: CommandOptions, result: Diagnosis, traces: list[RankTrace]) -> None:
+def _write_files(options: DiagnoseFlags, result: Diagnosis, traces: list[RankTrace]) -> None:
     if options.output:
         from allranks.report import as_json
 

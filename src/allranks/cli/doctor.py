@@ -95,9 +95,14 @@ def main(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     options = DoctorOptions(
-        etcd=args.etcd, lighthouse=args.lighthouse, s3=args.s3, s3_endpoint=args.s3_endpoint,
-        checkpoint_folders=tuple(args.checkpoint_folder), ports=tuple(args.port), nproc_per_node=args.nproc_per_node,
-    )  # fmt: skip
+        etcd=args.etcd,
+        lighthouse=args.lighthouse,
+        s3=args.s3,
+        s3_endpoint=args.s3_endpoint,
+        checkpoint_folders=tuple(args.checkpoint_folder),
+        ports=tuple(args.port),
+        nproc_per_node=args.nproc_per_node,
+    )
     if args.config:
         options = _with_config(options, args.config)
     found = run_checks(options)
@@ -229,9 +234,16 @@ def _as_json(found: Explanation) -> dict[str, object]:
     def one(match: Match, count: int | None = None) -> dict[str, object]:
         line = match.line
         return {
-            "id": match.pattern.id, "level": match.pattern.level, "cause": match.cause, "cure": match.cure,
-            "rank": line.rank, "path": line.path, "line": line.number, "text": line.text.strip()[:1000], "count": count,
-        }  # fmt: skip
+            "id": match.pattern.id,
+            "level": match.pattern.level,
+            "cause": match.cause,
+            "cure": match.cure,
+            "rank": line.rank,
+            "path": line.path,
+            "line": line.number,
+            "text": line.text.strip()[:1000],
+            "count": count,
+        }
 
     return {
         "schema": 1,

@@ -43,9 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="overwrite files that are there")
     parser.add_argument("--list", action="store_true", help="only show what there is")
     parser.add_argument(
-        "--native", metavar="STEM",
+        "--native",
+        metavar="STEM",
         help="also ask the ranks for torch's own NCCL dump through TORCH_NCCL_DEBUG_INFO_PIPE_FILE=STEM",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--all-nodes",
         action="store_true",
@@ -104,13 +105,15 @@ def _choose(args: argparse.Namespace) -> list[Header]:
     """The boxes that were asked for: of the newest attempt of each rank, unless all are wanted."""
     from allranks.blackbox.layout import job_prefix
 
-    found = list({header.path: header for path in _places(args) for header in _headers(path)}.values())
-    if args.job and not args.path:
-        found = [header for header in found if header.path.name.startswith(job_prefix(args.job))]
-    if args.pid:
-        found = [header for header in found if header.pid in args.pid]
-    if args.rank:
-        found = [header for header in found if header.rank in args.rank]
+    prefix = job_prefix(args.job) if args.job and not args.path else ""
+    every = {header.path: header for path in _places(args) for header in _headers(path)}
+    found = [
+        header
+        for header in every.values()
+        if header.path.name.startswith(prefix)
+        and (not args.pid or header.pid in args.pid)
+        and (not args.rank or header.rank in args.rank)
+    ]
     if not found:
         raise InputError(
             f"no black box of {_wish(args)} on this machine",
@@ -195,10 +198,15 @@ def _write(args: argparse.Namespace, headers: list[Header]) -> list[dict[str, ob
         write_file(target, data)
         written.append(
             {
-                "path": str(target), "rank": header.rank, "pid": header.pid, "attempt": header.attempt,
-                "calls": header.calls_started, "state": _state(header), "box": str(header.path),
+                "path": str(target),
+                "rank": header.rank,
+                "pid": header.pid,
+                "attempt": header.attempt,
+                "calls": header.calls_started,
+                "state": _state(header),
+                "box": str(header.path),
             }
-        )  # fmt: skip
+        )
     return written
 
 
@@ -222,12 +230,19 @@ def _ask_native(args: argparse.Namespace, headers: list[Header]) -> list[int]:
 def _print_list(headers: list[Header], as_json: bool) -> None:
     rows = [
         {
-            "job": header.path.parent.name, "rank": header.rank, "world_size": header.world_size,
-            "attempt": header.attempt, "pid": header.pid, "state": _state(header), "step": header.step,
-            "calls": header.calls_started, "completed": header.calls_completed, "path": str(header.path),
+            "job": header.path.parent.name,
+            "rank": header.rank,
+            "world_size": header.world_size,
+            "attempt": header.attempt,
+            "pid": header.pid,
+            "state": _state(header),
+            "step": header.step,
+            "calls": header.calls_started,
+            "completed": header.calls_completed,
+            "path": str(header.path),
         }
         for header in sorted(headers, key=lambda h: (str(h.path.parent), h.attempt, h.rank))
-    ]  # fmt: skip
+    ]
     if as_json:
         print(json.dumps({"schema": 1, "boxes": rows}))
         return

@@ -63,15 +63,24 @@ def describe(trace: RankTrace, last: int = 0) -> dict[str, Any]:
     states = {state.name.lower(): int((rows["state"] == state).sum()) for state in State}
     created = rows["created_ns"][rows["created_ns"] > 0]
     described: dict[str, Any] = {
-        "host": header.host, "pid": header.pid, "job": header.job, "attempt": header.attempt,
-        "world_size": header.world_size, "backend": header.backend, "versions": dict(header.versions),
-        "calls": len(rows), "dropped": header.dropped, "torn": trace.torn,
+        "host": header.host,
+        "pid": header.pid,
+        "job": header.job,
+        "attempt": header.attempt,
+        "world_size": header.world_size,
+        "backend": header.backend,
+        "versions": dict(header.versions),
+        "calls": len(rows),
+        "dropped": header.dropped,
+        "torn": trace.torn,
         "first_call_ns": int(created.min()) if len(created) else 0,
         "last_call_ns": int(created.max()) if len(created) else 0,
-        "written_ns": header.written_ns, "progress": asdict(trace.progress),
+        "written_ns": header.written_ns,
+        "progress": asdict(trace.progress),
         "states": {name: count for name, count in states.items() if count},
-        "stacks": bool((rows["stack"] > 0).any()), "groups": [_group(trace, i) for i in range(1, len(trace.groups))],
-    }  # fmt: skip
+        "stacks": bool((rows["stack"] > 0).any()),
+        "groups": [_group(trace, i) for i in range(1, len(trace.groups))],
+    }
     if last:
         described["last_calls"] = [_call(trace, row) for row in range(max(0, len(rows) - last), len(rows))]
     return described
@@ -81,10 +90,14 @@ def _group(trace: RankTrace, index: int) -> dict[str, Any]:
     group, rows = trace.groups[index], trace.calls[trace.calls["group"] == index]
     seqs = rows["seq"][rows["p2p_seq"] == 0]
     return {
-        "name": group.name, "desc": group.desc, "backend": group.backend, "ranks": list(group.ranks),
-        "calls": len(rows), "first_sequence": int(seqs.min()) if len(seqs) else None,
+        "name": group.name,
+        "desc": group.desc,
+        "backend": group.backend,
+        "ranks": list(group.ranks),
+        "calls": len(rows),
+        "first_sequence": int(seqs.min()) if len(seqs) else None,
         "last_sequence": int(seqs.max()) if len(seqs) else None,
-    }  # fmt: skip
+    }
 
 
 def _call(trace: RankTrace, row: int) -> dict[str, Any]:
@@ -95,12 +108,18 @@ def _call(trace: RankTrace, row: int) -> dict[str, Any]:
     shapes = trace.shapes[int(call["shapes"])]
     where = next((f for f in stack if "/torch/" not in f.file), stack[0] if stack else None)
     return {
-        "record": int(call["begin"]) - 1, "group": trace.groups[int(call["group"])].name, "op": trace.names[int(call["op"])],
-        "sequence": int(call["seq"]), "p2p_sequence": int(call["p2p_seq"]), "peer": int(call["peer"]),
-        "inputs": shapes.inputs, "dtypes": shapes.input_dtypes or shapes.output_dtypes,
-        "state": State(int(call["state"])).name.lower(), "created_ns": int(call["created_ns"]),
+        "record": int(call["begin"]) - 1,
+        "group": trace.groups[int(call["group"])].name,
+        "op": trace.names[int(call["op"])],
+        "sequence": int(call["seq"]),
+        "p2p_sequence": int(call["p2p_seq"]),
+        "peer": int(call["peer"]),
+        "inputs": shapes.inputs,
+        "dtypes": shapes.input_dtypes or shapes.output_dtypes,
+        "state": State(int(call["state"])).name.lower(),
+        "created_ns": int(call["created_ns"]),
         "where": f"{where.file}:{where.line} in {where.name}" if where else "",
-    }  # fmt: skip
+    }
 
 
 def render(result: LoadResult, calls: int) -> Iterator[str]:
@@ -133,20 +152,21 @@ def _render_trace(trace: RankTrace, calls: int) -> Iterator[str]:
         yield f"  step {progress.step}" + (f", phase {progress.phase}" if progress.phase else "")
     if progress.closed:
         yield f"  closed: {progress.closed}"
-    for group in about["groups"]:
-        ranks = _short_ranks(group["ranks"])
-        window = (
-            f"#{group['first_sequence']}…#{group['last_sequence']}"
-            if group["first_sequence"] is not None
-            else "-"
-        )
-        yield f"  group {group['name']} {group['desc']} {ranks}: {group['calls']} calls, {window}"
-    for call in about.get("last_calls", ()):
-        peer = f" peer {call['peer']}" if call["peer"] >= 0 else ""
-        yield (
-            f"    {call['op']} #{call['sequence']} of {call['group']}{peer} {[list(s) for s in call['inputs']]} "
-            f"{call['state']} {call['where']}"
-        )
+    yield from map(_group_line, about["groups"])
+    yield from map(_call_line, about.get("last_calls", ()))
+
+
+def _group_line(group: dict[str, Any]) -> str:
+    first, last = group["first_sequence"], group["last_sequence"]
+    window = "-" if first is None else f"#{first}…#{last}"
+    ranks = _short_ranks(group["ranks"])
+    return f"  group {group['name']} {group['desc']} {ranks}: {group['calls']} calls, {window}"
+
+
+def _call_line(call: dict[str, Any]) -> str:
+    peer = f" peer {call['peer']}" if call["peer"] >= 0 else ""
+    sizes = [list(size) for size in call["inputs"]]
+    return f"    {call['op']} #{call['sequence']} of {call['group']}{peer} {sizes} {call['state']} {call['where']}"
 
 
 def _short_ranks(ranks: list[int]) -> str:

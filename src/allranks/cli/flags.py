@@ -89,37 +89,38 @@ def from_variables(options: type, environment: Mapping[str, str]) -> dict[str, A
 
 def _settings(default: Any, meaning: Meaning, hint: Any) -> dict[str, Any]:
     """What argparse must know of a flag."""
-    members = _members(hint)
-    said = meaning.help + (f", or ${meaning.environment}" if meaning.environment else "")
-    if bool in members:
+    text = meaning.help + (f", or ${meaning.environment}" if meaning.environment else "")
+    if bool in _members(hint):
         if default is True:
-            return {"action": "store_false", "help": f"do not {said}"}
-        if default is None and not meaning.flags:
-            return {"action": argparse.BooleanOptionalAction, "help": said}
-        return {"action": "store_true", "help": said}
-    in_ms = meaning.ms
-    kind: Callable[[str], Any] = (lambda text: float(text) / 1000) if in_ms else _kind(hint)
-    shown = default * 1000 if in_ms else default
-    text = (
-        ""
-        if shown in (None, "", ())
-        else f" (default: {shown:g})"
-        if isinstance(shown, float)
-        else f" (default: {shown})"
-    )
-    found: dict[str, Any] = {"type": kind, "help": (said + text).replace("%", "%%")}
+            return {"action": "store_false", "help": f"do not {text}"}
+        optional = default is None and not meaning.flags
+        return {"action": argparse.BooleanOptionalAction if optional else "store_true", "help": text}
+    kind = _seconds if meaning.ms else _kind(hint)
+    found: dict[str, Any] = {"type": kind, "help": (text + _default(default, meaning)).replace("%", "%%")}
     if meaning.choices:
         found["choices"] = meaning.choices
     else:
-        found["metavar"] = meaning.metavar or (
-            "MS" if in_ms else {"s": "S", "MB": "MB"}.get(meaning.unit) or _METAVARS.get(_kind(hint), "TEXT")
+        found["metavar"] = (
+            meaning.metavar or ("" if meaning.ms else _UNITS.get(meaning.unit)) or _METAVARS.get(kind, "TEXT")
         )
     if _is_tuple(hint):
         found |= {"nargs": meaning.nargs} if meaning.nargs else {"action": "append"}
     return found
 
 
-_METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
+def _default(value: Any, meaning: Meaning) -> str:
+    if value in (None, "", ()):
+        return ""
+    shown = value * 1000 if meaning.ms else value
+    return f" (default: {shown:g})" if isinstance(shown, float) else f" (default: {shown})"
+
+
+def _seconds(milliseconds: str) -> float:
+    return float(milliseconds) / 1000
+
+
+_UNITS = {"s": "S", "MB": "MB"}
+_METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", _seconds: "MS"}
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

@@ -43,13 +43,11 @@ def main(args: argparse.Namespace) -> int:
         _say(f"Missing dump files from ranks {set(analysis.job.missing_ranks)}")
     for line in render_blocks(analysis, filters, args.mismatch_cap):
         _say(line)
-    if args.verbose or args.output:
-        database = build_database(analysis)
-        if args.verbose:
-            for line in render_database(database):
-                _say(line)
-        if args.output:
-            _write(args.output, database)
+    if args.verbose:
+        for line in render_database(build_database(analysis)):
+            _say(line)
+    if args.output:
+        _write(args.output, build_database(analysis))
     return 0
 
 

@@ -84,9 +84,16 @@ def _build(args: argparse.Namespace) -> int:
     if args.workers is not None and args.workers < 0:
         raise InputError(f"--workers {args.workers}: cannot be negative")
     request = BuildRequest(
-        _expanded([*args.files, *args.data_files]), args.output, args.tokenizer, args.text_key,
-        args.append_eos, args.eos_id, args.skip_bad, args.workers, args.force,
-    )  # fmt: skip
+        _expanded([*args.files, *args.data_files]),
+        args.output,
+        args.tokenizer,
+        args.text_key,
+        args.append_eos,
+        args.eos_id,
+        args.skip_bad,
+        args.workers,
+        args.force,
+    )
     bar = _Bar() if sys.stderr.isatty() else None
     try:
         result = build_index(request, bar.show if bar else None)
@@ -96,10 +103,16 @@ def _build(args: argparse.Namespace) -> int:
     done = result.progress
     if args.json:
         facts = {
-            "schema": 1, "index": result.path, "total_tokens": done.tokens, "documents": done.documents,
-            "skipped": done.skipped, "bytes": done.bytes_total, "elapsed_s": round(done.elapsed_s, 3),
-            "resumed": result.resumed, "fresh": result.fresh,
-        }  # fmt: skip
+            "schema": 1,
+            "index": result.path,
+            "total_tokens": done.tokens,
+            "documents": done.documents,
+            "skipped": done.skipped,
+            "bytes": done.bytes_total,
+            "elapsed_s": round(done.elapsed_s, 3),
+            "resumed": result.resumed,
+            "fresh": result.fresh,
+        }
         print(json.dumps(facts))
         return 0
     if not result.fresh:

@@ -19,7 +19,7 @@ Settings = Mapping[str, Any]  # the job file as plain data; {} without one
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class RunFlags:
     """The flags of `allranks run`."""
 
     config: Path | None = option(None, "job configuration (YAML); flags win over it", metavar="FILE")
@@ -89,9 +89,12 @@ class RunOptions:
 
 #: Keys of the `elastic` section and the flag of torchrun that each one is.
 FLAGS = {
-    "nproc_per_node": "--nproc-per-node", "rdzv_backend": "--rdzv-backend", "rdzv_endpoint": "--rdzv-endpoint",
-    "rdzv_id": "--rdzv-id", "max_restarts": "--max-restarts",
-}  # fmt: skip
+    "nproc_per_node": "--nproc-per-node",
+    "rdzv_backend": "--rdzv-backend",
+    "rdzv_endpoint": "--rdzv-endpoint",
+    "rdzv_id": "--rdzv-id",
+    "max_restarts": "--max-restarts",
+}
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -111,27 +114,29 @@ def chosen_flags(path: Path) -> set[str]:
 
 
 def with_job_file(
-    options: RunOptions, args: argparse.Namespace, settings: Settings, script: list[str]
-) -> tuple[RunOptions, list[str]]:
+    options: RunFlags, args: argparse.Namespace, settings: Settings, script: list[str]
+) -> tuple[RunFlags, list[str]]:
     """The options with what the file says where no flag was given, and the script with its arguments."""
     if not settings:
         return options, script
     debug, lighthouse, training = settings["debug"], settings["lighthouse"], settings["training"]
-    options = replace(
-        options,
-        record=options.record and debug["record"],
-        watch=options.watch and debug["watch"],
-        verbose=options.verbose or debug["log_level"] == "debug",
-        incidents=options.incidents or (Path(debug["incidents"]) if debug["incidents"] else None),
-        fresh=options.fresh or settings["checkpoint"]["fresh"],
-        lighthouse=args.lighthouse or lighthouse["address"] or options.lighthouse,
-        start_lighthouse=options.start_lighthouse and bool(lighthouse["embedded"] or lighthouse["address"]),
-        min_replicas=options.min_replicas or lighthouse["min_replicas"],
-        bind=args.bind or lighthouse["bind"],
-    )
+    found = {
+        "record": debug["record"],
+        "watch": debug["watch"],
+        "verbose": debug["log_level"] == "debug",
+        "incidents": Path(debug["incidents"]) if debug["incidents"] else None,
+        "fresh": settings["checkpoint"]["fresh"],
+        "lighthouse": lighthouse["address"],
+        "start_lighthouse": bool(lighthouse["embedded"] or lighthouse["address"]),
+        "min_replicas": lighthouse["min_replicas"],
+        "bind": lighthouse["bind"],
+    }
+    taken = {
+        name: value for name, value in found.items() if value is not None and getattr(args, name) is None
+    }
     if not script and training["script"]:
-        return options, [training["script"], *training["args"]]
-    return options, script
+        script = [training["script"], *training["args"]]
+    return replace(options, **taken), script
 
 
 def heartbeats(settings: Settings) -> str:

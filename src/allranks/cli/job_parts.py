@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allranks.cli.job_file import (
-    RunOptions,
+    RunFlags,
     Settings,
     manager_timeout_s,
     notice_options,
@@ -33,10 +33,10 @@ if TYPE_CHECKING:  # heavy, and not needed for --help
 
 
 @dataclass(frozen=True)
-class Job:
+class NodeJob:
     """One run of `allranks run` on this node."""
 
-    options: RunOptions
+    options: RunFlags
     settings: Settings  # of the job file
     environment: JobEnvironment
     folder: Path  # black boxes, logs, token
@@ -74,7 +74,7 @@ def _no_incidents(record: logging.LogRecord) -> bool:
     return getattr(record, "event", "") != "incident"
 
 
-def start_watch(job: Job, mode: Mode, may_leave: bool = False) -> Watch | None:
+def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | None:
     """What detects hangs of this node's ranks; None when nothing is recorded or nobody wants it."""
     options, recovery = job.options, job.settings.get("recovery") or {}
     if not (options.watch and options.record):
@@ -114,7 +114,7 @@ def start_watch(job: Job, mode: Mode, may_leave: bool = False) -> Watch | None:
     return watch
 
 
-def start_agent(job: Job, watch: Watch | None, supervisor: Supervisor | None = None) -> NodeAgent:
+def start_agent(job: NodeJob, watch: Watch | None, supervisor: Supervisor | None = None) -> NodeAgent:
     """The agent of this node, connected to the lighthouse and through it to the agents of other nodes."""
     from allranks.incidents.peers import PeerAgents
     from allranks.launch.node_agent import NodeAgent

@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from allranks.channel.token import read_token
 from allranks.cli.flags import add_flags, read_flags
@@ -16,11 +16,14 @@ from allranks.lighthouse.options import Options, ServerOptions
 from allranks.model.options import option
 from allranks.model.text import printable
 
+if TYPE_CHECKING:
+    from allranks.lighthouse.client.client import Client
+
 ACTIONS = ("serve", "status", "evict", "let-in", "collect")
 
 
 @dataclass(frozen=True)
-class CommandOptions:
+class LighthouseFlags:
     """What the command takes besides the options of the quorum and of the server."""
 
     json: bool = option(False, "print one JSON line (serve: once it listens)")
@@ -66,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="HOST:PORT of a running lighthouse, or the name of a job on this node (not for serve)",
     )
     parser.add_argument("replica", nargs="*", help="replica to evict or readmit; replicas to collect from")
-    add_flags(parser, CommandOptions)
+    add_flags(parser, LighthouseFlags)
     add_flags(parser, Options, grouped=True)
     add_flags(parser, ServerOptions, grouped=True)
 
@@ -75,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
     """Serves until a signal, or does one action."""
     if args.action not in ACTIONS:
         raise InputError(f"unknown action {args.action!r}", hint=f"One of: {', '.join(ACTIONS)}")
-    options = read_flags(CommandOptions, args)
+    options = read_flags(LighthouseFlags, args)
     if args.action == "serve":
         from allranks.cli.lighthouse_serve import serve
 
@@ -86,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _act(
     action: str,
-    options: CommandOptions,
+    options: LighthouseFlags,
     tls: ServerOptions,
     address: str,
     token_file: str,
@@ -105,30 +108,29 @@ def _act(
             key=tls.key,
         )
     ).start(timeout_s=5.0)
-    reason = options.reason or "requested on the command line"
     try:
         status = client.status()
         if action == "status":
             return _show_status(status, options.json)
         _check_names(action, replicas, status)
-        if action == "collect":
-            incident = client.collect(reason, replicas)
-            print(
-                json.dumps({"incident": incident})
-                if options.json
-                else f"collecting evidence: incident {incident}"
-            )
-            return 0
-        name = replicas[0]
-        if action == "evict":
-            client.evict(name, reason)
-        else:
-            client.let_in(name)
-        done = "evicted" if action == "evict" else "readmitted"
-        print(json.dumps({"replica": name, "done": action}) if options.json else f"{name} {done}")
-        return 0
+        facts, text = _change(client, action, replicas, options.reason or "requested on the command line")
     finally:
         client.close()
+    print(json.dumps(facts) if options.json else text)
+    return 0
+
+
+def _change(client: Client, action: str, replicas: list[str], reason: str) -> tuple[dict[str, str], str]:
+    """Does it, and returns what was done, for programs and for people."""
+    if action == "collect":
+        incident = client.collect(reason, replicas)
+        return {"incident": incident}, f"collecting evidence: incident {incident}"
+    name = replicas[0]
+    if action == "evict":
+        client.evict(name, reason)
+    else:
+        client.let_in(name)
+    return {"replica": name, "done": action}, f"{name} {'evicted' if action == 'evict' else 'readmitted'}"
 
 
 def _find_lighthouse(given: str | None, token_file: str) -> tuple[str, str]:

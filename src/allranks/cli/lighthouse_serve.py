@@ -17,7 +17,7 @@ from pathlib import Path
 from allranks.channel.addresses import split_address
 from allranks.channel.token import read_token, write_token
 from allranks.cli.flags import read_flags
-from allranks.cli.lighthouse import CommandOptions, default_token_file
+from allranks.cli.lighthouse import LighthouseFlags, default_token_file
 from allranks.errors import ConfigurationError, InputError
 from allranks.etcd import parse_endpoints
 from allranks.lighthouse.election import EtcdOptions
@@ -29,7 +29,7 @@ from allranks.lighthouse.web import http_protocol
 START_GRACE_S = 1.5
 
 
-def serve(options: CommandOptions, args: argparse.Namespace) -> int:
+def serve(options: LighthouseFlags, args: argparse.Namespace) -> int:
     """Serves until a signal and returns the exit code."""
     logging.basicConfig(
         level=options.log_level.upper(),
@@ -86,7 +86,7 @@ def _has_replicas(lighthouse: Lighthouse) -> bool:
 
 
 def make_lighthouse(
-    options: CommandOptions, args: argparse.Namespace, token: str, on_grpc: Callable[[str], None]
+    options: LighthouseFlags, args: argparse.Namespace, token: str, on_grpc: Callable[[str], None]
 ) -> Lighthouse:
     """The lighthouse that the command line describes; `on_grpc` gets the address of its gRPC port."""
     host, port = _split(options.bind)
@@ -112,7 +112,7 @@ def _split(text: str) -> tuple[str, int]:
         raise InputError(f"--bind: {error}") from error
 
 
-def server_token(options: CommandOptions) -> tuple[str, Path | None, bool]:
+def server_token(options: LighthouseFlags) -> tuple[str, Path | None, bool]:
     """(token, its file or None when it still has to be written, whether it was made just now)."""
     if options.no_token:
         return "", None, False
@@ -133,7 +133,7 @@ def _left_token(path: Path) -> str:
 
 
 def _announce(
-    options: CommandOptions, lighthouse: Lighthouse, token: str, token_file: Path | None, grpc: str
+    options: LighthouseFlags, lighthouse: Lighthouse, token: str, token_file: Path | None, grpc: str
 ) -> None:
     if token and token_file is None:
         token_file = default_token_file(lighthouse.address)

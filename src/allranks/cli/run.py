@@ -17,8 +17,8 @@ from pathlib import Path
 from allranks.channel.token import write_token
 from allranks.cli.flags import add_flags, read_flags, takes_value
 from allranks.cli.job_file import FLAGS as FLAGS_OF_FILE
-from allranks.cli.job_file import RunOptions, Settings, heartbeats, read_settings, with_job_file
-from allranks.cli.job_parts import Job, embed_lighthouse, start_agent, start_snapshot_server, start_watch
+from allranks.cli.job_file import RunFlags, Settings, heartbeats, read_settings, with_job_file
+from allranks.cli.job_parts import NodeJob, embed_lighthouse, start_agent, start_snapshot_server, start_watch
 from allranks.elastic.world import ElasticTrainingConfig, need_etcd_v2, obey_timeout
 from allranks.errors import InputError
 from allranks.launch.command_line import arrange, flag_value, from_environment, has_flag
@@ -30,7 +30,7 @@ Every flag of torchrun is accepted (--nnodes, --nproc-per-node, --rdzv-backend c
 --rdzv-endpoint, --rdzv-id, --rdzv-conf, --standalone, --max-restarts, --log-dir, --tee, -m, --no-python ...)."""
 
 #: our flags -> takes a value. The other words before the script are torchrun's.
-FLAGS = {**takes_value(RunOptions), "-h": False, "--help": False}
+FLAGS = {**takes_value(RunFlags), "-h": False, "--help": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.usage = "allranks run [our flags] [torchrun flags] SCRIPT ARGS…"
-    add_flags(parser, RunOptions)
+    add_flags(parser, RunFlags)
     parser.add_argument("theirs", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
     words = args.theirs[1:] if args.theirs[:1] == ["--"] else list(args.theirs)
     split = words.index("--") if "--" in words else len(words)
     torchrun, script = words[:split], words[split + 1 :]
-    options = read_flags(RunOptions, args)
+    options = read_flags(RunFlags, args)
     settings = read_settings(options.config) if options.config else {}
     options, script = with_job_file(options, args, settings, script)
     logging.basicConfig(
@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _run(
-    options: RunOptions, settings: Settings, torchrun: list[str], script: list[str], stack: ExitStack
+    options: RunFlags, settings: Settings, torchrun: list[str], script: list[str], stack: ExitStack
 ) -> int:
     from allranks.incidents.job_overview import TOKEN_FILE, set_aside_earlier, write_job
     from allranks.watch.timed_stacks import start_timed_stacks, stop_timed_stacks
@@ -110,7 +110,7 @@ def _run(
     if collector is not None:
         stack.callback(stop_timed_stacks, collector)
     _need_script(script, torchrun)
-    job = Job(options, settings, environment, folder, incidents, log_dir, stack)
+    job = NodeJob(options, settings, environment, folder, incidents, log_dir, stack)
     return _run_replicas(job, script, torchrun) if options.replicas else _run_whole(job, [*torchrun, *script])
 
 
@@ -137,7 +137,7 @@ def _folder(job: str) -> Path:
     return folder
 
 
-def _run_whole(job: Job, words: list[str]) -> int:
+def _run_whole(job: NodeJob, words: list[str]) -> int:
     from allranks.launch.whole_job import Launch, launch
 
     watch = start_watch(job, "whole_job", _elastic(words))
@@ -149,7 +149,7 @@ def _run_whole(job: Job, words: list[str]) -> int:
     return launch(started)
 
 
-def _run_replicas(job: Job, script: list[str], torchrun: list[str]) -> int:
+def _run_replicas(job: NodeJob, script: list[str], torchrun: list[str]) -> int:
     from allranks.supervise.replicas import ReplicaOptions, Supervisor
     from allranks.supervise.restarts import RestartOptions
 
@@ -181,7 +181,7 @@ def _run_replicas(job: Job, script: list[str], torchrun: list[str]) -> int:
     return supervisor.run()
 
 
-def _start_fresh(options: RunOptions, folder: Path) -> None:
+def _start_fresh(options: RunFlags, folder: Path) -> None:
     """Passes --fresh to the ranks; the first restore of this run obeys it, and later ones do not."""
     if not options.fresh:
         return
@@ -213,7 +213,7 @@ def _rank_command(script: list[str], torchrun: list[str], record: bool) -> tuple
     return (sys.executable, "-u", *entry, *module, *script)
 
 
-def _lighthouse(options: RunOptions, settings: Settings, token: str, stack: ExitStack, job: str) -> str:
+def _lighthouse(options: RunFlags, settings: Settings, token: str, stack: ExitStack, job: str) -> str:
     """The address of the lighthouse to use; starts one in this process unless another is given."""
     if options.lighthouse:
         return options.lighthouse

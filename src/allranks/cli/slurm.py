@@ -148,8 +148,15 @@ def _submit(args: argparse.Namespace, words: list[str], command: str) -> int:
     if not words:
         raise InputError("no script was given", hint="allranks slurm submit --nodes 2 SCRIPT")
     options = slurm.SubmitOptions(
-        args.nodes, args.gpus_per_node, args.partition, args.time, args.name, args.output, not args.no_requeue, tuple(args.sbatch)
-    )  # fmt: skip
+        args.nodes,
+        args.gpus_per_node,
+        args.partition,
+        args.time,
+        args.name,
+        args.output,
+        not args.no_requeue,
+        tuple(args.sbatch),
+    )
     script = slurm.sbatch_script(options, words, command)
     if args.dry_run:
         print(script, end="")

@@ -30,7 +30,7 @@ WHICH = "which processes (default: every rank on this node)"
 
 
 @dataclass(frozen=True)
-class CommandOptions:
+class StacksFlags:
     """What to sample and what to write. The samples themselves are described by DebugOptions."""
 
     pid: tuple[int, ...] = option((), "this process; repeatable", metavar="P", group=WHICH)
@@ -83,13 +83,13 @@ class CommandOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
-    add_flags(parser, CommandOptions)
+    add_flags(parser, StacksFlags)
     add_flags(parser, DEFAULTS, ("rounds", "interval_s", "cuda_gdb"))
 
 
 def main(args: argparse.Namespace) -> int:
     """0 nothing is hung, 1 a hung job or an unclear one, 2 could not look."""
-    options = read_flags(CommandOptions, args)
+    options = read_flags(StacksFlags, args)
     if options.html and Path(options.html).exists() and not options.force:
         raise InputError(f"{options.html} exists", hint="give another name, or --force to overwrite it")
     if options.folder:
@@ -102,7 +102,7 @@ def main(args: argparse.Namespace) -> int:
     return 0 if all(report.hung is False for report in reports.values()) else 1
 
 
-def _sample(options: CommandOptions, args: argparse.Namespace) -> dict[str, Capture]:
+def _sample(options: StacksFlags, args: argparse.Namespace) -> dict[str, Capture]:
     """Samples this node, job by job (one that was chosen, or is alone, has no name); the bundle and the raw files are
     kept where -o or the configuration says."""
     base = read_debug_options(options.config) if options.config else DEFAULTS
@@ -136,7 +136,7 @@ def _file_name(job: str) -> str:
     return re.sub(r"[^\w.-]", "_", job)
 
 
-def _sample_all_nodes(options: CommandOptions, args: argparse.Namespace) -> Capture:
+def _sample_all_nodes(options: StacksFlags, args: argparse.Namespace) -> Capture:
     """Samples every node of a job, joined into one capture: through its agents, or a Slurm step."""
     from allranks.incidents.peers import find_lighthouse, gather_everywhere
 
@@ -151,7 +151,7 @@ def _sample_all_nodes(options: CommandOptions, args: argparse.Namespace) -> Capt
     return read_capture(folder / "stacks")
 
 
-def _sample_through_slurm(options: CommandOptions, args: argparse.Namespace) -> Capture:
+def _sample_through_slurm(options: StacksFlags, args: argparse.Namespace) -> Capture:
     from allranks.launch.slurm import collect_words
 
     job = options.job or os.environ.get("SLURM_JOB_ID", "")
@@ -214,7 +214,7 @@ def _signal_number(name: str) -> int:
     return number
 
 
-def _show(options: CommandOptions, captures: dict[str, Capture], reports: dict[str, StacksReport]) -> None:
+def _show(options: StacksFlags, captures: dict[str, Capture], reports: dict[str, StacksReport]) -> None:
     from allranks.stacks.as_json import report_json
     from allranks.stacks.text import render_text
     from allranks.stacks.tree import grow_tree

@@ -130,28 +130,28 @@ def render(
 
 def _line(row: RankRow, waiters: int, colour: bool, width: int) -> str:
     """One rank; one that others wait for stands out."""
+    held = row.alive and waiters > 0
     silent = f"{row.silent_s:.1f} s" if row.silent_s is not None and row.alive else "-"
-    step = row.step if row.step >= 0 else "-"
-    phase = f" [{row.phase}]" if row.phase else ""
-    waits = f", waits for rank {_ranks(row.waits_for)}" if row.waits_for else ""
-    held = (
-        f"{waiters} {'rank waits' if waiters == 1 else 'ranks wait'} for it" if waiters and row.alive else ""
-    )
+    step = str(row.step) if row.step >= 0 else "-"
+    tail = _doing(row, waiters if held else 0, narrow=width < WIDE)
     if width >= WIDE:
-        tail = f"{row.doing}{waits}{phase}" + (f"  <- {held}" if held else "")
         text = f"{row.rank:>5} {row.pid:>8} {step:>8} {row.calls_completed:>9} {silent:>8}  {tail}"
     else:
-        waits = f"waits for {_ranks(row.waits_for)}: " if row.waits_for else ""
-        text = (
-            f"{row.rank:>5} {step:>7} {silent:>8}  "
-            + (f"<- {held}: " if held else waits)
-            + f"{row.doing}{phase}"
-        )
-    text = _cut(text, width)
-    if not colour:
-        return text
-    code = "31" if row.doing == "died" or (waiters and row.alive) else "2" if not row.alive else ""
-    return f"\x1b[{code}m{text}\x1b[0m" if code else text
+        text = f"{row.rank:>5} {step:>7} {silent:>8}  {tail}"
+    code = "31" if row.doing == "died" or held else "" if row.alive else "2"
+    return f"\x1b[{code}m{_cut(text, width)}\x1b[0m" if colour and code else _cut(text, width)
+
+
+def _doing(row: RankRow, waiters: int, narrow: bool) -> str:
+    """What it does, and who waits for whom; on a narrow screen that comes first."""
+    phase = f" [{row.phase}]" if row.phase else ""
+    held = f"<- {waiters} {'rank waits' if waiters == 1 else 'ranks wait'} for it" if waiters else ""
+    if narrow:
+        waits = f"waits for {_ranks(row.waits_for)}" if row.waits_for else ""
+        first = held or waits
+        return f"{first}: {row.doing}{phase}" if first else f"{row.doing}{phase}"
+    waits = f", waits for rank {_ranks(row.waits_for)}" if row.waits_for else ""
+    return f"{row.doing}{waits}{phase}" + (f"  {held}" if held else "")
 
 
 def _cut(text: str, width: int) -> str:

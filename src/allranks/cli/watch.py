@@ -31,7 +31,7 @@ FLAGS = (
 
 
 @dataclass(frozen=True)
-class CommandOptions:
+class WatchFlags:
     """What the command takes besides the options of a collection."""
 
     pid: tuple[int, ...] = option((), "watch this process and its children instead; repeatable", metavar="P")
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "command_words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the job to start and watch"
     )
-    add_flags(parser, CommandOptions)
+    add_flags(parser, WatchFlags)
     add_flags(parser, DebugOptions, FLAGS)
     parser.epilog = "kill -QUIT of this process collects at once. The exit code is the command's (128 + N after signal N)."
 

@@ -98,8 +98,15 @@ def is_library(file: str) -> bool:
 
 
 _LIBRARIES = (
-    "/torch/", "site-packages", "dist-packages", "/lib/python3", "frozen ", "/allranks/record/", "/allranks/launch/", "/allranks/manager/",
-)  # fmt: skip
+    "/torch/",
+    "site-packages",
+    "dist-packages",
+    "/lib/python3",
+    "frozen ",
+    "/allranks/record/",
+    "/allranks/launch/",
+    "/allranks/manager/",
+)
 
 
 def without_stale(cards: Iterable[StackCard]) -> list[StackCard]:

@@ -75,11 +75,14 @@ def _events(
         stack = stacks.setdefault(trace.stacks[int(call["stack"])], len(stacks))
         start = int(call["created_ns"])
         yield {
-            "ph": "X", "name": clean(trace.names[int(call["op"])]), "pid": rank,
-            "tid": int(call["group"]) * MAX_LANES + int(lanes[row]), "ts": (start - span.first_ns) / 1000,
+            "ph": "X",
+            "name": clean(trace.names[int(call["op"])]),
+            "pid": rank,
+            "tid": int(call["group"]) * MAX_LANES + int(lanes[row]),
+            "ts": (start - span.first_ns) / 1000,
             "dur": max(1, int(ends[row]) - start) / 1000,
             "args": {"sequence": int(call["seq"]), "state": state_name(int(call["state"])), "stack": stack},
-        }  # fmt: skip
+        }
 
 
 def _waiting(
@@ -91,7 +94,14 @@ def _waiting(
     since, tid = (waiting.since_ns - span.first_ns) / 1000, -1
     if guilty:
         yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": "missing call"}}
-        yield {"ph": "X", "name": f"never entered {waiting.name}", "pid": rank, "tid": tid, "ts": since, "dur": (span.end_ns - waiting.since_ns) / 1000}  # fmt: skip
+        yield {
+            "ph": "X",
+            "name": f"never entered {waiting.name}",
+            "pid": rank,
+            "tid": tid,
+            "ts": since,
+            "dur": (span.end_ns - waiting.since_ns) / 1000,
+        }
         for arrow in range(len(waiting.calls)):
             yield {
                 "ph": "s",
@@ -106,4 +116,13 @@ def _waiting(
         if owner == index:
             at = (int(trace.calls["created_ns"][row]) - span.first_ns) / 1000
             tid = int(trace.calls["group"][row]) * MAX_LANES
-            yield {"ph": "f", "bp": "e", "id": arrow, "name": "waits", "cat": "waits", "pid": rank, "tid": tid, "ts": at}  # fmt: skip
+            yield {
+                "ph": "f",
+                "bp": "e",
+                "id": arrow,
+                "name": "waits",
+                "cat": "waits",
+                "pid": rank,
+                "tid": tid,
+                "ts": at,
+            }

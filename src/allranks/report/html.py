@@ -31,18 +31,30 @@ def render(diagnosis: Diagnosis, traces: Sequence[RankTrace], made_s: float = 0.
     advice = () if verdict is None else verdict.advice
     missing = () if verdict is None else verdict.missing_evidence
     yield pages.render(
-        "diagnose.html", script="timeline.js",
-        title=clean(f"{STATUS[diagnosis.status]}: {headline_text(diagnosis)}")[:160], kind="Diagnosis",
-        mood=MOODS[diagnosis.status], status=STATUS[diagnosis.status], headline=pages.upper(clean(headline_text(diagnosis))),
-        about=_about(diagnosis, traces, made_s).rows(), facts=_facts(verdict), advice=advice,
-        commands=pages.commands((*advice, *missing)), guilty_title=_guilty_title(verdict),
+        "diagnose.html",
+        script="timeline.js",
+        title=clean(f"{STATUS[diagnosis.status]}: {headline_text(diagnosis)}")[:160],
+        kind="Diagnosis",
+        mood=MOODS[diagnosis.status],
+        status=STATUS[diagnosis.status],
+        headline=pages.upper(clean(headline_text(diagnosis))),
+        about=_about(diagnosis, traces, made_s).rows(),
+        facts=_facts(verdict),
+        advice=advice,
+        commands=pages.commands((*advice, *missing)),
+        guilty_title=_guilty_title(verdict),
         guilty_stacks=[card for card in stacks if card.guilty][:MAX_STACKS],
         waiting_stacks=[card for card in stacks if not card.guilty][:MAX_STACKS],
-        evidence=() if verdict is None else verdict.evidence, missing=missing,
-        findings=[_finding(finding) for finding in diagnosis.findings[:MAX_LISTED]], **_groups(diagnosis), **_files(diagnosis),
-        summary="; ".join(diagnosis.summary) + (f"; the timeline leaves out the oldest {line.left_out:,} calls" if line.left_out else ""),
-        timeline=_meta(line, verdict), columns=[(name, pack(getattr(line, name))) for name in COLUMNS],
-    )  # fmt: skip
+        evidence=() if verdict is None else verdict.evidence,
+        missing=missing,
+        findings=[_finding(finding) for finding in diagnosis.findings[:MAX_LISTED]],
+        **_groups(diagnosis),
+        **_files(diagnosis),
+        summary="; ".join(diagnosis.summary)
+        + (f"; the timeline leaves out the oldest {line.left_out:,} calls" if line.left_out else ""),
+        timeline=_meta(line, verdict),
+        columns=[(name, pack(getattr(line, name))) for name in COLUMNS],
+    )
 
 
 def _about(diagnosis: Diagnosis, traces: Sequence[RankTrace], made_s: float) -> pages.About:
@@ -120,21 +132,42 @@ def _groups(diagnosis: Diagnosis) -> dict[str, object]:
 def _files(diagnosis: Diagnosis) -> dict[str, object]:
     ordered = sorted(diagnosis.files, key=lambda note: note.status == "ok")[:MAX_LISTED]
     rows = [
-        Row((clean(note.path), "" if note.rank is None else str(note.rank), clean(note.kind), note.status, clean(note.note)),
-            "" if note.status == "ok" else "warn")
+        Row(
+            (
+                clean(note.path),
+                "" if note.rank is None else str(note.rank),
+                clean(note.kind),
+                note.status,
+                clean(note.note),
+            ),
+            "" if note.status == "ok" else "warn",
+        )
         for note in ordered
-    ]  # fmt: skip
+    ]
     bad = any(row.mood for row in rows)
     return {"files": rows, "file_count": f"{len(diagnosis.files):,}", "files_open": bad and len(rows) < 60}
 
 
 def _meta(line: Timeline, verdict: Finding | None) -> dict[str, object]:
-    fault = None if verdict is None else {
-        "ranks": list(verdict.ranks), "waiting": list(verdict.waiting), "sequence": verdict.sequence,
-        "missing": verdict.cause in MISSING, "group": verdict.group,
-    }  # fmt: skip
+    fault = (
+        None
+        if verdict is None
+        else {
+            "ranks": list(verdict.ranks),
+            "waiting": list(verdict.waiting),
+            "sequence": verdict.sequence,
+            "missing": verdict.cause in MISSING,
+            "group": verdict.group,
+        }
+    )
     return {
-        "ranks": line.ranks, "hosts": line.hosts, "counts": line.counts, "base_ns": str(line.base_ns),
-        "unit_ns": line.unit_ns, "end": line.end_units, "kinds": line.kind_table, "stacks": line.stack_table,
+        "ranks": line.ranks,
+        "hosts": line.hosts,
+        "counts": line.counts,
+        "base_ns": str(line.base_ns),
+        "unit_ns": line.unit_ns,
+        "end": line.end_units,
+        "kinds": line.kind_table,
+        "stacks": line.stack_table,
         "fault": fault,
-    }  # fmt: skip
+    }
