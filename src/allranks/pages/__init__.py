@@ -81,7 +81,9 @@ def stamp(at: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """ "340 ms", "5.4 s", "12 min"."""
+    """ "80 µs", "340 ms", "5.4 s", "12 min"."""
+    if 0 < value < 0.001:
+        return f"{value * 1e6:.0f} µs"
     if value < 1:
         return f"{value * 1000:.0f} ms"
     return (
