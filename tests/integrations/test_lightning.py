@@ -40,6 +40,7 @@ print("SAYS", f"name={NAME}", f"step={trainer.global_step}", f"epoch={trainer.cu
 """
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(580)
 def test_trainers_are_replicas_with_equal_bits_after_ten_kills(tmp_path: Path) -> None:
     """One changed argument: after ten kills steps, epochs, rates and parameters are equal at the end."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from allranks.lighthouse.options import Options, ServerOptions
-from allranks.lighthouse.server import Lighthouse
+from tests.integrations.replicas import run
 
 NAMES = """
 from allranks.integrations import torchtitan
@@ -34,15 +31,15 @@ def test_torchft_means_ours_after_use() -> None:
     assert done.stdout.strip() == "same", done.stderr
 
 
-TRAIN = """
-import os, sys, torch, torch.distributed as dist
+TITAN = """
+import hashlib, sys, torch, torch.distributed as dist
 from allranks.integrations import torchtitan
 torchtitan.use()
 from torchtitan.experiments.torchft.manager import TorchFTManager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 import torchft
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/{NAME}-{os.getpid()}", rank=0, world_size=1)
 number = int(os.environ["REPLICA_GROUP_ID"])
 ft = TorchFTManager(TorchFTManager.Config(enable=True, process_group="gloo", replica_id=number, group_size=2))
 torch.manual_seed(number)
@@ -54,31 +51,65 @@ ft.manager.set_state_dict_fns(
     lambda state: (model.load_state_dict(state["m"]), optimizer.load_state_dict(state["o"])),
     lambda: {"m": model.state_dict(), "o": optimizer.state_dict()})
 managed = torchft.Optimizer(ft.manager, optimizer)
-while ft.manager.current_step() < 10:
+while ft.manager.current_step() < 400:
     managed.zero_grad()
     loss = model(torch.randn(4, 8)).pow(2).mean()
     loss.backward()
     dist.all_reduce(loss.detach().clone(), group=ft.loss_sync_pg)
     managed.step()
-print("SAYS", ft.manager.num_participants(), repr(sum(p.full_tensor().double().sum().item() for p in model.parameters())))
+    lives(ft.manager)
+bits = torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()]).numpy().tobytes()
+print("SAYS", f"name={NAME}", f"step={ft.manager.current_step()}", f"bits={hashlib.sha256(bits).hexdigest()}", flush=True)
 ft.manager.shutdown()
 """
 
+TORCHFT = """
+import hashlib, torch
+from allranks.torchft import DistributedDataParallel, DistributedSampler, Manager, Optimizer, ProcessGroupGloo
+number = int(os.environ["REPLICA_GROUP_ID"])
+torch.manual_seed(number)
+data = torch.utils.data.TensorDataset(torch.randn(64, 8))
+sampler = DistributedSampler(data, replica_rank=number, num_replica_groups=2, shuffle=True)
+loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)
+def load_state_dict(state):
+    net.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optim"])
+def state_dict():
+    return {"model": net.state_dict(), "optim": optimizer.state_dict()}
+manager = Manager(pg=ProcessGroupGloo(), min_replica_size=1, load_state_dict=load_state_dict, state_dict=state_dict,
+                  replica_id=f"train_ddp_{number}")
+net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+model = DistributedDataParallel(manager, net)
+optimizer = Optimizer(manager, torch.optim.AdamW(net.parameters(), lr=1e-2))
+while manager.current_step() < 400:
+    for (batch,) in loader:
+        optimizer.zero_grad()
+        model(batch).pow(2).mean().backward()
+        optimizer.step()
+        lives(manager)
+        if manager.current_step() >= 400:
+            break
+bits = torch.cat([p.detach().flatten() for p in net.parameters()]).numpy().tobytes()
+print("SAYS", f"name={NAME}", f"step={manager.current_step()}", f"bits={hashlib.sha256(bits).hexdigest()}", flush=True)
+manager.shutdown()
+"""
 
-@pytest.mark.timeout(200)
-def test_torchtitans_manager_trains_two_replicas_with_equal_bits(tmp_path: Path) -> None:
+
+def _equal_bits(script: str, folder: Path) -> None:
+    said = run(script, folder, str(folder))
+    assert said["replica-0"] == said["replica-1"] and said["replica-0"]["step"] == "400"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(580)
+def test_torchtitans_manager_has_equal_bits_after_ten_kills(tmp_path: Path) -> None:
     """Its TorchFTManager, FSDP2 hook and loss group, unmodified."""
     pytest.importorskip("torchtitan.experiments.torchft", reason="torchtitan is not installed")
-    with Lighthouse(Options(min_replicas=2), ServerOptions()) as lighthouse:
-        running = [
-            subprocess.Popen(
-                [sys.executable, "-c", TRAIN, str(tmp_path / str(number))], text=True,
-                env={**os.environ, "REPLICA_GROUP_ID": str(number), "RANK": "0", "WORLD_SIZE": "1",
-                     "TORCHFT_LIGHTHOUSE": f"http://{lighthouse.address}", "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )
-            for number in range(2)
-        ]  # fmt: skip
-        ended = [process.communicate(timeout=180) for process in running]
-    said = [[line for line in out.splitlines() if line.startswith("SAYS")] for out, _ in ended]
-    assert said[0] == said[1] and said[0][0].startswith("SAYS 2 "), ended
+    _equal_bits(TITAN, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(580)
+def test_a_loop_in_torchfts_words_has_equal_bits_after_ten_kills(tmp_path: Path) -> None:
+    """Manager, DistributedDataParallel, Optimizer and DistributedSampler, called as torchft documents them."""
+    _equal_bits(TORCHFT, tmp_path)

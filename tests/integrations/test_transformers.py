@@ -53,6 +53,7 @@ print("SAYS", f"name={NAME}", f"step={trainer.state.global_step}", f"lr={trainer
 )
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(580)
 def test_trainers_are_replicas_with_equal_bits_after_ten_kills(tmp_path: Path) -> None:
     """Two changed lines: after ten kills steps, rates, epochs, logs and parameters are equal at the end."""
