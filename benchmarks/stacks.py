@@ -25,8 +25,8 @@ from pathlib import Path
 
 from allranks.model.stacks import Capture
 from allranks.stacks import CollectOptions, classify, collect, read_capture, targets_of, write_bundle
-from allranks.stacks.tools import find_pyspy
-from allranks.stacks.tree import grow_tree
+from allranks.stacks.debuggers import find_pyspy
+from allranks.stacks.text import grow_tree
 
 THREADS = 30
 

@@ -105,10 +105,8 @@ def look(out: Path, pids: dict[int, int]) -> None:
     import importlib.util
 
     from allranks.stacks import CollectOptions, Selection, classify, collect, find_targets, ras, write_bundle
-    from allranks.stacks.as_json import report_json
-    from allranks.stacks.text import render_text
-    from allranks.stacks.tools import find_cuda_gdb, find_pyspy
-    from allranks.stacks.tree import grow_tree
+    from allranks.stacks.debuggers import find_cuda_gdb, find_pyspy
+    from allranks.stacks.text import grow_tree, render_text, report_json
 
     print(
         f"msgspec here: {importlib.util.find_spec('msgspec') is not None}; py-spy: {find_pyspy()}; cuda-gdb: {find_cuda_gdb()}"

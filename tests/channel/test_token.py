@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.channel.token import find_token, write_token
+from allranks.channel.keys import find_token, write_token
 from allranks.errors import ConfigurationError
 
 

@@ -106,7 +106,10 @@ print(state.step, state.world_size, result)
 
 def test_the_old_shapes_of_the_index_round_trip(tmp_path: Path) -> None:
     """Entries and headers as old tests make them; the builder's JSON file never overwrites data."""
-    from allranks.compat.data import IndexBuilder, IndexEntry, IndexHeader
+    import importlib
+
+    data = importlib.import_module("allranks.compat.data")
+    IndexBuilder, IndexEntry, IndexHeader = data.IndexBuilder, data.IndexEntry, data.IndexHeader
 
     entry = IndexEntry(file_index=1, byte_offset=12345, cumulative_tokens=67890)
     assert IndexEntry.from_bytes(entry.to_bytes()) == entry and len(entry.to_bytes()) == IndexEntry.SIZE

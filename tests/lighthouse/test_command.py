@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from allranks.blackbox.files import job_folder
-from allranks.channel.token import write_token
+from allranks.channel.keys import write_token
 from allranks.cli import main
 from allranks.cli.lighthouse import LighthouseFlags, default_token_file
 from allranks.cli.lighthouse_serve import server_token

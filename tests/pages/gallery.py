@@ -21,7 +21,7 @@ from allranks.report import html
 from allranks.report.rank_evidence import RankEvidence, chosen_ranks, rank_evidence
 from allranks.report.story import render_story
 from allranks.stacks.html import render_html
-from allranks.stacks.tree import Node
+from allranks.stacks.text import Node
 
 CHROMIUM = "/usr/bin/chromium"
 HERE = str(Path(__file__))

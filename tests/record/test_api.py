@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -173,3 +174,9 @@ def test_a_folder_that_cannot_be_used_is_replaced_and_named(
     assert str(tmp_path / "file" / "boxes") in problem and "Not a directory" in problem
     assert files.usable_folder(tmp_path / "mine", "job") == (tmp_path / "mine", "")
     assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_a_script_that_imported_the_recorder_can_be_sent_to_other_processes() -> None:
+    """Ray and others pickle what a script's functions use, modules by their name."""
+    assert pickle.loads(pickle.dumps(allranks.record)) is allranks.record
+    assert pickle.loads(pickle.dumps(allranks.stacks)) is allranks.stacks

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import pickletools
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as reached
 from allranks.model.torch_dump import profiling_name, to_torch_dump
 from allranks.model.trace import Group
+from allranks.record.dump import dump_ended_ranks
 from allranks.record.options import from_environment
 
 ENTRY = {
@@ -175,6 +177,46 @@ def test_the_environment_of_torchs_recorder_is_honoured(folder: Path, tmp_path: 
     for rank, (first, second, capacity) in enumerate(values):
         assert first == second == str(tmp_path / f"nccl_trace_rank_{rank}")
         assert capacity == "321"
+
+
+def _ends(rank: int, world: int) -> None:
+    recorder = allranks.record()
+    dist.all_reduce(torch.ones(3))
+    dist.barrier()
+    if rank == 1:
+        recorder.dump_file()
+        os._exit(3)
+    if rank == 2:
+        recorder.close("exit")
+        return
+    reached("killed next")
+    time.sleep(1000)
+
+
+def test_a_rank_that_was_killed_gets_its_trace_file_from_its_box(folder: Path, tmp_path: Path) -> None:
+    """As torch's variables ask for it; what a rank wrote by itself, and one that exited in good order, stay alone."""
+    env = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(tmp_path / "traces" / "trace_")}
+    with Ranks(_ends, 3, env=env) as ranks:
+        ranks.wait_for("killed next", [0])
+        dump_ended_ranks(find_boxes(folder), env)
+        assert not (tmp_path / "traces" / "trace_0").exists()  # it is alive
+        ranks.kill(0, signal.SIGKILL)
+        ranks.join(timeout_s=60)
+    boxes = find_boxes(folder)
+    own = tmp_path / "traces" / "trace_1"
+    before = own.read_bytes()
+    assert dump_ended_ranks(boxes, {}) == []
+    assert dump_ended_ranks(boxes, {**env, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}) == []
+    assert dump_ended_ranks(boxes, env) == [tmp_path / "traces" / "trace_0"]
+    assert dump_ended_ranks(boxes, env) == []
+    assert own.read_bytes() == before
+    assert not (tmp_path / "traces" / "trace_2").exists()
+    entries = [
+        pickle.loads((tmp_path / "traces" / f"trace_{rank}").read_bytes())["entries"] for rank in (0, 1)
+    ]
+    assert [[entry["profiling_name"] for entry in found] for found in entries] == [
+        ["gloo:all_reduce", "gloo:barrier"]
+    ] * 2
 
 
 def test_dumps_under_names_of_our_own_never_replace_one_another(folder: Path) -> None:

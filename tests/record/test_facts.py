@@ -175,7 +175,7 @@ def test_the_parts_of_a_coalesced_batch_are_found_from_its_end(tmp_path: Path, e
     )
     op, end = (box.intern(Item.NAME, name) for name in ("send", "coalesced"))
     for sizes in ((1, 2), (3, 4, 5)):
-        first.counters.batch, first.parts = (0, 0), []
+        first.counters.open_batch()
         for size in sizes:
             writer.begin(first, op, (0, size, size), p2p=True, peer=1, tag=size)
         writer.begin(other, op, (0, 9, 9))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import importlib
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -107,8 +108,16 @@ def _repeats(rank: int, world: int) -> None:
         dist.all_gather_into_tensor(torch.empty(2 * world), torch.ones(2))
         dist.reduce_scatter_tensor(torch.empty(2), torch.ones(2 * world), op=dist.ReduceOp.MAX)
         dist.group.WORLD.allreduce([torch.ones(5)], options).wait()
+        dist.reduce(torch.ones(3), dst=1)
+        dist.all_gather([torch.empty(2) for _ in range(world)], torch.ones(2))
+        dist.gather(torch.ones(4), [torch.empty(4) for _ in range(world)] if rank == 1 else None, dst=1)
+        dist.scatter(torch.empty(2), [torch.ones(2) for _ in range(world)] if rank == 2 else None, src=2)
+        dist.reduce_scatter(torch.empty(2), [torch.ones(2) for _ in range(world)])
+        dist.all_to_all_single(torch.empty(world), torch.ones(world), [1] * world, [1] * world)
+        dist.barrier()
         if rank:
             dist.broadcast(torch.ones(6), src=2, group=group)
+            (dist.send if rank == 1 else dist.recv)(torch.ones(7), 3 - rank, group=group, tag=5)
 
 
 def test_a_call_made_again_is_recorded_as_the_first_one_was(folder: Path, engine: str) -> None:
@@ -125,16 +134,22 @@ def test_a_call_made_again_is_recorded_as_the_first_one_was(folder: Path, engine
             "timeout_ms",
             "stack",
             "peer",
+            "tag",
+            "flags",
         ]
         rounds = np.split(trace.calls[columns], 3)
         assert (rounds[0] == rounds[1]).all() and (rounds[0] == rounds[2]).all()
         assert set(trace.calls["state"]) == {State.COMPLETED}
         first = rounds[0]
         assert [REDUCE_OPS[int(row["reduce_op"])] for row in first[:4]] == ["min", "", "", "max"]
-        assert [int(row["root"]) for row in first] == [-1, 2, -1, -1, -1] + [2] * (rank > 0)
+        assert [int(row["root"]) for row in first] == [-1, 2, -1, -1, -1, 1, -1, 1, 2, -1, -1, -1] + [
+            2,
+            -1,
+        ] * (rank > 0)
+        assert not rank or (int(first[-1]["peer"]), int(first[-1]["tag"])) == (3 - rank, 5)
         assert int(first[4]["timeout_ms"]) == 17_000
         assert all("_repeats" in where(trace, row) for row in trace.calls)
-        assert list(trace.calls["seq"][trace.calls["group"] == trace.calls["group"][0]]) == list(range(1, 16))
+        assert list(trace.calls["seq"][trace.calls["group"] == trace.calls["group"][0]]) == list(range(1, 37))
 
 
 def _two_backends(rank: int, world: int) -> None:
@@ -177,6 +192,42 @@ def test_a_thread_of_cpp_has_the_stack_of_the_main_thread(folder: Path, engine: 
         assert ops(trace) == ["all_reduce"] * 3
         assert all("_without_frames" in where(trace, row) for row in trace.calls)
         assert all(int(row["thread"]) != trace.header.pid for row in trace.calls)
+
+
+def _in_library(file: str) -> Any:
+    """A function of a library, which calls torch.distributed."""
+    space: dict[str, Any] = {"dist": dist, "torch": torch}
+    lines = ["def outer(depth):", "    return outer(depth - 1) if depth else dist.all_reduce(torch.ones(1))"]
+    exec(compile("\n".join(lines), file, "exec"), space)
+    return space["outer"]
+
+
+def _hooks_of_autograd(rank: int, world: int) -> None:
+    recorder = allranks.record.current()
+    assert recorder is not None and recorder.path is not None
+    function = _in_library("/opt/env/lib/python3/site-packages/sharded/hooks.py")
+    for done, start in enumerate((_thread.start_new_thread, _python_thread, _thread.start_new_thread), 1):
+        start(function, (200,))
+        deadline = time.monotonic() + 60
+        while read_header(recorder.path).calls_completed < done:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    function(200)
+
+
+def _python_thread(function: Any, args: tuple[int]) -> None:
+    threading.Thread(target=function, args=args).start()
+
+
+def test_a_hook_of_a_library_on_a_thread_of_cpp_has_the_line_of_the_main_thread(
+    folder: Path, engine: str
+) -> None:
+    """As FSDP's hooks in backward on a GPU, however deep; a thread that Python started has its own frames only."""
+    for trace in _run(_hooks_of_autograd, folder).values():
+        frames = [[frame.name for frame in trace.stacks[int(row["stack"])]] for row in trace.calls]
+        assert [names[:3] for names in frames] == [["outer"] * 3] * 4
+        assert ["_hooks_of_autograd" in names for names in frames] == [True, False, True, True]
+        assert len(frames[1]) == 3
 
 
 def _p2p(rank: int, world: int) -> None:

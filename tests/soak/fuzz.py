@@ -53,8 +53,14 @@ from allranks.model.cluster import Member, MemberLost, Quorum
 from allranks.model.stacks import Capture, ProcessCapture, Snapshot
 from allranks.stacks.bundle import encode as encode_bundle
 from allranks.stacks.bundle import read_capture
-from allranks.stacks.other_output import parse_faulthandler, parse_gdb, parse_kernels, parse_pystack
-from allranks.stacks.pyspy_output import parse_json, parse_text
+from allranks.stacks.tool_output import (
+    parse_faulthandler,
+    parse_gdb,
+    parse_json,
+    parse_kernels,
+    parse_pystack,
+    parse_text,
+)
 from allranks.torchft.manager_service import decode_request, decode_result
 
 MEMBER = Member("replica-0", "s", "node", "10.0.0.1:1", "10.0.0.1:2", 7, data='{"a": 1}')

@@ -61,7 +61,8 @@ def test_most_causes_of_the_contract_are_seen_in_real_captures() -> None:
     seen = {cause for truth in VICTIMS.values() for cause in truth.values()}
     for case in HANGS:
         seen |= set(json.loads((CASES / "hangs" / case / "truth.json").read_text())["labels"].values())
-    assert set(CAUSES) - seen == {"cuda_wait", "cuda_kernel", "unknown"}
+    live = {"gil_contention"}  # a victim of its own in test_live_victims.py
+    assert set(CAUSES) - seen == {"cuda_wait", "cuda_kernel", "unknown"} | live
     assert seen <= set(CAUSES)
 
 

@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 from allranks.cli import main
 from allranks.stacks import read_bundle
 from allranks.stacks.facts import parse_facts
-from allranks.stacks.other_output import parse_faulthandler, parse_gdb, parse_kernels, parse_pystack
-from allranks.stacks.pyspy_output import parse_json, parse_text
+from allranks.stacks.tool_output import (
+    parse_faulthandler,
+    parse_gdb,
+    parse_json,
+    parse_kernels,
+    parse_pystack,
+    parse_text,
+)
 
 CASE = Path(__file__).parent / "cases" / "hangs" / "gloo_allreduce_missing_rank"
 
@@ -151,3 +157,9 @@ def test_json_parsers_raise_only_what_the_reader_expects(value: object) -> None:
             parser(json.dumps(value))
         except ValueError:
             pass
+
+
+def test_a_deeply_nested_answer_of_pyspy_is_refused_as_any_other_damage() -> None:
+    """No recursion error leaves the reader."""
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_json("[" * 100_000)

@@ -20,7 +20,7 @@ import allranks
 from allranks.drill.ranks import Ranks, signal
 from allranks.model.stacks import StacksReport
 from allranks.stacks import CollectOptions, Stillness, classify, collect, targets_of
-from allranks.stacks.tools import find_pyspy
+from allranks.stacks.debuggers import find_pyspy
 
 pytestmark = pytest.mark.skipif(find_pyspy() is None, reason="py-spy is not installed")
 

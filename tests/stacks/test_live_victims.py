@@ -27,9 +27,8 @@ from allranks.stacks import (
     targets_of,
     write_bundle,
 )
-from allranks.stacks.debuggers import ask_faulthandler
+from allranks.stacks.debuggers import ask_faulthandler, find_pyspy
 from allranks.stacks.procfs import catches
-from allranks.stacks.tools import find_pyspy
 
 from . import victims as v
 
@@ -84,6 +83,17 @@ def test_the_cause_and_the_line_of_a_stuck_program_are_told(
         assert (state.cause, state.evidence != "") == (cause, True), state
         assert state.where.endswith(where)
         assert victim.process.poll() is None
+
+
+def test_threads_that_fight_for_the_gil_are_told(tmp_path: Path) -> None:
+    """No thread keeps it for long, and the main one gets a seventh of the time: a look may also find it running."""
+    with v.victim(v.GIL_CONTENTION, tmp_path) as victim:
+        for _ in range(20):
+            state = look(victim.pid, FIRST_PASS)
+            if state.cause == "gil_contention":
+                break
+        assert state.cause == "gil_contention", state
+        assert "GIL" in state.evidence
 
 
 MUTEXES = """
@@ -308,7 +318,7 @@ def test_a_refusal_says_what_to_change(tmp_path: Path) -> None:
                 os.setgroups([])
                 os.setgid(65534)
                 os.setuid(65534)
-                from allranks.stacks.tools import explain_pyspy, may_ptrace
+                from allranks.stacks.debuggers import explain_pyspy, may_ptrace
 
                 text = f"{may_ptrace(victim.pid)} " + explain_pyspy("Error: Permission Denied", victim.pid)
                 text += explain_pyspy("Error: Failed to get process executable name", victim.pid)

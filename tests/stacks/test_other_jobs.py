@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from allranks.stacks.debug_config import DebugOptions
+from allranks.stacks.debuggers import find_pyspy
 from allranks.stacks.sidecar import Sidecar
-from allranks.stacks.tools import find_pyspy
 
 pytestmark = pytest.mark.skipif(find_pyspy() is None, reason="py-spy is not installed")
 

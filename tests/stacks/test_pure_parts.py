@@ -11,31 +11,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.errors import ConfigurationError
+from allranks.errors import ConfigurationError, InputError
 from allranks.model.stacks import (
     Capture,
     Mark,
     ProcessCapture,
     RankMarks,
+    RankState,
     RasReply,
     Snapshot,
     StackFrame,
+    ThreadFacts,
     ThreadStack,
 )
 from allranks.stacks import Stillness, classify, ras, read_capture
-from allranks.stacks.boxes import Box
+from allranks.stacks.boxes import LiveBox
 from allranks.stacks.debug_config import DebugOptions, parse_debug, read_debug_options
-from allranks.stacks.find import Selection, choose, split_jobs
-from allranks.stacks.other_output import parse_kernels
+from allranks.stacks.debuggers import explain_pyspy
+from allranks.stacks.find import Selection, choose, coordinates, is_rank_title, number_ranks, split_jobs
 from allranks.stacks.patterns import load_patterns, parse_patterns
-from allranks.stacks.procfs import ProcessEntry
+from allranks.stacks.procfs import ProcessEntry, parse_syscall
 from allranks.stacks.progress import decide_progress
-from allranks.stacks.rank_sets import compress
-from allranks.stacks.syscalls import parse_syscall
-from allranks.stacks.text import render_text
-from allranks.stacks.titles import coordinates, is_rank_title, number_ranks
-from allranks.stacks.tools import explain_pyspy
-from allranks.stacks.tree import find_outliers, grow_tree
+from allranks.stacks.text import compress, find_outliers, grow_tree, render_text
+from allranks.stacks.tool_output import parse_kernels
 from allranks.stacks.triggers import Observation, TriggerState, decide_trigger
 
 CASES = Path(__file__).parent / "cases"
@@ -126,6 +124,8 @@ def test_titles_of_serving_engines_give_parallel_coordinates() -> None:
         "VLLM::APIServer_0",
         "python -m sglang_router.launch_router",
         "ray::IDLE",
+        "ray::TrainController",
+        "ray::PlacementGroupCleaner",
     ):
         assert not is_rank_title(title)
     assert coordinates("python train_TP0.py") == ()
@@ -133,6 +133,65 @@ def test_titles_of_serving_engines_give_parallel_coordinates() -> None:
 
 def _entry(pid: int, ppid: int, title: str = "python train.py", **environ: str) -> ProcessEntry:
     return ProcessEntry(pid, ppid, "S", pid * 10, "python", title, environ, 0, pid, True)
+
+
+def test_actors_of_ray_are_ranks_only_where_they_train() -> None:
+    """With black boxes these tell; without, the titles of workers do."""
+    titles = ("ray::RayTrainWorker", "ray::RayTrainWorker", "ray::RayTrainWorker", "ray::TrainController")
+    entries = [_entry(pid, 1, title) for pid, title in enumerate(titles, 10)]
+    box = LiveBox(Path("a.box"), 0, 2, 10, 100, 1.0, "job")
+    assert [target.pid for target in choose(entries, [], Selection())] == [10, 11, 12]
+    other = replace(box, path=Path("b.box"), rank=1, pid=12, start_ticks=120)
+    assert [target.pid for target in choose(entries, [box, other], Selection())] == [10, 12]
+
+
+def test_the_training_thread_behind_a_serving_main_thread_is_the_rank() -> None:
+    """Ray Train runs the user's loop in a thread of its own, whatever that does."""
+    serving = ThreadStack(
+        5, "MainThread", (StackFrame("main_loop", "/x/site-packages/ray/_private/worker.py", 1069),)
+    )
+    sleeping = ThreadStack(
+        6,
+        "TrainingThread(0)",
+        (StackFrame("load_batch", "/home/user/t.py", 7), StackFrame("train", "/home/user/t.py", 9)),
+    )
+    facts = (
+        ThreadFacts(5, state="S", syscall="epoll_wait"),
+        ThreadFacts(6, state="S", syscall="clock_nanosleep"),
+    )
+    shots = tuple(Snapshot(number, None, (serving, sleeping), facts) for number in (1, 2))
+    capture = Capture((ProcessCapture(1, None, 5, snapshots=shots),))
+    state = classify(capture).ranks[1]
+    assert (state.cause, state.thread) == ("sleep", "TrainingThread(0)")
+    assert state.where.startswith("t.py:7")
+    assert any("load_batch" in line for line in render_text(classify(capture), grow_tree(capture)))
+
+
+def _looked_at(*native: str, kernels: tuple[str, ...] = ()) -> RankState:
+    """A rank whose main thread stands in user code, with these native frames above it."""
+    frames = (
+        *(StackFrame(name, "libx.so", 0, native=True) for name in native),
+        StackFrame("init", "/home/user/t.py", 3),
+    )
+    stack = ThreadStack(5, "MainThread", frames, False, False)
+    facts = (ThreadFacts(5, state="S", syscall="futex", args=(1, 0x80, 0, 0)),)
+    shots = tuple(Snapshot(number, None, (stack,), facts) for number in (1, 2))
+    process = ProcessCapture(0, None, 5, snapshots=shots, native=(stack,), kernels=kernels)
+    return classify(Capture((process,))).ranks[0]
+
+
+def test_waiting_for_the_gil_and_for_an_nccl_communicator_have_their_own_words() -> None:
+    """Neither is a call of unknown native code."""
+    state = _looked_at("futex_wait", "take_gil", "PyGILState_Ensure")
+    assert state.cause == "gil_contention" and "GIL" in state.evidence
+    state = _looked_at("futex_wait", "bootstrapAllGather", "ncclCommInitRankConfig")
+    assert state.cause == "rendezvous_wait" and "NCCL communicator" in state.evidence
+
+
+def test_the_kernels_that_cuda_gdb_saw_are_named() -> None:
+    """In the evidence of the rank, which text and JSON show."""
+    kernel = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
+    assert kernel in _looked_at("cudaStreamSynchronize", kernels=(kernel,)).evidence
 
 
 def test_ranks_of_several_jobs_are_told_apart_and_keep_their_numbers() -> None:
@@ -184,7 +243,7 @@ def test_a_rank_in_a_folder_named_allranks_is_found_and_our_own_tools_are_not() 
 
 def test_a_black_box_belongs_to_the_process_that_started_when_it_says() -> None:
     """A pid used again by another process does not inherit the box; a pid inside a container is matched."""
-    box = Box(Path("a.box"), 5, 8, 7, 70, 1.0, "job")
+    box = LiveBox(Path("a.box"), 5, 8, 7, 70, 1.0, "job")
     inside = replace(_entry(70, 1), inner_pid=7, start_ticks=70)
     reused = replace(_entry(7, 1), start_ticks=71)
     assert [(t.pid, t.rank) for t in choose([inside, reused], [box], Selection())] == [(70, 5)]
@@ -451,3 +510,36 @@ def test_a_replica_that_waits_in_its_manager_is_no_culprit(function: str, file: 
     report = classify(Capture((survivor, sleeper)))
     assert report.ranks[0].cause == cause
     assert report.culprits == (1,)
+
+
+@pytest.mark.parametrize(
+    ("tool", "answer", "words"),
+    [
+        ("docker", "{pid}", ["docker", "inspect", "--format", "{{.State.Pid}}", "train"]),
+        ("podman", "{pid}", ["podman", "inspect", "--format", "{{.State.Pid}}", "train"]),
+        ("enroot", "NAME PID STATE\npyxis_4711_train {pid} S+ 10:00", ["enroot", "list", "--fancy"]),
+    ],
+)
+def test_the_processes_of_a_named_container_are_those_of_its_namespace(
+    tool: str, answer: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The container's own tool names its first process (the tools cannot be installed here: a script answers)."""
+    import os
+
+    from allranks.stacks.containers import container_pids
+    from allranks.stacks.debuggers import ToolRun, run_tool
+
+    script = tmp_path / tool
+    script.write_text("#!/bin/sh\ncat <<'X'\n" + answer.format(pid=os.getpid()) + "\nX\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    asked = []
+
+    def run(line: list[str], limit_s: float) -> ToolRun:
+        asked.append(line)
+        return run_tool(line, limit_s)
+
+    assert os.getpid() in container_pids("train", [os.getpid(), 2**22 - 3], run)
+    assert asked[-1] == words
+    with pytest.raises(InputError, match="no running container named 'other'"):
+        container_pids("other", [], lambda line, limit_s: ToolRun("", "no such object", 0.0))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from allranks.stacks import read_bundle
-from allranks.stacks.tools import find_pyspy
+from allranks.stacks.debuggers import find_pyspy
 from allranks.stacks.triggers import Pulse
 
 from . import victims as v

@@ -50,6 +50,19 @@ ready()
 driver_call()
 """
 
+GIL_CONTENTION = """
+def tokenize():
+    while True:
+        sum(i * i for i in range(1000))
+def crunch():
+    while True:
+        pass
+for _ in range(6):
+    threading.Thread(target=crunch, daemon=True).start()
+ready()
+tokenize()
+"""
+
 NATIVE = """
 def driver_call():
     ctypes.CDLL(None).sleep(1000)

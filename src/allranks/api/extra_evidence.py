@@ -236,7 +236,7 @@ def _plain_texts(paths: Iterable[str], roots: list[str], used: dict[str, str]) -
 
 
 def _read_plain(path: Path) -> tuple[ThreadStack, ...]:
-    from allranks.stacks.other_output import parse_faulthandler
+    from allranks.stacks.tool_output import parse_faulthandler
 
     try:
         with path.open("rb") as file:

@@ -63,7 +63,7 @@ def stacks(
 ) -> StacksResult:
     """What every rank on this node is doing, or was when a `folder` of captures was made."""
     from allranks.stacks import CollectOptions, Selection, classify, collect, find_targets, read_capture
-    from allranks.stacks.titles import RANK_TITLES
+    from allranks.stacks.find import RANK_TITLES
 
     if folder is not None:
         capture = read_capture(folder)

@@ -188,14 +188,13 @@ class StacksResult(PageResult):
 
     def to_dict(self) -> dict[str, Any]:
         """The object of `allranks stacks --json`."""
-        from allranks.stacks.as_json import report_json
-        from allranks.stacks.tree import grow_tree
+        from allranks.stacks.text import grow_tree, report_json
 
         return report_json(self.report, grow_tree(self.capture))
 
     def _page(self) -> str:
         from allranks.stacks.html import render_html
-        from allranks.stacks.tree import grow_tree
+        from allranks.stacks.text import grow_tree
 
         return render_html(self.report, grow_tree(self.capture), made_s=time.time())
 
@@ -207,8 +206,7 @@ class StacksResult(PageResult):
         return pandas.DataFrame(rows)
 
     def __str__(self) -> str:
-        from allranks.stacks.text import render_text
-        from allranks.stacks.tree import grow_tree
+        from allranks.stacks.text import grow_tree, render_text
 
         return "\n".join(render_text(self.report, grow_tree(self.capture)))
 

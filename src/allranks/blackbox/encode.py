@@ -102,18 +102,34 @@ def _header(trace: RankTrace, ring: np.ndarray, heap_bytes: int, names: tuple[in
     source, progress = trace.header, trace.progress
     head = np.zeros(1, HEADER)
     values = {
-        "magic": MAGIC, "version": VERSION, "record_bytes": CALL.itemsize, "capacity": len(ring),
-        "heap_offset": HEADER_BYTES + ring.nbytes, "heap_bytes": heap_bytes, "heap_used": heap_bytes,
-        "next_id": int(ring["begin"].max()), "rank": -1 if source.rank is None else source.rank,
-        "world_size": source.world_size or 0, "local_rank": -1, "attempt": source.attempt, "pid": source.pid,
-        "start_ns": source.start_ns, "step": progress.step, "step_ns": progress.step_ns,
-        "calls_started": progress.calls_started, "calls_completed": progress.calls_completed,
+        "magic": MAGIC,
+        "version": VERSION,
+        "record_bytes": CALL.itemsize,
+        "capacity": len(ring),
+        "heap_offset": HEADER_BYTES + ring.nbytes,
+        "heap_bytes": heap_bytes,
+        "heap_used": heap_bytes,
+        "next_id": int(ring["begin"].max()),
+        "rank": -1 if source.rank is None else source.rank,
+        "world_size": source.world_size or 0,
+        "local_rank": -1,
+        "attempt": source.attempt,
+        "pid": source.pid,
+        "start_ns": source.start_ns,
+        "step": progress.step,
+        "step_ns": progress.step_ns,
+        "calls_started": progress.calls_started,
+        "calls_completed": progress.calls_completed,
         "last_call_ns": max(int(ring["created_ns"].max()), int(ring["completed_ns"].max())),
-        "expect_until_ns": progress.expect_until_ns, "phase": names[0],
-        "inside": names[1], "inside_ns": progress.inside_ns, "setups": progress.setups,
+        "expect_until_ns": progress.expect_until_ns,
+        "phase": names[0],
+        "inside": names[1],
+        "inside_ns": progress.inside_ns,
+        "setups": progress.setups,
         "closed_ns": source.written_ns if progress.closed else 0,
-        "closed": shorten(progress.closed, CLOSED_BYTES - 1), "goodbye": shorten(progress.closed, GOODBYE_BYTES - 1),
-    }  # fmt: skip
+        "closed": shorten(progress.closed, CLOSED_BYTES - 1),
+        "goodbye": shorten(progress.closed, GOODBYE_BYTES - 1),
+    }
     for name, value in values.items():
         head[name] = value
     return head

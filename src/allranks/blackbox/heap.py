@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,26 +156,35 @@ class HeapCache:
 
 
 def _decode(tables: Tables, kind: int, value: Any) -> Any:
-    """An item's JSON as an index into the shared tables (or a Group, or the meta dictionary)."""
-    if kind == Item.NAME:
-        return tables.name(value) if isinstance(value, str) else None
-    if kind == Item.STACK:
-        return tables.stack(tuple(tables.frame(str(n), str(f), int(line)) for n, f, line in value))
-    if kind == Item.THREAD:
-        return int(value[0]), str(value[1])[:MAX_TEXT]
-    if kind == Item.DESTROYED:
-        return int(value[0]), int(value[1])
-    if kind == Item.SHAPES:
-        sizes, words = [_lists(part) for part in value[:2]], [tuple(map(str, part)) for part in value[2:4]]
-        splits = [tuple(map(int, part or ())) for part in (*value[4:6], (), ())[:2]]
-        return tables.shape(Shapes(sizes[0], sizes[1], words[0], words[1], splits[0], splits[1]))
-    if kind == Item.GROUP:
-        name, desc, ranks, backend = value
-        members = tuple(int(rank) for rank in ranks[:MAX_MEMBERS])
-        return tables.group(Group(str(name)[:MAX_TEXT], str(desc)[:MAX_TEXT], members, str(backend)[:64]))
-    if kind == Item.META:
-        return value if isinstance(value, dict) else None
-    return None
+    """An item's JSON as an index into the shared tables (or a Group, or the meta dictionary); None when it is none."""
+    return _DECODERS[kind](tables, value) if kind in _DECODERS else None
+
+
+def _shapes(tables: Tables, value: Any) -> Any:
+    sizes, words = [_lists(part) for part in value[:2]], [tuple(map(str, part)) for part in value[2:4]]
+    splits = [tuple(map(int, part or ())) for part in (*value[4:6], (), ())[:2]]
+    return tables.shape(Shapes(sizes[0], sizes[1], words[0], words[1], splits[0], splits[1]))
+
+
+def _group(tables: Tables, value: Any) -> Any:
+    name, desc, ranks, backend = value
+    members = tuple(int(rank) for rank in ranks[:MAX_MEMBERS])
+    return tables.group(Group(str(name)[:MAX_TEXT], str(desc)[:MAX_TEXT], members, str(backend)[:64]))
+
+
+def _stack(tables: Tables, value: Any) -> Any:
+    return tables.stack(tuple(tables.frame(str(n), str(f), int(line)) for n, f, line in value))
+
+
+_DECODERS: dict[int, Callable[[Tables, Any], Any]] = {
+    Item.NAME: lambda tables, value: tables.name(value) if isinstance(value, str) else None,
+    Item.STACK: _stack,
+    Item.THREAD: lambda tables, value: (int(value[0]), str(value[1])[:MAX_TEXT]),
+    Item.DESTROYED: lambda tables, value: (int(value[0]), int(value[1])),
+    Item.SHAPES: _shapes,
+    Item.GROUP: _group,
+    Item.META: lambda tables, value: value if isinstance(value, dict) else None,
+}
 
 
 def _lists(value: Any) -> tuple[tuple[int, ...], ...]:

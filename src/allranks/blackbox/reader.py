@@ -42,9 +42,21 @@ def read_trace(box: str | os.PathLike[str] | bytes) -> RankTrace:
             raw, path = read_box(OpenFile(file.fileno(), Arena()), cache), os.fspath(box)
     frozen = cache.tables.freeze()
     return RankTrace(
-        raw.header, raw.calls, raw.groups, frozen.names, frozen.shapes, frozen.stacks, raw.progress, path, raw.kind,
-        raw.notes, raw.torn, raw.last_completed, raw.threads, raw.destroyed,
-    )  # fmt: skip
+        raw.header,
+        raw.calls,
+        raw.groups,
+        frozen.names,
+        frozen.shapes,
+        frozen.stacks,
+        raw.progress,
+        path,
+        raw.kind,
+        raw.notes,
+        raw.torn,
+        raw.last_completed,
+        raw.threads,
+        raw.destroyed,
+    )
 
 
 def read_rows(path: str | os.PathLike[str], header: Header) -> np.ndarray:

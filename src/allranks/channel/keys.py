@@ -7,7 +7,12 @@ Each use of a connection has a key of its own, named by its purpose: "quorum 1.7
 from __future__ import annotations
 
 import hmac
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from allranks.errors import ConfigurationError
 
 _SALT = b"allranks job token"
 
@@ -48,3 +53,36 @@ def is_proof(given: str | bytes, credential: Credential, side: bytes, *said: byt
     if isinstance(given, bytes):
         return hmac.compare_digest(given, right)
     return hmac.compare_digest(given.encode(errors="replace"), right.hex().encode())
+
+
+def find_token(environment: Mapping[str, str] = os.environ) -> str:
+    """$ALLRANKS_TOKEN, or what the file $ALLRANKS_TOKEN_FILE holds; "" when there is neither."""
+    if token := environment.get("ALLRANKS_TOKEN"):
+        return token
+    path = environment.get("ALLRANKS_TOKEN_FILE")
+    return read_token(Path(path)) if path else ""
+
+
+def read_token(path: Path) -> str:
+    """What the file holds; an error when that is nothing."""
+    try:
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"cannot read the job token: {error}") from error
+    if not token:
+        raise ConfigurationError(f"the token file {path} is empty")
+    return token
+
+
+def write_token(path: Path, token: str) -> None:
+    """A new file, readable by this user only; never through a link or into a file that somebody else laid there.
+
+    Agents that share a folder may write it at the same moment: each makes a file of its own, and the last one stays.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    mine = path.with_name(f".{path.name}-{os.getpid()}")
+    mine.unlink(missing_ok=True)
+    handle = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(handle, "w") as out:
+        out.write(token + "\n")
+    mine.replace(path)

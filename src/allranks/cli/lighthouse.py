@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allranks.channel.token import read_token
+from allranks.channel.keys import read_token
 from allranks.cli.flags import add_flags, read_flags
 from allranks.errors import InputError
 from allranks.lighthouse.options import Options, ServerOptions

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from allranks.channel.addresses import split_address
-from allranks.channel.token import read_token, write_token
+from allranks.channel.keys import read_token, write_token
 from allranks.cli.flags import read_flags
 from allranks.cli.lighthouse import LighthouseFlags, default_token_file
 from allranks.errors import ConfigurationError, InputError

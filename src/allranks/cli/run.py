@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from allranks.channel.token import write_token
+from allranks.channel.keys import write_token
 from allranks.cli.flags import add_flags, read_flags, takes_value
 from allranks.cli.job_file import FLAGS as FLAGS_OF_FILE
 from allranks.cli.job_file import RunFlags, Settings, heartbeats, read_settings, with_job_file

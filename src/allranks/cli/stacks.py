@@ -21,9 +21,8 @@ from allranks.model.options import check_options, option
 from allranks.model.stacks import Capture, StacksReport
 from allranks.stacks import CollectOptions, Selection, classify, collect, read_capture, write_bundle
 from allranks.stacks.debug_config import DebugOptions, read_debug_options
-from allranks.stacks.find import find_jobs
+from allranks.stacks.find import RANK_TITLES, find_jobs
 from allranks.stacks.progress import Stillness
-from allranks.stacks.titles import RANK_TITLES
 
 DEFAULTS = DebugOptions(interval_s=1.0)
 WHICH = "which processes (default: every rank on this node)"
@@ -215,9 +214,7 @@ def _signal_number(name: str) -> int:
 
 
 def _show(options: StacksFlags, captures: dict[str, Capture], reports: dict[str, StacksReport]) -> None:
-    from allranks.stacks.as_json import report_json
-    from allranks.stacks.text import render_text
-    from allranks.stacks.tree import grow_tree
+    from allranks.stacks.text import grow_tree, render_text, report_json
 
     trees = {job: grow_tree(capture, options.all_threads) for job, capture in captures.items()}
     for job, report in reports.items() if options.html else ():

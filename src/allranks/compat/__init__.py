@@ -1,4 +1,4 @@
-"""A door for scripts written for elastic_harness: its documented names, backed by ours.
+"""The names of elastic_harness, backed by ours, for scripts that were written for it.
 
     from allranks.compat.scaling import ElasticScalingManager     # change the imports, or
 
@@ -6,8 +6,8 @@
     allranks.compat.install()                                     # leave them: `import elastic_harness…` works
     from elastic_harness.checkpoint import CheckpointManager
 
-Each submodule re-exports; nothing is implemented here but a few shapes that only old tests and files need.
-The table of names is docs/compat.md.
+Its modules have no files here: NAMES says what each of them holds, and a finder makes them when they are imported.
+The same table for readers is docs/compat.md.
 """
 
 from __future__ import annotations
@@ -15,41 +15,105 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from allranks.errors import InputError
 
-#: elastic_harness module -> ours. The deeper names are where its classes were defined.
-MODULES = {
-    "elastic_harness.agent": "allranks.compat.agent",
-    "elastic_harness.agent.elastic_agent": "allranks.compat.agent",
-    "elastic_harness.checkpoint": "allranks.compat.checkpoint",
-    "elastic_harness.checkpoint.checkpointing": "allranks.compat.checkpoint",
-    "elastic_harness.checkpoint.memory_snapshot": "allranks.compat.checkpoint",
-    "elastic_harness.checkpoint.storage_backends": "allranks.compat.checkpoint",
-    "elastic_harness.config_validator": "allranks.compat.config_validator",
-    "elastic_harness.data": "allranks.compat.data",
-    "elastic_harness.data.index_builder": "allranks.compat.data",
-    "elastic_harness.data.resumable_dataset": "allranks.compat.data",
-    "elastic_harness.errors": "allranks.compat.errors",
-    "elastic_harness.metrics": "allranks.compat.metrics",
-    "elastic_harness.scaling": "allranks.compat.scaling",
-    "elastic_harness.scaling.lr_scaling": "allranks.compat.scaling",
+HARNESS = "elastic_harness"
+#: module of elastic_harness -> ours that define its names -> the names; "A=B" is our B under the name A.
+NAMES: dict[str, dict[str, str]] = {
+    "agent": {
+        "elastic.world": "ElasticTrainingConfig WorldInfo barrier broadcast_object cleanup_distributed get_rank get_world_info get_world_size "
+        "is_main_process setup_distributed_environment",
+    },
+    "checkpoint": {
+        "checkpoint.config": "AsyncSavePolicy CheckpointConfig CheckpointLoadConfig CheckpointTier",
+        "checkpoint.manager": "CheckpointManager",
+        "checkpoint.state": "CheckpointState create_checkpoint_state load_checkpoint_to_model",
+        "checkpoint.stores.backends": "NVMeBackend S3Backend",
+        "checkpoint.stores.memory": "MemorySnapshotBackend",
+        "compat.shapes": "S3Config SharedMemorySnapshotBackend",
+        "errors": "CheckpointError CheckpointLoadError CheckpointSaveError CheckpointValidationError MemoryLimitExceeded",
+    },
+    "config_validator": {
+        "elastic.config": "ValidationResult validate_config validate_elastic_config validate_s3_access",
+    },
+    "data": {
+        "elastic.data": "DatasetState ResumableDataset",
+        "elastic.index": "TokenIndexFile",
+        "compat.shapes": "IndexBuilder=HarnessIndexBuilder IndexEntry IndexHeader=HarnessIndexHeader",
+    },
+    "errors": {
+        "errors": "ElasticTrainingError=AllranksError CheckpointError CheckpointLoadError CheckpointSaveError "
+        "CheckpointValidationError ConfigurationError DataLoadingError DistributedSetupError MemoryLimitExceeded "
+        "TopologyChangeError",
+    },
+    "metrics": {
+        "elastic.metrics": "CheckpointMetrics GradientMetrics LRMetrics RecoveryEvent RecoveryMetrics TrainingMetrics",
+    },
+    "scaling": {
+        "elastic.scaling": "ElasticScalingManager GradAccumulationConfig GradientAccumulationManager LRScalingManager "
+        "RoundingMode ScalingConfig ScalingRule WarmupScheduler create_lr_scheduler_with_warmup",
+    },
 }
+#: Modules in which its classes were defined, under the module above that holds them.
+DEEP = {
+    "agent": ("elastic_agent",),
+    "checkpoint": ("checkpointing", "memory_snapshot", "storage_backends"),
+    "data": ("index_builder", "resumable_dataset"),
+    "scaling": ("lr_scaling",),
+}
+#: elastic_harness module -> ours.
+MODULES = {f"{HARNESS}.{name}": f"{__name__}.{name}" for name in NAMES} | {
+    f"{HARNESS}.{name}.{deep}": f"{__name__}.{name}" for name, deeper in DEEP.items() for deep in deeper
+}
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds `allranks.compat.X` and `allranks.compat.X.Y`, which are no files."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """A module of the tables above; None for any other."""
+        inside, _, rest = fullname.partition(f"{__name__}.")
+        name, _, deep = rest.partition(".")
+        if inside or name not in NAMES or (deep and deep not in DEEP.get(name, ())):
+            return None
+        return ModuleSpec(fullname, self, is_package=not deep)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fills a module with our classes."""
+        name = module.__name__.removeprefix(f"{__name__}.").partition(".")[0]
+        module.__doc__ = f"{HARNESS}.{name}"
+        vars(module)["__all__"] = names = []
+        for home, wanted in NAMES[name].items():
+            source = importlib.import_module(f"allranks.{home}")
+            for word in wanted.split():
+                theirs, _, ours = word.partition("=")
+                setattr(module, theirs, getattr(source, ours or theirs))
+                names.append(theirs)
+
+
+if not any(type(finder).__qualname__ == _Finder.__qualname__ for finder in sys.meta_path):
+    sys.meta_path.append(_Finder())
 
 
 def install() -> None:
     """Makes `elastic_harness` importable in this process, as ours. Refuses when the real one is installed."""
-    if getattr(sys.modules.get("elastic_harness"), "__allranks__", False):
+    if getattr(sys.modules.get(HARNESS), "__allranks__", False):
         return
-    if "elastic_harness" in sys.modules or importlib.util.find_spec("elastic_harness") is not None:
+    if HARNESS in sys.modules or importlib.util.find_spec(HARNESS) is not None:
         raise InputError(
             "elastic_harness itself is installed: remove it, or import from allranks.compat instead"
         )
-    top = ModuleType("elastic_harness", "allranks under the names of elastic_harness")
+    top = ModuleType(HARNESS, "allranks under the names of elastic_harness")
     top.__path__ = []  # a package: `import elastic_harness.scaling` looks here, and finds sys.modules
-    top.__dict__["__allranks__"] = True
-    sys.modules["elastic_harness"] = top
+    vars(top)["__allranks__"] = True
+    sys.modules[HARNESS] = top
     for old, new in MODULES.items():
         module = importlib.import_module(new)
         sys.modules[old] = module

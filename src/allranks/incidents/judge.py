@@ -24,7 +24,7 @@ from allranks.model.stacks import RankState, StacksReport
 from allranks.model.trace import Frame
 from allranks.stacks import Stillness, classify, read_capture
 from allranks.stacks.progress import WAITS
-from allranks.stacks.user_code import is_user_file
+from allranks.stacks.views import is_user_file
 
 log = logging.getLogger("allranks.agent")
 

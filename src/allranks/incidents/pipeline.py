@@ -27,7 +27,7 @@ from allranks.model.incident import Kind, Moment
 from allranks.model.stacks import StacksReport
 from allranks.report import as_json, text
 from allranks.stacks import CollectOptions, Selection, collect, find_targets, write_bundle
-from allranks.stacks.as_json import report_json
+from allranks.stacks.text import report_json
 from allranks.watch.samples import RankSample, read_samples
 from allranks.watch.silence import NoticeOptions
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from allranks.channel.token import find_token
+from allranks.channel.keys import find_token
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from allranks import record
-from allranks.channel.keys import Keyring
-from allranks.channel.token import find_token
+from allranks.channel.keys import Keyring, find_token
 from allranks.errors import LighthouseError
 from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup

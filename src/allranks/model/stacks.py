@@ -13,7 +13,8 @@ from typing import Literal
 CAUSES = (
     *("collective_wait", "p2p_wait", "rendezvous_wait", "store_wait", "dataloader_wait"),
     *("checkpoint_io", "file_lock_wait", "network_io", "lock_deadlock", "queue_wait"),
-    *("gil_held_native", "native_call", "cuda_wait", "cuda_kernel", "busy_python", "sleep"),
+    *("gil_held_native", "gil_contention", "native_call", "cuda_wait", "cuda_kernel", "busy_python"),
+    "sleep",
     *("subprocess_wait", "child_process_wait", "event_loop_idle", "request_wait"),
     *("pipe_write_blocked", "stdin_wait", "shutdown_join", "stopped", "d_state", "slow"),
     *("healthy", "unknown"),

@@ -12,6 +12,7 @@ is `allranks.record.record()`, and `python -m allranks.record train.py` records 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -96,6 +97,10 @@ def announce(phase: str, up_to_s: float) -> None:
 class _CallableModule(ModuleType):
     """Makes `allranks.record(...)` work although `allranks.record` is this package."""
 
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        """By its name: a script that imported it can be sent to another process."""
+        return importlib.import_module, (self.__name__,)
+
     def __call__(self, **options: Any) -> Recorder:
         return record(**options)
 
@@ -105,8 +110,6 @@ sys.modules[__name__].__class__ = _CallableModule
 
 def __getattr__(name: str) -> Any:
     """Heavier names are imported when they are first asked for."""
-    import importlib
-
     homes = {"Recorder": "recorder", "RecorderOptions": "options", "FlightRecorderHook": "comm_hook"}
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,6 +7,7 @@
  *        that a reader in another process never takes a half-written row for whole, on any CPU.
  * Stacks capture(frame) looks a stack up by its code objects and instructions.
  * Counters numbers the calls of one process group.
+ * Markers puts CUDA events behind calls that leave no Work, and asks which of them the device has passed.
  * Collective, Wait  stand in for methods of ProcessGroup and Work in their most frequent form, and hand every other
  *        form to the wrapper written in Python. They hold the GIL throughout, except inside torch.
  * Forward  is a method of a proxy, which C++ calls.
@@ -36,8 +37,8 @@
 #include <unistd.h>
 
 enum { HEADER_BYTES = 4096, ROW_BYTES = 136 };
-enum { SCHEDULED = 0, STARTED = 1, COMPLETED = 2 };
-enum { RETIRED = 8 };
+enum { SCHEDULED = 0, STARTED = 1, COMPLETED = 2, FAILED = 3 };
+enum { P2P = 1, PART = 2, RETIRED = 8 }; /* as Flag of model/trace.py */
 
 typedef struct {
     uint64_t begin;
@@ -56,6 +57,13 @@ _Static_assert(sizeof(Row) == ROW_BYTES, "the row of model/trace.py");
 static int64_t now_ns(void) {
     struct timespec t;
     clock_gettime(CLOCK_REALTIME, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* For distances: the other clock is only a label, and jumps when somebody sets it. */
+static int64_t ticking_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
@@ -438,8 +446,8 @@ static uint64_t place_in(Frame frame) {
 
 /* ---- Stacks -------------------------------------------------------------------------------------------------- */
 
-enum { MAX_WALK = 96, LIBRARY_FRAMES = 3, MAX_CODES = 8192 }; /* as in stack.py */
-enum { PLUMBING, LIBRARY, USER };
+enum { MAX_WALK = 256, LIBRARY_FRAMES = 3, MAX_CODES = 8192 }; /* as in stack.py */
+enum { PLUMBING, LIBRARY, USER, THREAD_START };
 
 /* One hash table serves both: code objects with their kind, and stacks with their id. It starts small, so that the
  * few stacks of a training loop share a few cache lines, and is never more than half full. */
@@ -480,7 +488,7 @@ static int table_put(Table *table, uint64_t key, long value) {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *plumbing_starts, *plumbing_ends, *library_starts; /* tuples of str: how a file name begins or ends */
+    PyObject *plumbing_starts, *plumbing_ends, *library_starts, *library_parts; /* tuples of str in file names */
     PyThreadState *main; /* whose stack is taken for a call that C++ makes on a thread of its own; may be NULL */
     int depth;
     Table kinds;  /* address of a code object, which is kept alive -> its kind */
@@ -494,13 +502,13 @@ static PyThreadState *thread_called(unsigned long ident) {
     return thread;
 }
 
-/* Stacks(depth, main_thread_ident, plumbing_starts, plumbing_ends, library_starts) */
+/* Stacks(depth, main_thread_ident, plumbing_starts, plumbing_ends, library_starts, library_parts) */
 static int Stacks_init(Stacks *self, PyObject *args, PyObject *kwargs) {
-    PyObject *starts, *ends, *library;
+    PyObject *starts, *ends, *library, *parts;
     unsigned long ident;
     int depth;
-    if (!PyArg_ParseTuple(args, "ikO!O!O!", &depth, &ident, &PyTuple_Type, &starts, &PyTuple_Type, &ends, &PyTuple_Type,
-                          &library))
+    if (!PyArg_ParseTuple(args, "ikO!O!O!O!", &depth, &ident, &PyTuple_Type, &starts, &PyTuple_Type, &ends,
+                          &PyTuple_Type, &library, &PyTuple_Type, &parts))
         return -1;
     if (self->kinds.slots) {
         PyErr_SetString(PyExc_ValueError, "already open");
@@ -509,6 +517,7 @@ static int Stacks_init(Stacks *self, PyObject *args, PyObject *kwargs) {
     self->plumbing_starts = Py_NewRef(starts);
     self->plumbing_ends = Py_NewRef(ends);
     self->library_starts = Py_NewRef(library);
+    self->library_parts = Py_NewRef(parts);
     self->main = thread_called(ident);
     self->depth = depth;
     if (table_put(&self->kinds, 1, PLUMBING) < 0 || table_put(&self->stacks, 1, 0) < 0) { /* makes room */
@@ -527,6 +536,7 @@ static void Stacks_dealloc(Stacks *self) {
     Py_XDECREF(self->plumbing_starts);
     Py_XDECREF(self->plumbing_ends);
     Py_XDECREF(self->library_starts);
+    Py_XDECREF(self->library_parts);
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free((PyObject *)self);
     Py_DECREF(type);
@@ -539,6 +549,14 @@ static int touches(PyObject *name, PyObject *parts, int direction) {
     return 0;
 }
 
+static int contains(PyObject *name, PyObject *parts) {
+    Py_ssize_t end = PyUnicode_GET_LENGTH(name);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(parts); i++)
+        if (PyUnicode_Find(name, PyTuple_GET_ITEM(parts, i), 0, end, +1) >= 0)
+            return 1;
+    return 0;
+}
+
 /* The kind of a code object, worked out once. Runs no Python code, so that no other thread moves meanwhile.
  * A full table leaves out what is new. */
 static long kind_of(Stacks *self, PyCodeObject *code) {
@@ -546,9 +564,11 @@ static long kind_of(Stacks *self, PyCodeObject *code) {
     if (slot->key)
         return slot->value;
     PyObject *name = code->co_filename;
-    long kind = touches(name, self->plumbing_starts, -1) || touches(name, self->plumbing_ends, +1) ? PLUMBING
-                : touches(name, self->library_starts, -1)                                          ? LIBRARY
-                                                                                                   : USER;
+    long kind = USER;
+    if (touches(name, self->plumbing_starts, -1) || touches(name, self->plumbing_ends, +1))
+        kind = PLUMBING;
+    else if (touches(name, self->library_starts, -1) || contains(name, self->library_parts))
+        kind = PyUnicode_CompareWithASCIIString(code->co_name, "_bootstrap") ? LIBRARY : THREAD_START;
     PyErr_Clear();
     if (self->kinds.used > MAX_CODES || table_put(&self->kinds, (uint64_t)(uintptr_t)code, kind) < 0)
         return PLUMBING;
@@ -561,23 +581,37 @@ static uint64_t mixed(uint64_t hash, uint64_t word) {
     return hash ^ hash >> 29;
 }
 
-/* A hash of the frames that are kept of the stack that starts here, by code object and instruction; 0 when none is.
- * 64 bits are taken for the stack itself: two of 20,000 stacks share one with a probability of 1e-11. */
-static uint64_t key_of(Stacks *self, Frame frame) {
-    int left = self->depth, library = LIBRARY_FRAMES, walked = MAX_WALK;
-    uint64_t hash = 0;
-    while (frame && left && walked--) {
+typedef struct {
+    uint64_t hash;
+    int left, library, users; /* frames that may still be kept, library frames among them; user frames seen */
+    int from_python;          /* the thread was started by Python's threading: what it does is its own affair */
+} Walk;
+
+static void walk(Stacks *self, Frame frame, Walk *seen) {
+    for (int walked = MAX_WALK; frame && seen->left && walked; walked--) {
         PyCodeObject *code = code_of(frame);
         long kind = kind_of(self, code);
-        if (kind == USER || (kind == LIBRARY && library)) {
-            library -= kind == LIBRARY;
-            left--;
-            hash = mixed(mixed(hash, (uint64_t)(uintptr_t)code), place_in(frame));
+        if (kind == USER || (kind == LIBRARY && seen->library)) {
+            seen->library -= kind == LIBRARY;
+            seen->users += kind == USER;
+            seen->left--;
+            seen->hash = mixed(mixed(seen->hash, (uint64_t)(uintptr_t)code), place_in(frame));
         }
+        seen->from_python |= kind == THREAD_START;
         frame = outer(frame);
     }
     drop(frame);
-    return left == self->depth ? 0 : hash > 1 ? hash : 2;
+}
+
+/* A hash of the frames that are kept of the stack that starts here, by code object and instruction; 0 when none is.
+ * On a thread that C++ made (autograd's) the user's line is in the main thread, which waits in backward(): its frames
+ * follow. 64 bits are taken for the stack itself: two of 20,000 stacks share one with a probability of 1e-11. */
+static uint64_t key_of(Stacks *self, Frame frame) {
+    Walk seen = {.left = self->depth, .library = LIBRARY_FRAMES};
+    walk(self, frame, &seen);
+    if (!seen.users && !seen.from_python && self->main && PyThreadState_Get() != self->main)
+        walk(self, innermost(self->main), &seen);
+    return seen.left == self->depth ? 0 : seen.hash > 1 ? seen.hash : 2;
 }
 
 static long id_of(Stacks *self, uint64_t key) {
@@ -586,13 +620,7 @@ static long id_of(Stacks *self, uint64_t key) {
 }
 
 /* The id of the stack of this call; 0 when there is none, -1 when it is new. */
-static long find_stack(Stacks *self) {
-    PyThreadState *here = PyThreadState_Get();
-    uint64_t key = key_of(self, innermost(here));
-    if (!key && self->main && here != self->main)
-        key = key_of(self, innermost(self->main));
-    return id_of(self, key);
-}
+static long find_stack(Stacks *self) { return id_of(self, key_of(self, innermost(PyThreadState_Get()))); }
 
 /* capture(frame) -> id; 0 without frames of interest, -1 when this stack is new. */
 static PyObject *Stacks_capture(Stacks *self, PyObject *frame) {
@@ -636,7 +664,8 @@ typedef struct {
     PyObject_HEAD
     long long number, seq, p2p_seq, op_id, timeout_ms;
     char blocking;
-    PyObject *batch; /* numbers of the open coalesced group, or None */
+    long long batch_seq, batch_p2p; /* numbers of the open batch; 0: not drawn yet */
+    PyObject *parts; /* list: numbers of the calls in the open batch; NULL: none is open */
     PyObject *ranks; /* tuple: global ranks in group order */
     PyObject *cpu_side; /* Counters that stand for calls on CPU tensors when these have a backend of their own, or None */
 } Counters;
@@ -648,14 +677,14 @@ static int Counters_init(Counters *self, PyObject *args, PyObject *kwargs) {
         return -1;
     self->blocking = (char)blocking;
     self->seq = self->p2p_seq = self->op_id = 0;
-    Py_XSETREF(self->batch, Py_NewRef(Py_None));
+    Py_CLEAR(self->parts);
     Py_XSETREF(self->ranks, Py_NewRef(ranks));
     Py_XSETREF(self->cpu_side, Py_NewRef(Py_None));
     return 0;
 }
 
 static void Counters_dealloc(Counters *self) {
-    Py_XDECREF(self->batch);
+    Py_XDECREF(self->parts);
     Py_XDECREF(self->ranks);
     Py_XDECREF(self->cpu_side);
     PyTypeObject *type = Py_TYPE(self);
@@ -663,23 +692,81 @@ static void Counters_dealloc(Counters *self) {
     Py_DECREF(type);
 }
 
-static PyObject *Counters_next_seq(Counters *self, PyObject *unused) { return PyLong_FromLongLong(++self->seq); }
-static PyObject *Counters_next_p2p(Counters *self, PyObject *unused) { return PyLong_FromLongLong(++self->p2p_seq); }
-static PyObject *Counters_next_op(Counters *self, PyObject *unused) { return PyLong_FromLongLong(++self->op_id); }
+/* Draws the numbers of the next call. Calls of one batch share one p2p and one collective number. */
+static void draw_numbers(Counters *self, int p2p, Call *call) {
+    call->op_id = ++self->op_id;
+    call->flags = p2p ? P2P : 0;
+    if (!self->parts) {
+        call->seq = p2p ? self->seq : ++self->seq;
+        call->p2p_seq = p2p ? ++self->p2p_seq : 0;
+        return;
+    }
+    if (p2p && !self->batch_p2p)
+        self->batch_p2p = ++self->p2p_seq;
+    else if (!p2p && !self->batch_seq)
+        self->batch_seq = ++self->seq;
+    call->seq = self->batch_seq ? self->batch_seq : self->seq;
+    call->p2p_seq = p2p ? self->batch_p2p : 0;
+    call->flags |= PART;
+}
+
+static int add_part(Counters *self, uint64_t begin) {
+    PyObject *number = self->parts ? PyLong_FromUnsignedLongLong(begin) : NULL;
+    int failed = !number || PyList_Append(self->parts, number) < 0;
+    Py_XDECREF(number);
+    return failed ? -1 : 0;
+}
+
+static PyObject *Counters_draw(Counters *self, PyObject *p2p) {
+    Call call;
+    draw_numbers(self, p2p == Py_True, &call);
+    return Py_BuildValue("LLLL", call.seq, call.p2p_seq, call.op_id, call.flags);
+}
+
+static PyObject *Counters_add_part(Counters *self, PyObject *number) {
+    if (self->parts && PyList_Append(self->parts, number) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *Counters_open_batch(Counters *self, PyObject *unused) {
+    PyObject *parts = PyList_New(0);
+    if (!parts)
+        return NULL;
+    self->batch_seq = self->batch_p2p = 0;
+    Py_XSETREF(self->parts, parts);
+    Py_RETURN_NONE;
+}
+
+static PyObject *Counters_close_batch(Counters *self, PyObject *unused) {
+    PyObject *parts = self->parts ? PyList_AsTuple(self->parts) : Py_NewRef(no_parts);
+    if (!parts)
+        return NULL;
+    Py_CLEAR(self->parts);
+    long long seq = self->batch_seq ? self->batch_seq : self->seq, p2p_seq = self->batch_p2p;
+    self->batch_seq = self->batch_p2p = 0;
+    return Py_BuildValue("LLLN", seq, p2p_seq, ++self->op_id, parts);
+}
 
 static PyMethodDef Counters_methods[] = {
-    {"next_seq", (PyCFunction)Counters_next_seq, METH_NOARGS, "The number of the next collective."},
-    {"next_p2p", (PyCFunction)Counters_next_p2p, METH_NOARGS, "The number of the next send or recv."},
-    {"next_op", (PyCFunction)Counters_next_op, METH_NOARGS, "The number of the next operation."},
+    {"draw", (PyCFunction)Counters_draw, METH_O, "(seq, p2p_seq, op_id, flags) of the next call."},
+    {"add_part", (PyCFunction)Counters_add_part, METH_O, "A call belongs to the open batch."},
+    {"open_batch", (PyCFunction)Counters_open_batch, METH_NOARGS, "The calls from now on are parts of one batch."},
+    {"close_batch", (PyCFunction)Counters_close_batch, METH_NOARGS, "(seq, p2p_seq, op_id, parts) of the batch."},
     {NULL, NULL, 0, NULL},
+};
+
+static PyObject *Counters_in_batch(Counters *self, void *unused) { return PyBool_FromLong(self->parts != NULL); }
+
+static PyGetSetDef Counters_getset[] = {
+    {"in_batch", (getter)Counters_in_batch, NULL, "Whether a batch is open.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMemberDef Counters_members[] = {
     {"number", T_LONGLONG, offsetof(Counters, number), READONLY, "Id of the group in the black box."},
-    {"last_seq", T_LONGLONG, offsetof(Counters, seq), READONLY, "Collectives so far."},
     {"timeout_ms", T_LONGLONG, offsetof(Counters, timeout_ms), 0, "Timeout of the group; 0 unknown."},
     {"blocking", T_BOOL, offsetof(Counters, blocking), READONLY, "wait() returns when the call is over."},
-    {"batch", T_OBJECT, offsetof(Counters, batch), 0, "Numbers of the open coalesced group, or None."},
     {"cpu_side", T_OBJECT, offsetof(Counters, cpu_side), 0, "Stand for calls on CPU tensors, or None."},
     {NULL, 0, 0, 0, NULL},
 };
@@ -687,18 +774,242 @@ static PyMemberDef Counters_members[] = {
 static PyType_Slot Counters_slots[] = {
     {Py_tp_init, Counters_init},       {Py_tp_dealloc, Counters_dealloc},
     {Py_tp_methods, Counters_methods}, {Py_tp_members, Counters_members},
-    {Py_tp_doc, "Numbers of one process group's calls."}, {0, NULL},
+    {Py_tp_getset, Counters_getset},   {Py_tp_doc, "Numbers of one process group's calls."},
+    {0, NULL},
 };
 
 static PyType_Spec Counters_spec = {
     "allranks.record._fast.Counters", sizeof(Counters), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, Counters_slots};
 
+static PyTypeObject *ring_type, *stacks_type, *counters_type, *markers_type;
+static PyObject *str_shape, *str_dtype, *str_is_cpu, *str_original, *str_opts;
+
+/* ---- Markers ------------------------------------------------------------------------------------------------- */
+
+/* A call of NCCL that gives out no Work, or whose Work was waited for, is over when the device has passed an event
+ * behind it. Events are recorded and asked through CUDA's driver, whose functions keep no "last error" that torch
+ * could find. The GIL is released around them: they wait while a thread that loads a kernel holds the context. */
+enum { MAX_DEVICES = 64, MAX_MARKS = 1 << 15, NO_TIMING = 2, NOT_READY = 600, ASKED_AT_ONCE = 128 };
+
+static struct {
+    void **events;
+    int count, room;
+} spare[MAX_DEVICES]; /* events that mark nothing; kept for the life of the process, since they are dear */
+
+typedef struct {
+    void *event;
+    uint64_t begin;
+    PyObject *parts; /* numbers of the calls that end with it; NULL: none */
+    int device;
+} Mark;
+
+typedef struct {
+    PyObject_HEAD
+    Ring *ring;
+    PyObject *in_use, *device, *stream; /* torch: is CUDA initialised, the current device, its current stream */
+    int (*create)(void **, unsigned), (*record)(void *, void *), (*query)(void *), (*capturing)(void *, int *);
+    Mark *marks;
+    int count, room, asking, marking;
+    char ready, paused;
+} Markers;
+
+/* Markers(ring, in_use, device, stream, addresses of cuEventCreate, cuEventRecord, cuEventQuery, cuStreamIsCapturing) */
+static int Markers_init(Markers *self, PyObject *args, PyObject *kwargs) {
+    unsigned long long create, record, query, capturing;
+    PyObject *ring, *in_use, *device, *stream;
+    if (self->ring || !PyArg_ParseTuple(args, "O!OOOKKKK", ring_type, &ring, &in_use, &device, &stream, &create,
+                                        &record, &query, &capturing))
+        return -1;
+    self->ring = (Ring *)Py_NewRef(ring);
+    self->in_use = Py_NewRef(in_use);
+    self->device = Py_NewRef(device);
+    self->stream = Py_NewRef(stream);
+    self->create = (int (*)(void **, unsigned))(uintptr_t)create;
+    self->record = (int (*)(void *, void *))(uintptr_t)record;
+    self->query = (int (*)(void *))(uintptr_t)query;
+    self->capturing = (int (*)(void *, int *))(uintptr_t)capturing;
+    return 0;
+}
+
+static void spare_event(int device, void *event) {
+    if (spare[device].count == spare[device].room) {
+        int room = spare[device].room ? 2 * spare[device].room : 64;
+        void **events = PyMem_Realloc(spare[device].events, (size_t)room * sizeof *events);
+        if (!events)
+            return; /* lost */
+        spare[device].events = events;
+        spare[device].room = room;
+    }
+    spare[device].events[spare[device].count++] = event;
+}
+
+static void Markers_dealloc(Markers *self) {
+    for (int i = 0; i < self->count; i++) {
+        spare_event(self->marks[i].device, self->marks[i].event);
+        Py_XDECREF(self->marks[i].parts);
+    }
+    PyMem_Free(self->marks);
+    Py_XDECREF(self->ring);
+    Py_XDECREF(self->in_use);
+    Py_XDECREF(self->device);
+    Py_XDECREF(self->stream);
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+/* The current device and the address of its current stream; 0 with no exception left when there is none. */
+static int current_stream(Markers *self, int *device, void **stream) {
+    if (!self->ready) {
+        PyObject *answer = PyObject_CallNoArgs(self->in_use);
+        self->ready = answer == Py_True; /* it stays so */
+        Py_XDECREF(answer);
+    }
+    PyObject *number = self->ready ? PyObject_CallNoArgs(self->device) : NULL;
+    PyObject *address = number ? PyObject_CallOneArg(self->stream, number) : NULL;
+    long index = number ? PyLong_AsLong(number) : -1;
+    *stream = address ? PyLong_AsVoidPtr(address) : NULL;
+    *device = (int)index;
+    Py_XDECREF(number);
+    int found = address && index >= 0 && index < MAX_DEVICES && !PyErr_Occurred();
+    Py_XDECREF(address);
+    PyErr_Clear();
+    return found;
+}
+
+static int room_for_mark(Markers *self) {
+    if (self->count < self->room)
+        return 1;
+    int room = self->room ? 2 * self->room : 256;
+    Mark *marks = room > MAX_MARKS ? NULL : PyMem_Realloc(self->marks, (size_t)room * sizeof *marks);
+    if (!marks)
+        return 0;
+    self->marks = marks;
+    self->room = room;
+    return 1;
+}
+
+/* Puts an event behind what is queued on the current stream; the calls `begin` and `parts` (a tuple, or NULL) are over
+ * when the device has passed it. 0: not possible, or a graph is being captured. */
+static int mark_device(Markers *self, uint64_t begin, PyObject *parts) {
+    void *stream, *event = NULL;
+    int device, status = 0, failed;
+    if (self->paused || !current_stream(self, &device, &stream))
+        return 0;
+    if (spare[device].count)
+        event = spare[device].events[--spare[device].count];
+    self->marking++;
+    Py_BEGIN_ALLOW_THREADS
+    failed = self->capturing(stream, &status) || status || (!event && self->create(&event, NO_TIMING)) ||
+             self->record(event, stream);
+    Py_END_ALLOW_THREADS
+    self->marking--;
+    if (failed || !room_for_mark(self)) {
+        if (event)
+            spare_event(device, event);
+        return 0;
+    }
+    PyObject *kept = parts && PyTuple_GET_SIZE(parts) ? Py_NewRef(parts) : NULL;
+    self->marks[self->count++] = (Mark){event, begin, kept, device};
+    return 1;
+}
+
+static void end_marked(Markers *self, Mark *mark, int state) {
+    spare_event(mark->device, mark->event);
+    if (!self->ring->view.obj)
+        return;
+    mark_finished(self->ring, mark->begin, state, 1);
+    for (Py_ssize_t i = 0; mark->parts && i < PyTuple_GET_SIZE(mark->parts); i++)
+        mark_finished(self->ring, PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(mark->parts, i)), state, 0);
+}
+
+/* Asks `count` marks from the one at `at` on, and notes what has ended; returns how many are still there. A short look
+ * stops at the first that the device has not passed. */
+static int ask_marks(Markers *self, int at, int count, int whole) {
+    void *events[ASKED_AT_ONCE];
+    int answers[ASKED_AT_ONCE], asked = 0, left = 0;
+    for (int i = 0; i < count; i++)
+        events[i] = self->marks[at + i].event;
+    Py_BEGIN_ALLOW_THREADS
+    while (asked < count) {
+        answers[asked] = self->query(events[asked]);
+        if (answers[asked++] == NOT_READY && !whole)
+            break;
+    }
+    Py_END_ALLOW_THREADS
+    Mark *marks = self->marks + at; /* may have moved; others only add at the end */
+    PyObject *dropped[ASKED_AT_ONCE];
+    int drops = 0;
+    for (int i = 0; i < asked; i++)
+        if (answers[i] == NOT_READY)
+            marks[left++] = marks[i];
+        else {
+            end_marked(self, &marks[i], answers[i] == 0 ? COMPLETED : FAILED);
+            dropped[drops++] = marks[i].parts;
+        }
+    memmove(marks + left, marks + asked, (size_t)(self->count - at - asked) * sizeof *marks);
+    self->count -= asked - left;
+    while (drops)
+        Py_XDECREF(dropped[--drops]);
+    return left + count - asked;
+}
+
+static void settle_marks(Markers *self, int limit, int whole) {
+    if (self->asking || self->paused)
+        return; /* another thread is at it, or no event may be asked */
+    self->asking = 1;
+    for (int at = 0, count; limit > 0 && at < self->count && !self->paused; limit -= count) {
+        count = self->count - at < ASKED_AT_ONCE ? self->count - at : ASKED_AT_ONCE;
+        at += ask_marks(self, at, count < limit ? count : limit, whole);
+        if (!whole)
+            break;
+    }
+    self->asking = 0;
+}
+
+static PyObject *Markers_mark(Markers *self, PyObject *args) {
+    unsigned long long begin;
+    PyObject *parts;
+    if (!PyArg_ParseTuple(args, "KO!", &begin, &PyTuple_Type, &parts))
+        return NULL;
+    return PyBool_FromLong(mark_device(self, begin, parts));
+}
+
+static PyObject *Markers_settle(Markers *self, PyObject *unused) {
+    settle_marks(self, MAX_MARKS, 1);
+    Py_RETURN_NONE;
+}
+
+static PyObject *Markers_busy(Markers *self, void *unused) { return PyBool_FromLong(self->asking || self->marking); }
+static Py_ssize_t Markers_length(Markers *self) { return self->count; }
+
+static PyMethodDef Markers_methods[] = {
+    {"mark", (PyCFunction)Markers_mark, METH_VARARGS, "Follows a call and its parts; False: not possible now."},
+    {"settle", (PyCFunction)Markers_settle, METH_NOARGS, "Notes every call that the device has passed."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef Markers_members[] = {
+    {"paused", T_BOOL, offsetof(Markers, paused), 0, "A graph is captured: no event is recorded or asked."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef Markers_getset[] = {
+    {"busy", (getter)Markers_busy, NULL, "Whether a thread is in CUDA's driver for us.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot Markers_slots[] = {
+    {Py_tp_init, Markers_init},       {Py_tp_dealloc, Markers_dealloc}, {Py_tp_methods, Markers_methods},
+    {Py_tp_members, Markers_members}, {Py_tp_getset, Markers_getset},   {Py_sq_length, Markers_length},
+    {Py_tp_doc, "Events behind calls."}, {0, NULL},
+};
+
+static PyType_Spec Markers_spec = {"allranks.record._fast.Markers", sizeof(Markers), 0, Py_TPFLAGS_DEFAULT, Markers_slots};
+
 /* ---- Collective, Wait and Forward ---------------------------------------------------------------------------- */
 
-static PyTypeObject *ring_type, *stacks_type, *counters_type;
-static PyObject *str_shape, *str_dtype, *str_is_cpu, *str_original;
-
-enum { NOWHERE = -1, SWEEP_NS = 1000000 /* between two looks at the calls under way; as in writer.py */ };
+enum { NOWHERE = -1, SWEEP_MARKS = 8, SWEEP_NS = 1000000 /* between two looks at the calls under way; as in writer.py */ };
 
 /* Where an options object of torch keeps its fields: the address of the C++ value stands at `value_at` in the Python
  * object, the fields at these places in the value (inplace.py finds them and tries them out). NOWHERE: it has none. */
@@ -707,33 +1018,34 @@ typedef struct {
     int value_at, reduce_at, root_at, timeout_at;
 } Layout;
 
-/* A recorded method of torch: `original` is torch's function, `slow` the wrapper in Python, `failed` is told of an
- * error of `original`. The fields from `groups` on are not used by Wait. */
+/* Which argument of a method is what; `self` is argument 0, and 0 says that there is none. */
+typedef struct {
+    int count, out, in, out_splits, in_splits, options, peer, tag;
+} Form;
+
+/* A recorded method of torch: `original` is torch's function, `slow` the wrapper in Python (Wait has none), `failed` is
+ * told of an error of `original`. Wait uses `waited` and nothing from `groups` on. */
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
-    PyObject *original, *slow, *failed, *pending;
+    PyObject *original, *slow, *failed, *pending, *waited;
     Ring *ring;
-    PyObject *groups, *shapes, *sweep, *no_work;
+    Markers *markers; /* NULL: no device whose events we know how to use */
+    PyObject *groups, *shapes, *learn, *sweep, *no_work;
     Stacks *stacks; /* NULL: no stacks */
     Layout layout;
+    Form form;
     long long op;
-    char moved; /* takes (output, input, options), not ([tensor], options) */
     char enabled, direct;
 } Method;
 
 static void Method_dealloc(Method *self) {
-    Py_XDECREF(self->original);
-    Py_XDECREF(self->slow);
-    Py_XDECREF(self->failed);
-    Py_XDECREF(self->pending);
-    Py_XDECREF(self->ring);
-    Py_XDECREF(self->groups);
-    Py_XDECREF(self->shapes);
-    Py_XDECREF(self->sweep);
-    Py_XDECREF(self->no_work);
-    Py_XDECREF(self->stacks);
-    Py_XDECREF(self->layout.type);
+    PyObject **parts[] = {&self->original, &self->slow, &self->failed, &self->pending, &self->waited,
+                          (PyObject **)&self->ring, (PyObject **)&self->markers, &self->groups, &self->shapes,
+                          &self->learn, &self->sweep, &self->no_work, (PyObject **)&self->stacks,
+                          (PyObject **)&self->layout.type};
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        Py_CLEAR(*parts[i]);
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free((PyObject *)self);
     Py_DECREF(type);
@@ -762,6 +1074,11 @@ static void tell_failure(Method *self, unsigned long long number) {
     PyErr_Restore(kind, error, trace);
 }
 
+static long long global_rank(const Counters *group, long long rank) {
+    return rank >= 0 && rank < PyTuple_GET_SIZE(group->ranks) ? PyLong_AsLongLong(PyTuple_GET_ITEM(group->ranks, rank))
+                                                             : rank;
+}
+
 /* Root, operator and timeout of an options object, read in place; 0 when Python must look at it. */
 static int read_options(const Layout *layout, PyObject *options, const Counters *group, Call *call) {
     if (Py_TYPE(options) != layout->type)
@@ -772,7 +1089,7 @@ static int read_options(const Layout *layout, PyObject *options, const Counters 
         return 0;
     memcpy(&timeout, value + layout->timeout_at, sizeof timeout);
     if (timeout > 0)
-        return 0; /* a timeout of its own */
+        call->timeout_ms = timeout;
     if (layout->reduce_at != NOWHERE) {
         uint8_t reduce = *(const uint8_t *)(value + layout->reduce_at);
         call->reduce_op = reduce + 1;
@@ -783,59 +1100,105 @@ static int read_options(const Layout *layout, PyObject *options, const Counters 
         memcpy(&root, value + layout->root_at, sizeof root);
         if (root < 0 || root >= PyTuple_GET_SIZE(group->ranks))
             return 0;
-        call->root = PyLong_AsLongLong(PyTuple_GET_ITEM(group->ranks, root));
+        call->root = global_rank(group, root);
     }
     return 1;
 }
 
-/* The tensors of a call as the key of their sizes and dtypes; NULL when these are not the arguments we know. */
-static PyObject *key_of_tensors(const Method *self, PyObject *const *args) {
-    PyObject *first = args[1], *second = NULL;
-    if (self->moved)
-        second = args[2];
-    else if (PyList_CheckExact(first) && PyList_GET_SIZE(first) == 1)
-        first = PyList_GET_ITEM(first, 0);
-    else
-        return NULL;
-    Py_INCREF(first); /* a tensor of the user's own class may run Python code and change the list */
-    PyObject *parts[4] = {PyObject_GetAttr(first, str_shape), PyObject_GetAttr(first, str_dtype), NULL, NULL};
-    int count = 2, whole = parts[0] && parts[1];
-    Py_DECREF(first);
-    if (second && whole) {
-        parts[2] = PyObject_GetAttr(second, str_shape);
-        parts[3] = PyObject_GetAttr(second, str_dtype);
-        count = 4;
-        whole = parts[2] && parts[3];
+/* The sizes and dtypes of a call's tensors, and its splits: what its shapes are looked up by. */
+enum { MAX_PARTS = 68 };
+typedef struct {
+    PyObject *parts[MAX_PARTS];
+    int count;
+} Key;
+
+static int add_to_key(Key *key, PyObject *part) {
+    if (!part || key->count == MAX_PARTS) {
+        Py_XDECREF(part);
+        return 0;
     }
-    PyObject *key = whole ? PyTuple_New(count) : NULL;
-    for (int i = 0; i < count; i++)
-        if (key)
-            PyTuple_SET_ITEM(key, i, parts[i]);
+    key->parts[key->count++] = part;
+    return 1;
+}
+
+/* A tensor, a list of tensors or a list of such lists; 0 when it is something else, or has very many. */
+static int add_tensors(Key *key, PyObject *given, int depth) {
+    if (!PyList_CheckExact(given))
+        return add_to_key(key, PyObject_GetAttr(given, str_shape)) && add_to_key(key, PyObject_GetAttr(given, str_dtype));
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given); i++) {
+        PyObject *item = Py_NewRef(PyList_GET_ITEM(given, i)); /* a tensor of the user's class may change the list */
+        int added = depth < 2 && add_tensors(key, item, depth + 1);
+        Py_DECREF(item);
+        if (!added)
+            return 0;
+    }
+    return 1;
+}
+
+static int add_splits(Key *key, PyObject *splits) {
+    return (PyList_CheckExact(splits) || PyTuple_CheckExact(splits)) && add_to_key(key, PySequence_Tuple(splits));
+}
+
+static PyObject *key_of_tensors(const Form *form, PyObject *const *args) {
+    Key key = {.count = 0};
+    int whole = !form->out || add_tensors(&key, args[form->out], 0);
+    if (whole && form->out && form->in)
+        whole = add_to_key(&key, Py_NewRef(Py_None)) && add_tensors(&key, args[form->in], 0);
+    else if (whole && form->in)
+        whole = add_tensors(&key, args[form->in], 0);
+    if (whole && form->out_splits)
+        whole = add_splits(&key, args[form->out_splits]) && add_splits(&key, args[form->in_splits]);
+    PyObject *made = whole ? PyTuple_New(key.count) : NULL;
+    for (int i = 0; i < key.count; i++)
+        if (made)
+            PyTuple_SET_ITEM(made, i, key.parts[i]);
         else
-            Py_XDECREF(parts[i]);
-    return key;
+            Py_DECREF(key.parts[i]);
+    return made;
+}
+
+/* The shapes of a call, by its tensors; Python works out what is new. */
+static int find_shapes(Method *self, PyObject *const *args, Call *call) {
+    if (!self->form.out && !self->form.in)
+        return 1;
+    PyObject *key = key_of_tensors(&self->form, args);
+    PyObject *known = key ? Py_XNewRef(PyDict_GetItemWithError(self->shapes, key)) : NULL;
+    if (key && !known && !PyErr_Occurred()) {
+        PyObject *rest = PyTuple_New(self->form.count - 1);
+        for (int i = 1; rest && i < self->form.count; i++)
+            PyTuple_SET_ITEM(rest, i - 1, Py_NewRef(args[i]));
+        known = rest ? PyObject_CallFunctionObjArgs(self->learn, self->shapes, key, rest, NULL) : NULL;
+        Py_XDECREF(rest);
+    }
+    int fine = known && read_shapes(known, call) == 0;
+    Py_XDECREF(known);
+    Py_XDECREF(key);
+    return fine;
 }
 
 /* What is known of a call before it is made; 0 with no exception left: use `slow`. */
 static int describe(Method *self, Counters *group, PyObject *const *args, Call *call) {
-    if (!read_options(&self->layout, args[self->moved ? 3 : 2], group, call))
+    const Form *form = &self->form;
+    if (form->options && !read_options(&self->layout, args[form->options], group, call))
         return 0;
-    PyObject *key = key_of_tensors(self, args);
-    PyObject *known = key ? PyDict_GetItemWithError(self->shapes, key) : NULL;
-    int fine = known && read_shapes(known, call) == 0;
-    Py_XDECREF(key);
+    if (form->peer) {
+        long long peer = PyLong_AsLongLong(args[form->peer]), tag = PyLong_AsLongLong(args[form->tag]);
+        call->peer = global_rank(group, peer);
+        call->tag = tag & 0x7FFFFFFF;
+    }
+    int fine = !PyErr_Occurred() && find_shapes(self, args, call);
     PyErr_Clear();
     call->stack = fine && self->stacks ? find_stack(self->stacks) : 0;
     return fine && call->stack >= 0;
 }
 
-/* The counters of a group that Python has met and that stands in no coalesced batch; else NULL. */
+/* The counters of a group that Python has met; else NULL. */
 static Counters *known_group(Method *self, PyObject *group) {
     PyObject *key = PyLong_FromVoidPtr(group);
     PyObject *found = key ? PyDict_GetItemWithError(self->groups, key) : NULL;
     Py_XDECREF(key);
     PyErr_Clear();
-    if (!found || !PyObject_TypeCheck(found, counters_type) || ((Counters *)found)->batch != Py_None)
+    if (!found || !PyObject_TypeCheck(found, counters_type))
         return NULL;
     return (Counters *)Py_NewRef(found);
 }
@@ -844,8 +1207,9 @@ static Counters *known_group(Method *self, PyObject *group) {
 static Counters *side_of(Counters *group, PyObject *tensors) {
     if (!PyObject_TypeCheck(group->cpu_side, counters_type))
         return group;
-    PyObject *tensor = PyList_CheckExact(tensors) && PyList_GET_SIZE(tensors) ? PyList_GET_ITEM(tensors, 0) : tensors;
-    Py_INCREF(tensor);
+    PyObject *tensor = Py_NewRef(tensors);
+    while (PyList_CheckExact(tensor) && PyList_GET_SIZE(tensor))
+        Py_SETREF(tensor, Py_NewRef(PyList_GET_ITEM(tensor, 0)));
     PyObject *answer = PyObject_GetAttr(tensor, str_is_cpu);
     int on_cpu = answer == Py_True;
     Py_DECREF(tensor);
@@ -853,25 +1217,46 @@ static Counters *side_of(Counters *group, PyObject *tensors) {
     return on_cpu ? (Counters *)group->cpu_side : group;
 }
 
-/* The library has answered. Other calls may have ended meanwhile: they are looked at once in a while. */
+/* Other calls may have ended meanwhile: they are looked at once in a while. */
+static void look_around(Method *self) {
+    Ring *ring = self->ring;
+    int64_t now = ticking_ns();
+    int marks = self->markers ? self->markers->count : 0, works = PyDict_GET_SIZE(self->pending) > 0;
+    if ((!marks && !works) || now - ring->swept_ns < SWEEP_NS)
+        return;
+    ring->swept_ns = now;
+    if (marks)
+        settle_marks(self->markers, SWEEP_MARKS, 0);
+    if (works)
+        ask(PyObject_CallNoArgs(self->sweep));
+}
+
+/* The library has answered. */
 static void follow(Method *self, Counters *group, PyObject *work, uint64_t begin) {
     Ring *ring = self->ring;
-    if (work == Py_None) { /* over, or queued on the device: Python knows how to follow it */
-        ask(PyObject_CallFunction(self->no_work, "KO", (unsigned long long)begin, (PyObject *)group));
-        return;
+    if (work == Py_None) { /* over, or queued on the device */
+        if (group->blocking)
+            mark_finished(ring, begin, COMPLETED, 1);
+        else if (!self->markers || !mark_device(self->markers, begin, NULL))
+            ask(PyObject_CallFunction(self->no_work, "KO", (unsigned long long)begin, (PyObject *)group));
+    } else {
+        if (group->blocking)
+            mark_started(ring, begin, now_ns());
+        if (hand_over(ring, self->pending) < 0)
+            PyErr_Clear();
+        ring->last_work = Py_NewRef(work);
+        ring->last_group = Py_NewRef((PyObject *)group);
+        ring->last_begin = begin;
     }
-    int64_t now = now_ns();
-    if (group->blocking)
-        mark_started(ring, begin, now);
-    if (hand_over(ring, self->pending) < 0)
-        PyErr_Clear();
-    ring->last_work = Py_NewRef(work);
-    ring->last_group = Py_NewRef((PyObject *)group);
-    ring->last_begin = begin;
-    if (PyDict_GET_SIZE(self->pending) && now - ring->swept_ns > SWEEP_NS) {
-        ring->swept_ns = now;
-        ask(PyObject_CallNoArgs(self->sweep));
-    }
+    look_around(self);
+}
+
+/* Whether this is the form in which torch.distributed makes the call: all arguments, at most `opts` by its name. */
+static int usual(const Method *self, size_t flags, PyObject *names) {
+    Py_ssize_t named = names ? PyTuple_GET_SIZE(names) : 0;
+    return self->direct && PyVectorcall_NARGS(flags) + named == self->form.count && self->ring->view.obj &&
+           (!named || (named == 1 && self->form.options == self->form.count - 1 &&
+                       PyUnicode_Compare(PyTuple_GET_ITEM(names, 0), str_opts) == 0));
 }
 
 static PyObject *Collective_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
@@ -879,60 +1264,109 @@ static PyObject *Collective_call(PyObject *callable, PyObject *const *args, size
     if (!self->enabled)
         return PyObject_Vectorcall(self->original, args, flags, names);
     Call call = {.op = self->op, .root = -1, .peer = -1, .tag = -1};
-    int usual = self->direct && !names && PyVectorcall_NARGS(flags) == (self->moved ? 4 : 3) && self->ring->view.obj;
-    Counters *group = usual ? known_group(self, args[0]) : NULL;
-    if (!group || !describe(self, group, args, &call)) {
+    const Form *form = &self->form;
+    Counters *group = usual(self, flags, names) ? known_group(self, args[0]) : NULL;
+    if (!group || !describe(self, group, args, &call) || (!form->out && !form->in && group->cpu_side != Py_None)) {
         Py_XDECREF(group);
         return PyObject_Vectorcall(self->slow, args, flags, names);
     }
     native_thread(self->ring);
     call.group = group->number;
-    call.timeout_ms = group->timeout_ms;
-    call.seq = ++group->seq;
-    call.op_id = ++group->op_id;
+    if (!call.timeout_ms)
+        call.timeout_ms = group->timeout_ms;
+    draw_numbers(group, form->peer != 0, &call);
     uint64_t begin = write_row(self->ring, &call);
+    if (call.flags & PART && add_part(group, begin) < 0)
+        PyErr_Clear();
     PyObject *work = PyObject_Vectorcall(self->original, args, flags, names);
     if (!work)
         tell_failure(self, begin);
-    else if (self->ring->view.obj)
-        follow(self, side_of(group, args[1]), work, begin);
+    else if (self->ring->view.obj && !group->parts)
+        follow(self, form->out || form->in ? side_of(group, args[form->in ? form->in : form->out]) : group, work, begin);
     Py_DECREF(group);
     return work;
 }
 
-/* The program's wait() for the call made last, which is not among the others: it ends here. */
-static PyObject *wait_for_last(Method *self, PyObject *const *args, size_t flags, PyObject *names) {
+/* Tells `failed(work, error, limited)` of the exception that is set, and sets it again. */
+static void tell_wait_failure(Method *self, PyObject *work, int limited) {
+    PyObject *kind, *error, *trace;
+    PyErr_Fetch(&kind, &error, &trace);
+    PyErr_NormalizeException(&kind, &error, &trace);
+    if (hand_over(self->ring, self->pending) < 0)
+        PyErr_Clear();
+    ask(PyObject_CallFunctionObjArgs(self->failed, work, error ? error : Py_None, limited ? Py_True : Py_False, NULL));
+    PyErr_Restore(kind, error, trace);
+}
+
+/* The program's wait() for the call made last has returned, which is not among the others: it ends here, or when the
+ * device has passed this point. The Work is let go: it would keep its tensors in the device's memory. */
+static int end_last(Method *self) {
     Ring *ring = self->ring;
     uint64_t begin = ring->last_begin;
-    PyObject *work = ring->last_work;
-    ring->last_work = NULL;
-    Py_CLEAR(ring->last_group);
-    PyObject *result = PyObject_Vectorcall(self->original, args, flags, names);
-    if (!result)
-        tell_failure(self, begin);
-    else if (ring->view.obj)
+    PyObject *work = ring->last_work, *group = ring->last_group;
+    ring->last_work = ring->last_group = NULL; /* other threads run while CUDA is asked */
+    int ended = ((Counters *)group)->blocking;
+    if (ended)
         mark_finished(ring, begin, COMPLETED, 1);
+    else if (self->markers)
+        ended = mark_device(self->markers, begin, NULL);
+    if (!ended) {
+        if (hand_over(ring, self->pending) < 0)
+            PyErr_Clear();
+        ring->last_work = Py_NewRef(work);
+        ring->last_group = Py_NewRef(group);
+        ring->last_begin = begin;
+    }
     Py_DECREF(work);
-    return result;
+    Py_DECREF(group);
+    return ended;
+}
+
+/* The same for a call among the others: (work, number, group, parts). */
+static int end_pending(Method *self, PyObject *key, PyObject *entry) {
+    if (!self->markers || !PyTuple_CheckExact(entry) || PyTuple_GET_SIZE(entry) != 4 ||
+        !PyObject_TypeCheck(PyTuple_GET_ITEM(entry, 2), counters_type) ||
+        ((Counters *)PyTuple_GET_ITEM(entry, 2))->blocking || PyDict_DelItem(self->pending, key) < 0)
+        return 0;
+    uint64_t begin = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(entry, 1));
+    return mark_device(self->markers, begin, PyTuple_GET_ITEM(entry, 3)) ||
+           PyDict_SetItem(self->pending, key, entry) < 0;
+}
+
+static void after_wait(Method *self, PyObject *work) {
+    if (work == self->ring->last_work && end_last(self))
+        return;
+    if (hand_over(self->ring, self->pending) < 0)
+        PyErr_Clear();
+    PyObject *key = PyLong_FromVoidPtr(work);
+    PyObject *entry = key ? Py_XNewRef(PyDict_GetItemWithError(self->pending, key)) : NULL;
+    if (entry && !end_pending(self, key, entry))
+        ask(PyObject_CallFunctionObjArgs(self->waited, work, entry, NULL));
+    Py_XDECREF(entry);
+    Py_XDECREF(key);
+    PyErr_Clear();
 }
 
 static PyObject *Wait_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
     Method *self = (Method *)callable;
-    if (!self->enabled || PyVectorcall_NARGS(flags) < 1 || !self->ring->view.obj)
+    Ring *ring = self->ring;
+    if (!self->enabled || PyVectorcall_NARGS(flags) < 1 || !ring->view.obj ||
+        (args[0] != ring->last_work && !PyDict_GET_SIZE(self->pending)))
         return PyObject_Vectorcall(self->original, args, flags, names);
-    if (args[0] == self->ring->last_work) {
-        int limited = PyVectorcall_NARGS(flags) > 1 || names; /* the call may go on after its time is over */
-        if (((Counters *)self->ring->last_group)->blocking && !limited)
-            return wait_for_last(self, args, flags, names);
-        if (hand_over(self->ring, self->pending) < 0)
-            PyErr_Clear();
-    }
-    return PyObject_Vectorcall(PyDict_GET_SIZE(self->pending) ? self->slow : self->original, args, flags, names);
+    PyObject *work = Py_NewRef(args[0]);
+    PyObject *result = PyObject_Vectorcall(self->original, args, flags, names);
+    if (!result)
+        tell_wait_failure(self, work, PyVectorcall_NARGS(flags) > 1 || names);
+    else if (ring->view.obj && self->enabled)
+        after_wait(self, work);
+    Py_DECREF(work);
+    return result;
 }
 
 static int check_parts(Method *self) {
     if (PyObject_TypeCheck(self->ring, ring_type) && PyDict_Check(self->pending) &&
         (!self->stacks || PyObject_TypeCheck(self->stacks, stacks_type)) &&
+        (!self->markers || PyObject_TypeCheck(self->markers, markers_type)) &&
         (!self->groups || PyDict_Check(self->groups)) && (!self->shapes || PyDict_Check(self->shapes)))
         return 0;
     PyErr_SetString(PyExc_TypeError, "these are not parts of this module");
@@ -941,48 +1375,46 @@ static int check_parts(Method *self) {
 
 /* Takes what was parsed, and holds it. */
 static int take_parts(Method *self, Method *given, vectorcallfunc call) {
+    if ((PyObject *)given->stacks == Py_None)
+        given->stacks = NULL;
+    if ((PyObject *)given->markers == Py_None)
+        given->markers = NULL;
     if (check_parts(given) < 0)
         return -1;
     given->enabled = given->direct = 1;
     memcpy(&self->original, &given->original, sizeof(Method) - offsetof(Method, original));
     self->vectorcall = call;
-    Py_INCREF(self->original);
-    Py_INCREF(self->slow);
-    Py_INCREF(self->failed);
-    Py_INCREF(self->pending);
-    Py_INCREF(self->ring);
-    Py_XINCREF(self->groups);
-    Py_XINCREF(self->shapes);
-    Py_XINCREF(self->sweep);
-    Py_XINCREF(self->no_work);
-    Py_XINCREF(self->stacks);
-    Py_XINCREF(self->layout.type);
+    PyObject *parts[] = {self->original, self->slow, self->failed, self->pending, self->waited, (PyObject *)self->ring,
+                         (PyObject *)self->markers, self->groups, self->shapes, self->learn, self->sweep, self->no_work,
+                         (PyObject *)self->stacks, (PyObject *)self->layout.type};
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        Py_XINCREF(parts[i]);
     return 0;
 }
 
-/* Collective(original, slow, failed, pending, ring, groups, shapes, sweep, no_work, stacks or None, op, moved, layout),
- * layout = (options_type, value_at, reduce_at, root_at, timeout_at) */
+/* Collective(original, slow, failed, pending, ring, markers or None, groups, shapes, learn, sweep, no_work,
+ *            stacks or None, op, form, layout), form as in Form, layout = (options_type, value_at, reduce_at, root_at,
+ *            timeout_at) */
 static int Collective_init(Method *self, PyObject *args, PyObject *kwargs) {
     Method given = {.op = 0};
-    int moved;
+    Form *form = &given.form;
+    Layout *layout = &given.layout;
     if (self->original)
         return -1;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOLp(O!iiii)", &given.original, &given.slow, &given.failed, &given.pending,
-                          &given.ring, &given.groups, &given.shapes, &given.sweep, &given.no_work, &given.stacks,
-                          &given.op, &moved, &PyType_Type, &given.layout.type, &given.layout.value_at,
-                          &given.layout.reduce_at, &given.layout.root_at, &given.layout.timeout_at))
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOL(iiiiiiii)(O!iiii)", &given.original, &given.slow, &given.failed,
+                          &given.pending, &given.ring, &given.markers, &given.groups, &given.shapes, &given.learn,
+                          &given.sweep, &given.no_work, &given.stacks, &given.op, &form->count, &form->out, &form->in,
+                          &form->out_splits, &form->in_splits, &form->options, &form->peer, &form->tag, &PyType_Type,
+                          &layout->type, &layout->value_at, &layout->reduce_at, &layout->root_at, &layout->timeout_at))
         return -1;
-    if ((PyObject *)given.stacks == Py_None)
-        given.stacks = NULL;
-    given.moved = (char)moved;
     return take_parts(self, &given, Collective_call);
 }
 
-/* Wait(original, slow, failed, pending, ring) */
+/* Wait(original, failed, waited, pending, ring, markers or None) */
 static int Wait_init(Method *self, PyObject *args, PyObject *kwargs) {
     Method given = {.op = 0};
-    if (self->original || !PyArg_ParseTuple(args, "OOOOO", &given.original, &given.slow, &given.failed, &given.pending,
-                                            &given.ring))
+    if (self->original || !PyArg_ParseTuple(args, "OOOOOO", &given.original, &given.failed, &given.waited,
+                                            &given.pending, &given.ring, &given.markers))
         return -1;
     return take_parts(self, &given, Wait_call);
 }
@@ -1074,13 +1506,15 @@ PyMODINIT_FUNC PyInit__fast(void) {
     ring_type = (PyTypeObject *)add_type(made, "Ring", &Ring_spec);
     stacks_type = (PyTypeObject *)add_type(made, "Stacks", &Stacks_spec);
     counters_type = (PyTypeObject *)add_type(made, "Counters", &Counters_spec);
+    markers_type = (PyTypeObject *)add_type(made, "Markers", &Markers_spec);
     str_shape = PyUnicode_InternFromString("shape");
     str_dtype = PyUnicode_InternFromString("dtype");
     str_is_cpu = PyUnicode_InternFromString("is_cpu");
     str_original = PyUnicode_InternFromString("original");
+    str_opts = PyUnicode_InternFromString("opts");
     no_parts = PyTuple_New(0);
-    if (!ring_type || !stacks_type || !counters_type || !str_shape || !str_dtype || !str_is_cpu || !str_original || !no_parts ||
-        PyModule_AddIntConstant(made, "VERSION", 4) < 0 || !add_type(made, "Collective", &Collective_spec) ||
+    if (!ring_type || !stacks_type || !counters_type || !markers_type || !str_shape || !str_dtype || !str_is_cpu ||
+        !str_original || !str_opts || !no_parts || PyModule_AddIntConstant(made, "VERSION", 5) < 0 || !add_type(made, "Collective", &Collective_spec) ||
         !add_type(made, "Wait", &Wait_spec) || !add_type(made, "Forward", &Forward_spec))
         return NULL;
     return made;

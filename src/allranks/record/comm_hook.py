@@ -34,7 +34,7 @@ from allranks.blackbox.layout import Item
 from allranks.blackbox.reader import read_trace
 from allranks.model.torch_dump import to_torch_json, to_torch_pickle
 from allranks.model.trace import REDUCE_OPS, RankTrace
-from allranks.record.dtypes import dtype_name
+from allranks.record.calls import dtype_name
 from allranks.record.dump import write_file
 from allranks.record.groups import GroupState
 from allranks.record.options import RecorderOptions, from_environment, is_true
@@ -288,9 +288,14 @@ def _fill(box: Box, options: RecorderOptions) -> None:
     import socket
 
     box.set(
-        rank=options.rank, world_size=options.world_size, local_rank=options.local_rank, attempt=options.attempt,
-        pid=os.getpid(), start_ticks=start_ticks(os.getpid()), start_ns=time.time_ns(),
-    )  # fmt: skip
+        rank=options.rank,
+        world_size=options.world_size,
+        local_rank=options.local_rank,
+        attempt=options.attempt,
+        pid=os.getpid(),
+        start_ticks=start_ticks(os.getpid()),
+        start_ns=time.time_ns(),
+    )
     box.append(
         Item.META,
         {"host": socket.gethostname(), "job": options.job, "backend": "", "versions": {}, "argv": []},
@@ -343,10 +348,13 @@ def _tensors(args: Any, side: str) -> list[Any]:
 def _shapes(box: Box, args: Any) -> tuple[int, int, int]:
     inputs, outputs = _tensors(args, "input"), _tensors(args, "output")
     payload = [
-        [list(t.shape) for t in inputs], [list(t.shape) for t in outputs],
-        [dtype_name(t.dtype) for t in inputs], [dtype_name(t.dtype) for t in outputs],
-        list(getattr(args, "input_split_sizes", None) or ()), list(getattr(args, "output_split_sizes", None) or ()),
-    ]  # fmt: skip
+        [list(t.shape) for t in inputs],
+        [list(t.shape) for t in outputs],
+        [dtype_name(t.dtype) for t in inputs],
+        [dtype_name(t.dtype) for t in outputs],
+        list(getattr(args, "input_split_sizes", None) or ()),
+        list(getattr(args, "output_split_sizes", None) or ()),
+    ]
     number = box.intern(Item.SHAPES, payload) if inputs or outputs else 0
     return number, sum(t.numel() for t in inputs), sum(t.numel() for t in outputs)
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from allranks.blackbox.header import read_header
+from allranks.blackbox.header import Header, find_header, is_alive, read_header
 from allranks.blackbox.reader import copy_box, read_trace
 from allranks.errors import InputError
 from allranks.model.torch_dump import to_torch_json, to_torch_pickle
-from allranks.record.options import RecorderOptions
+from allranks.record.options import RecorderOptions, from_environment
 
 FORMATS = ("pickle", "json", "box")
 
@@ -46,16 +47,22 @@ def dump_bytes(box: Path, format: str, content: Content) -> bytes:
         return dump_json(box, content).encode()
     if format == "pickle":
         return to_torch_pickle(
-            read_trace(box), include_completed=content.completed, stacks=content.stacks,
+            read_trace(box),
+            include_completed=content.completed,
+            stacks=content.stacks,
             collectives=content.collectives,
-        )  # fmt: skip
+        )
     raise InputError(f"no dump format {format!r}: use one of {', '.join(FORMATS)}")
 
 
 def dump_file(
-    box: Path, path: str | os.PathLike[str] | None, format: str, content: Content,
-    options: RecorderOptions, reason: str,
-) -> Path:  # fmt: skip
+    box: Path,
+    path: str | os.PathLike[str] | None,
+    format: str,
+    content: Content,
+    options: RecorderOptions,
+    reason: str,
+) -> Path:
     """Writes a dump of `box` and returns where: at `path`, where the environment says, or under a name of its own."""
     data = dump_bytes(box, format, content)
     if path is not None:
@@ -66,6 +73,32 @@ def dump_file(
         target = _own_name(box, reason, format)
     write_file(target, data)
     return target
+
+
+def dump_ended_ranks(boxes: Iterable[Path], env: Mapping[str, str]) -> list[Path]:
+    """Writes the files that torch's variables ask for (PREFIX + rank) for ranks that ended and could not: killed, or ended
+    by an abort of their library. Returns what was written. `env` is the environment of the ranks.
+
+    For whoever started the ranks, once they have ended. A rank that exited in good order writes no file, as with torch;
+    a file that the rank itself has left is not touched.
+    """
+    options = from_environment(env)
+    if not options.dump_prefix or options.dump_whole_name or "timeout" not in options.dump_on:
+        return []
+    newest: dict[int, Header] = {}
+    for header in filter(None, map(find_header, boxes)):
+        if header.rank >= 0 and header.start_ns >= newest.get(header.rank, header).start_ns:
+            newest[header.rank] = header
+    written = []
+    for rank, header in sorted(newest.items()):
+        target = _by_prefix(options, rank)
+        if header.closed == "exit" or is_alive(header.pid, header.start_ticks) or header.path is None:
+            continue
+        if target.exists() and target.stat().st_mtime_ns >= header.start_ns:
+            continue
+        write_file(target, dump_bytes(header.path, "pickle", Content()))
+        written.append(target)
+    return written
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from types import ModuleType
 
-EXPECTED = 4  # VERSION in _fast.c: raised with every change of what the two sides say to each other
+#: What asking torch may end with where a version, a backend or an unfinished group does not know the answer.
+TORCH_ERRORS = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
+EXPECTED = 5  # VERSION in _fast.c: raised with every change of what the two sides say to each other
 
 
 def fast(accelerate: bool) -> ModuleType | None:

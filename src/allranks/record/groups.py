@@ -10,8 +10,10 @@ import itertools
 import weakref
 from typing import Any
 
-from allranks.record.engine import fast
+from allranks.model.trace import Flag
+from allranks.record.engine import TORCH_ERRORS, fast
 
+P2P, PART = int(Flag.P2P), int(Flag.COALESCED_PART)
 WAITS_BLOCK = frozenset({"gloo", "mpi", "fake"})  # backends whose wait() returns when the call is over
 
 
@@ -19,13 +21,14 @@ class PyCounters:
     """The numbers of one group's calls, in Python; `_fast.c` has the same."""
 
     __slots__ = (
+        "_batch",
+        "_last_seq",
         "_ops",
         "_p2ps",
+        "_parts",
         "_seqs",
-        "batch",
         "blocking",
         "cpu_side",
-        "last_seq",
         "number",
         "timeout_ms",
     )
@@ -34,31 +37,52 @@ class PyCounters:
         self.number = number  # id of the group in the black box
         self.timeout_ms = timeout_ms
         self.blocking = blocking  # wait() returns when the call is over
-        self.last_seq = 0
         self.cpu_side: Any = None  # stands for calls on CPU tensors when these have a backend of their own
-        self.batch: tuple[int, int] | None = (
-            None  # (seq, p2p_seq) of the open coalesced group, 0 = not drawn yet
-        )
+        self._last_seq = 0
+        self._batch = (0, 0)  # seq and p2p_seq of the open batch; 0 = not drawn yet
+        self._parts: list[int] | None = None  # numbers of the calls in the open batch
         self._seqs, self._p2ps, self._ops = itertools.count(1), itertools.count(1), itertools.count(1)
 
-    def next_seq(self) -> int:
-        """The number of the next collective."""
-        self.last_seq = number = next(self._seqs)
-        return number
+    def draw(self, p2p: bool) -> tuple[int, int, int, int]:
+        """(seq, p2p_seq, op_id, flags) of the next call. Calls of one batch share one p2p and one collective number."""
+        if self._parts is None:
+            if p2p:
+                return self._last_seq, next(self._p2ps), next(self._ops), P2P
+            self._last_seq = seq = next(self._seqs)
+            return seq, 0, next(self._ops), 0
+        seq, p2p_seq = self._batch
+        if p2p and not p2p_seq:
+            p2p_seq = next(self._p2ps)
+        elif not p2p and not seq:
+            self._last_seq = seq = next(self._seqs)
+        self._batch = (seq, p2p_seq)
+        return seq or self._last_seq, p2p_seq if p2p else 0, next(self._ops), PART | P2P if p2p else PART
 
-    def next_p2p(self) -> int:
-        """The number of the next send or recv."""
-        return next(self._p2ps)
+    @property
+    def in_batch(self) -> bool:
+        """Whether a batch is open."""
+        return self._parts is not None
 
-    def next_op(self) -> int:
-        """The number of the next operation of any kind."""
-        return next(self._ops)
+    def open_batch(self) -> None:
+        """The calls from now on are parts of one batch."""
+        self._batch, self._parts = (0, 0), []
+
+    def add_part(self, number: int) -> None:
+        """A call belongs to the open batch."""
+        if self._parts is not None:
+            self._parts.append(number)
+
+    def close_batch(self) -> tuple[int, int, int, tuple[int, ...]]:
+        """(seq, p2p_seq, op_id, numbers of its calls) of the batch."""
+        (seq, p2p_seq), parts = self._batch, tuple(self._parts or ())
+        self._batch, self._parts = (0, 0), None
+        return seq or self._last_seq, p2p_seq, next(self._ops), parts
 
 
 class GroupState:
     """One process group as this rank sees it."""
 
-    __slots__ = ("backend", "counters", "mixed", "name", "parts", "ranks", "ref")
+    __slots__ = ("backend", "counters", "mixed", "name", "ranks", "ref")
 
     def __init__(
         self,
@@ -76,7 +100,6 @@ class GroupState:
         self.counters = make_counters(number, timeout_ms, backend in WAITS_BLOCK, ranks, accelerate)
         if self.mixed:
             self.counters.cpu_side = make_counters(number, timeout_ms, True, ranks, accelerate)
-        self.parts: list[int] = []  # numbers of the calls in the open coalesced group
         self.ref: weakref.ref[Any] | None = None
 
     def global_rank(self, group_rank: int) -> int:
@@ -109,7 +132,7 @@ def describe_group(
 def _text(group: Any, attribute: str) -> str:
     try:
         return str(getattr(group, attribute, "") or "")
-    except Exception:  # a property of an unfinished C++ group may raise anything
+    except TORCH_ERRORS:  # a property of an unfinished C++ group may raise anything
         return ""
 
 
@@ -123,7 +146,7 @@ def _ranks(group: Any, world_size: int, members: tuple[int, ...]) -> tuple[int, 
         return known
     try:
         size = int(group.size())
-    except Exception:  # as above
+    except TORCH_ERRORS:  # as above
         return ()
     if world_size < 0 and dist.is_initialized():
         world_size = dist.get_world_size()
@@ -141,7 +164,7 @@ def _backend(group: Any) -> str:
         if len(set(names.values())) > 1:
             return ",".join(f"{device}:{name}" for device, name in sorted(names.items()))
         return next(iter(names.values()), "") or str(group.name())
-    except Exception:  # as above
+    except TORCH_ERRORS:  # as above
         return ""
 
 

@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from allranks.record.engine import TORCH_ERRORS
+
 
 def native_dumps(*, stacks: bool = True, only_active: bool = False) -> dict[str, bytes]:
     """The pickles of torch's own rings in this process, by source; empty when there are none."""
@@ -17,7 +19,7 @@ def native_dumps(*, stacks: bool = True, only_active: bool = False) -> dict[str,
     found: dict[str, bytes] = {}
     with no_inductor():
         for name, dump in own_rings().items():
-            with contextlib.suppress(Exception):  # a ring that is off or broken must not cost us the rest
+            with contextlib.suppress(*TORCH_ERRORS):  # a ring that is off or broken must not cost us the rest
                 data = bytes(dump(True, stacks, only_active))
                 if b"entries" in data:
                     found[name] = data

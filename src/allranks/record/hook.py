@@ -23,14 +23,12 @@ import torch.distributed as dist
 
 from allranks.blackbox.layout import Item
 from allranks.record import torch_internals as internals
-from allranks.record.calls import CALLS, Call, Reader
-from allranks.record.dtypes import dtype_name
+from allranks.record.calls import CALLS, Call, Reader, dtype_name
 from allranks.record.engine import fast
 from allranks.record.groups import GroupState, describe_group, timeout_ms
-from allranks.record.inplace import layout_of
-from allranks.record.marker import EventMarker
 from allranks.record.row_writer import Shapes
 from allranks.record.setup_calls import SetupCalls
+from allranks.record.torch_internals import NO_OPTIONS, EventMarker, layout_of
 from allranks.record.writer import CallWriter, warn_once
 
 #: Modules whose code runs under a collective.
@@ -62,8 +60,6 @@ class Hook:
         self._groups: dict[int, GroupState] = {}  # by id of the group object, which is alive while it is here
         self._counters: dict[int, Any] = {}  # the same groups' counters, for the part in C
         self._shapes: dict[tuple[Any, ...], Shapes] = {}
-        # For the part in C: by shape and dtype of a tensor that is input and output, or of one output and one input.
-        self._plain_shapes: dict[tuple[Any, ...], Shapes] = {}
         # Ranks of groups that were split off and have made no call yet.
         self._members: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._replaced: list[tuple[Any, str, Any, Any]] = []
@@ -80,21 +76,24 @@ class Hook:
         if lost:
             warn_once(f"with torch {torch.__version__} these are not recorded: {'; '.join(lost)}")
         self.writer.original_wait = dist.Work.wait
+        self.writer.markers = self._make_markers()
         owners: tuple[Any, ...] = (dist.ProcessGroup, internals.Backend)
         wrappers = (
-            (internals.START_BATCH, self._wrap_start), (internals.END_BATCH, self._wrap_end), ("split_group", self._wrap_split)
-        )  # fmt: skip
+            (internals.START_BATCH, self._wrap_start),
+            (internals.END_BATCH, self._wrap_end),
+            ("split_group", self._wrap_split),
+        )
         for owner in owners:
             for method, (op, reader) in CALLS.items():
                 if method in vars(owner):
                     original = getattr(owner, method)
                     wrapper = self._wrap(original, op, reader)
-                    self._replace(owner, method, self._fast_collective(original, wrapper, method, op))
+                    self._replace(owner, method, self._fast_collective(original, wrapper, method))
             for method, wrap in wrappers:
                 if method in vars(owner):
                     self._replace(owner, method, wrap(getattr(owner, method)))
         for kind in internals.work_classes():
-            self._replace(kind, "wait", self._fast_wait(kind.wait, self._wrap_wait(kind.wait)))
+            self._replace(kind, "wait", self._fast_wait(kind.wait))
         self._watch_cuda()
         try:
             from allranks.record.recording_group import RecordingProxies
@@ -209,172 +208,175 @@ class Hook:
     def _new_shapes(self, key: tuple[Any, ...], call: Call) -> Shapes:
         writer = self.writer
         assert writer is not None
-        payload = [
-            [list(t.shape) for t in call.inputs],
-            [list(t.shape) for t in call.outputs],
-            [dtype_name(t.dtype) for t in call.inputs],
-            [dtype_name(t.dtype) for t in call.outputs],
-            list(call.input_splits),
-            list(call.output_splits),
-        ]
-        found = (
-            writer.box.intern(Item.SHAPES, payload) if call.inputs or call.outputs else 0,
-            sum(t.numel() for t in call.inputs),
-            sum(t.numel() for t in call.outputs),
-        )
+        sides = (call.inputs, call.outputs)
+        payload: list[object] = [[list(t.shape) for t in side] for side in sides]
+        payload += [[dtype_name(t.dtype) for t in side] for side in sides]
+        payload += [list(call.input_splits), list(call.output_splits)]
+        elements = [sum(t.numel() for t in side) for side in sides]
+        number = writer.box.intern(Item.SHAPES, payload) if call.inputs or call.outputs else 0
+        found = (number, elements[0], elements[1])
         if len(self._shapes) < MAX_SHAPES:
             self._shapes[key] = found
-            if (
-                len(call.inputs) == len(call.outputs) == 1
-                and not call.input_splits
-                and not call.output_splits
-            ):
-                tensors = call.inputs if call.outputs is call.inputs else (*call.outputs, *call.inputs)
-                self._plain_shapes[tuple(part for t in tensors for part in (t.shape, t.dtype))] = found
         return found
 
     # -- wrappers -----------------------------------------------------------------------------------------------
 
-    def _wrap(self, original: Callable[..., Any], op: str, reader: Reader) -> Callable[..., Any]:
-        """A method that records, for every op and overload."""
-        writer = self.writer
-        assert writer is not None
-        number_of_op = writer.box.intern(Item.NAME, op)
-        groups, meet, shapes_of, fault, hook = self._groups, self._meet, self.shapes, self._fault, self
-        begin, getframe = writer.begin, sys._getframe
+    def _guarded(self, step: Callable[..., Any], *args: Any) -> Any:
+        """A step of our own around a call: its errors end the recording, never the call. None when it failed."""
+        try:
+            return step(*args)
+        except Exception as error:  # ours, or of a device that is broken; never the user's
+            self._fault(error)
+            return None
+
+    def _around(
+        self,
+        original: Callable[..., Any],
+        before: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+        after: Callable[[Any, Any], object] | None = None,
+        failed: Callable[[Any, BaseException], object] | None = None,
+    ) -> Callable[..., Any]:
+        """A method that records. `before(self, args, kwargs)` gives what `after(it, result)` and `failed(it, error)` need;
+        when it gives None there is nothing to do afterwards."""
+        hook = self
 
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if hook.writer is None:
-                return original(self, *args, **kwargs)
-            try:
-                group = groups.get(id(self)) or meet(self)
-                call = reader(args, kwargs)
-                number = begin(
-                    group, number_of_op, shapes_of(call), call.reduce_op,
-                    call.root if call.root < 0 else group.global_rank(call.root),
-                    call.peer if call.peer < 0 else group.global_rank(call.peer),
-                    call.p2p, call.timeout_ms, getframe(), call.tag,
-                )  # fmt: skip
-            except Exception as error:  # ours, never the user's
-                fault(error)
-                return original(self, *args, **kwargs)
-            try:
-                work = original(self, *args, **kwargs)
-            except BaseException as error:
-                writer.failed(number, error)
-                raise
-            try:
-                writer.returned(work, number, group, on_cpu=group.mixed and _on_cpu(call, op))
-            except Exception as error:  # ours, or of a device that is broken
-                fault(error)
-            return work
-
-        return wrapper
-
-    def _fast_collective(
-        self, original: Callable[..., Any], slow: Callable[..., Any], method: str, op: str
-    ) -> Any:
-        """The most frequent calls in C, in the form that torch.distributed makes them; the rest takes `slow`."""
-        writer = self.writer
-        assert writer is not None
-        module = fast(writer.accelerate)
-        layout = (
-            layout_of(internals.FAST[method]) if module is not None and method in internals.FAST else None
-        )
-        if module is None or layout is None:
-            return slow
-        stacks = writer.stacks.engine if writer.stacks is not None else None
-        return module.Collective(
-            original, slow, writer.failed, writer.pending, writer.ring, self._counters, self._plain_shapes,
-            writer.sweep, writer.no_work, stacks, writer.box.intern(Item.NAME, op), method in internals.MOVED, layout,
-        )  # fmt: skip
-
-    def _fast_wait(self, original: Callable[..., Any], slow: Callable[..., Any]) -> Any:
-        """Waiting for a backend whose wait() means the end, in C."""
-        writer = self.writer
-        assert writer is not None
-        module = fast(writer.accelerate)
-        if module is None:
-            return slow
-        return module.Wait(original, slow, writer.failed, writer.pending, writer.ring)
-
-    def _wrap_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        writer = self.writer
-        assert writer is not None
-        pending, hook = writer.pending, self
-
-        def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-            entry = pending.get(id(self))
-            if entry is None or hook.writer is None:
+            known = None if hook.writer is None else hook._guarded(before, self, args, kwargs)
+            if known is None:
                 return original(self, *args, **kwargs)
             try:
                 result = original(self, *args, **kwargs)
             except BaseException as error:
-                writer.wait_failed(self, error, limited=bool(args or kwargs))
+                if failed is not None:
+                    hook._guarded(failed, known, error)
                 raise
-            try:
-                writer.waited(self, entry)
-            except Exception as error:  # as above
-                hook._fault(error)
+            if after is not None and hook.writer is not None:
+                hook._guarded(after, known, result)
             return result
 
-        return wait
+        return wrapper
+
+    def _wrap(self, original: Callable[..., Any], op: str, reader: Reader) -> Callable[..., Any]:
+        """A collective, for every op and overload."""
+        writer = self.writer
+        assert writer is not None
+        number_of_op = writer.box.intern(Item.NAME, op)
+
+        def before(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, GroupState, bool]:
+            group = self.group(owner)
+            call = reader(args, kwargs)
+            number = writer.begin(
+                group,
+                number_of_op,
+                self.shapes(call),
+                call.reduce_op,
+                call.root if call.root < 0 else group.global_rank(call.root),
+                call.peer if call.peer < 0 else group.global_rank(call.peer),
+                call.p2p,
+                call.timeout_ms,
+                sys._getframe(),
+                call.tag,
+            )
+            return number, group, group.mixed and _on_cpu(call, op)
+
+        def after(known: tuple[int, GroupState, bool], work: Any) -> None:
+            writer.returned(work, known[0], known[1], on_cpu=known[2])
+
+        return self._around(original, before, after, lambda known, error: writer.failed(known[0], error))
+
+    def _fast_collective(self, original: Callable[..., Any], slow: Callable[..., Any], method: str) -> Any:
+        """The same in C, for calls in the form that torch.distributed makes them; the rest takes `slow`."""
+        writer = self.writer
+        assert writer is not None
+        module = fast(writer.accelerate)
+        options, form = internals.FAST.get(method, (None, None))
+        layout = NO_OPTIONS if options is None else layout_of(options)
+        if module is None or form is None or layout is None:
+            return slow
+        op, reader = CALLS[method]
+        stacks = writer.stacks.engine if writer.stacks is not None else None
+
+        def learn(
+            known: dict[tuple[Any, ...], Shapes], key: tuple[Any, ...], args: tuple[Any, ...]
+        ) -> Shapes:
+            found = self.shapes(reader(args, {}))
+            if len(known) < MAX_SHAPES:
+                known[key] = found
+            return found
+
+        return module.Collective(
+            original,
+            slow,
+            writer.failed,
+            writer.pending,
+            writer.ring,
+            writer.markers,
+            self._counters,
+            {},
+            learn,
+            writer.sweep,
+            writer.no_work,
+            stacks,
+            writer.box.intern(Item.NAME, op),
+            form,
+            layout,
+        )
+
+    def _fast_wait(self, original: Callable[..., Any]) -> Any:
+        """Work.wait, in C where that was built."""
+        writer = self.writer
+        assert writer is not None
+        module = fast(writer.accelerate)
+        if module is None:
+            return self._wrap_wait(original)
+        return module.Wait(
+            original, writer.wait_failed, writer.waited, writer.pending, writer.ring, writer.markers
+        )
+
+    def _wrap_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        writer = self.writer
+        assert writer is not None
+
+        def before(work: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, bool] | None:
+            entry = writer.pending.get(id(work))
+            return None if entry is None else (work, entry, bool(args or kwargs))
+
+        return self._around(
+            original,
+            before,
+            lambda known, result: writer.waited(known[0], known[1]),
+            lambda known, error: writer.wait_failed(known[0], error, known[2]),
+        )
 
     def _wrap_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        hook = self
-
-        def _start_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if hook.writer is not None:
-                try:
-                    group = hook.group(self)
-                    group.counters.batch, group.parts = (0, 0), []
-                except Exception as error:  # ours
-                    hook._fault(error)
-            return original(self, *args, **kwargs)
-
-        return _start_coalescing
+        return self._around(original, lambda owner, args, kwargs: self.group(owner).counters.open_batch())
 
     def _wrap_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        hook, writer = self, self.writer
+        writer = self.writer
         assert writer is not None
         op = writer.box.intern(Item.NAME, "coalesced")
 
-        def _end_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if hook.writer is None:
-                return original(self, *args, **kwargs)
-            try:
-                group = hook.group(self)
-                number, parts = writer.begin_end(group, op, sys._getframe())
-            except Exception as error:  # ours
-                hook._fault(error)
-                return original(self, *args, **kwargs)
-            try:
-                work = original(self, *args, **kwargs)
-            except BaseException as error:
-                writer.failed(number, error, parts)
-                raise
-            try:
-                writer.returned(work, number, group, parts)
-            except Exception as error:  # as above
-                hook._fault(error)
-            return work
+        def before(owner: Any, args: object, kwargs: object) -> tuple[GroupState, int, tuple[int, ...]]:
+            group = self.group(owner)
+            return group, *writer.begin_end(group, op, sys._getframe())
 
-        return _end_coalescing
+        return self._around(
+            original,
+            before,
+            lambda known, work: writer.returned(work, known[1], known[0], known[2]),
+            lambda known, error: writer.failed(known[1], error, known[2]),
+        )
 
     def _wrap_split(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        hook = self
+        def before(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+            parent = self.group(owner)
+            return tuple(parent.global_rank(int(rank)) for rank in (args[0] if args else kwargs["ranks"]))
 
-        def split_group(self: Any, ranks: Any, *args: Any, **kwargs: Any) -> Any:
-            part = original(self, ranks, *args, **kwargs)
-            if part is not None and hook.writer is not None:
-                try:
-                    parent = hook.group(self)
-                    hook._members[part] = tuple(parent.global_rank(int(rank)) for rank in ranks)
-                except Exception as error:  # ours
-                    hook._fault(error)
-            return part
+        def after(members: tuple[int, ...], part: Any) -> None:
+            if part is not None:
+                self._members[part] = members
 
-        return split_group
+        return self._around(original, before, after)
 
     def capturing(self, change: int) -> None:
         """One more or one less CUDA graph is being captured."""
@@ -384,10 +386,16 @@ class Hook:
         if change > 0:
             writer.begin_capture()
         else:
-            writer.capturing = max(0, writer.capturing - 1)
+            writer.end_capture()
         for _, _, wrapper, _ in self._replaced:
             if hasattr(wrapper, "direct"):
                 wrapper.direct = not writer.capturing
+
+    def _make_markers(self) -> Any:
+        """Events of CUDA's driver in C; None where there is no CUDA, or the part in C was not built."""
+        assert self.writer is not None
+        module, functions = fast(self.writer.accelerate), internals.event_functions()
+        return module.Markers(self.writer.ring, *functions) if module is not None and functions else None
 
     def _watch_cuda(self) -> None:
         """Follows calls that leave no Work by events, and asks no event while any thread captures a CUDA graph."""

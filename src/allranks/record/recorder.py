@@ -7,6 +7,7 @@ training alone. The box stays on disk after `close()` and after any death of the
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import sys
@@ -22,10 +23,10 @@ from allranks.blackbox.files import fallback_folder, job_folder, remove_old, roo
 from allranks.blackbox.header import start_ticks
 from allranks.blackbox.layout import Item, file_name
 from allranks.errors import require
-from allranks.record.engine import fast
+from allranks.record.engine import TORCH_ERRORS, fast
 from allranks.record.groups import GroupState
 from allranks.record.options import RecorderOptions
-from allranks.record.side_thread import Watch
+from allranks.record.side_thread import SideThread
 from allranks.record.writer import CallWriter, warn_once
 
 
@@ -38,7 +39,7 @@ class Recorder:
         self.box: Box | None = None
         self.writer: CallWriter | None = None
         self._hook: Any = None
-        self._watch: Watch | None = None
+        self._watch: SideThread | None = None
         self._facts: dict[str, object] = {}
         self._rank = options.rank
         self._phase_names: dict[str, int] = {}
@@ -60,11 +61,12 @@ class Recorder:
         self._hook = Hook(self.writer, self._fault, self._met_group, self._know_rank)
         try:
             self._hook.install()
-            self._watch = Watch(self)
+            self._watch = SideThread(self)
             self._watch.start()
         except Exception as error:  # a torch that we do not know: better no record than no training
             self.close("could not start")
-            warn_once(f"recording is off, training goes on: {error!r}")
+            fix = _descriptor_fix(error)
+            warn_once(f"recording is off, training goes on: {error!r}{'; ' if fix else ''}{fix}")
         return self
 
     def close(self, how: str = "closed") -> None:
@@ -90,7 +92,7 @@ class Recorder:
         """gloo wakes the waiting program a moment before it calls its work completed."""
         for _ in range(10):
             writer.sweep(everything=True)
-            if not writer.pending:
+            if not writer.pending and not writer.markers:
                 return
             time.sleep(0.002)
 
@@ -206,30 +208,23 @@ class Recorder:
         folders = (
             [options.folder] if options.folder else [job_folder(options.job), fallback_folder(options.job)]
         )
+        # A box of that name: an earlier recorder of this process, or of one whose pid is used again.
+        names = (name, name.replace(".box", f".{time.time_ns():x}.box"))
         problem: OSError | None = None
-        for folder in folders:
+        for path in (folder / name for folder in folders for name in names):
             try:
-                box = Box(folder / name, options.capacity, options.heap_bytes)
+                box = Box(path, options.capacity, options.heap_bytes)
                 box.open()
                 return box
-            except (
-                FileExistsError
-            ):  # same pid, same attempt: an earlier recorder of this process or a reused pid
-                try:
-                    box = Box(
-                        folder / name.replace(".box", f".{time.time_ns():x}.box"),
-                        options.capacity,
-                        options.heap_bytes,
-                    )
-                    box.open()
-                    return box
-                except OSError as error:
-                    problem = error
             except OSError as error:
                 problem = error
+        room = room_for_box(options.capacity, options.heap_bytes) >> 20
+        folder_fix = (
+            f"set ALLRANKS_DIR to a folder that you can write to, with {room} MB of room for each rank"
+        )
         warn_once(
-            f"recording is off, training goes on: no black box in {folders[0]}: {problem}; set ALLRANKS_DIR to a folder "
-            f"that you can write to, with {room_for_box(options.capacity, options.heap_bytes) >> 20} MB of room for each rank"
+            f"recording is off, training goes on: no black box in {folders[0]}: {problem}; "
+            f"{_descriptor_fix(problem) or folder_fix}"
         )
         return None
 
@@ -296,6 +291,13 @@ class Recorder:
             warn_once(f"recording is off after an error of its own, training goes on: {error!r}")
 
 
+def _descriptor_fix(error: BaseException | None) -> str:
+    """What to do about an error when no file can be opened any more; "" for other errors."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit of open files (ulimit -n)"
+    return ""
+
+
 def _versions(accelerate: bool, backend: str = "") -> dict[str, str]:
     """Versions of the libraries that took part."""
     engine = "C" if fast(accelerate) is not None else "Python"
@@ -304,6 +306,6 @@ def _versions(accelerate: bool, backend: str = "") -> dict[str, str]:
     if torch is not None:
         found["torch"] = str(torch.__version__)
         if "nccl" in backend:
-            with contextlib.suppress(Exception):  # a CPU build has none
+            with contextlib.suppress(*TORCH_ERRORS):  # a CPU build has none
                 found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
     return found

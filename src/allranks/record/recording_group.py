@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from allranks.record import torch_internals as internals
-from allranks.record.engine import fast
+from allranks.record.engine import TORCH_ERRORS, fast
 
 if TYPE_CHECKING:
     from allranks.record.hook import Hook
@@ -80,13 +80,13 @@ class RecordingProxies:
             self._wrap_function(function, self._with_proxy)
         self._wrap_reducer()
         for name, group in internals.named_groups():
-            with contextlib.suppress(Exception):  # a group that is half gone
+            with contextlib.suppress(*TORCH_ERRORS):  # a group that is half gone
                 self._swap(name, group)
 
     def uninstall(self) -> None:
         """Puts everything back; C++ keeps the proxies it holds, which work on unrecorded."""
         for name, proxy in list(self._registered.items()):
-            with contextlib.suppress(Exception):  # gone meanwhile
+            with contextlib.suppress(*TORCH_ERRORS):  # gone meanwhile
                 self._original(internals.UNREGISTER)(name)
                 self._original(internals.REGISTER)(name, proxy.original)
         for module, name, wrapper, original in self._replaced:

@@ -59,9 +59,21 @@ class PyRing:
         )
 
     def begin(
-        self, group: int, op: int, shapes: Shapes, stack: int, seq: int, p2p_seq: int, op_id: int, timeout_ms: int,
-        reduce_op: int, root: int, peer: int, flags: int, tag: int,
-    ) -> int:  # fmt: skip
+        self,
+        group: int,
+        op: int,
+        shapes: Shapes,
+        stack: int,
+        seq: int,
+        p2p_seq: int,
+        op_id: int,
+        timeout_ms: int,
+        reduce_op: int,
+        root: int,
+        peer: int,
+        flags: int,
+        tag: int,
+    ) -> int:
         """Writes the row of a call that is about to be made; returns its number."""
         thread = get_native_id()
         if thread not in self._threads:
@@ -71,10 +83,33 @@ class PyRing:
         sizes, in_numel, out_numel = shapes
         words = self._words
         ROW.pack_into(
-            self._memory, HEADER_BYTES + (begin - 1) % self._capacity * ROW_BYTES,
-            begin, now, 0, 0, seq, p2p_seq, op_id, self._step, in_numel, out_numel,
-            min(timeout_ms, MAX_TIMEOUT_MS), tag, group, op, sizes, stack, self._label, thread, peer, root, reduce_op, 0, flags, begin,
-        )  # fmt: skip
+            self._memory,
+            HEADER_BYTES + (begin - 1) % self._capacity * ROW_BYTES,
+            begin,
+            now,
+            0,
+            0,
+            seq,
+            p2p_seq,
+            op_id,
+            self._step,
+            in_numel,
+            out_numel,
+            min(timeout_ms, MAX_TIMEOUT_MS),
+            tag,
+            group,
+            op,
+            sizes,
+            stack,
+            self._label,
+            thread,
+            peer,
+            root,
+            reduce_op,
+            0,
+            flags,
+            begin,
+        )
         words[self._next_field] = begin
         words[self._calls_field] = begin
         words[self._last_field] = now

@@ -36,7 +36,7 @@ _SOURCE_LINE = re.compile(
 _recorders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class Watch:
+class SideThread:
     """Everything of a recorder that happens beside the training step. `start()` and `stop()` own the thread."""
 
     def __init__(self, recorder: Recorder) -> None:

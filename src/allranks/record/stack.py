@@ -3,38 +3,34 @@
 Runs in the rank on the hot path. The key of a stack is made of its code objects and instructions, so a stack seen
 before costs a lookup; names and lines are worked out once per distinct stack. User frames come first: plumbing of
 torch.distributed and of allranks is left out, and of other library code only the innermost few frames are kept, so
-that eight frames reach the user's line even from inside FSDP. `_fast.c` holds the same walk in C.
+that eight frames reach the user's line even from inside FSDP. A call that C++ makes on a thread of its own, or a hook
+that autograd runs there, has no user frame: the frames of the main thread, which waits in backward(), follow.
+`_fast.c` holds the same walk in C.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
 import threading
+from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any
+from typing import Protocol
 
 from allranks.blackbox.file_writer import Box
 from allranks.blackbox.layout import Item
 from allranks.record.engine import fast
 
-PLUMBING, LIBRARY, USER = 0, 1, 2
+PLUMBING, LIBRARY, USER, THREAD_START = 0, 1, 2, 3  # the last: where a thread of Python's own begins
 LIBRARY_FRAMES = 3  # innermost library frames kept: they say which feature made the call (as in _fast.c)
-MAX_WALK = 96  # as in _fast.c
+MAX_WALK = 256  # as in _fast.c
 MAX_STACKS = 20_000  # distinct stacks remembered; further ones are recorded without a stack
 MAX_CODES = 8_192  # code objects remembered; as in _fast.c
 
 _PLUMBING_STARTS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, "<frozen")
-_LIBRARY_ROOTS = tuple(
-    {
-        path + os.sep
-        for name in ("stdlib", "platstdlib", "purelib", "platlib")
-        if (path := sysconfig.get_paths().get(name))
-    }
-    # Packages of the user, of the distribution, of another environment on PYTHONPATH.
-    | {path + os.sep for path in sys.path if os.path.basename(path) in {"site-packages", "dist-packages"}}
-)
+_LIBRARY_PARTS = ("/site-packages/", "/dist-packages/")  # of the distribution, the user, any environment
 _PLUMBING_ENDS = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/c10d_logger.py",
@@ -52,110 +48,98 @@ class Stacks:
         self._depth = depth
         self._main = threading.main_thread().ident or 0
         self._count = 0
-        self.engine = _make_engine(depth, self._main, accelerate)
+        module = fast(accelerate)
+        self.engine: Engine = (
+            module.Stacks(
+                depth, self._main, _PLUMBING_STARTS, _PLUMBING_ENDS, library_roots(), _LIBRARY_PARTS
+            )
+            if module is not None
+            else PyEngine(depth, self._main)
+        )
 
     def at(self, frame: FrameType | None) -> int:
-        """The id of the stack that starts at `frame`; 0 when there is none or the table is full.
-
-        A call made by C++ on a thread of its own (autograd's) has no user frames: then the main thread's stack is
-        taken, which waits in backward().
-        """
-        found: int = self.engine.capture(frame)
-        if found > 0:
-            return found
-        if found < 0:
-            found = self._learn(frame)
-        if found == 0 and threading.get_ident() != self._main:
-            return self._main_stack()
-        return found
-
-    def _main_stack(self) -> int:
-        frame = sys._current_frames().get(self._main)
-        found: int = self.engine.capture(frame)
-        return found if found >= 0 else self._learn(frame)
-
-    def _learn(self, frame: FrameType | None) -> int:
-        if self._count >= MAX_STACKS or frame is None:
-            return 0
+        """The id of the stack that starts at `frame`; 0 when there is none or the table is full."""
+        found = self.engine.capture(frame)
+        if found >= 0 or self._count >= MAX_STACKS or frame is None:
+            return max(found, 0)
         self._count += 1
-        frames = describe(frame, self._depth)
+        frames = [
+            [getattr(code := kept.f_code, "co_qualname", code.co_name), code.co_filename, kept.f_lineno or 0]
+            for kept in kept_frames(frame, self._depth, self._main, kind_of)
+        ]
         number = self._box.intern(Item.STACK, frames) if frames else 0
         self.engine.remember(frame, number)
         return number
 
 
+class Engine(Protocol):
+    """Looks stacks up: in C (`_fast.Stacks`) or in Python."""
+
+    def capture(self, frame: FrameType | None, /) -> int:
+        """The id of the stack at this frame; 0 without frames of interest, -1 when it is new."""
+
+    def remember(self, frame: FrameType, number: int, /) -> None:
+        """Gives a stack its id."""
+
+
 class PyEngine:
     """The lookup of stacks in Python: one integer per frame is the key."""
 
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
-        self._known: dict[tuple[int, ...], int] = {}
-        self._kinds: dict[int, int] = {}
-        self._codes: list[CodeType] = []  # keeps ids of code objects from being reused
+    def __init__(self, depth: int, main: int) -> None:
+        self._depth, self._main = depth, main
+        self._known: dict[tuple[int, ...], int] = {(): 0}
+        self._kinds: dict[CodeType, int] = {}
 
-    def capture(self, frame: FrameType | None) -> int:
-        """The id of the stack at this frame; 0 without a frame, -1 when it is new."""
-        if frame is None:
-            return 0
-        return self._known.get(self._key(frame), -1)
+    def capture(self, frame: FrameType | None, /) -> int:
+        """The id of the stack at this frame; 0 without frames of interest, -1 when it is new."""
+        return 0 if frame is None else self._known.get(self._key(frame), -1)
 
-    def remember(self, frame: FrameType, number: int) -> None:
+    def remember(self, frame: FrameType, number: int, /) -> None:
         """Gives a stack its id."""
         self._known[self._key(frame)] = number
 
     def _key(self, start: FrameType) -> tuple[int, ...]:
-        kinds = self._kinds
-        key: list[int] = []
-        frame: FrameType | None = start
-        left, library, walked = self._depth, LIBRARY_FRAMES, MAX_WALK
-        while frame is not None and left and walked:
-            code = frame.f_code
-            number = id(code)
-            kind = kinds.get(number)
-            if kind is None:
-                kind = self._classify(code)
-            if kind == 2:
-                key.append(number + (frame.f_lasti << 52))
-                left -= 1
-            elif kind == 1 and library:
-                key.append(number + (frame.f_lasti << 52))
-                library -= 1
-                left -= 1
-            walked -= 1
-            frame = frame.f_back
-        return tuple(key)
+        frames = kept_frames(start, self._depth, self._main, self._kind)
+        return tuple([id(frame.f_code) + (frame.f_lasti << 52) for frame in frames])
 
-    def _classify(self, code: CodeType) -> int:
-        if len(self._codes) >= MAX_CODES:
-            return PLUMBING
-        kind = kind_of(code)
-        self._codes.append(code)
-        self._kinds[id(code)] = kind
+    def _kind(self, code: CodeType) -> int:
+        kind = self._kinds.get(code)
+        if kind is None:
+            if len(self._kinds) >= MAX_CODES:
+                return PLUMBING
+            kind = self._kinds[code] = kind_of(code)  # the key keeps ids of code objects from being reused
         return kind
 
 
-def _make_engine(depth: int, main: int, accelerate: bool) -> Any:
-    module = fast(accelerate)
-    if module is not None:
-        return module.Stacks(depth, main, _PLUMBING_STARTS, _PLUMBING_ENDS, _LIBRARY_ROOTS)
-    return PyEngine(depth)
+def kept_frames(start: FrameType, depth: int, main: int, kind: Callable[[CodeType], int]) -> list[FrameType]:
+    """The frames of a stack that are recorded, innermost first; see the top of this file."""
+    kept: list[FrameType] = []
+    library, users, from_python = LIBRARY_FRAMES, 0, False
+    for own in (True, False):
+        if not own and (users or from_python or threading.get_ident() == main):
+            break
+        frame: FrameType | None = start if own else sys._current_frames().get(main)
+        for _ in range(MAX_WALK):
+            if frame is None or len(kept) == depth:
+                break
+            found = kind(frame.f_code)
+            if found == USER or (found == LIBRARY and library):
+                library -= found == LIBRARY
+                users += found == USER
+                kept.append(frame)
+            from_python |= found == THREAD_START
+            frame = frame.f_back
+    return kept
 
 
-def describe(start: FrameType, depth: int) -> list[list[object]]:
-    """[name, file, line] of the frames that are kept, innermost first."""
-    frames: list[list[object]] = []
-    frame: FrameType | None = start
-    left, library, walked = depth, LIBRARY_FRAMES, MAX_WALK
-    while frame is not None and left and walked:
-        code = frame.f_code
-        kind = kind_of(code)
-        if kind == USER or (kind == LIBRARY and library):
-            library -= kind == LIBRARY
-            left -= 1
-            frames.append([getattr(code, "co_qualname", code.co_name), code.co_filename, frame.f_lineno or 0])
-        walked -= 1
-        frame = frame.f_back
-    return frames
+@functools.cache
+def library_roots() -> tuple[str, ...]:
+    """Folders of code that is not the user's: Python's own, installed packages, torch wherever it is."""
+    paths = [sysconfig.get_paths().get(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    torch = sys.modules.get("torch")
+    paths += [os.path.dirname(getattr(torch, "__file__", None) or "")]
+    known = {path for path in paths if path}
+    return tuple(sorted(path + os.sep for path in known | {os.path.realpath(path) for path in known}))
 
 
 def kind_of(code: CodeType) -> int:
@@ -163,4 +147,6 @@ def kind_of(code: CodeType) -> int:
     file = code.co_filename
     if file.startswith(_PLUMBING_STARTS) or file.endswith(_PLUMBING_ENDS):
         return PLUMBING
-    return LIBRARY if file.startswith(_LIBRARY_ROOTS) else USER
+    if file.startswith(library_roots()) or any(part in file for part in _LIBRARY_PARTS):
+        return THREAD_START if code.co_name == "_bootstrap" else LIBRARY
+    return USER

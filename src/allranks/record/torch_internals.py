@@ -6,15 +6,21 @@ Other files of `record` use torch's public names and this file. `missing` is ask
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
+import os
+import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import _distributed_c10d as c10d
-from torch.distributed import distributed_c10d
+from torch.distributed import ReduceOp, distributed_c10d
+
+from allranks.record.engine import TORCH_ERRORS
 
 Backend = c10d.Backend
 #: Functions of c10d that are handed a process group by C++'s users: the registry of names, and two of DDP's set-up.
@@ -24,29 +30,66 @@ DDP_FUNCTIONS = ("_broadcast_coalesced", "_verify_params_across_processes")
 #: Methods around a batch of calls that is sent at once.
 START_BATCH, END_BATCH = "_start_coalescing", "_end_coalescing"
 #: Methods that C++'s trampoline looks up on a Python subclass of ProcessGroup, over the versions of torch.
-TRAMPOLINE = (
-    "allreduce", "allreduce_coalesced", "broadcast", "allgather", "allgather_into_tensor_coalesced",
-    "all_gather_single_coalesced", "reduce_scatter", "reduce_scatter_tensor_coalesced",
-    "reduce_scatter_single_coalesced", "alltoall_base", "all_to_all_single", "barrier", "send", "recv",
-    "_allgather_base", "_reduce_scatter_base", "all_gather_single", "reduce_scatter_single",
-)  # fmt: skip
-#: Classes of options by method: what `_fast.c` can read. MOVED are methods of (output, input, options).
-MOVED = {
-    "_allgather_base": c10d.AllgatherOptions, "all_gather_single": c10d.AllgatherOptions,
-    "_reduce_scatter_base": c10d.ReduceScatterOptions, "reduce_scatter_single": c10d.ReduceScatterOptions,
-}  # fmt: skip
-FAST: dict[str, Any] = {"allreduce": c10d.AllreduceOptions, "broadcast": c10d.BroadcastOptions, **MOVED}
+_TRAMPOLINE_TEXT = (
+    "allreduce allreduce_coalesced broadcast allgather allgather_into_tensor_coalesced "
+    "all_gather_single_coalesced reduce_scatter reduce_scatter_tensor_coalesced "
+    "reduce_scatter_single_coalesced alltoall_base all_to_all_single barrier send recv "
+    "_allgather_base _reduce_scatter_base all_gather_single reduce_scatter_single"
+)
+TRAMPOLINE = tuple(_TRAMPOLINE_TEXT.split())
+
+
+class ArgumentForm(NamedTuple):
+    """Which argument of a method is what, as `_fast.c` takes it: `self` is argument 0, and 0 says that there is none."""
+
+    arguments: int  # how many, self included
+    out: int = 0
+    into: int = 0  # the input
+    out_splits: int = 0
+    in_splits: int = 0
+    options: int = 0
+    peer: int = 0
+    tag: int = 0
+
+
+_IN_PLACE, _MOVED = ArgumentForm(3, out=1, options=2), ArgumentForm(4, out=1, into=2, options=3)
+_SPLIT = ArgumentForm(6, out=1, into=2, out_splits=3, in_splits=4, options=5)
+#: Methods that `_fast.c` can read in the form in which torch.distributed calls them: class of their options, arguments.
+FAST: dict[str, tuple[Any, ArgumentForm]] = {
+    "allreduce": (c10d.AllreduceOptions, _IN_PLACE),
+    "broadcast": (c10d.BroadcastOptions, _IN_PLACE),
+    "reduce": (c10d.ReduceOptions, _IN_PLACE),
+    "allgather": (c10d.AllgatherOptions, _MOVED),
+    "_allgather_base": (c10d.AllgatherOptions, _MOVED),
+    "all_gather_single": (c10d.AllgatherOptions, _MOVED),
+    "allgather_into_tensor_coalesced": (c10d.AllgatherOptions, _MOVED),
+    "all_gather_single_coalesced": (c10d.AllgatherOptions, _MOVED),
+    "gather": (c10d.GatherOptions, _MOVED),
+    "scatter": (c10d.ScatterOptions, _MOVED),
+    "reduce_scatter": (c10d.ReduceScatterOptions, _MOVED),
+    "_reduce_scatter_base": (c10d.ReduceScatterOptions, _MOVED),
+    "reduce_scatter_single": (c10d.ReduceScatterOptions, _MOVED),
+    "reduce_scatter_tensor_coalesced": (c10d.ReduceScatterOptions, _MOVED),
+    "reduce_scatter_single_coalesced": (c10d.ReduceScatterOptions, _MOVED),
+    "alltoall": (c10d.AllToAllOptions, _MOVED),
+    "alltoall_base": (c10d.AllToAllOptions, _SPLIT),
+    "all_to_all_single": (c10d.AllToAllOptions, _SPLIT),
+    "barrier": (c10d.BarrierOptions, ArgumentForm(2, options=1)),
+    "send": (None, ArgumentForm(4, into=1, peer=2, tag=3)),
+    "recv": (None, ArgumentForm(4, out=1, peer=2, tag=3)),
+}
 
 CPP_CALLS = "calls made by C++ (DDP, functional collectives)"
 #: What is not recorded without some names: (where they are, the names).
 NEEDED: dict[str, tuple[str, tuple[str, ...]]] = {
     CPP_CALLS: ("c10d", (REGISTER, UNREGISTER, RESOLVE, "Reducer")),
     "calls made by C++ on other backends": (
-        "ProcessGroup", ("_device_types", "_get_backend", "_register_backend", "_set_group_name", "_set_group_desc")
+        "ProcessGroup",
+        ("_device_types", "_get_backend", "_register_backend", "_set_group_name", "_set_group_desc"),
     ),
     "which calls belong to one batch": ("ProcessGroup", (START_BATCH, END_BATCH)),
     "members and backends of groups": ("world", ("pg_group_ranks", "pg_map", "pg_names")),
-}  # fmt: skip
+}
 
 
 def missing(needed: dict[str, tuple[str, tuple[str, ...]]] = NEEDED) -> list[str]:
@@ -97,7 +140,7 @@ def backends(group: Any) -> list[tuple[Any, Any]]:
 def group_timeout(group: Any) -> timedelta | None:
     """The timeout of a group or of one of its backends."""
     candidates = [group]
-    with contextlib.suppress(Exception):  # a property of an unfinished C++ group may raise anything
+    with contextlib.suppress(*TORCH_ERRORS):  # a property of an unfinished C++ group may raise anything
         candidates += [backend for _, backend in backends(group)]
     found = (getattr(getattr(candidate, "options", None), "_timeout", None) for candidate in candidates)
     return next((value for value in found if isinstance(value, timedelta)), None)
@@ -107,7 +150,7 @@ def make_like(group: Any, proxy: Any) -> None:
     """Gives `proxy`, a Python subclass of ProcessGroup, the backends and the name of `group`."""
     for device, backend in backends(group):
         proxy._register_backend(device, _backend_type(str(backend.name())), backend)
-    with contextlib.suppress(Exception):  # not every version has it
+    with contextlib.suppress(*TORCH_ERRORS):  # not every version has it
         proxy._set_default_backend(_backend_type(str(group._get_backend_name())))
     proxy._set_group_name(group.group_name)
     proxy._set_group_desc(group.group_desc)
@@ -158,6 +201,24 @@ def current_stream_key() -> tuple[int, int, int] | None:
     return key
 
 
+def event_functions() -> tuple[Any, ...] | None:
+    """What `_fast.Markers` needs: torch's answers to "is CUDA in use, which device, which stream", and the addresses of
+    four functions of CUDA's driver. None without CUDA."""
+    names = ("_cuda_getDevice", "_cuda_getCurrentRawStream")
+    if torch.version.cuda is None or not all(hasattr(torch._C, name) for name in names):
+        return None
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        functions = [
+            getattr(driver, name)
+            for name in ("cuEventCreate", "cuEventRecord", "cuEventQuery", "cuStreamIsCapturing")
+        ]
+    except (OSError, AttributeError):
+        return None
+    addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
+    return (torch.cuda.is_initialized, *(getattr(torch._C, name) for name in names), *addresses)
+
+
 # -- the compiler -----------------------------------------------------------------------------------------------
 # While compiled code runs, dynamo looks at every Python frame that starts, also at those that C++ starts on its own:
 # our wrappers under a functional collective would be compiled, or fail to be. Code objects are marked to be skipped
@@ -174,7 +235,7 @@ def hide_from_compiler(*modules: ModuleType) -> None:
     skip = _skipper()
     for module in modules if skip is not None else ():
         for code in _codes(module):
-            with contextlib.suppress(Exception):  # another version of torch: it is compiled, or it is not
+            with contextlib.suppress(*TORCH_ERRORS):  # another version of torch: it is compiled, or it is not
                 skip(code)
 
 
@@ -222,3 +283,115 @@ def no_inductor() -> Iterator[None]:
     finally:
         if vars(torch).get("_inductor") is stand_in:  # the real one may have come meanwhile
             del vars(torch)["_inductor"]
+
+
+VALUE_AT = 16  # in a pybind object: behind the reference count and the type
+BYTES = 64  # of the C++ value that are looked at; our fields are at its front
+NOWHERE = -1  # as in _fast.c
+
+#: (type, address of the value, then reduce operator, root, timeout in ms in the value); as Collective takes it.
+Layout = tuple[Any, int, int, int, int]
+NO_OPTIONS: Layout = (type(None), 0, NOWHERE, NOWHERE, NOWHERE)  # of a method that takes none
+
+
+@functools.cache
+def layout_of(options: Any) -> Layout | None:
+    """The places of the fields of this options class; None when one of them cannot be found."""
+    try:
+        memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return _layout(options, memory)
+    except (
+        *TORCH_ERRORS,
+        OSError,
+        struct.error,
+    ):  # another torch or pybind, a kernel that hides our memory from us
+        return None
+    finally:
+        os.close(memory)
+
+
+def _layout(options: Any, memory: int) -> Layout | None:
+    operators = [getattr(ReduceOp, name) for name in ("SUM", "AVG", "MIN", "MAX", "BXOR", "PRODUCT")]
+    waits = [12_345, 67, 9_876_543]
+    places = [
+        _find(
+            options,
+            memory,
+            "reduceOp",
+            [(operator, struct.pack("B", hash(operator))) for operator in operators],
+        ),
+        _find(options, memory, "rootRank", [(root, struct.pack("q", root)) for root in (71, 0, 70_003)]),
+        _find(
+            options, memory, "timeout", [(timedelta(milliseconds=ms), struct.pack("q", ms)) for ms in waits]
+        ),
+    ]
+    wanted = [hasattr(options(), name) for name in ("reduceOp", "rootRank", "timeout")]
+    found = all((place != NOWHERE) == has for place, has in zip(places, wanted, strict=True))
+    return (options, VALUE_AT, *places) if found and wanted[2] else None
+
+
+def _find(options: Any, memory: int, field: str, samples: Iterable[tuple[Any, bytes]]) -> int:
+    """The one place where these bytes appear when the field has these values; NOWHERE when there is no such place."""
+    if not hasattr(options(), field):
+        return NOWHERE
+    places: set[int] | None = None
+    for value, bits in samples:
+        for _ in range(2):
+            sample = options()
+            setattr(sample, field, value)
+            here = set(_places(_value_bytes(sample, memory), bits))
+            places = here if places is None else places & here
+    return places.pop() if places is not None and len(places) == 1 else NOWHERE
+
+
+def _value_bytes(sample: Any, memory: int) -> bytes:
+    (address,) = struct.unpack("Q", os.pread(memory, 8, id(sample) + VALUE_AT))
+    return os.pread(memory, BYTES, address)
+
+
+def _places(data: bytes, bits: bytes) -> Iterable[int]:
+    step = len(bits)
+    return (at for at in range(0, len(data) - step + 1, step) if data[at : at + step] == bits)
+
+
+class EventMarker:
+    """A CUDA event behind what is queued on the current stream. Events and streams are reused: both are dear."""
+
+    __slots__ = ("_device", "_event")
+    _free: dict[int, list[Any]] = {}  # events by device: one cannot be recorded on another's stream
+    _streams: dict[tuple[int, int, int], Any] = {}
+    _ready = False  # CUDA is in use in this process; it stays so
+
+    def __init__(self, event: Any, device: int) -> None:
+        self._event = event
+        self._device = device
+
+    @classmethod
+    def make(cls) -> EventMarker | None:
+        """A marker on the current stream; None when there is no device, or while a graph is captured."""
+        if not cls._ready:
+            if not torch.cuda.is_initialized():
+                return None
+            cls._ready = True
+        key = current_stream_key()
+        if key is None:
+            return None
+        stream = cls._streams.get(key)
+        if stream is None:
+            stream = cls._streams[key] = torch.cuda.current_stream()
+        free = cls._free.setdefault(key[1], [])
+        event = free.pop() if free else torch.cuda.Event()
+        event.record(stream)
+        return cls(event, key[1])
+
+    def is_completed(self) -> bool:
+        """Whether the device has come past it; asked no more after the first yes."""
+        if not self._event.query():
+            return False
+        free = self._free[self._device]
+        if len(free) < 256:
+            free.append(self._event)
+        return True

@@ -18,7 +18,8 @@ from typing import Any
 from allranks.blackbox.file_writer import Box
 from allranks.blackbox.layout import Item
 from allranks.model.trace import Flag, State
-from allranks.record.groups import GroupState
+from allranks.record.engine import TORCH_ERRORS
+from allranks.record.groups import P2P, PART, GroupState
 from allranks.record.options import RecorderOptions
 from allranks.record.row_writer import Shapes, make_ring
 from allranks.record.stack import Stacks
@@ -26,9 +27,7 @@ from allranks.record.stack import Stacks
 #: (work, number of the call, counters of its group, numbers of the calls that end with it)
 Entry = tuple[Any, int, Any, tuple[int, ...]]
 
-P2P, PART, END, CAPTURED = (
-    int(flag) for flag in (Flag.P2P, Flag.COALESCED_PART, Flag.COALESCED_END, Flag.CAPTURED)
-)
+END, CAPTURED = int(Flag.COALESCED_END), int(Flag.CAPTURED)
 #: Calls under way are looked at on a later call, not more often than this (as in _fast.c) and so many at once.
 SWEEP_NS, SWEEP_CALLS = 1_000_000, 4
 MAX_THREADS = 1000  # named; a program that makes threads for ever must not fill the heap
@@ -54,42 +53,67 @@ class CallWriter:
         self.on_timeout: Callable[[bool], None] | None = None  # told whether the timeout is news
         self.original_wait: Callable[[Any], Any] | None = None  # Work.wait as it was before it was wrapped
         self.mark_device: Callable[[], Any] | None = None  # a marker behind all that is queued on the device
+        self.markers: Any = None  # the same in C, which keeps them too
 
     def begin(
-        self, group: GroupState, op: int, shapes: Shapes,
-        reduce_op: int = 0, root: int = -1, peer: int = -1, p2p: bool = False, timeout_ms: int = 0, frame: Any = None,
+        self,
+        group: GroupState,
+        op: int,
+        shapes: Shapes,
+        reduce_op: int = 0,
+        root: int = -1,
+        peer: int = -1,
+        p2p: bool = False,
+        timeout_ms: int = 0,
+        frame: Any = None,
         tag: int = -1,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Writes the row of a call that is about to be made; returns its number."""
         counters = group.counters
-        flags, p2p_seq = 0, 0
-        if counters.batch is not None:
-            seq, p2p_seq, flags = _batch_numbers(counters, p2p)
-        elif p2p:
-            seq, p2p_seq, flags = counters.last_seq, counters.next_p2p(), P2P
-        else:
-            seq = counters.next_seq()
+        seq, p2p_seq, op_id, flags = counters.draw(p2p)
+        part = flags & PART
         if self.capturing and not counters.blocking:
             flags |= CAPTURED
         stack = self.stacks.at(frame) if self.stacks is not None else 0
         number: int = self.ring.begin(
-            counters.number, op, shapes, stack, seq, p2p_seq, counters.next_op(), timeout_ms or counters.timeout_ms,
-            reduce_op, root, peer, flags, tag,
-        )  # fmt: skip
-        if flags & PART:
-            group.parts.append(number)
+            counters.number,
+            op,
+            shapes,
+            stack,
+            seq,
+            p2p_seq,
+            op_id,
+            timeout_ms or counters.timeout_ms,
+            reduce_op,
+            root,
+            peer,
+            flags,
+            tag,
+        )
+        if part:
+            counters.add_part(number)
         return number
 
     def begin_end(self, group: GroupState, op: int, frame: Any) -> tuple[int, tuple[int, ...]]:
         """Writes the row that stands for a whole coalesced group; returns its number and those of its parts."""
         counters = group.counters
-        seq, p2p_seq = counters.batch or (0, 0)
-        parts, counters.batch, group.parts = tuple(group.parts), None, []
+        seq, p2p_seq, op_id, parts = counters.close_batch()
         stack = self.stacks.at(frame) if self.stacks is not None else 0
         number: int = self.ring.begin(
-            counters.number, op, (0, 0, 0), stack, seq or counters.last_seq, p2p_seq, counters.next_op(),
-            counters.timeout_ms, 0, -1, -1, END | P2P if p2p_seq else END, -1,
-        )  # fmt: skip
+            counters.number,
+            op,
+            (0, 0, 0),
+            stack,
+            seq,
+            p2p_seq,
+            op_id,
+            counters.timeout_ms,
+            0,
+            -1,
+            -1,
+            END | P2P if p2p_seq else END,
+            -1,
+        )
         return number, parts
 
     def track(
@@ -97,7 +121,7 @@ class CallWriter:
     ) -> None:
         """The library took the call and will finish it later; follows `work` until then."""
         counters = group.counters
-        if counters.batch is not None or (self.capturing and not counters.blocking):
+        if counters.in_batch or (self.capturing and not counters.blocking):
             return  # the end of the coalesced group tells for all of it; a captured call has no end of its own
         owner = counters.cpu_side if on_cpu and group.mixed else counters
         if owner.blocking:
@@ -115,13 +139,19 @@ class CallWriter:
 
     def no_work(self, number: int, counters: Any, parts: tuple[int, ...] = ()) -> None:
         """The library returned no Work: the call is over, or it is queued on the device and a marker follows it."""
-        if counters.batch is not None or (self.capturing and not counters.blocking):
+        if counters.in_batch or (self.capturing and not counters.blocking):
             return
-        marker = None if counters.blocking or self.mark_device is None else self.mark_device()
-        if marker is None:
+        if counters.blocking or not self._mark(number, counters, parts):
             self.finish(number, parts)
-        else:
+
+    def _mark(self, number: int, counters: Any, parts: tuple[int, ...]) -> bool:
+        """Lets a marker on the device follow a call; False when there is no device."""
+        if self.markers is not None and self.markers.mark(number, parts):
+            return True
+        marker = self.mark_device() if self.mark_device is not None else None
+        if marker is not None:
             self._keep(marker, number, counters, parts)
+        return marker is not None
 
     def waited(self, work: Any, entry: Entry) -> None:
         """The program's wait() has returned: the call is over, or the device has yet to come past this point.
@@ -129,16 +159,17 @@ class CallWriter:
         In the latter case a marker takes the place of the Work, which would keep its tensors in the device's memory.
         """
         _, number, counters, parts = entry
-        over = counters.blocking
-        marker = None
-        if not over and not self.capturing:
-            marker = self.mark_device() if self.mark_device is not None else None
-            over = marker is None and work.is_completed()
-        if (over or marker is not None) and self.pending.pop(id(work), None) is not None:
-            if marker is None:
+        if self.capturing and not counters.blocking:
+            return
+        if self.pending.pop(id(work), None) is None:
+            return
+        if counters.blocking:
+            self.finish(number, parts)
+        elif not self._mark(number, counters, parts):
+            if work.is_completed():
                 self.finish(number, parts)
             else:
-                self._keep(marker, number, counters, parts)
+                self.pending[id(work)] = entry
 
     def finish(self, number: int, parts: tuple[int, ...] = (), state: int = COMPLETED) -> None:
         """Notes the end of a call and of those that end with it."""
@@ -186,6 +217,8 @@ class CallWriter:
         """Notes the calls that have ended: the oldest ones now and then on a call, all of them in the side thread."""
         pending = self.pending
         self.ring.hand_over(pending)
+        if everything and self.markers is not None:
+            self.markers.settle()
         if not pending or not self.asking.acquire(timeout=1.0 if everything else 0.0):
             return  # nothing to do, or another thread is at it
         try:
@@ -224,8 +257,19 @@ class CallWriter:
     def begin_capture(self) -> None:
         """A CUDA graph is about to be captured: from the return of this on no event is queried."""
         self.capturing += 1
+        if self.markers is not None:
+            self.markers.paused = True
+            deadline = time.monotonic() + 1.0
+            while self.markers.busy and time.monotonic() < deadline:
+                time.sleep(0.0005)
         if self.asking.acquire(timeout=1.0):
             self.asking.release()
+
+    def end_capture(self) -> None:
+        """One capture less."""
+        self.capturing = max(0, self.capturing - 1)
+        if self.markers is not None:
+            self.markers.paused = self.capturing > 0
 
     def _outcome(self, entry: Entry) -> BaseException | None:
         """How a completed Work ended, without blocking: None is success."""
@@ -240,17 +284,6 @@ class CallWriter:
         return None
 
 
-def _batch_numbers(counters: Any, p2p: bool) -> tuple[int, int, int]:
-    """(seq, p2p_seq, flags) of a call inside a coalesced group: its calls share one p2p and one collective number."""
-    seq, p2p_seq = counters.batch or (0, 0)
-    if p2p and not p2p_seq:
-        p2p_seq = counters.next_p2p()
-    elif not p2p and not seq:
-        seq = counters.next_seq()
-    counters.batch = (seq, p2p_seq)
-    return (seq or counters.last_seq), (p2p_seq if p2p else 0), (PART | P2P if p2p else PART)
-
-
 def _watchdog_error(work: Any) -> BaseException | None:
     """What NCCL's watchdog says of a call (torch 2.6 and later); None when it says nothing bad."""
     try:
@@ -258,7 +291,7 @@ def _watchdog_error(work: Any) -> BaseException | None:
         if not future.done():
             return None
         name = str(future.value())
-    except Exception:  # not every backend has it
+    except TORCH_ERRORS:  # not every backend has it
         return None
     if "TIMEOUT" in name:
         return TimeoutError("the call timed out")

@@ -10,6 +10,7 @@ types of `allranks.model.stacks`.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -46,9 +47,11 @@ def read_bundle(path: str | Path) -> StacksReport:
 class _CallableModule(ModuleType):
     """Makes `allranks.stacks(…)` work although `allranks.stacks` is this package."""
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        import importlib  # the function stands above the stations and is looked up when it is called
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        """By its name: a script that imported it can be sent to another process."""
+        return importlib.import_module, (self.__name__,)
 
+    def __call__(self, *args: Any, **options: Any) -> Any:
         return importlib.import_module("allranks.api.functions").stacks(*args, **options)
 
 

@@ -18,7 +18,7 @@ RECENT_CALLS = 64  # calls whose times tell how often a rank usually moves
 
 
 @dataclass(frozen=True)
-class Box:
+class LiveBox:
     """The header of one black box."""
 
     path: Path
@@ -30,7 +30,7 @@ class Box:
     job: str
 
 
-def find_boxes(folders: tuple[Path, ...] = ()) -> list[Box]:
+def find_boxes(folders: tuple[Path, ...] = ()) -> list[LiveBox]:
     """Boxes in the default folders of every user and in the given ones; what is no box is passed over."""
     roots = {Path("/dev/shm"), Path(tempfile.gettempdir())}
     places = [place for root in roots if root.is_dir() for place in root.glob("allranks-*/*")]
@@ -53,13 +53,13 @@ def _subfolders(folder: Path) -> list[Path]:
         return []
 
 
-def read_box(path: Path) -> Box | None:
+def read_box(path: Path) -> LiveBox | None:
     """The header of a box, None when the file is none."""
     head = find_header(path)
     if head is None:
         return None
     job = path.name.split(".a")[0]
-    return Box(path, head.rank, head.world_size, head.pid, head.start_ticks, head.start_ns / 1e9, job)
+    return LiveBox(path, head.rank, head.world_size, head.pid, head.start_ticks, head.start_ns / 1e9, job)
 
 
 def read_marks(path: Path, rank: int, now_s: float) -> RankMarks | None:

@@ -252,10 +252,16 @@ def _decode_stack(item: list[object], stacks: list[tuple[StackFrame, ...]]) -> T
 def _decode_facts(item: list[object]) -> ThreadFacts:
     tid, comm, state, wchan, syscall, args, ticks, kernel, *more = item
     return ThreadFacts(
-        int(str(tid)), str(comm), str(state), str(wchan), str(syscall),
-        tuple(int(one) for one in args) if isinstance(args, list) else (), int(str(ticks)),
-        tuple(str(one) for one in kernel) if isinstance(kernel, list) else (), _int(more[0]) if more else None,
-    )  # fmt: skip
+        int(str(tid)),
+        str(comm),
+        str(state),
+        str(wchan),
+        str(syscall),
+        tuple(int(one) for one in args) if isinstance(args, list) else (),
+        int(str(ticks)),
+        tuple(str(one) for one in kernel) if isinstance(kernel, list) else (),
+        _int(more[0]) if more else None,
+    )
 
 
 def _decode_marks(item: dict[str, list[list[object]]]) -> RankMarks:

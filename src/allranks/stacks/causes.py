@@ -6,9 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from allranks.model.stacks import ProcessCapture, StackFrame
-from allranks.stacks.patterns import Match, Pattern, library, match_thread
-from allranks.stacks.user_code import is_user_file, place, short_name, user_frame, where
-from allranks.stacks.views import NO_CHILDREN, Children, ProcessView, ThreadView, view_process
+from allranks.stacks.patterns import PatternMatch, StackPattern, library, match_thread
+from allranks.stacks.views import (
+    NO_CHILDREN,
+    Children,
+    ProcessView,
+    ThreadView,
+    is_user_file,
+    place,
+    short_name,
+    user_frame,
+    view_process,
+    where,
+)
 
 _SHAPES = ("lock_wait", "thread_wait", "background")
 #: Waits that are telling even in a thread without a line of the user's own.
@@ -41,7 +51,7 @@ class Cause:
 
 
 def find_cause(
-    capture: ProcessCapture, patterns: Sequence[Pattern], children: Children = NO_CHILDREN
+    capture: ProcessCapture, patterns: Sequence[StackPattern], children: Children = NO_CHILDREN
 ) -> tuple[Cause, ProcessView]:
     """The cause of one process, and the view of its threads that led to it."""
     view = view_process(capture, children)
@@ -52,7 +62,7 @@ def find_cause(
     return _decide(view, main, patterns), view
 
 
-def _decide(view: ProcessView, main: ThreadView, patterns: Sequence[Pattern]) -> Cause:
+def _decide(view: ProcessView, main: ThreadView, patterns: Sequence[StackPattern]) -> Cause:
     first = match_thread(patterns, main, view)
     if first is not None and first.pattern.cause in ("stopped", "d_state"):
         return _cause(first, main, view)
@@ -77,7 +87,9 @@ def _decide(view: ProcessView, main: ThreadView, patterns: Sequence[Pattern]) ->
     return _cause(first, main, view)
 
 
-def _follow(view: ProcessView, main: ThreadView, first: Match, patterns: Sequence[Pattern]) -> Cause:
+def _follow(
+    view: ProcessView, main: ThreadView, first: PatternMatch, patterns: Sequence[StackPattern]
+) -> Cause:
     """The main thread waits for another thread: that thread's trouble is the rank's."""
     others = [(thread, match_thread(patterns, thread, view)) for thread in view.threads if not thread.main]
     locked = [thread for thread, match in others if match is not None and match.pattern.cause == "lock_wait"]
@@ -99,16 +111,26 @@ def _follow(view: ProcessView, main: ThreadView, first: Match, patterns: Sequenc
     return _cause(first, main, view, "queue_wait")
 
 
-def _behind_loop(view: ProcessView, main: ThreadView, first: Match, patterns: Sequence[Pattern]) -> Cause:
+def _behind_loop(
+    view: ProcessView, main: ThreadView, first: PatternMatch, patterns: Sequence[StackPattern]
+) -> Cause:
     """A main thread that serves requests may leave the training to another thread (Ray Train, asyncio executors)."""
-    for thread in view.threads:
-        match = None if thread.main else match_thread(patterns, thread, view)
-        if match is not None and match.pattern.cause in _STRONG and user_frame(thread.python):
-            cause = _cause(match, thread, view)
-            return replace(
-                cause, evidence=f"thread {thread.name} {cause.evidence}; the main thread only serves"
-            )
+    for thread in sorted((one for one in view.threads if not one.main), key=_trains, reverse=True):
+        match = match_thread(patterns, thread, view)
+        strong = match is not None and match.pattern.cause in _STRONG
+        if not user_frame(thread.python) or not (strong or _trains(thread)):
+            continue
+        if match is None:
+            cause = replace(_unknown(thread, view), thread=thread.name)
+        else:
+            cause = _cause(match, thread, view, "queue_wait" if match.pattern.cause in _SHAPES else "")
+        return replace(cause, evidence=f"thread {thread.name} {cause.evidence}; the main thread only serves")
     return _cause(first, main, view)
+
+
+def _trains(thread: ThreadView) -> bool:
+    """Ray Train's name of the thread that runs the user's loop."""
+    return thread.name.startswith("TrainingThread")
 
 
 def _has_own_code(thread: ThreadView) -> bool:
@@ -118,12 +140,12 @@ def _has_own_code(thread: ThreadView) -> bool:
     )
 
 
-def _weight(match: Match) -> float:
+def _weight(match: PatternMatch) -> float:
     """A thread that sleeps may just be a monitor: any other trouble is more telling."""
     return match.pattern.confidence - (0.5 if match.pattern.cause == "sleep" else 0.0)
 
 
-def _deadlock(view: ProcessView, main: ThreadView, patterns: Sequence[Pattern]) -> Cause:
+def _deadlock(view: ProcessView, main: ThreadView, patterns: Sequence[StackPattern]) -> Cause:
     """The main thread waits for a lock: with whom, or for itself?"""
     locked = [main]
     for thread in view.threads:
@@ -148,9 +170,15 @@ def _lock_cause(view: ProcessView, locked: list[ThreadView], joiner: ThreadView 
         says += f"; the main thread joins them at {where(joiner.python)}"
     subject = locked[0]
     return Cause(
-        "lock_deadlock", where(subject.python), says, "lock", subject.name if not subject.main else "",
-        subject.python, 0.95 if len(locked) > 1 else 0.85, view.count,
-    )  # fmt: skip
+        "lock_deadlock",
+        where(subject.python),
+        says,
+        "lock",
+        subject.name if not subject.main else "",
+        subject.python,
+        0.95 if len(locked) > 1 else 0.85,
+        view.count,
+    )
 
 
 def _mutex_cycle(view: ProcessView) -> Cause | None:
@@ -196,7 +224,7 @@ def _source(thread: ThreadView) -> str:
     return f" `{text[:80]}`" if text else ""
 
 
-def _cause(match: Match, thread: ThreadView, view: ProcessView, cause: str = "") -> Cause:
+def _cause(match: PatternMatch, thread: ThreadView, view: ProcessView, cause: str = "") -> Cause:
     return Cause(
         cause=cause or match.pattern.cause,
         where=where(thread.python),
@@ -209,7 +237,7 @@ def _cause(match: Match, thread: ThreadView, view: ProcessView, cause: str = "")
     )
 
 
-def _also_gil(match: Match, thread: ThreadView) -> str:
+def _also_gil(match: PatternMatch, thread: ThreadView) -> str:
     """A wait that keeps the GIL also stops every other thread of the process."""
     held = thread.holds_gil and not thread.busy and match.pattern.cause not in ("gil_held_native", "stopped")
     return "; it keeps the GIL meanwhile" if held else ""
@@ -236,7 +264,7 @@ def _top(thread: ThreadView) -> str:
     return f"{short_name(frame.name)} ({place(frame).split(' in ')[0]})" if frame else "native code"
 
 
-def _says(match: Match, thread: ThreadView, view: ProcessView) -> str:
+def _says(match: PatternMatch, thread: ThreadView, view: ProcessView) -> str:
     """The evidence line: the pattern's sentence with what was seen put in."""
     now = thread.now
     words = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from allranks.model.stacks import (
@@ -14,32 +15,196 @@ from allranks.model.stacks import (
     StacksReport,
 )
 from allranks.stacks import ras
-from allranks.stacks.blame import find_culprits, find_straggler, tell
 from allranks.stacks.causes import Cause, find_cause
-from allranks.stacks.patterns import Pattern, load_patterns
-from allranks.stacks.progress import WAITS, Progress, Stillness, decide_by_counts, decide_progress
+from allranks.stacks.patterns import StackPattern, load_patterns
+from allranks.stacks.progress import WAITS, HangDecision, Stillness, decide_by_counts, decide_progress
+from allranks.stacks.text import compress
 from allranks.stacks.views import Children, ProcessView
+
+#: How much a cause waits for others: 0 not at all, 3 most. The ranks of the lowest tier are to blame.
+_TIERS = {
+    "request_wait": 1,
+    "event_loop_idle": 1,
+    "store_wait": 2,
+    "p2p_wait": 2,
+    "rendezvous_wait": 2,
+    "cuda_wait": 2,
+    "collective_wait": 3,
+}
+_VERBS = {
+    "sleep": "sleeps",
+    "collective_wait": "waits",
+    "p2p_wait": "waits for its partner",
+    "rendezvous_wait": "waits for its group",
+    "store_wait": "waits for a store key",
+    "dataloader_wait": "waits for its DataLoader",
+    "checkpoint_io": "is stuck in checkpoint I/O",
+    "file_lock_wait": "waits for a file lock",
+    "network_io": "waits for the network",
+    "lock_deadlock": "is deadlocked on a lock",
+    "queue_wait": "waits on a queue",
+    "gil_held_native": "holds the GIL in C code",
+    "gil_contention": "waits for the GIL",
+    "native_call": "is inside native code",
+    "cuda_wait": "waits for the device",
+    "cuda_kernel": "runs a device kernel that does not end",
+    "busy_python": "loops in Python",
+    "subprocess_wait": "waits for a command",
+    "child_process_wait": "waits for a child process",
+    "event_loop_idle": "sits in an idle event loop",
+    "request_wait": "waits for a request",
+    "pipe_write_blocked": "writes to a full pipe",
+    "stdin_wait": "waits for input",
+    "shutdown_join": "is exiting and joins threads",
+    "stopped": "is stopped",
+    "d_state": "is in uninterruptible sleep",
+    "slow": "is slow",
+    "healthy": "makes progress",
+    "unknown": "does something unknown",
+}
+
+
+#: Causes that do not end by themselves, whatever the marks say.
+_FOR_GOOD = frozenset(
+    {"lock_deadlock", "stopped", "gil_held_native", "d_state", "stdin_wait", "pipe_write_blocked", "unknown"}
+)
+
+
+def find_culprits(ranks: Mapping[int, RankState], hung: bool | None = True) -> tuple[int, ...]:
+    """The ranks everybody else waits for; () when all wait alike.
+
+    While nobody knows whether the job hangs, a rank is accused only if others wait or its cause cannot end.
+    """
+    if not ranks:
+        return ()
+    if hung is None and not any(_TIERS.get(state.cause, 0) >= 2 for state in ranks.values()):
+        return tuple(sorted(rank for rank, state in ranks.items() if state.cause in _FOR_GOOD))
+    tiers = {rank: _TIERS.get(state.cause, 0) for rank, state in ranks.items() if state.cause != "healthy"}
+    if not tiers:
+        return ()
+    lowest = min(tiers.values())
+    chosen = tuple(sorted(rank for rank, tier in tiers.items() if tier == lowest))
+    if lowest == 0 or len(set(tiers.values())) > 1:
+        return chosen
+    if lowest == 1:
+        return () if all(state.cause == "request_wait" for state in ranks.values()) else chosen
+    return _minority(ranks)
+
+
+def _minority(ranks: Mapping[int, RankState]) -> tuple[int, ...]:
+    """All wait for others: those who wait elsewhere than the clear majority, if there is one."""
+    sites = {rank: (state.cause, state.operation, state.where) for rank, state in ranks.items()}
+    counts = Counter(sites.values())
+    (common, count), *rest = counts.most_common()
+    if not rest or count * 2 <= len(ranks) or len(ranks) < 3:
+        return ()
+    return tuple(sorted(rank for rank, site in sites.items() if site != common))
+
+
+def find_straggler(ranks: Mapping[int, RankState], waited: Mapping[int, float]) -> tuple[int, ...]:
+    """In a job that moves: the ranks for which the others spend their time waiting.
+
+    `waited` is the share of snapshots in which a rank was found waiting for others.
+    """
+    waiters = [rank for rank, share in waited.items() if share >= 0.75]
+    others = [rank for rank, share in waited.items() if share <= 0.25]
+    if len(waiters) < 1 or not others or len(waiters) < len(others):
+        return ()
+    return tuple(sorted(others))
+
+
+def tell(
+    capture: Capture, progress: HangDecision, culprits: Sequence[int], ranks: Mapping[int, RankState]
+) -> str:
+    """The one sentence of the report."""
+    if not ranks:
+        return "no rank could be looked at"
+    if progress.hung is False:
+        return _tell_moving(progress, culprits, ranks)
+    lead = "" if progress.hung else "cannot tell stuck from slow (" + progress.reason + "): "
+    if not culprits:
+        return lead + _tell_nobody(capture, ranks)
+    parts = [_tell_one(ranks[rank]) for rank in culprits[:3]]
+    if len(culprits) > 3:
+        parts = [f"ranks {compress(culprits)}: {_tell_one(ranks[culprits[0]], subject=False)}"]
+    return lead + "; ".join(parts) + _tell_waiters(culprits, ranks)
+
+
+def _tell_one(state: RankState, subject: bool = True) -> str:
+    name = f"rank {state.rank} " if subject else "first of them "
+    line = f" in {_swap(state.where)}" if state.where else ""
+    child = next((c for c in state.children if c.cause not in ("healthy", "queue_wait")), None)
+    tail = f" (child process {child.child}: {child.cause} at {child.where})" if child else ""
+    verb = (
+        f"cannot be read ({state.evidence})"
+        if state.cause == "unknown"
+        else _VERBS.get(state.cause, state.cause)
+    )
+    return f"{name}{verb}{line}{tail}"
+
+
+def _swap(where: str) -> str:
+    """`data.py:31 in load_batch` reads better in a sentence as `load_batch (data.py:31)`."""
+    line, _, name = where.partition(" in ")
+    return f"{name} ({line})" if name else where
+
+
+def _tell_waiters(culprits: Sequence[int], ranks: Mapping[int, RankState]) -> str:
+    waiting = [state for rank, state in ranks.items() if rank not in culprits]
+    if not waiting:
+        return ""
+    operation, count = Counter(_wait_name(state) for state in waiting).most_common(1)[0]
+    noun = "rank waits" if count == 1 else "ranks wait"
+    return f" while {count} {noun} in {operation}"
+
+
+def _wait_name(state: RankState) -> str:
+    return state.operation or {"collective_wait": "a collective"}.get(state.cause, state.cause)
+
+
+def _tell_nobody(capture: Capture, ranks: Mapping[int, RankState]) -> str:
+    world = capture.world_size
+    missing = sorted(set(range(world)) - set(ranks)) if world else []
+    if missing:
+        return f"{len(ranks)} of {world} ranks wait; ranks {compress(missing)} were not found on the nodes looked at"
+    causes = Counter(state.cause for state in ranks.values())
+    if set(causes) == {"request_wait"}:
+        return f"all {len(ranks)} ranks are idle and wait for requests"
+    if set(causes) == {"rendezvous_wait"}:
+        return f"all {len(ranks)} ranks wait for ranks that have not come: was a process not started, or is WORLD_SIZE too large?"
+    if not any(_TIERS.get(state.cause, 0) >= 2 for state in ranks.values()):
+        told = "; ".join(_tell_one(ranks[rank]) for rank in sorted(ranks)[:3])
+        return f"no rank waits for another one; {told}"
+    sites = Counter((state.operation or state.cause, state.where) for state in ranks.values())
+    if len(sites) == 1:
+        (operation, where), _ = sites.most_common(1)[0]
+        return (
+            f"all {len(ranks)} ranks wait in {operation} at {where}: no rank is different; "
+            "look at the network, the device or the dumps (allranks diagnose)"
+        )
+    groups = "; ".join(
+        f"{compress([r for r, s in ranks.items() if (s.operation or s.cause, s.where) == site])} in {site[0]} at {site[1]}"
+        for site, _ in sites.most_common(4)
+    )
+    return f"every rank waits for others, in different places: {groups}; allranks diagnose on the dumps tells who is wrong"
+
+
+def _tell_moving(progress: HangDecision, culprits: Sequence[int], ranks: Mapping[int, RankState]) -> str:
+    if not culprits:
+        return f"not hung: {progress.reason}"
+    names = "; ".join(_tell_one(replace(ranks[rank], cause="slow")) for rank in culprits[:3])
+    return f"not hung: {progress.reason}; {names} while the others wait for it"
+
 
 _ALWAYS = frozenset({"stopped", "d_state"})
 
 
 def classify(
-    capture: Capture, patterns: Sequence[Pattern] | None = None, stillness: Stillness | None = None
+    capture: Capture, patterns: Sequence[StackPattern] | None = None, stillness: Stillness | None = None
 ) -> StacksReport:
     """The report of a capture; a rank that cannot be read is `unknown` with the reason."""
     table = load_patterns() if patterns is None else patterns
-    families: dict[int, list[ProcessCapture]] = {}
-    for process in capture.processes:
-        if process.child is not None:
-            families.setdefault(process.rank, []).append(process)
-    causes: dict[int, Cause] = {}
-    views: dict[int, ProcessView] = {}
-    states: dict[int, RankState] = {}
-    for process in capture.processes:
-        if process.child is None:
-            cause, view = find_cause(process, table, _family(families.get(process.rank, [])))
-            causes[process.rank], views[process.rank] = cause, view
-            states[process.rank] = _state(process, cause, _children(families.get(process.rank, []), table))
+    causes, views, states = _look_at_ranks(capture, table)
     limits = stillness or Stillness()
     progress = decide_progress({one.rank: one for one in capture.marks}, views, causes, limits)
     if progress.hung is None:
@@ -60,6 +225,25 @@ def classify(
     )
 
 
+def _look_at_ranks(
+    capture: Capture, table: Sequence[StackPattern]
+) -> tuple[dict[int, Cause], dict[int, ProcessView], dict[int, RankState]]:
+    """What each rank does, with its child processes, by rank."""
+    families: dict[int, list[ProcessCapture]] = {}
+    for process in capture.processes:
+        if process.child is not None:
+            families.setdefault(process.rank, []).append(process)
+    causes: dict[int, Cause] = {}
+    views: dict[int, ProcessView] = {}
+    states: dict[int, RankState] = {}
+    for process in (one for one in capture.processes if one.child is None):
+        children = families.get(process.rank, [])
+        cause, view = find_cause(process, table, _family(children))
+        causes[process.rank], views[process.rank] = cause, view
+        states[process.rank] = _state(process, cause, _children(children, table))
+    return causes, views, states
+
+
 def _behind(capture: Capture) -> tuple[int, ...]:
     """The ranks that NCCL RAS knows to be behind, where stacks show no difference."""
     pids = {one.pid for one in ras.find_laggards(capture.ras)}
@@ -71,7 +255,7 @@ def _family(children: Sequence[ProcessCapture]) -> Children:
 
 
 def _judge(
-    capture: Capture, progress: Progress, states: dict[int, RankState], table: Sequence[Pattern]
+    capture: Capture, progress: HangDecision, states: dict[int, RankState], table: Sequence[StackPattern]
 ) -> tuple[dict[int, RankState], tuple[int, ...]]:
     """Causes and culprits in the light of progress: in a job that moves a wait is no fault."""
     if progress.hung is not False:
@@ -96,7 +280,7 @@ def _in_motion(state: RankState, slow: bool, somebody_slow: bool) -> RankState:
     return replace(state, cause="healthy", evidence=f"makes progress; at the last look: {state.evidence}")
 
 
-def _waited(capture: Capture, table: Sequence[Pattern]) -> dict[int, float]:
+def _waited(capture: Capture, table: Sequence[StackPattern]) -> dict[int, float]:
     """For each rank the share of its snapshots in which it waited for others."""
     shares = {}
     for process in capture.processes:
@@ -106,7 +290,7 @@ def _waited(capture: Capture, table: Sequence[Pattern]) -> dict[int, float]:
     return shares
 
 
-def _snapshot_waits(process: ProcessCapture, snapshot: Snapshot, table: Sequence[Pattern]) -> bool:
+def _snapshot_waits(process: ProcessCapture, snapshot: Snapshot, table: Sequence[StackPattern]) -> bool:
     cause, _ = find_cause(replace(process, snapshots=(snapshot,)), table)
     return cause.cause in WAITS
 
@@ -116,7 +300,7 @@ def _state(process: ProcessCapture, cause: Cause, children: tuple[ChildState, ..
         rank=process.rank,
         cause=cause.cause,
         where=cause.where,
-        evidence=cause.evidence + _child_tail(cause, children),
+        evidence=cause.evidence + _child_tail(cause, children) + _kernel_tail(process),
         children=children,
         threads=cause.threads,
         operation=cause.operation,
@@ -129,6 +313,11 @@ def _state(process: ProcessCapture, cause: Cause, children: tuple[ChildState, ..
     )
 
 
+def _kernel_tail(process: ProcessCapture) -> str:
+    """The kernels that cuda-gdb saw on the device."""
+    return f"; on the device: {', '.join(process.kernels[:3])}" if process.kernels else ""
+
+
 def _child_tail(cause: Cause, children: tuple[ChildState, ...]) -> str:
     """What the children do belongs to the evidence of a rank that waits for them."""
     if cause.cause not in ("dataloader_wait", "child_process_wait", "shutdown_join", "queue_wait"):
@@ -137,7 +326,7 @@ def _child_tail(cause: Cause, children: tuple[ChildState, ...]) -> str:
     return "".join(f"; child {c.child} (pid {c.pid}): {c.cause} at {c.where}" for c in busy[:4])
 
 
-def _children(children: Sequence[ProcessCapture], table: Sequence[Pattern]) -> tuple[ChildState, ...]:
+def _children(children: Sequence[ProcessCapture], table: Sequence[StackPattern]) -> tuple[ChildState, ...]:
     found = []
     for process in children:
         cause, _ = find_cause(process, table)

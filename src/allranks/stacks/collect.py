@@ -26,15 +26,13 @@ from allranks.model.stacks import (
     ThreadFacts,
     ThreadStack,
 )
-from allranks.stacks import pyspy_output, ras, tools
+from allranks.stacks import debuggers, ras, tool_output
 from allranks.stacks.boxes import read_marks
 from allranks.stacks.classify import classify
 from allranks.stacks.debuggers import ask_faulthandler, dump_gpu_core, look_with_gdb
-from allranks.stacks.facts import parse_facts, renumber
+from allranks.stacks.facts import SourceLines, choose_suspects, parse_facts, renumber
 from allranks.stacks.find import MAX_CHILDREN, Target, make_target
 from allranks.stacks.procfs import descendants, read_entry, read_facts, read_state
-from allranks.stacks.sources import SourceLines
-from allranks.stacks.suspects import choose_suspects
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class CollectOptions:
     raw_folder: Path | None = None  # raw files of every tool are kept here
     timeout_guard_s: float = 30.0  # no debugger this close to a collective's timeout
     pyspy: str = ""  # "": found
-    pyspy_limit_s: float = tools.PYSPY_LIMIT_S  # one look of py-spy at one process
+    pyspy_limit_s: float = debuggers.PYSPY_LIMIT_S  # one look of py-spy at one process
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.interval_s < 0:
@@ -63,7 +61,7 @@ class CollectOptions:
 
 
 @dataclass
-class Case:
+class ProcessLook:
     """One process while it is being looked at."""
 
     target: Target
@@ -82,10 +80,17 @@ class Case:
         """The finished capture of this process."""
         target = self.target
         return ProcessCapture(
-            target.rank, target.child, target.pid, host, target.title,
+            target.rank,
+            target.child,
+            target.pid,
+            host,
+            target.title,
             tuple(self.snapshots[number] for number in sorted(self.snapshots)),
-            self.native, self.kernels, tuple(self.notes), target.parallel,
-        )  # fmt: skip
+            self.native,
+            self.kernels,
+            tuple(self.notes),
+            target.parallel,
+        )
 
 
 def collect(
@@ -115,11 +120,11 @@ class _Collection:
         self.options = options
         self.say = say
         self.host = socket.gethostname()
-        self.cases = [Case(target) for target in targets]
+        self.cases = [ProcessLook(target) for target in targets]
         self.marks: dict[int, RankMarks] = {}
         self.ras: list[RasReply] = []
         self.notes: list[str] = []
-        self.pyspy = options.pyspy or tools.find_pyspy()
+        self.pyspy = options.pyspy or debuggers.find_pyspy()
         self.sources = SourceLines()
 
     def look(self, number: int, pool: ThreadPoolExecutor) -> None:
@@ -185,19 +190,19 @@ class _Collection:
                 entry = read_entry(pid) if pid not in known and pid != os.getpid() else None
                 if entry is not None and number < MAX_CHILDREN:
                     known.add(pid)
-                    self.cases.append(Case(make_target(entry, rank, number)))
+                    self.cases.append(ProcessLook(make_target(entry, rank, number)))
                     number += 1
 
     # one process at a time
 
-    def _read_marks(self, case: Case) -> None:
+    def _read_marks(self, case: ProcessLook) -> None:
         target = case.target
         if target.child is None and target.box is not None:
             found = read_marks(target.box, target.rank, time.time())
             if found is not None:
                 self.marks[target.rank] = found
 
-    def _read_facts(self, case: Case, number: int) -> tuple[float | None, tuple[ThreadFacts, ...]]:
+    def _read_facts(self, case: ProcessLook, number: int) -> tuple[float | None, tuple[ThreadFacts, ...]]:
         target = case.target
         try:
             if (
@@ -220,27 +225,27 @@ class _Collection:
             and facts.threads[0].state not in "ZX"
         ):
             case.note(
-                f"system calls of process {target.pid} are not readable ({tools.ptrace_obstacle(target.pid)})"
+                f"system calls of process {target.pid} are not readable ({debuggers.ptrace_obstacle(target.pid)})"
             )
         return facts.at_s, facts.threads
 
-    def _read_stacks(self, case: Case, number: int) -> tuple[ThreadStack, ...]:
+    def _read_stacks(self, case: ProcessLook, number: int) -> tuple[ThreadStack, ...]:
         target = case.target
         if not self.pyspy or not target.python or read_state(target.pid) in ("", "Z", "X"):
             return ()
-        run = tools.run_pyspy(self.pyspy, target.pid, limit_s=self.options.pyspy_limit_s)
+        run = debuggers.run_pyspy(self.pyspy, target.pid, limit_s=self.options.pyspy_limit_s)
         if run.problem:
             case.note(run.problem)
             return ()
         self._keep(case, f"pyspy.s{number}.json", run.output)
         try:
-            stacks = pyspy_output.parse_json(run.output)
+            stacks = tool_output.parse_json(run.output)
         except (ValueError, RecursionError) as error:
             case.note(f"py-spy printed something unreadable: {str(error)[:100]}")
             return ()
         return renumber(self.sources.attach(stacks, target.pid), case.inner)
 
-    def _suspects(self) -> list[Case]:
+    def _suspects(self) -> list[ProcessLook]:
         able = [c for c in self.cases if c.target.python and any(s.stacks for s in c.snapshots.values())]
         if self.options.native == "all":
             return able
@@ -248,21 +253,21 @@ class _Collection:
         wanted = choose_suspects(classify(capture))
         return [case for case in able if (case.target.rank, case.target.child) in wanted]
 
-    def _read_native(self, case: Case) -> None:
+    def _read_native(self, case: ProcessLook) -> None:
         """Native frames; a stopped or uninterruptible process would hang the tool, so it is left alone."""
         if not self.pyspy or read_state(case.target.pid) not in ("R", "S"):
             return
-        run = tools.run_pyspy(self.pyspy, case.target.pid, native=True, limit_s=tools.NATIVE_LIMIT_S)
+        run = debuggers.run_pyspy(self.pyspy, case.target.pid, native=True, limit_s=debuggers.NATIVE_LIMIT_S)
         if run.problem:
             case.note(f"no native frames: {run.problem}")
             return
         self._keep(case, "pyspy_native.json", run.output)
         try:
-            case.native = renumber(pyspy_output.parse_json(run.output), case.inner)
+            case.native = renumber(tool_output.parse_json(run.output), case.inner)
         except (ValueError, RecursionError) as error:
             case.note(f"py-spy printed something unreadable: {str(error)[:100]}")
 
-    def _ask_faulthandler(self, case: Case, number: int) -> None:
+    def _ask_faulthandler(self, case: ProcessLook, number: int) -> None:
         stacks, problem = ask_faulthandler(case.target.pid, number)
         case.note(problem)
         if stacks and not any(snapshot.stacks for snapshot in case.snapshots.values()):
@@ -270,20 +275,20 @@ class _Collection:
             shot = case.snapshots.get(last, Snapshot(last))
             case.snapshots[last] = replace(shot, stacks=stacks)
 
-    def _debugged(self) -> list[Case]:
+    def _debugged(self) -> list[ProcessLook]:
         """All ranks for cuda-gdb; for gdb only those that py-spy could not read."""
         if self.options.cuda_gdb:
             return [case for case in self.cases if case.target.child is None]
         return [c for c in self.cases if c.target.python and not any(s.stacks for s in c.snapshots.values())]
 
-    def _debug(self, case: Case) -> None:
+    def _debug(self, case: ProcessLook) -> None:
         found = look_with_gdb(case.target, self.options.cuda_gdb, self.options.timeout_guard_s)
         case.note(found.problem)
         case.native = case.native or found.stacks
         case.kernels = found.kernels
-        if found.text:
+        if text := found.text or found.problem:  # also that it was refused or took too long
             kind = "cudagdb" if self.options.cuda_gdb else "gdb"
-            self._keep(case, f"{kind}.txt", found.text, also=f"{kind}_{self.host}_{case.target.pid}.txt")
+            self._keep(case, f"{kind}.txt", text, also=f"{kind}_{self.host}_{case.target.pid}.txt")
 
     def _ask_ras(self) -> None:
         """Twice over the rounds: what both answers say is no passing moment."""
@@ -298,7 +303,7 @@ class _Collection:
 
     # raw files
 
-    def _keep(self, case: Case, name: str, text: str, also: str = "") -> None:
+    def _keep(self, case: ProcessLook, name: str, text: str, also: str = "") -> None:
         target = case.target
         child = "" if target.child is None else f".child{target.child}"
         self._keep_file(f"rank{target.rank}{child}.{name}", text)
@@ -329,5 +334,5 @@ class _Collection:
             if shots and shots[-1].stacks:
                 name = f"pyspy_{self.host}_{case.target.pid}.txt"
                 self._keep_file(
-                    name, pyspy_output.format_text(case.target.pid, case.target.title, shots[-1].stacks)
+                    name, tool_output.format_text(case.target.pid, case.target.title, shots[-1].stacks)
                 )

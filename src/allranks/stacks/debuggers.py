@@ -1,19 +1,183 @@
-"""The intrusive looks: gdb, cuda-gdb, a faulthandler signal, a GPU core dump. Each only when asked for."""
+"""Runs the tools that look into a process: py-spy, and only when asked for gdb, cuda-gdb, a faulthandler signal, a GPU core
+dump. Says why one of them was refused, and what to do. Runs outside of the ranks.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import stat
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from allranks.model.stacks import ThreadStack
-from allranks.stacks import tools
 from allranks.stacks.boxes import timeout_due_s
 from allranks.stacks.find import Target
-from allranks.stacks.other_output import parse_faulthandler, parse_gdb, parse_kernels
 from allranks.stacks.procfs import catches, read_state
+from allranks.stacks.tool_output import parse_faulthandler, parse_gdb, parse_kernels
+
+PYSPY_LIMIT_S = 10.0
+NATIVE_LIMIT_S = 30.0
+GDB_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class ToolRun:
+    """What a tool gave. `problem` is one sentence, "" when it worked."""
+
+    output: str
+    problem: str
+    took_s: float
+    cpu_s: float = 0.0
+
+
+def find_pyspy() -> str | None:
+    """The py-spy binary: $ALLRANKS_PYSPY, the virtual environment's, or the PATH's."""
+    named = os.environ.get("ALLRANKS_PYSPY", "")
+    places = [Path(named)] if named else []
+    places += [Path(sys.prefix) / "bin" / "py-spy", Path(sys.executable).parent / "py-spy"]
+    found = next((str(path) for path in places if os.access(path, os.X_OK)), None)
+    return found or shutil.which("py-spy")
+
+
+def run_pyspy(binary: str, pid: int, *, native: bool = False, limit_s: float = PYSPY_LIMIT_S) -> ToolRun:
+    """`py-spy dump --json`. Without native frames the target is not stopped at all."""
+    extra = ["--native"] if native else ["--nonblocking"]
+    run = run_tool([binary, "dump", "--json", *extra, "--pid", str(pid)], limit_s)
+    return ToolRun(run.output, explain_pyspy(run.problem, pid) if run.problem else "", run.took_s, run.cpu_s)
+
+
+def run_gdb(pid: int, *, cuda: bool = False, limit_s: float = GDB_LIMIT_S) -> ToolRun:
+    """Native backtraces of all threads; with `cuda` the device kernels first. Stops the target for seconds."""
+    name = "cuda-gdb" if cuda else "gdb"
+    binary = find_cuda_gdb() if cuda else shutil.which("gdb")
+    if binary is None:
+        return ToolRun("", f"{name} is not installed", 0.0)
+    commands = ["set pagination off", "set width 0", "set print thread-events off"]
+    commands += ["info cuda devices", "info cuda kernels"] if cuda else []
+    commands += ["thread apply all bt 24" if cuda else "thread apply all bt"]
+    words = [binary, "-nx", "-batch", "-iex", "set auto-load off", "-p", str(pid)]
+    for command in commands:
+        words += ["-ex", command]
+    return run_tool(words, limit_s, ok_codes=(0, 1))
+
+
+def find_cuda_gdb() -> str | None:
+    """cuda-gdb from the PATH or the usual places of the toolkit."""
+    found = shutil.which("cuda-gdb")
+    homes = [
+        os.environ.get("CUDA_HOME", ""),
+        "/usr/local/cuda",
+        *map(str, sorted(Path("/usr/local").glob("cuda-*"))),
+    ]
+    return found or next(
+        (f"{h}/bin/cuda-gdb" for h in homes if h and os.access(f"{h}/bin/cuda-gdb", os.X_OK)), None
+    )
+
+
+def run_tool(words: list[str], limit_s: float, ok_codes: tuple[int, ...] = (0,)) -> ToolRun:
+    """Runs a command to its end or its limit; its whole process group is killed then."""
+    begin = time.monotonic()
+    try:
+        child = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return ToolRun("", f"{Path(words[0]).name} could not be started: {error}", 0.0)
+    try:
+        out, err = child.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        out, _ = child.communicate()
+        took = time.monotonic() - begin
+        return ToolRun(
+            _text(out), f"{Path(words[0]).name} did not finish in {limit_s:.0f} s and was ended", took
+        )
+    except BaseException:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+        raise
+    took = time.monotonic() - begin
+    if child.returncode in ok_codes:
+        return ToolRun(_text(out), "", took)
+    lines = [line for line in _text(err).splitlines() if line.strip()]
+    reason = next((line for line in lines if line.startswith("Error")), lines[0] if lines else "no message")
+    causes = [line.strip() for line in lines if line.lstrip()[:2] in ("0:", "1:", "2:") and "::" not in line]
+    return ToolRun(_text(out), " ".join([reason.strip(), *causes])[:400] or f"exit {child.returncode}", took)
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+_PTRACE_CURE = (
+    "run as the same user or as root, with CAP_SYS_PTRACE: docker run --cap-add=SYS_PTRACE, Kubernetes "
+    "securityContext.capabilities.add: [SYS_PTRACE], Slurm with pyxis: srun --container-name of the job's own container"
+)
+
+
+def explain_pyspy(message: str, pid: int) -> str:
+    """py-spy's message with what it means and the exact cure; its own words can mislead."""
+    gone = not Path(f"/proc/{pid}").exists()
+    if gone:
+        return f"process {pid} ended while it was looked at"
+    denied = ("Permission denied", "Operation not permitted", "EPERM", "os error 1", "os error 13")
+    refused = any(word in message for word in (*denied, "Failed to get process executable name"))
+    if refused and not may_ptrace(pid):
+        return f"py-spy may not look into process {pid} ({ptrace_obstacle(pid)}): {_PTRACE_CURE}"
+    if "Failed to find python version" in message or "not a python process" in message.lower():
+        return f"process {pid} is not a Python process, or its interpreter cannot be recognised"
+    return f"py-spy: {message}"
+
+
+def may_ptrace(pid: int) -> bool:
+    """Whether the kernel lets us read the memory of a process, tried without stopping it."""
+    try:
+        with open(f"/proc/{pid}/mem", "rb"):
+            return True
+    except OSError:
+        return False
+
+
+def ptrace_obstacle(pid: int) -> str:
+    """Which rule stands in the way."""
+    parts = []
+    try:
+        uid = os.stat(f"/proc/{pid}").st_uid
+        if uid != os.geteuid() and os.geteuid() != 0:
+            parts.append(f"it belongs to uid {uid}, we are uid {os.geteuid()}")
+    except OSError:
+        pass
+    if not _has_capability(19):
+        parts.append("no CAP_SYS_PTRACE")
+    try:
+        scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
+        if scope != "0":
+            parts.append(
+                f"yama ptrace_scope is {scope}; sysctl kernel.yama.ptrace_scope=0 lets the same user in"
+            )
+    except OSError:
+        pass
+    return "; ".join(parts) or "a security module refuses ptrace"
+
+
+def _has_capability(bit: int) -> bool:
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("CapEff:"):
+                return bool(int(line.split()[1], 16) >> bit & 1)
+    except OSError:
+        pass
+    return False
+
 
 FAULTHANDLER_LIMIT_S = 3.0
 CORE_LIMIT_S = 60.0
@@ -40,7 +204,7 @@ def look_with_gdb(target: Target, cuda: bool, guard_s: float) -> DebuggerLook:
         return DebuggerLook(
             problem=f"{name} left process {target.pid} alone: a collective times out in {due:.0f} s (less than {guard_s:.0f} s)"
         )
-    run = tools.run_gdb(target.pid, cuda=cuda)
+    run = run_gdb(target.pid, cuda=cuda)
     return DebuggerLook(
         text=run.output,
         stacks=parse_gdb(run.output),

@@ -14,16 +14,65 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from allranks.errors import InputError
-from allranks.stacks.boxes import Box, find_boxes, read_box
+from allranks.stacks.boxes import LiveBox, find_boxes, read_box
 from allranks.stacks.procfs import ProcessEntry, mapped_files, scan
-from allranks.stacks.titles import (
-    FALLBACK,
-    RANK_TITLES,
-    coordinates,
-    is_frontend,
-    is_rank_title,
-    number_ranks,
+
+#: Titles that are ranks. The first group that matches wins; coordinates are read from the rest of the title.
+RANK_TITLES = (
+    r"^sglang::scheduler",
+    r"^VLLM::(Worker|EngineCore)",
+    r"^vllm::(worker|engine)",
+    r"^VllmWorker",
+    r"^ray::\w*Worker",  # other actors of Ray serve, watch or clean up
+    r"^TensorRT-?LLM::|^trtllm::",
+    r"\b(pretrain_gpt|pretrain_bert|pretrain_t5|pretrain_vlm|megatron[\w/.-]*/pretrain\w*)\.py",
 )
+#: Titles and command lines that are never ranks: they only pass requests on.
+NOT_RANKS = (
+    r"^sglang::(router|http_server|tokenizer|detokenizer|data_parallel_controller|multi_tokenizer)",
+    r"^VLLM::(APIServer|DPCoordinator|Router)",
+    r"sglang_router|launch_router|vllm[-_]router|nginx|envoy",
+    # Tools, known by the program that runs; the same word in a path or an argument says nothing.
+    r"^(\S*/)?(python[\d.]*\s+(-\w+\s+)*(\S*/)?)?(py-spy|cuda-gdb|allranks(\.[\w.]+\.(liveness_proxy|spare_process))?)(\s|$)",
+)
+#: When nothing else is found.
+FALLBACK = r"python.*sglang"
+_COORDINATE = re.compile(
+    r"[_:\s-](TP|PP|DP|EP|CP|SP|ETP|ATTN_TP|ATTN_DP|MOE_EP|MOE_DP)[_-]?(\d+)", re.IGNORECASE
+)
+
+
+def is_rank_title(title: str, patterns: tuple[str, ...] = RANK_TITLES) -> bool:
+    """Whether a process of this title is a rank."""
+    return any(re.search(one, title) for one in patterns) and not is_frontend(title)
+
+
+def is_frontend(title: str) -> bool:
+    """Whether a process of this title only passes requests on, or is a tool."""
+    return any(re.search(one, title) for one in NOT_RANKS)
+
+
+def coordinates(title: str) -> tuple[tuple[str, int], ...]:
+    """(("tp", 1), ("pp", 0)) from a title; () when there are none."""
+    words = title.split(" ")[0] if "::" in title else ""
+    return tuple((name.lower(), int(number)) for name, number in _COORDINATE.findall(words))
+
+
+def number_ranks(coords: list[tuple[tuple[str, int], ...]]) -> list[int]:
+    """A rank number for each set of coordinates: by (dp, pp, tp) where that is unique, else in sorted order."""
+    rows = [dict(one) for one in coords]
+    width = {name: max((row.get(name, 0) for row in rows), default=0) + 1 for name in ("tp", "pp", "dp")}
+    numbers = [
+        (row.get("dp", 0) * width["pp"] + row.get("pp", 0)) * width["tp"] + row.get("tp", 0) for row in rows
+    ]
+    if len(set(numbers)) == len(numbers) and all(rows):
+        return numbers
+    order = sorted(range(len(rows)), key=lambda i: (numbers[i], sorted(rows[i].items()), i))
+    result = [0] * len(rows)
+    for rank, index in enumerate(order):
+        result[index] = rank
+    return result
+
 
 MAX_CHILDREN = 64
 _RANK_VARIABLES = ("ALLRANKS_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -38,6 +87,7 @@ class Selection:
     job: str = ""
     titles: tuple[str, ...] = RANK_TITLES
     box_folders: tuple[Path, ...] = ()
+    container: str = ""  # the name of a container of docker, podman or enroot: only its processes
 
 
 @dataclass(frozen=True)
@@ -61,6 +111,13 @@ class Target:
 def find_targets(selection: Selection) -> list[Target]:
     """The ranks and their children on this machine; InputError when there is none."""
     entries = scan()
+    if selection.container:
+        from allranks.stacks.containers import (
+            container_pids,
+        )  # which knows the debuggers, and they the targets
+
+        inside = container_pids(selection.container, [entry.pid for entry in entries])
+        entries = [entry for entry in entries if entry.pid in inside]
     folders = {Path(e.environ["ALLRANKS_DIR"]) for e in entries if "ALLRANKS_DIR" in e.environ}
     boxes = find_boxes((*selection.box_folders, *sorted(folders)))
     boxes += _mapped_boxes(entries, selection, {box.path for box in boxes})
@@ -123,7 +180,7 @@ def _nothing(selection: Selection) -> str:
     return f"no rank found on {host}"
 
 
-def _mapped_boxes(entries: Iterable[ProcessEntry], selection: Selection, known: set[Path]) -> list[Box]:
+def _mapped_boxes(entries: Iterable[ProcessEntry], selection: Selection, known: set[Path]) -> list[LiveBox]:
     """Boxes of chosen processes that lie elsewhere (another mount namespace, an own folder)."""
     found = []
     for entry in entries:
@@ -136,7 +193,7 @@ def _mapped_boxes(entries: Iterable[ProcessEntry], selection: Selection, known: 
 
 
 def choose(
-    entries: Sequence[ProcessEntry], boxes: Sequence[Box], selection: Selection, own_pid: int = 0
+    entries: Sequence[ProcessEntry], boxes: Sequence[LiveBox], selection: Selection, own_pid: int = 0
 ) -> list[Target]:
     """The targets among all processes: pure. The looking process and its ancestors are never targets."""
     by_pid = {entry.pid: entry for entry in entries}
@@ -162,26 +219,39 @@ def choose(
 
 
 def _chosen(
-    entries: Sequence[ProcessEntry], boxed: Mapping[int, Box], selection: Selection, excluded: set[int]
+    entries: Sequence[ProcessEntry], boxed: Mapping[int, LiveBox], selection: Selection, excluded: set[int]
 ) -> list[ProcessEntry]:
     if selection.pids:
         return [e for e in entries if e.pid in selection.pids]
-    allowed = [
-        e
-        for e in entries
-        if e.pid not in excluded and e.title and _job_fits(e, boxed.get(e.pid), selection.job)
-    ]
+    allowed = [e for e in entries if e.pid not in excluded and _job_fits(e, boxed.get(e.pid), selection.job)]
+    named = [e for e in allowed if e.title]
     if selection.name:
         pattern = _compile(selection.name)
-        return [e for e in allowed if pattern.search(e.title) or pattern.search(e.comm)]
-    found = [
-        e
-        for e in allowed
-        if e.pid in boxed
-        or is_rank_title(e.title, selection.titles)
-        or (e.python and _env_rank(e) is not None and not is_frontend(e.title))
-    ]
-    return found or [e for e in allowed if re.search(FALLBACK, e.title) and not is_frontend(e.title)]
+        return [e for e in named if pattern.search(e.title) or pattern.search(e.comm)]
+    found = _without_idle_ray([e for e in named if e.pid in boxed or _looks_like_rank(e, selection)], boxed)
+    return found or [e for e in named if _falls_back(e)]
+
+
+def _falls_back(entry: ProcessEntry) -> bool:
+    return re.search(FALLBACK, entry.title) is not None and not is_frontend(entry.title)
+
+
+def _without_idle_ray(found: list[ProcessEntry], boxed: Mapping[int, LiveBox]) -> list[ProcessEntry]:
+    """Where workers of Ray have black boxes, its other actors do not train."""
+    if not any(_of_ray(e) and e.pid in boxed for e in found):
+        return found
+    return [e for e in found if e.pid in boxed or not _of_ray(e)]
+
+
+def _of_ray(entry: ProcessEntry) -> bool:
+    return entry.title.startswith("ray::") or "/ray/" in entry.title
+
+
+def _looks_like_rank(entry: ProcessEntry, selection: Selection) -> bool:
+    """By its title, or by a rank in its environment."""
+    if is_rank_title(entry.title, selection.titles):
+        return True
+    return entry.python and _env_rank(entry) is not None and not is_frontend(entry.title)
 
 
 def _compile(expression: str) -> re.Pattern[str]:
@@ -191,20 +261,20 @@ def _compile(expression: str) -> re.Pattern[str]:
         raise InputError(f"{expression!r} is no regular expression: {error}") from error
 
 
-def _job_fits(entry: ProcessEntry, box: Box | None, job: str) -> bool:
+def _job_fits(entry: ProcessEntry, box: LiveBox | None, job: str) -> bool:
     if not job:
         return True
     names = {entry.environ.get(n) for n in ("ALLRANKS_JOB_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")}
     return job in names or (box is not None and box.job == job)
 
 
-def _match_boxes(entries: Sequence[ProcessEntry], boxes: Sequence[Box]) -> dict[int, Box]:
+def _match_boxes(entries: Sequence[ProcessEntry], boxes: Sequence[LiveBox]) -> dict[int, LiveBox]:
     """pid on this side -> its box. A reused pid is told by its start; the newest box of a process wins."""
     by_inner: dict[tuple[int, int], ProcessEntry] = {}
     for entry in entries:
         by_inner[(entry.inner_pid or entry.pid, entry.start_ticks)] = entry
         by_inner[(entry.pid, entry.start_ticks)] = entry
-    found: dict[int, Box] = {}
+    found: dict[int, LiveBox] = {}
     for box in sorted(boxes, key=lambda one: one.start_s):
         owner = by_inner.get((box.pid, box.start_ticks))
         if owner is not None:
@@ -221,7 +291,7 @@ def _env_rank(entry: ProcessEntry) -> int | None:
     return None
 
 
-def _launchers(entries: Sequence[ProcessEntry], boxed: Mapping[int, Box]) -> set[int]:
+def _launchers(entries: Sequence[ProcessEntry], boxed: Mapping[int, LiveBox]) -> set[int]:
     """Processes above ranks: torchrun in a Kubernetes pod has a RANK of its own (the node's), under srun a PROCID.
 
     Ranks have LOCAL_RANK or a black box; a process above one that has neither only starts them.
@@ -258,7 +328,7 @@ def _descendants(
     return sorted(found, key=lambda entry: entry.pid)
 
 
-def _numbers(roots: Sequence[ProcessEntry], boxed: Mapping[int, Box]) -> dict[int, int]:
+def _numbers(roots: Sequence[ProcessEntry], boxed: Mapping[int, LiveBox]) -> dict[int, int]:
     """A rank number for each process, unique on this node."""
     numbers: dict[int, int] = {}
     used: set[int] = set()
@@ -283,7 +353,7 @@ def _numbers(roots: Sequence[ProcessEntry], boxed: Mapping[int, Box]) -> dict[in
     return numbers
 
 
-def make_target(entry: ProcessEntry, rank: int, child: int | None, box: Box | None = None) -> Target:
+def make_target(entry: ProcessEntry, rank: int, child: int | None, box: LiveBox | None = None) -> Target:
     """The target for a process that is known to be a rank, or the child of one."""
     world = entry.environ.get("WORLD_SIZE", "")
     reason = "black box" if box else "RANK" if _env_rank(entry) is not None else "title"

@@ -11,9 +11,8 @@ from html import escape
 from allranks import pages
 from allranks.model.stacks import RankState, StacksReport
 from allranks.pages.cards import Row, StackCard, frame_lines, read_source
-from allranks.stacks.rank_sets import compress
-from allranks.stacks.tree import Node
-from allranks.stacks.user_code import is_user_file, short_name
+from allranks.stacks.text import Node, compress
+from allranks.stacks.views import is_user_file, short_name
 
 ROW = 20  # pixels of one level of a flame graph
 MAX_BARS = 6000
@@ -37,15 +36,25 @@ def render_html(report: StacksReport, roots: Sequence[Node], *, job: str = "", m
         if rank in report.ranks and report.ranks[rank].stack
     ]
     return pages.render(
-        "stacks.html", script="stacks.js", title=f"{status}: {report.sentence}"[:160], kind="Stacks", mood=mood, status=status,
+        "stacks.html",
+        script="stacks.js",
+        title=f"{status}: {report.sentence}"[:160],
+        kind="Stacks",
+        mood=mood,
+        status=status,
         headline=pages.upper(report.sentence),
         reason=report.reason if report.reason not in report.sentence else "",
         about=pages.About(job, host, made_s=made_s, facts=(("Ranks", f"{len(report.ranks):,}"),)).rows(),
-        advice=_advice(report), commands=[], guilty_title=f"The guilty rank{'s' if len(report.culprits) > 1 else ''}",
-        guilty_stacks=guilty, ras=report.ras, ranks=list(_rows(report)),
+        advice=_advice(report),
+        commands=[],
+        guilty_title=f"The guilty rank{'s' if len(report.culprits) > 1 else ''}",
+        guilty_stacks=guilty,
+        ras=report.ras,
+        ranks=list(_rows(report)),
         tree=Markup("\n".join(line for root in roots for line in _tree(root, culprits))),
-        flames=Markup("\n".join(line for root in roots for line in _flame(root, culprits))), notes=report.notes[:200],
-    )  # fmt: skip
+        flames=Markup("\n".join(line for root in roots for line in _flame(root, culprits))),
+        notes=report.notes[:200],
+    )
 
 
 def _advice(report: StacksReport) -> list[str]:

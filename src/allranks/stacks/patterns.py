@@ -12,14 +12,16 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import resources
 from typing import Any
 
 from allranks.errors import ConfigurationError
 from allranks.model.stacks import StackFrame, ThreadFacts
-from allranks.stacks.user_code import is_user_file
-from allranks.stacks.views import ProcessView, ThreadView
+from allranks.stacks.views import ProcessView, ThreadView, is_user_file
+
+#: (value of the field, thread, process) -> whether it holds.
+Test = Callable[[Any, ThreadView, ProcessView], bool]
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,19 @@ class Condition:
     python_known: bool | None = None  # some look saw its Python frames
     torch_threads: bool | None = None  # the process has threads of gloo or NCCL
     starves: bool | None = None  # another Python thread waits for the GIL in every snapshot
+    contends: bool | None = (
+        None  # it and at least two other threads of the user's code stand in line for the GIL
+    )
+
+    @cached_property
+    def asked(self) -> tuple[tuple[Test, Any], ...]:
+        """The tests of the fields that are set, and their values."""
+        values = ((test, getattr(self, name)) for name, test in _TESTS.items())
+        return tuple((test, value) for test, value in values if value not in (None, "", ()))
 
 
 @dataclass(frozen=True)
-class Pattern:
+class StackPattern:
     """One line of the table: cause, conditions, and the sentence that says what was seen."""
 
     cause: str
@@ -71,21 +82,21 @@ class Pattern:
 
 
 @dataclass(frozen=True)
-class Match:
+class PatternMatch:
     """A pattern that holds. `operation` is the function of the frame that matched."""
 
-    pattern: Pattern
+    pattern: StackPattern
     operation: str
 
 
 @lru_cache(maxsize=1)
-def load_patterns() -> tuple[Pattern, ...]:
+def load_patterns() -> tuple[StackPattern, ...]:
     """The patterns that ship with the package."""
     text = resources.files("allranks.stacks").joinpath("patterns.yaml").read_text(encoding="utf-8")
     return parse_patterns(text)
 
 
-def parse_patterns(text: str) -> tuple[Pattern, ...]:
+def parse_patterns(text: str) -> tuple[StackPattern, ...]:
     """Patterns from YAML; says which entry is wrong."""
     import yaml
 
@@ -96,7 +107,7 @@ def parse_patterns(text: str) -> tuple[Pattern, ...]:
     return tuple(_pattern(row, index) for index, row in enumerate(rows))
 
 
-def _pattern(row: object, index: int) -> Pattern:
+def _pattern(row: object, index: int) -> StackPattern:
     if not isinstance(row, dict) or "cause" not in row:
         raise ConfigurationError(f"pattern {index} has no cause")
     known = {"cause", "says", "when", "any_of", "threads", "confidence"}
@@ -104,7 +115,7 @@ def _pattern(row: object, index: int) -> Pattern:
         raise ConfigurationError(f"pattern {index} ({row['cause']}) has unknown keys {sorted(unknown)}")
     any_of = row.get("any_of") or []
     when = row.get("when") or {}
-    return Pattern(
+    return StackPattern(
         cause=str(row["cause"]),
         says=str(row.get("says") or row["cause"]),
         when=_condition(when, index),
@@ -128,106 +139,106 @@ def _condition(row: object, index: int) -> Condition:
     return Condition(**values)
 
 
-def match_thread(patterns: Sequence[Pattern], view: ThreadView, process: ProcessView) -> Match | None:
+def match_thread(
+    patterns: Sequence[StackPattern], view: ThreadView, process: ProcessView
+) -> PatternMatch | None:
     """The first pattern that holds for a thread."""
     for pattern in patterns:
         first = _holds(pattern.when, view, process)
         if first is None:
             continue
         if not pattern.any_of:
-            return Match(pattern, first)
+            return PatternMatch(pattern, first)
         for condition in pattern.any_of:
             second = _holds(condition, view, process)
             if second is not None:
-                return Match(pattern, first or second)
+                return PatternMatch(pattern, first or second)
     return None
 
 
 def _holds(c: Condition, view: ThreadView, process: ProcessView) -> str | None:
     """None when the condition fails; else the function name of the frame that matched, or ""."""
-    if not _kernel_holds(c, view) or not _flags_hold(c, view, process):
+    if not all(test(value, view, process) for test, value in c.asked):
         return None
-    top = view.python[0] if view.python else None
-    if c.top and (top is None or not any(frame_matches(one, top) for one in c.top)):
-        return None
-    if c.source and (top is None or not _source_matches(c.source, top, view)):
-        return None
-    if c.without and any(frame_matches(one, frame) for one in c.without for frame in view.python):
-        return None
-    if c.also and not any(frame_matches(one, frame) for one in c.also for frame in view.python):
-        return None
-    if c.leaf and not _natives_match(c.leaf, view.leaf):
-        return None
-    if c.native and not _natives_match(c.native, view.natives):
-        return None
-    if not c.frame:
-        return _last_word(top.name) if c.top and top is not None else ""
-    outer = [frame for frame in view.python if any(frame_matches(one, frame) for one in c.frame)]
-    return _last_word(outer[-1].name) if outer else None
+    if c.frame:
+        outer = [frame for frame in view.python if any(frame_matches(one, frame) for one in c.frame)]
+        return _last_word(outer[-1].name) if outer else None
+    return _last_word(view.python[0].name) if c.top else ""
 
 
-def _source_matches(expression: str, top: StackFrame, view: ThreadView) -> bool:
+def _source_matches(expression: str, view: ThreadView, process: ProcessView) -> bool:
     """A line of source is a hint: it counts only while no native frame says what the line is really doing."""
+    source = view.python[0].source if view.python else ""
     told = any(not library(frame).startswith(("libc.", "libc-", "libpthread")) for frame in view.leaf)
-    return not told and bool(top.source) and re.search(expression, top.source) is not None
+    return not told and bool(source) and re.search(expression, source) is not None
 
 
-def _kernel_holds(c: Condition, view: ThreadView) -> bool:
-    now = view.now
-    if c.state and (not view.facts or not all(fact.state and fact.state in c.state for fact in view.facts)):
-        return False
-    if not (c.syscall or c.wchan or c.first_arg or c.second_arg):
-        return True
-    if now is None:
-        return False
-    if c.syscall and not any(fact.syscall in c.syscall for fact in view.facts):
-        return False
-    if c.first_arg and not any(fact.args[:1] and fact.args[0] in c.first_arg for fact in view.facts):
-        return False
-    if c.second_arg and not any(fact.args[1:2] and fact.args[1] in c.second_arg for fact in view.facts):
-        return False
-    seen = (now.wchan, *now.kernel_stack)
-    return not c.wchan or any(word in name for word in c.wchan for name in seen)
+def _state_holds(letters: str, view: ThreadView, process: ProcessView) -> bool:
+    return bool(view.facts) and all(fact.state and fact.state in letters for fact in view.facts)
 
 
-@lru_cache(maxsize=2000)
-def _asked(c: Condition) -> tuple[tuple[str, bool], ...]:
-    """The yes-or-no questions of a condition."""
-    return tuple((name, getattr(c, name)) for name in _FLAGS if getattr(c, name) is not None)
+def _kernel_says(words: Sequence[str], view: ThreadView, process: ProcessView) -> bool:
+    seen = () if view.now is None else (view.now.wchan, *view.now.kernel_stack)
+    return any(word in name for word in words for name in seen)
 
 
-def _top_is_user(view: ThreadView) -> bool:
-    return bool(view.python) and is_user_file(view.python[0].file)
+def _argument(index: int) -> Test:
+    """Whether the system call had one of these values as its argument `index` in some snapshot."""
+    return lambda values, view, process: any(
+        len(fact.args) > index and fact.args[index] in values for fact in view.facts
+    )
 
 
-_FLAGS: dict[str, Callable[[ThreadView, ProcessView], bool | None]] = {
-    "gil": lambda view, process: view.holds_gil,
-    "busy": lambda view, process: view.busy,
-    "idle": lambda view, process: not view.busy,
-    "main": lambda view, process: view.main,
-    "user_top": lambda view, process: _top_is_user(view),
-    "leaf_known": lambda view, process: bool(view.leaf),
-    "facts_known": lambda view, process: bool(view.facts),
-    "python_known": lambda view, process: bool(view.python),
-    "gil_known": lambda view, process: bool(view.gil),
-    "children": lambda view, process: process.children.any,
-    "python_children": lambda view, process: process.children.python,
-    "torch_threads": lambda view, process: _has_torch_threads(process),
-    "foreign_leaf": lambda view, process: _foreign(view.leaf),
-    "starves": lambda view, process: _starves(view, process),
+def _top_matches(patterns: Sequence[str], view: ThreadView, process: ProcessView) -> bool:
+    return any(frame_matches(one, top) for one in patterns for top in view.python[:1])
+
+
+def _any_frame(patterns: Sequence[str], view: ThreadView) -> bool:
+    return any(frame_matches(one, frame) for one in patterns for frame in view.python)
+
+
+def _flag(answer: Callable[[ThreadView, ProcessView], bool | None]) -> Test:
+    """A yes-or-no question; an answer that is not known is neither."""
+    return lambda wanted, view, process: answer(view, process) == wanted
+
+
+#: How each field of a condition is tested, the cheap ones first; `frame` is tested last, since it also gives a name.
+_TESTS: dict[str, Test] = {
+    "state": _state_holds,
+    "syscall": lambda names, view, process: any(fact.syscall in names for fact in view.facts),
+    "first_arg": _argument(0),
+    "second_arg": _argument(1),
+    "wchan": _kernel_says,
+    "gil": _flag(lambda view, process: view.holds_gil),
+    "busy": _flag(lambda view, process: view.busy),
+    "idle": _flag(lambda view, process: not view.busy),
+    "main": _flag(lambda view, process: view.main),
+    "user_top": _flag(lambda view, process: bool(view.python) and is_user_file(view.python[0].file)),
+    "leaf_known": _flag(lambda view, process: bool(view.leaf)),
+    "facts_known": _flag(lambda view, process: bool(view.facts)),
+    "python_known": _flag(lambda view, process: bool(view.python)),
+    "gil_known": _flag(lambda view, process: bool(view.gil)),
+    "children": _flag(lambda view, process: process.children.any),
+    "python_children": _flag(lambda view, process: process.children.python),
+    "torch_threads": _flag(lambda view, process: _has_torch_threads(process)),
+    "foreign_leaf": _flag(lambda view, process: _foreign(view.leaf)),
+    "starves": _flag(lambda view, process: _starves(view, process)),
+    "contends": _flag(lambda view, process: _contends(view, process)),
+    "comm": lambda words, view, process: any(
+        comm.startswith(word) for comm in process.comms for word in words
+    ),
+    "title": lambda expression, view, process: bool(re.search(expression, process.capture.title)),
+    "kernels": lambda expression, view, process: any(
+        re.search(expression, one) for one in process.capture.kernels
+    ),
+    "name": lambda expression, view, process: bool(re.search(expression, view.name)),
+    "top": _top_matches,
+    "source": _source_matches,
+    "without": lambda patterns, view, process: not _any_frame(patterns, view),
+    "also": lambda patterns, view, process: _any_frame(patterns, view),
+    "leaf": lambda expressions, view, process: _natives_match(expressions, view.leaf),
+    "native": lambda expressions, view, process: _natives_match(expressions, view.natives),
 }
-
-
-def _flags_hold(c: Condition, view: ThreadView, process: ProcessView) -> bool:
-    if any(_FLAGS[name](view, process) != wanted for name, wanted in _asked(c)):
-        return False
-    if c.comm and not any(comm.startswith(word) for comm in process.comms for word in c.comm):
-        return False
-    if c.title and not re.search(c.title, process.capture.title):
-        return False
-    if c.kernels and not any(re.search(c.kernels, kernel) for kernel in process.capture.kernels):
-        return False
-    return not c.name or bool(re.search(c.name, view.name))
 
 
 @lru_cache(maxsize=400_000)
@@ -282,15 +293,20 @@ def _has_torch_threads(process: ProcessView) -> bool:
 
 def _starves(holder: ThreadView, process: ProcessView) -> bool:
     """Whether every other thread of the user's own code was found in the GIL's timed wait at every look."""
-    others = [
-        view
-        for view in process.threads
-        if view.tid != holder.tid
-        and len(view.facts) > 1
-        and view.python
-        and is_user_file(view.python[0].file)
-    ]
+    others = [view for view in _seen_in_user_code(process) if view.tid != holder.tid]
     return bool(others) and all(_stands_in_line(view) for view in others)
+
+
+def _contends(thread: ThreadView, process: ProcessView) -> bool:
+    """Whether this thread and at least two others run Python code and stand in line for the GIL."""
+    waiting = {view.tid for view in _seen_in_user_code(process) if _stands_in_line(view)}
+    return thread.tid in waiting and len(waiting) > 2
+
+
+def _seen_in_user_code(process: ProcessView) -> list[ThreadView]:
+    """Threads that were looked at more than once and whose innermost frame is the user's: no call that waits."""
+    threads = (view for view in process.threads if len(view.facts) > 1 and view.python)
+    return [view for view in threads if is_user_file(view.python[0].file)]
 
 
 def _stands_in_line(view: ThreadView) -> bool:

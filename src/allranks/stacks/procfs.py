@@ -12,16 +12,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from allranks.stacks.syscalls import parse_syscall
-
 PROC = Path("/proc")
 MAX_THREADS = 4096
-_WANTED = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_LOCALID",
-    "TORCHELASTIC_RUN_ID", "ALLRANKS_JOB_ID", "ALLRANKS_DIR", "ALLRANKS_RANK", "NCCL_RAS_ADDR", "NCCL_RAS_ENABLE",
-    "CUDA_ENABLE_USER_TRIGGERED_COREDUMP", "CUDA_COREDUMP_PIPE", "CUDA_COREDUMP_FILE", "OMPI_COMM_WORLD_RANK",
-    "PMI_RANK", "GROUP_RANK", "ROLE_RANK",
-)  # fmt: skip
+_WANTED_TEXT = (
+    "RANK LOCAL_RANK WORLD_SIZE SLURM_PROCID SLURM_NTASKS SLURM_JOB_ID SLURM_LOCALID "
+    "TORCHELASTIC_RUN_ID ALLRANKS_JOB_ID ALLRANKS_DIR ALLRANKS_RANK NCCL_RAS_ADDR NCCL_RAS_ENABLE "
+    "CUDA_ENABLE_USER_TRIGGERED_COREDUMP CUDA_COREDUMP_PIPE CUDA_COREDUMP_FILE "
+    "OMPI_COMM_WORLD_RANK PMI_RANK GROUP_RANK ROLE_RANK"
+)
+_WANTED = frozenset(_WANTED_TEXT.split())
 
 
 @dataclass(frozen=True)
@@ -186,12 +185,6 @@ def read_state(pid: int) -> str:
     return fields[0] if fields else ""
 
 
-def cpu_ticks(pid: int) -> int:
-    """User and system clock ticks of a process."""
-    fields = _read(pid, "stat").rsplit(")", 1)[-1].split()
-    return int(fields[11]) + int(fields[12]) if len(fields) > 13 else 0
-
-
 def main_thread_work(pid: int) -> tuple[int, int]:
     """Clock ticks and context switches of a process's main thread, ever."""
     fields = _read(pid, f"task/{pid}/stat").rsplit(")", 1)[-1].split()
@@ -216,3 +209,49 @@ def mapped_files(pid: int, suffix: str) -> list[Path]:
             path = Path(line.split(None, 5)[-1])
             found.setdefault(path if path.exists() else PROC / str(pid) / "root" / str(path).lstrip("/"))
     return list(found)
+
+
+def _table(text: str) -> dict[int, str]:
+    return {int(number): name for number, name in (word.split(":") for word in text.split())}
+
+
+_X86_64 = _table(
+    "0:read 1:write 2:open 3:close 4:stat 5:fstat 6:lstat 7:poll 9:mmap 11:munmap 16:ioctl 17:pread64 "
+    "18:pwrite64 19:readv 20:writev 23:select 24:sched_yield 26:msync 28:madvise 34:pause "
+    "35:nanosleep 40:sendfile 42:connect 43:accept 44:sendto 45:recvfrom 46:sendmsg 47:recvmsg "
+    "56:clone 57:fork 58:vfork 60:exit 61:wait4 62:kill 65:semop 72:fcntl 73:flock 74:fsync "
+    "75:fdatasync 76:truncate 77:ftruncate 82:rename 83:mkdir 87:unlink 128:rt_sigtimedwait "
+    "130:rt_sigsuspend 162:sync 165:mount 166:umount2 202:futex 206:io_setup 208:io_getevents "
+    "217:getdents64 219:restart_syscall 230:clock_nanosleep 231:exit_group 232:epoll_wait 247:waitid "
+    "257:openat 262:newfstatat 263:unlinkat 270:pselect6 271:ppoll 275:splice 277:sync_file_range "
+    "281:epoll_pwait 285:fallocate 288:accept4 295:preadv 296:pwritev 299:recvmmsg 306:syncfs "
+    "307:sendmmsg 326:copy_file_range 332:statx 426:io_uring_enter 435:clone3 437:openat2 "
+    "441:epoll_pwait2 449:futex_waitv"
+)
+_AARCH64 = _table(
+    "22:epoll_pwait 25:fcntl 29:ioctl 32:flock 46:ftruncate 56:openat 57:close 61:getdents64 63:read "
+    "64:write 65:readv 66:writev 67:pread64 68:pwrite64 71:sendfile 72:pselect6 73:ppoll "
+    "79:newfstatat 80:fstat 81:sync 82:fsync 83:fdatasync 84:sync_file_range 93:exit 94:exit_group "
+    "95:waitid 98:futex 101:nanosleep 115:clock_nanosleep 124:sched_yield 128:restart_syscall "
+    "129:kill 133:rt_sigsuspend 137:rt_sigtimedwait 202:accept 203:connect 206:sendto 207:recvfrom "
+    "211:sendmsg 212:recvmsg 220:clone 227:msync 233:madvise 242:accept4 243:recvmmsg 260:wait4 "
+    "267:syncfs 269:sendmmsg 285:copy_file_range 291:statx 426:io_uring_enter 435:clone3 437:openat2 "
+    "441:epoll_pwait2"
+)
+
+
+def parse_syscall(text: str, machine: str = "x86_64") -> tuple[str, tuple[int, ...]]:
+    """(name, arguments) of a line of /proc/PID/syscall; ("running", ()) on a CPU, ("", ()) when unreadable."""
+    words = text.split()
+    if not words:
+        return "", ()
+    if words[0] == "running":
+        return "running", ()
+    try:
+        number, values = int(words[0]), tuple(int(word, 16) for word in words[1:7])
+    except ValueError:
+        return "", ()
+    if number < 0:
+        return "", ()
+    table = _AARCH64 if machine == "aarch64" else _X86_64
+    return table.get(number, f"syscall_{number}"), values

@@ -29,7 +29,7 @@ class Stillness:
 
 
 @dataclass(frozen=True)
-class Progress:
+class HangDecision:
     """Whether the job moves. `moving` and `still` are the ranks that could be told."""
 
     hung: bool | None
@@ -43,26 +43,28 @@ def decide_progress(
     views: Mapping[int, ProcessView],
     causes: Mapping[int, Cause],
     stillness: Stillness,
-) -> Progress:
+) -> HangDecision:
     """Whether the job is hung, and the reason as a sentence."""
     told = {rank: one for rank, one in marks.items() if one.marks or one.seen_s is not None}
     if not told:
-        return Progress(None, "there are no progress marks")
+        return HangDecision(None, "there are no progress marks")
     timed = {rank: _by_clock(one, stillness) for rank, one in told.items() if one.seen_s is not None}
     if timed:
         return _join_timed(timed, told)
     return _by_snapshots(told, views, causes)
 
 
-def decide_by_counts(told: Progress, still_s: float | None, stillness: Stillness) -> Progress:
+def decide_by_counts(told: HangDecision, still_s: float | None, stillness: Stillness) -> HangDecision:
     """Where marks cannot tell: NCCL's operation counts, which stood still for `still_s` (0: they moved)."""
     if still_s is None:
         return told
     if still_s == 0.0:
-        return Progress(False, "NCCL's operation counts move")
+        return HangDecision(False, "NCCL's operation counts move")
     if still_s >= stillness.still_s:
-        return Progress(True, f"NCCL's operation counts have differed and stood still for {still_s:.0f} s")
-    return Progress(
+        return HangDecision(
+            True, f"NCCL's operation counts have differed and stood still for {still_s:.0f} s"
+        )
+    return HangDecision(
         None, f"{told.reason}; NCCL's operation counts stood still for {still_s:.0f} s between the looks"
     )
 
@@ -94,33 +96,58 @@ def _changed_at_last_look(one: RankMarks) -> bool:
     return len(one.marks) > 1 and one.marks[-1].at_s > (one.seen_s or 0.0) - 1.0
 
 
-def _join_timed(timed: Mapping[int, bool | None], told: Mapping[int, RankMarks]) -> Progress:
+def _join_timed(timed: Mapping[int, bool | None], told: Mapping[int, RankMarks]) -> HangDecision:
     still = tuple(sorted(rank for rank, moves in timed.items() if moves is False))
     moving = tuple(sorted(rank for rank, moves in timed.items() if moves))
     if still:
         ages = [(told[rank].seen_s or 0.0) - told[rank].marks[-1].at_s for rank in still]
-        return Progress(
+        return HangDecision(
             True,
             f"{len(still)} of {len(timed)} ranks have made no progress for {max(ages):.0f} s",
             still,
             moving,
         )
     if moving and len(moving) == len(timed):
-        return Progress(False, f"all {len(moving)} ranks make progress", still, moving)
+        return HangDecision(False, f"all {len(moving)} ranks make progress", still, moving)
     if moving and len(moving) * 2 >= len(timed):
-        return Progress(
+        return HangDecision(
             False,
             f"{len(moving)} of {len(timed)} ranks make progress, the others were heard lately",
             still,
             moving,
         )
-    return Progress(None, "the last marks are too fresh: look again", still, moving)
+    return HangDecision(None, "the last marks are too fresh: look again", still, moving)
 
 
 def _by_snapshots(
     told: Mapping[int, RankMarks], views: Mapping[int, ProcessView], causes: Mapping[int, Cause]
-) -> Progress:
+) -> HangDecision:
     """Without a clock: what moved between the snapshots?"""
+    waiting, others, ticks = _movements(views, causes)
+    if not waiting and not others:
+        return HangDecision(None, "no time of the looks is known, and /proc was not read twice")
+    if moved := tuple(sorted(rank for rank, did in waiting.items() if did)):
+        return HangDecision(
+            False, f"rank {moved[0]} finished a collective between two snapshots", moving=moved
+        )
+    if ticks > 1:  # one may be the price of being looked at
+        return HangDecision(
+            False,
+            f"the waiting ranks ran for {ticks} clock ticks between the snapshots",
+            moving=tuple(sorted(waiting)),
+        )
+    still = tuple(sorted([*waiting, *(rank for rank, how in others.items() if how == "none")]))
+    if waiting or len(still) == len(others):
+        return HangDecision(
+            True, "no rank got further between the snapshots, and the marks have ended", still
+        )
+    return _only_busy(told, others)
+
+
+def _movements(
+    views: Mapping[int, ProcessView], causes: Mapping[int, Cause]
+) -> tuple[dict[int, bool], dict[int, str], int]:
+    """(whether the ranks that wait got further, how the others moved, clock ticks of the waiting) between the looks."""
     waiting: dict[int, bool] = {}
     others: dict[int, str] = {}
     ticks = 0
@@ -135,34 +162,21 @@ def _by_snapshots(
             waiting[rank] = False  # these waits poll: other frames and CPU time are no progress
         else:
             others[rank] = _movement(main)
-    if not waiting and not others:
-        return Progress(None, "no time of the looks is known, and /proc was not read twice")
-    if moved := tuple(sorted(rank for rank, did in waiting.items() if did)):
-        return Progress(False, f"rank {moved[0]} finished a collective between two snapshots", moving=moved)
-    if ticks > 1:  # one may be the price of being looked at
-        return Progress(
-            False,
-            f"the waiting ranks ran for {ticks} clock ticks between the snapshots",
-            moving=tuple(sorted(waiting)),
-        )
-    still = tuple(sorted([*waiting, *(rank for rank, how in others.items() if how == "none")]))
-    if waiting or len(still) == len(others):
-        return Progress(True, "no rank got further between the snapshots, and the marks have ended", still)
-    return _only_busy(told, others)
+    return waiting, others, ticks
 
 
-def _only_busy(told: Mapping[int, RankMarks], others: Mapping[int, str]) -> Progress:
+def _only_busy(told: Mapping[int, RankMarks], others: Mapping[int, str]) -> HangDecision:
     """Nobody waits for anybody, and some rank spent CPU time: are they new steps or the same one?"""
     steps = {rank: len({mark.step for mark in one.marks}) for rank, one in told.items()}
     if max(steps.values(), default=0) <= 1:
-        return Progress(True, "no rank has finished its first step", tuple(sorted(others)))
+        return HangDecision(True, "no rank has finished its first step", tuple(sorted(others)))
     if any(how != "heavy" for how in others.values()):
-        return Progress(
+        return HangDecision(
             False,
             "the ranks step: frames or CPU time moved between the snapshots",
             moving=tuple(sorted(others)),
         )
-    return Progress(None, "busy on the same line in every snapshot, and no time of the looks is known")
+    return HangDecision(None, "busy on the same line in every snapshot, and no time of the looks is known")
 
 
 def _wait_moved(main: ThreadView) -> bool:

@@ -22,7 +22,7 @@ from allranks.model.stacks import (
     ThreadFacts,
     ThreadStack,
 )
-from allranks.stacks import other_output, pyspy_output
+from allranks.stacks import tool_output
 from allranks.stacks.facts import parse_facts, renumber
 
 MAX_FILE_BYTES = 256 << 20
@@ -57,25 +57,19 @@ def read_raw(folder: Path) -> Capture:
     marks: dict[int, RankMarks] = {}
     notes: list[str] = []
     ranks = _ranks_of_pids(folder, notes)
-    for path in sorted(folder.iterdir()):
-        if (by_pid := _BY_PID.match(path.name)) and path.is_file():
+    for path in (one for one in sorted(folder.iterdir()) if one.is_file()):
+        if by_pid := _BY_PID.match(path.name):
             rank = ranks[by_pid[2], int(by_pid[3])]
             if (rank, -1) not in processes or not any(processes[rank, -1].stacks.values()):
                 process = processes.setdefault((rank, -1), _Process(rank, None, int(by_pid[3])))
                 _read_into(process, path, f"{by_pid[1]}.txt")
-            continue
-        match = _NAME.match(path.name) or _PLAIN.match(path.name)
-        if match is None or not path.is_file():
-            continue
-        plain = match.re is _PLAIN  # what faulthandler wrote by itself: stack_3.txt
-        rank, child = int(match.group(1)), None if plain else match.group(2)
-        kind = "faulthandler.txt" if plain else match.group(3)
-        if kind == "progress.jsonl":
-            marks[rank] = _read_marks(path, rank, notes)
-            continue
-        key = (rank, -1 if child is None else int(child))
-        process = processes.setdefault(key, _Process(rank, None if child is None else int(child)))
-        _read_into(process, path, kind)
+        elif by_rank := _NAME.match(path.name) or _PLAIN.match(path.name):
+            rank, child, kind = _named(by_rank)
+            if kind == "progress.jsonl":
+                marks[rank] = _read_marks(path, rank, notes)
+            else:
+                process = processes.setdefault((rank, -1 if child is None else child), _Process(rank, child))
+                _read_into(process, path, kind)
     seen = {one.rank: max(one.times.values()) for one in processes.values() if one.times}
     return Capture(
         processes=tuple(_finish(processes[key]) for key in sorted(processes)),
@@ -83,6 +77,13 @@ def read_raw(folder: Path) -> Capture:
         notes=tuple(notes),
         path=str(folder),
     )
+
+
+def _named(match: re.Match[str]) -> tuple[int, int | None, str]:
+    """(rank, child, kind of file) by the name of a file."""
+    if match.re is _PLAIN:  # what faulthandler wrote by itself: stack_3.txt
+        return int(match[1]), None, "faulthandler.txt"
+    return int(match[1]), None if match[2] is None else int(match[2]), match[3]
 
 
 def _ranks_of_pids(folder: Path, notes: list[str]) -> dict[tuple[str, int], int]:
@@ -151,11 +152,11 @@ def _number(kind: str) -> int:
 
 
 def _take_json(process: _Process, text: str, kind: str) -> None:
-    process.stacks[_number(kind)] = pyspy_output.parse_json(text)
+    process.stacks[_number(kind)] = tool_output.parse_json(text)
 
 
 def _take_native_json(process: _Process, text: str, kind: str) -> None:
-    process.native = pyspy_output.parse_json(text)
+    process.native = tool_output.parse_json(text)
 
 
 def _take_facts(process: _Process, text: str, kind: str) -> None:
@@ -169,25 +170,25 @@ def _take_facts(process: _Process, text: str, kind: str) -> None:
 
 
 def _take_pyspy_text(process: _Process, text: str, kind: str) -> None:
-    process.title = process.title or pyspy_output.process_title(text)
-    process.texts["native" if "native" in kind else kind] = pyspy_output.parse_text(text)
+    process.title = process.title or tool_output.process_title(text)
+    process.texts["native" if "native" in kind else kind] = tool_output.parse_text(text)
 
 
 def _take_pystack(process: _Process, text: str, kind: str) -> None:
-    process.texts["pystack_native" if "native" in kind else "pystack"] = other_output.parse_pystack(text)
+    process.texts["pystack_native" if "native" in kind else "pystack"] = tool_output.parse_pystack(text)
 
 
 def _take_faulthandler(process: _Process, text: str, kind: str) -> None:
-    process.texts["faulthandler"] = other_output.parse_faulthandler(text)
+    process.texts["faulthandler"] = tool_output.parse_faulthandler(text)
 
 
 def _take_gdb(process: _Process, text: str, kind: str) -> None:
-    process.texts["gdb"] = other_output.parse_gdb(text)
+    process.texts["gdb"] = tool_output.parse_gdb(text)
 
 
 def _take_cuda_gdb(process: _Process, text: str, kind: str) -> None:
-    process.kernels = other_output.parse_kernels(text)
-    process.texts.setdefault("gdb", other_output.parse_gdb(text))
+    process.kernels = tool_output.parse_kernels(text)
+    process.texts.setdefault("gdb", tool_output.parse_gdb(text))
 
 
 _TEXTS = (

@@ -21,19 +21,16 @@ from pathlib import Path
 from allranks.errors import InputError
 from allranks.model.stacks import Capture, Mark, RankMarks, RasReply, StacksReport
 from allranks.stacks import ras
-from allranks.stacks.as_json import report_json
 from allranks.stacks.boxes import find_boxes, read_progress
 from allranks.stacks.bundle import write_bundle
 from allranks.stacks.classify import classify
 from allranks.stacks.collect import CollectOptions, collect
 from allranks.stacks.debug_config import DebugOptions
-from allranks.stacks.find import Selection, Target, choose
+from allranks.stacks.find import RANK_TITLES, Selection, Target, choose
 from allranks.stacks.html import render_html
 from allranks.stacks.procfs import ProcessEntry, main_thread_work, read_state, scan
 from allranks.stacks.progress import Stillness
-from allranks.stacks.text import render_text
-from allranks.stacks.titles import RANK_TITLES
-from allranks.stacks.tree import grow_tree
+from allranks.stacks.text import grow_tree, render_text, report_json
 from allranks.stacks.triggers import Observation, Pulse, TriggerState, decide_trigger
 
 log = logging.getLogger("allranks.stacks")
@@ -222,9 +219,12 @@ class Sidecar:
         )
         self._say(f"{reason}: collecting stacks of {sum(t.child is None for t in self._targets)} ranks")
         how = CollectOptions(
-            rounds=self.options.rounds, interval_s=self.options.interval_s, native=self.options.native,
-            cuda_gdb=self.options.cuda_gdb, raw_folder=folder,
-        )  # fmt: skip
+            rounds=self.options.rounds,
+            interval_s=self.options.interval_s,
+            native=self.options.native,
+            cuda_gdb=self.options.cuda_gdb,
+            raw_folder=folder,
+        )
         capture = self._with_pulse(collect(self._targets, how))
         report = classify(capture, stillness=Stillness(still_s=self.options.no_progress_s or 10.0))
         write_report(folder, report, capture)

@@ -2,12 +2,150 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from allranks.model.stacks import RankState, StacksReport
-from allranks.stacks.rank_sets import compress
-from allranks.stacks.tree import Node
-from allranks.stacks.user_code import is_user_file, short_name
+from allranks.model.stacks import (
+    Capture,
+    ChildState,
+    ProcessCapture,
+    RankState,
+    StackFrame,
+    StacksReport,
+    ThreadStack,
+)
+from allranks.stacks.views import cut_fork, is_user_file, place, short_name
+
+
+def compress(ranks: Iterable[int]) -> str:
+    """`0-3,5,7-1023` for a set of ranks; "" for none."""
+    parts: list[str] = []
+    start = last = None
+    for rank in sorted(set(ranks)):
+        if last is not None and rank == last + 1:
+            last = rank
+            continue
+        if start is not None and last is not None:
+            parts.append(_span(start, last))
+        start = last = rank
+    if start is not None and last is not None:
+        parts.append(_span(start, last))
+    return ",".join(parts)
+
+
+def _span(first: int, last: int) -> str:
+    if first == last:
+        return str(first)
+    return f"{first},{last}" if last == first + 1 else f"{first}-{last}"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A frame that some ranks share, with all frames outside of it. Children are sorted by rank count."""
+
+    frame: StackFrame | None  # None at a root
+    role: str
+    ranks: tuple[int, ...]
+    looks: int  # (rank, snapshot, thread) triples that pass here
+    always: bool  # every look at these ranks in this role passed here
+    children: tuple[Node, ...] = ()
+
+
+@dataclass
+class _Growing:
+    """A node while the tree grows."""
+
+    frame: StackFrame | None
+    ranks: set[int] = field(default_factory=set)
+    looks: int = 0
+    children: dict[StackFrame, _Growing] = field(default_factory=dict)
+
+
+def grow_tree(capture: Capture, all_threads: bool = False) -> tuple[Node, ...]:
+    """A root for each role of thread; main threads first, then by number of ranks."""
+    seen: dict[str, dict[tuple[StackFrame, ...], list[int]]] = {}
+    for process in capture.processes:
+        for snapshot in process.snapshots:
+            for stack in snapshot.stacks:
+                role = _role(process, stack)
+                trains = stack.name.startswith("TrainingThread")  # Ray Train's: the main thread only serves
+                if role and (all_threads or trains or role in ("main", "child")):
+                    seen.setdefault(role, {}).setdefault(stack.frames, []).append(process.rank)
+    roots = [_root(role, stacks) for role, stacks in seen.items()]
+    roots.sort(key=lambda node: (node.role != "main", node.role != "child", -len(node.ranks), node.role))
+    return tuple(roots)
+
+
+def _role(process: ProcessCapture, stack: ThreadStack) -> str:
+    """Threads of different ranks with the same role belong together."""
+    main = stack.name == "MainThread" or (stack.tid is not None and stack.tid == process.pid)
+    start = "" if process.child is None else "child"
+    if main:
+        return start or "main"
+    name = re.sub(r"\d+", "#", stack.name) or "unnamed"
+    return f"{start} thread {name}".strip()
+
+
+def _root(role: str, stacks: dict[tuple[StackFrame, ...], list[int]]) -> Node:
+    root = _Growing(None)
+    for frames, ranks in stacks.items():
+        _insert(root, [frame for frame in cut_fork(frames) if not frame.native], ranks)
+    totals: dict[int, int] = {}
+    for ranks in stacks.values():
+        for rank in ranks:
+            totals[rank] = totals.get(rank, 0) + 1
+    return _freeze(root, role, totals)
+
+
+def _insert(root: _Growing, frames: list[StackFrame], ranks: list[int]) -> None:
+    """Adds one stack, outermost frame first, for all the ranks that stand on it."""
+    distinct = set(ranks)
+    node = root
+    node.ranks |= distinct
+    node.looks += len(ranks)
+    for frame in reversed(frames):
+        node = node.children.setdefault(frame, _Growing(frame))
+        node.ranks |= distinct
+        node.looks += len(ranks)
+
+
+def _freeze(node: _Growing, role: str, totals: dict[int, int]) -> Node:
+    """The finished tree, without recursion: stacks may be deep."""
+    order: list[_Growing] = []
+    todo = [node]
+    while todo:
+        one = todo.pop()
+        order.append(one)
+        todo.extend(one.children.values())
+    done: dict[int, Node] = {}
+    for one in reversed(order):
+        children = sorted(
+            (done[id(child)] for child in one.children.values()),
+            key=lambda child: (-len(child.ranks), child.ranks[:1]),
+        )
+        always = one.looks == sum(totals[rank] for rank in one.ranks)
+        done[id(one)] = Node(one.frame, role, tuple(sorted(one.ranks)), one.looks, always, tuple(children))
+    return done[id(node)]
+
+
+def find_outliers(roots: Iterable[Node]) -> tuple[tuple[tuple[int, ...], Node], ...]:
+    """Branches of main threads taken by fewer than half of the ranks that reached the fork, smallest first."""
+    found = []
+    for root in roots:
+        if root.role != "main":
+            continue
+        todo = [root]
+        while todo:
+            node = todo.pop()
+            for child in node.children:
+                if len(child.ranks) * 2 < len(node.ranks):
+                    found.append((child.ranks, child))
+                else:
+                    todo.append(child)
+    found.sort(key=lambda pair: (len(pair[0]), pair[0]))
+    return tuple(found)
+
 
 MAX_LINES = 400  # of the tree; the HTML report has no limit
 
@@ -109,3 +247,52 @@ def _label(node: Node, culprits: frozenset[int], ranks: bool = True) -> str:
         return text
     sign = " ◄" if culprits and set(node.ranks) <= culprits else ""
     return f"[{compress(node.ranks)}]{sign} {text}"
+
+
+SCHEMA = 1
+Json = dict[str, object]
+
+
+def report_json(report: StacksReport, roots: Sequence[Node] = ()) -> Json:
+    """The public shape; fields may be added, never taken away."""
+    return {
+        "schema": SCHEMA,
+        "hung": report.hung,
+        "culprits": list(report.culprits),
+        "sentence": report.sentence,
+        "reason": report.reason,
+        "ranks": {str(rank): _rank(state) for rank, state in sorted(report.ranks.items())},
+        "outliers": [
+            {"ranks": compress(ranks), "at": place(node.frame) if node.frame else ""}
+            for ranks, node in find_outliers(roots)[:20]
+        ],
+        "ras": list(report.ras),
+        "notes": list(report.notes),
+    }
+
+
+def _rank(state: RankState) -> Json:
+    return {
+        "cause": state.cause,
+        "where": state.where,
+        "evidence": state.evidence,
+        "children": [_child(child) for child in state.children],
+        "threads": state.threads,
+        "operation": state.operation,
+        "thread": state.thread,
+        "confidence": state.confidence,
+        "host": state.host,
+        "pid": state.pid,
+        "stack": [place(frame) for frame in state.stack[:60]],
+        "notes": list(state.notes),
+    }
+
+
+def _child(child: ChildState) -> Json:
+    return {
+        "child": child.child,
+        "pid": child.pid,
+        "cause": child.cause,
+        "where": child.where,
+        "evidence": child.evidence,
+    }

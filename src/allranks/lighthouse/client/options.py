@@ -6,7 +6,7 @@ import os
 import socket
 from dataclasses import dataclass
 
-from allranks.channel.token import find_token
+from allranks.channel.keys import find_token
 from allranks.errors import ConfigurationError
 from allranks.lighthouse.client.link import LinkOptions
 

@@ -1,4 +1,4 @@
-"""elastic_harness.data, whose code was never published: the names that its tests and guide use."""
+"""Classes that only scripts, tests and files of elastic_harness need; everything else of it is a class of ours."""
 
 from __future__ import annotations
 
@@ -9,10 +9,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from allranks.elastic.data import DatasetState, ResumableDataset
-from allranks.elastic.index import IndexBuilder as _Builder
-from allranks.elastic.index import TokenIndexFile
-from allranks.elastic.index.file import IndexHeader as _Header
+from allranks.checkpoint.stores.memory import MemorySnapshotBackend
+from allranks.elastic.index import IndexBuilder
+from allranks.elastic.index.file import IndexHeader
+
+
+class SharedMemorySnapshotBackend(MemorySnapshotBackend):
+    """A placeholder there; here it keeps snapshots in this process. Those that outlive it are kept by `allranks run`."""
+
+    def __init__(self, max_snapshots: int = 2, name: str = "elastic_training_snapshot") -> None:
+        super().__init__(max_snapshots)
+        self.name = name
+
+
+@dataclass
+class S3Config:
+    """Only a shape: S3Backend takes what it needs as arguments."""
+
+    bucket: str
+    prefix: str = ""
+    region: str | None = None
+    connect_timeout: float = 10.0
+    read_timeout: float = 60.0
+    max_retries: int = 3
+    retry_mode: str = "adaptive"
 
 
 @dataclass(frozen=True)
@@ -34,7 +54,7 @@ class IndexEntry:
 
 
 @dataclass(frozen=True)
-class IndexHeader:
+class HarnessIndexHeader:
     """The old index file's header."""
 
     version: int = 1
@@ -50,16 +70,16 @@ class IndexHeader:
         return self.MAGIC + struct.pack("<QQQQQ", *numbers)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> IndexHeader:
+    def from_bytes(cls, data: bytes) -> HarnessIndexHeader:
         if data[:8] != cls.MAGIC:
             raise ValueError("not an index file: bad magic number")
         return cls(*struct.unpack("<QQQQQ", data[8:48]))
 
 
-class IndexBuilder(_Builder):
+class HarnessIndexBuilder(IndexBuilder):
     """Ours, and beside the index the JSON file {files, total_tokens} that the old one wrote."""
 
-    def build(self, files: Sequence[str | Path], output: str | Path) -> _Header:
+    def build(self, files: Sequence[str | Path], output: str | Path) -> IndexHeader:
         header = super().build(files, output)
         beside = Path(output).with_suffix(".json")
         if not beside.exists() or beside.read_bytes()[:11] == b'{"allranks"':  # never over a user's data
@@ -70,13 +90,3 @@ class IndexBuilder(_Builder):
             }
             beside.write_text(json.dumps(facts))
         return header
-
-
-__all__ = [
-    "DatasetState",
-    "IndexBuilder",
-    "IndexEntry",
-    "IndexHeader",
-    "ResumableDataset",
-    "TokenIndexFile",
-]
