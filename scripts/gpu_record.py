@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import sys
 import time
 import traceback
@@ -29,7 +30,7 @@ from allranks.model.trace import Flag, RankTrace, State
 BACKEND = os.environ.get("BACKEND", "nccl")
 OUT = Path(os.environ["OUT"])
 WORLD = 4
-COST_ROUNDS = int(os.environ.get("COST_ROUNDS", "5"))
+COST_ROUNDS = int(os.environ.get("COST_ROUNDS", "12"))
 DEVICE = "cuda" if BACKEND == "nccl" else "cpu"
 failures = 0
 
@@ -193,27 +194,35 @@ def _moves() -> dict[str, Callable[[], object]]:
 CALLS = {"all_reduce, 2 async": 2, "batch_isend_irecv of 2": 3}  # the batch: two parts and its end
 
 
+KINDS = (("none", -1), ("without stacks", 0), ("with stacks", 8))
+
+
 def costs(rank: int, world: int) -> None:
-    """CPU microseconds of the calling thread per call, cheapest of several short blocks, by op and kind of recording.
-    Rank 0 writes what it has to a file after each round: ranks that share a GPU are slow, and time may run out."""
-    best: dict[str, dict[str, float]] = {}
-    moves = _moves()
-    for _ in range(COST_ROUNDS):
-        for kind, depth in (("none", -1), ("without stacks", 0), ("with stacks", 8)):
+    """CPU microseconds of the calling thread per call: the median over single calls, by op and kind of recording. The kinds
+    take turns in short rounds, in changing order. Rank 0 writes what it has to a file after each round: ranks that share
+    a GPU are slow, and time may run out."""
+    took: dict[str, dict[str, list[float]]] = {}
+    moves, clock = _moves(), time.thread_time_ns
+    for number in range(COST_ROUNDS):
+        for turn in range(len(KINDS)):
+            kind, depth = KINDS[(turn + number) % len(KINDS)]
             recorder = allranks.record(stack_depth=depth) if depth >= 0 else None
             for name, move in moves.items():
-                for count in (10, 40):  # the first warms up
-                    begin = time.thread_time_ns()
-                    for _ in range(count):
-                        move()
-                    cost = (time.thread_time_ns() - begin) / count / 1000 / CALLS.get(name, 1)
-                known = best.setdefault(name, {})
-                known[kind] = min(known.get(kind, 1e9), cost)
+                calls = took.setdefault(name, {}).setdefault(kind, [])
+                for count in range(-4, 3 if name == "barrier" else 16):
+                    begin = clock()
+                    move()
+                    cost = clock() - begin
+                    if count >= 0:  # the first ones warm up
+                        calls.append(cost / 1000 / CALLS.get(name, 1))
             settle()
             if recorder is not None:
                 recorder.close()
         if rank == 0:
-            (OUT / "costs.json").write_text(json.dumps(best))
+            medians = {
+                name: {k: statistics.median(v) for k, v in kinds.items()} for name, kinds in took.items()
+            }
+            (OUT / "costs.json").write_text(json.dumps(medians))
 
 
 # -- the claims ----------------------------------------------------------------------------------------------------
