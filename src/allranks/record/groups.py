@@ -8,13 +8,31 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 from allranks.model.trace import Flag
 from allranks.record.engine import TORCH_ERRORS, fast
 
 P2P, PART = int(Flag.P2P), int(Flag.COALESCED_PART)
 WAITS_BLOCK = frozenset({"gloo", "mpi", "fake"})  # backends whose wait() returns when the call is over
+
+
+class Counters(Protocol):
+    """The numbers of one group's calls: PyCounters, or the same in C."""
+
+    timeout_ms: int
+    cpu_side: Counters | None
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def blocking(self) -> bool: ...
+    @property
+    def in_batch(self) -> bool: ...
+    def draw(self, p2p: bool, /) -> tuple[int, int, int, int]: ...
+    def open_batch(self) -> None: ...
+    def add_part(self, number: int, /) -> None: ...
+    def close_batch(self) -> tuple[int, int, int, tuple[int, ...]]: ...
 
 
 class PyCounters:
@@ -37,7 +55,9 @@ class PyCounters:
         self.number = number  # id of the group in the black box
         self.timeout_ms = timeout_ms
         self.blocking = blocking  # wait() returns when the call is over
-        self.cpu_side: Any = None  # stands for calls on CPU tensors when these have a backend of their own
+        self.cpu_side: Counters | None = (
+            None  # stands for calls on CPU tensors when these have a backend of their own
+        )
         self._last_seq = 0
         self._batch = (0, 0)  # seq and p2p_seq of the open batch; 0 = not drawn yet
         self._parts: list[int] | None = None  # numbers of the calls in the open batch
@@ -102,6 +122,10 @@ class GroupState:
             self.counters.cpu_side = make_counters(number, timeout_ms, True, ranks, accelerate)
         self.ref: weakref.ref[Any] | None = None
 
+    def side(self, on_cpu: bool) -> Counters:
+        """The counters of calls on CPU tensors, or of the others; the same where one backend serves all."""
+        return self.counters.cpu_side if on_cpu and self.counters.cpu_side is not None else self.counters
+
     def global_rank(self, group_rank: int) -> int:
         """A group-local rank as a global one; itself when the members are unknown."""
         return self.ranks[group_rank] if 0 <= group_rank < len(self.ranks) else group_rank
@@ -109,11 +133,12 @@ class GroupState:
 
 def make_counters(
     number: int, timeout_ms: int, blocking: bool, ranks: tuple[int, ...], accelerate: bool
-) -> Any:
+) -> Counters:
     """Counters in C when that was built and is wanted, else in Python."""
     module = fast(accelerate)
     if module is not None:
-        return module.Counters(number, timeout_ms, blocking, ranks)
+        made: Counters = module.Counters(number, timeout_ms, blocking, ranks)
+        return made
     return PyCounters(number, timeout_ms, blocking)
 
 

@@ -13,19 +13,28 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from types import FrameType
+from typing import Any, Protocol
 
 from allranks.blackbox.file_writer import Box
 from allranks.blackbox.layout import Item
 from allranks.model.trace import Flag, State
 from allranks.record.engine import TORCH_ERRORS
-from allranks.record.groups import P2P, PART, GroupState
+from allranks.record.groups import P2P, PART, Counters, GroupState
 from allranks.record.options import RecorderOptions
 from allranks.record.row_writer import Shapes, make_ring
 from allranks.record.stack import Stacks
 
-#: (work, number of the call, counters of its group, numbers of the calls that end with it)
-Entry = tuple[Any, int, Any, tuple[int, ...]]
+
+class Pending(Protocol):
+    """What tells that a call is over: a Work of torch, or a marker on the device."""
+
+    def is_completed(self) -> bool:
+        """Whether it is over; may raise what the call ended with."""
+
+
+#: (what tells, number of the call, counters of its group, numbers of the calls that end with it)
+Entry = tuple[Pending, int, Counters, tuple[int, ...]]
 
 END, CAPTURED = int(Flag.COALESCED_END), int(Flag.CAPTURED)
 #: Calls under way are looked at on a later call, not more often than this (as in _fast.c) and so many at once.
@@ -51,8 +60,12 @@ class CallWriter:
         )  # held while works and events are queried; never waited for without a limit
         self._swept_ns = 0
         self.on_timeout: Callable[[bool], None] | None = None  # told whether the timeout is news
-        self.original_wait: Callable[[Any], Any] | None = None  # Work.wait as it was before it was wrapped
-        self.mark_device: Callable[[], Any] | None = None  # a marker behind all that is queued on the device
+        self.original_wait: Callable[[Pending], object] | None = (
+            None  # Work.wait as it was before it was wrapped
+        )
+        self.mark_device: Callable[[], Pending | None] | None = (
+            None  # a marker behind all that is queued on the device
+        )
         self.markers: Any = None  # the same in C, which keeps them too
 
     def begin(
@@ -65,7 +78,7 @@ class CallWriter:
         peer: int = -1,
         p2p: bool = False,
         timeout_ms: int = 0,
-        frame: Any = None,
+        frame: FrameType | None = None,
         tag: int = -1,
     ) -> int:
         """Writes the row of a call that is about to be made; returns its number."""
@@ -94,7 +107,7 @@ class CallWriter:
             counters.add_part(number)
         return number
 
-    def begin_end(self, group: GroupState, op: int, frame: Any) -> tuple[int, tuple[int, ...]]:
+    def begin_end(self, group: GroupState, op: int, frame: FrameType | None) -> tuple[int, tuple[int, ...]]:
         """Writes the row that stands for a whole coalesced group; returns its number and those of its parts."""
         counters = group.counters
         seq, p2p_seq, op_id, parts = counters.close_batch()
@@ -117,18 +130,18 @@ class CallWriter:
         return number, parts
 
     def track(
-        self, work: Any, number: int, group: GroupState, parts: tuple[int, ...] = (), on_cpu: bool = False
+        self, work: Pending, number: int, group: GroupState, parts: tuple[int, ...] = (), on_cpu: bool = False
     ) -> None:
         """The library took the call and will finish it later; follows `work` until then."""
         counters = group.counters
         if counters.in_batch or (self.capturing and not counters.blocking):
             return  # the end of the coalesced group tells for all of it; a captured call has no end of its own
-        owner = counters.cpu_side if on_cpu and group.mixed else counters
+        owner = group.side(on_cpu)
         if owner.blocking:
             self.ring.started(number)
         self._keep(work, number, owner, parts)
 
-    def _keep(self, work: Any, number: int, counters: Any, parts: tuple[int, ...]) -> None:
+    def _keep(self, work: Pending, number: int, counters: Counters, parts: tuple[int, ...]) -> None:
         """Adds a call to those under way, and looks at the oldest of them when that is due."""
         self.pending[id(work)] = (work, number, counters, parts)
         if len(self.pending) > 1:
@@ -137,14 +150,14 @@ class CallWriter:
                 self._swept_ns = now
                 self.sweep()
 
-    def no_work(self, number: int, counters: Any, parts: tuple[int, ...] = ()) -> None:
+    def no_work(self, number: int, counters: Counters, parts: tuple[int, ...] = ()) -> None:
         """The library returned no Work: the call is over, or it is queued on the device and a marker follows it."""
         if counters.in_batch or (self.capturing and not counters.blocking):
             return
         if counters.blocking or not self._mark(number, counters, parts):
             self.finish(number, parts)
 
-    def _mark(self, number: int, counters: Any, parts: tuple[int, ...]) -> bool:
+    def _mark(self, number: int, counters: Counters, parts: tuple[int, ...]) -> bool:
         """Lets a marker on the device follow a call; False when there is no device."""
         if self.markers is not None and self.markers.mark(number, parts):
             return True
@@ -153,7 +166,7 @@ class CallWriter:
             self._keep(marker, number, counters, parts)
         return marker is not None
 
-    def waited(self, work: Any, entry: Entry) -> None:
+    def waited(self, work: Pending, entry: Entry) -> None:
         """The program's wait() has returned: the call is over, or the device has yet to come past this point.
 
         In the latter case a marker takes the place of the Work, which would keep its tensors in the device's memory.
@@ -178,15 +191,20 @@ class CallWriter:
             self.ring.finish_part(part, state)
 
     def returned(
-        self, work: Any, number: int, group: GroupState, parts: tuple[int, ...] = (), on_cpu: bool = False
+        self,
+        work: Pending | None,
+        number: int,
+        group: GroupState,
+        parts: tuple[int, ...] = (),
+        on_cpu: bool = False,
     ) -> None:
         """What the library returned: a Work to follow, or None."""
         if work is not None:
             self.track(work, number, group, parts, on_cpu)
         else:
-            self.no_work(number, group.counters.cpu_side if on_cpu and group.mixed else group.counters, parts)
+            self.no_work(number, group.side(on_cpu), parts)
 
-    def wait_failed(self, work: Any, error: BaseException, limited: bool) -> None:
+    def wait_failed(self, work: Pending, error: BaseException, limited: bool) -> None:
         """The program's wait() for this Work raised. `limited`: with a limit of its own, after which the call may still
         be under way (Manager waits in slices of time)."""
         key = id(work)
@@ -284,10 +302,10 @@ class CallWriter:
         return None
 
 
-def _watchdog_error(work: Any) -> BaseException | None:
+def _watchdog_error(work: Pending) -> BaseException | None:
     """What NCCL's watchdog says of a call (torch 2.6 and later); None when it says nothing bad."""
     try:
-        future = work.get_future_result()
+        future: Any = work.get_future_result()  # type: ignore[attr-defined]
         if not future.done():
             return None
         name = str(future.value())
