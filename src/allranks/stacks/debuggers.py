@@ -129,8 +129,8 @@ def explain_pyspy(message: str, pid: int) -> str:
     gone = not Path(f"/proc/{pid}").exists()
     if gone:
         return f"process {pid} ended while it was looked at"
-    denied = ("Permission denied", "Operation not permitted", "EPERM", "os error 1", "os error 13")
-    refused = any(word in message for word in (*denied, "Failed to get process executable name"))
+    denied = ("permission denied", "operation not permitted", "eperm", "os error 1", "os error 13")
+    refused = any(word in message.lower() for word in (*denied, "failed to get process executable name"))
     if refused and not may_ptrace(pid):
         return f"py-spy may not look into process {pid} ({ptrace_obstacle(pid)}): {_PTRACE_CURE}"
     if "Failed to find python version" in message or "not a python process" in message.lower():
