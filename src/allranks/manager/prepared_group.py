@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from allranks.errors import AllranksError, GroupAborted
-from allranks.lighthouse.client.ticket import PendingAnswer
+from allranks.lighthouse.client.actions import PendingAnswer
 from allranks.manager.groups.generation import Generation
 from allranks.manager.groups.group import ReconfigurableGroup
 from allranks.manager.groups.group_spec import GroupSpec

@@ -23,8 +23,8 @@ from allranks.errors import (
     ManagerError,
     TrainingFinished,
 )
+from allranks.lighthouse.client.actions import PendingAnswer
 from allranks.lighthouse.client.client import Client
-from allranks.lighthouse.client.ticket import PendingAnswer
 from allranks.manager.groups.generation import Generation
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.groups.group_spec import GroupSpec
