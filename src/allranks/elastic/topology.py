@@ -155,7 +155,7 @@ class ElasticJob:
         if saved and self.metrics is not None:
             stall = time.monotonic() - start
             for i, tier in enumerate(saved):
-                name = tier.name.lower()
+                name = str(getattr(tier, "name", tier)).lower()  # a manager of the user may name them as text
                 self.metrics.checkpoint.record_save(name, stall, 0.0 if i else stall)
             self.metrics.stole("checkpoint", stall)
         return saved
