@@ -89,14 +89,13 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="side by side")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    if not args.json:
+        print("| program | noticed | verdict | rank | line | cause |\n|---|---|---|---|---|---|", flush=True)
     with ThreadPoolExecutor(args.jobs) as pool:
-        rows = list(pool.map(lambda name: measure(name, args.hang_at), args.only.split(",")))
-    if args.json:
-        print(json.dumps(rows))
-    else:
-        print("| program | noticed | verdict | rank | line | cause |\n|---|---|---|---|---|---|")
-        for row in rows:
-            print(_line(row))
+        for row in pool.map(lambda name: measure(name, args.hang_at), args.only.split(",")):
+            rows.append(row)
+            print(json.dumps(row) if args.json else _line(row), flush=True)
     measured = [row for row in rows if "missing" not in row]
     return 0 if all((row["verdict_s"] or 1e9) <= PROMISE_S and row["right_rank"] for row in measured) else 1
 
