@@ -14,7 +14,9 @@ import pytest
 from allranks.blackbox.files import job_folder, remove_finished
 from allranks.cli.status import render
 from allranks.incidents.folder import open_incident, read_incidents, remove_oldest
-from allranks.incidents.job_overview import write_torch_dumps
+from allranks.incidents.loop import Watch
+from allranks.incidents.pipeline import WatchOptions
+from allranks.launch.node_agent import NodeAgent
 from allranks.model.job import JobView, RankRow
 
 
@@ -87,16 +89,15 @@ os.kill(os.getpid(), 9) if os.environ["RANK"] == "1" else None
 """
 
 
-def test_a_killed_rank_gets_its_torch_dump_from_its_black_box(tmp_path: Path) -> None:
-    """Rank 1 was killed; rank 0 ended well and rank 1 of an earlier run is not touched; a file that is newer stays."""
-    boxes, prefix = tmp_path / "boxes", tmp_path / "trace_"
-    begun = time.time_ns()
+def test_a_killed_rank_gets_its_torch_dump_from_its_black_box(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the agent ends: rank 1 was killed, rank 0 ended well."""
+    boxes = tmp_path / "boxes"
     for rank in "01":
         environment = {**os.environ, "RANK": rank, "WORLD_SIZE": "2", "ALLRANKS_DIR": str(boxes)}
         subprocess.run([sys.executable, "-c", RANK], env=environment, check=False, timeout=100)
-    variables = {"TORCH_FR_DUMP_TEMP_FILE": str(prefix)}
-    assert write_torch_dumps(boxes, {}, begun) == []
-    assert write_torch_dumps(boxes, variables, time.time_ns()) == []
-    assert write_torch_dumps(boxes, variables, begun) == [tmp_path / "trace_1"]
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "trace_"))
+    NodeAgent(Watch(WatchOptions(boxes, tmp_path / "incidents", "job"))).close()
+    assert [path.name for path in tmp_path.glob("trace_*")] == ["trace_1"]
     assert pickle.loads((tmp_path / "trace_1").read_bytes())["version"]
-    assert write_torch_dumps(boxes, variables, begun) == []

@@ -4,10 +4,9 @@ the agent reads from the same boxes who waits for whom."""
 from __future__ import annotations
 
 import json
-import logging
 import time
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,19 +16,15 @@ import numpy as np
 
 from allranks.blackbox.files import job_folders
 from allranks.blackbox.header import is_alive
-from allranks.errors import AllranksError, InputError
+from allranks.errors import InputError
 from allranks.incidents.folder import read_incidents
 from allranks.load import LoadOptions, load_paths
 from allranks.model.job import JobView, RankRow
-from allranks.model.torch_dump import to_torch_pickle
 from allranks.model.trace import Flag, RankTrace, State
 from allranks.pages.cards import short
 from allranks.watch.samples import RankSample, read_sample, read_samples
 
-log = logging.getLogger("allranks.agent")
-
 JOB_FILE, TOKEN_FILE = "job.json", "token"
-TORCH_DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 SILENT_S = 3.0  # a shorter wait is usual
 EVERY_S = 2.0
 
@@ -48,28 +43,6 @@ def set_aside_earlier(folder: Path) -> None:
         sample = read_sample(path)
         if sample is not None and not sample.alive:
             path.replace(path.with_name(f"{path.name}.earlier"))
-
-
-def write_torch_dumps(folder: Path, environment: Mapping[str, str], since_ns: int) -> list[Path]:
-    """Where torch's variables ask for dump files: those of ranks that were killed before they wrote their own.
-
-    A rank that SIGKILL, SIGTERM or an abort ended has left its calls in its black box.
-    """
-    prefix = next((environment[name] for name in TORCH_DUMPS if environment.get(name)), "")
-    written: list[Path] = []
-    for sample in read_samples(folder) if prefix else ():
-        path = Path(f"{prefix}{sample.rank}")
-        if sample.start_ns < since_ns or sample.alive or sample.closed == "exit":
-            continue
-        try:
-            if path.exists() and path.stat().st_mtime_ns >= sample.start_ns:
-                continue
-            traces = load_paths([sample.path], LoadOptions()).traces
-            path.write_bytes(to_torch_pickle(traces[0]))
-            written.append(path)
-        except (AllranksError, OSError) as error:
-            log.warning("no dump of rank %d at %s: %s", sample.rank, path, error)
-    return written
 
 
 def read_job(folder: Path) -> dict[str, Any]:

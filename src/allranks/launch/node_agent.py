@@ -15,7 +15,6 @@ from pathlib import Path
 from allranks.blackbox.header import process_state
 from allranks.errors import AllranksError
 from allranks.incidents.deaths import ECHO_S
-from allranks.incidents.job_overview import write_torch_dumps
 from allranks.incidents.loop import Watch
 from allranks.incidents.node_losses import NodeLosses
 from allranks.incidents.peers import PeerAgents
@@ -24,6 +23,7 @@ from allranks.lighthouse.client.client import Client
 from allranks.model.cluster import CollectEvidence, Evicted, MemberLeft, MemberLost
 from allranks.model.cluster import Incident as Told
 from allranks.model.incident import Action, Failure, Incident
+from allranks.record.dump import dump_ended_ranks
 from allranks.report.story import headline
 from allranks.supervise.replicas import Event, Request, Supervisor
 from allranks.supervise.restarts import find_program_error
@@ -109,9 +109,16 @@ class NodeAgent:
             self._nodes.close()
         if self.watch is not None:
             self.watch.close()
-            write_torch_dumps(self.watch.options.folder, os.environ, self._born_ns)
+            self._write_torch_dumps(self.watch.options.folder)
         if self.peers is not None:
             self.peers.close()
+
+    def _write_torch_dumps(self, folder: Path) -> None:
+        """Ranks that were killed get the files that torch's variables ask for from their black boxes."""
+        try:
+            dump_ended_ranks(folder.glob("*.box"), os.environ)
+        except (AllranksError, OSError) as error:
+            log.warning("torch's dump files of ended ranks could not be written: %s", error)
 
     def _watch_nodes(self, client: Client) -> None:
         if self.watch is None:
