@@ -128,9 +128,13 @@ def unwrap(data: bytes, limit: int) -> tuple[bytes, str]:
     """(decompressed bytes, problem). A stream that is cut short gives what it has."""
     for _ in range(3):  # .tar.gz.zst has been seen; more layers are a joke
         if data.startswith(GZIP):
-            data, problem = _drain(_Gzip(data), len(data), limit)
+            data, problem = _drain(_Gzip(data), len(data), limit, zlib.error)
         elif data.startswith(ZSTD):
-            data, problem = _drain(_open_zstd(data), len(data), limit)
+            zstandard = require("zstandard", feature="reading zstd files", extra="zstd")
+            reader = zstandard.ZstdDecompressor(max_window_size=1 << 27)
+            data, problem = _drain(
+                reader.stream_reader(io.BytesIO(data)), len(data), limit, zstandard.ZstdError
+            )
         else:
             return data, ""
         if problem:
@@ -172,14 +176,8 @@ class _Gzip:
         return piece
 
 
-def _open_zstd(data: bytes) -> _Stream:
-    zstandard = require("zstandard", feature="reading zstd files", extra="zstd")
-    stream: _Stream = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(io.BytesIO(data))
-    return stream
-
-
-def _drain(stream: _Stream, compressed: int, limit: int) -> tuple[bytes, str]:
-    """Reads a decompressor piece by piece and stops at a bomb."""
+def _drain(stream: _Stream, compressed: int, limit: int, broken: type[Exception]) -> tuple[bytes, str]:
+    """Reads a decompressor, which raises `broken`, piece by piece and stops at a bomb."""
     allowed = min(limit, max(BOMB_BYTES, compressed * BOMB_FACTOR))
     pieces, total = [], 0
     try:
@@ -188,12 +186,8 @@ def _drain(stream: _Stream, compressed: int, limit: int) -> tuple[bytes, str]:
             total += len(piece)
             if total > allowed:
                 raise Unreadable(f"{compressed} bytes expand beyond {allowed}: refused")
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, broken) as error:
         return b"".join(pieces), f"compressed stream cut short or damaged ({type(error).__name__})"
-    except Exception as error:
-        if type(error).__name__ != "ZstdError":
-            raise
-        return b"".join(pieces), "compressed stream cut short or damaged (ZstdError)"
     return b"".join(pieces), ""
 
 
