@@ -111,7 +111,7 @@ def _fault(item: Any, place: str, dice: random.Random, ranks: int | None, per_re
     unknown = set(item) - {"kind", "rank", "replica", "at_step", "for_s", "at"}
     if unknown:
         known = "Known: kind, rank or replica, at_step, at, for_s"
-        raise InputError(f"{place} has unknown keys {sorted(unknown)}", hint=known)
+        raise InputError(f"{place} has unknown keys {sorted(map(str, unknown))}", hint=known)
     kind, at = item.get("kind"), item.get("at", STEP)
     if kind not in KINDS:
         raise InputError(f"{place}: unknown kind {kind!r}", hint=f"Known kinds: {', '.join(KINDS)}")
