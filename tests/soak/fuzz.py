@@ -8,6 +8,7 @@ Prints a table. A failure names the number of its input, which makes it again.
 from __future__ import annotations
 
 import argparse
+import atexit
 import gzip
 import json
 import multiprocessing
@@ -15,6 +16,7 @@ import pickle
 import random
 import re
 import resource
+import shutil
 import sys
 import tempfile
 import time
@@ -122,6 +124,7 @@ def read_torchft_manager(data: bytes) -> None:
 def from_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], None]:
     """For readers of a file of this name in a folder."""
     folder = Path(tempfile.mkdtemp(prefix="allranks-fuzz-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
     def write_and_read(data: bytes) -> None:
         path = folder / name
