@@ -5,7 +5,7 @@
 
 Runs in a rank. With the strategy a Trainer is one replica of one rank under `allranks run --replicas N`. A step that is
 not committed is made again with the same batch; a replica that comes back takes parameters, optimizers, schedulers and
-its place in the training from another one. Automatic optimization with one optimizer, as Lightning's default.
+its position in the training from another one. Automatic optimization with one optimizer, as Lightning's default.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from allranks import record
 from allranks.errors import ConfigurationError
+from allranks.integrations import Silences
 from allranks.integrations.replica_sampler import ReplicaSampler, replica_number
-from allranks.integrations.silences import Silences
 from allranks.manager.ddp import DistributedDataParallel
 from allranks.manager.groups.group import ProcessGroupGloo
 from allranks.manager.groups.nccl import ProcessGroupNCCL
@@ -51,8 +51,8 @@ class AllranksCallback(pl.Callback):
         record.announce("after training", up_to_s=self._silences.up_to_s)
 
 
-class _Rests(pl.Callback):
-    """The state stands still once the schedulers have made their step too."""
+class _StepApplied(pl.Callback):
+    """Tells the manager that the state is final once the schedulers have stepped too."""
 
     def __init__(self, strategy: FaultTolerantStrategy) -> None:
         self.strategy = strategy
@@ -102,7 +102,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
             )
         self._trainer = trainer
         self.model = DistributedDataParallel(self.manager, self.lightning_module)
-        trainer.callbacks.insert(0, _Rests(self))
+        trainer.callbacks.insert(0, _StepApplied(self))
 
     def begin(self, trainer: Any) -> None:
         """Steps end a training, also where the user counts epochs: all replicas make the same last step."""

@@ -5,7 +5,7 @@
 
 Runs in a rank. A FaultTolerantTrainer is one replica of one rank under `allranks run --replicas N`: gradients are
 averaged over the replicas that are there, steps count when all commit them, and a replica that comes back takes model,
-optimizer, scheduler, trainer state and its place in the data from another one.
+optimizer, scheduler, trainer state and its position in the data from another one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from transformers import Trainer, TrainerCallback, TrainerState
 
 from allranks import record
 from allranks.errors import ConfigurationError
+from allranks.integrations import Silences
 from allranks.integrations.replica_sampler import ReplicaSampler, replica_number
-from allranks.integrations.silences import Silences
 from allranks.manager.ddp import DistributedDataParallel
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.groups.nccl import ProcessGroupNCCL
@@ -57,7 +57,7 @@ class AllranksCallback(TrainerCallback):
 
 
 class CommittedOptimizer(OptimizerWrapper):
-    """Steps when all commit. The state stands still only after the scheduler's step, which the Trainer makes later."""
+    """Steps when all commit. The state is final only after the scheduler's step, which the Trainer makes later."""
 
     committed = True
 
@@ -228,7 +228,7 @@ class FaultTolerantTrainer(Trainer):
         self._globalstep_last_logged = self.state.global_step
         self._seek(
             self.state.global_step + 1
-        )  # the step that is being made is not ours: we give nothing in it
+        )  # the step that is being made is not ours: we contribute nothing to it
 
     def _seek(self, step: int) -> None:
         """The data continues where it would be had we never been away."""
