@@ -22,7 +22,7 @@ def lives(manager):
     global together
     kills = len(list(FOLDER.glob("kill-*")))
     if manager.num_participants() < 2:
-        time.sleep(0.3 if kills else 0.05)  # the other one is being started: leave it something to do
+        time.sleep(3.0 if kills else 0.05)  # the other one is being started, on a busy machine: leave it something to do
         return
     together += 1
     if kills < {KILLS} and together >= 5 and NAME == f"replica-{{(kills + 1) % 2}}":
