@@ -39,6 +39,12 @@ class StacksFlags:
     job: str = option(
         "", "ranks of this job (black box, SLURM_JOB_ID, TORCHELASTIC_RUN_ID)", metavar="ID", group=WHICH
     )
+    container: str = option(
+        "",
+        "ranks in this container, seen from outside: docker, podman, enroot/pyxis",
+        metavar="NAME",
+        group=WHICH,
+    )
     folder: str = option(
         "", "read captures made earlier instead of sampling", flags="--from", metavar="FOLDER", group=WHICH
     )
@@ -118,7 +124,7 @@ def _sample(options: StacksFlags, args: argparse.Namespace) -> dict[str, Capture
         raw_folder=folder,
     )
     titles = (*RANK_TITLES, *debug.patterns)
-    jobs = find_jobs(Selection(options.pid, options.name, options.job, titles))
+    jobs = find_jobs(Selection(options.pid, options.name, options.job, titles, container=options.container))
     captures = {}
     for job, targets in jobs.items():
         ranks = [target for target in targets if target.child is None]
