@@ -87,7 +87,8 @@ def _shown_commands() -> list[tuple[str, str]]:
 def test_every_command_that_is_shown_can_be_parsed(page: str, line: str) -> None:
     """Flags and arguments exist. Optional parts in brackets are left out."""
     bare = re.split(r"\s+(?:#|\||>|&)|\s{3,}(?=[^-\s])", line)[0]
-    words = shlex.split(re.sub(r"\[[^\]]*\]|…", "", bare))[1:]
+    filled = re.sub(r"\bPID\b", "1", re.sub(r"\[[^\]]*\]|…", "", bare))
+    words = shlex.split(filled)[1:]
     module = importlib.import_module(f"allranks.cli.{COMMANDS[words[0]][0]}")
     arranged = module.arrange_words(words) if hasattr(module, "arrange_words") else words
     assert make_parser(words[0], alone=True).parse_args(arranged).command == words[0]
