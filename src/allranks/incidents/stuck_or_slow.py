@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from allranks.model.stacks import RankState, StacksReport
 
-WORKING = frozenset({"busy_python", "native_call", "gil_held_native", "cuda_kernel", "slow", "healthy"})
+WORKING = frozenset(
+    {"busy_python", "native_call", "gil_held_native", "gil_contention", "cuda_kernel", "slow", "healthy"}
+)
 SAVING = frozenset({"checkpoint_io", "d_state", "file_lock_wait", "network_io"})
 COMPILING = (
     "torch/_dynamo/",

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-EXIT_S = 1.0  # the longest that the end of a process waits for teardowns
+EXIT_S = 2.0  # the longest that the end of a process waits for teardowns
 _POLL_S = 0.02
 _PATIENCE_S = 120.0  # longer than any timeout of an operation that we know of
 _exiting = threading.Event()
