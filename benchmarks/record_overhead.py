@@ -353,7 +353,7 @@ def _fill(path: Path, rank: int, world: int) -> Path:
         ring.started(number)
         ring.finish(number, 2)
     ring.release()
-    box.say_goodbye("exit", time.time_ns())
+    box.mark_closed("exit", time.time_ns())
     box.close()
     return path
 

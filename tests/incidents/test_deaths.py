@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.blackbox.layout import knock_address
+from allranks.blackbox.layout import wakeup_address
 from allranks.incidents import pipeline
 from allranks.incidents.folder import read_incidents
 from allranks.incidents.loop import Watch
@@ -59,7 +59,7 @@ def test_who_only_echoes_another_end_is_not_the_first() -> None:
     assert find_first([]) is None
 
 
-def test_a_pidfd_or_a_knock_ends_the_wait_and_tells_how_a_child_ended() -> None:
+def test_a_pidfd_or_a_wakeup_ends_the_wait_and_tells_how_a_child_ended() -> None:
     """No polling: with an hour to wait both come back at once, and the code is left for the parent's own wait."""
     lines = ExitWatcher()
     lines.start()
@@ -67,7 +67,7 @@ def test_a_pidfd_or_a_knock_ends_the_wait_and_tells_how_a_child_ended() -> None:
     try:
         lines.hold([child.pid])
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as rank:
-            rank.sendto(b"!", knock_address(os.getpid()))
+            rank.sendto(b"!", wakeup_address(os.getpid()))
         lines.wait(3600)
         assert not lines.endings
         child.kill()

@@ -270,7 +270,9 @@ def test_evidence_is_asked_of_agents_and_of_the_replicas_concerned(
     incident = b.collect("step 12 takes too long", ["a"])
     for notices in told[:2]:
         assert notices.wait(CollectEvidence) == CollectEvidence(incident, "step 12 takes too long", ("a",))
-    agent.tell_incident(Incident(incident, "rank 3 never entered all_reduce #5", ("a",), "host", "/evidence"))
+    agent.report_incident(
+        Incident(incident, "rank 3 never entered all_reduce #5", ("a",), "host", "/evidence")
+    )
     assert b.status()["incidents"][0]["sentence"] == "rank 3 never entered all_reduce #5"
     assert not told[2]
 

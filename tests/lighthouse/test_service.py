@@ -414,8 +414,8 @@ async def test_pages_of_incidents_take_a_bounded_part_of_the_memory() -> None:
     """The newest stay, however long they are."""
     agents = Desk().service.agents
     for number in range(5):
-        agents.tell_incident(Incident(f"i{number}", "hang", story="x" * (MAX_STORIES_CHARS // 2 - 10)))
+        agents.report_incident(Incident(f"i{number}", "hang", story="x" * (MAX_STORIES_CHARS // 2 - 10)))
     assert list(agents.stories) == ["i3", "i4"]
     for number in range(2 * MAX_STORIES):
-        agents.tell_incident(Incident(f"j{number}", "hang", story="short"))
+        agents.report_incident(Incident(f"j{number}", "hang", story="short"))
     assert len(agents.stories) == MAX_STORIES

@@ -177,7 +177,7 @@ def test_the_page_is_live_and_escapes_in_a_real_browser(
         assert "1 of 1 replicas" in page.inner_text("#sentence")
         assert "step 12" in page.inner_text("#sentence")
         lighthouse.call(
-            lambda service: service.agents.tell_incident(
+            lambda service: service.agents.report_incident(
                 Incident("i1", "rank 5 <script>alert(1)</script> is stuck")
             )
         )
@@ -212,10 +212,10 @@ def test_the_page_of_an_incident_is_served_in_a_sandbox(lighthouse: Lighthouse) 
         story="<p>the story</p>",
         evidence='{"ranks": []}',
     )
-    lighthouse.call(lambda service: service.agents.tell_incident(found))
+    lighthouse.call(lambda service: service.agents.report_incident(found))
     (shown,) = json.loads(get(lighthouse, "/api/status")[2])["incidents"]
     assert (shown["story"], shown["at"], shown["outcome"]) == ("/incidents/20260301-hang", 5.0, "evicted")
-    lighthouse.call(lambda service: service.agents.tell_incident(replace(found, closed=True, story="")))
+    lighthouse.call(lambda service: service.agents.report_incident(replace(found, closed=True, story="")))
     (shown,) = json.loads(get(lighthouse, "/api/status")[2])["incidents"]
     assert shown["closed"] and shown["story"]
     with urllib.request.urlopen(f"http://{lighthouse.address}{shown['story']}", timeout=20) as answer:

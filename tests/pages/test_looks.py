@@ -146,7 +146,7 @@ def fill(service: Service, replicas: int) -> None:
     service.accuse("replica-1", "process 4711 exited")
     sentence = "Rank 1 (node0) never entered all_reduce #60 of group default_pg; it is at gallery.py:40 in load_batch"
     _, evidence = hang_incident(3)
-    service.agents.tell_incident(
+    service.agents.report_incident(
         Incident(
             "20260301-030000-hang",
             sentence,

@@ -58,7 +58,7 @@ def _ended(folder: Path, ending: str, code: int) -> None:
     assert ops(trace) == ["all_reduce"] * 5
     assert set(trace.calls["state"]) == {State.COMPLETED}
     assert trace.progress.step == 4
-    assert trace.progress.closed == ""  # it never said goodbye
+    assert trace.progress.closed == ""  # it never shut down
     assert trace.torn == 0
     innocent = traces(folder)[0]
     assert int(innocent.calls[-1]["state"]) in {State.FAILED, State.STARTED}  # waited for the dead

@@ -98,7 +98,7 @@ def test_an_announced_phase_is_silence_by_consent() -> None:
     assert look(now + 500, state, expired)[0] is True
 
 
-def test_ranks_that_said_goodbye_are_left_out_and_named() -> None:
+def test_ranks_that_shut_down_are_left_out_and_named() -> None:
     """Survivors waiting for a rank that finished its program are a standstill."""
     now, state = trained(step_s=0.1)
     samples = [sample(0, 29), sample(1, 29, closed="exit", alive=False), sample(2, 29, alive=False)]
@@ -109,7 +109,7 @@ def test_ranks_that_said_goodbye_are_left_out_and_named() -> None:
 
 
 def test_a_job_that_has_ended_is_never_suspected() -> None:
-    """All ranks said goodbye."""
+    """All ranks shut down."""
     now, state = trained(step_s=0.1)
     assert look(now + 999, state, [sample(r, 29, closed="exit", alive=False) for r in range(3)])[0] is False
 
@@ -192,7 +192,7 @@ def test_a_frozen_rank_is_judged_by_its_own_history() -> None:
 
 
 def test_a_replica_that_starts_while_the_others_have_finished_gets_the_warm_up() -> None:
-    """The quick steps of those who said goodbye are no measure for the imports of the one that comes back."""
+    """The quick steps of those who shut down are no measure for the imports of the one that comes back."""
     now, state = trained(step_s=0.1)
     samples = [sample(0, 29, closed="exit"), sample(1, 0, pid=999), sample(2, 29, closed="exit")]
     state = observe(now, state, samples, OPTIONS)

@@ -10,7 +10,7 @@ import struct
 
 import numpy as np
 
-from allranks.blackbox.header import CLOSED_BYTES, GOODBYE_BYTES, HEADER_BYTES, MAGIC, VERSION, shorten
+from allranks.blackbox.header import CLOSED_BYTES, EXIT_MESSAGE_BYTES, HEADER_BYTES, MAGIC, VERSION, shorten
 from allranks.blackbox.layout import HEADER, Item
 from allranks.model.trace import CALL, RankTrace
 
@@ -128,7 +128,7 @@ def _header(trace: RankTrace, ring: np.ndarray, heap_bytes: int, names: tuple[in
         "setups": progress.setups,
         "closed_ns": source.written_ns if progress.closed else 0,
         "closed": shorten(progress.closed, CLOSED_BYTES - 1),
-        "goodbye": shorten(progress.closed, GOODBYE_BYTES - 1),
+        "exit_message": shorten(progress.closed, EXIT_MESSAGE_BYTES - 1),
     }
     for name, value in values.items():
         head[name] = value

@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 from allranks.blackbox.files import make_folder, reserve_file
-from allranks.blackbox.header import CLOSED_BYTES, GOODBYE_BYTES, HEADER_BYTES, MAGIC, VERSION, shorten
+from allranks.blackbox.header import CLOSED_BYTES, EXIT_MESSAGE_BYTES, HEADER_BYTES, MAGIC, VERSION, shorten
 from allranks.blackbox.layout import HEADER, ITEM_HEADER_BYTES, Item, ring_bytes
 from allranks.model.trace import CALL
 
@@ -71,10 +71,10 @@ class Box:
         """One eight-byte header field."""
         return int(self.words[FIELD[field]])
 
-    def say_goodbye(self, how: str, now_ns: int) -> None:
-        """Marks the box as closed on purpose; the first goodbye is kept."""
+    def mark_closed(self, how: str, now_ns: int) -> None:
+        """Marks the box as closed on purpose; the first reason is kept."""
         if self.words[FIELD["closed_ns"]] == 0:
-            for field, size in (("closed", CLOSED_BYTES), ("goodbye", GOODBYE_BYTES)):
+            for field, size in (("closed", CLOSED_BYTES), ("exit_message", EXIT_MESSAGE_BYTES)):
                 offset = HEADER.fields[field][1]  # type: ignore[index]
                 self.memory[offset : offset + size] = shorten(how, size - 1).ljust(size, b"\0")
             self.words[FIELD["closed_ns"]] = now_ns

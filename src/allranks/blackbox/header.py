@@ -17,7 +17,7 @@ MAGIC = b"ALLRANKS"
 VERSION = 2
 #: Versions that are read. 1 has no tags (its timeouts take their place), threads or destroyed groups.
 READABLE = (1, 2)
-CLOSED_BYTES, GOODBYE_BYTES = 64, 512
+CLOSED_BYTES, EXIT_MESSAGE_BYTES = 64, 512
 HEADER_BYTES = 4096  # reserved in front of the ring
 
 
@@ -48,17 +48,19 @@ class Header(NamedTuple):
     expect_until_ns: int
     phase: int  # NAME id
     closed_ns: int  # 0 while running or after a sudden death
-    closed_bytes: bytes  # the beginning of `goodbye`; all that older boxes have
+    closed_bytes: bytes  # the beginning of `exit_message`; all that older boxes have
     inside: int  # NAME id of the function of trace.SETUP_CALLS that was entered and not left
     inside_ns: int
     setups: int  # how many of those functions were finished
-    goodbye: bytes = b""  # see `closed`
+    exit_message: bytes = b""  # see `closed`
     path: Path = Path()  # where it was read
 
     @property
     def closed(self) -> str:
-        """How the rank said goodbye: "exit", "exception: KIND (FILE:LINE): TEXT", "signal 15"; "" if it did not."""
-        return (self.goodbye.rstrip(b"\0") or self.closed_bytes).split(b"\0")[0].decode("utf-8", "replace")
+        """How the rank shut down: "exit", "exception: KIND (FILE:LINE): TEXT", "signal 15"; "" if it did not."""
+        return (
+            (self.exit_message.rstrip(b"\0") or self.closed_bytes).split(b"\0")[0].decode("utf-8", "replace")
+        )
 
     @property
     def last_sign_ns(self) -> int:
@@ -79,7 +81,7 @@ CODES = (
     "Q",
     "q",
     "q",
-    f"{GOODBYE_BYTES}s",
+    f"{EXIT_MESSAGE_BYTES}s",
 )
 STRUCT = struct.Struct("<" + "".join(CODES))
 

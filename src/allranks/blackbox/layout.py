@@ -55,8 +55,8 @@ HEADER = np.dtype(
 assert HEADER.itemsize == STRUCT.size <= HEADER_BYTES
 
 
-def knock_address(agent_pid: int) -> str:
-    """Where a rank knocks (one datagram, without content) when its agent should look at the boxes now."""
+def wakeup_address(agent_pid: int) -> str:
+    """Where a rank sends a wake-up (one datagram, without content) when its agent should look at the boxes now."""
     return f"\0allranks-agent-{agent_pid}"
 
 

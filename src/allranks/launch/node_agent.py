@@ -365,7 +365,7 @@ class NodeAgent:
             story=_read_file(incident, "story.html"),
             evidence=_read_file(incident, EVIDENCE),
         )
-        self._ask(lambda client: client.tell_incident(told))
+        self._ask(lambda client: client.report_incident(told))
 
     def _ask(self, question: object) -> bool:
         """Says something to the lighthouse; its absence never stops the agent."""

@@ -87,7 +87,7 @@ class Agents:
     """See the module. What is told goes out at once."""
 
     sessions: Sessions
-    bulletin: EventLog
+    event_log: EventLog
     timers: Timers
     now: Callable[[], float]
     serving: Callable[[], bool]  # whether this lighthouse leads and is not closing
@@ -101,8 +101,8 @@ class Agents:
         """An observer said good-bye; its node, if it has one, is not lost."""
         if name.startswith(AGENT):
             self.nodes.leave(name)
-            self.bulletin.tell(MemberLeft(name, reason), self.sessions.observers)
-            self.bulletin.flush()
+            self.event_log.notify(MemberLeft(name, reason), self.sessions.observers)
+            self.event_log.flush()
 
     def lose(self, session: Session, patience_s: float) -> None:
         """An agent that is gone took its node's ranks with it: the others are told, unless it comes back in time."""
@@ -124,20 +124,20 @@ class Agents:
             reason = "its agent's connection was cut and did not come back"
         else:
             reason = "its agent exited without shutting down" if certain else heard
-        self.bulletin.event("lost", f"node {found.node} lost: {reason}", name)
+        self.event_log.event("lost", f"node {found.node} lost: {reason}", name)
         ms = round((now - session.heard) * 1000, 3)
         notice = MemberLost(name, reason, session.session, ms=ms, certain=certain)
-        self.bulletin.tell(notice, self.sessions.observers)
-        self.bulletin.flush()
+        self.event_log.notify(notice, self.sessions.observers)
+        self.event_log.flush()
 
     def collect(self, reason: str, replicas: Iterable[str] = ()) -> str:
         """Asks agents (observers) and the named replicas for evidence; returns the incident's id."""
         names = tuple(replicas)
         incident = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
-        self.bulletin.event("collect", f"evidence wanted: {reason}", ", ".join(names))
+        self.event_log.event("collect", f"evidence wanted: {reason}", ", ".join(names))
         targets = self.sessions.observers | set(names or self.sessions.by_replica)
-        self.bulletin.tell(CollectEvidence(incident, reason, names), targets)
-        self.bulletin.flush()
+        self.event_log.notify(CollectEvidence(incident, reason, names), targets)
+        self.event_log.flush()
         return incident
 
     def gather(self, wanted: CollectEvidence) -> Gathering:
@@ -147,9 +147,9 @@ class Agents:
         if wanted.alone and found.lead == wanted.lead:
             self._gathering = Current(found, now)
         if new:
-            self.bulletin.event("collect", f"evidence wanted of {len(found.agents)} agents: {wanted.reason}")
-            self.bulletin.tell(wanted, found.agents)
-            self.bulletin.flush()
+            self.event_log.event("collect", f"evidence wanted of {len(found.agents)} agents: {wanted.reason}")
+            self.event_log.notify(wanted, found.agents)
+            self.event_log.flush()
         return found
 
     @property
@@ -157,7 +157,7 @@ class Agents:
         """How many agents are connected."""
         return sum(1 for name in self.sessions.observers if name.startswith(AGENT))
 
-    def tell_incident(self, incident: Incident) -> None:
+    def report_incident(self, incident: Incident) -> None:
         """An agent tells what it found, or how an earlier finding ended; the story is kept for the page."""
         known = next(
             (index for index, one in enumerate(self.incidents) if one.incident == incident.incident), None
@@ -174,7 +174,7 @@ class Agents:
         else:
             self.incidents[known] = kept
         if new:
-            self.bulletin.event("incident", incident.sentence, ", ".join(incident.replicas))
+            self.event_log.event("incident", incident.sentence, ", ".join(incident.replicas))
 
 
 def _remember(texts: dict[str, str], incident: str, text: str) -> None:

@@ -53,8 +53,8 @@ def _let_in(service: Service, command: Command) -> object:
     return {"let_in": command.replica}
 
 
-def _tell_incident(service: Service, command: Command) -> object:
-    service.agents.tell_incident(_cleaned(load(Incident, command.body.encode())))
+def _report_incident(service: Service, command: Command) -> object:
+    service.agents.report_incident(_cleaned(load(Incident, command.body.encode())))
     return {}
 
 
@@ -70,7 +70,7 @@ _ACTIONS: dict[str, Callable[[Service, Command], object]] = {
         "incident": service.agents.collect(command.reason, command.replicas)
     },
     "accuse": lambda service, command: {"lost": service.accuse(command.replica, command.reason)},
-    "incident": _tell_incident,
+    "incident": _report_incident,
 }
 _OF_A_REPLICA = frozenset({"evict", "let_in", "finish", "presence", "accuse"})
 

@@ -46,7 +46,7 @@ class EventLog:
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
-    def tell(self, notice: Notice, replicas: Iterable[str]) -> None:
+    def notify(self, notice: Notice, replicas: Iterable[str]) -> None:
         """Notes a notice for all sessions of these replicas."""
         self._waiting.append((notice, frozenset(replicas)))
 

@@ -50,7 +50,7 @@ class QuorumCoordinator:
     now: Callable[[], float]
     state: QuorumState
     sessions: Sessions
-    bulletin: EventLog
+    event_log: EventLog
     keep: Keep | None = None
     active: bool = True
     reason: str = "no quorum yet"
@@ -102,7 +102,7 @@ class QuorumCoordinator:
 
     def _settle(self) -> None:
         self._planned = False
-        self.bulletin.flush()
+        self.event_log.flush()
         if not self.active or self._saving is not None:
             return
         if self.keep is not None and self._changed():
@@ -169,10 +169,12 @@ class QuorumCoordinator:
                 if session.peer is not None:
                     session.peer.deliver(quorum, frame)
         if new:
-            self.bulletin.event("quorum", f"quorum {quorum.number}: {quorum.reason}", number=quorum.number)
+            self.event_log.event("quorum", f"quorum {quorum.number}: {quorum.reason}", number=quorum.number)
             others = (self.sessions.observers | before | set(quorum.spares)) - set(quorum.names)
-            self.bulletin.tell(QuorumFormed(quorum.number, quorum.epoch, quorum.names, quorum.reason), others)
-        self.bulletin.flush()
+            self.event_log.notify(
+                QuorumFormed(quorum.number, quorum.epoch, quorum.names, quorum.reason), others
+            )
+        self.event_log.flush()
         self._plan(self.state.next_change() if self.state.asking else None)
 
     def _wait(self, decision: Wait, reason: str, now: float) -> None:
@@ -193,13 +195,13 @@ class QuorumCoordinator:
                 session.asking = None
                 if session.peer is not None:
                     session.peer.deliver(refused, encode(refused))
-            self.bulletin.event("refused", f"{name} came too late: the training is finished", name)
+            self.event_log.event("refused", f"{name} came too late: the training is finished", name)
 
     def _tell_waiting(self, rule: str, round_: int) -> None:
         """A wait is told when it lasts, once per rule: not at every step, nor for each replica that comes."""
         if self._rule == rule and self.state.round == round_ and self._told != (rule, round_):
             self._told = (rule, round_)
-            self.bulletin.event("waiting", f"no quorum yet: {self.waiting}")
+            self.event_log.event("waiting", f"no quorum yet: {self.waiting}")
 
     def _call_members(self) -> None:
         """Tells training members, once per newcomer, that somebody waits for them."""
@@ -209,8 +211,8 @@ class QuorumCoordinator:
         elif (self.state.round, reason) != self._wanted:
             self._wanted = (self.state.round, reason)
             wanted = QuorumWanted(reason, self.state.number, waiting=self._waiting_members())
-            self.bulletin.tell(wanted, self.state.continuing_not_asking)
-            self.bulletin.flush()
+            self.event_log.notify(wanted, self.state.continuing_not_asking)
+            self.event_log.flush()
         if self._hurried != self.state.number and find_broken(self.state):
             self._hurried = self.state.number
             self.timers.call_later(_TOGETHER_S, self._hurry, self.state, self.state.number)
@@ -229,8 +231,8 @@ class QuorumCoordinator:
         if not reason:
             self._hurried = -1
             return
-        self.bulletin.tell(QuorumWanted(reason, number, broken=True), state.continuing_not_asking)
-        self.bulletin.flush()
+        self.event_log.notify(QuorumWanted(reason, number, broken=True), state.continuing_not_asking)
+        self.event_log.flush()
 
     def _plan(self, until: float | None, now: float | None = None) -> None:
         """One timer for the next moment at which time alone changes a decision."""

@@ -53,7 +53,7 @@ class Service:
     awake: AwakeClock = field(init=False)
     state: QuorumState = field(init=False)
     sessions: Sessions = field(init=False)
-    bulletin: EventLog = field(init=False)
+    event_log: EventLog = field(init=False)
     former: QuorumCoordinator = field(init=False)
     agents: Agents = field(init=False)
     training: TrainingView = field(init=False)
@@ -69,14 +69,20 @@ class Service:
         self.awake = AwakeClock(max_step_s=min(0.5, self.options.heartbeat_timeout_s / 4))
         self.state = QuorumState(self.options)
         self.sessions = Sessions()
-        self.bulletin = EventLog(self.sessions)
+        self.event_log = EventLog(self.sessions)
         self.former = QuorumCoordinator(
-            self.options, self.timers, self.now, self.state, self.sessions, self.bulletin, active=self.leading
+            self.options,
+            self.timers,
+            self.now,
+            self.state,
+            self.sessions,
+            self.event_log,
+            active=self.leading,
         )
         serving = lambda: self.leading and not self.draining  # noqa: E731
-        self.agents = Agents(self.sessions, self.bulletin, self.timers, self.now, serving)
+        self.agents = Agents(self.sessions, self.event_log, self.timers, self.now, serving)
         self.training = TrainingView(self.now)
-        self.bulletin.subscribe(self.training.happened)
+        self.event_log.subscribe(self.training.happened)
 
     # ---- life -------------------------------------------------------------------------------------------
 
@@ -102,7 +108,7 @@ class Service:
         self.leading, self.leader = True, ""
         self.state = QuorumState(self.options, kept.epoch, kept.number, evicted=dict(kept.evicted))
         self.former.reset(self.state, active=True, keep=keep)
-        self.bulletin.event("leader", f"leading in epoch {kept.epoch}")
+        self.event_log.event("leader", f"leading in epoch {kept.epoch}")
         if kept.quorum is not None:
             # who was let in since that quorum was formed is not evicted any more: what was kept knows better
             self.take_over(replace(kept.quorum, evicted=tuple(sorted(kept.evicted))), kept.finished)
@@ -117,10 +123,10 @@ class Service:
                 if session.peer is not None:
                     session.peer.deliver(refused, frame)
                     session.peer.close()
-            self.bulletin.event("leader", f"no longer leading; the leader is {leader or 'not known'}")
+            self.event_log.event("leader", f"no longer leading; the leader is {leader or 'not known'}")
         self.leading, self.leader = False, leader
         self.sessions.clear()
-        self.bulletin.clear()
+        self.event_log.clear()
         self.state = QuorumState(self.options, epoch=self.state.epoch, number=self.state.number)
         self.former.reset(self.state, active=False, keep=None)
 
@@ -182,7 +188,7 @@ class Service:
             log.debug("observer %s connected from %s", name, peer.address)
         elif hello.rank == 0:
             kind, words = ("returned", "is back") if returned else ("connected", "connected")
-            self.bulletin.event(kind, f"{name} {words} from {peer.address}", name)
+            self.event_log.event(kind, f"{name} {words} from {peer.address}", name)
         self._plan_sweep(now + self.options.heartbeat_timeout_s)
         return session
 
@@ -204,7 +210,7 @@ class Service:
             displaced = state.continuing - set(quorum.names)
             self.take_over(quorum)
             reason = f"quorum {quorum.number} of an earlier lighthouse trains: it comes first"
-            self.bulletin.tell(QuorumWanted(reason, state.number), displaced)
+            self.event_log.notify(QuorumWanted(reason, state.number), displaced)
 
     def take_over(self, quorum: Quorum, finished: Iterable[str] = ()) -> None:
         """Goes on from a quorum formed by an earlier lighthouse; its members are expected to come back."""
@@ -215,7 +221,7 @@ class Service:
             self.sessions.add(Session(name, member.session, 0, False, member.node, 1, None, heard))
         self.former.reason = f"taken over: {quorum.reason}"
         text = f"took over quorum {quorum.number} of {len(quorum.members)} members"
-        self.bulletin.event("quorum", text, number=quorum.number)
+        self.event_log.event("quorum", text, number=quorum.number)
         self._plan_sweep(now + self.options.heartbeat_timeout_s)
         self.former.soon()
 
@@ -295,7 +301,7 @@ class Service:
         elif session.replica not in self._stalled and session.replica in self.state.continuing_not_asking:
             self._stalled.add(session.replica)
             text = f"{session.replica} makes no progress for {session.idle_s:.1f} s at step {session.step}"
-            self.bulletin.event("stalled", text, session.replica)
+            self.event_log.event("stalled", text, session.replica)
             self.agents.collect(text, [session.replica])
 
     # ---- going ------------------------------------------------------------------------------------------
@@ -313,8 +319,8 @@ class Service:
         number, targets = self._number_of(name), self._concerned(name)
         self.state.leave(self.now(), name, reason, step)
         self._drop(session)
-        self.bulletin.event("left", f"{name} left: {reason or 'no reason given'}", name, number)
-        self.bulletin.tell(MemberLeft(name, reason, number, term, step), targets)
+        self.event_log.event("left", f"{name} left: {reason or 'no reason given'}", name, number)
+        self.event_log.notify(MemberLeft(name, reason, number, term, step), targets)
         self.former.soon()
         if finished:
             self._finishing.add(session.session)
@@ -328,7 +334,7 @@ class Service:
         known = self.state.finish(self.now(), name)
         if known:
             over = ": the training is over" if self.state.over else ""
-            self.bulletin.event("finished", f"{name} has finished{over}", name, self.state.number)
+            self.event_log.event("finished", f"{name} has finished{over}", name, self.state.number)
             self.former.soon()
         return known
 
@@ -408,8 +414,8 @@ class Service:
             if each.peer is not None:
                 each.peer.deliver(notice, frame)
                 each.peer.close()
-        self.bulletin.event("lost", f"{name} lost: {reason}", name, number)
-        self.bulletin.tell(notice, targets)
+        self.event_log.event("lost", f"{name} lost: {reason}", name, number)
+        self.event_log.notify(notice, targets)
         self.former.soon()
         self._note_finish(name, key)
 
@@ -449,8 +455,8 @@ class Service:
             if session.asking is not None and session.peer is not None:
                 session.peer.deliver(refused, encode(refused))
             session.asking = None
-        self.bulletin.event("evicted", f"{name} evicted: {reason}", name, number)
-        self.bulletin.tell(Evicted(name, reason, number), targets)
+        self.event_log.event("evicted", f"{name} evicted: {reason}", name, number)
+        self.event_log.notify(Evicted(name, reason, number), targets)
         self.former.soon()
 
     def let_in(self, name: str) -> bool:
@@ -458,14 +464,14 @@ class Service:
         if not self.state.let_in(name):
             return False
         members = self.state.members
-        self.bulletin.event("let_in", f"{name} may rejoin", name)
-        self.bulletin.tell(LetIn(name), members | self.sessions.observers | {name})
+        self.event_log.event("let_in", f"{name} may rejoin", name)
+        self.event_log.notify(LetIn(name), members | self.sessions.observers | {name})
         self.former.soon()
         return True
 
     def subscribe(self, listener: Callable[[StatusEvent], None]) -> Callable[[], None]:
         """Calls `listener` for every event, on the loop's thread; the returned function ends that."""
-        return self.bulletin.subscribe(listener)
+        return self.event_log.subscribe(listener)
 
     def snapshot(self) -> Status:
         """Everything at this moment."""

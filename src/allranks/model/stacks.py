@@ -102,7 +102,7 @@ class RankMarks:
     marks: tuple[Mark, ...] = ()
     seen_s: float | None = None
     expect_until_s: float = 0.0  # the rank declared silence normal until then
-    closed: str = ""  # how the rank said goodbye, "" while running
+    closed: str = ""  # how the rank shut down, "" while running
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,9 @@ class Progress:
     calls_completed: int = 0
     phase: str = ""  # user's word: "train", "eval", "checkpoint"
     expect_until_ns: int = 0  # silence is declared normal until then
-    closed: str = ""  # "" while running or killed; "exit", "exception: ...", "signal 15" when it said goodbye
+    closed: str = (
+        ""  # "" while running or killed; "exit", "exception: ...", "signal 15" when it shut down by itself
+    )
     inside: str = ""  # the function that it has entered and not left: see SETUP_CALLS
     inside_ns: int = 0  # when it entered or last left one of them
     setups: int = -1  # how many of them it has finished; -1 unknown

@@ -135,7 +135,7 @@ class FlightRecorderHook:
         self.unregister()
         if self._store is not None and self.isolated:
             self._store.writer.ring.release()
-            self._store.writer.box.say_goodbye("closed", time.time_ns())
+            self._store.writer.box.mark_closed("closed", time.time_ns())
         self._store = None
 
     # -- hooks --------------------------------------------------------------------------------------------------

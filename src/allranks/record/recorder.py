@@ -1,4 +1,4 @@
-"""The recorder of one process: opens the box, hooks torch, watches over completion, says goodbye. Runs in the rank.
+"""The recorder of one process: opens the box, hooks torch, watches over completion, marks it closed. Runs in the rank.
 
 `start()` either records or, when that is impossible (no room, no permission), says so once and leaves the
 training alone. The box stays on disk after `close()` and after any death of the process.
@@ -73,7 +73,7 @@ class Recorder:
         """Stops recording and unhooks torch; the file stays, marked with how it ended."""
         self._stop()
         if self.box is not None and self.active_process:
-            self.box.say_goodbye(how, time.time_ns())
+            self.box.mark_closed(how, time.time_ns())
 
     def _stop(self) -> None:
         if self._hook is not None:

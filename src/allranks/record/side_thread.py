@@ -1,4 +1,4 @@
-"""The side thread of a recorder, and its goodbyes: exit, exception, signal, fork. Runs in the rank.
+"""The side thread of a recorder, and how a process ends: exit, exception, signal, fork. Runs in the rank.
 
 The thread looks for completed calls a few times a second and writes the dumps that a signal asked for: a Python
 signal handler would never run while the main thread hangs in C++, so the C handler only wakes this thread.
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from allranks.blackbox.layout import knock_address
+from allranks.blackbox.layout import wakeup_address
 from allranks.record.dump import write_file
 from allranks.record.harvest import native_dumps
 
@@ -121,8 +121,8 @@ class SideThread:
         recorder = self._recorder
         if recorder.active and recorder.box is not None:
             text = _SOURCE_LINE.sub("", str(error))  # room is short
-            recorder.box.say_goodbye(f"exception: {kind.__name__}{_place(trace)}: {text}", time.time_ns())
-            _knock()
+            recorder.box.mark_closed(f"exception: {kind.__name__}{_place(trace)}: {text}", time.time_ns())
+            _wake_agent()
             if "exception" in recorder.options.dump_on and not issubclass(kind, KeyboardInterrupt):
                 self._dump("exception")
         self._previous_hook(kind, error, trace)
@@ -191,13 +191,13 @@ def _place(trace: TracebackType | None) -> str:
     return place
 
 
-def _knock() -> None:
+def _wake_agent() -> None:
     """Tells the agent to look at the box now: exit handlers may take seconds before the process is gone."""
     agent = os.environ.get("ALLRANKS_AGENT_PID", "")
     if agent.isdigit():
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as door:
             door.setblocking(False)
-            door.sendto(b"!", knock_address(int(agent)))
+            door.sendto(b"!", wakeup_address(int(agent)))
 
 
 def write_native(dump: Path, rank: int) -> None:

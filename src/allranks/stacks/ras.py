@@ -23,7 +23,7 @@ _ONE = re.compile(
     r"^\s*Rank (\d+)(?: has)? (?:launched up to operation (\d+)|not launched any operations?)(?:.*?process (\d+))?"
 )
 _NAMED = re.compile(r"^\s*Rank (\d+) -- GPU .*?process (\d+)")
-_GRAVE = re.compile(r"\b(INCOMPLETE|DEAD|TIMEOUT|unreachable|unresponsive|considered dead|ERROR)\b")
+_SERIOUS = re.compile(r"\b(INCOMPLETE|DEAD|TIMEOUT|unreachable|unresponsive|considered dead|ERROR)\b")
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,10 @@ def tell(replies: Sequence[RasReply]) -> tuple[str, ...]:
             f"others up to {most}, alike in {len(replies)} answers"
         )
     if len(replies) > 1:
-        grave = [_grave_lines(reply.text) for reply in (replies[0], replies[-1])]
-        lines += [line for line in grave[1] if line in grave[0]]
+        serious = [_serious_lines(reply.text) for reply in (replies[0], replies[-1])]
+        lines += [line for line in serious[1] if line in serious[0]]
     return tuple(dict.fromkeys(lines))[:20]
 
 
-def _grave_lines(text: str) -> list[str]:
-    return [" ".join(line.split()) for line in text.splitlines() if _GRAVE.search(line)]
+def _serious_lines(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.splitlines() if _SERIOUS.search(line)]

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from allranks.blackbox.layout import knock_address
+from allranks.blackbox.layout import wakeup_address
 from allranks.model.incident import Failure
 from allranks.watch.samples import RankSample
 
@@ -95,7 +95,7 @@ class ExitWatcher:
         self._wake = socket.socketpair()
         self._datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         with contextlib.suppress(OSError):  # a second watch in this process: the first one hears
-            self._datagrams.bind(knock_address(os.getpid()))
+            self._datagrams.bind(wakeup_address(os.getpid()))
         for end in (self._wake[0], self._datagrams):
             end.setblocking(False)
             self._selector.register(end, selectors.EVENT_READ, -1)

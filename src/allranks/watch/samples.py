@@ -37,7 +37,7 @@ class RankSample:
     last_ns: int  # last sign of progress in the box
     start_ns: int
     expect_until_ns: int = 0
-    closed: str = ""  # how it said goodbye; "" while running or after a sudden death
+    closed: str = ""  # how it shut down; "" while running or after a sudden death
     closed_ns: int = 0
     attempt: int = 0
     step_ns: int = 0  # of the last step mark

@@ -209,12 +209,12 @@ class KeyedStore:
         referenced = self._referenced(set(others))
         mine = [key for key, _ in self.blobs.keys(f"{name}/")]
         referenced |= self._out_of_sight(mine)
-        doomed = [
+        to_delete = [
             key
             for key in mine
             if key not in referenced and not key.endswith(f"/{MANIFEST}") and not (keep and keep in key)
         ]
-        self.blobs.delete(doomed)
+        self.blobs.delete(to_delete)
 
     def _referenced(self, names: set[str]) -> set[str]:
         """Data files that checkpoints of these names point at, in their own or in other folders."""

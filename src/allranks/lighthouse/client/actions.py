@@ -91,7 +91,7 @@ class Actions:
         """What an agent, perhaps a lost one, has told of its node; None when nothing is known."""
         return _presence(self._command("presence", agent).get("node"))
 
-    def tell_incident(self, incident: Incident) -> None:
+    def report_incident(self, incident: Incident) -> None:
         """Tells what was found."""
         self._command("incident", body=incident)
 

@@ -17,19 +17,19 @@ class HeldSockets:
     """Descriptors that we own, by quorum number."""
 
     by_number: dict[int, list[int]] = field(default_factory=dict)
-    doomed: int = (
+    aborted_up_to: int = (
         0  # a member of this quorum is gone: no group of it, or of an earlier one, can work any more
     )
 
     def add(self, number: int, fds: Iterable[int]) -> None:
         """Takes ownership. What comes too late, for a quorum that lost a member already, is shut at once."""
         self.by_number.setdefault(number, []).extend(fds)
-        if number <= self.doomed:
+        if number <= self.aborted_up_to:
             self.shut(number)
 
     def shut(self, number: int) -> int:
         """Ends the connections of one quorum; returns how many. The descriptors stay held until released."""
-        self.doomed = max(self.doomed, number)
+        self.aborted_up_to = max(self.aborted_up_to, number)
         fds = self.by_number.get(number, [])
         for fd in fds:
             _shutdown(fd)
