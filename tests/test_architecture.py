@@ -114,6 +114,20 @@ def test_every_public_name_can_be_imported() -> None:
     assert len(allranks.__all__) <= 16
 
 
+# Names that others gave: torchft's, torchfrtrace's, the harness's; and one callback for each trainer.
+SHARED_NAMES = {"AllranksCallback", "DistributedSampler", "Group", "JobConfig", "Manager", "Quorum"}
+
+
+def test_no_two_public_classes_have_the_same_name() -> None:
+    found: dict[str, list[str]] = {}
+    for file in sorted(SOURCE.rglob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(file.relative_to(SOURCE)))
+    twice = {name: files for name, files in found.items() if len(files) > 1}
+    assert twice.keys() <= SHARED_NAMES, twice
+
+
 def test_the_old_name_of_the_drills_still_works_with_a_warning() -> None:
     """Scripts import `allranks.testing.faults`."""
     code = (

@@ -28,12 +28,12 @@ from allranks.lighthouse.server import Lighthouse
 from allranks.model.cluster import (
     CollectEvidence,
     Evicted,
-    Incident,
     LetIn,
     Member,
     MemberLeft,
     MemberLost,
     Notice,
+    PublishedIncident,
     Quorum,
     QuorumFormed,
     QuorumWanted,
@@ -271,7 +271,7 @@ def test_evidence_is_asked_of_agents_and_of_the_replicas_concerned(
     for notices in told[:2]:
         assert notices.wait(CollectEvidence) == CollectEvidence(incident, "step 12 takes too long", ("a",))
     agent.report_incident(
-        Incident(incident, "rank 3 never entered all_reduce #5", ("a",), "host", "/evidence")
+        PublishedIncident(incident, "rank 3 never entered all_reduce #5", ("a",), "host", "/evidence")
     )
     assert b.status()["incidents"][0]["sentence"] == "rank 3 never entered all_reduce #5"
     assert not told[2]

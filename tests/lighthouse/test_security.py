@@ -21,7 +21,7 @@ from allranks.lighthouse.codec import PREAMBLE, encode
 from allranks.lighthouse.messages import Hello, Join, Proof
 from allranks.lighthouse.options import ServerOptions
 from allranks.lighthouse.server import Lighthouse
-from allranks.model.cluster import Incident, Member
+from allranks.model.cluster import Member, PublishedIncident
 
 from .processes import LighthouseProcess
 from .waiting import eventually
@@ -307,7 +307,9 @@ def test_reasons_and_incidents_are_shown_without_control_characters(
     watcher, member = connect(lighthouse.address, "w", role="observer"), connect(lighthouse.address, "a")
     member.join(Member("a"), timeout_s=30)
     with caplog.at_level(logging.INFO):
-        watcher.report_incident(Incident("i-1", f"bad{ESCAPE}", replicas=(f"a{ESCAPE}",), path=f"/{ESCAPE}"))
+        watcher.report_incident(
+            PublishedIncident("i-1", f"bad{ESCAPE}", replicas=(f"a{ESCAPE}",), path=f"/{ESCAPE}")
+        )
         watcher.evict("a", f"tired{ESCAPE}")
         member.leave(f"gone{ESCAPE}")
         eventually(lambda: "a left" in str(lighthouse.status()))

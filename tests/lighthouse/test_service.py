@@ -17,7 +17,15 @@ from allranks.lighthouse.quorum_coordinator import _TOGETHER_S
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
 from allranks.lighthouse.status import PersistedState
-from allranks.model.cluster import Incident, Member, MemberLost, Notice, Quorum, QuorumFormed, QuorumWanted
+from allranks.model.cluster import (
+    Member,
+    MemberLost,
+    Notice,
+    PublishedIncident,
+    Quorum,
+    QuorumFormed,
+    QuorumWanted,
+)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -414,8 +422,10 @@ async def test_pages_of_incidents_take_a_bounded_part_of_the_memory() -> None:
     """The newest stay, however long they are."""
     agents = Desk().service.agents
     for number in range(5):
-        agents.report_incident(Incident(f"i{number}", "hang", story="x" * (MAX_STORIES_CHARS // 2 - 10)))
+        agents.report_incident(
+            PublishedIncident(f"i{number}", "hang", story="x" * (MAX_STORIES_CHARS // 2 - 10))
+        )
     assert list(agents.stories) == ["i3", "i4"]
     for number in range(2 * MAX_STORIES):
-        agents.report_incident(Incident(f"j{number}", "hang", story="short"))
+        agents.report_incident(PublishedIncident(f"j{number}", "hang", story="short"))
     assert len(agents.stories) == MAX_STORIES

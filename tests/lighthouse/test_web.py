@@ -19,7 +19,7 @@ from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.web import http_protocol
-from allranks.model.cluster import Incident, Member
+from allranks.model.cluster import Member, PublishedIncident
 
 TOKEN = "right-token"
 
@@ -178,7 +178,7 @@ def test_the_page_is_live_and_escapes_in_a_real_browser(
         assert "step 12" in page.inner_text("#sentence")
         lighthouse.call(
             lambda service: service.agents.report_incident(
-                Incident("i1", "rank 5 <script>alert(1)</script> is stuck")
+                PublishedIncident("i1", "rank 5 <script>alert(1)</script> is stuck")
             )
         )
         page.wait_for_selector(".incident")
@@ -203,7 +203,7 @@ def test_the_page_is_live_and_escapes_in_a_real_browser(
 
 def test_the_page_of_an_incident_is_served_in_a_sandbox(lighthouse: Lighthouse) -> None:
     """Time, outcome and a link stand in the status; the page itself is sent only when asked for."""
-    found = Incident(
+    found = PublishedIncident(
         "20260301-hang",
         "rank 5 is stuck",
         kind="hang",

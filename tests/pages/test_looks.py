@@ -15,7 +15,7 @@ from allranks.lighthouse.server import Lighthouse
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
 from allranks.lighthouse.web import http_protocol
-from allranks.model.cluster import Incident, Member
+from allranks.model.cluster import Member, PublishedIncident
 from pages.gallery import Visit, gallery, hang_incident, running_browser, story_page
 
 
@@ -147,7 +147,7 @@ def fill(service: Service, replicas: int) -> None:
     sentence = "Rank 1 (node0) never entered all_reduce #60 of group default_pg; it is at gallery.py:40 in load_batch"
     _, evidence = hang_incident(3)
     service.agents.report_incident(
-        Incident(
+        PublishedIncident(
             "20260301-030000-hang",
             sentence,
             replicas=("replica-1",),

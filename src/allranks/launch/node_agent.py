@@ -20,8 +20,7 @@ from allranks.incidents.node_losses import NodeLosses
 from allranks.incidents.peers import PeerAgents
 from allranks.incidents.publish import EVIDENCE
 from allranks.lighthouse.client.client import Client
-from allranks.model.cluster import CollectEvidence, Evicted, MemberLeft, MemberLost
-from allranks.model.cluster import Incident as Told
+from allranks.model.cluster import CollectEvidence, Evicted, MemberLeft, MemberLost, PublishedIncident
 from allranks.model.incident import Action, Failure, Incident
 from allranks.record.dump import dump_ended_ranks
 from allranks.report.story import headline
@@ -349,7 +348,7 @@ class NodeAgent:
         if self._told.get(incident.id) == news:
             return
         self._told[incident.id] = news
-        told = Told(
+        told = PublishedIncident(
             incident=incident.id,
             sentence=headline(incident),
             replicas=(replica_name(incident.action.replica),)

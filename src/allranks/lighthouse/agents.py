@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from allranks.lighthouse.event_log import EventLog
 from allranks.lighthouse.quorum_coordinator import Timers
 from allranks.lighthouse.sessions import Session, Sessions
-from allranks.model.cluster import CollectEvidence, Gathering, Incident, MemberLeft, MemberLost
+from allranks.model.cluster import CollectEvidence, Gathering, MemberLeft, MemberLost, PublishedIncident
 from allranks.model.nodes import AGENT, Failover, Presence
 
 MAX_STORIES = 100
@@ -92,7 +92,7 @@ class Agents:
     now: Callable[[], float]
     serving: Callable[[], bool]  # whether this lighthouse leads and is not closing
     nodes: Nodes = field(default_factory=Nodes)
-    incidents: deque[Incident] = field(default_factory=lambda: deque(maxlen=200))
+    incidents: deque[PublishedIncident] = field(default_factory=lambda: deque(maxlen=200))
     stories: dict[str, str] = field(default_factory=dict)  # incident -> its page
     evidence: dict[str, str] = field(default_factory=dict)  # incident -> stacks and last calls as JSON
     _gathering: Current | None = None
@@ -157,7 +157,7 @@ class Agents:
         """How many agents are connected."""
         return sum(1 for name in self.sessions.observers if name.startswith(AGENT))
 
-    def report_incident(self, incident: Incident) -> None:
+    def report_incident(self, incident: PublishedIncident) -> None:
         """An agent tells what it found, or how an earlier finding ended; the story is kept for the page."""
         known = next(
             (index for index, one in enumerate(self.incidents) if one.incident == incident.incident), None

@@ -13,7 +13,7 @@ from allranks.errors import LighthouseError
 from allranks.lighthouse.codec import load
 from allranks.lighthouse.messages import Command, Result
 from allranks.lighthouse.service import Service
-from allranks.model.cluster import CollectEvidence, Incident
+from allranks.model.cluster import CollectEvidence, PublishedIncident
 from allranks.model.nodes import Presence
 from allranks.model.text import printable
 
@@ -54,7 +54,7 @@ def _let_in(service: Service, command: Command) -> object:
 
 
 def _report_incident(service: Service, command: Command) -> object:
-    service.agents.report_incident(_cleaned(load(Incident, command.body.encode())))
+    service.agents.report_incident(_cleaned(load(PublishedIncident, command.body.encode())))
     return {}
 
 
@@ -75,7 +75,7 @@ _ACTIONS: dict[str, Callable[[Service, Command], object]] = {
 _OF_A_REPLICA = frozenset({"evict", "let_in", "finish", "presence", "accuse"})
 
 
-def _cleaned(incident: Incident) -> Incident:
+def _cleaned(incident: PublishedIncident) -> PublishedIncident:
     """It is shown on the page and in terminals."""
     texts: dict[str, Any] = {
         name: printable(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from allranks.model.cluster import Incident, Quorum
+from allranks.model.cluster import PublishedIncident, Quorum
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Status:
     lost: dict[str, str]  # members of the last quorum that are gone before they had finished -> why
     evicted: dict[str, str]
     history: tuple[StatusEvent, ...]
-    incidents: tuple[Incident, ...]
+    incidents: tuple[PublishedIncident, ...]
     up_s: float
     slept_s: float
     connections: int

@@ -7,6 +7,7 @@ replica inside the current *quorum*; a *session* is one life of a replica, new a
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 
 #: Spoken in the hello. Raised when a message changes in a way that an older peer would misread.
@@ -195,7 +196,7 @@ Notice = (
 
 
 @dataclass(frozen=True)
-class Incident:
+class PublishedIncident:
     """A hang or failure, as told to the lighthouse and shown on its page."""
 
     incident: str
@@ -210,3 +211,12 @@ class Incident:
     closed: bool = False
     story: str = ""  # its page as HTML when it is published; where the lighthouse serves it when it is shown
     evidence: str = ""  # the same for the stacks and last calls of its ranks, as JSON
+
+
+def __getattr__(name: str) -> object:
+    if name == "Incident":
+        warnings.warn(
+            "allranks.model.cluster.Incident is PublishedIncident now", DeprecationWarning, stacklevel=2
+        )
+        return PublishedIncident
+    raise AttributeError(name)

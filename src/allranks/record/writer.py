@@ -26,7 +26,7 @@ from allranks.record.row_writer import Shapes, make_ring
 from allranks.record.stack import Stacks
 
 
-class Pending(Protocol):
+class PendingWork(Protocol):
     """What tells that a call is over: a Work of torch, or a marker on the device."""
 
     def is_completed(self) -> bool:
@@ -34,7 +34,7 @@ class Pending(Protocol):
 
 
 #: (what tells, number of the call, counters of its group, numbers of the calls that end with it)
-Entry = tuple[Pending, int, Counters, tuple[int, ...]]
+Entry = tuple[PendingWork, int, Counters, tuple[int, ...]]
 
 END, CAPTURED = int(Flag.COALESCED_END), int(Flag.CAPTURED)
 #: Calls under way are looked at on a later call, not more often than this (as in _fast.c) and so many at once.
@@ -60,10 +60,10 @@ class CallWriter:
         )  # held while works and events are queried; never waited for without a limit
         self._swept_ns = 0
         self.on_timeout: Callable[[bool], None] | None = None  # told whether the timeout is news
-        self.original_wait: Callable[[Pending], object] | None = (
+        self.original_wait: Callable[[PendingWork], object] | None = (
             None  # Work.wait as it was before it was wrapped
         )
-        self.mark_device: Callable[[], Pending | None] | None = (
+        self.mark_device: Callable[[], PendingWork | None] | None = (
             None  # a marker behind all that is queued on the device
         )
         self.markers: Any = None  # the same in C, which keeps them too
@@ -130,7 +130,12 @@ class CallWriter:
         return number, parts
 
     def track(
-        self, work: Pending, number: int, group: GroupState, parts: tuple[int, ...] = (), on_cpu: bool = False
+        self,
+        work: PendingWork,
+        number: int,
+        group: GroupState,
+        parts: tuple[int, ...] = (),
+        on_cpu: bool = False,
     ) -> None:
         """The library took the call and will finish it later; follows `work` until then."""
         counters = group.counters
@@ -141,7 +146,7 @@ class CallWriter:
             self.ring.started(number)
         self._keep(work, number, owner, parts)
 
-    def _keep(self, work: Pending, number: int, counters: Counters, parts: tuple[int, ...]) -> None:
+    def _keep(self, work: PendingWork, number: int, counters: Counters, parts: tuple[int, ...]) -> None:
         """Adds a call to those under way, and looks at the oldest of them when that is due."""
         self.pending[id(work)] = (work, number, counters, parts)
         if len(self.pending) > 1:
@@ -166,7 +171,7 @@ class CallWriter:
             self._keep(marker, number, counters, parts)
         return marker is not None
 
-    def waited(self, work: Pending, entry: Entry) -> None:
+    def waited(self, work: PendingWork, entry: Entry) -> None:
         """The program's wait() has returned: the call is over, or the device has yet to come past this point.
 
         In the latter case a marker takes the place of the Work, which would keep its tensors in the device's memory.
@@ -192,7 +197,7 @@ class CallWriter:
 
     def returned(
         self,
-        work: Pending | None,
+        work: PendingWork | None,
         number: int,
         group: GroupState,
         parts: tuple[int, ...] = (),
@@ -204,7 +209,7 @@ class CallWriter:
         else:
             self.no_work(number, group.side(on_cpu), parts)
 
-    def wait_failed(self, work: Pending, error: BaseException, limited: bool) -> None:
+    def wait_failed(self, work: PendingWork, error: BaseException, limited: bool) -> None:
         """The program's wait() for this Work raised. `limited`: with a limit of its own, after which the call may still
         be under way (Manager waits in slices of time)."""
         key = id(work)
@@ -302,7 +307,7 @@ class CallWriter:
         return None
 
 
-def _watchdog_error(work: Pending) -> BaseException | None:
+def _watchdog_error(work: PendingWork) -> BaseException | None:
     """What NCCL's watchdog says of a call (torch 2.6 and later); None when it says nothing bad."""
     try:
         future: Any = work.get_future_result()  # type: ignore[attr-defined]

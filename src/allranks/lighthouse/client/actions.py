@@ -5,16 +5,17 @@ Each action waits for the answer and raises LighthouseError.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from allranks.errors import LighthouseError
-from allranks.model.cluster import CollectEvidence, Gathering, Incident
+from allranks.model.cluster import CollectEvidence, Gathering, PublishedIncident
 from allranks.model.nodes import Failover, Presence
 
-Body = CollectEvidence | Presence | Incident
+Body = CollectEvidence | Presence | PublishedIncident
 T = TypeVar("T")
 
 
@@ -91,9 +92,14 @@ class Actions:
         """What an agent, perhaps a lost one, has told of its node; None when nothing is known."""
         return _presence(self._command("presence", agent).get("node"))
 
-    def report_incident(self, incident: Incident) -> None:
+    def report_incident(self, incident: PublishedIncident) -> None:
         """Tells what was found."""
         self._command("incident", body=incident)
+
+    def tell_incident(self, incident: PublishedIncident) -> None:
+        """The name of `report_incident` until 0.2."""
+        warnings.warn("tell_incident() is report_incident() now", DeprecationWarning, stacklevel=2)
+        self.report_incident(incident)
 
     def status(self) -> dict[str, Any]:
         """Everything the lighthouse knows (lighthouse/status.py: Status), as plain JSON values."""
