@@ -73,9 +73,7 @@ def test_a_node_that_dies_with_its_agent_is_told_once_with_its_ranks(tmp_path: P
         assert (story["kind"], story["node"], story["ranks"]) == ("death", "b", [2, 3])
         assert story["step"] in (41, 44)  # as the ranks of the one that tells it say
         assert story["verdict"]["cause"] == "rank_died" and story["verdict"]["ranks"] == [2, 3]
-        assert story["verdict"]["sentence"].startswith(
-            "node b was lost with ranks 2, 3: its agent's connection"
-        )
+        assert story["verdict"]["sentence"].startswith("node b was lost with ranks 2, 3: its agent exited")
         assert story["action"]["kind"] == ("restart_job" if mode == "whole_job" else "none")
         wait_for_story(tmp_path / "incidents", "lost node")
         for process in (a, c):  # they end in good order: their nodes are not lost
