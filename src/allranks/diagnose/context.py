@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -33,23 +34,42 @@ class Context:
     seen: dict[int, RankNow] = field(default_factory=dict)
     p2p_mismatches: tuple[P2PMismatch, ...] = ()
     ignore_absent: bool = False
+    _began: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
 
     def group(self, blocked: Blocked) -> GroupView:
         return self.job.groups[blocked.group]
 
     def began_ns(self, blocked: Blocked) -> int:
         """When the first waiter entered."""
-        calls = ((self.job.ranks[rank].trace.calls, row) for rank, row in blocked.rows.items())
-        return min(int(rows["created_ns"][row]) for rows, row in calls)
+        if blocked.index not in self._began:
+            calls = ((self.job.ranks[rank].trace.calls, row) for rank, row in blocked.rows.items())
+            self._began[blocked.index] = min(int(rows["created_ns"][row]) for rows, row in calls)
+        return self._began[blocked.index]
+
+    @cached_property
+    def lacking(self) -> dict[int, list[Blocked]]:
+        """rank -> the blocked calls that lack it, in order; made once, because a job may lack very many ranks."""
+        found: dict[int, list[Blocked]] = {}
+        for blocked in self.blocked:
+            for rank in {*blocked.missing, *blocked.absent}:
+                found.setdefault(rank, []).append(blocked)
+        return found
 
     def first_for(self, rank: int) -> Blocked:
         """The blocked call that lacks this rank and has been waited in longest."""
-        lacking = [b for b in self.blocked if rank in b.missing or rank in b.absent]
-        return min(lacking, key=lambda b: (self.began_ns(b), b.index))
+        return min(self.lacking[rank], key=lambda b: (self.began_ns(b), b.index))
 
     def first_open(self, rank: int) -> int:
         """The row of the first call that the rank is blocked in, -1 when there is none."""
-        return min((b.rows[rank] for b in self.blocked if rank in b.rows), default=-1)
+        return self._first_rows.get(rank, -1)
+
+    @cached_property
+    def _first_rows(self) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for blocked in self.blocked:
+            for rank, row in blocked.rows.items():
+                found[rank] = min(row, found.get(rank, row))
+        return found
 
     def call(self, blocked: Blocked) -> str:
         """ "all_reduce #5 of group tp_1", or "send to rank 3 (group pp)"."""

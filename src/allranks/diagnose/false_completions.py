@@ -52,7 +52,7 @@ def reopen(job: Job, doubts: Iterable[Doubt]) -> Job:
 
 
 def _doubt(job: Job, group: GroupView) -> Doubt | None:
-    if not group.backend.startswith("nccl") or not set(group.members) <= set(job.ranks):
+    if not group.backend.startswith("nccl") or not all(rank in job.ranks for rank in group.members):
         return None
     lanes = [lane for lane in group.lanes.values() if _shows_its_end(job, lane)]
     floor = min((lane.last for lane in lanes), default=group.last)

@@ -216,7 +216,8 @@ def _calls_of(context: Context, sink: tuple[int, ...]) -> list[Blocked]:
     inside = [context.blocked[-1 - node] for node in sink if node < 0]
     if inside:
         return inside
-    return [b for b in context.blocked if set(sink) & (set(b.missing) | set(b.absent))]
+    lacking = {b.index: b for rank in sink for b in context.lacking.get(rank, ())}
+    return [lacking[index] for index in sorted(lacking)]
 
 
 def _at_the_end(root: Finding) -> Finding:
