@@ -33,12 +33,12 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Hugging Face Trainer": ("transformers", program("hf_trainer")),
     "Hugging Face, replica mode": (
         "transformers",
-        ("2 changed lines", "as above", "as above") + ("test_transformers::test_trainers_are_replicas_with_equal_bits_after_ten_kills",) * 2,
+        ("2 changed lines", "as above", "as above") + ("test_transformers::test_trainers_are_replicas_with_equal_bits_after_kills[10]",) * 2,
     ),
     "Lightning": ("lightning", program("lightning")),
     "Lightning, replica mode": (
         "lightning",
-        ("2 changed lines", "as above", "as above") + ("test_lightning::test_trainers_are_replicas_with_equal_bits_after_ten_kills",) * 2,
+        ("2 changed lines", "as above", "as above") + ("test_lightning::test_trainers_are_replicas_with_equal_bits_after_kills[10]",) * 2,
     ),
     "Accelerate": ("accelerate", program("accelerate")),
     "FSDP2": ("torch", program("fsdp2")),
@@ -49,12 +49,12 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "torchtitan's manager": (
         "torchtitan",
         ("test_torchft_means_ours_after_use", "replica mode: see the loop below", "replica mode: see the loop below")
-        + ("test_torchtitans_manager_has_equal_bits_after_ten_kills",) * 2,
+        + ("test_torchtitans_manager_has_equal_bits_after_kills[10]",) * 2,
     ),
     "a loop in torchft's words": (
         "torch",
         ("1 changed import", "measured for replica mode in [reliability](reliability.md)", "measured for replica mode in [reliability](reliability.md)")
-        + ("test_a_loop_in_torchfts_words_has_equal_bits_after_ten_kills",) * 2,
+        + ("test_a_loop_in_torchfts_words_has_equal_bits_after_kills[10]",) * 2,
     ),
     "Ray Train": (
         "ray",

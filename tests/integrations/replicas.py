@@ -9,9 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 LIMIT_S = 560
 
-KILLS = 10  # alternately, the second replica first
+#: Kills, alternately, the second replica first: two in the everyday run, ten with --soak.
+KILLS = (2, pytest.param(10, marks=(pytest.mark.soak, pytest.mark.timeout(LIMIT_S + 20))))
 
 # Pasted in front of every script: `lives(manager)` kills this replica when it is its turn and both take part.
 DIES = f"""
@@ -25,17 +28,23 @@ def lives(manager):
         time.sleep(3.0 if kills else 0.05)  # the other one is being started, on a busy machine: leave it something to do
         return
     together += 1
-    if kills < {KILLS} and together >= 5 and NAME == f"replica-{{(kills + 1) % 2}}":
+    if kills < int(os.environ["KILLS"]) and together >= 5 and NAME == f"replica-{{(kills + 1) % 2}}":
         (FOLDER / f"kill-{{kills}}").write_text(str(manager.current_step()))
         os.kill(os.getpid(), {int(signal.SIGKILL)})
 """
 
 
-def run(script: str, folder: Path, *arguments: str) -> dict[str, dict[str, str]]:
+def run(script: str, folder: Path, kills: int, *arguments: str) -> dict[str, dict[str, str]]:
     """What each replica said last in `SAYS key=value ...`, after both were killed in turn and came back."""
     path = folder / "train.py"
     path.write_text(DIES + script)
-    env = {**os.environ, "FOLDER": str(folder), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env = {
+        **os.environ,
+        "FOLDER": str(folder),
+        "KILLS": str(kills),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     command = [
         sys.executable,
         "-m",
@@ -52,6 +61,6 @@ def run(script: str, folder: Path, *arguments: str) -> dict[str, dict[str, str]]
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:]
     killed = len(list(folder.glob("kill-*")))
-    assert killed == KILLS, f"{killed} kills of {KILLS} happened: {done.stdout[-3000:]}"
+    assert killed == kills, f"{killed} kills of {kills} happened: {done.stdout[-3000:]}"
     said = re.findall(r"SAYS name=(\S+) (.*)", done.stdout)
     return {name: dict(pair.split("=", 1) for pair in rest.split()) for name, rest in said}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.integrations.replicas import run
+from tests.integrations.replicas import KILLS, run
 
 pytest.importorskip("lightning", reason="lightning is not installed")
 
@@ -40,11 +40,11 @@ print("SAYS", f"name={NAME}", f"step={trainer.global_step}", f"epoch={trainer.cu
 """
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(580)
-def test_trainers_are_replicas_with_equal_bits_after_ten_kills(tmp_path: Path) -> None:
-    """One changed argument: after ten kills steps, epochs, rates and parameters are equal at the end."""
-    said = run(REPLICA, tmp_path, str(tmp_path / "out"))
+@pytest.mark.parametrize("kills", KILLS)
+@pytest.mark.timeout(300)
+def test_trainers_are_replicas_with_equal_bits_after_kills(tmp_path: Path, kills: int) -> None:
+    """One changed argument: after the kills steps, epochs, rates and parameters are equal at the end."""
+    said = run(REPLICA, tmp_path, kills, str(tmp_path / "out"))
     assert said["replica-0"] == said["replica-1"]
     facts = said["replica-0"]
     assert (facts["step"], facts["scheduler"]) == (

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.integrations.replicas import run
+from tests.integrations.replicas import KILLS, run
 
 NAMES = """
 from allranks.integrations import torchtitan
@@ -95,21 +95,21 @@ manager.shutdown()
 """
 
 
-def _equal_bits(script: str, folder: Path) -> None:
-    said = run(script, folder, str(folder))
+def _equal_bits(script: str, folder: Path, kills: int) -> None:
+    said = run(script, folder, kills, str(folder))
     assert said["replica-0"] == said["replica-1"] and said["replica-0"]["step"] == "400"
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(580)
-def test_torchtitans_manager_has_equal_bits_after_ten_kills(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", KILLS)
+@pytest.mark.timeout(300)
+def test_torchtitans_manager_has_equal_bits_after_kills(tmp_path: Path, kills: int) -> None:
     """Its TorchFTManager, FSDP2 hook and loss group, unmodified."""
     pytest.importorskip("torchtitan.experiments.torchft", reason="torchtitan is not installed")
-    _equal_bits(TITAN, tmp_path)
+    _equal_bits(TITAN, tmp_path, kills)
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(580)
-def test_a_loop_in_torchfts_words_has_equal_bits_after_ten_kills(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", KILLS)
+@pytest.mark.timeout(300)
+def test_a_loop_in_torchfts_words_has_equal_bits_after_kills(tmp_path: Path, kills: int) -> None:
     """Manager, DistributedDataParallel, Optimizer and DistributedSampler, called as torchft documents them."""
-    _equal_bits(TORCHFT, tmp_path)
+    _equal_bits(TORCHFT, tmp_path, kills)
