@@ -49,6 +49,36 @@ def test_at_exit_only_what_ends_at_once_is_destroyed(done: bool, keep_at_exit: b
     assert _destroyed([Work(done)], keep_at_exit) is destroyed
 
 
+class AskedWork(Work):
+    """Notes whether it was asked while the abort of its communicator was under way: NCCL's answers only after it."""
+
+    def __init__(self, aborting: threading.Thread) -> None:
+        super().__init__(done=True)
+        self.aborting = aborting
+        self.asked: list[bool] = []
+
+    def is_completed(self) -> bool:
+        self.asked.append(self.aborting.is_alive())
+        return True
+
+
+def test_no_operation_is_asked_for_its_end_while_its_communicator_is_aborted() -> None:
+    """torch's answer would wait for the abort, 0.6 s, without giving the interpreter to other threads."""
+    over = threading.Event()
+    aborting = threading.Thread(target=over.wait, daemon=True)
+    teardown.start_attended(aborting)
+    work, backend = AskedWork(aborting), Backend()
+    found = weakref.ref(backend)
+    teardown.destroy_later(backend, [work], abort=aborting)
+    del backend
+    threading.Event().wait(3 * teardown._POLL_S)  # long enough for it to ask, if it did
+    over.set()
+    while found() is not None:
+        threading.Event().wait(teardown._POLL_S)
+    assert work.asked
+    assert not any(work.asked)
+
+
 def test_a_teardown_that_does_not_end_is_waited_for_once() -> None:
     """An abort that is stuck in the driver: `shutdown` and the exit of the process do not add up their waits."""
     stuck = threading.Event()

@@ -92,9 +92,9 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
                 self._error = GroupAborted(reason)
         if making is not None:
             making.abandon(GroupAborted(reason))
-        self._take_down(backend, gate)
+        ending = self._take_down(backend, gate)
         if backend is not None:
-            destroy_later(backend, works, self.slow_to_destroy)
+            destroy_later(backend, works, self.slow_to_destroy, ending)
 
     def retire(self, reason: str) -> None:
         """As `abort`, of a group that works and that its members have left together for the next one."""
@@ -256,8 +256,11 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         """It was made, but nobody wants it any more."""
         destroy_later(backend, (), self.slow_to_destroy)
 
-    def _take_down(self, backend: Any, gate: threading.Lock) -> None:
-        """Ends what waits in the backend; may be None. `gate` is held while it takes an operation."""
+    def _take_down(self, backend: Any, gate: threading.Lock) -> threading.Thread | None:
+        """Ends what waits in the backend, which may be None; returns the thread that does it, if it takes time.
+
+        `gate` is held while the backend takes an operation.
+        """
         raise NotImplementedError
 
 
@@ -279,8 +282,9 @@ class ProcessGroupGloo(ReconfigurableGroup):
         if self.on_connected is not None:
             self.on_connected(self.mesh.descriptors(), meeting.number)
 
-    def _take_down(self, backend: Any, gate: threading.Lock) -> None:
+    def _take_down(self, backend: Any, gate: threading.Lock) -> threading.Thread | None:
         self.mesh.abort()
+        return None
 
     def peer_gone(self) -> bool:
         return self.mesh.any_closed()

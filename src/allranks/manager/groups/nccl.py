@@ -38,9 +38,6 @@ _SURVIVE = {
     "NCCL_RUNTIME_CONNECT": "0",
 }
 _TAKEN_S = 2.0  # more than a GPU needs to be given an operation
-_HEAD_START_S = (
-    0.015  # of an abort before the next communicator is made; with 4 ms it was kept waiting for 0.6 s
-)
 _lock = threading.Lock()
 _users: Counter[str] = Counter()  # of variables that we have set
 
@@ -61,8 +58,8 @@ class ProcessGroupNCCL(ReconfigurableGroup):
             else torch.device(device)
         )
         self._quiet = contextlib.ExitStack()
-        self._aborted_at = 0.0
         self._retired: list[tuple[Any, threading.Lock]] = []  # communicators that were left in good order
+        self._probe: tuple[torch.cuda.Stream, torch.Tensor] | None = None
 
     def choose_device(self) -> None:
         if self.device is None and torch.cuda.is_available():
@@ -109,8 +106,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         with self._guard:
             retired, self._retired = self._retired, []
         for backend, gate in retired:
-            self._take_down(backend, gate)
-            destroy_later(backend, (), self.slow_to_destroy)
+            destroy_later(backend, (), self.slow_to_destroy, self._take_down(backend, gate))
 
     def _make(self, meeting: GroupSpec) -> Any:
         """The communicator is ready when this returns.
@@ -124,20 +120,28 @@ class ProcessGroupNCCL(ReconfigurableGroup):
     def make_beside(self, meeting: GroupSpec) -> Any:
         """Without an operation: one that waits for a member, beside one of the group that works, could stop both."""
         backend = self._connect(meeting)
-        if hasattr(backend, "_comm_ptr"):  # waits until all members have connected
+        if hasattr(backend, "_comm_ptr"):
+            meeting.store.set(f"here/{meeting.rank}", "1")
+            meeting.store.wait([f"here/{rank}" for rank in range(meeting.world_size)])
             with torch.cuda.device(self.device or torch.device("cuda", 0)):
-                backend._comm_ptr()
+                backend._comm_ptr()  # waits until all have connected, and keeps the interpreter waiting
         return backend
 
     def _begin(self, made: Any) -> Any:
+        """Gives the communicator its first operation, on memory that is there: an allocation would wait for an abort."""
         device, began = self.device or torch.device("cuda", 0), time.monotonic()
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-            made.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions())
+        with torch.cuda.device(device):
+            if self._probe is None:
+                stream = torch.cuda.Stream(device)
+                with torch.cuda.stream(stream):
+                    self._probe = stream, torch.zeros(1, device=device)
+            stream, tensor = self._probe
+            with torch.cuda.stream(stream):
+                made.allreduce([tensor], dist.AllreduceOptions())
         log.debug("NCCL launched its first operation in %.0f ms", (time.monotonic() - began) * 1e3)
         return made
 
     def _connect(self, meeting: GroupSpec) -> Any:
-        time.sleep(max(0.0, self._aborted_at + _HEAD_START_S - time.monotonic()))
         device = self.device or torch.device("cuda", 0)
         limit_s = meeting.limit_s or self.timeout_s
         options = dist.ProcessGroupNCCL.Options()
@@ -157,15 +161,16 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         return backend
 
     def discard(self, backend: Any) -> None:
-        self._take_down(backend, threading.Lock())
-        super().discard(backend)
+        destroy_later(backend, (), self.slow_to_destroy, self._take_down(backend, threading.Lock()))
 
-    def _take_down(self, backend: Any, gate: threading.Lock) -> None:
-        if backend is not None:
-            self._aborted_at = time.monotonic()
-            start_attended(
-                threading.Thread(target=_abort, args=(backend, gate), name="allranks-nccl-abort", daemon=True)
-            )
+    def _take_down(self, backend: Any, gate: threading.Lock) -> threading.Thread | None:
+        if backend is None:
+            return None
+        thread = threading.Thread(
+            target=_abort, args=(backend, gate), name="allranks-nccl-abort", daemon=True
+        )
+        start_attended(thread)
+        return thread
 
 
 @contextlib.contextmanager

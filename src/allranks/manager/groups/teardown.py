@@ -25,13 +25,18 @@ _lock = threading.Lock()
 _registered = False
 
 
-def destroy_later(backend: Any, works: Sequence[Any], keep_at_exit: bool = False) -> None:
+def destroy_later(
+    backend: Any,
+    works: Sequence[Any],
+    keep_at_exit: bool = False,
+    abort: threading.Thread | None = None,
+) -> None:
     """Destroys a backend once its works have ended, in a thread of its own. Give no reference away.
 
-    `keep_at_exit`: its destructor may take seconds; not while the process ends.
+    `keep_at_exit`: its destructor may take seconds; not while the process ends. `abort`: the thread that aborts it.
     """
     last = [backend]
-    args = (last, list(works), keep_at_exit)
+    args = (last, list(works), keep_at_exit, abort)
     start_attended(threading.Thread(target=_destroy, args=args, name="allranks-teardown", daemon=True))
 
 
@@ -73,13 +78,18 @@ def end_compile_workers() -> None:
         time.sleep(_POLL_S)
 
 
-def _destroy(last: list[Any], works: list[Any], keep_at_exit: bool) -> None:
+def _destroy(last: list[Any], works: list[Any], keep_at_exit: bool, abort: threading.Thread | None) -> None:
     deadline = time.monotonic() + _PATIENCE_S
     time.sleep(_POLL_S)  # a call that is just entering the backend must not end up as its last owner
-    while works and not all(ended(work) for work in works) and time.monotonic() < deadline:
+
+    def over() -> bool:
+        # While NCCL aborts, a work answers only when the abort is over (0.6 s), and keeps the interpreter waiting.
+        return not (abort is not None and abort.is_alive()) and all(ended(work) for work in works)
+
+    while not (finished := over()) and time.monotonic() < deadline:
         if _exiting.wait(_POLL_S):
             break
-    if not all(ended(work) for work in works) or (keep_at_exit and _exiting.is_set()):
+    if not finished or (keep_at_exit and _exiting.is_set()):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(last[0]))  # never destroyed
     works.clear()
     last.clear()
