@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 Row = dict[str, Any]
+BATCH = 24  # samples of a step; the share of place p of n is p, p + n, p + 2n, ...
 
 
 @dataclass
@@ -18,10 +19,12 @@ class ReplicaChecks:
     hashes: dict[int, str] = field(default_factory=dict)  # step -> of the state after it
     members: int = 0  # of the newest step
     _last: dict[int, int] = field(default_factory=dict)  # process -> its last committed step
-    _tries: dict[tuple[int, int, int], dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
+    changed: Changed = field(default_factory=lambda: Changed())
+    #: (step, quorum, size) -> place -> process that began the step there
+    _tries: dict[tuple[int, int, int], dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
     _seats: dict[tuple[int, int], dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
-    #: step -> (quorum before it, quorum after it, size before it) of those who committed it
-    _commits: dict[int, set[tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(set))
+    #: step -> process -> its commit
+    _commits: dict[int, dict[int, Row]] = field(default_factory=lambda: defaultdict(dict))
 
     def take(self, rows: Iterable[Row]) -> None:
         """Lines of one process, in their order."""
@@ -32,7 +35,7 @@ class ReplicaChecks:
                 self._commit(row)
 
     def _try(self, row: Row) -> None:
-        self._tries[row["step"], row["quorum"], row["size"]][row["place"]] = row["replica"]
+        self._tries[row["step"], row["quorum"], row["size"]][row["place"]] = row["pid"]
         seats = self._seats[row["quorum"], row["size"]]
         if seats.setdefault(row["place"], row["replica"]) != row["replica"]:
             self.wrong.append(f"two quorums of number {row['quorum']}: place {row['place']} is taken twice")
@@ -48,7 +51,7 @@ class ReplicaChecks:
             return  # it has taken the state of the others: no step of its own
         if last is not None and step != last + 1:
             self.wrong.append(f"{row['replica']} committed step {step} after step {last}")
-        self._commits[step - 1].add((row["quorum"], row["now"], row["size"]))
+        self._commits[step - 1][row["pid"]] = row
 
     def finish(self) -> None:
         """What can be told when no line is missing any more."""
@@ -56,17 +59,50 @@ class ReplicaChecks:
         if steps and steps != list(range(1, steps[-1] + 1)):
             missing = sorted(set(range(1, steps[-1] + 1)) - set(steps))
             self.wrong.append(f"steps were lost: {missing[:10]}")
-        for of, ways in self._commits.items():
-            if max(before for before, _, _ in ways) > min(after for _, after, _ in ways):
-                self.wrong.append(f"step {of} was committed in two quorums: {sorted(ways)}")
-            if len(ways) > 1 or any(before != after for before, after, _ in ways):
-                continue  # members changed within the step: shares are those of before, or of after
-            ((quorum, _, size),) = ways
-            seen = set(self._tries[of, quorum, size])
-            if seen != set(range(size)):
-                self.wrong.append(
-                    f"step {of}: samples of places {sorted(set(range(size)) - seen)} are missing"
-                )
+        for step, commits in self._commits.items():
+            self._samples(step, commits)
+
+    def _samples(self, step: int, commits: dict[int, Row]) -> None:
+        """Of one step: all who applied it summed in one group, and who is in that group gave its share once."""
+        groups = {(row["summed"][0], row["summed"][2]) for row in commits.values()}
+        if len(groups) > 1:
+            self.wrong.append(f"step {step} was summed in several groups: {sorted(groups)}")
+            return
+        ((number, size),) = groups
+        given = [row["summed"][1] for row in commits.values()]
+        if len(set(given)) != len(given) or None in given:
+            self.wrong.append(f"step {step}: places {given} of quorum {number}: one is taken twice")
+        began = {key: places for key, places in self._tries.items() if key[0] == step}
+        lost = {pid for places in began.values() for pid in places.values()} - set(commits)
+        if size - len(given) > len(lost):
+            self.wrong.append(
+                f"step {step}: {size} gave their samples, only {len(given)} + {len(lost)} began it"
+            )
+        shares = [(row["quorum"], row["size"], row["place"]) for row in commits.values()]
+        if {share[:2] for share in shares} == {(number, size)}:
+            missing = set(range(size)) - set(self._tries[step, number, size])
+            if missing:
+                self.wrong.append(f"step {step}: samples of places {sorted(missing)} are missing")
+        else:
+            self.changed.add(shares)
+
+
+@dataclass
+class Changed:
+    """Steps within which members changed: how much of their batches was left out, or used twice."""
+
+    steps: int = 0
+    samples: int = 0
+    left_out: int = 0
+    twice: int = 0
+
+    def add(self, shares: Iterable[tuple[int, int, int]]) -> None:
+        """One step, by the (quorum, size, place) of the share that each of its members took."""
+        used = Counter(sample for _, size, place in shares for sample in range(place, BATCH, size))
+        self.steps += 1
+        self.samples += BATCH
+        self.left_out += BATCH - len(used)
+        self.twice += used.total() - len(used)
 
 
 @dataclass

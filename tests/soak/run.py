@@ -244,6 +244,7 @@ def main() -> int:
         result.seeds, result.seconds = [args.seed], time.monotonic() - began
         result.steps = {name: max(c.hashes, default=0) for name, c in soak.checks()}
         result.restores, result.reported = soak.job.restores, len(soak.expected)
+        result.changed = vars(soak.replicas.changed)
         result.wrong = list(dict.fromkeys(soak.wrong))
         print(result.table())
         if args.result:

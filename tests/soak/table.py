@@ -29,6 +29,9 @@ class Result:
     steps: dict[str, int] = field(default_factory=dict)
     restores: int = 0
     reported: int = 0
+    changed: dict[str, int] = field(
+        default_factory=dict
+    )  # of steps within which members changed, see checks.Changed
     wrong: list[str] = field(default_factory=list)
 
     def add(self, key: Key, seconds: float) -> None:
@@ -50,6 +53,7 @@ class Result:
         self.steps = dict(Counter(self.steps) + Counter(other.steps))
         self.restores += other.restores
         self.reported += other.reported
+        self.changed = dict(Counter(self.changed) + Counter(other.changed))
         self.wrong += other.wrong
 
     def write(self, path: Path) -> None:
@@ -83,7 +87,18 @@ class Result:
         return "\n".join(lines) + (
             f"\n\n{total} faults{absent} in {self.seconds / 60:.0f} minutes ({_seeds(self.seeds)}); "
             f"{steps.get('replicas', 0):,} steps of the replicas and {steps.get('job', 0):,} of the whole job, "
-            f"{self.restores} restores; {self.reported} faults that had to be reported by rank; {found}"
+            f"{self.restores} restores; {self.reported} faults that had to be reported by rank; {found}{self._shares()}"
+        )
+
+    def _shares(self) -> str:
+        if not (steps := self.changed.get("steps")):
+            return ""
+        left_out, twice = (
+            100 * self.changed.get(key, 0) / self.changed["samples"] for key in ("left_out", "twice")
+        )
+        return (
+            f" Within {steps:,} steps members changed: {left_out:.0f} % of the samples of these were left out, "
+            f"{twice:.1f} % used twice; in all others every sample was used once."
         )
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from .checks import JobChecks, ReplicaChecks
+from .checks import Changed, JobChecks, ReplicaChecks
 
 
 def commit(step: int, digest: str = "", **row: Any) -> dict[str, Any]:
     base = {"kind": "commit", "pid": 1, "replica": "a", "step": step, "quorum": 1, "size": 1, "place": 0}
-    base["now"] = row.get("quorum", 1)
-    return {**base, "hash": digest or f"h{step}", **row}
+    made = {**base, "hash": digest or f"h{step}", **row}
+    return {"summed": (made["quorum"], made["place"], made["size"]), **made}
 
 
 def attempt(step: int, **row: Any) -> dict[str, Any]:
@@ -30,23 +30,45 @@ def test_a_good_run_is_not_blamed() -> None:
     assert checks.wrong == []
 
 
-def test_the_share_of_a_member_that_dies_in_a_step_may_be_missing() -> None:
-    """The others reduce once more among themselves, in another quorum; one may have begun in that already."""
+def test_the_share_of_a_member_that_dies_in_a_step_is_left_out_and_counted() -> None:
+    """The others sum once more among themselves, in another quorum."""
     checks = ReplicaChecks()
-    checks.take([*GOOD, attempt(2, size=2), commit(3, size=2, now=2), commit(3, pid=2, quorum=2)])
+    pair = [attempt(2, size=2), attempt(2, size=2, place=1, pid=2, replica="b")]
+    checks.take([*GOOD, *pair, commit(3, size=2, summed=(2, 0, 1))])
     checks.finish()
     assert checks.wrong == []
+    assert checks.changed == Changed(steps=1, samples=24, left_out=12, twice=0)
+
+
+def test_one_that_began_by_the_new_number_of_members_may_use_samples_again() -> None:
+    checks = ReplicaChecks()
+    old = [attempt(2, size=2), commit(3, size=2, summed=(2, 0, 2))]
+    new = [attempt(2, size=2, quorum=2, pid=2, replica="b", place=1)]
+    checks.take([*GOOD, *old, *new, commit(3, pid=2, replica="b", quorum=2, size=2, place=1)])
+    checks.finish()
+    assert checks.wrong == [] and checks.changed == Changed(1, 24, 0, 0)
+    checks.changed.add([(1, 2, 0), (2, 1, 0)])
+    assert checks.changed == Changed(2, 48, 0, 12)
+
+
+SECOND = {"pid": 2, "replica": "b"}
 
 
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([commit(2, "other", pid=2, replica="b")], "another state"),
+        ([commit(2, "other", **SECOND)], "another state"),
         ([commit(5)], "committed step 5 after step 2"),
         ([attempt(3), commit(4, pid=2)], "steps were lost"),
         ([attempt(0, replica="b")], "two quorums of number 1"),
-        ([commit(2, pid=2, quorum=2)], "committed in two quorums"),
+        ([commit(2, **SECOND, quorum=2)], "summed in several groups"),
+        ([commit(2, **SECOND)], "one is taken twice"),
+        ([commit(2, **SECOND, summed=(1, None, 1))], "one is taken twice"),
         ([attempt(2, size=2), commit(3, size=2)], "samples of places"),
+        (
+            [attempt(2, size=2), commit(3, size=2, summed=(2, 0, 2))],
+            "2 gave their samples, only 1 + 0 began it",
+        ),
     ],
 )
 def test_what_must_not_happen_is_named(rows: list[dict[str, Any]], words: str) -> None:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.soak.checks import BATCH
 
 from allranks import DistributedDataParallel, Manager, Optimizer
 
-BATCH = 24
 PACE_S = 0.05
 
 
@@ -75,13 +75,20 @@ def main(folder: Path) -> None:
         manager.allreduce(told, reduce_op=torch.distributed.ReduceOp.SUM).wait()
         if optimizer.step():
             after = manager.current_step()
-            own = (
-                place if after == step + 1 else None
-            )  # else it was cut off meanwhile and took the others' state
-            now = (
-                manager.quorum_id()
-            )  # another one when a member died in the step and the rest reduced once more
-            note(kind="commit", step=after, quorum=quorum, now=now, size=size, place=own, hash=digest(model))
+            own = place if after == step + 1 else None  # else it was cut off and took the others' state
+            group = manager.training.attempt.generation  # in which the gradients were summed
+            summed = (
+                (group.number, manager.participating_rank(), manager.num_participants()) if group else None
+            )
+            note(
+                kind="commit",
+                step=after,
+                quorum=quorum,
+                size=size,
+                place=own,
+                summed=summed,
+                hash=digest(model),
+            )
             if told.item():
                 break
     note(kind="end")
