@@ -207,6 +207,29 @@ async def test_a_new_lighthouse_waits_for_those_who_train_already() -> None:
 
 
 @on_loop
+async def test_a_new_lighthouse_waits_no_longer_when_everybody_expected_asks() -> None:
+    """Not so when one of them tells of an earlier quorum: those who train already come first."""
+    desk = Desk(start_grace_s=60.0, expect_replicas=2)
+    desk.service.start()
+    (x, x_peer), (y, _) = desk.enter("x"), desk.enter("y")
+    desk.service.join(x, Member("x"))
+    await desk.settle()
+    assert not x_peer.of(Quorum)
+    desk.service.join(y, Member("y"))
+    await desk.settle()
+    assert x_peer.of(Quorum)[0].names == ("x", "y")
+    desk.service.close()
+
+    desk = Desk(start_grace_s=60.0, expect_replicas=2)
+    desk.service.start()
+    for session, peer in (desk.enter("x"), desk.enter("y", epoch=1, number=1, round=3)):
+        desk.service.join(session, Member(session.replica))
+        await desk.settle()
+        assert not peer.of(Quorum)
+    desk.service.close()
+
+
+@on_loop
 async def test_a_training_that_is_over_is_not_begun_anew_by_a_latecomer() -> None:
     """By its own good-bye or an agent's word, also if that comes first; let in by hand it may begin."""
     desk = Desk()

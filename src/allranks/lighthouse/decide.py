@@ -4,7 +4,7 @@ The rules, in order; the first that speaks decides:
   nobody      no replica joined
   starting    this lighthouse has just started, or somebody is about to tell the quorum of an earlier one: replicas
               that train already come first, nobody new forms a quorum of its own before they had the time
-              to come back
+              to come back, or all expect_replicas ask
   finished    the training is over: members reported so, and none of the others is left, or those who are left have
               not as many steps as the finished state (they were healing when the source finished). Who comes now
               is late and is refused after LATE_S. A new training begins when those who finished ask
@@ -75,12 +75,18 @@ def _nobody(now: float, state: QuorumState, options: Options) -> tuple[Wait, str
 
 
 def _starting(now: float, state: QuorumState, options: Options) -> tuple[Wait, str] | None:
-    if now >= state.settling_until:
+    if now >= state.settling_until or _all_expected(state, options):
         return None
     asking = _count(len(state.asking), "asks", "ask")
     return Wait("starting", until=_earliest(state.settling_until, state)), (
         f"{asking}, but this lighthouse is new: members of an earlier quorum come first, if there are any"
     )
+
+
+def _all_expected(state: QuorumState, options: Options) -> bool:
+    """Whether everybody asks who can be there at the very first quorum, and none of them knows of an earlier one."""
+    first = state.last is None and not state.wants_word
+    return first and 0 < options.expect_replicas <= len(state.asking)
 
 
 def _finished(now: float, state: QuorumState, options: Options) -> tuple[Wait, str] | None:
