@@ -25,7 +25,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from tests.load.test_blackbox import make_trace
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from allranks.blackbox.encode import box_bytes
 from allranks.channel.frames import JSON, BadFrame, read_object, take_frames
@@ -40,11 +48,17 @@ from allranks.checkpoint.manifest import (
     encode_index,
     encode_manifest,
 )
+from allranks.checkpoint.restore.torch_files import read_metadata
+from allranks.cli.doctor import _with_config
+from allranks.doctor.checks import DoctorOptions
 from allranks.doctor.explain import explain, parse_line
+from allranks.doctor.nodes import compare, read_answers
 from allranks.drill.plan import read_plan
 from allranks.elastic.config.check import check
 from allranks.errors import AllranksError
+from allranks.incidents.evidence_server import pack_part, unpack_part
 from allranks.incidents.folder import read_incidents
+from allranks.incidents.judge import read_observed
 from allranks.lighthouse import messages
 from allranks.lighthouse.codec import decode, encode, plain_load
 from allranks.lighthouse.grpc_wire import BadMessage, decode_quorum_request, encode_quorum_request
@@ -55,6 +69,8 @@ from allranks.model.cluster import Member, MemberLost, Quorum
 from allranks.model.stacks import Capture, ProcessCapture, Snapshot
 from allranks.stacks.bundle import encode as encode_bundle
 from allranks.stacks.bundle import read_capture
+from allranks.stacks.debug_config import read_debug_options
+from allranks.stacks.raw_files import read_raw
 from allranks.stacks.tool_output import (
     parse_faulthandler,
     parse_gdb,
@@ -135,6 +151,34 @@ def from_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], No
     return write_and_read
 
 
+def read_evidence(data: bytes) -> None:
+    """What another node sent for an incident."""
+    with tempfile.TemporaryDirectory(prefix="allranks-fuzz-") as folder:
+        unpack_part(data, Path(folder), limit=1 << 20)
+
+
+def read_doctor_answers(data: bytes) -> None:
+    """Of several nodes, and what differs between them."""
+    compare(read_answers(data.decode("utf-8", "replace").splitlines(), "stdin"))
+
+
+def _evidence() -> bytes:
+    with tempfile.TemporaryDirectory(prefix="allranks-fuzz-") as made:
+        folder = Path(made)
+        for name, data in (("boxes/rank-0.box", bytes(range(256))), ("stacks/rank0.txt", PYSPY)):
+            (folder / name).parent.mkdir()
+            (folder / name).write_bytes(data)
+        return pack_part(folder, ["rank 3: no answer"])
+
+
+def _dcp_metadata(protocol: int) -> bytes:
+    size, kind = torch.Size([4]), TensorProperties(torch.float32)
+    chunk = ChunkStorageMetadata(torch.Size([0]), size)
+    return pickle.dumps(
+        Metadata({"w": TensorStorageMetadata(kind, size, [chunk]), "n": BytesStorageMetadata()}), protocol
+    )
+
+
 PART = Part(0, "rank-00000.index", 100, "0" * 64, 4096, ("checkpoint_step_00000003",))
 MANIFEST = encode_manifest(Manifest(7, 0, 1, 1.5, "attempt", (PART,), {"loss": 0.5}, job="job"))
 INDEX = encode_index(
@@ -185,6 +229,12 @@ INCIDENT = json.dumps(
     {"schema": 1, "incident": "20260101-000000-hang", "kind": "hang", "opened": 1.5, "job": "j", "reason": "r",
      "verdict": {"ranks": [1], "sentence": "s"}}
 ).encode()  # fmt: skip
+OBSERVED = b'{"reason": "silent", "quiet_s": 9.5, "marked": [0, 1], "told": {"cause": "rank_died", "ranks": [1], "sentence": "s"}}'
+DOCTOR = b"\n".join(
+    json.dumps({"facts": {"host": host, "torch": "2.9", "gpus": 8, "clock_offset_s": 0.1}}).encode()
+    for host in "ab"
+)
+DEBUG = b"debug:\n  output_dir: logs/{job_id}\n  triggers: {at_seconds: [1, 60], patterns: ['NCCL']}\n"
 DRILL = b"seed: 5\nfaults:\n  - {kind: kill, rank: 1, at_step: 12}\n  - {kind: hang, rank: 0, at_step: [1, 9], for_s: 2}\n"
 
 
@@ -232,6 +282,15 @@ TARGETS = {
     "stacks as text": Target(read_stacks, [PYSPY, FAULTHANDLER, GDB]),
     "stacks of py-spy": Target(read_pyspy_json, [PYSPY_JSON], (ValueError, RecursionError)),
     "stacks bundle": Target(from_file("bundle.json", read_capture), [BUNDLE]),
+    "debug section": Target(from_file("debug.yaml", read_debug_options), [DEBUG]),
+    "doctor: job file": Target(from_file("job.yaml", lambda path: _with_config(DoctorOptions(), path)), SECTIONS),
+    "doctor: answers of nodes": Target(read_doctor_answers, [DOCTOR, DOCTOR.splitlines()[0]]),
+    "folder of stack files": Target(
+        from_file("raw/rank0.pyspy.txt", lambda path: read_raw(path.parent)), [PYSPY, FAULTHANDLER, GDB]
+    ),
+    "metadata of DCP": Target(from_file("dcp/.metadata", lambda path: read_metadata(path.parent)), [_dcp_metadata(2), _dcp_metadata(4)]),
+    "evidence of a node": Target(read_evidence, [_evidence()]),
+    "what an agent saw": Target(from_file("seen/observed.json", lambda path: read_observed(path.parent)), [OBSERVED]),
     "incident": Target(from_file("1/incident.json", lambda path: read_incidents(path.parents[1])), [INCIDENT]),
 }  # fmt: skip
 

@@ -142,16 +142,19 @@ def _with_config(options: DoctorOptions, path: Path) -> DoctorOptions:
     """Adds what a job configuration names: folders, bucket, etcd."""
     import yaml
 
+    cure = f"every mistake with its line: allranks config check {path}"
     try:
         content = yaml.safe_load(path.read_text()) or {}
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, RecursionError) as error:
-        raise InputError(
-            f"{path} is not valid YAML: {error}",
-            hint=f"every mistake with its line: allranks config check {path}",
-        ) from error
-    checkpoint, elastic = content.get("checkpoint") or {}, content.get("elastic") or {}
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not valid YAML: {error}", hint=cure) from error
+    sections = (
+        [content.get(name) or {} for name in ("checkpoint", "elastic")] if isinstance(content, dict) else []
+    )
+    if not sections or not all(isinstance(section, dict) for section in sections):
+        raise InputError(f"{path} is no job file: sections of keys and values are needed", hint=cure)
+    checkpoint, elastic = sections
     changes: dict[str, object] = {}
     if checkpoint.get("nvme_path"):
         changes["checkpoint_folders"] = (*options.checkpoint_folders, str(checkpoint["nvme_path"]))

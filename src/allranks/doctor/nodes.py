@@ -54,10 +54,10 @@ def read_answers(lines: Iterable[str], name: str) -> list[dict[str, object]]:
     text = "\n".join(lines)
     try:
         found = [json.loads(text)]
-    except ValueError:
+    except (ValueError, RecursionError):
         try:
             found = [json.loads(line) for line in text.splitlines() if line.strip()]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{name} holds no answers of `allranks doctor --json`: {error}") from error
     facts = [answer.get("facts") for answer in found if isinstance(answer, dict)]
     if not facts or not all(isinstance(each, dict) for each in facts):
@@ -86,8 +86,8 @@ def _agree(nodes: Sequence[Mapping[str, object]], fact: str, worst: str, cost: s
 
 
 def _clocks(nodes: Sequence[Mapping[str, object]]) -> Check:
-    known = [(n["clock_offset_s"], str(n.get("host"))) for n in nodes]
-    offsets = sorted((float(o), host) for o, host in known if isinstance(o, (int, float)))
+    known = [(n.get("clock_offset_s"), str(n.get("host"))) for n in nodes]
+    offsets = sorted((float(o), host) for o, host in known if isinstance(o, (int, float)) and abs(o) < 1e18)
     if len(offsets) < 2:
         return Check("clocks across nodes", "skipped", "needs `allranks doctor --lighthouse` on each node")
     (low, first), (high, last) = offsets[0], offsets[-1]

@@ -15,8 +15,11 @@ import socket
 import threading
 import time
 import zipfile
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+
+import msgspec
 
 from allranks.channel.addresses import join_address, split_address
 from allranks.channel.frames import (
@@ -41,6 +44,13 @@ UPLOAD_S = 20.0
 PURPOSE = "evidence"  # names the key that both sides prove
 MAX_REQUEST_BYTES = 16 << 10
 EARLY_S = 2.0  # a part may arrive before its leader has opened a folder for it
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """part.json."""
+
+    missing: tuple[str, ...] = ()
 
 
 @dataclass
@@ -181,15 +191,17 @@ def unpack_part(data: bytes, folder: Path, *, limit: int = MAX_BYTES) -> list[st
             for entry in entries:
                 if entry.filename != FACTS:
                     _write(folder, entry.filename, pack.read(entry))
-            facts = json.loads(pack.read(FACTS)) if FACTS in pack.namelist() else {}
-    except (zipfile.BadZipFile, KeyError, ValueError, OSError) as error:
+            facts = (
+                msgspec.json.decode(pack.read(FACTS), type=_Facts) if FACTS in pack.namelist() else _Facts()
+            )
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError, OSError) as error:
         raise InputError(f"a part that cannot be read: {error}") from error
-    return [str(item) for item in facts.get("missing", ())]
+    return list(facts.missing)
 
 
 def _write(folder: Path, name: str, data: bytes) -> None:
     place = PurePosixPath(name)
-    if place.is_absolute() or ".." in place.parts or place.parts[0] not in ("boxes", "stacks"):
+    if place.is_absolute() or ".." in place.parts or place.parts[:1] not in (("boxes",), ("stacks",)):
         raise InputError(f"a part with a file {name!r}")
     target = folder / place
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
+
+import msgspec
 
 from allranks.diagnose import DiagnoseOptions, diagnose
 from allranks.errors import AllranksError
@@ -58,18 +60,9 @@ class Observed:
 def read_observed(folder: Path) -> Observed | None:
     """What the agent kept; None when there is nothing, or nothing readable."""
     try:
-        found = json.loads((folder / FILE).read_text())
-    except (OSError, ValueError):
+        return msgspec.json.decode((folder / FILE).read_bytes(), type=Observed)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    if not isinstance(found, dict):
-        return None
-    facts: dict[str, Any] = {
-        field.name: tuple(found[field.name]) if isinstance(found[field.name], list) else found[field.name]
-        for field in fields(Observed)
-        if field.name in found
-    }
-    told = facts.pop("told", None)
-    return Observed(**facts, told=_finding(told) if isinstance(told, dict) else None)
 
 
 def judge_folder(
@@ -212,11 +205,6 @@ def _diagnose(boxes: Path, report: StacksReport | None, observed: Observed) -> D
     loaded = load_paths([str(boxes)], LoadOptions())
     options = DiagnoseOptions(now_ns=observed.taken_ns)
     return diagnose(loaded.traces, loaded.files, stacks=now.values(), options=options)
-
-
-def _finding(told: dict[str, Any]) -> Finding:
-    plain = ("cause", "sentence", "group", "sequence", "confidence", "where")
-    return Finding(ranks=tuple(told.get("ranks") or ()), **{key: told[key] for key in plain if key in told})
 
 
 def _python_frames(state: RankState) -> tuple[Frame, ...]:
