@@ -10,8 +10,10 @@ DEBIAN := etcd-server etcd-client chromium fonts-dejavu-core slurmctld slurmd sl
 demo: $(STAMP)
 	$(BIN)/allranks demo
 
+# Many tests wait for processes, so one worker more than there are cores; WORKERS=0 runs them in order.
+WORKERS ?= $(shell expr $$(nproc) + 1)
 test: $(STAMP) packages
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 # The versions of Python and torch that we promise, each in an environment of its own.
 test-all:
