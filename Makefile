@@ -10,8 +10,8 @@ DEBIAN := etcd-server etcd-client chromium fonts-dejavu-core slurmctld slurmd sl
 demo: $(STAMP)
 	$(BIN)/allranks demo
 
-# Many tests wait for processes, so one worker more than there are cores; WORKERS=0 runs them in order.
-WORKERS ?= $(shell expr $$(nproc) + 1)
+# Many tests wait for processes, so there are more workers than cores; WORKERS=0 runs them in order.
+WORKERS ?= $(shell expr $$(nproc) + 2)
 test: $(STAMP) packages
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from hypothesis import given, settings
@@ -21,12 +22,14 @@ from tests.ports import HeldPort
 from allranks.lighthouse.codec import PREAMBLE, encode
 from allranks.lighthouse.connection import Listener
 from allranks.lighthouse.grpc_relay import PREFACE, Relay
+from allranks.lighthouse.grpc_server import MAX_REPLICAS, TorchftServer
 from allranks.lighthouse.grpc_wire import (
     BadMessage,
     decode_heartbeat_request,
     decode_member,
     decode_quorum_request,
     encode_member,
+    encode_quorum_request,
     encode_quorum_response,
 )
 from allranks.lighthouse.messages import Hello
@@ -124,6 +127,45 @@ def test_connections_to_torchfts_port_that_call_nothing_are_bounded() -> None:
         server.close()
 
     asyncio.run(asyncio.wait_for(play(), 120))
+
+
+class Caller:
+    """gRPC's view of a client."""
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:5"
+
+    async def abort(self, code: object, details: str) -> NoReturn:
+        raise ConnectionRefusedError(details)
+
+
+def test_names_without_end_fill_no_memory() -> None:
+    """torchft's protocol has no token: names that are too long or too many are not kept; known ones go on."""
+
+    async def play() -> None:
+        service = Service(Options(), asyncio.get_running_loop())
+        server = TorchftServer(service)
+        for name in ("x" * 300, "a\x1b[31m"):
+            await server.heartbeat(_heartbeat(name), Caller())
+            assert not server.peers and not service.state.replicas
+            with pytest.raises(ConnectionRefusedError, match="printable"):
+                await server.quorum(encode_quorum_request(Member(name)), Caller())
+        for number in range(MAX_REPLICAS + 10):
+            await server.heartbeat(_heartbeat(f"r{number}"), Caller())
+        assert len(server.peers) == len(service.state.replicas) == MAX_REPLICAS
+        with pytest.raises(ConnectionRefusedError, match=f"{MAX_REPLICAS} replicas are here already"):
+            await server.quorum(encode_quorum_request(Member("one more")), Caller())
+        await server.heartbeat(_heartbeat("r0"), Caller())
+        service.close()
+
+    asyncio.run(asyncio.wait_for(play(), 60))
+
+
+def _heartbeat(name: str) -> bytes:
+    """Field 1: the replica's name."""
+    data = name.encode()
+    size = bytes([len(data)]) if len(data) < 128 else bytes([len(data) & 127 | 128, len(data) >> 7])
+    return b"\x0a" + size + data
 
 
 def test_torchfts_port_speaks_none_of_our_frames() -> None:

@@ -37,8 +37,9 @@ _OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
     ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.max_receive_message_length", 16 << 10),
 )
+MAX_REPLICAS = 4096  # torchft's protocol has no token: whoever comes may say any number of names
 
 
 class CallContext(Protocol):
@@ -97,11 +98,12 @@ class TorchftServer:
         except BadMessage as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         peer = self._peer(member.replica, context)
-        if peer.session is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "this lighthouse does not lead or is closing")
+        if isinstance(peer, Refused):
+            await context.abort(grpc.StatusCode.UNAVAILABLE, peer.message)
         call: asyncio.Future[Quorum] = asyncio.get_running_loop().create_future()
         peer.waiting.append(call)
         session = peer.session
+        assert session is not None
         refused = self.service.join(session, member)
         if refused is not None:
             peer.waiting.remove(call)
@@ -132,7 +134,7 @@ class TorchftServer:
         except BadMessage as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         peer = self._peer(name, context)
-        if peer.session is not None:
+        if isinstance(peer, GrpcPeer) and peer.session is not None:
             self.service.heard(peer.session)
         return b""
 
@@ -148,17 +150,23 @@ class TorchftServer:
                 if peer.session is not None:
                     self.service.disconnected(peer.session, peer, clean=True)
 
-    def _peer(self, name: str, context: CallContext) -> GrpcPeer:
+    def _peer(self, name: str, context: CallContext) -> GrpcPeer | Refused:
         """The replica's peer; says hello to the service when it is new or was declared lost."""
         port = int(context.peer().rsplit(":", 1)[1])
         address = self.relay.called(port) if self.relay is not None else "?"
-        peer = self.peers.setdefault(name, GrpcPeer(address))
-        peer.ports.add(port)
+        peer = self.peers.pop(name, None)
+        if peer is None and len(self.peers) >= MAX_REPLICAS:
+            return Refused("full", f"{MAX_REPLICAS} replicas are here already")
+        peer = peer or GrpcPeer(address)
         known = self.service.sessions.get(name, 0)
         if peer.session is None or known is not peer.session:
             node = address.rsplit(":", 1)[0]
             answer = self.service.hello(peer, Hello(replica=name, session=name, node=node))
-            peer.session = answer if isinstance(answer, Session) else None
+            if isinstance(answer, Refused):
+                return answer
+            peer.session = answer
+        peer.ports.add(port)
+        self.peers[name] = peer
         return peer
 
 

@@ -33,6 +33,7 @@ from allranks.model.cluster import Evicted, LetIn, Member, MemberLeft, MemberLos
 log = logging.getLogger("allranks.lighthouse")
 
 T = TypeVar("T")
+MAX_NAME = 256  # characters of the name of a replica or a node
 _REMEMBERED = 10_000  # sessions of the past that are still known
 _PONG = encode(Pong())
 
@@ -138,9 +139,13 @@ class Service:
             return Refused("draining", "this lighthouse is closing", self.leader)
         if not self.leading:
             return Refused("moved", "this lighthouse does not lead", self.leader)
-        if not all(map(str.isprintable, (hello.replica, hello.node, hello.session))):
+        if not all(
+            len(name) <= MAX_NAME and name.isprintable()
+            for name in (hello.replica, hello.node, hello.session)
+        ):
             return Refused(
-                "garbage", "names of replicas and nodes must be printable, without control characters"
+                "garbage",
+                f"names of replicas and nodes must be printable, without control characters, and have at most {MAX_NAME}",
             )
         observer = hello.role == "observer"
         name = hello.replica or f"{hello.node or 'observer'}#{hello.session[:8] or uuid.uuid4().hex[:8]}"
