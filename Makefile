@@ -13,7 +13,7 @@ demo: $(STAMP)
 # Many tests wait for processes, so there are more workers than cores; WORKERS=0 runs them in order.
 WORKERS ?= $(shell expr $$(nproc) + 2)
 test: $(STAMP) packages
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The versions of Python and torch that we promise, each in an environment of its own.
 test-all:

@@ -23,7 +23,12 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+#: Folders whose tests start jobs; workers take their files first, so that none is left to one worker at the end.
+LONG = {"checkpoint", "diagnose", "elastic_runs", "integrations", "launch", "lighthouse", "loop", "manager"}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent.name not in LONG)
     for item in items:
         if item.get_closest_marker("soak") and not config.getoption("--soak"):
             item.add_marker(pytest.mark.skip(reason="long: run `make test ARGS=--soak`"))
