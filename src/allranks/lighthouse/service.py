@@ -240,7 +240,7 @@ class Service:
         """A heartbeat that says something."""
         if beat.step >= 0 and beat.step != session.step:
             session.step = beat.step
-            self.training.note_step(session.replica, beat.step, time.time())
+            self.training.note_step(session.replica, beat.step, session.heard)
         if beat.progress >= 0:
             session.progress = beat.progress
         session.idle_s, session.health = beat.idle_s, beat.health
@@ -270,7 +270,7 @@ class Service:
             return None
         session.asking = signed(member, session)
         session.step = max(session.step, member.step)
-        self.training.note_step(name, session.step, time.time())
+        self.training.note_step(name, session.step, self.now())
         ranks = self.sessions.of(name)
         if name in self.state.replicas and sum(1 for each in ranks if each.asking) >= session.connections:
             self.state.ask(self.now(), name, merged(ranks) if len(ranks) > 1 else session.asking)

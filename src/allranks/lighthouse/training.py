@@ -5,6 +5,7 @@ Steps come from heartbeats (replicas, and agents that read them off black boxes)
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from statistics import median
 from allranks.lighthouse.status import Departed, StatusEvent, StepSample, TrainingStatus
 from allranks.model.nodes import AGENT
 
+NOTE_S = 0.05  # steps that follow each other faster are noted together
 SAMPLE_S = 1.0  # at most one sample of the step in this time
 MAX_SAMPLES = 900
 RATE_S = 15.0  # the speed is measured over so long
@@ -48,31 +50,37 @@ class TrainingView:
     departed: dict[str, Departed] = field(default_factory=dict)
     step: int = -1
     _steps: dict[str, int] = field(default_factory=dict)
-    _moved: float = 0.0  # when the step changed last
+    _noted: int = -1  # the step at `_moved`
+    _moved: float = -NOTE_S  # when the step changed last, to NOTE_S
+    _sampled: float = -SAMPLE_S
     _gaps: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     _rates: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=120))
     _left_at: dict[str, float] = field(default_factory=dict)
     _absences: deque[float] = field(default_factory=lambda: deque(maxlen=10))
 
-    def note_step(self, source: str, step: int, wall: float) -> None:
-        """A heartbeat told a step."""
+    def note_step(self, source: str, step: int, now: float) -> None:
+        """A heartbeat told a step. With thousands of replicas nothing may be looked through here."""
         if step < 0:
             return
         before, self._steps[source] = self._steps.get(source, -1), step
-        if step == self.step or (step < self.step and before < self.step):
-            return  # most heartbeats: with thousands of replicas nothing may be looked through here
-        highest = step if step > self.step else max(self._steps.values())
-        if highest == self.step:
-            return
-        now = self.now()
-        if self.step >= 0 and highest > self.step:
-            self._gaps.append((now - self._moved) / (highest - self.step))
-        if highest < self.step:
+        if step > self.step:
+            self.step = step
+            if now - self._moved >= NOTE_S:
+                self._note(now)
+        elif before == self.step != step and max(self._steps.values()) < self.step:
+            self.step = self._noted = max(self._steps.values())
             self._rates.clear()  # started again from a checkpoint
-        self.step, self._moved = highest, now
-        self._rates.append((now, highest))
-        if not self.samples or wall - self.samples[-1].at >= SAMPLE_S:
-            self.samples.append(StepSample(round(wall, 2), highest))
+            self._note(now)
+
+    def _note(self, now: float) -> None:
+        """The step has changed since it was noted last."""
+        if 0 <= self._noted < self.step:
+            self._gaps.append((now - self._moved) / (self.step - self._noted))
+        self._noted, self._moved = self.step, now
+        self._rates.append((now, self.step))
+        if now - self._sampled >= SAMPLE_S:
+            self._sampled = now
+            self.samples.append(StepSample(round(time.time(), 2), self.step))
 
     def happened(self, event: StatusEvent) -> None:
         """A replica came or went."""
