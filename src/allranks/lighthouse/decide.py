@@ -77,9 +77,9 @@ def _nobody(now: float, state: QuorumState, options: Options) -> tuple[Wait, str
 def _starting(now: float, state: QuorumState, options: Options) -> tuple[Wait, str] | None:
     if now >= state.settling_until or _all_expected(state, options):
         return None
-    asking = _count(len(state.asking), "asks", "ask")
+    joined = _count(len(state.asking), "replica", "replicas")
     return Wait("starting", until=_earliest(state.settling_until, state)), (
-        f"{asking}, but this lighthouse is new: members of an earlier quorum come first, if there are any"
+        f"{joined} joined, but this lighthouse is new: members of an earlier quorum come first, if there are any"
     )
 
 
@@ -115,7 +115,8 @@ def _stragglers(now: float, state: QuorumState, options: Options) -> tuple[Wait,
         return None
     what, number = ("member", f" of quorum {state.number}") if by_last else ("connected replica", "")
     not_yet = _count(len(idle), f"{what}{number} does", f"{what}s{number} do")
-    reason = f"{_count(len(state.asking), 'asks', 'ask')}, {not_yet} not yet: waiting for {listed(idle)}"
+    joined = _count(len(state.asking), "replica", "replicas")
+    reason = f"{joined} joined, {not_yet} not yet: waiting for {listed(idle)}"
     return Wait("stragglers", _some(idle), _earliest(deadline, state)), reason
 
 
@@ -126,7 +127,7 @@ def _expected(now: float, state: QuorumState, options: Options) -> tuple[Wait, s
     if now >= deadline:
         return None
     return Wait("expected", until=_earliest(deadline, state)), (
-        f"{_count(len(state.asking), 'asks', 'ask')}, the first quorum waits for {options.expect_replicas}"
+        f"{_count(len(state.asking), 'replica', 'replicas')} joined, the first quorum waits for {options.expect_replicas}"
     )
 
 
