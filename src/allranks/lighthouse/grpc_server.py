@@ -39,7 +39,7 @@ _OPTIONS = (
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_receive_message_length", 16 << 10),
 )
-MAX_REPLICAS = 4096  # torchft's protocol has no token: whoever comes may say any number of names
+MAX_REPLICAS = 2048  # torchft's protocol has no token: whoever comes may say any number of names
 
 
 class CallContext(Protocol):
