@@ -234,7 +234,7 @@ DOCTOR = b"\n".join(
     json.dumps({"facts": {"host": host, "torch": "2.9", "gpus": 8, "clock_offset_s": 0.1}}).encode()
     for host in "ab"
 )
-DEBUG = b"debug:\n  output_dir: logs/{job_id}\n  triggers: {at_seconds: [1, 60], patterns: ['NCCL']}\n"
+DEBUG = b"debug:\n  output_dir: logs/{job_id}\n  patterns: ['NCCL']\n  triggers: {at_seconds: [1, 60], rank_lost: true}\n"
 DRILL = b"seed: 5\nfaults:\n  - {kind: kill, rank: 1, at_step: 12}\n  - {kind: hang, rank: 0, at_step: [1, 9], for_s: 2}\n"
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
+
+from allranks.errors import AllranksError
 
 from .fuzz import TARGETS, fuzz
 
@@ -17,6 +21,23 @@ def test_changed_bytes_are_refused_or_read(target: str) -> None:
 @pytest.mark.parametrize("target", sorted(TARGETS))
 def test_a_hundred_thousand_changed_inputs(target: str) -> None:
     assert fuzz(target, 100_000).failed == ""
+
+
+@pytest.mark.parametrize("section", ["faults", "debug", "checkpoint"])
+@pytest.mark.parametrize("target", ["config", "drill plan", "debug section", "doctor: job file"])
+def test_aliases_of_aliases_do_not_take_all_memory(target: str, section: str) -> None:
+    """Nine lines that would be a thousand million values; also when an error would show them."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    for text in (
+        f"{section}: *a8",
+        f"{section}: [*a8]",
+        f"{section}: {{output_dir: *a8, nvme_path: *a8, kind: *a8}}",
+    ):
+        with suppress(AllranksError):  # or it is read, as far as it concerns this reader
+            TARGETS[target].read("\n".join([*lines, text, ""]).encode())
+    with suppress(AllranksError):
+        TARGETS[target].read(f"{section}: &itself [*itself]\n".encode())
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS))

@@ -14,6 +14,7 @@ from typing import Any
 from allranks.doctor.checks import Check, DoctorOptions, run_checks
 from allranks.doctor.explain import Explanation, Match, explain, parse_line, read_lines
 from allranks.errors import InputError
+from allranks.model.text import read_yaml
 
 _MARKS = {
     "ok": ("ok", "32"),
@@ -140,14 +141,12 @@ def _tell(found: list[Check], args: argparse.Namespace, **more: Any) -> int:
 
 def _with_config(options: DoctorOptions, path: Path) -> DoctorOptions:
     """Adds what a job configuration names: folders, bucket, etcd."""
-    import yaml
-
     cure = f"every mistake with its line: allranks config check {path}"
     try:
-        content = yaml.safe_load(path.read_text()) or {}
+        content = read_yaml(path.read_text()) or {}
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError(f"{path} is not valid YAML: {error}", hint=cure) from error
     sections = (
         [content.get(name) or {} for name in ("checkpoint", "elastic")] if isinstance(content, dict) else []

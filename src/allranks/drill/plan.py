@@ -19,10 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from allranks.drill.self_faults import STEP
 from allranks.errors import InputError
+from allranks.model.text import read_yaml
 
 #: kind -> (what it does, causes that a right verdict may name; empty: no verdict is expected)
 KINDS: dict[str, tuple[str, frozenset[str]]] = {
@@ -77,10 +76,10 @@ class DrillPlan:
 def read_plan(path: Path, *, ranks: int | None = None, ranks_per_replica: int = 1) -> DrillPlan:
     """Reads a plan and decides everything random in it; every mistake is an InputError that names its place."""
     try:
-        content = yaml.safe_load(path.read_text())
+        content = read_yaml(path.read_text())
     except OSError as error:
         raise InputError(f"cannot read the plan {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise InputError(f"{path} is neither YAML nor JSON: {error}") from error
     return make_plan(content, ranks=ranks, ranks_per_replica=ranks_per_replica, name=str(path))
 
@@ -113,7 +112,7 @@ def _fault(item: Any, place: str, dice: random.Random, ranks: int | None, per_re
         known = "Known: kind, rank or replica, at_step, at, for_s"
         raise InputError(f"{place} has unknown keys {sorted(map(str, unknown))}", hint=known)
     kind, at = item.get("kind"), item.get("at", STEP)
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise InputError(f"{place}: unknown kind {kind!r}", hint=f"Known kinds: {', '.join(KINDS)}")
     if not isinstance(at, str) or not at:
         raise InputError(f"{place}.at must be the name of a phase, got {at!r}")

@@ -27,6 +27,7 @@ from typing import Any, get_origin, get_type_hints
 
 from allranks.errors import ConfigurationError, InputError
 from allranks.model.options import check_options, key_of, meanings, option
+from allranks.model.text import read_yaml
 
 _TIME: dict[str, Any] = {"unit": "s", "at_least": 0}
 
@@ -111,13 +112,11 @@ OF_RUN = frozenset({"record", "watch", "hang_floor_s", "hang_cap_s", "startup_s"
 
 def read_debug_options(path: str | Path, base: DebugOptions | None = None) -> DebugOptions:
     """The `debug:` section of a YAML file, which may have none; other sections are none of our business."""
-    import yaml
-
     try:
-        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        document = read_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigurationError(f"{path} is no YAML: {error}") from error
     if not isinstance(document, dict):
         raise ConfigurationError(f"{path} has no sections", hint="see docs/stacks.md for a debug section")
