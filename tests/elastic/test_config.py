@@ -175,6 +175,20 @@ def test_merge_keys_and_aliases_work(tmp_path: Path) -> None:
     assert "aliases that multiply" in validate_config(_write(tmp_path, bomb)).errors[0]
 
 
+def test_a_serving_recipe_is_accepted_as_it_is(tmp_path: Path) -> None:
+    """Its own sections are named and not read, its debug section counts; a misspelt section is still an error."""
+    text = (
+        "name: dsr1\nmodel: {path: /models/dsr1}\nresources: {decode_nodes: 1}\nslurm: {time_limit: '04:00'}\n"
+        "backend: {type: sglang}\nbenchmark: {type: none}\ndebug: {enabled: true, wait_seconds: 7}\n"
+    )
+    result = validate_config(_write(tmp_path, text))
+    assert result.valid
+    warned = [w.path for w in result.warnings]  # type: ignore[attr-defined]
+    assert warned == ["name", "resources", "slurm", "backend", "benchmark"]
+    assert load_config(tmp_path / "job.yaml").debug.wait_seconds == 7
+    assert "Unknown section 'resource'" in validate_config(_write(tmp_path, "resource: {}\n")).errors[0]
+
+
 def test_the_harness_own_configuration_is_accepted(tmp_path: Path) -> None:
     """Old key names, the free-form model and the chaos section pass, the last with a word."""
     text = (

@@ -245,7 +245,10 @@ class JobConfig(Section):
 ALIASES = {("scaling", "rule"): "scaling_rule", ("data", "index_path"): "index"}
 
 #: Sections of other tools: accepted and not read, with a word on what to use.
-FOREIGN = {"chaos": "use a fault plan with `allranks drill --plan FILE`"}
+FOREIGN = {"chaos": "use a fault plan with `allranks drill --plan FILE`"} | dict.fromkeys(
+    ("name", "resources", "slurm", "frontend", "backend", "benchmark", "health_check", "output", "profiling"),
+    "it belongs to a serving recipe, of which only `debug` is used here",
+)
 
 
 def json_schema() -> dict[str, Any]:
