@@ -9,10 +9,7 @@ from __future__ import annotations
 from allranks.manager.groups.managed import ManagedDeviceMesh, ft_init_device_mesh, managed_device_mesh
 from allranks.manager.hsdp import replicate
 from allranks.manager.optimizer import Optimizer, OptimizerWrapper
-from allranks.torchft import checkpointing, coordination, local_sgd, manager, process_group
-from allranks.torchft.data import DistributedSampler
-from allranks.torchft.ddp import DistributedDataParallel
-from allranks.torchft.local_sgd import DiLoCo, LocalSGD
+from allranks.torchft import checkpointing, coordination, futures, manager, process_group
 from allranks.torchft.manager import Manager, WorldSizeMode
 from allranks.torchft.process_group import (
     ManagedProcessGroup,
@@ -23,7 +20,13 @@ from allranks.torchft.process_group import (
     ProcessGroupNCCL,
     ProcessGroupXCCL,
 )
-from allranks.torchft.small_modules import make_modules
+from allranks.torchft.small_modules import (
+    DiLoCo,
+    DistributedDataParallel,
+    DistributedSampler,
+    LocalSGD,
+    make_modules,
+)
 
 globals().update(make_modules(__name__))
 
@@ -47,7 +50,7 @@ __all__ = [
     "checkpointing",
     "coordination",
     "ft_init_device_mesh",
-    "local_sgd",
+    "futures",
     "managed_device_mesh",
     "manager",
     "process_group",

@@ -18,7 +18,7 @@ from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.groups.group_spec import GroupSpec, Seconds
 from allranks.manager.groups.managed import ManagedProcessGroup
 from allranks.manager.groups.nccl import ProcessGroupNCCL
-from allranks.torchft.work import DummyWork
+from allranks.torchft.small_modules import DummyWork
 
 __all__ = [
     "ErrorSwallowingProcessGroupWrapper",

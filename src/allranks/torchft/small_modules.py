@@ -1,4 +1,4 @@
-"""torchft's smallest modules, in one file: MODULES says which names each has, and the package makes modules of them.
+"""torchft's smaller modules, in one file: MODULES says which names each has, and the package makes modules of them.
 
 What has no counterpart here can be imported, and says what to use when it is called.
 """
@@ -8,23 +8,110 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from types import ModuleType
-from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import data
 
 from allranks.errors import ConfigurationError
+from allranks.manager.ddp import DistributedDataParallel
+from allranks.manager.diloco import DiLoCo
+from allranks.manager.local_sgd import LocalSGD
+from allranks.manager.manager import Manager
 from allranks.manager.optimizer import Optimizer, OptimizerWrapper
-from allranks.torchft import coordination
+from allranks.manager.sampler import DistributedSampler as Sampler
+from allranks.torchft import checkpointing, coordination
 
 log = logging.getLogger("allranks.torchft")
 
 
-def not_offered(name: str, instead: str) -> Any:
-    """A class of that name that cannot be made (nor called): both raise one sentence."""
+class DistributedSampler(Sampler):
+    """`replica_group_id` is what older versions of torchft called `replica_rank`."""
 
-    def refuse(self: object, *arguments: object, **named: object) -> None:
-        raise ConfigurationError(f"allranks.torchft does not offer {name}: {instead}")
+    def __init__(
+        self,
+        dataset: data.Dataset[object],
+        replica_rank: int | None = None,
+        num_replica_groups: int = 1,
+        group_rank: int | None = None,
+        num_replicas: int | None = None,
+        replica_group_id: int | None = None,
+        **options: object,
+    ) -> None:
+        rank = replica_rank if replica_rank is not None else replica_group_id
+        if rank is None:
+            raise TypeError("DistributedSampler needs replica_rank (or replica_group_id)")
+        super().__init__(dataset, rank, num_replica_groups, group_rank, num_replicas, **options)
 
-    return type(name, (), {"__init__": refuse, "__doc__": f"Not offered: {instead}.", "__module__": __name__})
+
+class PureDistributedDataParallel(nn.Module):
+    """One average per gradient, as soon as it is there. Slow; DistributedDataParallel sums up buckets."""
+
+    def __init__(self, manager: Manager, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+        def average(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                manager.allreduce(parameter.grad).wait()
+
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(average)
+
+    def forward(self, *inputs: object, **named: object) -> object:
+        return self.module(*inputs, **named)
+
+
+def extract_local_tensor(t: torch.Tensor) -> torch.Tensor:
+    """A copy of the tensor, of the local shard for a DTensor; without a gradient."""
+    local = t.to_local() if isinstance(t, DTensor) else t
+    return local.detach().clone().requires_grad_(t.requires_grad)
+
+
+class DummyWork(dist._Work):
+    """Succeeded at once with `result`."""
+
+    def __init__(self, result: object) -> None:
+        super().__init__()
+        self._result = result
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[object]:
+        done: torch.futures.Future[object] = torch.futures.Future()
+        done.set_result(self._result)
+        return done
+
+
+def get_stream_context(stream: torch.Stream | None) -> AbstractContextManager[object]:
+    """Work inside runs on `stream`; nothing changes for None or without an accelerator."""
+    if stream is None or not torch.cuda.is_available():
+        return nullcontext()
+    context: AbstractContextManager[object] = torch.cuda.stream(stream)
+    return context
+
+
+def record_event() -> torch.cuda.Event | None:
+    """An event in the current stream, which is returned; None without an accelerator."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.current_stream().record_event(torch.cuda.Event(interprocess=True))
+
+
+def synchronize() -> None:
+    """Waits for the current stream."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
 
 
 def setup_logger(name: str) -> None:
@@ -39,62 +126,66 @@ def shutdown_logger() -> None:
     """Nothing was opened."""
 
 
-MODULES: dict[str, tuple[str, dict[str, Any]]] = {
-    "_torchft": (
-        "Where torchft's compiled servers and clients live.",
-        {name: getattr(coordination, name) for name in coordination.__all__},
+def not_offered(name: str, instead: str) -> type:
+    """A class of that name that cannot be made (nor called): both raise one sentence."""
+
+    def refuse(self: object, *arguments: object, **named: object) -> None:
+        raise ConfigurationError(f"allranks.torchft does not offer {name}: {instead}")
+
+    return type(name, (), {"__init__": refuse, "__doc__": f"Not offered: {instead}.", "__module__": __name__})
+
+
+def _named(*things: type) -> dict[str, object]:
+    return {one.__name__: one for one in things}
+
+
+def _not_offered(name: str, instead: str) -> dict[str, object]:
+    return {name: not_offered(name, instead)}
+
+
+#: module -> its names
+MODULES: dict[str, Mapping[str, object]] = {
+    "_torchft": {name: getattr(coordination, name) for name in coordination.__all__},
+    "checkpointing.http_transport": _named(checkpointing.HTTPTransport),
+    "checkpointing.pg_transport": _named(checkpointing.PGTransport),
+    "checkpointing.transport": _named(checkpointing.CheckpointTransport),
+    "collectives": _not_offered(
+        "allreduce_quantized", "use Manager.allreduce, which reduces in full precision"
+    )
+    | _not_offered("reduce_scatter_quantized", "use the group's reduce_scatter"),
+    "data": _named(DistributedSampler),
+    "ddp": _named(DistributedDataParallel, PureDistributedDataParallel),
+    "local_sgd": _named(DiLoCo, LocalSGD) | {"extract_local_tensor": extract_local_tensor},
+    "optim": {"Optimizer": Optimizer, "OptimizerWrapper": OptimizerWrapper},
+    "otel": {"setup_logger": setup_logger, "shutdown": shutdown_logger},
+    "parameter_server": _not_offered(
+        "ParameterServer", "configure a ProcessGroupGloo of two ranks yourself for each session"
     ),
-    "optim": (
-        "The optimizer that steps when all commit.",
-        {"Optimizer": Optimizer, "OptimizerWrapper": OptimizerWrapper},
+    "torchcomms": _not_offered(
+        "ProcessGroupTorchComms", "use ProcessGroupNCCL (CUDA) or ProcessGroupGloo (CPU)"
     ),
-    "otel": (
-        "Accepted: the manager logs through `logging`, the lighthouse serves /metrics for Prometheus.",
-        {"setup_logger": setup_logger, "shutdown": shutdown_logger},
-    ),
-    "collectives": (
-        "FP8 collectives.",
-        {
-            "allreduce_quantized": not_offered(
-                "allreduce_quantized", "use Manager.allreduce, which reduces in full precision"
-            ),
-            "reduce_scatter_quantized": not_offered(
-                "reduce_scatter_quantized", "use the group's reduce_scatter"
-            ),
-        },
-    ),
-    "parameter_server": (
-        "A server of parameters.",
-        {
-            "ParameterServer": not_offered(
-                "ParameterServer", "configure a ProcessGroupGloo of two ranks yourself for each session"
-            )
-        },
-    ),
-    "torchcomms": (
-        "Groups over torchcomms.",
-        {
-            "ProcessGroupTorchComms": not_offered(
-                "ProcessGroupTorchComms", "use ProcessGroupNCCL (CUDA) or ProcessGroupGloo (CPU)"
-            )
-        },
-    ),
-    "torchx": (
-        "The component that starts replicas.",
-        {
-            "hsdp": not_offered(
-                "torchx.hsdp", "start with `allranks run --replicas N --nproc-per-node M SCRIPT`"
-            )
-        },
-    ),
+    "torchx": {
+        "hsdp": not_offered("torchx.hsdp", "start with `allranks run --replicas N --nproc-per-node M SCRIPT`")
+    },
+    "utils": {
+        "get_stream_context": get_stream_context,
+        "record_event": record_event,
+        "synchronize": synchronize,
+    },
+    "work": {"DummyWork": DummyWork, "_DummyWork": DummyWork},
 }
 
 
 def make_modules(package: str) -> dict[str, ModuleType]:
-    """Makes them importable as modules of the package; returns them by name."""
+    """Makes them importable as modules of the package; returns those that are its attributes, by name."""
     made = {}
-    for name, (text, names) in MODULES.items():
-        made[name] = module = ModuleType(f"{package}.{name}", text)
+    for name, names in MODULES.items():
+        module = ModuleType(f"{package}.{name}", f"torchft.{name}: made by {__name__}.")
         vars(module).update(names, __all__=list(names))
         sys.modules[module.__name__] = module
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[f"{package}.{parent}"], last, module)
+        else:
+            made[name] = module
     return made

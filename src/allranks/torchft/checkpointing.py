@@ -1,4 +1,4 @@
-"""torchft.checkpointing.transport: how torchft's managers hand their state over.
+"""torchft.checkpointing and its modules: how torchft's managers hand their state over.
 
 Here the manager does that itself (checked, authenticated, without unpickling), so a transport is only a note that
 one was wanted. It cannot be used without a manager.
@@ -7,12 +7,16 @@ one was wanted. It cannot be used without a manager.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from allranks.errors import ConfigurationError
 
-__all__ = ["CheckpointTransport"]
+__all__ = ["CheckpointTransport", "HTTPTransport", "PGTransport"]
 
 T = TypeVar("T")
 
@@ -45,14 +49,34 @@ class AcceptedTransport(CheckpointTransport[T]):
     def metadata(self) -> str:
         return ""
 
-    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
         self._refuse()
 
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         self._refuse()
 
-    def _refuse(self) -> None:
+    def _refuse(self) -> NoReturn:
         raise ConfigurationError(
             f"{type(self).__name__} moves no state by itself: healing is part of the Manager; "
             "to save and load files use allranks.checkpoint"
         )
+
+
+class HTTPTransport(AcceptedTransport[T]):
+    """Accepted; no port is opened."""
+
+    def __init__(self, timeout: timedelta, num_chunks: int = 0) -> None:
+        self.timeout, self.num_chunks = timeout, num_chunks
+
+
+class PGTransport(AcceptedTransport[T]):
+    """Accepted; tensors that have their place in `state_dict` are received in place anyhow."""
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup | None,
+        timeout: timedelta,
+        device: torch.device | str,
+        state_dict: Callable[[], object] | None = None,
+    ) -> None:
+        self.timeout, self.device = timeout, device
