@@ -7,9 +7,10 @@ Runs in a rank.
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import accelerate
+import torch
 
 from allranks import record
 
@@ -17,22 +18,23 @@ from allranks import record
 class Accelerator(accelerate.Accelerator):
     """Counts optimizer steps by the backwards that synchronise; `pause_s` is how long saving may take."""
 
-    def __init__(self, *args: Any, pause_s: float = 1800.0, **named: Any) -> None:
+    def __init__(self, *args: object, pause_s: float = 1800.0, **named: object) -> None:
         super().__init__(*args, **named)
         self.pause_s = pause_s
         self.steps = 0  # begun; set it after a restore
 
-    def backward(self, loss: Any, **named: Any) -> None:
+    def backward(self, loss: torch.Tensor, **named: object) -> None:
         """Marks the step when this backward is the last of it."""
         super().backward(loss, **named)
         if self.sync_gradients:
             self.steps += 1
             record.step(self.steps)
 
-    def save_state(self, *args: Any, **named: Any) -> Any:
+    def save_state(self, *args: object, **named: object) -> Path:
         with record.expect("save", up_to_s=self.pause_s):
-            return super().save_state(*args, **named)
+            saved: Path = super().save_state(*args, **named)
+            return saved
 
-    def load_state(self, *args: Any, **named: Any) -> Any:
+    def load_state(self, *args: object, **named: object) -> None:
         with record.expect("load", up_to_s=self.pause_s):
-            return super().load_state(*args, **named)
+            super().load_state(*args, **named)

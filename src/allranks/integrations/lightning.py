@@ -11,7 +11,7 @@ its position in the training from another one. Automatic optimization with one o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypedDict
 
 import lightning.pytorch as pl
 import torch
@@ -30,23 +30,31 @@ from allranks.manager.groups.nccl import ProcessGroupNCCL
 from allranks.manager.manager import Manager
 
 
+class ReplicaState(TypedDict):
+    """What a replica that comes back takes from another one."""
+
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, object]
+    schedulers: list[dict[str, object]]
+
+
 class AllranksCallback(pl.Callback):
     """Marks every step, and announces validation as a pause of up to `pause_s` seconds."""
 
     def __init__(self, pause_s: float = 1800.0) -> None:
         self._silences = Silences(pause_s)
 
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
         self._silences.end()
         record.step(trainer.global_step)
 
-    def on_validation_start(self, *_: Any) -> None:
+    def on_validation_start(self, *_: object) -> None:
         self._silences.begin("validate")
 
-    def on_validation_end(self, *_: Any) -> None:
+    def on_validation_end(self, *_: object) -> None:
         self._silences.end()
 
-    def on_train_end(self, *_: Any) -> None:
+    def on_train_end(self, *_: object) -> None:
         self._silences.end()
         record.announce("after training", up_to_s=self._silences.up_to_s)
 
@@ -57,10 +65,10 @@ class _StepApplied(pl.Callback):
     def __init__(self, strategy: FaultTolerantStrategy) -> None:
         self.strategy = strategy
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.strategy.begin(trainer)
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_: object) -> None:
         self.strategy.manager.step_applied()
 
 
@@ -77,18 +85,18 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         device: torch.device | str = "cpu",
         manager: Manager | None = None,
         min_replica_size: int = 1,
-        **named: Any,
+        **named: object,
     ) -> None:
         super().__init__(device=device, **named)
         group = ProcessGroupNCCL() if self.root_device.type == "cuda" else ProcessGroupGloo()
         self.manager = manager or Manager(pg=group, min_replica_size=min_replica_size)
         self.manager.register_state_dict_fn("lightning", self._load_replica_state, self._replica_state)
-        self._trainer: Any = None
+        self._trainer: pl.Trainer
         self._sampler: ReplicaSampler | None = None
         self._batch_size = 1
         self._healed = False
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -104,7 +112,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         self.model = DistributedDataParallel(self.manager, self.lightning_module)
         trainer.callbacks.insert(0, _StepApplied(self))
 
-    def begin(self, trainer: Any) -> None:
+    def begin(self, trainer: pl.Trainer) -> None:
         """Steps end a training, also where the user counts epochs: all replicas make the same last step."""
         loop = trainer.fit_loop
         if loop.epoch_loop.max_steps < 0 and loop.max_epochs >= 0:
@@ -114,8 +122,12 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
             self.manager.load_state_dict({"step": trainer.global_step, "batches_committed": 0})
 
     def optimizer_step(
-        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **named: Any
-    ) -> Any:
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], torch.Tensor | None],
+        model: pl.LightningModule | None = None,
+        **named: object,
+    ) -> torch.Tensor | None:
         """The closure computes the gradients; they are applied when all commit, else computed again."""
         while True:
             self.manager.start_quorum()
@@ -149,7 +161,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
 
     # ---- what a replica that comes back is given ----
 
-    def _replica_state(self) -> dict[str, Any]:
+    def _replica_state(self) -> ReplicaState:
         schedulers = [config.scheduler.state_dict() for config in self.lr_scheduler_configs]
         return {
             "model": self.lightning_module.state_dict(),
@@ -157,7 +169,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
             "schedulers": schedulers,
         }
 
-    def _load_replica_state(self, given: dict[str, Any]) -> None:
+    def _load_replica_state(self, given: ReplicaState) -> None:
         self.lightning_module.load_state_dict(given["model"])
         self.optimizers[0].load_state_dict(given["optimizer"])
         for config, state in zip(self.lr_scheduler_configs, given["schedulers"], strict=True):

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import ray
 import ray.train
@@ -44,6 +44,8 @@ from allranks.lighthouse.web import http_protocol
 from allranks.model.nodes import AGENT
 from allranks.watch.silence import NoticeOptions
 
+P = ParamSpec("P")
+R = TypeVar("R")
 NEW_NODES_S = 5.0  # how often the driver looks for nodes that joined the cluster
 
 
@@ -63,10 +65,10 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
 
     def __init__(
         self,
-        train_loop_per_worker: Callable[..., Any],
-        *args: Any,
+        train_loop_per_worker: Callable[..., object],
+        *args: object,
         watch: RayWatch | None = RayWatch(),  # noqa: B008  (frozen)
-        **named: Any,
+        **named: object,
     ) -> None:
         run_config = named.get("run_config")
         name = getattr(run_config, "name", None) or f"ray-{time.strftime('%m%d-%H%M%S')}-{os.getpid()}"
@@ -74,7 +76,7 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
         pause_s = watch.pause_s if watch is not None else RayWatch.pause_s
         super().__init__(recorded(train_loop_per_worker, self.job, pause_s), *args, **named)
 
-    def fit(self) -> Any:
+    def fit(self) -> ray.train.Result:
         """As Ray's; the workers are watched until it returns."""
         with watching(self.job, self.watch) if self.watch is not None else contextlib.nullcontext():
             return super().fit()
@@ -83,13 +85,11 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
 # ---- in a worker ----
 
 
-def recorded(
-    train_loop: Callable[..., Any], job: str, pause_s: float = RayWatch.pause_s
-) -> Callable[..., Any]:
+def recorded(train_loop: Callable[P, R], job: str, pause_s: float = RayWatch.pause_s) -> Callable[P, R]:
     """The training function with a black box around it; for a Ray trainer that is not a TorchTrainer."""
 
     @functools.wraps(train_loop)
-    def recorded_loop(*args: Any, **named: Any) -> Any:
+    def recorded_loop(*args: P.args, **named: P.kwargs) -> R:
         from allranks.integrations.ray import (
             run_recorded,
         )  # a function of a script travels to the workers by value
@@ -100,8 +100,8 @@ def recorded(
 
 
 def run_recorded(
-    train_loop: Callable[..., Any], job: str, pause_s: float, args: tuple[Any, ...], named: dict[str, Any]
-) -> Any:
+    train_loop: Callable[..., R], job: str, pause_s: float, args: tuple[object, ...], named: dict[str, object]
+) -> R:
     """Runs the training function in the worker's training thread."""
     recorder = record.record(job=job, folder=node_folder(job))
     try:
@@ -120,9 +120,9 @@ def _announced_reports(pause_s: float) -> Iterator[None]:
     plain = ray.train.report
 
     @functools.wraps(plain)
-    def report(*args: Any, **named: Any) -> Any:
+    def report(*args: object, **named: object) -> None:
         with record.expect("report", up_to_s=pause_s):
-            return plain(*args, **named)
+            plain(*args, **named)
 
     ray.train.report = report
     try:
@@ -161,7 +161,7 @@ class _Cluster:
 
     def __init__(self, job: str, options: RayWatch, lighthouse: str, token: str) -> None:
         self.job, self.options, self.lighthouse, self.token = job, options, lighthouse, token
-        self._actors: dict[str, Any] = {}
+        self._actors: dict[str, ray.actor.ActorHandle] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="allranks-ray-nodes", daemon=True)
 

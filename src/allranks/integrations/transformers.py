@@ -13,10 +13,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from typing import Any
+from collections.abc import Iterator, Sized
+from typing import TypedDict
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerState
+from torch import nn
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import TrainOutput
 
 from allranks import record
 from allranks.errors import ConfigurationError
@@ -31,7 +35,19 @@ from allranks.manager.optimizer import OptimizerWrapper
 _OWN = frozenset(
     {"is_local_process_zero", "is_world_process_zero", "stateful_callbacks", "trial_name", "trial_params"}
 )
+Batches = tuple[
+    list[dict[str, torch.Tensor]], torch.Tensor | int | None
+]  # of one step, and their number of items
 _NEVER_ENDING = 1 << 20  # passes over the data: the number of steps ends a training, not the loops around it
+
+
+class ReplicaState(TypedDict):
+    """What a replica that comes back takes from another one."""
+
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, object]
+    scheduler: dict[str, object]
+    trainer: str  # the TrainerState as JSON
 
 
 class AllranksCallback(TrainerCallback):
@@ -40,18 +56,26 @@ class AllranksCallback(TrainerCallback):
     def __init__(self, pause_s: float = 1800.0) -> None:
         self._silences = Silences(pause_s)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         self._silences.end()
         record.step(state.global_step)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         if control.should_evaluate or control.should_save:
             self._silences.begin("evaluate" if control.should_evaluate else "save")
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object
+    ) -> None:
         self.on_step_end(args, state, control, **more)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         self._silences.end()
         record.announce("after training", up_to_s=self._silences.up_to_s)
 
@@ -64,7 +88,7 @@ class CommittedOptimizer(OptimizerWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optim.zero_grad(set_to_none)
 
-    def step(self, closure: Any = None) -> bool:
+    def step(self, closure: object = None) -> bool:
         self.committed = self.manager.should_commit()
         if self.committed:
             self.optim.step()
@@ -77,20 +101,28 @@ class _Steps(TrainerCallback):
     def __init__(self, trainer: FaultTolerantTrainer) -> None:
         self.trainer = trainer
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         if state.global_step:  # resumed from a checkpoint
             self.trainer.manager.load_state_dict({"step": state.global_step, "batches_committed": 0})
         state.num_train_epochs = self.trainer.epochs
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         self.trainer.manager.start_quorum()
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         self.trainer.optimizer._is_overflow = (
             not self.trainer.committing.committed
         )  # then the scheduler stays too
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         state.global_step = self.trainer.manager.current_step()
         state.epoch = state.global_step / self.trainer.steps_per_epoch
         self.trainer.manager.step_applied()
@@ -106,7 +138,7 @@ class FaultTolerantTrainer(Trainer):
     _first = True  # among those who take part: it saves
 
     def __init__(
-        self, *args: Any, manager: Manager | None = None, min_replica_size: int = 1, **named: Any
+        self, *args: object, manager: Manager | None = None, min_replica_size: int = 1, **named: object
     ) -> None:
         super().__init__(*args, **named)
         if self.accelerator.scaler is not None:
@@ -124,11 +156,11 @@ class FaultTolerantTrainer(Trainer):
         self.manager.register_state_dict_fn("trainer", self._load_replica_state, self._replica_state)
         self.steps_per_epoch = self.epochs = 1
         self._received = self._stale = 0  # batches of this pass that were used; that were read before a jump
-        self._batches: Any = None  # of the last step: it is made again when it was not committed
+        self._batches: Batches | None = None  # of the last step: it is made again when it was not committed
         self._sampler: ReplicaSampler | None = None
         self.callback_handler.callbacks.insert(0, _Steps(self))
 
-    def train(self, *args: Any, **named: Any) -> Any:
+    def train(self, *args: object, **named: object) -> TrainOutput:
         """As the Trainer's; leaves the other replicas at its end."""
         try:
             return super().train(*args, **named)
@@ -138,13 +170,15 @@ class FaultTolerantTrainer(Trainer):
 
     # ---- where the Trainer asks ----
 
-    def create_optimizer(self, *args: Any, **named: Any) -> Any:
+    def create_optimizer(self, *args: object, **named: object) -> torch.optim.Optimizer:
         optimizer = super().create_optimizer(*args, **named)
         if not isinstance(optimizer, CommittedOptimizer):
             self.committing = self.optimizer = CommittedOptimizer(self.manager, optimizer)
         return self.optimizer
 
-    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+    def _wrap_model(
+        self, model: nn.Module, training: bool = True, dataloader: DataLoader[object] | None = None
+    ) -> nn.Module:
         if not training or isinstance(model, DistributedDataParallel):
             return super()._wrap_model(model, training, dataloader) if not training else model
         prepared = self.accelerator.prepare_model(
@@ -152,30 +186,32 @@ class FaultTolerantTrainer(Trainer):
         )  # autocast; no second reduction
         return DistributedDataParallel(self.manager, prepared)
 
-    def training_step(self, model: Any, *args: Any, **named: Any) -> Any:
+    def training_step(self, model: nn.Module, *args: object, **named: object) -> torch.Tensor:
         if self.accelerator.sync_gradients:
             return super().training_step(model, *args, **named)
         with model.no_sync():
             return super().training_step(model, *args, **named)
 
-    def set_initial_training_values(self, *args: Any, **named: Any) -> Any:
+    def set_initial_training_values(self, *args: object, **named: object) -> tuple[int, ...]:
         epochs, self.steps_per_epoch, *rest = super().set_initial_training_values(*args, **named)
         self.epochs = epochs
         return (epochs + _NEVER_ENDING, self.steps_per_epoch, *rest)
 
-    def _get_train_sampler(self, *args: Any, **named: Any) -> Any:
-        usual = super()._get_train_sampler(*args, **named)
-        dataset = args[0] if args and args[0] is not None else self.train_dataset
+    def _get_train_sampler(self, train_dataset: Sized | None = None) -> Sampler[int] | None:
+        usual = super()._get_train_sampler(train_dataset)
+        dataset: Sized = self.train_dataset if train_dataset is None else train_dataset
         if usual is None:
             return None
         seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
-        shuffle = not isinstance(usual, torch.utils.data.SequentialSampler)
+        shuffle = not isinstance(usual, SequentialSampler)
         self.args.ignore_data_skip = True  # a resumed training finds its place by the step
         place = replica_number()
         self._sampler = ReplicaSampler(len(dataset), *place, seed=seed, shuffle=shuffle, on_pass=self._pass)
         return self._sampler
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any, **named: Any) -> Any:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[object], num_batches: int, *args: object, **named: object
+    ) -> Batches:
         if self._batches is not None and not self.committing.committed:
             return self._batches
         while self._stale > 0 and next(epoch_iterator, None) is not None:
@@ -192,22 +228,23 @@ class FaultTolerantTrainer(Trainer):
             self._first = manager.participating_rank() == 0
         return bool(super().is_world_process_zero()) and self._first
 
-    def save_model(self, *args: Any, **named: Any) -> None:
+    def save_model(self, *args: object, **named: object) -> None:
         if self.is_world_process_zero():
             super().save_model(*args, **named)
 
-    def _save_checkpoint(self, *args: Any, **named: Any) -> None:
+    def _save_checkpoint(self, *args: object, **named: object) -> None:
         if self.is_world_process_zero():
             with record.expect("save", up_to_s=1800.0):
                 super()._save_checkpoint(*args, **named)
 
-    def _evaluate(self, *args: Any, **named: Any) -> Any:
+    def _evaluate(self, *args: object, **named: object) -> dict[str, float]:
         with record.expect("evaluate", up_to_s=1800.0):
-            return super()._evaluate(*args, **named)
+            measured: dict[str, float] = super()._evaluate(*args, **named)
+        return measured
 
     # ---- what a replica that comes back is given ----
 
-    def _replica_state(self) -> dict[str, Any]:
+    def _replica_state(self) -> ReplicaState:
         state = {key: value for key, value in dataclasses.asdict(self.state).items() if key not in _OWN}
         return {
             "model": self.model.state_dict(),
@@ -216,7 +253,7 @@ class FaultTolerantTrainer(Trainer):
             "trainer": json.dumps(state, default=str),
         }
 
-    def _load_replica_state(self, given: dict[str, Any]) -> None:
+    def _load_replica_state(self, given: ReplicaState) -> None:
         self.model.load_state_dict(given["model"])
         self.committing.optim.load_state_dict(given["optimizer"])
         if self.lr_scheduler is not None:

@@ -6,8 +6,11 @@ another way here is accepted; what does not exist here raises one sentence that 
 
 from __future__ import annotations
 
+from allranks.manager.ddp import DistributedDataParallel
+from allranks.manager.diloco import DiLoCo
 from allranks.manager.groups.managed import ManagedDeviceMesh, ft_init_device_mesh, managed_device_mesh
 from allranks.manager.hsdp import replicate
+from allranks.manager.local_sgd import LocalSGD
 from allranks.manager.optimizer import Optimizer, OptimizerWrapper
 from allranks.torchft import checkpointing, coordination, futures, manager, process_group
 from allranks.torchft.manager import Manager, WorldSizeMode
@@ -20,13 +23,7 @@ from allranks.torchft.process_group import (
     ProcessGroupNCCL,
     ProcessGroupXCCL,
 )
-from allranks.torchft.small_modules import (
-    DiLoCo,
-    DistributedDataParallel,
-    DistributedSampler,
-    LocalSGD,
-    make_modules,
-)
+from allranks.torchft.small_modules import DistributedSampler, make_modules
 
 globals().update(make_modules(__name__))
 

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Hashable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 from allranks.channel.addresses import split_address
 from allranks.errors import MissingExtra
@@ -22,7 +21,7 @@ from allranks.lighthouse.grpc_wire import (
     number_field,
 )
 from allranks.lighthouse.options import Options, ServerOptions
-from allranks.lighthouse.server import Lighthouse
+from allranks.lighthouse.server import Lighthouse, OtherDoor
 from allranks.lighthouse.web import http_protocol
 from allranks.model.cluster import Member
 from allranks.torchft.manager_server import ManagerServer
@@ -143,7 +142,7 @@ class LighthouseServer:
         self.shutdown()
 
 
-def _grpc() -> list[Any]:
+def _grpc() -> list[OtherDoor]:
     from allranks.lighthouse.grpc_server import grpc_door
 
     try:

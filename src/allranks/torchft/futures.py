@@ -6,16 +6,19 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 __all__ = ["context_timeout", "future_timeout", "future_wait", "stream_timeout"]
 
 
-def future_timeout(fut: torch.futures.Future[Any], timeout: timedelta) -> torch.futures.Future[Any]:
+T = TypeVar("T")
+
+
+def future_timeout(fut: torch.futures.Future[T], timeout: timedelta) -> torch.futures.Future[T]:
     """Ends as `fut` does, or with TimeoutError when `fut` takes longer than `timeout`."""
-    limited: torch.futures.Future[Any] = torch.futures.Future()
+    limited: torch.futures.Future[T] = torch.futures.Future()
     first = threading.Lock()  # taken by whoever settles it, and never released
 
     def late() -> None:
@@ -24,7 +27,7 @@ def future_timeout(fut: torch.futures.Future[Any], timeout: timedelta) -> torch.
 
     timer = _timer(timeout, late)
 
-    def arrived(done: torch.futures.Future[Any]) -> None:
+    def arrived(done: torch.futures.Future[T]) -> None:
         timer.cancel()
         if not first.acquire(blocking=False):
             return
@@ -37,7 +40,7 @@ def future_timeout(fut: torch.futures.Future[Any], timeout: timedelta) -> torch.
     return limited
 
 
-def future_wait(fut: torch.futures.Future[Any], timeout: timedelta) -> Any:
+def future_wait(fut: torch.futures.Future[object], timeout: timedelta) -> object:
     """The result of `fut`; raises its error, or TimeoutError when it takes longer than `timeout`."""
     done = threading.Event()
     fut.add_done_callback(lambda _: done.set())

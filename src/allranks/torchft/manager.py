@@ -91,7 +91,10 @@ class Manager(AllranksManager):
         )
 
     def allreduce(
-        self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: Any = dist.ReduceOp.AVG
+        self,
+        tensor: torch.Tensor,
+        should_quantize: bool = False,
+        reduce_op: dist.ReduceOp = dist.ReduceOp.AVG,
     ) -> ManagedWork:
         """`should_quantize` is accepted: the tensor is reduced in its own precision."""
         if should_quantize and not self._told_quantize:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from allranks.errors import require
 from allranks.lighthouse.grpc_wire import (
@@ -27,30 +27,35 @@ from allranks.model.cluster import Member, Quorum
 from allranks.torchft.manager_service import (
     OPTIONS,
     GrpcCalls,
+    QuorumRequest,
     decode_request,
     encode_result,
     quorum_results,
     read,
 )
 
+if TYPE_CHECKING:
+    import grpc
+
 log = logging.getLogger("allranks.torchft")
 
-T = TypeVar("T")
+B = TypeVar("B")  # what a rank brings
+T = TypeVar("T")  # the answer
 _DEFAULT_S = 60.0
 _RETRY_S = 0.1
 
 
 @dataclass
-class RankBarrier(Generic[T]):
+class RankBarrier(Generic[B, T]):
     """All ranks bring something; the last one makes the answer, for all. Then the next round begins."""
 
     world_size: int
     changed: threading.Condition = field(default_factory=threading.Condition)
-    brought: dict[int, Any] = field(default_factory=dict)
+    brought: dict[int, B] = field(default_factory=dict)
     round: int = 0
     answers: dict[int, T | Exception] = field(default_factory=dict)
 
-    def meet(self, rank: int, thing: Any, limit_s: float, answer: Callable[[dict[int, Any]], T]) -> T:
+    def meet(self, rank: int, thing: B, limit_s: float, answer: Callable[[dict[int, B]], T]) -> T:
         """Raises what `answer` raised, in every rank; TimeoutError when the others do not come."""
         with self.changed:
             self.brought[rank] = thing
@@ -70,7 +75,7 @@ class RankBarrier(Generic[T]):
             raise found
         return found
 
-    def _settle(self, number: int, answer: Callable[[dict[int, Any]], T], brought: dict[int, Any]) -> None:
+    def _settle(self, number: int, answer: Callable[[dict[int, B]], T], brought: dict[int, B]) -> None:
         found: T | Exception
         try:
             found = answer(brought)
@@ -115,8 +120,8 @@ class ManagerServer:
         self._me = Member(replica=replica_id, session=replica_id, store=store_addr, world_size=world_size)
         self._retries = quorum_retries
         self._lighthouse = GrpcCalls("LighthouseService", lighthouse_addr, connect_timeout)
-        self._quorums: RankBarrier[Quorum] = RankBarrier(world_size)
-        self._votes: RankBarrier[bool] = RankBarrier(world_size)
+        self._quorums: RankBarrier[QuorumRequest, Quorum] = RankBarrier(world_size)
+        self._votes: RankBarrier[bool, bool] = RankBarrier(world_size)
         self._metadata: dict[int, str] = {}
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(4 * world_size + 4, "allranks-torchft-server")
@@ -134,7 +139,7 @@ class ManagerServer:
         )
         self._beats.start()
 
-    def _handlers(self) -> Any:
+    def _handlers(self) -> grpc.GenericRpcHandler:
         import grpc
 
         functions = {
@@ -168,7 +173,7 @@ class ManagerServer:
         self._metadata[request.group_rank] = request.checkpoint_metadata
         deadline = time.monotonic() + limit_s
 
-        def ask(requests: dict[int, Any]) -> Quorum:
+        def ask(requests: dict[int, QuorumRequest]) -> Quorum:
             member = replace(
                 self._me,
                 step=request.step,
@@ -224,11 +229,11 @@ class ManagerServer:
                 known = False
 
 
-def _answering(function: Callable[[bytes, float], bytes]) -> Callable[[bytes, Any], bytes]:
+def _answering(function: Callable[[bytes, float], bytes]) -> Callable[[bytes, grpc.ServicerContext], bytes]:
     """A gRPC handler: errors become status codes that torchft's clients understand."""
     import grpc
 
-    def handler(data: bytes, context: Any) -> bytes:
+    def handler(data: bytes, context: grpc.ServicerContext) -> bytes:
         remaining = context.time_remaining()
         try:
             return function(data, min(remaining, 1e6) if remaining is not None else _DEFAULT_S)

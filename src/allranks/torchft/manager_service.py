@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING
 
 from allranks.errors import ManagerError, require
 from allranks.lighthouse.grpc_wire import bytes_field, fields, number_field, signed, text_field
 from allranks.model.cluster import Quorum
+
+if TYPE_CHECKING:
+    import grpc
 
 # ---- calls: TimeoutError when time is up, RuntimeError otherwise, as torchft raises them ----
 
@@ -56,7 +59,7 @@ class GrpcCalls:
         self._channel.close()
 
 
-def _translated(error: Any, method: str, timeout: timedelta) -> Exception:
+def _translated(error: grpc.RpcError, method: str, timeout: timedelta) -> Exception:
     import grpc
 
     code, text = error.code(), error.details() or ""

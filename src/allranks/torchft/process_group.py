@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,14 +89,14 @@ class ProcessGroupWrapper(ReconfigurableGroup):
             raise ValueError(f"{type(self).__name__} was made without a process group: pass pg=")
         return self._parent
 
-    def meet(self, meeting: GroupSpec, made: Any = None) -> None:
+    def meet(self, meeting: GroupSpec, made: dist.Backend | None = None) -> None:
         self._error = None
         self.parent.meet(meeting, made)
 
-    def make_beside(self, meeting: GroupSpec) -> Any:
+    def make_beside(self, meeting: GroupSpec) -> dist.Backend:
         return self.parent.make_beside(meeting)
 
-    def discard(self, backend: Any) -> None:
+    def discard(self, backend: dist.Backend) -> None:
         self.parent.discard(backend)
 
     def drop_retired(self) -> None:
@@ -136,10 +135,10 @@ class ProcessGroupWrapper(ReconfigurableGroup):
     def size(self) -> int:
         return self.parent.size()
 
-    def _issue(self, operation: str, *arguments: Any, number: int | None = None) -> Any:
+    def _issue(self, operation: str, *arguments: object, number: int | None = None) -> dist.Work:
         return self.parent._issue(operation, *arguments, number=number)
 
-    def _take_down(self, backend: Any, gate: threading.Lock) -> None:
+    def _take_down(self, backend: dist.Backend, gate: threading.Lock) -> None:
         """The group inside does it."""
 
 
@@ -154,16 +153,16 @@ class ProcessGroupDummy(ReconfigurableGroup):
         super().__init__()
         self.configure_count = 0
 
-    def configure(self, *arguments: Any, **named: Any) -> None:
+    def configure(self, *arguments: object, **named: object) -> None:
         self.configure_count += 1
 
-    def meet(self, meeting: GroupSpec, made: Any = None) -> None:
+    def meet(self, meeting: GroupSpec, made: dist.Backend | None = None) -> None:
         self.configure_count += 1
 
-    def _issue(self, operation: str, *arguments: Any, number: int | None = None) -> Any:
+    def _issue(self, operation: str, *arguments: object, number: int | None = None) -> dist.Work:
         return DummyWork(arguments[0] if arguments else None)
 
-    def _take_down(self, backend: Any, gate: threading.Lock) -> None:
+    def _take_down(self, backend: dist.Backend, gate: threading.Lock) -> None:
         """Nothing is open."""
 
 
@@ -181,7 +180,7 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         """The error that was swallowed, or None."""
         return self._error
 
-    def _issue(self, operation: str, *arguments: Any, number: int | None = None) -> Any:
+    def _issue(self, operation: str, *arguments: object, number: int | None = None) -> dist.Work:
         default = arguments[0] if arguments else None
         if self._error is not None:
             return DummyWork(default)
@@ -195,7 +194,7 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
 class _Swallowing(dist._Work):
     """A work whose error is reported to its group and not raised."""
 
-    def __init__(self, group: ErrorSwallowingProcessGroupWrapper, work: Any, default: Any) -> None:
+    def __init__(self, group: ErrorSwallowingProcessGroupWrapper, work: dist.Work, default: object) -> None:
         super().__init__()
         self._group, self._work, self._default = group, work, default
 
@@ -209,8 +208,8 @@ class _Swallowing(dist._Work):
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        def swallow(done: torch.futures.Future[Any]) -> Any:
+    def get_future(self) -> torch.futures.Future[object]:
+        def swallow(done: torch.futures.Future[object]) -> object:
             try:
                 return done.value()
             except Exception as error:
@@ -231,7 +230,7 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
         """The next operation ends with this error."""
         self._next_error = e
 
-    def _issue(self, operation: str, *arguments: Any, number: int | None = None) -> Any:
+    def _issue(self, operation: str, *arguments: object, number: int | None = None) -> dist.Work:
         work = super()._issue(operation, *arguments, number=number)
         error, self._next_error = self._next_error, None
         return work if error is None else _Failing(work, error)
@@ -240,7 +239,7 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
 class _Failing(dist._Work):
     """A work that ends as it should, and then says that it failed."""
 
-    def __init__(self, work: Any, error: Exception) -> None:
+    def __init__(self, work: dist.Work, error: Exception) -> None:
         super().__init__()
         self._work, self._error = work, error
 
@@ -251,8 +250,8 @@ class _Failing(dist._Work):
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        def fail(done: torch.futures.Future[Any]) -> Any:
+    def get_future(self) -> torch.futures.Future[object]:
+        def fail(done: torch.futures.Future[object]) -> object:
             raise self._error
 
         return self._work.get_future().then(fail)
