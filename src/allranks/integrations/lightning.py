@@ -30,7 +30,7 @@ from allranks.manager.groups.nccl import ProcessGroupNCCL
 from allranks.manager.manager import Manager
 
 
-class ReplicaState(TypedDict):
+class _ReplicaState(TypedDict):
     """What a replica that comes back takes from another one."""
 
     model: dict[str, torch.Tensor]
@@ -161,7 +161,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
 
     # ---- what a replica that comes back is given ----
 
-    def _replica_state(self) -> ReplicaState:
+    def _replica_state(self) -> _ReplicaState:
         schedulers = [config.scheduler.state_dict() for config in self.lr_scheduler_configs]
         return {
             "model": self.lightning_module.state_dict(),
@@ -169,7 +169,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
             "schedulers": schedulers,
         }
 
-    def _load_replica_state(self, given: ReplicaState) -> None:
+    def _load_replica_state(self, given: _ReplicaState) -> None:
         self.lightning_module.load_state_dict(given["model"])
         self.optimizers[0].load_state_dict(given["optimizer"])
         for config, state in zip(self.lr_scheduler_configs, given["schedulers"], strict=True):

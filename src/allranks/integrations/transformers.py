@@ -41,7 +41,7 @@ Batches = tuple[
 _NEVER_ENDING = 1 << 20  # passes over the data: the number of steps ends a training, not the loops around it
 
 
-class ReplicaState(TypedDict):
+class _ReplicaState(TypedDict):
     """What a replica that comes back takes from another one."""
 
     model: dict[str, torch.Tensor]
@@ -244,7 +244,7 @@ class FaultTolerantTrainer(Trainer):
 
     # ---- what a replica that comes back is given ----
 
-    def _replica_state(self) -> ReplicaState:
+    def _replica_state(self) -> _ReplicaState:
         state = {key: value for key, value in dataclasses.asdict(self.state).items() if key not in _OWN}
         return {
             "model": self.model.state_dict(),
@@ -253,7 +253,7 @@ class FaultTolerantTrainer(Trainer):
             "trainer": json.dumps(state, default=str),
         }
 
-    def _load_replica_state(self, given: ReplicaState) -> None:
+    def _load_replica_state(self, given: _ReplicaState) -> None:
         self.model.load_state_dict(given["model"])
         self.committing.optim.load_state_dict(given["optimizer"])
         if self.lr_scheduler is not None:
