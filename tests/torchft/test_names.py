@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from allranks.torchft.local_sgd import extract_local_tensor
 
 import allranks.torchft as torchft
 from allranks.errors import ConfigurationError
 from allranks.torchft.checkpointing import CheckpointTransport, HTTPTransport, PGTransport
 from allranks.torchft.futures import context_timeout, future_timeout, future_wait
-from allranks.torchft.local_sgd import extract_local_tensor
 from allranks.torchft.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
