@@ -20,7 +20,6 @@ COLUMNS = (
     "equal bits after 10 kills",
 )
 HEALTHY, TROUBLED = "test_runs_unmodified_and_healthy[{}]", "test_ten_kills_and_a_hang[{}]"
-REPLICA = "its replicas outlive each other: [replica mode](integrations.md#replica-mode)"
 
 
 def program(name: str) -> tuple[str, ...]:
@@ -58,8 +57,7 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Ray Train": (
         "ray",
-        ("1 changed import", "no incident beside the hang; its boxes were not diagnosed after a healthy run",
-         *("test_a_worker_that_hangs_is_named_with_its_line_and_replaced",) * 2,
+        ("1 changed import", *("test_a_worker_that_hangs_is_named_with_its_line_and_replaced",) * 3,
          "Ray restarts all workers from the checkpoint that your function reports; bits depend on that function"),
     ),
 }  # fmt: skip

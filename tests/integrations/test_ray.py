@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("ray.train", reason="ray is not installed")
 
 TRAIN = """
-import pathlib, sys, time, torch, ray
+import os, pathlib, sys, time, torch, ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig
 from allranks.integrations.ray import RayWatch, TorchTrainer
@@ -29,7 +29,7 @@ def loop():
     for step in range(80):
         model(load_batch(step)).sum().backward()
     ray.train.report({"step": step})
-    (FOLDER / f"finished-{ray.train.get_context().get_world_rank()}").touch()
+    (FOLDER / f"finished-{ray.train.get_context().get_world_rank()}").write_text(str(os.getpid()))
 if __name__ == "__main__":
     ray.init(num_cpus=2, include_dashboard=False, _temp_dir=sys.argv[2])
     trainer = TorchTrainer(
@@ -42,7 +42,8 @@ if __name__ == "__main__":
 
 @pytest.mark.timeout(300)
 def test_a_worker_that_hangs_is_named_with_its_line_and_replaced(tmp_path: Path) -> None:
-    """One changed import: the hang is diagnosed in the training thread, and the training ends without an error."""
+    """One changed import: the hang is diagnosed in the training thread, the training ends without an error, and the
+    black boxes of the workers that ended well say that nothing is wrong."""
     script, job = tmp_path / "train.py", f"test-{tmp_path.name}-{os.getpid()}"
     script.write_text(TRAIN)
     session = Path("/tmp") / f"ray-{os.getpid()}"  # socket paths must be short
@@ -52,6 +53,12 @@ def test_a_worker_that_hangs_is_named_with_its_line_and_replaced(tmp_path: Path)
             [sys.executable, str(script), str(tmp_path), str(session), job],
             env=env, text=True, timeout=280, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
+        ended = [path.read_text() for path in tmp_path.glob("finished-*")]
+        boxes = [
+            shutil.copy(path, tmp_path)
+            for path in Path("/dev/shm").glob(f"allranks-{os.getuid()}/{job}-*/*.box")
+            if any(f"p{pid}." in path.name for pid in ended)
+        ]
     finally:
         shutil.rmtree(session, ignore_errors=True)
         for folder in Path("/dev/shm").glob(f"allranks-{os.getuid()}/{job}-*"):
@@ -65,3 +72,7 @@ def test_a_worker_that_hangs_is_named_with_its_line_and_replaced(tmp_path: Path)
     assert incidents[0]["verdict"]["cause"] == "stuck_before_collective"
     line = 1 + TRAIN.splitlines().index("        time.sleep(10_000)  # the culprit's line")
     assert f"train.py:{line} in load_batch" in incidents[0]["verdict"]["sentence"]
+    assert len(boxes) == 2
+    asked = [sys.executable, "-m", "allranks", "diagnose", *map(str, boxes)]
+    verdict = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+    assert verdict.returncode == 0, verdict.stdout + verdict.stderr
