@@ -87,9 +87,14 @@ def test_the_first_lines_of_the_readme_give_what_is_shown(laptop: Path, tmp_path
 
 
 @pytest.mark.timeout(600)
-def test_a_missing_extra_is_one_sentence_with_the_command(laptop: Path) -> None:
-    """What needs torch says how to get it."""
-    done = run(laptop, "demo")
-    assert done.returncode == 2
-    assert "pip install 'allranks[torch]'" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_missing_extra_is_one_sentence_with_the_command(laptop: Path, tmp_path: Path) -> None:
+    """What needs torch says how to get it, before anything is started."""
+    (tmp_path / "train.py").touch()
+    script = str(tmp_path / "train.py")
+    for words in (["demo"], ["run", "--replicas", "2", script], ["run", "--standalone", script]):
+        done = run(laptop, *words)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1 and "pip install 'allranks[torch]'" in done.stderr, done.stderr
+    for code in ("from allranks import Manager", "import allranks.torchft"):
+        done = subprocess.run([laptop / "python", "-c", code], capture_output=True, text=True, check=False)
+        assert "needs the extra [torch]: pip install" in done.stderr.splitlines()[-1], done.stderr

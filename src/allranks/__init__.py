@@ -34,7 +34,14 @@ __all__ = sorted([*_PUBLIC, "__version__"])
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'allranks' has no attribute {name!r}")
-    module = importlib.import_module(_PUBLIC[name])
+    try:
+        module = importlib.import_module(_PUBLIC[name])
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from allranks.errors import MissingExtra
+
+        raise MissingExtra(f"allranks.{name}", "torch") from error
     return module if name in _CALLABLE else getattr(module, name)
 
 

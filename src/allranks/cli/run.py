@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import logging
 import os
@@ -20,7 +21,7 @@ from allranks.cli.job_file import FLAGS as FLAGS_OF_FILE
 from allranks.cli.job_file import RunFlags, Settings, heartbeats, read_settings, with_job_file
 from allranks.cli.job_parts import NodeJob, embed_lighthouse, start_agent, start_snapshot_server, start_watch
 from allranks.elastic.world import ElasticTrainingConfig, need_etcd_v2, obey_timeout
-from allranks.errors import InputError
+from allranks.errors import InputError, MissingExtra
 from allranks.launch.command_line import arrange, flag_value, from_environment, has_flag
 from allranks.launch.environment import JobEnvironment, job_token
 from allranks.launch.slurm import replicas_of_node
@@ -64,6 +65,10 @@ def main(args: argparse.Namespace) -> int:
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # lines of ranks stay whole when several processes write
+    if (
+        options.record and importlib.util.find_spec("torch") is None
+    ):  # not imported: replicas do that themselves
+        raise MissingExtra("allranks run", "torch")
     if not script:
         raise InputError(
             "no script was given", hint="allranks run --standalone --nproc-per-node 2 train.py (see --help)"

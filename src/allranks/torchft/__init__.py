@@ -4,7 +4,12 @@ torchft's public names under torchft's modules (`from allranks.torchft.local_sgd
 another way here is accepted; what does not exist here raises one sentence that says what to use.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+from allranks.errors import require
+
+require("torch", feature="allranks.torchft", extra="torch")
 
 from allranks.manager.ddp import DistributedDataParallel
 from allranks.manager.diloco import DiLoCo
