@@ -17,7 +17,7 @@ test: $(STAMP) packages
 
 # The versions of Python and torch that we promise, each in an environment of its own.
 test-all:
-	sh scripts/test_all.sh $(ARGS)
+	bash scripts/test_all.sh $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Programs of other projects, unmodified, under `allranks run`: healthy, killed ten times, and hung. `make compatibility`."""
+"""Programs of other projects, unmodified, under `allranks run`: healthy, killed ten times, and hung."""
 
 from __future__ import annotations
 
