@@ -32,7 +32,8 @@ PUBLIC = {
     "ProcessGroupBabyNCCL ProcessGroupBabyXCCL ProcessGroupGloo process_group local_sgd",
     "process_group": "ProcessGroup ProcessGroupWrapper ProcessGroupGloo ProcessGroupNCCL ProcessGroupXCCL "
     "ProcessGroupDummy ErrorSwallowingProcessGroupWrapper FakeProcessGroupWrapper ManagedProcessGroup "
-    "ProcessGroupBabyGloo ProcessGroupBabyNCCL ProcessGroupBabyXCCL create_store_client",
+    "ProcessGroupBabyGloo ProcessGroupBabyNCCL ProcessGroupBabyXCCL create_store_client "
+    "ManagedDeviceMesh ft_init_device_mesh",
     "coordination": "LighthouseClient LighthouseServer ManagerServer ManagerClient Quorum QuorumMember",
     "ddp": "DistributedDataParallel PureDistributedDataParallel",
     "local_sgd": "LocalSGD DiLoCo extract_local_tensor",
@@ -77,6 +78,21 @@ def test_what_is_not_offered_says_what_to_use(module: str, name: str) -> None:
     function = getattr(importlib.import_module(f"allranks.torchft.{module}"), name)
     with pytest.raises(ConfigurationError, match=rf"does not offer .*{name}: .*(use|yourself|start with)"):
         function()
+
+
+def test_the_sampler_takes_the_names_of_every_version() -> None:
+    """replica_rank and group_rank; replica_group_id; replica_group and rank."""
+    for names in (
+        {"replica_rank": 1, "group_rank": 1},
+        {"replica_group_id": 1, "group_rank": 1},
+        {"replica_group": 1, "rank": 1},
+    ):
+        sampler = torchft.DistributedSampler(
+            range(8), num_replica_groups=2, num_replicas=2, shuffle=False, **names
+        )
+        assert list(sampler) == [3, 7]
+    with pytest.raises(TypeError, match="needs replica_rank"):
+        torchft.DistributedSampler(range(8), num_replica_groups=2)
 
 
 def test_transports_are_accepted_and_move_nothing() -> None:

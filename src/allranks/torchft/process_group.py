@@ -15,13 +15,14 @@ import torch.distributed as dist
 from allranks.errors import ConfigurationError
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.groups.group_spec import GroupSpec, Seconds
-from allranks.manager.groups.managed import ManagedProcessGroup
+from allranks.manager.groups.managed import ManagedDeviceMesh, ManagedProcessGroup, ft_init_device_mesh
 from allranks.manager.groups.nccl import ProcessGroupNCCL
 from allranks.torchft.small_modules import DummyWork
 
 __all__ = [
     "ErrorSwallowingProcessGroupWrapper",
     "FakeProcessGroupWrapper",
+    "ManagedDeviceMesh",  # up to torchft 0.1
     "ManagedProcessGroup",
     "ProcessGroup",
     "ProcessGroupBabyGloo",
@@ -33,6 +34,7 @@ __all__ = [
     "ProcessGroupWrapper",
     "ProcessGroupXCCL",
     "create_store_client",
+    "ft_init_device_mesh",  # up to torchft 0.1
 ]
 
 ProcessGroup = ReconfigurableGroup

@@ -32,7 +32,7 @@ log = logging.getLogger("allranks.torchft")
 
 
 class DistributedSampler(Sampler):
-    """`replica_group_id` is what older versions of torchft called `replica_rank`."""
+    """Older versions of torchft call `replica_rank` replica_group or replica_group_id, and `group_rank` rank."""
 
     def __init__(
         self,
@@ -42,12 +42,15 @@ class DistributedSampler(Sampler):
         group_rank: int | None = None,
         num_replicas: int | None = None,
         replica_group_id: int | None = None,
+        replica_group: int | None = None,
+        rank: int | None = None,
         **options: object,
     ) -> None:
-        rank = replica_rank if replica_rank is not None else replica_group_id
-        if rank is None:
-            raise TypeError("DistributedSampler needs replica_rank (or replica_group_id)")
-        super().__init__(dataset, rank, num_replica_groups, group_rank, num_replicas, **options)
+        given = [one for one in (replica_rank, replica_group_id, replica_group) if one is not None]
+        if not given:
+            raise TypeError("DistributedSampler needs replica_rank (or replica_group_id, replica_group)")
+        group_rank = rank if group_rank is None else group_rank
+        super().__init__(dataset, given[0], num_replica_groups, group_rank, num_replicas, **options)
 
 
 class PureDistributedDataParallel(nn.Module):
