@@ -14,7 +14,10 @@ import pytest
 LIMIT_S = 560
 
 #: Kills, alternately, the second replica first: two in the everyday run, ten with --soak.
-KILLS = (2, pytest.param(10, marks=(pytest.mark.soak, pytest.mark.timeout(LIMIT_S + 20))))
+KILLS = (
+    pytest.param(2, marks=pytest.mark.timeout(300)),
+    pytest.param(10, marks=(pytest.mark.soak, pytest.mark.timeout(LIMIT_S + 20))),
+)
 
 # Pasted in front of every script: `lives(manager)` kills this replica when it is its turn and both take part.
 DIES = f"""

@@ -47,7 +47,6 @@ print("SAYS", f"name={NAME}", f"step={trainer.global_step}", f"epoch={trainer.cu
 
 
 @pytest.mark.parametrize("kills", KILLS)
-@pytest.mark.timeout(300)
 def test_trainers_are_replicas_with_equal_bits_after_kills(tmp_path: Path, kills: int) -> None:
     """One changed argument: after the kills steps, epochs, rates and parameters are equal at the end."""
     said = run(REPLICA, tmp_path, kills, str(tmp_path / "out"))

@@ -101,7 +101,6 @@ def _equal_bits(script: str, folder: Path, kills: int) -> None:
 
 
 @pytest.mark.parametrize("kills", KILLS)
-@pytest.mark.timeout(300)
 def test_torchtitans_manager_has_equal_bits_after_kills(tmp_path: Path, kills: int) -> None:
     """Its TorchFTManager, FSDP2 hook and loss group, unmodified."""
     pytest.importorskip("torchtitan.experiments.torchft", reason="torchtitan is not installed")
@@ -109,7 +108,6 @@ def test_torchtitans_manager_has_equal_bits_after_kills(tmp_path: Path, kills: i
 
 
 @pytest.mark.parametrize("kills", KILLS)
-@pytest.mark.timeout(300)
 def test_a_loop_in_torchfts_words_has_equal_bits_after_kills(tmp_path: Path, kills: int) -> None:
     """Manager, DistributedDataParallel, Optimizer and DistributedSampler, called as torchft documents them."""
     _equal_bits(TORCHFT, tmp_path, kills)

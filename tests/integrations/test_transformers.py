@@ -54,7 +54,6 @@ print("SAYS", f"name={NAME}", f"step={trainer.state.global_step}", f"lr={trainer
 
 
 @pytest.mark.parametrize("kills", KILLS)
-@pytest.mark.timeout(300)
 def test_trainers_are_replicas_with_equal_bits_after_kills(tmp_path: Path, kills: int) -> None:
     """Two changed lines: after the kills steps, rates, epochs, logs and parameters are equal at the end."""
     said = run(REPLICA, tmp_path, kills, str(tmp_path / "out"))
