@@ -25,7 +25,9 @@ class Callback(TrainerCallback):
 
 
 torch.manual_seed(0)
-model = GPT2LMHeadModel(GPT2Config(50, 16, 16, 1, 2, bos_token_id=0, eos_token_id=0))
+model = GPT2LMHeadModel(
+    GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+)
 args = TrainingArguments(
     sys.argv[1], per_device_train_batch_size=4, max_steps=40, use_cpu=True, ddp_backend="gloo", save_steps=1,
     save_total_limit=2, report_to=[], disable_tqdm=True, logging_steps=10,
