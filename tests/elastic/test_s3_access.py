@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from allranks.checkpoint.stores.object_store import _os_error
-from allranks.elastic.config import validate_config, validate_s3_access
-from allranks.elastic.config.s3 import _judge
+from allranks.elastic.config import _s3_problem, validate_config, validate_s3_access
 from checkpoint.s3server import KEY, SECRET, Proxy, S3Server
 
 pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
@@ -81,5 +80,5 @@ def test_a_server_that_is_not_there_is_a_warning_not_a_verdict(tmp_path: Path) -
 )  # fmt: skip
 def test_digits_in_a_time_a_port_or_a_name_are_no_refusal(text: str, said: str) -> None:
     """Only a status that the store itself has sent is a verdict on its bucket."""
-    sentence, fatal = _judge(_os_error(RuntimeError(text)), "b", "s3:PutObject")
+    sentence, fatal = _s3_problem(_os_error(RuntimeError(text)), "b", "s3:PutObject")
     assert said in sentence and not fatal

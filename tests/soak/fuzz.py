@@ -54,7 +54,7 @@ from allranks.doctor.checks import DoctorOptions
 from allranks.doctor.explain import explain, parse_line
 from allranks.doctor.nodes import compare, read_answers
 from allranks.drill.plan import read_plan
-from allranks.elastic.config.check import check
+from allranks.elastic.config import check
 from allranks.errors import AllranksError
 from allranks.incidents.evidence_server import pack_part, unpack_part
 from allranks.incidents.folder import read_incidents

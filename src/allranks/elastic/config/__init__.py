@@ -7,17 +7,20 @@ result.valid, result.errors, result.warnings
 
 from __future__ import annotations
 
-from typing import Any
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from allranks.elastic.config.check import (
-    check,
-    load_config,
-    read_config,
-    validate_config,
-    validate_elastic_config,
-)
-from allranks.elastic.config.s3 import validate_s3_access
-from allranks.elastic.config.yaml_tree import ConfigProblem, ValidationResult
+from allranks.checkpoint.stores.object_store import ObjectBlobs
+from allranks.checkpoint.stores.store import StoreSpec, reason_of
+from allranks.elastic.config.yaml_tree import ConfigProblem, Tree, read_tree
+from allranks.errors import ConfigurationError, InputError, MissingExtra, require
+
+if TYPE_CHECKING:  # pydantic is an extra
+    from allranks.elastic.config.schema import JobConfig as JobConfig
+    from allranks.elastic.config.validate import Checked
 
 __all__ = [
     "ConfigProblem",
@@ -31,12 +34,140 @@ __all__ = [
     "validate_elastic_config",
     "validate_s3_access",
 ]
+_CREDENTIALS = "Configure credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or attach an IAM role"
 
 
 def __getattr__(name: str) -> Any:
-    # pydantic is an extra: only these two names need it at import.
-    if name in {"JobConfig", "json_schema"}:
-        from allranks.elastic.config.check import schema_module
+    if name not in {"JobConfig", "json_schema"}:
+        raise AttributeError(f"module 'allranks.elastic.config' has no attribute {name!r}")
+    _need_pydantic()
+    from allranks.elastic.config import schema
 
-        return getattr(schema_module(), name)
-    raise AttributeError(f"module 'allranks.elastic.config' has no attribute {name!r}")
+    return getattr(schema, name)
+
+
+def _need_pydantic() -> None:
+    require("pydantic", feature="A job configuration", extra="config")
+
+
+@dataclass
+class ValidationResult:
+    """`valid` is True when there is no error; warnings do not count against it."""
+
+    valid: bool = True
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def _result(errors: list[str], warnings: list[str]) -> ValidationResult:
+    return ValidationResult(not errors, errors, warnings)
+
+
+def check(source: object) -> Checked:
+    """Checks a YAML file (a path), YAML text (of several lines), a mapping or an OmegaConf container.
+
+    Raises only when a file cannot be read.
+    """
+    _need_pydantic()
+    from allranks.elastic.config.validate import Check
+
+    return Check(_tree(source)).run()
+
+
+def validate_config(source: object, validate_s3: bool = False) -> ValidationResult:
+    """Every problem of a configuration; with `validate_s3` the bucket is tried too."""
+    checked = check(source)
+    result = _result([*checked.errors], [*checked.warnings])
+    if validate_s3 and checked.config is not None and checked.config.checkpoint.s3_bucket:
+        section = checked.config.checkpoint
+        access = validate_s3_access(section.s3_bucket, section.s3_region, endpoint=section.s3_endpoint_url)
+        result = _result(result.errors + access.errors, result.warnings + access.warnings)
+    return result
+
+
+def validate_elastic_config(source: object) -> ValidationResult:
+    """As `validate_config`, and never touches the network."""
+    return validate_config(source)
+
+
+def load_config(source: object) -> JobConfig:
+    """The typed JobConfig, or a ConfigurationError that names every problem."""
+    checked = check(source)
+    if checked.config is None:
+        name = source if isinstance(source, (str, Path)) else "the configuration"
+        count = len(checked.errors)
+        lines = "\n".join(f"  {problem}" for problem in checked.errors)
+        raise ConfigurationError(f"{count} problem{'s' * (count > 1)} in {name}:\n{lines}")
+    return checked.config
+
+
+read_config = load_config
+
+
+def _tree(source: object) -> Tree:
+    if isinstance(source, str) and "\n" in source:
+        return read_tree(source)
+    if isinstance(source, (str, Path)):
+        try:
+            return read_tree(Path(source).read_text(encoding="utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise InputError(f"{source} is not UTF-8 text: {error}") from error
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot read {source}: {getattr(error, 'strerror', None) or error}") from error
+    if type(source).__module__.split(".")[0] != "omegaconf":
+        return Tree(source)
+    from omegaconf import OmegaConf, errors
+
+    try:
+        return Tree(OmegaConf.to_container(source, resolve=True))
+    except errors.OmegaConfBaseException as error:
+        first = str(error).splitlines()[0]
+        return Tree(problems=[ConfigProblem(f"cannot resolve the container: {first}")])
+
+
+def validate_s3_access(
+    bucket: str, region: str | None = None, *, endpoint: str | None = None
+) -> ValidationResult:
+    """Lists, writes, reads and deletes one small object; an error names the IAM action that was refused.
+
+    `endpoint` is the URL of an S3-compatible server (environment: AWS_ENDPOINT_URL). What cannot be found out for
+    want of a library, credentials or network is a warning.
+    """
+    given = {"region": region or "", "endpoint": endpoint or "", "timeout_s": "15", "max_retries": "1"}
+    url = bucket if "://" in bucket else f"s3://{bucket}"
+    try:
+        blobs = ObjectBlobs(StoreSpec(url, {key: value for key, value in given.items() if value}))
+    except MissingExtra as error:
+        return _result([], [f"cannot check S3 bucket '{bucket}': {error}"])
+    name, data = f"allranks-access-{uuid.uuid4().hex[:12]}", b"allranks"
+    steps: dict[str, Callable[[], object]] = {
+        "s3:ListBucket": lambda: blobs.keys(name),
+        "s3:PutObject": lambda: blobs.put(name, [memoryview(data)], len(data)),
+        "s3:GetObject": lambda: blobs.get(name),
+        "s3:DeleteObject": lambda: blobs.delete([name]),
+    }
+    errors: list[str] = []
+    for action, call in steps.items():
+        try:
+            call()
+        except OSError as error:
+            message, fatal = _s3_problem(error, bucket, action)
+            if not fatal:
+                return _result(errors, [message])
+            errors.append(message)
+            if action == "s3:PutObject" or isinstance(error, FileNotFoundError):
+                break  # there is nothing to read and to delete
+    return _result(errors, [])
+
+
+def _s3_problem(error: OSError, bucket: str, action: str) -> tuple[str, bool]:
+    """(sentence, whether it is an error)."""
+    message = reason_of(error)
+    if isinstance(error, FileNotFoundError):
+        return f"S3 bucket '{bucket}' does not exist. Create it: aws s3 mb s3://{bucket}", True
+    if "NoCredentials" in message:
+        return f"AWS credentials not configured, cannot check S3 bucket '{bucket}'. {_CREDENTIALS}", False
+    if isinstance(error, PermissionError):
+        text = f"Access denied to S3 bucket '{bucket}'. Check IAM permissions: {action} is missing, "
+        return text + "or the credentials are wrong", True
+    return f"Could not verify S3 bucket '{bucket}' ({action}): {message[:200]}", False

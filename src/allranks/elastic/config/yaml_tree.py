@@ -42,20 +42,6 @@ class ConfigProblem(str):
         return {"message": self.message, "path": self.path, "line": self.line, "column": self.column}
 
 
-@dataclass
-class ValidationResult:
-    """`valid` is True when there is no error; warnings do not count against it."""
-
-    valid: bool = True
-    errors: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-
-def result_of(errors: list[str], warnings: list[str]) -> ValidationResult:
-    """The result that these problems amount to."""
-    return ValidationResult(not errors, errors, warnings)
-
-
 _NO_SPACE = re.compile(r"^(?P<indent>\s*(?:- +)?)(?P<key>[A-Za-z_][\w.-]*):(?P<value>[^\s:/\\].*)$")
 _UNQUOTED = re.compile(r"^\s*(?:- +)?(?P<key>[\w.-]+): +(?P<value>[^\"'\[{|>#\s].*:(?: .*|$))")
 _STARTS = {
@@ -74,11 +60,8 @@ def explain(text: str, error: yaml.YAMLError) -> list[ConfigProblem]:
     found = {problem.line: problem for problem in _glance(lines)}
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is None:
-        first = _unreadable(text, error)
-        return [first, *found.values()]
-    line = mark.line + 1
-    near = {line, line - 1}
-    if not near & set(found):
+        return [_unreadable(text, error), *found.values()]
+    if not {mark.line, mark.line + 1} & set(found):
         problem = _at(lines, mark, error)
         found[problem.line] = problem
     return [found[key] for key in sorted(found, key=lambda key: key or 0)]
@@ -86,31 +69,25 @@ def explain(text: str, error: yaml.YAMLError) -> list[ConfigProblem]:
 
 def missing_space(text: str) -> str | None:
     """The fix when `text` is a mapping whose colon lacks its space ("lr:1e-4"), else None."""
-    match = _NO_SPACE.match(text.split("\n")[0].split(" ")[0]) if text else None
-    if match is None:
-        return None
-    return f"missing space after the colon: write '{match['key']}: {match['value']}'"
+    match = _NO_SPACE.match(text.split("\n")[0].split(" ")[0])
+    return _write_space(match) if match else None
+
+
+def _write_space(match: re.Match[str]) -> str:
+    return f"missing space after the colon: write '{match['key']}: {match['value'].strip()}'"
 
 
 def _glance(lines: list[str]) -> Iterator[ConfigProblem]:
     for number, line in enumerate(lines, 1):
         indent = line[: len(line) - len(line.lstrip())]
         if "\t" in indent and line.strip():
-            yield ConfigProblem(
-                "indented with a tab: YAML allows only spaces; replace each tab by two spaces",
-                mark=(number, indent.index("\t") + 1),
-            )
-            continue
-        match = _NO_SPACE.match(line)
-        if match:
-            fix = f"write '{match['key']}: {match['value'].strip()}'"
-            yield ConfigProblem(
-                f"missing space after the colon: {fix}",
-                mark=(number, len(match["indent"]) + len(match["key"]) + 1),
-            )
+            tab = "indented with a tab: YAML allows only spaces; replace each tab by two spaces"
+            yield ConfigProblem(tab, mark=(number, indent.index("\t") + 1))
+        elif match := _NO_SPACE.match(line):
+            yield ConfigProblem(_write_space(match), mark=(number, match.start("value")))
 
 
-def _at(lines: list[str], mark: Any, error: yaml.YAMLError) -> ConfigProblem:
+def _at(lines: list[str], mark: yaml.Mark, error: yaml.YAMLError) -> ConfigProblem:
     """The mistake at the place where the parser stopped."""
     line = lines[mark.line] if mark.line < len(lines) else ""
     place = (mark.line + 1, mark.column + 1)
@@ -156,27 +133,19 @@ _GRAMMAR = (
 
 
 def _extra_colon(lines: list[str], place: tuple[int, int]) -> ConfigProblem:
-    match = _UNQUOTED.match(lines[place[0] - 1])
-    before = next(
-        ((n, lines[n - 1].rstrip()) for n in range(place[0] - 1, 0, -1) if lines[n - 1].strip()), None
-    )
-    if before and re.fullmatch(r"\s*[\w.-]+", before[1]):
-        return ConfigProblem(
-            f"no colon after '{before[1].strip()}': write '{before[1].strip()}:'",
-            mark=(before[0], len(before[1])),
-        )
-    if match:
-        value = match["value"].strip()
-        return ConfigProblem(
-            f"mapping values are not allowed here: the value has an unquoted special character ':'; "
-            f'quote it: {match["key"]}: "{value}"',
-            mark=place,
-        )
-    return ConfigProblem(
-        "mapping values are not allowed here: this line is indented deeper than the line before it, "
-        "which already has a value; or the line before lacks the space after its colon",
-        mark=place,
-    )
+    number = next((n for n in range(place[0] - 1, 0, -1) if lines[n - 1].strip()), 0)
+    before = lines[number - 1].rstrip() if number else ""
+    if re.fullmatch(r"\s*[\w.-]+", before):
+        name = before.strip()
+        return ConfigProblem(f"no colon after '{name}': write '{name}:'", mark=(number, len(before)))
+    text = "mapping values are not allowed here: "
+    if match := _UNQUOTED.match(lines[place[0] - 1]):
+        text += "the value has an unquoted special character ':'; "
+        text += f'quote it: {match["key"]}: "{match["value"].strip()}"'
+    else:
+        text += "this line is indented deeper than the line before it, which already has a value; "
+        text += "or the line before lacks the space after its colon"
+    return ConfigProblem(text, mark=place)
 
 
 def _context(error: yaml.YAMLError, place: tuple[int, int]) -> tuple[int, int]:
@@ -204,7 +173,7 @@ _TOO_DEEP = "values are nested too deeply to be read: a bracket that is never cl
 class Tree:
     """`values` is None when the text is no YAML at all; `marks` holds (line, column), from 1, of every path."""
 
-    values: Any = None
+    values: object = None
     marks: dict[KeyPath, tuple[int, int]] = field(default_factory=dict)
     problems: list[ConfigProblem] = field(default_factory=list)
 
@@ -246,22 +215,15 @@ def read_tree(text: str) -> Tree:
     tree = Tree()
     try:
         node = yaml.compose(text, Loader=_Loader)
-    except (yaml.MarkedYAMLError, yaml.reader.ReaderError) as error:
-        tree.problems.extend(explain(text, error))
-        return tree
-    except RecursionError:
-        tree.problems.append(ConfigProblem(_TOO_DEEP))
-        return tree
-    if node is None:
-        tree.values = {}
-        return tree
-    tree.marks[()] = _mark(node)
-    try:
+        if node is None:
+            return Tree({})
+        tree.marks[()] = _mark(node)
         tree.values = _Reader(tree).value(node, ())
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.MarkedYAMLError, yaml.reader.ReaderError) as error:
+        tree.problems += explain(text, error)
+    except ValueError as error:
         tree.problems.append(ConfigProblem(str(error)))
     except RecursionError:
-        tree.values = None
         tree.problems.append(ConfigProblem(_TOO_DEEP))
     return tree
 
@@ -289,18 +251,15 @@ class _Reader:
             if isinstance(node, yaml.MappingNode):
                 return self._mapping(node, path)
             if isinstance(node, yaml.SequenceNode):
-                return [self._item(child, (*path, i)) for i, child in enumerate(node.value)]
+                self.tree.marks.update({(*path, i): _mark(child) for i, child in enumerate(node.value)})
+                return [self.value(child, (*path, i)) for i, child in enumerate(node.value)]
             return _scalar(node)
         finally:
             self.open.discard(id(node))
 
-    def _item(self, node: yaml.Node, path: KeyPath) -> Any:
-        self.tree.marks[path] = _mark(node)
-        return self.value(node, path)
-
-    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
-        merged: dict[Any, Any] = {}
-        own: dict[Any, Any] = {}
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, object]:
+        merged: dict[Any, object] = {}
+        own: dict[Any, object] = {}
         for key_node, value_node in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 for source in _sources(value_node):
@@ -311,7 +270,7 @@ class _Reader:
             if key in own:
                 first = self.tree.marks[here][0]
                 message = f"'{key}' is written twice (first in line {first}); the second would hide the first"
-                self.tree.problems.append(ConfigProblem(message, _dotted(here), _mark(key_node)))
+                self.tree.problems.append(ConfigProblem(message, dotted(here), _mark(key_node)))
             self.tree.marks[here] = _mark(key_node)
             own[key] = self.value(value_node, here)
         return {**merged, **own}
@@ -339,5 +298,6 @@ def _scalar(node: yaml.Node) -> Any:
     return text
 
 
-def _dotted(path: KeyPath) -> str:
+def dotted(path: KeyPath) -> str:
+    """How a path is written in messages."""
     return ".".join(str(part) for part in path)

@@ -1,0 +1,256 @@
+"""Checks a whole configuration and reports every problem at once, with its place, in our words. Pure, with pydantic."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from allranks.elastic.config.relations import find_breaches
+from allranks.elastic.config.schema import ALIASES, FOREIGN, JobConfig
+from allranks.elastic.config.yaml_tree import ConfigProblem, KeyPath, Tree, dotted, missing_space
+
+Model = type[BaseModel]
+
+
+@dataclass
+class Checked:
+    """`config` is the typed configuration, None when there are errors."""
+
+    config: JobConfig | None
+    errors: list[ConfigProblem]
+    warnings: list[ConfigProblem]
+
+
+@dataclass
+class Check:
+    """One run over one tree. `sections` collects those that hold by themselves."""
+
+    tree: Tree
+    errors: list[ConfigProblem] = field(default_factory=list)
+    warnings: list[ConfigProblem] = field(default_factory=list)
+    sections: dict[str, Any] = field(default_factory=dict)  # a section model each; `model` a plain dict
+    bad: set[str] = field(default_factory=set)  # dotted paths that have a problem of their own
+
+    def run(self) -> Checked:
+        """The configuration, or what is wrong with it in the order of the file."""
+        self.errors += self.tree.problems
+        if self.tree.values is not None or not self.tree.problems:
+            self._top(self.tree.values)
+        config = None if self.errors else JobConfig(**self.sections)
+        return Checked(config, sorted(self.errors, key=_place), sorted(self.warnings, key=_place))
+
+    def _top(self, values: object) -> None:
+        if not isinstance(values, Mapping):
+            self._error((), _not_a_mapping("the configuration", values))
+            return
+        for name, value in values.items():
+            if name in FOREIGN:
+                self._warn((name,), f"section '{name}' is not read: {FOREIGN[name]}")
+            elif name not in JobConfig.model_fields:
+                self._error((name,), f"Unknown section '{name}'.{_near(name, JobConfig.model_fields)}")
+            elif value is not None:  # "training:" with nothing below it: the defaults
+                self._section(name, value)
+        for breach in find_breaches(self._get):
+            path = tuple(breach.path.split("."))
+            (self._warn if breach.warning else self._error)(path, breach.message)
+
+    def _section(self, name: str, value: object) -> None:
+        if not isinstance(value, Mapping):
+            self.bad.add(name)
+            self._error((name,), _not_a_mapping(f"section '{name}'", value))
+            return
+        keys = self._renamed(name, dict(value))
+        if name == "model":
+            self.sections[name] = keys
+            return
+        model = _model_of(name)
+        if model.model_config.get("extra") == "allow":
+            self._own_keys(name, keys, model)
+        try:
+            self.sections[name] = model.model_validate(keys)
+        except ValidationError as error:
+            # Of a union's several complaints about one text, the list of valid words says most.
+            for entry in sorted(
+                error.errors(include_url=False),
+                key=lambda e: e["type"] != "literal_error" or not isinstance(e["input"], str),
+            ):
+                self._entry(name, model, entry)
+
+    def _renamed(self, name: str, value: dict[str, object]) -> dict[str, object]:
+        for (section, old), new in ALIASES.items():
+            if section == name and old in value and new not in value:
+                value[new] = value.pop(old)
+                if mark := self.tree.marks.get((name, old)):
+                    self.tree.marks[(name, new)] = mark
+        return value
+
+    def _own_keys(self, name: str, value: Iterable[str], model: Model) -> None:
+        """Keys of a section that may hold the user's own: a typo is an error, anything else a warning."""
+        for key in value:
+            if key in model.model_fields:
+                continue
+            if close := _near(key, model.model_fields):
+                self._error((name, key), f"Unknown key '{key}' in section '{name}'.{close}")
+            else:
+                self._warn((name, key), f"'{key}' is kept for your script; allranks does not read it")
+
+    def _entry(self, name: str, model: Model, entry: ErrorDetails) -> None:
+        path = (name, *_written(model, entry["loc"]))
+        if dotted(path) not in self.bad:  # else the second branch of a union says the same thing again
+            self.bad.add(dotted(path))
+            self._error(path, _sentence(model, path, entry))
+
+    def _get(self, where: str) -> Any:
+        """A value for relations; with a trailing "?" whether something was written, however wrong."""
+        names = where.rstrip("?").split(".")
+        if where.endswith("?"):
+            value = self.tree.values
+            for part in names:
+                value = value.get(part) if isinstance(value, Mapping) else None
+            return value
+        if any(".".join(names[: i + 1]) in self.bad for i in range(len(names))):
+            return None
+        section = self.sections.get(names[0]) or self._partial(names[0])
+        for part in names[1:]:
+            section = getattr(section, part, None)
+        return section
+
+    def _partial(self, name: str) -> BaseModel:
+        """The section from those of its values that are right: others still take part in relations."""
+        model = _model_of(name)
+        raw = self.tree.values.get(name) if isinstance(self.tree.values, Mapping) else None
+        good = {
+            key: value
+            for key, value in (raw.items() if isinstance(raw, Mapping) else ())
+            if key in model.model_fields and not any(f"{b}.".startswith(f"{name}.{key}.") for b in self.bad)
+        }
+        try:
+            return model.model_validate(good)
+        except ValidationError:
+            return model()
+
+    def _error(self, path: KeyPath, message: str) -> None:
+        self.errors.append(ConfigProblem(message, dotted(path), self.tree.mark(path)))
+
+    def _warn(self, path: KeyPath, message: str) -> None:
+        self.warnings.append(ConfigProblem(message, dotted(path), self.tree.mark(path)))
+
+
+def _place(problem: ConfigProblem) -> tuple[int, int]:
+    return problem.line or 0, problem.column or 0
+
+
+def _model_of(section: str) -> Model:
+    model = JobConfig.model_fields[section].annotation
+    assert isinstance(model, type)
+    return model
+
+
+_WANTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text (put it in quotes)",
+    "list": "a list",
+}
+_BOUNDS = {
+    "greater_than": "{name} ({value}) must be greater than {gt:g}",
+    "greater_than_equal": "{name} must be >= {ge:g} (got {value})",
+    "less_than_equal": "{name} must be <= {le:g} (got {value})",
+    "finite_number": "{name} ({value}) must be a finite number",
+    "missing": "{name} is required",
+    "string_pattern_mismatch": "{name} must start with http:// or https:// or slack:https:// (got {value!r})",
+}
+
+
+def _sentence(model: Model, path: KeyPath, entry: ErrorDetails) -> str:
+    """pydantic's finding in our words; the documented messages are made here."""
+    kind, value, context = entry["type"], entry["input"], entry.get("ctx", {})
+    owner, info = _field(model, path[1:])
+    key = next((str(part) for part in reversed(path) if not isinstance(part, int)), "value")
+    name = (info.title if info is not None else None) or key
+    if kind == "extra_forbidden":
+        return (
+            f"Unknown key '{path[-1]}' in section '{dotted(path[:-1])}'.{_near(path[-1], owner.model_fields)}"
+        )
+    if kind == "literal_error" and info is not None:
+        options = _options(info)
+        return f"Unknown {name} {value!r}. Valid options: {options}{_near(value, options)}"
+    if kind == "greater_than" and context.get("gt") == 0:
+        return f"{name} ({value}) must be positive"
+    if kind in _BOUNDS:
+        return _BOUNDS[kind].format(name=name, value=value, **context)
+    if kind in {"model_type", "model_attributes_type", "dict_type"}:
+        return _not_a_mapping(f"'{name}'", value)
+    wanted = _WANTED.get(kind.split("_")[0])
+    if wanted and value is None:
+        return f"{name} is empty: give it a value, or leave the line out ('#' starts a comment)"
+    return (
+        f"{name} must be {wanted}, not {_shown(value)}"
+        if wanted
+        else f"{name}: {entry['msg']} (got {_shown(value)})"
+    )
+
+
+def _written(model: Model | None, loc: KeyPath) -> KeyPath:
+    """A location without the branches of unions that pydantic adds to it."""
+    path: list[str | int] = []
+    for part in loc:
+        if isinstance(part, int):
+            path.append(part)
+        elif model is not None:
+            path.append(part)
+            model = _model_in(model.model_fields.get(part))
+    return tuple(path)
+
+
+def _field(model: Model, path: KeyPath) -> tuple[Model, FieldInfo | None]:
+    """The model that owns the last part of a path, and that field (None for an unknown key)."""
+    info = None
+    for i, part in enumerate(path):
+        if isinstance(part, str):
+            info = model.model_fields.get(part)
+            inner = _model_in(info)
+            if inner is not None and i + 1 < len(path):
+                model = inner
+    return model, info
+
+
+def _model_in(info: FieldInfo | None) -> Model | None:
+    """The section class inside a field such as list[Webhook], or None."""
+    annotation = info.annotation if info is not None else None
+    kinds = (annotation, *getattr(annotation, "__args__", ()))
+    return next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
+
+
+def _options(info: FieldInfo) -> list[str]:
+    found: list[str] = []
+    stack: list[object] = [info.annotation]
+    while stack:
+        for argument in getattr(stack.pop(0), "__args__", ()):
+            (found if isinstance(argument, str) else stack).append(argument)
+    return found
+
+
+def _near(word: object, options: Iterable[str]) -> str:
+    """ " Did you mean 'x'?", or nothing when no option is near."""
+    close = difflib.get_close_matches(str(word), [str(option) for option in options], n=1, cutoff=0.7)
+    return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def _not_a_mapping(what: str, value: object) -> str:
+    fix = missing_space(value) if isinstance(value, str) else None
+    if fix:
+        return f"{what} holds no keys; {fix}"
+    return f"{what} must hold 'key: value' lines, not {_shown(value)}"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
