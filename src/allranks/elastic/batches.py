@@ -51,9 +51,9 @@ def exact_plan(global_batch: int, world_size: int, local_batch: int) -> BatchPla
     The number of micro-batches is the same for all ranks, except where a rank would be left with an empty one.
     """
     _check(global_batch, world_size, local_batch)
-    shares = _even(global_batch, world_size)
+    shares = even(global_batch, world_size)
     count = -(-max(shares) // local_batch)
-    return BatchPlan(tuple(_even(share, min(count, share)) for share in shares))
+    return BatchPlan(tuple(even(share, min(count, share)) for share in shares))
 
 
 def rounded_plan(accumulation_steps: int, world_size: int, local_batch: int) -> BatchPlan:
@@ -62,7 +62,8 @@ def rounded_plan(accumulation_steps: int, world_size: int, local_batch: int) -> 
     return BatchPlan(((local_batch,) * accumulation_steps,) * world_size)
 
 
-def _even(total: int, parts: int) -> tuple[int, ...]:
+def even(total: int, parts: int) -> tuple[int, ...]:
+    """`total` in so many parts, the larger ones first."""
     whole, rest = divmod(total, parts)
     return tuple(whole + (i < rest) for i in range(parts))
 
@@ -104,11 +105,14 @@ class GradAccumulationConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rounding_mode", RoundingMode(self.rounding_mode))
-        for name in ("target_global_batch_size", "local_batch_size", "base_world_size"):
-            if getattr(self, name) <= 0:
-                raise ConfigurationError(
-                    f"{name} ({getattr(self, name)}) must be positive", f"scaling.{name}"
-                )
+        need_positive(self, "target_global_batch_size", "local_batch_size", "base_world_size")
+
+
+def need_positive(config: object, *names: str) -> None:
+    """Raises ConfigurationError for the first of these settings that is not above zero."""
+    for name in names:
+        if getattr(config, name) <= 0:
+            raise ConfigurationError(f"{name} ({getattr(config, name)}) must be positive", f"scaling.{name}")
 
 
 def plan_for(config: GradAccumulationConfig, world_size: int) -> BatchPlan:

@@ -6,11 +6,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from allranks.elastic.metric_sinks import (
     JsonLinesSink,
     LogSink,
+    Summary,
     TensorBoardSink,
     prometheus_text,
     serve_prometheus,
@@ -282,7 +282,7 @@ class TrainingMetrics:
         elapsed = self.training_time
         return max(0.0, 1.0 - self.recovery.total_recovery_time / elapsed) if elapsed > 0 else 1.0
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Summary:
         """Everything as plain values, in the documented groups."""
         shares = self.goodput.shares(self.clock())
         saves, stall = self.checkpoint, self.checkpoint.stall.total_s
@@ -322,7 +322,7 @@ class TrainingMetrics:
         LogSink().write(self.summary())
 
 
-def _named(source: object, *names: str) -> dict[str, Any]:
+def _named(source: object, *names: str) -> dict[str, object]:
     """Attributes, and what methods return, by their names."""
     found = {name: getattr(source, name) for name in names}
     return {name: value() if callable(value) else value for name, value in found.items()}

@@ -2,52 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
+from allranks.checkpoint.config import CheckpointConfig
+from allranks.elastic.data import ElasticDataLoader, ResumableDataset
+from allranks.elastic.scaling import (
+    ElasticScalingManager,
+    GradAccumulationConfig,
+    RoundingMode,
+    ScalingConfig,
+)
+from allranks.elastic.topology import Limits
 from allranks.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    import torch
 
-def make_checkpoint_config(config: Any) -> Any:
+    from allranks.elastic.config import JobConfig
+
+
+def make_checkpoint_config(config: JobConfig) -> CheckpointConfig:
     """The CheckpointConfig of a JobConfig."""
-    from allranks.checkpoint import CheckpointConfig
-
     return CheckpointConfig(**config.checkpoint.model_dump(exclude={"fresh"}))
 
 
-def make_limits(config: Any, ranks_per_node: int = 1) -> Any:
+def make_limits(config: JobConfig, ranks_per_node: int = 1) -> Limits:
     """The topology limits of a JobConfig."""
-    from allranks.elastic.topology import Limits
-
     return Limits(config.elastic.min_nodes, config.elastic.max_nodes, ranks_per_node)
 
 
-def make_scaling(config: Any, optimizer: Any, world_size: int, rank: int) -> Any:
+def make_scaling(
+    config: JobConfig, optimizer: torch.optim.Optimizer, world_size: int, rank: int
+) -> ElasticScalingManager:
     """The ElasticScalingManager of a JobConfig. The base world is `elastic.base_world_size`, else this one."""
-    from allranks.elastic.scaling import ElasticScalingManager, GradAccumulationConfig, ScalingConfig
-
     base = config.elastic.base_world_size or world_size
     scaling, local = config.scaling, config.training.batch_size
-    rates = ScalingConfig(
-        config.training.lr,
-        local,
-        base,
-        scaling.scaling_rule,
-        scaling.warmup_steps,
-        scaling.min_lr,
-        scaling.max_lr,
-    )
+    limits = scaling.warmup_steps, scaling.min_lr, scaling.max_lr
+    rates = ScalingConfig(config.training.lr, local, base, scaling.scaling_rule, *limits)
     accumulation = None
     if scaling.strategy == "constant_batch":
-        accumulation = GradAccumulationConfig(scaling.target_global_batch_size, local, base, scaling.rounding)
+        rounding = RoundingMode(scaling.rounding)
+        accumulation = GradAccumulationConfig(scaling.target_global_batch_size or 0, local, base, rounding)
     return ElasticScalingManager(
         rates, accumulation, optimizer, scaling.strategy, rank=rank, world_size=world_size
     )
 
 
-def make_loader(config: Any, scaling: Any, world_size: int, rank: int) -> Any:
+def make_loader(
+    config: JobConfig, scaling: ElasticScalingManager | None, world_size: int, rank: int
+) -> ElasticDataLoader:
     """The ElasticDataLoader of a JobConfig, dealing what the scaling manager plans."""
-    from allranks.elastic.data import ElasticDataLoader, ResumableDataset
-
     data = config.data
     if not data.index:
         raise ConfigurationError(
@@ -64,11 +68,10 @@ def make_loader(config: Any, scaling: Any, world_size: int, rank: int) -> Any:
         world_size=world_size,
         data_files=data.files,
     )
-    plan = scaling.accum_manager.plan if scaling is not None and scaling.accum_manager is not None else None
     return ElasticDataLoader(
         dataset,
         config.training.batch_size,
-        plan=plan,
+        plan=scaling.plan if scaling is not None else None,
         rank=rank,
         world_size=world_size,
         num_workers=data.num_workers,

@@ -19,6 +19,7 @@ from allranks.elastic.batches import (
     RoundingMode,
     StateDict,
     exact_plan,
+    need_positive,
     rounded_plan,
 )
 from allranks.errors import ConfigurationError
@@ -75,11 +76,7 @@ class ScalingConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scaling_rule", ScalingRule(self.scaling_rule))
-        for name in ("base_lr", "base_batch_size", "base_world_size"):
-            if getattr(self, name) <= 0:
-                raise ConfigurationError(
-                    f"{name} ({getattr(self, name)}) must be positive", f"scaling.{name}"
-                )
+        need_positive(self, "base_lr", "base_batch_size", "base_world_size")
         if self.warmup_steps < 0:
             raise ConfigurationError(
                 f"warmup_steps must be >= 0 (got {self.warmup_steps})", "scaling.warmup_steps"
@@ -370,6 +367,11 @@ class ElasticScalingManager:
     @property
     def world_size(self) -> int:
         return self.accum_manager.world_size if self.accum_manager else self.lr_manager.current_world_size
+
+    @property
+    def plan(self) -> BatchPlan | None:
+        """How each step's samples are dealt; None where every rank has its own batch."""
+        return self.accum_manager.plan if self.accum_manager else None
 
     @property
     def shares(self) -> tuple[int, ...]:

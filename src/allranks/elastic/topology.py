@@ -253,9 +253,7 @@ class _Change:
         if saved.get("data"):
             loader.load_state_dict(saved["data"])
         scaling = self.job.scaling
-        plan = (
-            scaling.accum_manager.plan if scaling is not None and scaling.accum_manager is not None else None
-        )
+        plan = scaling.plan if scaling is not None else None
         # Data counts steps from 0, training from 1: after `step` finished steps the next batch is that of `step`.
         loader.on_topology_change(self.new, self.rank, plan, step=step)
 
@@ -315,11 +313,5 @@ def _tier_of(checkpoint: CheckpointManager | None) -> str:
 
 def _ours(state: CheckpointState) -> StateDict:
     """Data and scaling of a loaded checkpoint: this rank's, or any rank's for one that was not there."""
-    if state.dataset_state:
-        found: StateDict = state.dataset_state
-        return found
-    for number in sorted(state.rank_states):
-        if state.rank_states[number].get("dataset_state"):
-            other: StateDict = state.rank_states[number]["dataset_state"]
-            return other
-    return {}
+    others = (state.rank_states[number].get("dataset_state") for number in sorted(state.rank_states))
+    return state.dataset_state or next(filter(None, others), {})

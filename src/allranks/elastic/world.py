@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -223,10 +225,8 @@ def world_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return here[0] if rank is None else rank, here[1] if world_size is None else world_size
 
 
-def _dist() -> Any:
+def _dist() -> ModuleType | None:
     """torch.distributed if it has a default process group, else None."""
-    import sys
-
     dist = sys.modules.get("torch.distributed")
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 

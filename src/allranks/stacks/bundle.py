@@ -10,8 +10,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import lru_cache
 from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, get_type_hints
+
+import msgspec
 
 from allranks.errors import InputError
 from allranks.model.stacks import (
@@ -30,7 +34,9 @@ from allranks.stacks.raw_files import read_raw
 BUNDLE = "bundle.json"
 KIND = "allranks stacks bundle"
 VERSION = 1
-Json = dict[str, object]
+Json: TypeAlias = dict[str, Any]
+Row: TypeAlias = list[Any]
+T = TypeVar("T")
 
 
 def read_capture(path: str | Path) -> Capture:
@@ -101,7 +107,11 @@ class _Tables:
     frames: dict[StackFrame, int] = field(default_factory=dict)
     stacks: dict[tuple[int, ...], int] = field(default_factory=dict)
 
-    def stack(self, frames: tuple[StackFrame, ...]) -> int:
+    def threads(self, stacks: Iterable[ThreadStack]) -> list[Row]:
+        """Threads as rows that end in the number of their stack."""
+        return [[one.tid, one.name, one.active, one.owns_gil, self._number(one.frames)] for one in stacks]
+
+    def _number(self, frames: tuple[StackFrame, ...]) -> int:
         numbers = tuple(self.frames.setdefault(frame, len(self.frames)) for frame in frames)
         return self.stacks.setdefault(numbers, len(self.stacks))
 
@@ -124,64 +134,31 @@ def encode(capture: Capture) -> Json:
         "kind": KIND,
         "schema": VERSION,
         "world_size": capture.world_size,
-        "frames": [[f.name, f.file, f.line, int(f.native), f.source] for f in tables.frames],
+        "frames": [_row(frame) for frame in tables.frames],
         "stacks": [list(numbers) for numbers in tables.stacks],
         "processes": processes,
-        "marks": [_encode_marks(one) for one in capture.marks],
-        "ras": [[one.address, one.at_s, one.text] for one in capture.ras],
+        "marks": [{**vars(one), "marks": [_row(mark) for mark in one.marks]} for one in capture.marks],
+        "ras": [_row(one) for one in capture.ras],
         "notes": list(capture.notes),
     }
 
 
 def _encode_process(process: ProcessCapture, tables: _Tables) -> Json:
-    return {
-        "rank": process.rank,
-        "child": process.child,
-        "pid": process.pid,
-        "host": process.host,
-        "title": process.title,
-        "snapshots": [_encode_snapshot(one, tables) for one in process.snapshots],
-        "native": [_encode_stack(one, tables) for one in process.native],
-        "kernels": list(process.kernels),
-        "notes": list(process.notes),
-        "parallel": [list(pair) for pair in process.parallel],
-    }
+    snapshots = [
+        {
+            "number": one.number,
+            "at_s": one.at_s,
+            "threads": tables.threads(one.stacks),
+            "facts": [_row(fact) for fact in one.facts],
+        }
+        for one in process.snapshots
+    ]
+    return {**vars(process), "snapshots": snapshots, "native": tables.threads(process.native)}
 
 
-def _encode_snapshot(one: Snapshot, tables: _Tables) -> Json:
-    return {
-        "number": one.number,
-        "at_s": one.at_s,
-        "threads": [_encode_stack(stack, tables) for stack in one.stacks],
-        "facts": [
-            [
-                f.tid,
-                f.comm,
-                f.state,
-                f.wchan,
-                f.syscall,
-                list(f.args),
-                f.ticks,
-                list(f.kernel_stack),
-                f.mutex_owner,
-            ]
-            for f in one.facts
-        ],
-    }
-
-
-def _encode_stack(stack: ThreadStack, tables: _Tables) -> list[object]:
-    return [stack.tid, stack.name, stack.active, stack.owns_gil, tables.stack(stack.frames)]
-
-
-def _encode_marks(one: RankMarks) -> Json:
-    return {
-        "rank": one.rank,
-        "seen_s": one.seen_s,
-        "expect_until_s": one.expect_until_s,
-        "closed": one.closed,
-        "marks": [[mark.at_s, mark.step, mark.phase, mark.calls] for mark in one.marks],
-    }
+def _row(one: StackFrame | ThreadFacts | Mark | RasReply) -> Row:
+    """A dataclass as the values of its fields, in their order."""
+    return list(vars(one).values())
 
 
 # --- reading -------------------------------------------------------------------------------------------
@@ -195,92 +172,59 @@ def _decode(path: Path) -> Capture:
             raise InputError(f"{path} is not a bundle of allranks stacks")
         if row.get("schema", 0) > VERSION:
             raise InputError(f"{path} has schema {row['schema']}, this version reads up to {VERSION}")
-        return _decode_row(row, str(path.parent))
+        return _decode_capture(row, str(path.parent))
     except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} is damaged: {type(error).__name__}: {str(error)[:120]}") from error
 
 
-def _decode_row(row: dict[str, list[list[object]]], path: str) -> Capture:
-    frames = [_decode_frame(item) for item in row["frames"]]
-    stacks = [tuple(frames[int(str(number))] for number in item) for item in row["stacks"]]
-    world = row.get("world_size")
+def _decode_capture(row: Json, path: str) -> Capture:
+    frames = _rows(StackFrame, row["frames"])
+    stacks = [tuple(frames[number] for number in item) for item in row["stacks"]]
     return Capture(
-        processes=tuple(_decode_process(item, stacks) for item in row["processes"]),  # type: ignore[arg-type]
-        marks=tuple(_decode_marks(item) for item in row["marks"]),  # type: ignore[arg-type]
-        ras=tuple(RasReply(str(a), float(str(t)), str(text)) for a, t, text in row.get("ras", [])),
-        world_size=world if isinstance(world, int) else None,
-        notes=tuple(str(note) for note in row.get("notes", [])),
+        processes=tuple(_decode_process(item, stacks) for item in row["processes"]),
+        marks=tuple(
+            replace(_checked(RankMarks, {**item, "marks": ()}), marks=tuple(_rows(Mark, item["marks"])))
+            for item in row["marks"]
+        ),
+        ras=tuple(_rows(RasReply, row.get("ras", ()))),
+        world_size=row["world_size"] if isinstance(row.get("world_size"), int) else None,
+        notes=_checked(tuple[str, ...], row.get("notes", ())),
         path=path,
     )
 
 
-def _decode_frame(item: list[object]) -> StackFrame:
-    name, file, line, native, source = item
-    return StackFrame(str(name), str(file), int(str(line)), bool(native), str(source))
+def _decode_process(item: Json, stacks: list[tuple[StackFrame, ...]]) -> ProcessCapture:
+    def threads(rows: object) -> tuple[ThreadStack, ...]:
+        found = _checked(list[tuple[int | None, str, bool | None, bool | None, int]], rows)
+        return tuple(ThreadStack(tid, name, stacks[number], on, gil) for tid, name, on, gil, number in found)
 
-
-def _decode_process(item: dict[str, list[object]], stacks: list[tuple[StackFrame, ...]]) -> ProcessCapture:
-    return ProcessCapture(
-        rank=_int(item["rank"]) or 0,
-        child=_int(item.get("child")),
-        pid=_int(item.get("pid")),
-        host=str(item.get("host") or ""),
-        title=str(item.get("title") or ""),
-        snapshots=tuple(_decode_snapshot(one, stacks) for one in item["snapshots"]),  # type: ignore[arg-type]
-        native=tuple(_decode_stack(one, stacks) for one in item.get("native", [])),  # type: ignore[arg-type]
-        kernels=tuple(str(one) for one in item.get("kernels", [])),
-        notes=tuple(str(one) for one in item.get("notes", [])),
-        parallel=tuple((str(k), int(v)) for k, v in item.get("parallel", [])),  # type: ignore[misc, has-type]
+    snapshots = tuple(
+        replace(
+            _checked(Snapshot, {"number": one["number"], "at_s": one.get("at_s")}),
+            stacks=threads(one.get("threads", ())),
+            facts=tuple(_rows(ThreadFacts, one.get("facts", ()))),
+        )
+        for one in item["snapshots"]
     )
+    head = _checked(ProcessCapture, {**item, "snapshots": (), "native": ()})
+    return replace(head, snapshots=snapshots, native=threads(item.get("native", ())))
 
 
-def _decode_snapshot(one: dict[str, list[list[object]]], stacks: list[tuple[StackFrame, ...]]) -> Snapshot:
-    at = one.get("at_s")
-    return Snapshot(
-        number=_int(one["number"]) or 0,
-        at_s=float(at) if isinstance(at, int | float) else None,
-        stacks=tuple(_decode_stack(item, stacks) for item in one.get("threads", [])),
-        facts=tuple(_decode_facts(item) for item in one.get("facts", [])),
-    )
+def _checked(kind: type[T], value: object) -> T:
+    """A value as its type; ValueError names the field that is wrong. Lax: 0 and 1 stand for flags in older files."""
+    return msgspec.convert(value, kind, strict=False)
 
 
-def _decode_stack(item: list[object], stacks: list[tuple[StackFrame, ...]]) -> ThreadStack:
-    tid, name, active, gil, number = item
-    return ThreadStack(_int(tid), str(name), stacks[int(str(number))], _flag(active), _flag(gil))
+def _rows(kind: type[T], rows: object) -> list[T]:
+    """Dataclasses from the values of their fields, which the last ones of an older file may lack."""
+    return [kind(*msgspec.structs.astuple(one)) for one in _checked(_row_type(kind), rows)]  # type: ignore[arg-type]
 
 
-def _decode_facts(item: list[object]) -> ThreadFacts:
-    tid, comm, state, wchan, syscall, args, ticks, kernel, *more = item
-    return ThreadFacts(
-        int(str(tid)),
-        str(comm),
-        str(state),
-        str(wchan),
-        str(syscall),
-        tuple(int(one) for one in args) if isinstance(args, list) else (),
-        int(str(ticks)),
-        tuple(str(one) for one in kernel) if isinstance(kernel, list) else (),
-        _int(more[0]) if more else None,
-    )
-
-
-def _decode_marks(item: dict[str, list[list[object]]]) -> RankMarks:
-    seen = item.get("seen_s")
-    return RankMarks(
-        rank=_int(item["rank"]) or 0,
-        marks=tuple(
-            Mark(float(str(at)), int(str(step)), str(phase), int(str(calls)))
-            for at, step, phase, calls in item["marks"]
-        ),
-        seen_s=float(seen) if isinstance(seen, int | float) else None,
-        expect_until_s=float(str(item.get("expect_until_s") or 0.0)),
-        closed=str(item.get("closed") or ""),
-    )
-
-
-def _int(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _flag(value: object) -> bool | None:
-    return value if isinstance(value, bool) else None
+@lru_cache
+def _row_type(kind: Any) -> Any:
+    hints = get_type_hints(kind)
+    columns = [
+        (one.name, hints[one.name], *([] if one.default is MISSING else [one.default]))
+        for one in fields(kind)
+    ]
+    return list[msgspec.defstruct(kind.__name__, columns, array_like=True)]  # type: ignore[misc]

@@ -247,16 +247,8 @@ def _unknown(main: ThreadView, view: ProcessView) -> Cause:
     seen = f"in {_top(main)}" if main.python else "no Python frame"
     now = main.now
     kernel = f", state {now.state} {now.syscall} {now.wchan}".rstrip() if now else ""
-    return Cause(
-        "unknown",
-        where(main.python),
-        f"no pattern fits: {seen}{kernel}",
-        "",
-        "",
-        main.python,
-        0.0,
-        view.count,
-    )
+    says = f"no pattern fits: {seen}{kernel}"
+    return Cause("unknown", where(main.python), says, stack=main.python, threads=view.count)
 
 
 def _top(thread: ThreadView) -> str:

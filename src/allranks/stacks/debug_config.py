@@ -23,7 +23,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any, get_type_hints
+
+import msgspec
 
 from allranks.errors import ConfigurationError, InputError
 from allranks.model.options import check_options, key_of, meanings, option
@@ -142,13 +144,7 @@ def parse_debug(section: object, base: DebugOptions | None = None) -> DebugOptio
 
 
 def _convert(value: object, kind: Any, name: str) -> Any:
-    if kind is bool and isinstance(value, bool):
-        return value
-    if get_origin(kind) is tuple and isinstance(value, list):
-        return tuple(float(one) if isinstance(one, int | float) else str(one) for one in value)
-    if kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
-        return kind(value)
-    if kind is str and isinstance(value, str):
-        return value
-    wanted = "a list" if get_origin(kind) is tuple else kind.__name__
-    raise ConfigurationError(f"{name} is {value!r}: expected {wanted}")
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"{name} is {value!r}: {str(error)[0].lower()}{str(error)[1:]}") from None

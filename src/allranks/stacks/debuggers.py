@@ -160,10 +160,8 @@ def ptrace_obstacle(pid: int) -> str:
         parts.append("no CAP_SYS_PTRACE")
     try:
         scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
-        if scope != "0":
-            parts.append(
-                f"yama ptrace_scope is {scope}; sysctl kernel.yama.ptrace_scope=0 lets the same user in"
-            )
+        cure = f"yama ptrace_scope is {scope}; sysctl kernel.yama.ptrace_scope=0 lets the same user in"
+        parts += [cure] if scope != "0" else []
     except OSError:
         pass
     return "; ".join(parts) or "a security module refuses ptrace"
@@ -221,10 +219,8 @@ def ask_faulthandler(pid: int, number: int) -> tuple[tuple[ThreadStack, ...], st
     try:
         before = path.stat()
         if not stat.S_ISREG(before.st_mode):
-            return (
-                (),
-                f"the standard error of process {pid} is no file: faulthandler's output could not be read back",
-            )
+            problem = f"the standard error of process {pid} is no file: faulthandler's output could not be read back"
+            return (), problem
         os.kill(pid, number)
         return _read_back(path, before.st_size), ""
     except OSError as error:
@@ -245,6 +241,12 @@ def _read_back(path: Path, start: int) -> tuple[ThreadStack, ...]:
     return parse_faulthandler(text)
 
 
+def _named(target: Target, variable: str) -> str:
+    """The path in one of CUDA's variables, which the driver fills in."""
+    path = target.environ.get(variable, "")
+    return path.replace("%p", str(target.pid)).replace("%h", os.uname().nodename)
+
+
 def dump_gpu_core(target: Target, folder: Path | None) -> str:
     """Triggers CUDA's user core dump; the process does not survive it. Returns what happened as a note."""
     if target.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
@@ -252,11 +254,7 @@ def dump_gpu_core(target: Target, folder: Path | None) -> str:
             f"no GPU core dump of process {target.pid}: it was started without "
             "CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1 and CUDA_COREDUMP_PIPE"
         )
-    pipe = (
-        target.environ.get("CUDA_COREDUMP_PIPE", "")
-        .replace("%p", str(target.pid))
-        .replace("%h", os.uname().nodename)
-    )
+    pipe = _named(target, "CUDA_COREDUMP_PIPE")
     try:
         fd = os.open(f"/proc/{target.pid}/root{pipe}", os.O_WRONLY | os.O_NONBLOCK)
     except OSError as error:
@@ -266,11 +264,7 @@ def dump_gpu_core(target: Target, folder: Path | None) -> str:
     finally:
         os.close(fd)
     deadline = time.monotonic() + CORE_LIMIT_S
-    core = (
-        target.environ.get("CUDA_COREDUMP_FILE", "")
-        .replace("%p", str(target.pid))
-        .replace("%h", os.uname().nodename)
-    )
+    core = _named(target, "CUDA_COREDUMP_FILE")
     while time.monotonic() < deadline and not (core and Path(core).exists()):
         if read_state(target.pid) in ("", "Z"):
             break

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -209,11 +209,12 @@ def choose(
         if e.pid in selection.pids or not (_ancestors(e.pid, by_pid) & {c.pid for c in chosen})
     ]
     ranks = _numbers(roots, boxed)
-    taken = {entry.pid for entry in roots}
+    others = {own_pid, *(entry.pid for entry in roots)}
     targets = []
     for entry in sorted(roots, key=lambda e: ranks[e.pid]):
         targets.append(make_target(entry, ranks[entry.pid], None, boxed.get(entry.pid)))
-        for number, child in enumerate(_descendants(entry.pid, entries, taken, own_pid)[:MAX_CHILDREN]):
+        mine = family([entry.pid], entries, lambda e: e.pid not in others and e.state not in "ZX")
+        for number, child in enumerate(mine[:MAX_CHILDREN]):
             targets.append(make_target(child, ranks[entry.pid], number))
     return targets
 
@@ -311,21 +312,23 @@ def _ancestors(pid: int, by_pid: Mapping[int, ProcessEntry]) -> set[int]:
     return found
 
 
-def _descendants(
-    pid: int, entries: Sequence[ProcessEntry], taken: set[int], own_pid: int
+def family(
+    roots: Iterable[int],
+    entries: Iterable[ProcessEntry],
+    wanted: Callable[[ProcessEntry], bool] = lambda entry: True,
 ) -> list[ProcessEntry]:
-    """Children and theirs, without other ranks and without ourselves."""
+    """Children of processes and theirs, as far as they are wanted; by pid."""
     children: dict[int, list[ProcessEntry]] = {}
     for entry in entries:
         children.setdefault(entry.ppid, []).append(entry)
-    found: list[ProcessEntry] = []
-    todo = [pid]
+    found: dict[int, ProcessEntry] = {}
+    todo = list(roots)
     while todo:
-        for child in children.get(todo.pop(0), []):
-            if child.pid not in taken and child.pid != own_pid and child.state not in "ZX":
-                found.append(child)
+        for child in children.get(todo.pop(), []):
+            if child.pid not in found and wanted(child):
+                found[child.pid] = child
                 todo.append(child.pid)
-    return sorted(found, key=lambda entry: entry.pid)
+    return [found[pid] for pid in sorted(found)]
 
 
 def _numbers(roots: Sequence[ProcessEntry], boxed: Mapping[int, LiveBox]) -> dict[int, int]:

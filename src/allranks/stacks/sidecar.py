@@ -26,9 +26,9 @@ from allranks.stacks.bundle import write_bundle
 from allranks.stacks.classify import classify
 from allranks.stacks.collect import CollectOptions, collect
 from allranks.stacks.debug_config import DebugOptions
-from allranks.stacks.find import RANK_TITLES, Selection, Target, choose
+from allranks.stacks.find import RANK_TITLES, Selection, Target, choose, family
 from allranks.stacks.html import render_html
-from allranks.stacks.procfs import ProcessEntry, main_thread_work, read_state, scan
+from allranks.stacks.procfs import main_thread_work, read_state, scan
 from allranks.stacks.progress import Stillness
 from allranks.stacks.text import grow_tree, render_text, report_json
 from allranks.stacks.triggers import Observation, Pulse, TriggerState, decide_trigger
@@ -191,19 +191,16 @@ class Sidecar:
     def _find(self) -> list[Target]:
         """The ranks among the descendants of what we watch; a plain Python command is rank 0 itself."""
         entries = scan()
-        family = _family(entries, self._roots)
-        boxes = find_boxes(
-            tuple(Path(e.environ["ALLRANKS_DIR"]) for e in family if "ALLRANKS_DIR" in e.environ)
-        )
-        chosen = choose(
-            family, boxes, Selection(titles=(*RANK_TITLES, *self.options.patterns)), own_pid=os.getpid()
-        )
-        if chosen:
+        ours = [e for e in entries if e.pid in self._roots]
+        ours += [e for e in family(self._roots, entries) if e.pid not in self._roots]
+        folders = tuple(Path(e.environ["ALLRANKS_DIR"]) for e in ours if "ALLRANKS_DIR" in e.environ)
+        boxes, own = find_boxes(folders), os.getpid()
+        chosen = choose(ours, boxes, Selection(titles=(*RANK_TITLES, *self.options.patterns)), own_pid=own)
+        python = [e.pid for e in ours if e.python]
+        if chosen or not python:
             return chosen
-        plain = [e.pid for e in family if e.python and e.pid in self._roots] or [
-            e.pid for e in family if e.python
-        ][:1]
-        return choose(family, boxes, Selection(pids=tuple(plain)), own_pid=os.getpid()) if plain else []
+        plain = [pid for pid in python if pid in self._roots] or python[:1]
+        return choose(ours, boxes, Selection(pids=tuple(plain)), own_pid=own)
 
     # collecting
 
@@ -275,21 +272,6 @@ def write_report(folder: Path, report: StacksReport, capture: Capture) -> None:
     )
     (folder / "report.json").write_text(json.dumps(report_json(report, roots), indent=1), encoding="utf-8")
     (folder / "report.html").write_text(render_html(report, roots), encoding="utf-8", errors="replace")
-
-
-def _family(entries: Sequence[ProcessEntry], roots: Sequence[int]) -> list[ProcessEntry]:
-    """The roots and all their descendants."""
-    children: dict[int, list[ProcessEntry]] = {}
-    for entry in entries:
-        children.setdefault(entry.ppid, []).append(entry)
-    found = {entry.pid: entry for entry in entries if entry.pid in roots}
-    todo = list(found)
-    while todo:
-        for child in children.get(todo.pop(), []):
-            if child.pid not in found:
-                found[child.pid] = child
-                todo.append(child.pid)
-    return list(found.values())
 
 
 def _log_size(pid: int) -> int | None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from allranks.model.stacks import (
     Capture,
-    ChildState,
     ProcessCapture,
     RankState,
     StackFrame,
@@ -20,24 +19,13 @@ from allranks.stacks.views import cut_fork, is_user_file, place, short_name
 
 def compress(ranks: Iterable[int]) -> str:
     """`0-3,5,7-1023` for a set of ranks; "" for none."""
-    parts: list[str] = []
-    start = last = None
+    runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
-        if last is not None and rank == last + 1:
-            last = rank
-            continue
-        if start is not None and last is not None:
-            parts.append(_span(start, last))
-        start = last = rank
-    if start is not None and last is not None:
-        parts.append(_span(start, last))
-    return ",".join(parts)
-
-
-def _span(first: int, last: int) -> str:
-    if first == last:
-        return str(first)
-    return f"{first},{last}" if last == first + 1 else f"{first}-{last}"
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
 
 
 @dataclass(frozen=True)
@@ -272,27 +260,7 @@ def report_json(report: StacksReport, roots: Sequence[Node] = ()) -> Json:
 
 
 def _rank(state: RankState) -> Json:
-    return {
-        "cause": state.cause,
-        "where": state.where,
-        "evidence": state.evidence,
-        "children": [_child(child) for child in state.children],
-        "threads": state.threads,
-        "operation": state.operation,
-        "thread": state.thread,
-        "confidence": state.confidence,
-        "host": state.host,
-        "pid": state.pid,
-        "stack": [place(frame) for frame in state.stack[:60]],
-        "notes": list(state.notes),
-    }
-
-
-def _child(child: ChildState) -> Json:
-    return {
-        "child": child.child,
-        "pid": child.pid,
-        "cause": child.cause,
-        "where": child.where,
-        "evidence": child.evidence,
-    }
+    facts = {name: value for name, value in vars(state).items() if name != "rank"}
+    children = [dict(vars(child)) for child in state.children]
+    stack = [place(frame) for frame in state.stack[:60]]
+    return {**facts, "children": children, "stack": stack, "notes": list(state.notes)}

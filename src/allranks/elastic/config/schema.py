@@ -36,12 +36,12 @@ Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
-def _switch(value: Any) -> Any:
+def _switch(value: object) -> object:
     """YAML 1.1 readers turn `mode: on` into True: take it back."""
     return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: object) -> object:
     """One path is a list of one."""
     return [value] if isinstance(value, str) else value
 
@@ -53,7 +53,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")  # type: ignore[untyped-decorator]
     @classmethod
-    def _no_flags_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+    def _no_flags_for_numbers(cls, value: object, info: ValidationInfo) -> object:
         """`true` is not 1."""
         annotation = (
             cls.model_fields[info.field_name].annotation if info.field_name in cls.model_fields else None
@@ -230,7 +230,7 @@ class LighthouseSection(_LIGHTHOUSE):
 class JobConfig(Section):
     """A whole job. `model` is free-form."""
 
-    model: dict[str, Any] = Field(default_factory=dict)
+    model: dict[str, object] = Field(default_factory=dict)
     training: TrainingSection = TrainingSection()
     checkpoint: Checkpoint = Checkpoint()
     elastic: Elastic = Elastic()
@@ -251,7 +251,7 @@ FOREIGN = {"chaos": "use a fault plan with `allranks drill --plan FILE`"} | dict
 )
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> dict[str, object]:
     """JSON Schema (2020-12) of the file, for editors."""
-    schema: dict[str, Any] = JobConfig.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "allranks job", **schema}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "allranks job"}
+    return {**head, **JobConfig.model_json_schema()}

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from allranks.elastic.batches import StateDict
+from allranks.elastic.batches import StateDict, even
 from allranks.elastic.data.order import Ids, Mixture, Order, WorldHistory
 from allranks.elastic.index.file import TokenIndexFile
 from allranks.elastic.world import world_of
 from allranks.errors import DataLoadingError
+
+#: Tensors by name, or what torch collates the items of a user's dataset to.
+Batch: TypeAlias = dict[str, Any]
+
+
+class Items(Protocol):
+    """A dataset of the user's, as torch knows them."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int, /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -34,7 +44,7 @@ class TokenSamples:
     def name(self) -> str:
         return str(self.index.path)
 
-    def read(self, ids: Ids, out: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+    def read(self, ids: Ids, out: Ids) -> None:
         """Copies samples into the rows of `out`."""
         tokens, length = self.index.tokens, self.seq_length
         for row, start in enumerate((ids * length).tolist()):
@@ -45,7 +55,7 @@ class TokenSamples:
 class ItemSamples:
     """Any dataset with `len` and `[]`: the order and the state are ours, the items are the user's."""
 
-    items: Any
+    items: Items
 
     def __len__(self) -> int:
         return len(self.items)
@@ -60,7 +70,7 @@ class ItemSamples:
 
 
 def as_samples(
-    one: Any, seq_length: int, data_files: Sequence[str] | None = None
+    one: str | Path | TokenIndexFile | Items, seq_length: int, data_files: Sequence[str] | None = None
 ) -> TokenSamples | ItemSamples:
     """From an index (or its path), or from anything with `len` and `[]`."""
     opened = _opened(one, data_files) if isinstance(one, (str, Path)) else one
@@ -105,7 +115,7 @@ class DatasetState:
         return asdict(self)
 
     @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> DatasetState:
+    def from_dict(values: StateDict) -> DatasetState:
         known = {key: int(values[key]) for key in asdict(DatasetState()) if key in values}
         return DatasetState(**known)
 
@@ -120,7 +130,7 @@ class ResumableDataset:
     because people pass it: the index holds the tokens. `step` counts optimizer steps; `history` says which world took which.
     """
 
-    index_file: Any
+    index_file: Any  # an index, its path, any dataset, or a list of them
     seq_length: int = 1024
     seed: int = 0
     shuffle: bool = True
@@ -130,13 +140,14 @@ class ResumableDataset:
     rank: int | None = None
     world_size: int | None = None
     data_files: Sequence[str] | None = None
-    tokenizer: Any = None
+    tokenizer: object = None
     step: int = 0
     history: WorldHistory = field(default_factory=WorldHistory)
 
     def __post_init__(self) -> None:
         self.sources = [
-            as_samples(one, self.seq_length, self.data_files) for one in _several(self.index_file)
+            as_samples(one, self.seq_length, self.data_files)
+            for one in (self.index_file if isinstance(self.index_file, (list, tuple)) else [self.index_file])
         ]
         self._tokens = all(isinstance(source, TokenSamples) for source in self.sources)
         self._bases = np.cumsum([0, *map(len, self.sources)])
@@ -220,8 +231,7 @@ class ResumableDataset:
             return (0,) * world
         if left >= segment.per_step + world or left == segment.per_step:
             return segment.shares
-        whole, rest = divmod(left if left < segment.per_step + world else segment.per_step, world)
-        return tuple(whole + (rank < rest) for rank in range(world))
+        return even(left, world)
 
     def samples(self, step: int, rank: int | None = None) -> Ids:
         """The ids of one rank (None: of all ranks, in their order) in a step: pure in seed, step, history."""
@@ -231,7 +241,7 @@ class ResumableDataset:
             return self.order.ids(start, sum(shares))
         return self.order.ids(start + sum(shares[:rank]), shares[rank])
 
-    def fetch(self, ids: Ids) -> dict[str, Any]:
+    def fetch(self, ids: Ids) -> Batch:
         """A batch of samples as tensors."""
         import torch
 
@@ -253,7 +263,7 @@ class ResumableDataset:
         tensor = torch.from_numpy(rows)
         return {"input_ids": tensor[:, :-1], "labels": tensor[:, 1:]}
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         """This rank's samples from the current step on; the step is counted when its last one is given out."""
         while not self.finished:
             mine = self.samples(self.step, self.rank).tolist()
@@ -303,7 +313,7 @@ class ResumableDataset:
             "history": self.history.to_list(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Goes on where the state was taken. Seed and shuffle come from the state: they name the order.
 
         The world of this process takes over from the state's step on. A state with only the known harness's
@@ -324,7 +334,7 @@ class ResumableDataset:
                 f"the state contradicts itself: position {state['position']}, its history leads to {self.position}"
             )
 
-    def _check(self, state: Mapping[str, Any]) -> None:
+    def _check(self, state: StateDict) -> None:
         ours = self.state_dict()
         if state.get("version") != STATE_VERSION:
             raise DataLoadingError(f"the data state has version {state.get('version')}, not {STATE_VERSION}")
@@ -336,12 +346,8 @@ class ResumableDataset:
                     hint="give the same index and seq_length as before, or start the data anew without this state",
                 )
 
-    def _load_foreign(self, state: Mapping[str, Any], shares: tuple[int, ...]) -> None:
+    def _load_foreign(self, state: StateDict, shares: tuple[int, ...]) -> None:
         tokens = int(state.get("total_tokens_processed", 0)) + int(state.get("epoch", 0)) * self.total_tokens
         done = -(-tokens // self.seq_length)
         self.step = -(-done // sum(shares))
         self.history = WorldHistory().change(0, shares)
-
-
-def _several(index_file: Any) -> list[Any]:
-    return list(index_file) if isinstance(index_file, (list, tuple)) else [index_file]

@@ -9,17 +9,19 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from allranks.elastic.batches import BatchPlan, StateDict, rounded_plan
-from allranks.elastic.data.dataset import ResumableDataset
+from allranks.elastic.batches import BatchPlan, StateDict, even, rounded_plan
+from allranks.elastic.data.dataset import Batch, ResumableDataset
 from allranks.elastic.data.order import Ids
 from allranks.elastic.world import world_of
 from allranks.errors import DataLoadingError
+
+T = TypeVar("T")
 
 
 class ElasticDataLoader:
@@ -49,7 +51,9 @@ class ElasticDataLoader:
         self.last_samples: Ids = np.empty(0, dtype=np.int64)
         self.weight = 0.0
         self.waited_s = 0.0  # in which training waited for data, since the start
-        self._loader: Any = None
+        self._loader: Any = (
+            None  # torch's; its workers live on through changes of the world and drop stale batches
+        )
         self._generation = 0  # a running iteration starts over when it changes
         self._micro = 0  # micro-batches of the current step given out
         rank, world = world_of(rank, world_size if plan is None else plan.world_size)
@@ -87,12 +91,12 @@ class ElasticDataLoader:
         """Exact: batches that were prefetched but not given out do not count."""
         return self.dataset.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Goes on at the state's step, in the world of this loader."""
         self.dataset.load_state_dict(state)
         self._restart()
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         """Goes on where the state is; ends with the last epoch, never if the order is endless."""
         self._restart()
         generation = -1
@@ -105,7 +109,7 @@ class ElasticDataLoader:
                 if self._generation != generation:
                     break
 
-    def _awaited(self, fetched: Iterator[tuple[Ids, dict[str, Any]]]) -> tuple[Ids, dict[str, Any]] | None:
+    def _awaited(self, fetched: Iterator[tuple[Ids, Batch]]) -> tuple[Ids, Batch] | None:
         start = time.perf_counter()
         try:
             return next(fetched, None)
@@ -162,10 +166,7 @@ class ElasticDataLoader:
         sizes = self.plan.micro[self.rank]
         if share == sum(sizes):
             return sizes
-        largest = max(sizes)
-        count = max(1, -(-share // largest))
-        whole, rest = divmod(share, count)
-        return tuple(whole + (i < rest) for i in range(count))
+        return even(share, max(1, -(-share // max(sizes))))
 
     def _upcoming(self) -> Iterator[Ids]:
         """The ids of one micro-batch after the other, from the current step on."""
@@ -178,31 +179,27 @@ class ElasticDataLoader:
                 start += size
             step += 1
 
-    def _fetched(self) -> Iterator[tuple[Ids, dict[str, Any]]]:
+    def _fetched(self) -> Iterator[tuple[Ids, Batch]]:
         if self.num_workers == 0:
             for ids in self._upcoming():
                 yield ids, self.dataset.fetch(ids)
             return
         if self._loader is None:
-            self._loader = self._start()
+            from torch.utils.data import DataLoader
+
+            self._loader = DataLoader(
+                _Fetcher(self.dataset),
+                batch_size=None,
+                sampler=_Upcoming(self),
+                num_workers=self.num_workers,
+                prefetch_factor=self.prefetch_factor,
+                persistent_workers=True,
+                collate_fn=_as_it_is,
+                pin_memory=self.pin_memory,
+            )
         with _own_child_signal():
             fetched = iter(self._loader)
         yield from fetched
-
-    def _start(self) -> Any:
-        """torch's loader; its workers live on through changes of the world and drop stale batches."""
-        from torch.utils.data import DataLoader
-
-        return DataLoader(
-            _Fetcher(self.dataset),
-            batch_size=None,
-            sampler=_Upcoming(self),
-            num_workers=self.num_workers,
-            prefetch_factor=self.prefetch_factor,
-            persistent_workers=True,
-            collate_fn=_as_it_is,
-            pin_memory=self.pin_memory,
-        )
 
 
 @contextmanager
@@ -221,7 +218,7 @@ def _own_child_signal() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, before if before is not None else signal.SIG_DFL)
 
 
-def _as_it_is(item: Any) -> Any:
+def _as_it_is(item: T) -> T:
     return item
 
 
@@ -241,5 +238,5 @@ class _Fetcher:
     def __init__(self, dataset: ResumableDataset) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, ids: Ids) -> tuple[Ids, dict[str, Any]]:
+    def __getitem__(self, ids: Ids) -> tuple[Ids, Batch]:
         return ids, self._dataset.fetch(ids)

@@ -18,11 +18,12 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from allranks.errors import ConfigurationError
 
-Ids = np.ndarray[Any, np.dtype[np.int64]]
-Words = np.ndarray[Any, np.dtype[np.uint64]]
+Ids = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
 _ROUNDS = 6
 _PIECE = 1024  # positions of an order computed at a time
 _BLOCK = 8192  # positions over which a mixture meets its weights
@@ -114,9 +115,7 @@ class Order:
     def at(self, positions: Ids) -> Ids:
         """The samples at any positions; consecutive ones belong to few epochs."""
         inside = positions % self.size
-        if not self.shuffle:
-            return inside
-        if not len(positions):
+        if not self.shuffle or not len(positions):
             return inside
         epochs = positions // self.size
         first, last = int(epochs.min()), int(epochs.max())
@@ -249,11 +248,6 @@ class WorldHistory:
             return 0
         segment = self.at(step)
         return segment.position + (step - segment.first_step) * segment.per_step
-
-    def span(self, step: int, rank: int) -> tuple[int, int]:
-        """(first position, count) of one rank in a step."""
-        shares = self.at(step).shares
-        return self.position(step) + sum(shares[:rank]), shares[rank]
 
     def change(self, step: int, shares: Sequence[int]) -> WorldHistory:
         """The history in which these shares hold from `step` on; what was planned after it is forgotten."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,8 +13,15 @@ from typing import Any
 import allranks
 from allranks.elastic.index.file import IndexHeader, TokenIndexFile
 from allranks.elastic.index.sources import Block, InputFile, content_crc32, cut, read_source
-from allranks.elastic.index.tokenize import Encode, TokenizerSpec, find_tokenizer, make_encoder, wrap_object
-from allranks.elastic.index.workers import Setup, WorkerPool, run_here
+from allranks.elastic.index.tokenize import (
+    Encode,
+    HasEncode,
+    TokenizerSpec,
+    find_tokenizer,
+    make_encoder,
+    wrap_object,
+)
+from allranks.elastic.index.workers import Setup, Tokenized, WorkerPool, run_here
 from allranks.elastic.index.writer import IndexWriter, Position
 from allranks.errors import AllranksError, DataLoadingError, InputError
 
@@ -64,7 +70,10 @@ class BuildResult:
 
 
 def build_index(
-    request: BuildRequest, progress: Callable[[BuildProgress], None] | None = None, *, tokenizer: Any = None
+    request: BuildRequest,
+    progress: Callable[[BuildProgress], None] | None = None,
+    *,
+    tokenizer: HasEncode | None = None,
 ) -> BuildResult:
     """Builds, resumes, or finds that nothing is to be done. `tokenizer` is an object with `encode`."""
     sources = [read_source(path) for path in request.files]
@@ -126,7 +135,7 @@ class _Build:
     def _total(self) -> int:
         return sum(source.size for source in self.sources)
 
-    def _results(self, position: Position) -> Iterator[tuple[Block, Any]]:
+    def _results(self, position: Position) -> Iterator[tuple[Block, Tokenized]]:
         left = self._total - self._bytes_done(position)
         wanted = self.request.workers if self.request.workers is not None else (os.cpu_count() or 1)
         blocks = self._blocks(position)
@@ -138,10 +147,7 @@ class _Build:
         ):
             yield from run_here(blocks, self.encode or make_encoder(self.spec), key, skip)
             return
-        spec = self.spec
-        setup = Setup(spec.name, spec.definition, spec.vocab_size, spec.eos_id, key, skip)
-        with ExitStack() as stack:
-            pool = stack.enter_context(WorkerPool(setup, wanted))
+        with WorkerPool(Setup(self.spec, key, skip), wanted) as pool:
             yield from pool.run(blocks)
 
     def _blocks(self, position: Position) -> Iterator[Block]:
@@ -231,7 +237,7 @@ def _progress(position: Position, done: int, total: int, before: int, started: f
 class IndexBuilder:
     """The builder as an object, for tokenizers that are objects: `IndexBuilder(tok).build(files, path)`."""
 
-    def __init__(self, tokenizer: Any, entry_interval: int = 10_000, text_key: str = "text") -> None:
+    def __init__(self, tokenizer: HasEncode, entry_interval: int = 10_000, text_key: str = "text") -> None:
         self.tokenizer = tokenizer
         self.text_key = text_key
         self.entry_interval = entry_interval  # kept for callers; every document is indexed here

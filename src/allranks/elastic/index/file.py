@@ -16,15 +16,16 @@ import mmap
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from allranks.errors import DataLoadingError
 
+Array: TypeAlias = np.ndarray[Any, Any]
 MAGIC = b"ALRTOKN1"
 VERSION = 1
 HEADER_BYTES = 4096
@@ -62,45 +63,29 @@ class IndexHeader:
 
     def to_bytes(self) -> bytes:
         """The header page."""
-        head = _FIELDS.pack(
-            MAGIC,
-            self.version,
-            self.token_bytes,
-            self.total_tokens,
-            self.num_documents,
-            self.num_files,
-            self.checks_offset,
-            self.meta_offset,
-            self.file_bytes,
-            self.meta_bytes,
-            self.meta_crc,
-        )
-        page = head.ljust(HEADER_BYTES - 4, b"\0")
+        page = _FIELDS.pack(MAGIC, self.version, *astuple(self)[:-1]).ljust(HEADER_BYTES - 4, b"\0")
         return page + struct.pack("<I", zlib.crc32(page))
 
     @staticmethod
     def from_bytes(page: bytes, path: str = "") -> IndexHeader:
         """Reads a header page; says what is wrong with it."""
         if page[: len(MAGIC)] != MAGIC:
-            raise DataLoadingError("not a token index (bad magic number)", path, hint=REBUILD)
+            raise _unusable("not a token index (bad magic number)", path)
         if len(page) < HEADER_BYTES:
-            raise DataLoadingError(
-                f"token index is truncated: {len(page)} bytes of header", path, hint=REBUILD
-            )
+            raise _unusable(f"token index is truncated: {len(page)} bytes of header", path)
         if zlib.crc32(page[: HEADER_BYTES - 4]) != struct.unpack_from("<I", page, HEADER_BYTES - 4)[0]:
-            raise DataLoadingError(
-                "token index is corrupted: its header fails its checksum", path, hint=REBUILD
-            )
-        fields = _FIELDS.unpack_from(page)
-        _, version, token_bytes, tokens, documents, files, checks, meta, size, meta_bytes, meta_crc = fields
+            raise _unusable("token index is corrupted: its header fails its checksum", path)
+        _, version, *fields = _FIELDS.unpack_from(page)
         if version != VERSION:
             raise DataLoadingError(f"token index has version {version}, this release reads {VERSION}", path)
-        return IndexHeader(
-            token_bytes, tokens, documents, files, checks, meta, size, meta_bytes, meta_crc, version
-        )
+        return IndexHeader(*fields)
 
 
 REBUILD = "build it again: allranks index build FILES -o INDEX --force"
+
+
+def _unusable(what: str, path: str) -> DataLoadingError:
+    return DataLoadingError(what, path, hint=REBUILD)
 
 
 @dataclass(frozen=True)
@@ -130,14 +115,14 @@ class TokenIndexFile:
                 self.header = IndexHeader.from_bytes(page, name)
                 size = file.seek(0, 2)
                 if size != self.header.file_bytes:
-                    raise DataLoadingError(
-                        f"token index is truncated: {size} bytes of {self.header.file_bytes}",
-                        name,
-                        hint=REBUILD,
-                    )
+                    what = f"token index is truncated: {size} bytes of {self.header.file_bytes}"
+                    raise _unusable(what, name)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
-            raise _not_found(name) from None
+            build = f"allranks index build FILES -o {name} --tokenizer tokenizer.json"
+            raise DataLoadingError(
+                "Token index file not found", name, hint=f"build it first: {build}"
+            ) from None
         except IsADirectoryError:
             raise DataLoadingError("is a folder, not a token index", name) from None
         except PermissionError as error:
@@ -145,9 +130,7 @@ class TokenIndexFile:
         head = self.header
         raw = self._map[head.meta_offset : head.meta_offset + head.meta_bytes]
         if zlib.crc32(raw) != head.meta_crc:
-            raise DataLoadingError(
-                "token index is corrupted: its provenance fails its checksum", name, hint=REBUILD
-            )
+            raise _unusable("token index is corrupted: its provenance fails its checksum", name)
         self.meta: dict[str, Any] = json.loads(raw)
         self.dtype = np.dtype("<u2" if head.token_bytes == 2 else "<u4")
         view = self._view
@@ -161,7 +144,7 @@ class TokenIndexFile:
         if self._sample_check:
             self._check_samples()
 
-    def _view(self, dtype: np.dtype[Any], count: int, offset: int) -> np.ndarray[Any, Any]:
+    def _view(self, dtype: Any, count: int, offset: int) -> Array:
         return np.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
 
     @property
@@ -194,7 +177,7 @@ class TokenIndexFile:
         """Tokens by place: a number or an array that is a view of the file."""
         return self.tokens[where]
 
-    def document(self, number: int) -> np.ndarray[Any, Any]:
+    def document(self, number: int) -> Array:
         """The tokens of one document."""
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.num_documents}")
@@ -247,18 +230,10 @@ class TokenIndexFile:
     ) -> None:
         self.close()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, Path]:
         return {"path": self.path}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, Path]) -> None:
         self.path = state["path"]
         self._sample_check = False
         self._open()
-
-
-def _not_found(name: str) -> DataLoadingError:
-    return DataLoadingError(
-        "Token index file not found",
-        name,
-        hint=f"build it first: allranks index build FILES -o {name} --tokenizer tokenizer.json",
-    )

@@ -10,7 +10,7 @@ import codecs
 import gzip
 import io
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -142,7 +142,7 @@ def _cut_stream(source: InputFile, number: int, block_bytes: int, resume: int) -
         ) from error
 
 
-def _unpacked(raw: BinaryIO, source: InputFile) -> Any:
+def _unpacked(raw: BinaryIO, source: InputFile) -> io.BufferedIOBase:
     if source.packing == "gz":
         return gzip.GzipFile(fileobj=raw)
     zstandard = require("zstandard", feature="Reading .zst files", extra="data")
@@ -226,7 +226,7 @@ def _split(data: bytes) -> list[bytes]:
     return [line + b"\n" for line in lines] + ([last] if last else [])
 
 
-def _json_reader(text_key: str) -> Any:
+def _json_reader(text_key: str) -> Callable[[bytes], str]:
     """Decodes only the wanted field: the others are skipped, not built."""
     record = msgspec.defstruct("Record", [("text", str)], rename={"text": text_key})
     decoder = msgspec.json.Decoder(record)

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -110,6 +110,12 @@ def _known_eos(tokenizer: Any, name: str) -> int:
     raise DataLoadingError("the tokenizer has no end-of-text token that we know: give --eos-id N", name)
 
 
+class HasEncode(Protocol):
+    """Any tokenizer that gives ids, or something with `.ids`."""
+
+    def encode(self, text: str, /) -> Any: ...
+
+
 Encode: TypeAlias = "Callable[[Sequence[str]], list[array[int]]]"
 
 
@@ -140,7 +146,7 @@ def _bytes_of(text: str, code: str) -> array[int]:
     return array(code, wide.tobytes())
 
 
-def wrap_object(tokenizer: Any, vocab_size: int | None = None) -> tuple[TokenizerSpec, Encode]:
+def wrap_object(tokenizer: HasEncode, vocab_size: int | None = None) -> tuple[TokenizerSpec, Encode]:
     """Any object with `encode(text)` that returns ids or something with `.ids`; used in this process only."""
     size = vocab_size or getattr(tokenizer, "vocab_size", None)
     if not isinstance(size, int):

@@ -15,7 +15,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import IO, Any, BinaryIO
+from typing import IO
 
 import msgspec
 
@@ -27,10 +27,7 @@ from allranks.errors import AllranksError, DataLoadingError
 class Setup(msgspec.Struct, frozen=True):
     """What a worker gets once."""
 
-    name: str
-    definition: str
-    vocab_size: int
-    eos_id: int | None
+    spec: TokenizerSpec
     text_key: str
     skip_bad: bool
 
@@ -58,14 +55,14 @@ def tokenize(block: Block, encode: Encode, text_key: str, skip_bad: bool) -> Tok
     )
 
 
-def send(pipe: BinaryIO, payload: bytes) -> None:
+def send(pipe: IO[bytes], payload: bytes) -> None:
     """One frame."""
     pipe.write(struct.pack("<Q", len(payload)))
     pipe.write(payload)
     pipe.flush()
 
 
-def receive(pipe: BinaryIO) -> bytes | None:
+def receive(pipe: IO[bytes]) -> bytes | None:
     """One frame; None at the end of the stream."""
     head = pipe.read(8)
     if len(head) < 8:
@@ -83,7 +80,7 @@ def main() -> int:
     if first is None:
         return 0
     setup = msgspec.msgpack.decode(first, type=Setup)
-    encode = make_encoder(TokenizerSpec(setup.name, setup.definition, setup.vocab_size, setup.eos_id))
+    encode = make_encoder(setup.spec)
     decoder, encoder = msgspec.msgpack.Decoder(Block), msgspec.msgpack.Encoder()
     while (frame := receive(inbox)) is not None:
         try:
@@ -210,6 +207,6 @@ class WorkerPool:
         self._children.clear()
 
 
-def _pipe(pipe: IO[bytes] | None) -> Any:
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     assert pipe is not None
     return pipe

@@ -17,9 +17,10 @@ import struct
 import zlib
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from allranks.elastic.index.file import BLOCK, HEADER_BYTES, IndexHeader
 from allranks.errors import InputError
@@ -49,24 +50,25 @@ class IndexWriter:
     request: dict[str, object]
     position: Position = field(default_factory=Position)
     resumed: bool = False
-    _tokens: Any = None
-    _docs: Any = None
-    _journal: Any = None
+    _tokens: BinaryIO = field(init=False)
+    _docs: BinaryIO = field(init=False)
+    _journal: BinaryIO = field(init=False)
+    _files: ExitStack = field(default_factory=ExitStack)
 
     def open(self) -> None:
         """Takes the lock, and finds out how far an earlier build of the same request came."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._journal = self._part(".journal").open("a+b")
+            self._journal = self._files.enter_context(self._part(".journal").open("a+b"))
         except OSError as error:
             raise InputError(f"cannot write {self.path}: {error.strerror or error}") from error
         try:
             fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self._journal.close()
+            self.close()
             raise InputError(f"another build is writing {self.path}") from None
-        self._tokens = _open(self._part())
-        self._docs = _open(self._part(".docs"))
+        self._tokens = self._files.enter_context(_open(self._part()))
+        self._docs = self._files.enter_context(_open(self._part(".docs")))
         self._journal.seek(0)
         lines = self._journal.read().split(b"\n")
         if lines[0] == self._request_line():
@@ -116,16 +118,13 @@ class IndexWriter:
         text = json.dumps(meta, sort_keys=True).encode()
         meta_offset = out.tell()
         out.write(text)
-        header = IndexHeader(
-            self.token_bytes,
-            here.tokens,
-            here.documents,
-            num_files,
-            checks_offset,
-            meta_offset,
-            meta_offset + len(text),
-            len(text),
-            zlib.crc32(text),
+        header = replace(
+            header,
+            checks_offset=checks_offset,
+            meta_offset=meta_offset,
+            file_bytes=meta_offset + len(text),
+            meta_bytes=len(text),
+            meta_crc=zlib.crc32(text),
         )
         out.truncate(header.file_bytes)
         out.seek(0)
@@ -141,9 +140,7 @@ class IndexWriter:
 
     def close(self) -> None:
         """Closes the files; what is done stays for a later build."""
-        for file in (self._tokens, self._docs, self._journal):
-            if file is not None:
-                file.close()
+        self._files.close()
 
     def _part(self, suffix: str = "") -> Path:
         return self.path.with_name(f"{self.path.name}.partial{suffix}")

@@ -1,0 +1,189 @@
+"""What one process is stuck on, by the table of patterns: decisions without a process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from allranks.errors import ConfigurationError
+from allranks.model.stacks import (
+    Capture,
+    ProcessCapture,
+    RankState,
+    Snapshot,
+    StackFrame,
+    ThreadFacts,
+    ThreadStack,
+)
+from allranks.stacks import classify, read_capture
+from allranks.stacks.debuggers import explain_pyspy
+from allranks.stacks.patterns import load_patterns, parse_patterns
+from allranks.stacks.procfs import parse_syscall
+from allranks.stacks.text import grow_tree, render_text
+from allranks.stacks.tool_output import parse_kernels
+
+CASES = Path(__file__).parent / "cases"
+
+
+def test_the_training_thread_behind_a_serving_main_thread_is_the_rank() -> None:
+    """Ray Train runs the user's loop in a thread of its own, whatever that does."""
+    serving = ThreadStack(
+        5, "MainThread", (StackFrame("main_loop", "/x/site-packages/ray/_private/worker.py", 1069),)
+    )
+    sleeping = ThreadStack(
+        6,
+        "TrainingThread(0)",
+        (StackFrame("load_batch", "/home/user/t.py", 7), StackFrame("train", "/home/user/t.py", 9)),
+    )
+    facts = (
+        ThreadFacts(5, state="S", syscall="epoll_wait"),
+        ThreadFacts(6, state="S", syscall="clock_nanosleep"),
+    )
+    shots = tuple(Snapshot(number, None, (serving, sleeping), facts) for number in (1, 2))
+    capture = Capture((ProcessCapture(1, None, 5, snapshots=shots),))
+    state = classify(capture).ranks[1]
+    assert (state.cause, state.thread) == ("sleep", "TrainingThread(0)")
+    assert state.where.startswith("t.py:7")
+    assert any("load_batch" in line for line in render_text(classify(capture), grow_tree(capture)))
+
+
+def _looked_at(*native: str, kernels: tuple[str, ...] = ()) -> RankState:
+    """A rank whose main thread stands in user code, with these native frames above it."""
+    frames = (
+        *(StackFrame(name, "libx.so", 0, native=True) for name in native),
+        StackFrame("init", "/home/user/t.py", 3),
+    )
+    stack = ThreadStack(5, "MainThread", frames, False, False)
+    facts = (ThreadFacts(5, state="S", syscall="futex", args=(1, 0x80, 0, 0)),)
+    shots = tuple(Snapshot(number, None, (stack,), facts) for number in (1, 2))
+    process = ProcessCapture(0, None, 5, snapshots=shots, native=(stack,), kernels=kernels)
+    return classify(Capture((process,))).ranks[0]
+
+
+def test_waiting_for_the_gil_and_for_an_nccl_communicator_have_their_own_words() -> None:
+    """Neither is a call of unknown native code."""
+    state = _looked_at("futex_wait", "take_gil", "PyGILState_Ensure")
+    assert state.cause == "gil_contention" and "GIL" in state.evidence
+    state = _looked_at("futex_wait", "bootstrapAllGather", "ncclCommInitRankConfig")
+    assert state.cause == "rendezvous_wait" and "NCCL communicator" in state.evidence
+
+
+def test_the_kernels_that_cuda_gdb_saw_are_named() -> None:
+    """In the evidence of the rank, which text and JSON show."""
+    kernel = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
+    assert kernel in _looked_at("cudaStreamSynchronize", kernels=(kernel,)).evidence
+
+
+def test_patterns_are_checked_when_they_are_read() -> None:
+    """A misspelt condition is named; the shipped ones are sound."""
+    assert len(load_patterns()) > 50
+    with pytest.raises(ConfigurationError, match="unknown condition"):
+        parse_patterns("- {cause: sleep, when: {sycall: [read]}}")
+    with pytest.raises(ConfigurationError, match="unknown keys"):
+        parse_patterns("- {cause: sleep, whn: {}}")
+
+
+def test_a_new_pattern_is_data() -> None:
+    """A user's own pattern decides before the shipped ones."""
+    own = parse_patterns(
+        '- {cause: network_io, says: "waits for our storage", when: {frame: ["load_batch_slow_storage"]}}'
+    )
+    capture = read_capture(CASES / "hangs" / "gloo_allreduce_missing_rank")
+    report = classify(capture, (*own, *load_patterns()))
+    assert report.ranks[2].cause == "network_io"
+    assert report.ranks[2].evidence == "waits for our storage"
+
+
+def test_system_calls_are_named_on_both_machine_types() -> None:
+    """The same wait has another number on aarch64."""
+    assert parse_syscall("202 0x1 0x189")[0] == "futex"
+    assert parse_syscall("98 0x1 0x189", "aarch64")[0] == "futex"
+    assert parse_syscall("running") == ("running", ())
+    assert parse_syscall("-1 0x0") == ("", ())
+
+
+def test_device_kernels_are_read_from_cuda_gdb() -> None:
+    """The names of the invocation column, each once."""
+    text = (
+        "  Kernel Parent Dev Grid Status   SMs Mask GridDim  BlockDim Invocation\n"
+        "*      0      -   0    5 Active 0x00000001 (2,1,1) (544,1,1) ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)\n"
+        "       1      -   0    6 Active 0x00000001 (1,1,1) (1,1,1) at::cuda::(anonymous namespace)::spin_kernel(long)\n\n"
+    )
+    assert parse_kernels(text) == (
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "at::cuda::(anonymous namespace)::spin_kernel",
+    )  # fmt: skip
+
+
+def test_a_kernel_on_the_device_decides_the_cause() -> None:
+    """A collective's kernel is a wait for others; any other kernel is the rank's own."""
+    capture = read_capture(CASES / "victims" / "nogil_pause.json")
+    for kernel, cause in (("ncclDevKernel_AllReduce", "collective_wait"), ("spin_kernel", "cuda_kernel")):
+        process = replace(capture.processes[0], kernels=(kernel,))
+        assert classify(replace(capture, processes=(process,))).ranks[0].cause == cause
+
+
+def test_device_waits_are_told_from_frames() -> None:
+    """torch.cuda.synchronize in Python, or the driver's call in the native frames."""
+    top = StackFrame("synchronize", "/opt/venv/lib/python3.11/site-packages/torch/cuda/__init__.py", 900)
+    user = StackFrame("train", "/home/user/train.py", 12)
+    native = StackFrame("cuCtxSynchronize", "/usr/lib/libcuda.so.1", 0, True, "/usr/lib/libcuda.so.1")
+    by_frame = ProcessCapture(
+        0, None, 1, snapshots=(Snapshot(1, None, (ThreadStack(1, "MainThread", (top, user), True, False),)),)
+    )
+    by_leaf = ProcessCapture(
+        1, None, 2, snapshots=(Snapshot(1, None, (ThreadStack(2, "MainThread", (user,), False, False),)),),
+        native=(ThreadStack(2, "MainThread", (native, user)),),
+    )  # fmt: skip
+    report = classify(Capture((by_frame, by_leaf)))
+    assert {state.cause for state in report.ranks.values()} == {"cuda_wait"}
+
+
+def test_a_server_without_a_line_of_the_users_own_is_told_by_its_engine() -> None:
+    """An idle vLLM worker waits for requests, its engine core for the worker; the place is the engine's line."""
+    lib = "/usr/lib/python3.12/site-packages/"
+    poll = StackFrame("poll", lib + "zmq/sugar/poll.py", 106)
+    read = StackFrame("acquire_read", lib + "vllm/distributed/device_communicators/shm_broadcast.py", 698)
+    loop = StackFrame("worker_busy_loop", lib + "vllm/v1/executor/multiproc_executor.py", 973)
+    answer = StackFrame("get_response", lib + "vllm/v1/executor/multiproc_executor.py", 387)
+    shot = lambda *frames: (Snapshot(1, None, (ThreadStack(1, "MainThread", frames, False, False),)),)  # noqa: E731
+    worker = ProcessCapture(0, None, 1, title="VLLM::Worker_TP0", snapshots=shot(poll, read, loop))
+    engine = ProcessCapture(1, None, 1, title="VLLM::EngineCore", snapshots=shot(poll, answer))
+    report = classify(Capture((worker, engine)))
+    assert report.ranks[0].cause == "request_wait"
+    assert report.ranks[0].where == "shm_broadcast.py:698 in acquire_read"
+    assert report.ranks[1].cause == "p2p_wait"
+
+
+def test_misleading_messages_of_py_spy_are_explained() -> None:
+    """A process that ended, and one that is no Python, are told apart from a refusal."""
+    import os
+
+    assert "ended while" in explain_pyspy("Error: Failed to get process executable name", 2**22 - 3)
+    assert "not a Python process" in explain_pyspy(
+        "Error: Failed to find python version from target process", os.getpid()
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "file", "cause"),
+    [
+        ("TrainingState._wait_for_group", "training.py", "rendezvous_wait"),
+        ("TrainingState._wait_for_verdict", "training.py", "rendezvous_wait"),
+        ("wait_while", "work.py", "collective_wait"),
+        ("VoteMesh.cast", "vote_mesh.py", "collective_wait"),
+    ],
+)
+def test_a_replica_that_waits_in_its_manager_is_no_culprit(function: str, file: str, cause: str) -> None:
+    """Survivors wait for a group, a gradient or a vote; the one that sleeps in its data code is to blame."""
+    wait = StackFrame("Condition.wait", "/usr/lib/python3.12/threading.py", 359)
+    inside = StackFrame(function, f"/usr/lib/python3.12/site-packages/allranks/manager/{file}", 120)
+    user = StackFrame("main", "train.py", 20)
+    load = StackFrame("load_batch", "data.py", 31)
+    shot = lambda *frames: (Snapshot(1, None, (ThreadStack(1, "MainThread", frames, False, False),)),)  # noqa: E731
+    survivor = ProcessCapture(0, None, 1, snapshots=shot(wait, inside, user))
+    sleeper = ProcessCapture(1, None, 2, snapshots=shot(load, user))
+    report = classify(Capture((survivor, sleeper)))
+    assert report.ranks[0].cause == cause
+    assert report.culprits == (1,)

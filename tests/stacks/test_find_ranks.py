@@ -1,0 +1,150 @@
+"""Which processes are ranks, of which job, with which number: decisions without a process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from allranks.errors import InputError
+from allranks.stacks.boxes import LiveBox
+from allranks.stacks.find import Selection, choose, coordinates, is_rank_title, number_ranks, split_jobs
+from allranks.stacks.procfs import ProcessEntry
+
+
+def test_titles_of_serving_engines_give_parallel_coordinates() -> None:
+    """SGLang's and vLLM's workers are ranks; their routers and tokenizers are not."""
+    assert coordinates("sglang::scheduler_TP1_PP0_DP2_EP3") == (("tp", 1), ("pp", 0), ("dp", 2), ("ep", 3))
+    assert is_rank_title("sglang::scheduler_TP0") and is_rank_title("VLLM::Worker_TP0_EP0")
+    assert is_rank_title("ray::RayTrainWorker.execute")
+    for title in (
+        "sglang::detokenizer",
+        "VLLM::APIServer_0",
+        "python -m sglang_router.launch_router",
+        "ray::IDLE",
+        "ray::TrainController",
+        "ray::PlacementGroupCleaner",
+    ):
+        assert not is_rank_title(title)
+    assert coordinates("python train_TP0.py") == ()
+
+
+def _entry(pid: int, ppid: int, title: str = "python train.py", **environ: str) -> ProcessEntry:
+    return ProcessEntry(pid, ppid, "S", pid * 10, "python", title, environ, 0, pid, True)
+
+
+def test_actors_of_ray_are_ranks_only_where_they_train() -> None:
+    """With black boxes these tell; without, the titles of workers do."""
+    titles = ("ray::RayTrainWorker", "ray::RayTrainWorker", "ray::RayTrainWorker", "ray::TrainController")
+    entries = [_entry(pid, 1, title) for pid, title in enumerate(titles, 10)]
+    box = LiveBox(Path("a.box"), 0, 2, 10, 100, 1.0, "job")
+    assert [target.pid for target in choose(entries, [], Selection())] == [10, 11, 12]
+    other = replace(box, path=Path("b.box"), rank=1, pid=12, start_ticks=120)
+    assert [target.pid for target in choose(entries, [box, other], Selection())] == [10, 12]
+
+
+def test_ranks_of_several_jobs_are_told_apart_and_keep_their_numbers() -> None:
+    """Two plain torchrun jobs without a name, one job of ours: nothing is mixed, no rank is renumbered."""
+    entries = [
+        *[_entry(parent, 1, "python torchrun train.py") for parent in (10, 20)],
+        *[_entry(10 * p + r, 10 * p, RANK=str(r), LOCAL_RANK=str(r), TORCHELASTIC_RUN_ID="none") for p in (1, 2) for r in (1, 2)],
+        _entry(31, 1, RANK="1", LOCAL_RANK="1", ALLRANKS_JOB_ID="mine", TORCHELASTIC_RUN_ID="none"),
+    ]  # fmt: skip
+    parents = {entry.pid: entry.ppid for entry in entries}
+    jobs = split_jobs([t for t in choose(entries, [], Selection()) if t.child is None], parents)
+    assert jobs == {"process-10": [11, 12], "process-20": [21, 22], "mine": [31]}
+    for pids in jobs.values():
+        chosen = choose(entries, [], Selection(pids=tuple(pids)))
+        assert [t.rank for t in chosen] == ([1, 2] if len(pids) == 2 else [1])
+
+
+def test_a_launcher_is_no_rank_and_workers_are_not_its_children() -> None:
+    """In a Kubernetes pod torchrun itself has RANK (the node's): its workers are the ranks all the same."""
+    entries = [
+        _entry(1, 0, "sh"),
+        _entry(10, 1, "python torchrun train.py", RANK="0", WORLD_SIZE="1"),
+        _entry(11, 10, RANK="0", LOCAL_RANK="0", WORLD_SIZE="2"),
+        _entry(12, 10, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2"),
+        _entry(13, 12, "pt_data_worker", RANK="1", LOCAL_RANK="1", WORLD_SIZE="2"),
+        _entry(20, 1, "python -m notebook"),
+    ]
+    chosen = choose(entries, [], Selection())
+    assert [(t.pid, t.rank, t.child) for t in chosen] == [(11, 0, None), (12, 1, None), (13, 1, 0)]
+
+
+def test_a_rank_in_a_folder_named_allranks_is_found_and_our_own_tools_are_not() -> None:
+    """`git clone` makes a folder of that name; only the program itself is a tool, wherever it is installed."""
+    ranks = [
+        "/home/u/allranks/.venv/bin/python -u /home/u/allranks/examples/train.py --out /tmp/allranks out",
+        "python -u -m allranks.launch.rank_entry train.py",
+        "python train.py --profiler py-spy",
+    ]
+    tools = [
+        "/home/u/allranks/.venv/bin/python /home/u/allranks/.venv/bin/allranks stacks --all-nodes",
+        "/usr/bin/python3.11 -u -m allranks run --replicas 2 train.py",
+        "python -S -s -m allranks.lighthouse.client.liveness_proxy --fd 3",
+        "/usr/local/bin/allranks watch",
+        "/x/bin/py-spy dump --pid 7",
+    ]
+    entries = [_entry(pid, 1, title, RANK=str(pid)) for pid, title in enumerate([*ranks, *tools], 2)]
+    assert [target.title for target in choose(entries, [], Selection())] == ranks
+
+
+def test_a_black_box_belongs_to_the_process_that_started_when_it_says() -> None:
+    """A pid used again by another process does not inherit the box; a pid inside a container is matched."""
+    box = LiveBox(Path("a.box"), 5, 8, 7, 70, 1.0, "job")
+    inside = replace(_entry(70, 1), inner_pid=7, start_ticks=70)
+    reused = replace(_entry(7, 1), start_ticks=71)
+    assert [(t.pid, t.rank) for t in choose([inside, reused], [box], Selection())] == [(70, 5)]
+
+
+def test_the_fallback_takes_sglang_by_its_command_line_but_no_router() -> None:
+    """Without titles, environment and boxes the known script's pattern is used."""
+    entries = [
+        _entry(5, 1, "python -m sglang.launch_server --tp 2"),
+        _entry(6, 1, "python -m sglang_router.launch_router"),
+    ]
+    assert [t.pid for t in choose(entries, [], Selection())] == [5]
+    assert choose([_entry(7, 1, "python other.py")], [], Selection()) == []
+
+
+def test_coordinates_give_rank_numbers() -> None:
+    """Tensor parallel runs fastest; on a second node the numbers go on."""
+    coords = [(("tp", tp), ("pp", pp)) for pp in range(2) for tp in range(4)]
+    assert number_ranks(coords) == list(range(8))
+    assert number_ranks([(("tp", 8),), (("tp", 9),)]) == [8, 9]
+    assert sorted(number_ranks([(("tp", 0),), (("tp", 0),)])) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("tool", "answer", "words"),
+    [
+        ("docker", "{pid}", ["docker", "inspect", "--format", "{{.State.Pid}}", "train"]),
+        ("podman", "{pid}", ["podman", "inspect", "--format", "{{.State.Pid}}", "train"]),
+        ("enroot", "NAME PID STATE\npyxis_4711_train {pid} S+ 10:00", ["enroot", "list", "--fancy"]),
+    ],
+)
+def test_the_processes_of_a_named_container_are_those_of_its_namespace(
+    tool: str, answer: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The container's own tool names its first process (the tools cannot be installed here: a script answers)."""
+    import os
+
+    from allranks.stacks.containers import container_pids
+    from allranks.stacks.debuggers import ToolRun, run_tool
+
+    script = tmp_path / tool
+    script.write_text("#!/bin/sh\ncat <<'X'\n" + answer.format(pid=os.getpid()) + "\nX\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    asked = []
+
+    def run(line: list[str], limit_s: float) -> ToolRun:
+        asked.append(line)
+        return run_tool(line, limit_s)
+
+    assert os.getpid() in container_pids("train", [os.getpid(), 2**22 - 3], run)
+    assert asked[-1] == words
+    with pytest.raises(InputError, match="no running container named 'other'"):
+        container_pids("other", [], lambda line, limit_s: ToolRun("", "no such object", 0.0))

@@ -1,0 +1,154 @@
+"""Stuck, slow or moving, and when to collect: decisions over marks, NCCL's counts and options."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from allranks.errors import ConfigurationError
+from allranks.model.stacks import (
+    Capture,
+    Mark,
+    RankMarks,
+    RasReply,
+)
+from allranks.stacks import Stillness, classify, ras, read_capture
+from allranks.stacks.debug_config import DebugOptions, parse_debug, read_debug_options
+from allranks.stacks.progress import decide_progress
+from allranks.stacks.triggers import Observation, TriggerState, decide_trigger
+
+CASES = Path(__file__).parent / "cases"
+RAS = """Job summary
+===========
+Group     Comms     Nodes     Ranks     Ranks     Ranks    Status  Errors
+    0         1         1         2         2         2   RUNNING  MISMATCH
+
+Warnings
+========
+
+#0-0 (27a079b828ff1a75) MISMATCH
+  Communicator ranks have different AllReduce operation counts
+  7 ranks have launched up to operation 64
+  Rank 7 has launched up to operation {behind} -- GPU 3 managed by process 4711 on node node1
+"""
+
+
+def _timed(rank: int, times: list[float], seen: float, **more: object) -> RankMarks:
+    return RankMarks(rank, tuple(Mark(t, i) for i, t in enumerate(times)), seen, **more)  # type: ignore[arg-type]
+
+
+def test_the_clock_decides_where_it_is_known() -> None:
+    """Old marks: hung; new ones: not; fresh but silent: cannot tell; a declared silence is no hang."""
+    steps = [float(second) for second in range(100)]
+    decide = lambda *marks: decide_progress({m.rank: m for m in marks}, {}, {}, Stillness())  # noqa: E731
+    assert decide(_timed(0, steps, 160.0)).hung is True
+    assert decide(_timed(0, steps, 100.5)).hung is False
+    assert decide(_timed(0, steps, 106.0)).hung is None
+    assert decide(_timed(0, steps, 160.0, expect_until_s=500.0)).hung is None
+    slow = [30.0 * number for number in range(10)]
+    assert decide(_timed(0, slow, 270.0 + 45.0)).hung is not True
+    assert decide().hung is None
+
+
+def _replies(first: int, last: int, apart_s: float = 30.0) -> tuple[RasReply, RasReply]:
+    return (
+        RasReply("a", 100.0, RAS.replace("{behind}", str(first))),
+        RasReply("a", 100.0 + apart_s, RAS.replace("{behind}", str(last))),
+    )
+
+
+def test_only_what_ras_says_twice_is_told() -> None:
+    """Different operation counts for a moment are normal; the same ones twice name the rank that is behind."""
+    assert ras.find_laggards(_replies(60, 63)) == ()
+    assert ras.find_laggards(_replies(60, 60)[:1]) == ()
+    behind = ras.find_laggards(_replies(60, 60))
+    assert [(one.rank, one.pid, one.operation) for one in behind] == [(7, 4711, 60)]
+    assert (
+        "rank 7 (process 4711) has launched up to operation 60, others up to 64"
+        in ras.tell(_replies(60, 60))[0]
+    )
+
+
+def test_operation_counts_stand_in_for_marks() -> None:
+    """Without marks, counts that stand still long enough mean hung; moving ones mean not; the process is named."""
+    waiting = read_capture(CASES / "victims" / "hang_all.json").processes
+    processes = (replace(waiting[0], pid=1), replace(waiting[1], pid=4711))
+    hung = classify(Capture(processes, ras=_replies(60, 60)))
+    assert (hung.hung, hung.culprits) == (True, (1,))
+    assert classify(Capture(processes, ras=_replies(60, 63))).hung is False
+    early = classify(Capture(processes, ras=_replies(60, 60, apart_s=1.0)))
+    assert early.hung is None and early.culprits == (1,)
+
+
+def test_ras_is_asked_over_tcp_and_silence_is_no_error() -> None:
+    """The service answers and closes; where nobody listens there is simply no answer."""
+    asked: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                asked.append(connection.recv(100))
+                connection.sendall(RAS.encode())
+
+        thread = threading.Thread(target=serve, name="ras")
+        thread.start()
+        reply = ras.ask(f"127.0.0.1:{port}")
+        thread.join()
+    assert reply is not None and reply.text == RAS
+    assert asked == [b"VERBOSE STATUS\n"]
+    assert ras.ask(f"127.0.0.1:{port}") is None
+
+
+def test_triggers_fire_once_for_each_standstill_and_again_later() -> None:
+    """No progress: at the limit, at twice and four times it; progress starts over."""
+    options = DebugOptions(wait_s=0, no_progress_s=10, repeats=3, rank_lost=False)
+    state, fired = TriggerState(), []
+    for second in range(200):
+        mark = (1, 5, 4) if second < 100 else (2, 6, 5)
+        reason, state = decide_trigger(
+            Observation(float(second), {0: mark}, alive=frozenset({0})), state, options
+        )
+        fired += [second] if reason else []
+    assert fired == [10, 20, 40, 110, 120, 140]
+
+
+def test_triggers_by_time_by_loss_by_output_and_by_an_overdue_call() -> None:
+    """Each says its reason; a declared silence holds the standstill triggers back."""
+    options = DebugOptions(wait_s=5, at_s=(8.0,), no_progress_s=0, collective_overdue_s=30, no_output_s=50)
+    state, fired = TriggerState(), {}
+    for second in range(120):
+        seen = Observation(
+            float(second), {}, {0: 10}, 5.0 + second if second > 20 else None,
+            frozenset({0, 1}) if second < 60 else frozenset({0}), silent_until_s=40.0,
+        )  # fmt: skip
+        reason, state = decide_trigger(seen, state, options)
+        if reason:
+            fired[second] = reason
+    assert fired == {
+        5: "5 s after the start", 8: "8 s after the start", 40: "a collective is open for 45 s",
+        50: "no output for 50 s", 60: "rank 1 ended while 1 others run", 100: "no output for 100 s",
+    }  # fmt: skip
+
+
+def test_the_debug_section_is_read_as_people_know_it(tmp_path: Path) -> None:
+    """enabled, wait_seconds and output_dir, plus the triggers; mistakes are named."""
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        "name: x\ndebug:\n  enabled: true\n  wait_seconds: 120\n  triggers: {no_progress_seconds: 30, at_seconds: [60]}\n"
+    )
+    options = read_debug_options(file)
+    assert options.fixed_points() == (60.0, 120.0)
+    assert options.no_progress_s == 30.0
+    assert options.folder({"LOG_DIR": "/logs"}) == Path("/logs/backtraces")
+    with pytest.raises(ConfigurationError, match=r"debug\.wait_second is unknown"):
+        parse_debug({"wait_second": 1})
+    with pytest.raises(ConfigurationError, match=r"debug\.enabled is 'yes'"):
+        parse_debug({"enabled": "yes"})
+    with pytest.raises(ConfigurationError, match=r"wait_seconds .* must not be negative"):
+        parse_debug({"wait_seconds": -1})
