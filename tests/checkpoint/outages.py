@@ -37,6 +37,7 @@ from allranks.elastic.topology import ElasticJob
 from allranks.errors import AllranksError, CheckpointLoadError, CheckpointUnreachable, TopologyChangeError
 from checkpoint.jobs import flip, make_job, make_state
 from checkpoint.s3server import GUEST_KEY, GUEST_SECRET, Proxy, S3Server
+from checkpoint.slow_disk import SlowFiles
 
 TOKEN = "a secret of the job"
 OLDER, STEPS = 1, (2, 3)
@@ -239,6 +240,16 @@ def _unreadable_data(setup: Setup, folder: Path, *_: Any) -> None:
         data.symlink_to(data)
 
 
+def _slow_files(setup: Setup, folder: Path, s3: S3Server, stack: contextlib.ExitStack) -> None:
+    """Whoever opens a file of a checkpoint for the first time waits."""
+    slow = SlowFiles([path for path in (folder / "disk" / "nvme").rglob("*") if path.is_file()])
+    stack.callback(lambda: _assert_waited(slow.close()))
+
+
+def _assert_waited(count: int) -> None:
+    assert count, "no file was slow"
+
+
 def _without_rights(mode: int) -> Any:
     def change(setup: Setup, folder: Path, s3: S3Server, stack: contextlib.ExitStack) -> None:
         (folder / "disk" / "nvme").chmod(mode)
@@ -259,6 +270,7 @@ _BREAKS: dict[tuple[str, str], Any] = {
     ("S3", "wrong key"): _s3_options(secret_access_key="wrong"),
     ("NVME", "no permission"): _without_rights(0),
     ("S3", "no permission"): _s3_options(access_key_id=GUEST_KEY, secret_access_key=GUEST_SECRET),
+    ("NVME", "slow"): _slow_files,
     ("PEER", "slow"): _peer_behind(delay_s=0.02),
     ("S3", "slow"): _s3_behind(delay_s=0.02),
     ("NVME", "down while training"): _without_rights(0o555),

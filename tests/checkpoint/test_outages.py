@@ -55,7 +55,6 @@ IMPOSSIBLE = {
     *(("MEMORY", outage) for outage in OUTAGES if outage not in ("empty", "newest damaged", "all damaged")),
     ("NVME", "wrong key"),
     ("PEER", "no permission"),
-    ("NVME", "slow"),
 }
 
 
