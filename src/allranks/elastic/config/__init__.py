@@ -69,9 +69,9 @@ def check(source: object) -> Checked:
     Raises only when a file cannot be read.
     """
     _need_pydantic()
-    from allranks.elastic.config.validate import Check
+    from allranks.elastic.config.validate import ConfigCheck
 
-    return Check(_tree(source)).run()
+    return ConfigCheck(_tree(source)).run()
 
 
 def validate_config(source: object, validate_s3: bool = False) -> ValidationResult:

@@ -28,7 +28,7 @@ class Checked:
 
 
 @dataclass
-class Check:
+class ConfigCheck:
     """One run over one tree. `sections` collects those that hold by themselves."""
 
     tree: Tree
