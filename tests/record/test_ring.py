@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -215,3 +216,21 @@ def test_our_own_folder_is_closed_when_somebody_has_opened_it(
         path.chmod(0o777)
     place.make_folder(folder)
     assert [path.stat().st_mode & 0o777 for path in (folder.parent, folder)] == [0o700, 0o700]
+
+
+def test_runs_that_start_at_once_may_remove_the_same_finished_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that another run has just removed is gone, and no error."""
+    monkeypatch.setattr(place, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    for number in range(60):
+        folder = place.job_folder(f"old-{number}")
+        folder.mkdir(parents=True)
+        (folder / "x.box").write_bytes(b"x" * 8192)
+        os.utime(folder, (1.0, 1.0))
+    with ThreadPoolExecutor(4) as pool:
+        removed = [pool.submit(place.remove_finished, None, 0) for _ in range(4)]
+        assert sum(len(one.result(60)) for one in removed) >= 60
+    assert not place._in_use(tmp_path / "gone")
+    assert place.job_folders() == []

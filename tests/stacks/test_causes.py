@@ -18,7 +18,7 @@ from allranks.model.stacks import (
     ThreadStack,
 )
 from allranks.stacks import classify, read_capture
-from allranks.stacks.debuggers import explain_pyspy
+from allranks.stacks.debuggers import explain_pyspy, run_tool
 from allranks.stacks.patterns import load_patterns, parse_patterns
 from allranks.stacks.procfs import parse_syscall
 from allranks.stacks.text import grow_tree, render_text
@@ -187,3 +187,13 @@ def test_a_replica_that_waits_in_its_manager_is_no_culprit(function: str, file: 
     report = classify(Capture((survivor, sleeper)))
     assert report.ranks[0].cause == cause
     assert report.culprits == (1,)
+
+
+def test_a_debugger_that_prints_nothing_and_fails_is_told(tmp_path: Path) -> None:
+    """cuda-gdb exits with 1 also after useful output: only silence is a failure, with what it said on stderr."""
+    for name, out in (("silent", ""), ("useful", "echo Thread 1")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{out}\necho 'Error: cannot attach' >&2\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    silent = run_tool([str(tmp_path / "silent")], 10.0, ok_codes=(0, 1))
+    assert silent.problem == "Error: cannot attach"
+    assert run_tool([str(tmp_path / "useful")], 10.0, ok_codes=(0, 1)).problem == ""

@@ -145,22 +145,26 @@ def remove_finished(keep: Path | None = None, max_bytes: int = MAX_LEFT_BYTES) -
 def folder_bytes(folder: Path) -> tuple[int, float]:
     """(bytes in a folder and below, when one of its files was changed last)."""
     size, newest = 0, 0.0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            facts = path.lstat()
-            if stat.S_ISREG(facts.st_mode):
-                size, newest = size + facts.st_blocks * 512, max(newest, facts.st_mtime)
+    with contextlib.suppress(FileNotFoundError):  # another run removes it meanwhile
+        for path in folder.rglob("*"):
+            with contextlib.suppress(OSError):
+                facts = path.lstat()
+                if stat.S_ISREG(facts.st_mode):
+                    size, newest = size + facts.st_blocks * 512, max(newest, facts.st_mtime)
     return size, newest
 
 
 def _in_use(folder: Path) -> bool:
     """Whether a process that writes here, or the agent of the job, still runs; a sign of life of late counts too: the
-    processes of a container may not be seen from here."""
-    heads = [find_header(path) for path in folder.rglob("*.box*")]
-    signs = [head.last_sign_ns / 1e9 for head in heads if head is not None]
-    if time.time() - max((folder.stat().st_mtime, *signs)) < NEW_S:
-        return True
-    pids = {match[1] for path in folder.rglob("*.p*.*") if (match := re.search(r"\.p(\d+)\.", path.name))}
+    processes of a container may not be seen from here. Another run may remove the folder meanwhile."""
+    try:
+        heads = [find_header(path) for path in folder.rglob("*.box*")]
+        signs = [head.last_sign_ns / 1e9 for head in heads if head is not None]
+        if time.time() - max((folder.stat().st_mtime, *signs)) < NEW_S:
+            return True
+        pids = {match[1] for path in folder.rglob("*.p*.*") if (match := re.search(r"\.p(\d+)\.", path.name))}
+    except FileNotFoundError:
+        return False
     with contextlib.suppress(OSError, ValueError, AttributeError):
         pids.add(str(json.loads((folder / "job.json").read_text()).get("pid")))
     return any(Path(f"/proc/{pid}").exists() for pid in pids)

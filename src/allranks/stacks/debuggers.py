@@ -106,7 +106,8 @@ def run_tool(words: list[str], limit_s: float, ok_codes: tuple[int, ...] = (0,))
         child.communicate()
         raise
     took = time.monotonic() - begin
-    if child.returncode in ok_codes:
+    useful = child.returncode in ok_codes and bool(out.strip())
+    if child.returncode == 0 or useful:
         return ToolRun(_text(out), "", took)
     lines = [line for line in _text(err).splitlines() if line.strip()]
     reason = next((line for line in lines if line.startswith("Error")), lines[0] if lines else "no message")
@@ -207,7 +208,7 @@ def look_with_gdb(target: Target, cuda: bool, guard_s: float) -> DebuggerLook:
         text=run.output,
         stacks=parse_gdb(run.output),
         kernels=parse_kernels(run.output) if cuda else (),
-        problem=f"{name} on process {target.pid}: {run.problem}" if run.problem else "",
+        problem=f"{name} failed on process {target.pid}: {run.problem}" if run.problem else "",
     )
 
 
