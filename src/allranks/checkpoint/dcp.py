@@ -67,7 +67,7 @@ from allranks.checkpoint.stores.store import (
     split_address,
     step_in_name,
 )
-from allranks.checkpoint.tensors import array_names, flatten, memory_of, narrowed, tensor_names, unflatten
+from allranks.checkpoint.tensors import flatten, memory_of, narrowed, tensor_names, unflatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,16 +297,16 @@ class StorageReader(_Storage, DcpStorageReader):
         return done
 
 
-def _objects(checkpoint: Opened) -> dict[str, Any]:
+def _objects(checkpoint: Opened) -> dict[str, object]:
     """Name → plain value of everything that is not a tensor, as DCP's planner names it."""
     common, _ = skeletons(checkpoint, 0)
     tensors = {name: torch.empty(0) for name in tensor_names(common)}
-    tensors.update(read_whole(checkpoint, array_names(common)))
+    tensors.update(read_whole(checkpoint, tensor_names(common, ("$ndarray",))))
     flat, _ = flatten_state_dict(unflatten(common, tensors))
     return {name: value for name, value in flat.items() if not isinstance(value, torch.Tensor)}
 
 
-def _pickled(value: Any) -> io.BytesIO:
+def _pickled(value: object) -> io.BytesIO:
     """What DCP's planner wants for a value: torch.save's bytes, made here from plain data, never read from a file."""
     data = io.BytesIO()
     torch.save(value, data)

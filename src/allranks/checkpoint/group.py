@@ -31,10 +31,10 @@ class RankGroup:
     Its collectives run on a gloo group of its own, made by all ranks together at the first `gather`.
     """
 
-    def __init__(self, process_group: Any = None, timeout_s: float = 600.0) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None = None, timeout_s: float = 600.0) -> None:
         self._given = process_group
         self._timeout_s = timeout_s
-        self._gloo: Any = None
+        self._gloo: dist.ProcessGroup | None = None
 
     @property
     def alone(self) -> bool:
@@ -69,7 +69,7 @@ class RankGroup:
             for data, length in zip(bodies, lengths, strict=True)
         ]
 
-    def _channel(self) -> Any:
+    def _channel(self) -> dist.ProcessGroup:
         if self._gloo is None:
             ranks = dist.get_process_group_ranks(self._given or dist.group.WORLD)
             self._gloo = dist.new_group(

@@ -127,7 +127,7 @@ class CheckpointManager:
             return
         manager = weakref.ref(self)
 
-        def before_step(*_: Any) -> None:
+        def before_step(*_: object) -> None:
             alive = manager()
             if alive is not None:
                 alive._moved_on = True

@@ -50,6 +50,10 @@ class DataFile:
     header_checksum: str
 
 
+#: The part of a state that is not tensors, as typed JSON (see tensors.py); None: there is none here.
+Skeleton: TypeAlias = dict[str, Any] | None
+
+
 @dataclass(frozen=True)
 class Index:
     """What one rank wrote. `common` is the skeleton shared by all ranks (None: as rank 0's), `own` its own."""
@@ -58,8 +62,8 @@ class Index:
     algorithm: str
     files: tuple[DataFile, ...]
     shards: tuple[StoredShard, ...]
-    common: Any = None
-    own: Any = None
+    common: Skeleton = None
+    own: Skeleton = None
 
 
 @dataclass(frozen=True)
@@ -165,8 +169,7 @@ def _index_reader() -> Callable[[bytes], Any]:
     count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
     counts = tuple[count, ...]
     row = tuple[str, str, counts, counts | None, counts | None, count, str, str, count, str]
-    free = dict[str, Any] | None
-    kinds = (count, Literal[ALGORITHMS], tuple[DataFile, ...], free, free, list[str], list[row])
+    kinds = (count, Literal[ALGORITHMS], tuple[DataFile, ...], Skeleton, Skeleton, list[str], list[row])
     names = ("rank", "algorithm", "files", "common", "own", "columns", "shards")
     body = msgspec.defstruct("IndexBody", list(zip(names, kinds, strict=True)))
     decoder = msgspec.json.Decoder(body)
@@ -274,9 +277,7 @@ def check_shards(columns: Sequence[Column], files: Mapping[str, int]) -> None:
     names, dtypes, shapes, offsets, sizes, lengths, views, homes, starts, _ = columns
     for kind in set(zip(dtypes, shapes, offsets, sizes, lengths, views, strict=True)):
         _check_kind(*kind)
-    limits = dict.fromkeys(homes, 1 << 63) | dict(
-        files
-    )  # files of other checkpoints: known when they are opened
+    limits = dict.fromkeys(homes, 1 << 63) | dict(files)  # files of other checkpoints: known when opened
     for home in limits:
         _file("file", home)
     if not all(map(le, map(add, starts, lengths), map(limits.__getitem__, homes))):

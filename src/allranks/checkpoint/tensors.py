@@ -35,7 +35,7 @@ class Flat:
     tensors: dict[str, torch.Tensor]
 
 
-def flatten(state: Any, prefix: str = "") -> Flat:
+def flatten(state: object, prefix: str = "") -> Flat:
     """Takes a nested state apart. Names are paths joined by dots, made unique where two would collide."""
     tensors: dict[str, torch.Tensor] = {}
     skeleton = _encode(state, (prefix,) if prefix else (), tensors)
@@ -65,17 +65,10 @@ def narrowed(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int])
     return tensor
 
 
-def tensor_names(skeleton: Json) -> list[str]:
-    """Every tensor name a skeleton refers to, in order."""
+def tensor_names(skeleton: Json, tags: tuple[str, ...] = ("$tensor", "$ndarray")) -> list[str]:
+    """Every tensor name a skeleton refers to, in order; with `tags` ("$ndarray",) those of numpy arrays."""
     found: list[str] = []
-    _collect(skeleton, ("$tensor", "$ndarray"), found)
-    return found
-
-
-def array_names(skeleton: Json) -> list[str]:
-    """Of these, the ones that stand for a numpy array."""
-    found: list[str] = []
-    _collect(skeleton, ("$ndarray",), found)
+    _collect(skeleton, tags, found)
     return found
 
 
@@ -93,7 +86,7 @@ def _collect(value: Json, tags: tuple[str, ...], found: list[str]) -> None:
             _collect(item, tags, found)
 
 
-def _encode(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Json:
+def _encode(value: object, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Json:
     if isinstance(value, torch.Tensor):
         return {"$tensor": _keep(value.detach(), path, tensors)}
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
@@ -108,7 +101,7 @@ def _encode(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor])
         return {"$size": list(value)}
     if isinstance(value, (list, tuple, set, frozenset)):
         items = [_encode(item, (*path, str(at)), tensors) for at, item in enumerate(value)]
-        tag = {tuple: "$tuple", set: "$set", frozenset: "$frozenset"}.get(type(value))
+        tag = next((tag for tag, kind in _SEQUENCES.items() if kind is type(value)), None)
         if tag is None and not isinstance(value, list):
             raise _unstorable(value, path)  # a named tuple would come back as something else
         return {tag: items} if tag else items
@@ -116,7 +109,7 @@ def _encode(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor])
 
 
 def _encode_mapping(
-    value: Mapping[Any, Any], path: tuple[str, ...], tensors: dict[str, torch.Tensor]
+    value: Mapping[Any, object], path: tuple[str, ...], tensors: dict[str, torch.Tensor]
 ) -> Json:
     plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
     if plain:
@@ -128,7 +121,7 @@ def _encode_mapping(
     }
 
 
-def _encode_scalar(value: Any, path: tuple[str, ...]) -> Json:
+def _encode_scalar(value: object, path: tuple[str, ...]) -> Json:
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, complex):
@@ -146,7 +139,7 @@ def _encode_scalar(value: Any, path: tuple[str, ...]) -> Json:
     raise _unstorable(value, path)
 
 
-def _from_numpy(value: np.ndarray[Any, Any], path: tuple[str, ...]) -> torch.Tensor:
+def _from_numpy(value: np.ndarray, path: tuple[str, ...]) -> torch.Tensor:
     try:
         return torch.from_numpy(np.ascontiguousarray(value)).reshape(value.shape)
     except TypeError as error:
@@ -162,24 +155,12 @@ def _keep(tensor: torch.Tensor, path: tuple[str, ...], tensors: dict[str, torch.
     return name
 
 
-def _unstorable(value: Any, path: tuple[str, ...]) -> Unstorable:
+def _unstorable(value: object, path: tuple[str, ...]) -> Unstorable:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     return Unstorable(
         f"cannot store a value of type {kind} at '{'.'.join(path)}': only tensors, numpy arrays, numbers, "
         "strings, bytes, None and nested dicts, lists, tuples and sets of them are kept (never a pickle)"
     )
-
-
-_DECODERS: dict[str, Callable[[Any], Any]] = {
-    "$float": float,
-    "$bytes": base64.b64decode,
-    "$complex": lambda parts: complex(float(parts[0]), float(parts[1])),
-    "$dtype": lambda name: _dtype(name),
-    "$device": lambda name: _device(name),
-    "$size": torch.Size,
-    "$numpy": lambda pair: _numpy_scalar(pair[0], pair[1]),
-    "$path": PurePath,
-}
 
 
 def _decode(value: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -201,9 +182,8 @@ def _decode_tagged(tag: str, body: Json, tensors: Mapping[str, torch.Tensor]) ->
         return tensors[body].numpy()
     if tag == "$dict":
         return {_decode(key, tensors): _decode(item, tensors) for key, item in body}
-    sequences = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
-    if tag in sequences:
-        return sequences[tag](_decode(item, tensors) for item in body)
+    if tag in _SEQUENCES:
+        return _SEQUENCES[tag](_decode(item, tensors) for item in body)
     if tag not in _DECODERS:
         raise ValueError(f"unknown type tag {tag!r}: written by a newer version?")
     return _DECODERS[tag](body)
@@ -223,11 +203,26 @@ def _device(name: str) -> torch.device:
         raise ValueError(f"unknown device {name!r}") from error
 
 
-def _numpy_scalar(dtype: str, text: str) -> Any:
+def _numpy_scalar(dtype: str, text: str) -> np.generic:
     kind = np.dtype(dtype)
     if kind.kind not in "biuf":
         raise ValueError(f"unknown numpy scalar type {dtype!r}")
-    return kind.type(text == "True" if kind.kind == "b" else float(text) if kind.kind == "f" else int(text))
+    value = text == "True" if kind.kind == "b" else float(text) if kind.kind == "f" else int(text)
+    made: np.generic = kind.type(value)
+    return made
+
+
+_SEQUENCES = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "$float": float,
+    "$bytes": base64.b64decode,
+    "$complex": lambda parts: complex(float(parts[0]), float(parts[1])),
+    "$dtype": _dtype,
+    "$device": _device,
+    "$size": torch.Size,
+    "$numpy": lambda pair: _numpy_scalar(*pair),
+    "$path": PurePath,
+}
 
 
 def is_dtensor(value: object) -> bool:

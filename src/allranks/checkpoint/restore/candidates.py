@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import msgspec
@@ -153,8 +153,7 @@ class StoreLister:
 
     def list_tier(self, tier: str, spec: StoreSpec, seen: TiersSeen) -> None:
         """Adds what a tier holds to `seen`, or what it answered instead."""
-        pause = FIRST_PAUSE_S
-        while True:
+        for pause in growing_pauses():
             try:
                 seen.found[tier], unusable = self._list(tier, spec)
                 seen.unusable += unusable
@@ -165,15 +164,9 @@ class StoreLister:
                     seen.found[tier] = []
                     seen.unanswered.append(_answer(tier, spec, error))
                     return
-                log.warning(
-                    "[%s] %s does not answer (%s): asking again for %.0f s",
-                    tier,
-                    spec.url,
-                    reason_of(error),
-                    left,
-                )
-                time.sleep(min(pause, left))
-                pause = min(LONGEST_PAUSE_S, 2 * pause)
+                text = "[%s] %s does not answer (%s): asking again for %.0f s"
+                log.warning(text, tier, spec.url, reason_of(error), left)
+            time.sleep(min(pause, left))
 
     def quarantined(self, seen: TiersSeen) -> None:
         """Adds what lies in quarantine: it was there once, so the store is not merely empty."""
@@ -204,6 +197,14 @@ class StoreLister:
                 log.warning("[%s] %s is left out: %s", tier, store.path_of(name), reason)
         self.damaged += damaged
         return found, unusable
+
+
+def growing_pauses() -> Iterator[float]:
+    """Seconds between attempts: each pause is twice the one before, up to the longest."""
+    pause = FIRST_PAUSE_S
+    while True:
+        yield pause
+        pause = min(LONGEST_PAUSE_S, 2 * pause)
 
 
 def refuse_to_guess(views: Sequence[TiersSeen], choice: RestoreChoice, rules: RestoreRules) -> None:

@@ -113,15 +113,7 @@ def _readable(checkpoint: Opened) -> Iterator[None]:
     """A skeleton that no saver of ours has made is damage, whatever Python thinks of it."""
     try:
         yield
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        IndexError,
-        OverflowError,
-        RecursionError,
-    ) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointDamaged(
             f"its state cannot be read: {type(error).__name__}: {error}",
             invalid_keys=("common",),
@@ -144,10 +136,8 @@ def copy_into(snapshot: StateSnapshot, live: Live) -> CheckpointState:
 def skeletons(checkpoint: Opened, rank: int) -> tuple[StateDict, dict[int, StateDict]]:
     """(what all ranks share, rank → its own part). A rank with a skeleton of its own gets that one."""
     by_rank: dict[int, Index] = {index.rank: index for index in checkpoint.indexes}
-    mine = by_rank.get(rank)
-    common = mine.common if mine is not None and mine.common is not None else None
-    if common is None:
-        common = next((index.common for index in checkpoint.indexes if index.common is not None), None)
+    mine_first = sorted(checkpoint.indexes, key=lambda index: index.rank != rank)
+    common = next((index.common for index in mine_first if index.common is not None), None)
     if common is None:
         raise CheckpointValidationError(
             "it holds tensors but no training state", missing_keys=("model_state_dict",), path=checkpoint.path
@@ -214,7 +204,7 @@ def _optimizer_targets(
             continue
         parameter = parameters[number]
         there = live.optimizer.state.get(parameter, {})
-        for key, name in names:
+        for key, name in names.items():
             if name not in table:
                 continue
             known, shard = there.get(key), table[name][0][1].shard
@@ -225,20 +215,14 @@ def _optimizer_targets(
     return existing, new
 
 
-def _optimizer_entries(common: StateDict) -> Iterator[tuple[int, list[tuple[str, str]]]]:
-    """(number of the parameter, [(key, name of the tensor)]) of what the saved optimizer keeps per parameter."""
+def _optimizer_entries(common: StateDict) -> Iterator[tuple[int, dict[str, str]]]:
+    """(number of the parameter, key → name of the tensor) of what the saved optimizer keeps per parameter."""
     saved = common.get("optimizer_state_dict", {})
     state = saved.get("state", {}) if isinstance(saved, dict) else {}
     for number, entries in state.get("$dict", ()):
         if isinstance(number, int) and isinstance(entries, dict):
-            yield (
-                number,
-                [
-                    (key, value["$tensor"])
-                    for key, value in entries.items()
-                    if isinstance(value, dict) and "$tensor" in value
-                ],
-            )
+            tensors = {k: v["$tensor"] for k, v in entries.items() if isinstance(v, dict) and "$tensor" in v}
+            yield number, tensors
 
 
 def _install(live: Live, state: CheckpointState) -> None:

@@ -10,20 +10,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from allranks.checkpoint.config import CheckpointLoadConfig, CheckpointTier
 from allranks.checkpoint.group import RankGroup
 from allranks.checkpoint.restore.candidates import (
     AFTER_UNREACHABLE,
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
     RestoreCandidate,
     RestoreRules,
     StoreLister,
     TiersSeen,
     Unusable,
     choose,
+    growing_pauses,
     refuse_to_guess,
     refuse_to_start_over,
     scratch_hint,
@@ -71,9 +70,7 @@ class Loader:
         self.rules = rules or RestoreRules()
         self.given = dict(given or {})  # tier → newest step that this process has handed to it
         self.taken: RestoreCandidate | None = None  # what `load_newest` has loaded
-        self._torn: RestoreCandidate | None = (
-            None  # what a live model holds a part of, and no more than a part
-        )
+        self._torn: RestoreCandidate | None = None  # what a live model holds no more than a part of
         self._stores: dict[str, Store] = {}
 
     def load_newest(self, into: Live | None) -> CheckpointState | None:
@@ -94,12 +91,7 @@ class Loader:
             lister.quarantined(seen)
             views = seen.share(self.group.gather)
             refuse_to_guess(views, choice, self.rules)
-            refuse_to_start_over(
-                views,
-                choice,
-                self.rules,
-                [store_arguments(spec.url, spec.options) for spec in self.specs.values()],
-            )
+            refuse_to_start_over(views, choice, self.rules, self._arguments())
             log.info("nothing to load: %s", choice.reason)
             return None
         log.info("loading: %s", choice.reason)
@@ -130,11 +122,14 @@ class Loader:
                 path=address,
                 hint=hint_for(OSError(), unread[0].tier, address, spec.options) + "\n" + AFTER_UNREACHABLE,
             )
-        stores = [store_arguments(spec.url, spec.options) for spec in self.specs.values()]
         return CheckpointLoadError(
             "every checkpoint is bad: " + "; ".join(tried) + self._left(into),
-            hint="\n".join(map(scratch_hint, stores)),
+            hint="\n".join(map(scratch_hint, self._arguments())),
         )
+
+    def _arguments(self) -> list[str]:
+        """The stores as arguments of `allranks checkpoint`."""
+        return [store_arguments(spec.url, spec.options) for spec in self.specs.values()]
 
     def load_path(
         self, path: str, tier: CheckpointTier | None, config: CheckpointLoadConfig
@@ -146,18 +141,12 @@ class Loader:
         return load_state(store, name, self.group.rank)
 
     def _locate(self, path: str, tier: CheckpointTier | None) -> tuple[Store | Path, str, str]:
-        absolute = "://" in path or Path(path).is_absolute()
-        if not absolute:
-            order = (
-                [tier.name]
-                if tier is not None
-                else [name for name in ("NVME", "S3", "PEER") if name in self.specs]
-            )
-            label = order[0] if order else "NVME"
+        if "://" not in path and not Path(path).is_absolute():
+            order = [name for name in ("NVME", "S3", "PEER") if name in self.specs]
+            label = tier.name if tier is not None else next(iter(order), "")
             base = self.specs[label].url if label in self.specs else "."
-            return self._locate(
-                f"{base.rstrip('/')}/{path}" if "://" in base else str(Path(base).absolute() / path), tier
-            )
+            whole = f"{base.rstrip('/')}/{path}" if "://" in base else str(Path(base).absolute() / path)
+            return self._locate(whole, tier)
         if "://" not in path and is_legacy(Path(path)):
             return Path(path), "", "NVME"
         head, name = split_address(path)
@@ -192,20 +181,18 @@ class Loader:
         self, candidate: RestoreCandidate, into: Live | None, deadline: float
     ) -> tuple[CheckpointState | None, str, bool]:
         """(state, what went wrong, whether a store that does not answer was it): read again until the deadline."""
-        pause = FIRST_PAUSE_S
-        while True:
+        for pause in growing_pauses():
             state, problem, kinds = self._attempt(candidate, into)
             unreadable = bool(kinds) and kinds <= {"unreadable", "refused"}
             if state is not None or not unreadable or "refused" in kinds:
                 return state, problem, unreadable
             left = min(self.group.gather(deadline - time.monotonic()))
             if left <= 0:
-                return None, problem, True
-            log.warning(
-                "step %d in %s: %s; reading again for %.0f s", candidate.step, candidate.tier, problem, left
-            )
+                break
+            text = "step %d in %s: %s; reading again for %.0f s"
+            log.warning(text, candidate.step, candidate.tier, problem, left)
             time.sleep(min(pause, left))
-            pause = min(LONGEST_PAUSE_S, 2 * pause)
+        return None, problem, True
 
     def _attempt(
         self, candidate: RestoreCandidate, into: Live | None
@@ -278,7 +265,7 @@ class Loader:
             log.warning("[MEMORY] the snapshot of step %d is damaged (%s): dropped", candidate.step, reason)
 
     def _quarantine(self, store: Store, name: str, reason: str) -> None:
-        where: Any = None
+        where = ""
         with contextlib.suppress(OSError):
             where = store.quarantine(name, reason)
         place = f"moved to {where}" if where else "could not be moved away"
@@ -305,11 +292,8 @@ def kind_of_failure(error: BaseException, tier: str) -> str:
     if isinstance(error, CheckpointDamaged):
         return "damaged"
     if isinstance(error, CheckpointValidationError):
-        return (
-            "partial"
-            if error.missing_keys and not error.invalid_keys and "elements of" in error.reason
-            else "misfit"
-        )
+        partial = error.missing_keys and not error.invalid_keys and "elements of" in error.reason
+        return "partial" if partial else "misfit"
     bad_sector = tier == "NVME" and isinstance(error, OSError) and error.errno == errno.EIO
     if isinstance(error, (EOFError, FileNotFoundError)) or bad_sector:
         return "gone"

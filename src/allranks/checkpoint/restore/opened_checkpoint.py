@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from allranks.checkpoint.checksum import (
     READ_BYTES,
@@ -261,12 +261,15 @@ def _read_indexes(store: Store, name: str, manifest: Manifest) -> tuple[Index, .
 
 
 def _read_index(store: Store, name: str, part: Part) -> Index:
-    path = f"{store.path_of(name)}/{part.index}"
-    problem: dict[str, Any] = {"invalid_keys": (part.index,), "tier": store.tier, "path": store.path_of(name)}
+    path, problem = store.path_of(name), ""
     try:
         data = store.read(name, part.index)
-    except FileNotFoundError as error:
-        raise CheckpointDamaged(f"{part.index} is missing", **problem) from error
-    if len(data) != part.index_bytes or hashlib.sha256(data).hexdigest() != part.index_sha256:
-        raise CheckpointDamaged(f"{part.index} is not the file the manifest names", **problem)
-    return decode_index(data, path)
+        if len(data) != part.index_bytes or hashlib.sha256(data).hexdigest() != part.index_sha256:
+            problem = "is not the file the manifest names"
+    except FileNotFoundError:
+        problem = "is missing"
+    if problem:
+        raise CheckpointDamaged(
+            f"{part.index} {problem}", invalid_keys=(part.index,), tier=store.tier, path=path
+        )
+    return decode_index(data, f"{path}/{part.index}")

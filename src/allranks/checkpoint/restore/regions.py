@@ -125,9 +125,8 @@ def reading_list(checkpoint: Opened, targets: Sequence[FillTarget]) -> list[Read
     require(checkpoint, [target.name for target in targets])
     table = checkpoint.table()
     items: list[ReadItem] = []
-    cut: dict[
-        int, ReadItem
-    ] = {}  # by the stored shard, which the table holds once: several targets may need parts of it
+    # by the stored shard, which the table holds once: several targets may need parts of it
+    cut: dict[int, ReadItem] = {}
     for target in targets:
         saved = table[target.name]
         whole = _whole(saved, target)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import logging
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from allranks.checkpoint.config import CheckpointLoadConfig
-from allranks.checkpoint.state import REQUIRED_KEYS, CheckpointState
+from allranks.checkpoint.state import REQUIRED_KEYS, CheckpointState, StateDict
 from allranks.checkpoint.tensors import narrowed
 from allranks.errors import AllranksError, CheckpointLoadError, CheckpointValidationError
 
@@ -84,9 +84,9 @@ def check_structure(raw: Mapping[str, object], path: str, tier: str) -> None:
         raise CheckpointValidationError("keys of the wrong type", (), tuple(invalid), tier=tier, path=path)
 
 
-def _numpy_types() -> list[Any]:
+def _numpy_types() -> list[object]:
     """What an array of numbers is pickled with: the state of numpy's generator is one, also in our own exports."""
-    make: Any = np.empty(0).__reduce__()[0]
+    make: object = np.empty(0).__reduce__()[0]
     names = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
     return [
         *((make, name) for name in names),
@@ -151,7 +151,7 @@ def is_dcp(path: Path) -> bool:
     return (path / ".metadata").is_file()
 
 
-def read_dcp(folder: Path) -> dict[str, Any]:
+def read_dcp(folder: Path) -> StateDict:
     """The nested state dict of a DCP folder, whole CPU tensors."""
     with damage_of(folder):
         metadata = read_metadata(folder)
@@ -187,7 +187,7 @@ class _PlainTypes(pickle.Unpickler):
         raise _refused(f"{module}.{name}")
 
 
-def _enum_member(kind: Any, name: Any) -> Any:
+def _enum_member(kind: Any, name: object) -> _MEM_FORMAT_ENCODING:
     """Stands in for the getattr of Pythons that pickle enums by name (3.11.2): members, nothing else."""
     if kind is _MEM_FORMAT_ENCODING and isinstance(name, str) and name in _MEM_FORMAT_ENCODING.__members__:
         return _MEM_FORMAT_ENCODING[name]
@@ -224,9 +224,9 @@ def _read_item(folder: Path, info: Any) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def _nested(flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+def _nested(flat: StateDict, paths: Mapping[str, Sequence[str]]) -> StateDict:
     """DCP's flat names put back into the nesting they came from; list positions become keys."""
-    whole: dict[str, Any] = {}
+    whole: StateDict = {}
     for name, value in flat.items():
         path = paths.get(name, (name,))
         at = whole

@@ -8,8 +8,7 @@ import logging
 import secrets
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
@@ -53,7 +52,7 @@ class SaveCoordinator:
         self.config, self.group, self.places, self.memory = config, group, places, memory
         self.saves = Saves(AsyncSavePolicy(config.async_save_policy))
         self.planner = Planner(group)
-        self.optimizers: list[weakref.ref[Any]] = []
+        self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self.skipped = 0
         self.given: dict[str, int] = {}
         self.copy: Copy | None = None
@@ -94,9 +93,9 @@ class SaveCoordinator:
         mine = Proposal(state.step, sorted({pending.tier for pending in running}) if skips else [])
         if flat is not None:
             text = "" if self.group.alone else json.dumps(flat.common, sort_keys=True)
-            mine = Proposal(mine.step, mine.busy, fingerprint(flat.tensors), _digest(text))
+            mine = replace(mine, mark=fingerprint(flat.tensors), common=_digest(text))
         elif problem is not None:
-            mine = Proposal(mine.step, mine.busy, error=problem.reason)
+            mine = replace(mine, error=problem.reason)
         proposals = [Proposal(**raw) for raw in self.group.gather(asdict(mine))]
         check_proposals(proposals, state.step, tiers[0].name, self.places.spec(tiers[0]).url)
         tiers = self._not_busy(tiers, proposals, running, state.step)
@@ -238,7 +237,7 @@ def _flattened(state: CheckpointState, rank: int) -> tuple[FlatState | None, Che
         return None, CheckpointSaveError(str(error), tier="MEMORY", path="")
 
 
-def _storages(optimizers: Iterable[Any]) -> frozenset[int]:
+def _storages(optimizers: Iterable[torch.optim.Optimizer | None]) -> frozenset[int]:
     """The memory that only these optimizers change: their parameters and their state."""
     found = set()
     for optimizer in optimizers:

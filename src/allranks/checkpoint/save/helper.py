@@ -161,14 +161,8 @@ def job_to_json(job: SaveJob) -> Message:
 
 def job_from_json(raw: Message) -> SaveJob:
     """The job again."""
-    return SaveJob(
-        **{
-            **raw,
-            "store": StoreSpec(**raw["store"]),
-            "attempt": Attempt(**raw["attempt"]),
-            "ranks": tuple(raw["ranks"]),
-        }
-    )
+    typed = {"store": StoreSpec(**raw["store"]), "attempt": Attempt(**raw["attempt"])}
+    return SaveJob(**{**raw, **typed, "ranks": tuple(raw["ranks"])})
 
 
 def shards_from_json(raw: list[list[Any]]) -> list[Shard]:

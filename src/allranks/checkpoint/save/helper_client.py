@@ -193,14 +193,9 @@ def _settle_dead(running: _Running) -> None:
     successor: _Running | None = None
     for number, (order, future, restarts) in owed.items():
         if restarts >= RESTARTS:
-            future.set_exception(
-                CheckpointSaveError(
-                    f"the helper process (pid {running.pid}) died while saving, {restarts + 1} times",
-                    tier=order.tier,
-                    path=order.job.path,
-                    hint="out of memory? The kernel says so: dmesg | tail",
-                )
-            )
+            died = f"the helper process (pid {running.pid}) died while saving, {restarts + 1} times"
+            hint = "out of memory? The kernel says so: dmesg | tail"
+            future.set_exception(CheckpointSaveError(died, tier=order.tier, path=order.job.path, hint=hint))
             continue
         successor = successor or _start()
         _give(successor, number, order, future, restarts + 1)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
@@ -110,7 +110,11 @@ def find_pieces(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
     return pieces
 
 
-def deduplicate(every: Sequence[Sequence[Any]]) -> list[set[tuple[str, tuple[int, ...]]]]:
+#: What the other ranks must know about a piece, as JSON: name, offsets, sizes, bytes.
+Described: TypeAlias = tuple[str, list[int], list[int], int]
+
+
+def deduplicate(every: Sequence[Sequence[Described]]) -> list[set[tuple[str, tuple[int, ...]]]]:
     """For each rank's [name, offsets, sizes, bytes] list: the (name, offsets) it has to write."""
     plans = [SavePlan([_write_item(*entry) for entry in entries]) for entries in every]
     return [
@@ -119,9 +123,9 @@ def deduplicate(every: Sequence[Sequence[Any]]) -> list[set[tuple[str, tuple[int
     ]
 
 
-def describe(pieces: Sequence[Piece]) -> list[list[Any]]:
-    """What the other ranks must know about this rank's pieces, as JSON."""
-    return [[p.shard.name, list(p.shard.offsets), list(p.shard.sizes), p.shard.bytes] for p in pieces]
+def describe(pieces: Sequence[Piece]) -> list[Described]:
+    """This rank's pieces."""
+    return [(p.shard.name, list(p.shard.offsets), list(p.shard.sizes), p.shard.bytes) for p in pieces]
 
 
 def make_plan(
@@ -147,7 +151,7 @@ class Planner:
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Hashable, Plan] = {}
 
     def alone(self, mark: str, tensors: Mapping[str, torch.Tensor]) -> Plan:
         """Every local piece, for a snapshot that stays in this process."""
@@ -175,7 +179,7 @@ class Planner:
             self._keep(key, mark, make_plan(mark, pieces, owned, keep_all))
         return self._plans[key]
 
-    def _keep(self, key: Any, mark: str, plan: Plan) -> None:
+    def _keep(self, key: Hashable, mark: str, plan: Plan) -> None:
         """Plans of tensors that are no more are dropped."""
         self._plans = {k: old for k, old in self._plans.items() if old.fingerprint == mark}
         self._plans[key] = plan

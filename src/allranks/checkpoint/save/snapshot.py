@@ -240,7 +240,7 @@ class _Wrap:
         return as_dtensor(torch.empty(local_chunk(self)[0], dtype=self.dtype), self)
 
 
-def wraps_of(tensors: Mapping[str, Any]) -> dict[str, _Wrap]:
+def wraps_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Wrap]:
     """What `StateSnapshot.wraps` needs of the live tensors."""
     return {
         name: _Wrap(t.device_mesh, t.placements, t.shape, tuple(t.stride()), t.dtype)

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import mmap
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -46,9 +45,7 @@ class SharedArena:
 
     def tensor(self, start: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
         """A tensor over a part of the block; it keeps the mapping alive, not the arena."""
-        count = 1
-        for size in sizes:
-            count *= size
+        count = math.prod(sizes)
         if count == 0:
             return torch.empty(sizes, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(sizes)
@@ -85,11 +82,10 @@ class Copy:
     """A copy under way. `wait` returns when the sources may change; it raises nothing."""
 
     error: BaseException | None = None
-    copied_s: float = 0.0
     _left: list[_Pair] = field(default_factory=list)  # not copied yet, the next one last
     _helping: threading.Lock = field(default_factory=threading.Lock)
     _host_done: threading.Event = field(default_factory=threading.Event)
-    _events: list[Any] = field(default_factory=list)
+    _events: list[_DeviceEvent] = field(default_factory=list)
     _thread: threading.Thread | None = None
 
     def wait(self) -> None:
@@ -123,7 +119,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class _DeviceEvent:
-    event: Any
+    event: torch.cuda.Event
     device_index: int
 
 
@@ -136,7 +132,7 @@ class Stager:
         header = plan.layout.header
         arena.view[: len(header)] = header
         self._targets = [_target(arena, placement) for placement in (*plan.owned, *plan.extra)]
-        self._streams: dict[int, Any] = {}
+        self._streams: dict[int, torch.cuda.Stream] = {}
 
     def start(
         self,
@@ -152,19 +148,17 @@ class Stager:
         later = [pair for pair in pairs if background and may_wait(pair[0])]
         late = {id(source) for source, _ in later}
         now = [pair for pair in pairs if id(pair[0]) not in late]
-        began = time.perf_counter()
         self._copy_device(copy, pairs, late)
         _copy_host([pair for pair in now if pair[0].device.type == "cpu"])
         later = [pair for pair in later if pair[0].device.type == "cpu"]
         if not later and not copy._events:
-            copy.copied_s = time.perf_counter() - began
             copy._host_done.set()
             after(None)
             return copy
         copy._left = later[::-1]
-        rest = _Rest(later, [source._version for source, _ in later], pairs)
+        versions = [(source, source._version) for source, _ in later]
         copy._thread = threading.Thread(
-            target=_finish, args=(copy, rest, after, began), name="allranks-checkpoint-copy", daemon=True
+            target=_finish, args=(copy, versions, pairs, after), name="allranks-checkpoint-copy", daemon=True
         )
         copy._thread.start()
         if not background:
@@ -187,33 +181,28 @@ class Stager:
             copy._events.append(_DeviceEvent(event, index))
 
 
-@dataclass(frozen=True)
-class _Rest:
-    """What the copy thread has to do. `all_pairs` only keeps device tensors alive until they are copied."""
-
-    later: Sequence[_Pair]
-    versions: Sequence[int]
-    all_pairs: Sequence[_Pair]
-
-
-def _finish(copy: Copy, rest: _Rest, after: Callable[[BaseException | None], None], began: float) -> None:
-    """Body of the copy thread."""
+def _finish(
+    copy: Copy,
+    versions: Sequence[tuple[torch.Tensor, int]],
+    pairs: Sequence[_Pair],
+    after: Callable[[BaseException | None], None],
+) -> None:
+    """Body of the copy thread. `pairs` only keeps device tensors alive until they are copied."""
     copy._copy_left()
     try:
         with copy._helping:  # whoever helps has copied its last one, too
-            _check_versions(rest.later, rest.versions)
+            _check_versions(versions)
         copy._host_done.set()
         for waiting in copy._events:
             waiting.event.synchronize()
     except BaseException as error:
         copy.error = copy.error or error
     copy._host_done.set()
-    copy.copied_s = time.perf_counter() - began
     after(copy.error)
 
 
-def _check_versions(later: Sequence[_Pair], versions: Sequence[int]) -> None:
-    for (source, _), version in zip(later, versions, strict=True):
+def _check_versions(versions: Sequence[tuple[torch.Tensor, int]]) -> None:
+    for source, version in versions:
         if source._version != version:
             raise TornCopy(
                 f"a tensor of shape {tuple(source.shape)} was changed while it was copied, by something other "

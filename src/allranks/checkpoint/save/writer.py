@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from allranks.checkpoint.checksum import checksum, identifies_content
 from allranks.checkpoint.layout import FileLayout, Placed, Shard, lay_out
@@ -23,6 +23,7 @@ from allranks.checkpoint.manifest import (
     Index,
     Manifest,
     Part,
+    Skeleton,
     StoredShard,
     decode_manifest,
     encode_index,
@@ -50,9 +51,9 @@ class SaveJob:
     epoch: int
     timestamp: float
     algorithm: str
-    common: Any = None
-    own: Any = None
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    common: Skeleton = None
+    own: Skeleton = None
+    metrics: Mapping[str, object] = field(default_factory=dict)
     keep_last: int = 0
     commit_timeout_s: float = 600.0
     retries: int = 0
@@ -109,17 +110,9 @@ def write_checkpoint(
         store.leave(job.attempt)
     removed, left, problem = _keep_house(job, store) if job.rank == job.ranks[0] else ([], [], "")
     done = time.monotonic()
-    saved = Saved(
-        store.path_of(job.attempt.name),
-        layout.bytes,
-        reused,
-        wrote - began,
-        done - began,
-        tuple(removed),
-        tuple(left),
-        problem,
-    )
-    return saved, index
+    took = (wrote - began, done - began)
+    path = store.path_of(job.attempt.name)
+    return Saved(path, layout.bytes, reused, *took, tuple(removed), tuple(left), problem), index
 
 
 def _keep_house(job: SaveJob, store: Store) -> tuple[list[str], list[str], str]:
@@ -149,9 +142,8 @@ def _write_part(
         changed = {p.shard: p for p in layout.placed if p.key not in reusable}
         written = lay_out(list(changed)) if reusable else layout
         pieces = _pieces(written, changed, image) if reusable else [image[: layout.bytes]]
-        store.write(
-            job.attempt, name, pieces, written.bytes
-        )  # on a disk: hashing and writing at the same time
+        # on a disk: hashing and writing at the same time
+        store.write(job.attempt, name, pieces, written.bytes)
     finally:
         hashing.join()
     stored = [StoredShard(p.shard, name, p.start, sums[changed[p.shard].key]) for p in written.placed]
@@ -257,17 +249,8 @@ def collect(job: SaveJob, mine: Part, store: Store, alive: Callable[[], bool]) -
         missing = [rank for rank in job.ranks if rank not in parts]
         if wait is None:
             raise Peers(f"no part from ranks {missing} after {job.commit_timeout_s:.0f} s")
-    ordered = tuple(parts[rank] for rank in job.ranks)
-    return Manifest(
-        job.step,
-        job.epoch,
-        job.world_size,
-        job.timestamp,
-        job.attempt.token,
-        ordered,
-        dict(job.metrics),
-        job=job.job,
-    )
+    ordered, head = tuple(parts[rank] for rank in job.ranks), (job.step, job.epoch, job.world_size)
+    return Manifest(*head, job.timestamp, job.attempt.token, ordered, dict(job.metrics), job=job.job)
 
 
 def part_of(job: SaveJob, rank: int, store: Store) -> Part | None:

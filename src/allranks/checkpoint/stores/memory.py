@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
 
-from allranks.checkpoint.save.plan import find_pieces, fingerprint, make_plan
+from allranks.checkpoint.save.plan import Plan, find_pieces, fingerprint, make_plan
 from allranks.checkpoint.save.snapshot import ArenaPool, StateSnapshot, flatten_state
 from allranks.checkpoint.state import CheckpointState
 from allranks.errors import CheckpointDamaged, MemoryLimitExceeded
@@ -34,7 +33,7 @@ class MemorySnapshotBackend:
         self.pool = pool or ArenaPool()
         self._snapshots: list[StateSnapshot] = []
         self._lock = threading.Lock()
-        self._plans: dict[str, Any] = {}
+        self._plans: dict[str, Plan] = {}
         self.damaged: dict[int, str] = {}  # step → why its snapshot was dropped, until there is a new one
 
     @property
@@ -63,7 +62,7 @@ class MemorySnapshotBackend:
         with self._lock:
             return sum(snapshot.bytes for snapshot in self._snapshots)
 
-    def get_stats(self) -> dict[str, Any]:
+    def get_stats(self) -> dict[str, object]:
         """The numbers above as one dict."""
         ready, used = self._ready(), self.memory_usage_bytes()
         return {
@@ -145,11 +144,8 @@ class MemorySnapshotBackend:
         for snapshot in gone:
             _let_go(snapshot)
         if limit is not None and usage > self.memory_warning_threshold * limit:
-            log.warning(
-                "[MEMORY] snapshots use %.1fMB of %.1fMB: the next larger state will not fit",
-                usage / _MB,
-                limit / _MB,
-            )
+            text = "[MEMORY] snapshots use %.1fMB of %.1fMB: the next larger state will not fit"
+            log.warning(text, usage / _MB, limit / _MB)
 
     def add(self, snapshot: StateSnapshot) -> None:
         """Keeps a snapshot; one that is not ready yet counts from when it is."""

@@ -56,12 +56,12 @@ class ObjectBlobs:
             if length <= part_bytes and listed is not None:
                 self._obstore.put(self._store, key, b"".join(listed), use_multipart=False)
                 return
-            body: Any = listed[0] if listed is not None and len(listed) == 1 else iter(pieces)
+            body: object = listed[0] if listed is not None and len(listed) == 1 else iter(pieces)
             limits = {"use_multipart": True, "chunk_size": part_bytes, "max_concurrency": CONCURRENCY}
             self._obstore.put(self._store, key, body, **limits)
 
     def put_if(self, key: str, data: bytes, expected: str | None) -> None:
-        mode: Any = "create" if expected is None else {"e_tag": expected}
+        mode: object = "create" if expected is None else {"e_tag": expected}
         with _as_os_errors():
             self._obstore.put(self._store, key, data, mode=mode)
 

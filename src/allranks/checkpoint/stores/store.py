@@ -119,14 +119,10 @@ class Store(Protocol):
 def open_store(spec: StoreSpec) -> Store:
     """Opens the store of an address: a path, file://, peer://HOST:PORT, or any object store URL."""
     scheme, _, rest = spec.url.partition("://")
-    if not rest:
+    if not rest or scheme == "file":
         from allranks.checkpoint.stores.file_store import FileStore
 
-        return FileStore(Path(spec.url), spec)
-    if scheme == "file":
-        from allranks.checkpoint.stores.file_store import FileStore
-
-        return FileStore(Path(rest), spec)
+        return FileStore(Path(rest or spec.url), spec)
     if scheme == "peer":
         from allranks.checkpoint.stores.peer_store import open_peers
 
