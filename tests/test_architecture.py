@@ -115,7 +115,7 @@ def test_every_public_name_can_be_imported() -> None:
 
 
 # Names that others gave: torchft's, torchfrtrace's, the harness's; and one callback for each trainer.
-SHARED_NAMES = {"AllranksCallback", "DistributedSampler", "Group", "JobConfig", "Manager", "Quorum"}
+SHARED_NAMES = {"AllranksCallback", "Group", "JobConfig", "Manager", "Quorum"}
 
 
 def test_no_two_public_classes_have_the_same_name() -> None:

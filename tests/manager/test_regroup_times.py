@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from allranks.manager.regroup_times import RegroupTimes
+from allranks.manager.groups.generation import RegroupTimes
 
 
 def test_parts_are_listed_in_order_of_time_and_only_the_first_of_a_repeated_one():

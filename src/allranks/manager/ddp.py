@@ -290,3 +290,28 @@ def cut(parameters: list[nn.Parameter], cap_bytes: int) -> list[Bucket]:
         buckets[-1].parameters.append(p)
         room -= size
     return buckets
+
+
+def replicate(manager: Manager, model: nn.Module) -> nn.Module:
+    """For a model that is sharded inside each replica: averages its shards' gradients over the replicas. Returns the model.
+
+    FSDP2 reduces and scatters gradients inside the replica; each shard is then averaged with the same rank's shard of
+    the other replicas. All ranks of all replicas vote together, so either every shard of every replica moves, or none does.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        raise ConfigurationError(
+            "replicate() needs a model sharded with FSDP2",
+            hint="call torch.distributed.fsdp.fully_shard(model, mesh=...) first; "
+            "for a model that is not sharded use DistributedDataParallel(manager, model)",
+        )
+
+    def average(shard: torch.Tensor) -> None:
+        manager.allreduce(shard).wait()
+
+    for module in sharded:
+        module.set_all_reduce_hook(average)
+    manager.sums.modules.append(model)
+    return model

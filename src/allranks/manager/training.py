@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from allranks.errors import HealingFailed
-from allranks.manager.groups.generation import Generation, StepAttempt
+from allranks.manager.groups.generation import Generation, RegroupTimes, StepAttempt
 from allranks.manager.plan import Claim, Position
-from allranks.manager.regroup_times import RegroupTimes
 
 _REMEMBERED_LOSSES = 64
 _REMEMBERED_TRANSFERS = 8  # quorums; only the one that is being made matters

@@ -25,14 +25,17 @@ from allranks.manager.diloco import DiLoCo
 from allranks.manager.local_sgd import LocalSGD
 from allranks.manager.manager import Manager
 from allranks.manager.optimizer import Optimizer, OptimizerWrapper
-from allranks.manager.sampler import DistributedSampler as Sampler
 from allranks.torchft import checkpointing, coordination
 
 log = logging.getLogger("allranks.torchft")
 
 
-class DistributedSampler(Sampler):
-    """Older versions of torchft call `replica_rank` replica_group or replica_group_id, and `group_rank` rank."""
+class DistributedSampler(data.distributed.DistributedSampler):
+    """torch's sampler over replicas x ranks. As in torchft the parts are fixed: a replica that is away takes
+    its samples with it until it is back. For data that follows the members use allranks.elastic.
+
+    Older versions of torchft call `replica_rank` replica_group or replica_group_id, and `group_rank` rank.
+    """
 
     def __init__(
         self,
@@ -50,7 +53,13 @@ class DistributedSampler(Sampler):
         if not given:
             raise TypeError("DistributedSampler needs replica_rank (or replica_group_id, replica_group)")
         group_rank = rank if group_rank is None else group_rank
-        super().__init__(dataset, given[0], num_replica_groups, group_rank, num_replicas, **options)
+        if group_rank is None:
+            group_rank = dist.get_rank() if dist.is_initialized() else 0
+        if num_replicas is None:
+            num_replicas = dist.get_world_size() if dist.is_initialized() else 1
+        self.global_rank = group_rank + num_replicas * given[0]
+        self.global_world_size = num_replicas * num_replica_groups
+        super().__init__(dataset, rank=self.global_rank, num_replicas=self.global_world_size, **options)
 
 
 class PureDistributedDataParallel(nn.Module):

@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from allranks.errors import GroupAborted
 from allranks.manager.groups.gloo import GlooMesh
-from allranks.manager.groups.group_spec import GroupSpec, Seconds, seconds
+from allranks.manager.groups.group_spec import GroupSpec, RegisteredGroup, Seconds, seconds
 from allranks.manager.groups.native_calls import AbandonableCall
-from allranks.manager.groups.registered import RegisteredGroup
 from allranks.manager.groups.teardown import destroy_later, ended, finish
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from allranks.errors import ConfigurationError
-from allranks.manager.groups.registered import RegisteredGroup
+from allranks.manager.groups.group_spec import RegisteredGroup
 from allranks.manager.manager import Manager
 from allranks.manager.work import ManagedWork
 
