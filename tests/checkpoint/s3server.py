@@ -104,8 +104,8 @@ class S3Server:
 
     def _answers(self) -> bool:
         """Whether a bucket can be written to: the volume server registers a little later than S3 answers."""
+        from allranks.checkpoint.stores import StoreSpec
         from allranks.checkpoint.stores.object_store import ObjectBlobs
-        from allranks.checkpoint.stores.store import StoreSpec
 
         with contextlib.suppress(OSError):
             socket.create_connection(("127.0.0.1", self.ports["s3"]), 1).close()

@@ -14,9 +14,9 @@ import pytest
 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier, NVMeBackend, S3Backend
 from allranks.checkpoint.manifest import MANIFEST, decode_manifest
+from allranks.checkpoint.stores import StoreSpec, open_store
 from allranks.checkpoint.stores.file_store import FileStore
 from allranks.checkpoint.stores.keyed_store import KeyedStore
-from allranks.checkpoint.stores.store import StoreSpec, open_store
 from allranks.cli import main
 from allranks.drill.ranks import Ranks
 from allranks.elastic.topology import ElasticJob

@@ -13,9 +13,9 @@ import pytest
 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, S3Backend, SnapshotServer
 from allranks.checkpoint.restore.loader import kind_of_failure
+from allranks.checkpoint.stores import Attempt, StoreSpec, open_store
 from allranks.checkpoint.stores.file_store import FileStore
 from allranks.checkpoint.stores.keyed_store import LEFT_BEHIND_S, READING_LIMIT_S, KeyedStore
-from allranks.checkpoint.stores.store import Attempt, StoreSpec, open_store
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as mark
 from allranks.errors import CheckpointSaveError, CheckpointUnreachable

@@ -23,10 +23,10 @@ from allranks.checkpoint import (
     S3Backend,
 )
 from allranks.checkpoint.manifest import MANIFEST
+from allranks.checkpoint.stores import StoreSpec, open_store
 from allranks.checkpoint.stores.keyed_store import KeyedStore
 from allranks.checkpoint.stores.listing import prune
 from allranks.checkpoint.stores.object_store import ObjectBlobs
-from allranks.checkpoint.stores.store import StoreSpec, open_store
 from allranks.drill.ranks import Ranks
 from allranks.errors import CheckpointLoadError, CheckpointSaveError, ConfigurationError
 

@@ -18,10 +18,10 @@ import torch
 
 from allranks.channel.handshake import ChannelError
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier, SnapshotServer
+from allranks.checkpoint.stores import StoreSpec, open_store
 from allranks.checkpoint.stores.keyed_store import KeyedStore
 from allranks.checkpoint.stores.peer_store import PeerBlobs
 from allranks.checkpoint.stores.snapshot_server import receive_bytes, send_bytes
-from allranks.checkpoint.stores.store import StoreSpec, open_store
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as mark
 

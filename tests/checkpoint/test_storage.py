@@ -26,9 +26,9 @@ from allranks.checkpoint.restore.opened_checkpoint import opened
 from allranks.checkpoint.save.plan import find_pieces, local_tensors, make_plan
 from allranks.checkpoint.save.snapshot import flatten_state
 from allranks.checkpoint.save.writer import SaveJob, write_checkpoint
+from allranks.checkpoint.stores import Attempt, Pieces
 from allranks.checkpoint.stores.file_store import FileStore
 from allranks.checkpoint.stores.listing import Listed, decide, prune
-from allranks.checkpoint.stores.store import Attempt, Pieces
 from allranks.checkpoint.tensors import memory_of
 from allranks.errors import CheckpointLoadError, CheckpointSaveError, CheckpointValidationError
 

@@ -26,8 +26,8 @@ def credentials(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_kept_incident_can_be_diagnosed_from_the_bucket(tmp_path: Path) -> None:
     """What was copied has the layout of the folder, and grows with it."""
+    from allranks.checkpoint.stores import StoreSpec
     from allranks.checkpoint.stores.object_store import ObjectBlobs
-    from allranks.checkpoint.stores.store import StoreSpec
 
     keeper = IncidentUploader(ObjectBlobs(StoreSpec("s3://ready/incidents")))
     keeper.start()

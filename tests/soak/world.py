@@ -17,8 +17,8 @@ from tests.checkpoint.s3server import S3Server, weed_binary
 from tests.lighthouse.etcd_cluster import EtcdCluster
 from tests.soak import sandbox
 
+from allranks.checkpoint.stores import StoreSpec
 from allranks.checkpoint.stores.object_store import ObjectBlobs
-from allranks.checkpoint.stores.store import StoreSpec
 
 ROOT = Path(__file__).parents[2]
 REPLICAS_EACH = 2

@@ -77,8 +77,8 @@ def stacks(
 def load_checkpoint_index(address: str | Path, **options: str) -> CheckpointIndex:
     """What a checkpoint holds: a folder or URL of a store (its newest one) or of one checkpoint. Reads no tensors."""
     from allranks.checkpoint.restore.opened_checkpoint import opened
+    from allranks.checkpoint.stores import StoreSpec, open_store, split_address
     from allranks.checkpoint.stores.listing import has_manifest, list_checkpoints
-    from allranks.checkpoint.stores.store import StoreSpec, open_store, split_address
 
     whole = str(address) if "://" in str(address) else str(Path(address).absolute())
     head, tail = split_address(whole)

@@ -15,9 +15,9 @@ from allranks.checkpoint.restore.into_state import read_state
 from allranks.checkpoint.restore.opened_checkpoint import opened
 from allranks.checkpoint.restore.torch_files import damage_of, is_dcp, read_dcp, read_legacy
 from allranks.checkpoint.state import CheckpointState, state_of
+from allranks.checkpoint.stores import StoreSpec, checkpoint_name, open_store, split_address
 from allranks.checkpoint.stores.backends import Backend
 from allranks.checkpoint.stores.listing import has_manifest
-from allranks.checkpoint.stores.store import StoreSpec, checkpoint_name, open_store, split_address
 from allranks.errors import InputError
 
 

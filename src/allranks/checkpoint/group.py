@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from allranks.checkpoint.config import CheckpointConfig, CheckpointTier
-from allranks.checkpoint.stores.store import StoreSpec, hint_for, open_store, reason_of
+from allranks.checkpoint.stores import StoreSpec, hint_for, open_store, reason_of
 from allranks.errors import AllranksError, CheckpointUnreachable, ConfigurationError
 
 

@@ -12,8 +12,8 @@ from allranks.checkpoint.layout import lay_out
 from allranks.checkpoint.manifest import Index, Manifest, Part, StoredShard, encode_manifest
 from allranks.checkpoint.restore.opened_checkpoint import Opened, opened
 from allranks.checkpoint.save.writer import data_file, part_file, write_index
+from allranks.checkpoint.stores import Attempt, Store, reason_of
 from allranks.checkpoint.stores.listing import Listed, has_manifest, list_checkpoints
-from allranks.checkpoint.stores.store import Attempt, Store, reason_of
 from allranks.errors import CheckpointDamaged, CheckpointValidationError
 
 __all__ = [

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from allranks.checkpoint.stores.store import Store, StoreSpec, open_store, split_address
+from allranks.checkpoint.stores import Store, StoreSpec, open_store, split_address
 from allranks.errors import InputError, require
 
 _ADDRESS = "a folder, or a URL: s3://BUCKET/PREFIX, gs://…, az://…, peer://HOST:PORT/JOB"
@@ -95,7 +95,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         return actions[args.action](args)
     except OSError as error:
-        from allranks.checkpoint.stores.store import reason_of
+        from allranks.checkpoint.stores import reason_of
 
         raise InputError(
             f"{args.action}: {reason_of(error)}", hint="is the address right, and reachable?"

@@ -103,8 +103,8 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
         )
     )
     if store := options.incident_store or recovery.get("incident_store"):
+        from allranks.checkpoint.stores import StoreSpec
         from allranks.checkpoint.stores.object_store import ObjectBlobs
-        from allranks.checkpoint.stores.store import StoreSpec
         from allranks.incidents.publish import IncidentUploader
 
         uploader = IncidentUploader(ObjectBlobs(StoreSpec(str(store))))

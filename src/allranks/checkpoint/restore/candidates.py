@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, field
 
 import msgspec
 
-from allranks.checkpoint.stores.listing import read_manifests
-from allranks.checkpoint.stores.store import (
+from allranks.checkpoint.stores import (
     Store,
     StoreSpec,
     hint_for,
@@ -23,6 +22,7 @@ from allranks.checkpoint.stores.store import (
     step_in_name,
     store_arguments,
 )
+from allranks.checkpoint.stores.listing import read_manifests
 from allranks.errors import (
     AllranksError,
     CheckpointDamaged,

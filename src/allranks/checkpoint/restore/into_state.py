@@ -22,7 +22,7 @@ from allranks.checkpoint.state import (
     state_of,
     unwrap,
 )
-from allranks.checkpoint.stores.store import Store, hint_for, reason_of
+from allranks.checkpoint.stores import Store, hint_for, reason_of
 from allranks.checkpoint.tensors import flatten, local_parts, tensor_names, unflatten
 from allranks.errors import CheckpointDamaged, CheckpointLoadError, CheckpointValidationError
 

@@ -31,8 +31,7 @@ from allranks.checkpoint.restore.into_state import Live, copy_into, load_state, 
 from allranks.checkpoint.restore.opened_checkpoint import opened
 from allranks.checkpoint.restore.torch_files import is_legacy, load_legacy
 from allranks.checkpoint.state import CheckpointState
-from allranks.checkpoint.stores.memory import MemorySnapshotBackend
-from allranks.checkpoint.stores.store import (
+from allranks.checkpoint.stores import (
     Store,
     StoreSpec,
     hint_for,
@@ -41,6 +40,7 @@ from allranks.checkpoint.stores.store import (
     split_address,
     store_arguments,
 )
+from allranks.checkpoint.stores.memory import MemorySnapshotBackend
 from allranks.errors import (
     AllranksError,
     CheckpointDamaged,

@@ -29,7 +29,7 @@ from allranks.checkpoint.manifest import (
     decode_index,
     decode_manifest,
 )
-from allranks.checkpoint.stores.store import Attempt, DataReader, Store, store_arguments
+from allranks.checkpoint.stores import Attempt, DataReader, Store, store_arguments
 from allranks.errors import CheckpointDamaged
 
 #: Requests under way at once towards a store where each read is a request, and the bytes of each.

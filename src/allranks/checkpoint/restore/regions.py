@@ -23,7 +23,7 @@ from allranks.checkpoint.layout import Shard
 from allranks.checkpoint.manifest import Index, StoredShard
 from allranks.checkpoint.restore.opened_checkpoint import Opened
 from allranks.checkpoint.save.plan import TORCH_DTYPES
-from allranks.checkpoint.stores.store import store_arguments
+from allranks.checkpoint.stores import store_arguments
 from allranks.checkpoint.tensors import local_offsets, local_parts, narrowed
 from allranks.errors import CheckpointDamaged, CheckpointValidationError
 

@@ -21,8 +21,8 @@ from allranks.checkpoint.save.snapshot import FlatState, StateSnapshot, flatten_
 from allranks.checkpoint.save.staging import Copy
 from allranks.checkpoint.save.writer import SaveJob
 from allranks.checkpoint.state import CheckpointState
+from allranks.checkpoint.stores import Attempt, checkpoint_name
 from allranks.checkpoint.stores.memory import MemorySnapshotBackend
-from allranks.checkpoint.stores.store import Attempt, checkpoint_name
 from allranks.errors import CheckpointSaveError, MemoryLimitExceeded
 
 log = logging.getLogger("allranks.checkpoint")

@@ -22,7 +22,7 @@ from allranks.channel.frames import JsonReader, send_json
 from allranks.checkpoint.layout import FileLayout, Shard, lay_out
 from allranks.checkpoint.manifest import MANIFEST, Index, decode_manifest
 from allranks.checkpoint.save.writer import Saved, SaveJob, as_older, write_checkpoint
-from allranks.checkpoint.stores.store import Attempt, Store, StoreSpec, hint_for, open_store, reason_of
+from allranks.checkpoint.stores import Attempt, Store, StoreSpec, hint_for, open_store, reason_of
 from allranks.errors import CheckpointValidationError
 
 SOCKET_FD = 3

@@ -31,8 +31,8 @@ from allranks.checkpoint.manifest import (
     part_name,
     shards_of_index,
 )
+from allranks.checkpoint.stores import Attempt, Store, StoreSpec, reason_of
 from allranks.checkpoint.stores.listing import prune
-from allranks.checkpoint.stores.store import Attempt, Store, StoreSpec, reason_of
 from allranks.errors import AllranksError, CheckpointDamaged, CheckpointValidationError
 
 T = TypeVar("T")

@@ -1,1 +1,232 @@
-"""Where checkpoints are kept: memory, peers, disk, object stores. Torch-free."""
+"""Where checkpoints lie: what every kind of storage offers, and how to open one by its address.
+
+Torch-free. A store keeps checkpoints by name. A save writes files under an `Attempt`, which nobody sees, and
+`commit`s them with the manifest: from that moment, and at once for everybody, the checkpoint exists.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from allranks.errors import AllranksError, InputError
+
+Pieces = Iterable[memoryview]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try to save a checkpoint. `token` is random and the same on every rank that takes part."""
+
+    name: str
+    token: str
+
+
+@dataclass(frozen=True)
+class StoreSpec:
+    """An address that can be sent to another process. `options` are the store's own (endpoint, token …)."""
+
+    url: str
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+class DataReader(Protocol):
+    """One open data file."""
+
+    bytes: int
+    wide_reads: bool  # each read is a request: fetch neighbouring shards together
+
+    def read_into(self, start: int, view: memoryview) -> None: ...
+    def read_views(self, start: int, views: Sequence[memoryview]) -> None:
+        """Fills the views, one after the other; at most 1024 of them."""
+
+    def read_cached(self, start: int, views: Sequence[memoryview]) -> bool:
+        """Fills the views, one after the other, out of this machine's memory; False if not all of it is there."""
+
+    def close(self) -> None: ...
+
+
+class Store(Protocol):
+    """One place for checkpoints. Methods raise OSError (or the store's own errors) when the place fails."""
+
+    tier: str
+    spec: StoreSpec
+    attempt_in_names: bool  # file names carry the attempt, since there is no rename
+    references: bool  # a checkpoint may point into an older one, so that unchanged tensors stay there
+
+    def path_of(self, name: str) -> str:
+        """How the checkpoint is called towards the user."""
+
+    def write(self, attempt: Attempt, file: str, pieces: Pieces, length: int) -> None:
+        """Writes one file of an attempt; durable when it returns."""
+
+    def staged(self, attempt: Attempt, file: str) -> bytes | None:
+        """A small file of an attempt that is not committed yet; None while it is not there."""
+
+    def open_staged(self, attempt: Attempt, file: str) -> DataReader:
+        """A data file of an attempt that is not committed yet, as the storage has it: past this machine's caches."""
+
+    def commit(self, attempt: Attempt, manifest: bytes) -> None:
+        """Makes the attempt the checkpoint of its name, replacing an older one of that name."""
+
+    def abandon(self, attempt: Attempt) -> None:
+        """Removes what an attempt wrote. Does nothing for what is not there."""
+
+    def leave(self, attempt: Attempt) -> None:
+        """This saver no longer works on the attempt; its files stay."""
+
+    def tidy(self) -> list[str]:
+        """Removes what dead savers left behind; returns what it removed."""
+
+    def names(self) -> list[str]:
+        """The names of all checkpoints that have a manifest, valid or not."""
+
+    def read(self, name: str, file: str) -> bytes:
+        """A small file; FileNotFoundError when it is missing."""
+
+    def open(self, name: str, file: str) -> DataReader:
+        """A data file for reading; FileNotFoundError when it is missing."""
+
+    def remove(self, name: str) -> bool:
+        """Deletes a checkpoint; False, and nothing happens, while somebody reads it."""
+
+    def quarantine(self, name: str, reason: str) -> str:
+        """Takes a bad checkpoint out of sight without deleting it; returns where it lies now."""
+
+    def quarantined(self) -> list[tuple[str, str]]:
+        """(where it lies, why) of everything in quarantine."""
+
+    def set_aside(self) -> list[str]:
+        """Takes all checkpoints, and what is in quarantine, out of sight for good without deleting anything.
+
+        Returns where they lie now.
+        """
+
+    def reading(self, name: str) -> AbstractContextManager[None]:
+        """While open, `remove` and `quarantine` leave the checkpoint alone."""
+
+    def close(self) -> None:
+        """Lets go of connections and locks; the store may be used again."""
+
+
+def open_store(spec: StoreSpec) -> Store:
+    """Opens the store of an address: a path, file://, peer://HOST:PORT, or any object store URL."""
+    scheme, _, rest = spec.url.partition("://")
+    if not rest or scheme == "file":
+        from allranks.checkpoint.stores.file_store import FileStore
+
+        return FileStore(Path(rest or spec.url), spec)
+    if scheme == "peer":
+        from allranks.checkpoint.stores.peer_store import open_peers
+
+        return open_peers(spec)
+    if scheme in {"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "https", "http"}:
+        from allranks.checkpoint.stores.object_store import open_object_store
+
+        return open_object_store(spec)
+    raise InputError(
+        f"no store for '{spec.url}'", hint="give a folder, file://, peer://HOST:PORT, s3://, gs:// or az://"
+    )
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of a step's checkpoint."""
+    return f"checkpoint_step_{step:08d}"
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """(store, checkpoint name) of `STORE/NAME`; the name is empty when the address has no parent."""
+    head, _, tail = address.rstrip("/").rpartition("/")
+    if not head or head.endswith((":/", ":")):
+        return address, ""
+    return head, tail
+
+
+def step_in_name(name: str) -> int | None:
+    """The step in a checkpoint's name, or None: good for sorting before any manifest is read."""
+    found = re.findall(r"\d+", name)
+    return int(found[-1]) if found else None
+
+
+#: Options of a store that may be shown. Keys and tokens may not.
+_SHOWN = ("endpoint", "region")
+_KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+
+
+def reason_of(error: BaseException) -> str:
+    """The short reason: an OSError's own words without number and path."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.strerror or os.strerror(error.errno)
+    if isinstance(error, AllranksError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def store_arguments(url: str, options: Mapping[str, str] | None = None) -> str:
+    """A store as an argument of `allranks checkpoint`, with the options that it needs and that are no secrets."""
+    given = options or {}
+    shown = [f"--option {shlex.quote(f'{key}={given[key]}')}" for key in _SHOWN if given.get(key)]
+    return " ".join([quoted(url), *shown])
+
+
+def quoted(text: object) -> str:
+    """For a shell, always in quotes."""
+    return "'" + str(text).replace("'", "'\"'\"'") + "'"
+
+
+def hint_for(error: BaseException, tier: str, url: str, options: Mapping[str, str] | None = None) -> str:
+    """The command or setting that helps when the store at `url` failed."""
+    if isinstance(error, AllranksError) and error.hint:
+        return error.hint
+    number = error.errno if isinstance(error, OSError) else None
+    store = store_arguments(url, options)
+    if tier == "S3":
+        return _object_store_hint(str(error), number, store, options or {})
+    if tier == "PEER":
+        return "is `allranks run` alive on the other nodes, and ALLRANKS_TOKEN the same on all of them?"
+    there = quoted(_existing(url))
+    if number in {errno.ENOSPC, errno.EDQUOT}:
+        return f"how full it is: df -h {there}\nremove older ones: allranks checkpoint prune {store} --keep 1"
+    if number in {errno.EACCES, errno.EPERM, errno.EROFS}:
+        return (
+            f"it must be readable and writable for user {os.geteuid()}: ls -ld {there}\n"
+            f'is it mounted read-only? look for ro: grep " $(df --output=target {there} | tail -1) " /proc/mounts'
+        )
+    if number == errno.ENOENT:
+        return (
+            f"is a disk not mounted? What is there: ls -ld {there}\ncreate the folder: mkdir -p {quoted(url)}"
+        )
+    if number in {errno.ENOTDIR, errno.ELOOP, errno.EEXIST}:
+        return f"it must be a folder, or a link to one: ls -ld {there}"
+    return f"is the disk in order? Space: df -h {there}\nerrors of the kernel: dmesg | tail"
+
+
+def _object_store_hint(text: str, number: int | None, store: str, options: Mapping[str, str]) -> str:
+    keys = f"\n(with the job's keys in {_KEYS})" if "access_key_id" in options else ""
+    if "NoCredentials" in text:
+        return f"set {_KEYS}, or give the machine a role; then try: allranks checkpoint ls {store}"
+    if "TimeTooSkewed" in text or "request time" in text.lower():
+        return f"the clock of this machine is wrong: date -u; set it (chronyd, ntpd), then try: allranks checkpoint ls {store}{keys}"
+    if number == errno.EACCES:
+        return (
+            "the key must be right, and may s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket "
+            f"(the IAM policy is in docs/checkpoint.md); try it: allranks checkpoint ls {store}{keys}"
+        )
+    if number == errno.ENOENT:
+        return f"does the bucket exist? Try it: allranks checkpoint ls {store}{keys}"
+    return f"is the store reachable? Try it: allranks checkpoint ls {store}{keys}"
+
+
+def _existing(path: str) -> Path:
+    """The path itself, or the nearest folder above it that is there."""
+    here = Path(path.removeprefix("file://")).absolute()
+    while not os.path.lexists(here) and here != here.parent:
+        here = here.parent
+    return here

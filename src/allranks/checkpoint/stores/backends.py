@@ -20,9 +20,9 @@ from allranks.checkpoint.save.plan import find_pieces, make_plan
 from allranks.checkpoint.save.snapshot import ArenaPool, StateSnapshot, flatten_state
 from allranks.checkpoint.save.writer import SaveJob, write_checkpoint
 from allranks.checkpoint.state import CheckpointState
+from allranks.checkpoint.stores import Attempt, Store, StoreSpec, hint_for, open_store, reason_of
 from allranks.checkpoint.stores.file_store import FileStore
 from allranks.checkpoint.stores.listing import decide, list_checkpoints, look_closely, remove
-from allranks.checkpoint.stores.store import Attempt, Store, StoreSpec, hint_for, open_store, reason_of
 from allranks.errors import CheckpointSaveError
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from allranks.checkpoint.layout import PAGE_BYTES
 from allranks.checkpoint.manifest import MANIFEST
-from allranks.checkpoint.stores.store import Attempt, Pieces, StoreSpec
+from allranks.checkpoint.stores import Attempt, Pieces, StoreSpec
 
 QUARANTINE = "quarantine"
 WRITE_BYTES = 32 << 20
@@ -30,7 +30,7 @@ _HIDDEN = (".saving-", ".removing-", ".replaced-")
 
 
 class FileStore:
-    """A folder of checkpoints. See `store.Store` for the methods."""
+    """A folder of checkpoints. See `stores.Store` for the methods."""
 
     tier = "NVME"
     attempt_in_names = False

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from allranks.checkpoint.manifest import MANIFEST, Manifest, decode_manifest
-from allranks.checkpoint.stores.store import Attempt, Pieces, StoreSpec
+from allranks.checkpoint.stores import Attempt, Pieces, StoreSpec
 from allranks.errors import CheckpointValidationError
 
 #: What a saver writes before the manifest. Nothing else under the prefix is ever tidied away.
@@ -49,7 +49,7 @@ class BlobStore(Protocol):
 
 
 class KeyedStore:
-    """See `store.Store` for the methods."""
+    """See `stores.Store` for the methods."""
 
     attempt_in_names = True
 

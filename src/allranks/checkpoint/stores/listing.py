@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from allranks.checkpoint.manifest import MANIFEST, Manifest, decode_manifest
-from allranks.checkpoint.stores.store import Store
+from allranks.checkpoint.stores import Store
 from allranks.errors import CheckpointValidationError
 
 

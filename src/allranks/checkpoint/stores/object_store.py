@@ -12,8 +12,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from allranks.checkpoint.stores import Pieces, StoreSpec
 from allranks.checkpoint.stores.keyed_store import KeyedStore
-from allranks.checkpoint.stores.store import Pieces, StoreSpec
 from allranks.errors import ConfigurationError, require
 
 #: Parts of a multipart upload: S3 allows 10,000 of them.

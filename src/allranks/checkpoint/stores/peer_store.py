@@ -19,9 +19,9 @@ from allranks.channel.frames import receive_json, send_json
 from allranks.channel.handshake import ChannelError, greet_as_client
 from allranks.channel.keys import Keyring
 from allranks.checkpoint.checksum import best_algorithm
+from allranks.checkpoint.stores import Pieces, StoreSpec
 from allranks.checkpoint.stores.keyed_store import KeyedStore
 from allranks.checkpoint.stores.snapshot_server import PURPOSE, Message, receive_bytes, send_bytes
-from allranks.checkpoint.stores.store import Pieces, StoreSpec
 
 log = logging.getLogger("allranks.checkpoint")
 CONNECT_S = 3.0

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from allranks.checkpoint.stores import StoreSpec, reason_of
 from allranks.checkpoint.stores.object_store import ObjectBlobs
-from allranks.checkpoint.stores.store import StoreSpec, reason_of
 from allranks.elastic.config.yaml_tree import ConfigProblem, Tree, read_tree
 from allranks.errors import ConfigurationError, InputError, MissingExtra, require
 

@@ -160,7 +160,7 @@ _WANTED = {
     "list": "a list",
 }
 _BOUNDS = {
-    "greater_than": "{name} ({value}) must be greater than {gt:g}",
+    "greater_than": "{name} ({value}) must be {word}",
     "greater_than_equal": "{name} must be >= {ge:g} (got {value})",
     "less_than_equal": "{name} must be <= {le:g} (got {value})",
     "finite_number": "{name} ({value}) must be a finite number",
@@ -173,8 +173,7 @@ def _sentence(model: Model, path: KeyPath, entry: ErrorDetails) -> str:
     """pydantic's finding in our words; the documented messages are made here."""
     kind, value, context = entry["type"], entry["input"], entry.get("ctx", {})
     owner, info = _field(model, path[1:])
-    key = next((str(part) for part in reversed(path) if not isinstance(part, int)), "value")
-    name = (info.title if info is not None else None) or key
+    name = (info.title if info is not None else None) or _last_key(path)
     if kind == "extra_forbidden":
         return (
             f"Unknown key '{path[-1]}' in section '{dotted(path[:-1])}'.{_near(path[-1], owner.model_fields)}"
@@ -182,20 +181,22 @@ def _sentence(model: Model, path: KeyPath, entry: ErrorDetails) -> str:
     if kind == "literal_error" and info is not None:
         options = _options(info)
         return f"Unknown {name} {value!r}. Valid options: {options}{_near(value, options)}"
-    if kind == "greater_than" and context.get("gt") == 0:
-        return f"{name} ({value}) must be positive"
     if kind in _BOUNDS:
-        return _BOUNDS[kind].format(name=name, value=value, **context)
+        word = "positive" if context.get("gt") == 0 else f"greater than {context.get('gt', 0):g}"
+        return _BOUNDS[kind].format(name=name, value=value, word=word, **context)
     if kind in {"model_type", "model_attributes_type", "dict_type"}:
         return _not_a_mapping(f"'{name}'", value)
     wanted = _WANTED.get(kind.split("_")[0])
-    if wanted and value is None:
+    if wanted is None:
+        return f"{name}: {entry['msg']} (got {_shown(value)})"
+    if value is None:
         return f"{name} is empty: give it a value, or leave the line out ('#' starts a comment)"
-    return (
-        f"{name} must be {wanted}, not {_shown(value)}"
-        if wanted
-        else f"{name}: {entry['msg']} (got {_shown(value)})"
-    )
+    return f"{name} must be {wanted}, not {_shown(value)}"
+
+
+def _last_key(path: KeyPath) -> str:
+    """The key of a value; of a list's item, the list's."""
+    return next((str(part) for part in reversed(path) if not isinstance(part, int)), "value")
 
 
 def _written(model: Model | None, loc: KeyPath) -> KeyPath:

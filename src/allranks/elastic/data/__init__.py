@@ -5,13 +5,28 @@ loader = ElasticDataLoader(dataset, batch_size=8, num_workers=2)
 for batch in loader: ...
 state = loader.state_dict()               # exact, prefetched batches not counted
 loader.on_topology_change(world_size=3, rank=0)
+
+The loader runs in a rank. The main process decides which samples come next (that is arithmetic); worker processes only
+fetch them. So the state is what was given out, never what was prefetched, and a change of the world just forgets the
+prefetched batches.
 """
 
 from __future__ import annotations
 
-from allranks.elastic.data.dataset import DatasetState, ResumableDataset
-from allranks.elastic.data.loader import ElasticDataLoader
-from allranks.elastic.data.order import Mixture, Order, Permutation, Segment, WorldHistory
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+
+from allranks.elastic.batches import BatchPlan, StateDict, even, rounded_plan
+from allranks.elastic.data.dataset import Batch, DatasetState, ResumableDataset
+from allranks.elastic.data.order import Ids, Mixture, Order, Permutation, Segment, WorldHistory
+from allranks.elastic.world import world_of
+from allranks.errors import DataLoadingError
 
 __all__ = [
     "DatasetState",
@@ -23,3 +38,222 @@ __all__ = [
     "Segment",
     "WorldHistory",
 ]
+T = TypeVar("T")
+
+
+class ElasticDataLoader:
+    """Yields this rank's micro-batches: `plan.micro[rank]` of them per step, `batch_size` each without a plan.
+
+    `weight` belongs to the batch given out last: multiply its mean loss with it for the exact mean over the
+    global batch. A state taken inside a step resumes at the beginning of that step (its gradients are gone).
+    """
+
+    def __init__(
+        self,
+        dataset: ResumableDataset,
+        batch_size: int = 1,
+        *,
+        plan: BatchPlan | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.prefetch_factor = prefetch_factor
+        self.pin_memory = pin_memory
+        self.last_samples: Ids = np.empty(0, dtype=np.int64)
+        self.weight = 0.0
+        self.waited_s = 0.0  # in which training waited for data, since the start
+        self._loader: Any = (
+            None  # torch's; its workers live on through changes of the world and drop stale batches
+        )
+        self._generation = 0  # a running iteration starts over when it changes
+        self._micro = 0  # micro-batches of the current step given out
+        rank, world = world_of(rank, world_size if plan is None else plan.world_size)
+        self._take_plan(plan or rounded_plan(1, world, batch_size), rank)
+
+    @property
+    def rank(self) -> int:
+        return self.dataset.rank or 0
+
+    @property
+    def step(self) -> int:
+        """The optimizer step that the next batch belongs to, counted from 0."""
+        return self.dataset.step
+
+    @property
+    def step_done(self) -> bool:
+        """Whether the batch given out last was the last of its step: the optimizer is due."""
+        return self._micro == 0
+
+    def on_topology_change(
+        self, world_size: int, rank: int, plan: BatchPlan | None = None, *, step: int | None = None
+    ) -> None:
+        """From the current step (or from `step`, after a rollback) on, the new world shares the data."""
+        if step is not None:
+            self.dataset.seek(step)
+        self._take_plan(plan or rounded_plan(1, world_size, self.batch_size), rank)
+        self._restart()
+
+    def seek(self, step: int) -> None:
+        """Goes to the beginning of a step."""
+        self.dataset.seek(step)
+        self._restart()
+
+    def state_dict(self) -> StateDict:
+        """Exact: batches that were prefetched but not given out do not count."""
+        return self.dataset.state_dict()
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Goes on at the state's step, in the world of this loader."""
+        self.dataset.load_state_dict(state)
+        self._restart()
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Goes on where the state is; ends with the last epoch, never if the order is endless."""
+        self._restart()
+        generation = -1
+        while generation != self._generation:
+            generation = self._generation
+            fetched = self._fetched()
+            while (item := self._awaited(fetched)) is not None:
+                self._given(item[0])
+                yield item[1]
+                if self._generation != generation:
+                    break
+
+    def _awaited(self, fetched: Iterator[tuple[Ids, Batch]]) -> tuple[Ids, Batch] | None:
+        start = time.perf_counter()
+        try:
+            return next(fetched, None)
+        except (RuntimeError, OSError, EOFError) as error:
+            gone = self._gone(error)
+            if not gone:
+                raise
+            self.close()
+            raise DataLoadingError(
+                f"DataLoader worker (pid {gone}) died. The position is kept: iterating again starts new workers.",
+                hint="a worker killed by signal 9 was often too big: see `dmesg`, use fewer num_workers; "
+                "killed by a bus error: give the container more shared memory",
+            ) from error
+        finally:
+            self.waited_s += time.perf_counter() - start
+
+    def _gone(self, error: Exception) -> str:
+        """The pids of dead workers, "" when the error has another cause (one raised inside a worker, say)."""
+        iterator = getattr(self._loader, "_iterator", None)
+        if iterator is None or str(error).startswith("Caught "):
+            return ""
+        for worker in iterator._workers:
+            worker.join(timeout=0.5)  # a pipe can break a moment before its process is reaped
+        return ", ".join(str(worker.pid) for worker in iterator._workers if not worker.is_alive())
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        loader, self._loader = self._loader, None
+        if loader is not None and getattr(loader, "_iterator", None) is not None:
+            loader._iterator._shutdown_workers()
+
+    def _take_plan(self, plan: BatchPlan, rank: int) -> None:
+        self.plan = plan
+        self.dataset.change_world(plan.shares, rank)
+
+    def _restart(self) -> None:
+        self._generation += 1
+        self._micro = 0
+
+    def _given(self, ids: Ids) -> None:
+        """Counts a batch as given out, just before it is."""
+        dataset = self.dataset
+        total = sum(dataset.shares(dataset.step))
+        self.last_samples = ids
+        self.weight = len(ids) * self.plan.world_size / total
+        self._micro += 1
+        if self._micro == len(self._sizes(dataset.step)):
+            self._micro = 0
+            dataset.step += 1
+
+    def _sizes(self, step: int) -> tuple[int, ...]:
+        """This rank's micro-batch sizes in a step; others than planned where a finite order ends."""
+        share = self.dataset.shares(step)[self.rank]
+        sizes = self.plan.micro[self.rank]
+        if share == sum(sizes):
+            return sizes
+        return even(share, max(1, -(-share // max(sizes))))
+
+    def _upcoming(self) -> Iterator[Ids]:
+        """The ids of one micro-batch after the other, from the current step on."""
+        dataset, step = self.dataset, self.dataset.step
+        while not dataset.ends_before(step):
+            ids = dataset.samples(step, self.rank)
+            start = 0
+            for size in self._sizes(step):
+                yield ids[start : start + size]
+                start += size
+            step += 1
+
+    def _fetched(self) -> Iterator[tuple[Ids, Batch]]:
+        if self.num_workers == 0:
+            for ids in self._upcoming():
+                yield ids, self.dataset.fetch(ids)
+            return
+        if self._loader is None:
+            from torch.utils.data import DataLoader
+
+            self._loader = DataLoader(
+                _Fetcher(self.dataset),
+                batch_size=None,
+                sampler=_Upcoming(self),
+                num_workers=self.num_workers,
+                prefetch_factor=self.prefetch_factor,
+                persistent_workers=True,
+                collate_fn=_as_it_is,
+                pin_memory=self.pin_memory,
+            )
+        with _own_child_signal():
+            fetched = iter(self._loader)
+        yield from fetched
+
+
+@contextmanager
+def _own_child_signal() -> Iterator[None]:
+    """Keeps torch from raising a worker's death out of a signal handler, in the middle of whatever runs then.
+
+    Without its handler the same error comes out of the next batch, within seconds.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before if before is not None else signal.SIG_DFL)
+
+
+def _as_it_is(item: T) -> T:
+    return item
+
+
+class _Upcoming:
+    """What torch's loader asks for the next ids, afresh for each iteration."""
+
+    def __init__(self, loader: ElasticDataLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Ids]:
+        return self._loader._upcoming()
+
+
+class _Fetcher:
+    """The part of the dataset that a worker needs."""
+
+    def __init__(self, dataset: ResumableDataset) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, ids: Ids) -> tuple[Ids, Batch]:
+        return ids, self._dataset.fetch(ids)
