@@ -59,14 +59,7 @@ from allranks.checkpoint.restore.regions import stored_dtype
 from allranks.checkpoint.restore.tensor_reader import read_whole
 from allranks.checkpoint.save.plan import shard_of
 from allranks.checkpoint.save.writer import SaveJob, collect, data_file, part_file, write_index
-from allranks.checkpoint.stores import (
-    Attempt,
-    Store,
-    StoreSpec,
-    open_store,
-    split_address,
-    step_in_name,
-)
+from allranks.checkpoint.stores import Attempt, Store, StoreSpec, open_store, split_address, step_in_name
 from allranks.checkpoint.tensors import flatten, memory_of, narrowed, tensor_names, unflatten
 
 

@@ -6,14 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from allranks.model.stacks import (
-    Capture,
-    ChildState,
-    ProcessCapture,
-    RankState,
-    Snapshot,
-    StacksReport,
-)
+from allranks.model.stacks import Capture, ChildState, ProcessCapture, RankState, Snapshot, StacksReport
 from allranks.stacks import ras
 from allranks.stacks.causes import Cause, find_cause
 from allranks.stacks.patterns import StackPattern, load_patterns

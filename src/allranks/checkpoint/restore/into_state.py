@@ -14,14 +14,7 @@ from allranks.checkpoint.restore.opened_checkpoint import Opened, opened
 from allranks.checkpoint.restore.regions import new_targets, reading_list, stored_dtype, targets_of
 from allranks.checkpoint.restore.tensor_reader import prepare
 from allranks.checkpoint.save.snapshot import StateSnapshot
-from allranks.checkpoint.state import (
-    FROM_THE_FIRST,
-    PER_RANK,
-    CheckpointState,
-    StateDict,
-    state_of,
-    unwrap,
-)
+from allranks.checkpoint.state import FROM_THE_FIRST, PER_RANK, CheckpointState, StateDict, state_of, unwrap
 from allranks.checkpoint.stores import Store, hint_for, reason_of
 from allranks.checkpoint.tensors import flatten, local_parts, tensor_names, unflatten
 from allranks.errors import CheckpointDamaged, CheckpointLoadError, CheckpointValidationError
