@@ -18,7 +18,14 @@ from allranks.lighthouse.options import Options
 from allranks.manager import regroup
 from allranks.manager.ddp import DistributedDataParallel
 from allranks.manager.diloco import DiLoCo
-from allranks.manager.drift import StateSums, bit_sum, find_difference, first_difference
+from allranks.manager.drift import (
+    StateSums,
+    as_words,
+    bit_sum,
+    bit_sums,
+    find_difference,
+    first_difference,
+)
 from allranks.manager.groups import generation
 from allranks.manager.local_sgd import LocalSGD
 from allranks.manager.manager import Manager
@@ -39,6 +46,16 @@ def test_every_single_bit_of_a_tensor_changes_its_sum() -> None:
             flipped = flat.clone()
             flipped[bit // 8] ^= 1 << bit % 8
             assert bit_sum(flipped) != before
+
+
+def test_tensors_that_are_summed_together_have_the_sums_of_each() -> None:
+    """Equal sizes, large and small, and one with bytes after its last word."""
+    tensors = [torch.randn(n) for n in (64, 512, 20_000, 64, 64, 5, 512, 20_000)]
+    order, sums = bit_sums([as_words(tensor) for tensor in tensors])
+    assert sorted(order) == list(range(len(tensors)))
+    assert {number: int(value) for number, value in zip(order, sums, strict=True)} == {
+        number: bit_sum(tensor) for number, tensor in enumerate(tensors)
+    }
 
 
 @pytest.mark.parametrize(

@@ -212,26 +212,38 @@ class _Summing:
     def __init__(self, tensors: Sequence[torch.Tensor], views: _Views) -> None:
         self._sums = [0] * len(tensors)
         self._views = [views.of(tensor) for tensor in tensors]
-        self._host = [index for index, tensor in enumerate(tensors) if tensor.device.type != "cuda"]
-        self._on_device = []
-        for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
-            places = [index for index, tensor in enumerate(tensors) if tensor.device == device]
-            self._on_device.append((places, *self._launch(device, places)))
+        self._host: list[int] = []
+        on_device: dict[torch.device, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            if tensor.device.type == "cuda":
+                on_device.setdefault(tensor.device, []).append(index)
+            elif (
+                tensor.nbytes <= _TINY_BYTES
+            ):  # AdamW counts the steps of each parameter in a tensor on the CPU
+                self._sums[index] = _digest(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+            else:
+                self._host.append(index)
+        self._on_device = [self._launch(device, places) for device, places in on_device.items()]
         self._thread = threading.Thread(target=self._sum_on_host, name="allranks-checksum", daemon=True)
-        self._thread.start()
+        if self._host:
+            self._thread.start()
 
-    def _launch(self, device: torch.device, places: list[int]) -> tuple[torch.cuda.Stream, torch.Tensor]:
+    def _launch(
+        self, device: torch.device, places: list[int]
+    ) -> tuple[list[int], torch.cuda.Stream, torch.Tensor]:
         stream = _streams.setdefault(device, torch.cuda.Stream(device))
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            return stream, torch.stack([_bit_sum(self._views[index]) for index in places])
+            order, sums = bit_sums([self._views[index] for index in places])
+            return [places[number] for number in order], stream, sums
 
     def _sum_on_host(self) -> None:
         for index in self._host:
             self._sums[index] = int(_bit_sum(self._views[index]))
 
     def result(self) -> list[int]:
-        self._thread.join()
+        if self._host:
+            self._thread.join()
         for places, stream, sums in self._on_device:
             with torch.cuda.stream(stream):
                 for index, value in zip(places, sums.tolist(), strict=True):
@@ -239,6 +251,8 @@ class _Summing:
         return self._sums
 
 
+_TINY_BYTES = 64
+_SMALL_WORDS = 8192  # 64 KiB
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 View = tuple[torch.Tensor | None, torch.Tensor | None]  # whole words, and the bytes after them
 
@@ -271,6 +285,20 @@ def as_words(tensor: torch.Tensor) -> View:
         flat[:whole].view(torch.int64) if whole else None,
         flat[whole:] if whole < flat.numel() or not whole else None,
     )
+
+
+def bit_sums(views: Sequence[View]) -> tuple[list[int], torch.Tensor]:
+    """(numbers of the views in the order of the sums, sums). Small ones of equal size are summed by one kernel: launching
+    is what costs."""
+    alike: dict[int, list[int]] = {}
+    for number, (words, tail) in enumerate(views):
+        small = words is not None and tail is None and words.numel() <= _SMALL_WORDS
+        alike.setdefault(words.numel() if small and words is not None else -1 - number, []).append(number)
+    sums = []
+    for numbers in alike.values():
+        rows = [words for words, _ in (views[number] for number in numbers) if words is not None]
+        sums.append(torch.stack(rows).sum(1) if len(numbers) > 1 else _bit_sum(views[numbers[0]]).reshape(1))
+    return [number for numbers in alike.values() for number in numbers], torch.cat(sums)
 
 
 def bit_sum(tensor: torch.Tensor) -> int:
