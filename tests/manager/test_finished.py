@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from allranks.lighthouse.options import Options
 from allranks.manager.ddp import DistributedDataParallel
 from allranks.manager.manager import Manager
 from allranks.manager.optimizer import Optimizer
+from allranks.manager.training import TrainingState
 
 from .cluster import LIMIT_S, LighthouseProcess, batch
 
@@ -121,3 +123,13 @@ def test_the_end_of_the_loop_is_a_finish_and_an_exception_is_none(
     with Client(ClientOptions(addresses=(lighthouse.address,), role="observer")) as client:
         rows = client.status()["replicas"]
     assert [row["state"] for row in rows if row["replica"] == "r0"] == [state]
+
+
+def test_the_last_step_counts_although_the_first_to_finish_has_left_while_the_others_asked() -> None:
+    """Its notice says what it committed; the lighthouse has no quorum any more for those who vote a moment later."""
+    training = TrainingState(
+        step=11, claimed_pending=True, failure=TrainingFinished("r0 finished at step 12")
+    )
+    training.heard.add((3, 12))
+    assert training.passed(SimpleNamespace(plan=SimpleNamespace(term=3)), limit_s=LIMIT_S)  # type: ignore[arg-type]
+    assert training.step == 12

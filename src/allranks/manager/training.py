@@ -296,10 +296,13 @@ class TrainingState:
             return generation
 
     def passed(self, generation: Generation, limit_s: float) -> bool:
-        """The vote passed. True unless the quorum was asked meanwhile and decides otherwise."""
+        """The vote passed. True unless the quorum was asked meanwhile and decides otherwise.
+
+        A member that has left with this step committed decides too: after the last step there is no next quorum.
+        """
         with self.changed:
             if self.claimed_pending:
-                return self._wait_for_verdict(limit_s)
+                return self._wait_for_verdict(limit_s, generation.plan.term)
             self._commit(generation.plan.term)
             return True
 
