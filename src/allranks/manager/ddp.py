@@ -11,10 +11,10 @@ are the others': clipping and unscaling do there what they do.
 
 from __future__ import annotations
 
+
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -130,7 +130,7 @@ class DistributedDataParallel(nn.Module):
     """
 
     def __init__(
-        self, manager: Manager, module: nn.Module, bucket_cap_mb: float = 25.0, **options: Any
+        self, manager: Manager, module: nn.Module, bucket_cap_mb: float = 25.0, **options: object
     ) -> None:
         super().__init__()
         unknown = set(options) - _IGNORED
@@ -154,7 +154,7 @@ class DistributedDataParallel(nn.Module):
         manager._wrapped.append(module)
         manager.sums.modules.append(module)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         output = self.module(*args, **kwargs)
         self._manager[0].training.times.mark_first("forward done")
         return output

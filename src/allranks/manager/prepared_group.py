@@ -10,6 +10,7 @@ Members and newcomers meet in the store of the first newcomer. A newcomer learns
 
 from __future__ import annotations
 
+
 import contextlib
 import json
 import logging
@@ -19,7 +20,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -91,10 +91,10 @@ class GroupPreparation:
     group: ReconfigurableGroup
     limit_s: float
     _complete: bool = False
-    _backend: Any = None
+    _backend: object = None
     _made: bool = False
     _store: dist.Store | None = None
-    _call: AbandonableCall[Any] | None = None
+    _call: AbandonableCall[object] | None = None
     _cancelled: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -146,7 +146,7 @@ class GroupPreparation:
                 return False
         return self._complete
 
-    def take(self) -> Any:
+    def take(self) -> object:
         """The backend, now the caller's; None where the group is made only when it is needed."""
         with self._lock:
             backend, self._backend = self._backend, None
@@ -215,7 +215,7 @@ class NextGroup:
         last = self._preparations[-1:]
         return last[0].invitation.name if last and last[0].is_complete() else ""
 
-    def take(self, name: str, rank: int, world_size: int) -> Any:
+    def take(self, name: str, rank: int, world_size: int) -> object:
         """The group of that name, if we have it; None: it must be made. All others are called off."""
         with self._lock:
             preparations, self._preparations = self._preparations, []

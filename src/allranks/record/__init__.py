@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Iterator
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from allranks.record.comm_hook import FlightRecorderHook
@@ -29,7 +29,7 @@ __all__ = ["FlightRecorderHook", "Recorder", "RecorderOptions", "current", "expe
 _current: Recorder | None = None
 
 
-def record(**options: Any) -> Recorder:
+def record(**options: object) -> Recorder:
     """Starts this process's recorder, or returns the one that runs. Options: see RecorderOptions.
 
     Never stops a training: a full disk or an unwritable folder is one warning and recording is off; a setting that makes
@@ -101,14 +101,14 @@ class _CallableModule(ModuleType):
         """By its name: a script that imported it can be sent to another process."""
         return importlib.import_module, (self.__name__,)
 
-    def __call__(self, **options: Any) -> Recorder:
+    def __call__(self, **options: object) -> Recorder:
         return record(**options)
 
 
 sys.modules[__name__].__class__ = _CallableModule
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Heavier names are imported when they are first asked for."""
     homes = {"Recorder": "recorder", "RecorderOptions": "options", "FlightRecorderHook": "comm_hook"}
     if name not in homes:

@@ -10,7 +10,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -27,7 +27,7 @@ class SetupCalls:
 
     def __init__(self, hook: Hook) -> None:
         self._hook = hook
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._replaced: list[tuple[object, str, object, object]] = []
 
     def install(self) -> None:
         """Wraps the functions wherever a module has taken them by name, the user's own included."""
@@ -46,13 +46,13 @@ class SetupCalls:
             if vars(module).get(name) is wrapper:
                 setattr(module, name, original)
 
-    def _wrap(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def _wrap(self, original: Callable[..., object], name: str) -> Callable[..., object]:
         hook = self._hook
         assert hook.writer is not None
         number = hook.writer.box.intern(Item.NAME, name)
 
         @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: object, **kwargs: object) -> object:
             outer = hook.writer.box.get("inside") if hook.writer is not None else 0
             self._guarded(self._enter, number, name, args, kwargs)
             try:
@@ -63,7 +63,7 @@ class SetupCalls:
         leave_graph(wrapper)
         return wrapper
 
-    def _guarded(self, note: Callable[..., None], *args: Any) -> None:
+    def _guarded(self, note: Callable[..., None], *args: object) -> None:
         if self._hook.writer is None:
             return
         try:
@@ -71,7 +71,7 @@ class SetupCalls:
         except Exception as error:  # ours, never the user's
             self._hook.fault(error)
 
-    def _enter(self, number: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, number: int, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         hook = self._hook
         assert hook.writer is not None
         if name == "init_process_group":

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from allranks.manager.groups.group import ReconfigurableGroup
 from allranks.manager.plan import QuorumPlan
 from allranks.manager.vote_mesh import MAX_VOTERS, VoteMesh
 from allranks.manager.votes import Tally, Vote, cast, exchange_sums
+from allranks.manager.work import ManagedWork
 from allranks.model.cluster import Quorum
 
 log = logging.getLogger("allranks.manager")
@@ -138,7 +139,7 @@ class StepAttempt:
     error: Exception | None = None  # ours alone: we go on with the collectives and vote no
     spoiled: str = ""  # the group broke, or we computed on an old state: no vote
     issuers: list[object] = field(default_factory=list)  # who issued each collective, in order
-    works: list[Any] = field(default_factory=list)  # to be finished before the vote
+    works: list[ManagedWork] = field(default_factory=list)  # to be finished before the vote
 
     @property
     def failed(self) -> bool:

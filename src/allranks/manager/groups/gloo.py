@@ -6,12 +6,12 @@ connected socket of every group can be told by its ports, also while a group is 
 
 from __future__ import annotations
 
+
 import os
 import socket
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -27,7 +27,7 @@ class GlooMesh:
 
     host: str = ""
     interface: str = ""
-    _device: Any = None
+    _device: object = None
     _port: int = 0
     _sockets: SocketSet | None = None
     _connecting: GroupSpec | None = None  # of the group that is being made
@@ -43,7 +43,7 @@ class GlooMesh:
                 self._port = next(iter(listening_ports() - before), 0)
         return self._port
 
-    def connect(self, meeting: GroupSpec, timeout_s: float) -> Any:
+    def connect(self, meeting: GroupSpec, timeout_s: float) -> object:
         """Makes the backend: all members must do so at the same time. One that was aborted meanwhile is cut."""
         port = self.port
         options = dist.ProcessGroupGloo._Options()
@@ -95,7 +95,7 @@ class GlooMesh:
             sockets.abort()
             sockets.close()
 
-    def _create_device(self) -> Any:
+    def _create_device(self) -> object:
         interface = self.interface or os.environ.get("GLOO_SOCKET_IFNAME", "")
         if interface:
             return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])

@@ -7,11 +7,11 @@ for CPU tensors; `ProcessGroupNCCL` (nccl.py) for GPUs.
 
 from __future__ import annotations
 
+
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,11 +32,11 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
     def __init__(self, timeout: Seconds = 60.0) -> None:
         super().__init__(0, 1)
         self.timeout_s = seconds(timeout)
-        self._backend: Any = None
+        self._backend: object = None
         self._meeting: GroupSpec | None = None
         self._error: Exception | None = None
-        self._works: deque[Any] = deque()  # operations that may still be running
-        self._making: AbandonableCall[Any] | None = None
+        self._works: deque[object] = deque()  # operations that may still be running
+        self._making: AbandonableCall[object] | None = None
         self._guard = threading.Lock()
         self._gate = threading.Lock()  # held while the current backend takes an operation
 
@@ -60,7 +60,7 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         self.choose_device()
         self.meet(GroupSpec(dist.PrefixStore(prefix, store), rank, world_size, quorum_id or 0))
 
-    def meet(self, meeting: GroupSpec, made: Any = None) -> None:
+    def meet(self, meeting: GroupSpec, made: object = None) -> None:
         """Takes the old backend down and makes a new one with these members; raises when they do not come.
 
         `made`: what `make_beside` has made for the same members.
@@ -102,7 +102,7 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
     def drop_retired(self) -> None:
         """The first step of the next group is behind us: what was retired for it goes."""
 
-    def make_beside(self, meeting: GroupSpec) -> Any:
+    def make_beside(self, meeting: GroupSpec) -> object:
         """Makes a backend for `meet` while the current one works, on any thread. None: it is made fast enough in `meet`."""
         return None
 
@@ -149,7 +149,7 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
 
     # ---- collectives ----
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+    def allreduce(self, tensors: list[torch.Tensor], opts: object = None) -> object:
         if not isinstance(opts, dist.AllreduceOptions):
             options = dist.AllreduceOptions()
             if opts is not None:
@@ -157,43 +157,43 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
             opts = options
         return self._issue("allreduce", tensors, opts)
 
-    def allreduce_in(self, number: int, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> Any:
+    def allreduce_in(self, number: int, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> object:
         """In the group of that quorum and no other: by the time of the call another may have been made."""
         return self._issue("allreduce", tensors, options, number=number)
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: object) -> object:
         return self._issue("allreduce_coalesced", tensors, opts)
 
     def allgather(
-        self, output_tensors: list[list[torch.Tensor]], input_tensor: list[torch.Tensor], opts: Any = None
-    ) -> Any:
+        self, output_tensors: list[list[torch.Tensor]], input_tensor: list[torch.Tensor], opts: object = None
+    ) -> object:
         return self._issue("allgather", output_tensors, input_tensor, opts or dist.AllgatherOptions())
 
     def allgather_into_tensor_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
-    ) -> Any:
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: object = None
+    ) -> object:
         return self._issue(
             "allgather_into_tensor_coalesced", outputs, inputs, opts or dist.AllgatherOptions()
         )
 
-    def broadcast(self, tensor_list: list[torch.Tensor], opts: Any = None) -> Any:
+    def broadcast(self, tensor_list: list[torch.Tensor], opts: object = None) -> object:
         return self._issue("broadcast", tensor_list, opts or dist.BroadcastOptions())
 
-    def broadcast_one(self, tensor: torch.Tensor, root: int) -> Any:
+    def broadcast_one(self, tensor: torch.Tensor, root: int) -> object:
         options = dist.BroadcastOptions()
         options.rootRank = root
         return self.broadcast([tensor], options)
 
     def reduce_scatter(
-        self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any = None
-    ) -> Any:
+        self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: object = None
+    ) -> object:
         return self._issue(
             "reduce_scatter", output_tensors, input_tensors, opts or dist.ReduceScatterOptions()
         )
 
     def reduce_scatter_tensor_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
-    ) -> Any:
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: object = None
+    ) -> object:
         options = opts or dist.ReduceScatterOptions()
         return self._issue("reduce_scatter_tensor_coalesced", outputs, inputs, options)
 
@@ -203,23 +203,23 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         input: torch.Tensor,
         output_split: list[int],
         input_split: list[int],
-        opts: Any = None,
-    ) -> Any:
+        opts: object = None,
+    ) -> object:
         options = opts or dist.AllToAllOptions()
         return self._issue("alltoall_base", output, input, output_split, input_split, options)
 
-    def barrier(self, opts: Any = None) -> Any:
+    def barrier(self, opts: object = None) -> object:
         return self._issue("barrier", opts or dist.BarrierOptions())
 
-    def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int) -> Any:
+    def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int) -> object:
         return self._issue("send", tensors, dst_rank, tag)
 
-    def recv(self, tensors: list[torch.Tensor], src_rank: int, tag: int) -> Any:
+    def recv(self, tensors: list[torch.Tensor], src_rank: int, tag: int) -> object:
         return self._issue("recv", tensors, src_rank, tag)
 
     # ---- for the backends ----
 
-    def _track(self, work: Any) -> Any:
+    def _track(self, work: object) -> object:
         """Remembers an operation until it has ended."""
         works = self._works
         while works and ended(works[0]):
@@ -227,7 +227,7 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         works.append(work)
         return work
 
-    def _issue(self, operation: str, *arguments: Any, number: int | None = None) -> Any:
+    def _issue(self, operation: str, *arguments: object, number: int | None = None) -> object:
         """Gives an operation to the backend, unless that is another than the caller has in mind."""
         with self._guard:
             backend, gate, meeting = self._backend, self._gate, self._meeting
@@ -240,22 +240,22 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
                 raise self._error or GroupAborted("the members changed")
             return self._track(getattr(backend, operation)(*arguments))
 
-    def _make(self, meeting: GroupSpec) -> Any:
+    def _make(self, meeting: GroupSpec) -> object:
         """On a thread that may be abandoned: changes nothing that the next group would use."""
         raise NotImplementedError
 
     def _connected(self, meeting: GroupSpec) -> None:
         """The new backend is in use from now on."""
 
-    def _begin(self, made: Any) -> Any:
+    def _begin(self, made: object) -> object:
         """What `make_beside` could not do while another group works."""
         return made
 
-    def discard(self, backend: Any) -> None:
+    def discard(self, backend: object) -> None:
         """It was made, but nobody wants it any more."""
         destroy_later(backend, (), self.slow_to_destroy)
 
-    def _take_down(self, backend: Any, gate: threading.Lock) -> threading.Thread | None:
+    def _take_down(self, backend: object, gate: threading.Lock) -> threading.Thread | None:
         """Ends what waits in the backend, which may be None; returns the thread that does it, if it takes time.
 
         `gate` is held while the backend takes an operation.
@@ -274,14 +274,14 @@ class ProcessGroupGloo(ReconfigurableGroup):
         #: Called with (descriptors, quorum number) once a group is connected, so that a helper can hold them.
         self.on_connected: Callable[[list[int], int], None] | None = None
 
-    def _make(self, meeting: GroupSpec) -> Any:
+    def _make(self, meeting: GroupSpec) -> object:
         return self.mesh.connect(meeting, self.timeout_s)
 
     def _connected(self, meeting: GroupSpec) -> None:
         if self.on_connected is not None:
             self.on_connected(self.mesh.descriptors(), meeting.number)
 
-    def _take_down(self, backend: Any, gate: threading.Lock) -> threading.Thread | None:
+    def _take_down(self, backend: object, gate: threading.Lock) -> threading.Thread | None:
         self.mesh.abort()
         return None
 

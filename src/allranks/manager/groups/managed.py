@@ -6,8 +6,8 @@ dimension over replicas (managed) beside ordinary ones inside the replica.
 
 from __future__ import annotations
 
+
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ class ManagedProcessGroup(RegisteredGroup, dist.ProcessGroup):
         super().__init__(0, 1)
         self._manager = manager
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> ManagedWork:
+    def allreduce(self, tensors: list[torch.Tensor], opts: object = None) -> ManagedWork:
         """One tensor; the reduce operation may be SUM or AVG."""
         if len(tensors) != 1:
             raise ConfigurationError(f"a managed allreduce takes one tensor, not {len(tensors)}")

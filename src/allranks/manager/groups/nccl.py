@@ -58,7 +58,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
             else torch.device(device)
         )
         self._quiet = contextlib.ExitStack()
-        self._retired: list[tuple[Any, threading.Lock]] = []  # communicators that were left in good order
+        self._retired: list[tuple[object, threading.Lock]] = []  # communicators that were left in good order
         self._probe: tuple[torch.cuda.Stream, torch.Tensor] | None = None
 
     def choose_device(self) -> None:
@@ -78,7 +78,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
             log.debug("NCCL could not be prepared: %s", str(error).splitlines()[0])
         log.debug("NCCL was prepared in %.0f ms", (time.monotonic() - began) * 1e3)
 
-    def meet(self, meeting: GroupSpec, made: Any = None) -> None:
+    def meet(self, meeting: GroupSpec, made: object = None) -> None:
         self._quiet.close()
         if "TORCH_CPP_LOG_LEVEL" not in os.environ:
             self._quiet.enter_context(silenced())
@@ -108,7 +108,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         for backend, gate in retired:
             destroy_later(backend, (), self.slow_to_destroy, self._take_down(backend, gate))
 
-    def _make(self, meeting: GroupSpec) -> Any:
+    def _make(self, meeting: GroupSpec) -> object:
         """The communicator is ready when this returns.
 
         torch would wait for that in the first collective, holding a lock that its abort needs too: a member that
@@ -117,7 +117,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         """
         return self._begin(self._connect(meeting))
 
-    def make_beside(self, meeting: GroupSpec) -> Any:
+    def make_beside(self, meeting: GroupSpec) -> object:
         """Without an operation: one that waits for a member, beside one of the group that works, could stop both."""
         backend = self._connect(meeting)
         if hasattr(backend, "_comm_ptr"):
@@ -141,7 +141,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         log.debug("NCCL launched its first operation in %.0f ms", (time.monotonic() - began) * 1e3)
         return made
 
-    def _connect(self, meeting: GroupSpec) -> Any:
+    def _connect(self, meeting: GroupSpec) -> object:
         device = self.device or torch.device("cuda", 0)
         limit_s = meeting.limit_s or self.timeout_s
         options = dist.ProcessGroupNCCL.Options()
@@ -160,10 +160,10 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         log.debug("NCCL communicator of %d made in %.0f ms", meeting.world_size, took_ms)
         return backend
 
-    def discard(self, backend: Any) -> None:
+    def discard(self, backend: object) -> None:
         destroy_later(backend, (), self.slow_to_destroy, self._take_down(backend, threading.Lock()))
 
-    def _take_down(self, backend: Any, gate: threading.Lock) -> threading.Thread | None:
+    def _take_down(self, backend: object, gate: threading.Lock) -> threading.Thread | None:
         if backend is None:
             return None
         thread = threading.Thread(

@@ -26,8 +26,8 @@ _registered = False
 
 
 def destroy_later(
-    backend: Any,
-    works: Sequence[Any],
+    backend: object,
+    works: Sequence[object],
     keep_at_exit: bool = False,
     abort: threading.Thread | None = None,
 ) -> None:
@@ -78,7 +78,7 @@ def end_compile_workers() -> None:
         time.sleep(_POLL_S)
 
 
-def _destroy(last: list[Any], works: list[Any], keep_at_exit: bool, abort: threading.Thread | None) -> None:
+def _destroy(last: list[object], works: list[object], keep_at_exit: bool, abort: threading.Thread | None) -> None:
     deadline = time.monotonic() + _PATIENCE_S
     time.sleep(_POLL_S)  # a call that is just entering the backend must not end up as its last owner
 

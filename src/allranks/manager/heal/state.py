@@ -36,7 +36,7 @@ class HealSegment:
 class LiveState:
     """How the state of a rank is got at, from any thread, while it stands still."""
 
-    read: Callable[[], Any]
+    read: Callable[[], object]
     moving: Callable[[], frozenset[int]] = frozenset  # addresses of tensors that a forward may change
     volatile: Callable[[], bool] = bool  # whether all of it may change between commits
 
@@ -60,14 +60,14 @@ class TensorNote:
 class StateLayout:
     """What a source offers: the skeleton (JSON) and its tensors, in order."""
 
-    skeleton: Any
+    skeleton: object
     notes: tuple[TensorNote, ...]
 
     @property
     def total_bytes(self) -> int:
         return sum(note.nbytes for note in self.notes)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """For the wire."""
         return {
             "skeleton": self.skeleton,
@@ -109,7 +109,7 @@ class Offer:
 
 
 def make_offer(
-    position: Position, state: Any, copy: bool = False, moving: frozenset[int] = frozenset()
+    position: Position, state: object, copy: bool = False, moving: frozenset[int] = frozenset()
 ) -> Offer:
     """Makes a state fetchable. `copy` takes a whole copy: for states that change before the next commit."""
     flat = flatten(state)
@@ -167,14 +167,14 @@ class Landing:
         far = [part.length for part in segments if self.locals[part.tensor].device.type != "cpu"]
         return staging.room(sum(far)) if far else memoryview(b"")
 
-    def state(self) -> Any:
+    def state(self) -> object:
         """The fetched state, for load_state_dict."""
         return unflatten(self.layout.skeleton, self.values)
 
 
 def make_landing(
     layout: StateLayout,
-    own_state: Any,
+    own_state: object,
     device: torch.device | None = None,
     moving: frozenset[int] = frozenset(),
 ) -> Landing:
