@@ -1,23 +1,27 @@
 """The drill matrix of `benchmarks/loop.py --matrix`: every kind of fault at every point, one real job for each cell.
 
-Cells run side by side (--jobs), a slice of them (--slice 2/6) fits into a lent machine's time, each result is one JSON
-line at the end of a file (--out), and all slices together are summed up with --summary FILE.
+Cells run side by side (--jobs), each result is one JSON line at the end of a file (--out), and a run that was ended
+(--minutes) continues there. Processes are forked from one that has imported torch (--exec: started as a user does).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
+import shutil
+import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import _fork_start
+from allranks.blackbox.files import job_folder
 from allranks.drill.plan import KINDS, make_plan
 from allranks.drill.run import ALARMS, FaultResult, run_drill
 from allranks.incidents.folder import read_incidents
@@ -33,8 +37,7 @@ KINDS_WHOLE = (*KINDS_REPLICA, "recv", "extra")
 KINDS_CUDA = ("kill", "raise", "stop", "hang", "busy", "gil", "loader")
 POINTS = ("0", "1", "5", "19", "60", "pause", "heal", "save", "regroup", "last")
 LATE_S = 2.0  # the promise: noticed at most so long after the allowed silence
-LIMIT_S = 150.0
-_lock = threading.Lock()
+LIMIT_S = 100.0  # of one cell
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,13 @@ class Cell:
 
 
 def list_cells(kinds: list[str], points: list[str], modes: list[str], device: str) -> list[Cell]:
-    """All cells, in an order that gives every slice a share of each kind and point."""
+    """All cells. Every run of as many as there are kinds has each kind once and each point about as often."""
     chosen: dict[str, Iterable[str]] = {"whole": KINDS_WHOLE, "replica": KINDS_REPLICA}
     if device == "cuda":
         chosen = dict.fromkeys(chosen, KINDS_CUDA)
-    found = [(m, k, p) for m in modes for k in chosen[m] if not kinds or k in kinds for p in points]
+    rows = [(m, k) for k in KINDS_WHOLE for m in modes if k in chosen[m] and (not kinds or k in kinds)]
+    turns = range(len(points))
+    found = [(m, k, points[(row + turn) % len(points)]) for turn in turns for row, (m, k) in enumerate(rows)]
     return [Cell(m, k, p, number, device) for number, (m, k, p) in enumerate(found)]
 
 
@@ -85,11 +90,14 @@ def command_of(cell: Cell, folder: Path, notice_s: float) -> list[str]:
         else ["--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "3", "--recovery", "on"]
     )
     pause = ["--pause-at", str(PAUSE_AT)] if cell.point == "pause" else []
-    job = f"matrix-{os.getpid()}-{cell.number}"
     return [
-        *("allranks", "run", *mode, "--notice-s", str(notice_s), "--job", job),
+        *("allranks", "run", *mode, "--notice-s", str(notice_s), "--job", _job_name(cell)),
         *(str(TRAIN), str(folder / "out"), str(steps), "--device", cell.device, *pause),
     ]
+
+
+def _job_name(cell: Cell) -> str:
+    return f"matrix-{os.getpid()}-{cell.number}"
 
 
 def run_cell(cell: Cell, folder: Path, notice_s: float) -> dict[str, Any]:
@@ -160,27 +168,68 @@ def _judge(found: FaultResult, incidents: Path, point: str) -> dict[str, Any]:
     }
 
 
-def run_matrix(cells: list[Cell], jobs: int, out: Path, notice_s: float) -> None:
-    """Side by side; every result is appended to the file as it comes."""
+def run_matrix(
+    cells: list[Cell], jobs: int, out: Path, notice_s: float, *, minutes: float, fork: bool
+) -> None:
+    """Side by side, each in a process of its own; every result is appended to the file as it comes.
+
+    No cell is begun after `minutes`; what the file has already is not run again.
+    """
+    done = {_key(row) for row in read_rows(out)}
+    waiting = [cell for cell in cells if _key(asdict(cell)) not in done]
     folder = Path(tempfile.mkdtemp(prefix="allranks-matrix-"))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_source(), os.environ.get("PYTHONPATH"))))
+    if fork:
+        _fork_start.install()
+    over = time.monotonic() + 60 * minutes if minutes else math.inf
+    running: dict[int, float] = {}  # process of a cell -> when it must have ended
+    while running or (waiting and time.monotonic() < over):
+        while waiting and len(running) < jobs and time.monotonic() < over:
+            cell = waiting.pop(0)
+            running[_fork_cell(cell, folder / f"{cell.mode}-{cell.number}", out, notice_s)] = (
+                time.monotonic() + LIMIT_S + 25
+            )
+        for pid, limit in list(running.items()):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                del running[pid]
+            elif time.monotonic() > limit:
+                os.kill(pid, signal.SIGTERM if time.monotonic() < limit + 25 else signal.SIGKILL)
+        time.sleep(0.05)
 
-    def work(cell: Cell) -> None:
-        try:
-            row = run_cell(cell, folder / f"{cell.mode}-{cell.number}", notice_s)
-        except Exception as error:  # one broken cell does not end the others
-            row = {**asdict(cell), "rank": cell.rank, "fired": False, "error": repr(error)}
-        with _lock, open(out, "a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(_line(row), file=sys.stderr, flush=True)
 
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(work, cells))
+def _fork_cell(cell: Cell, folder: Path, out: Path, notice_s: float) -> int:
+    """The process that runs it and writes its line."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        row = run_cell(cell, folder, notice_s)
+    except BaseException as error:  # one broken cell does not end the others
+        row = {**asdict(cell), "rank": cell.rank, "fired": False, "error": repr(error)}
+    with open(out, "a") as file:
+        file.write(json.dumps(row) + "\n")  # one small write: lines of several processes do not mix
+    print(_line(row), file=sys.stderr, flush=True)
+    if row.get("right_rank") and row.get("right_cause"):
+        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(job_folder(_job_name(cell)), ignore_errors=True)
+    os._exit(0)
 
 
 def _source() -> str:
     return str(Path(__file__).parents[1] / "src")
+
+
+def _key(row: dict[str, Any]) -> tuple[str, ...]:
+    return row["device"], row["mode"], row["kind"], row["point"]
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The results in a file, oldest first; a line that was cut short is none."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -195,10 +244,7 @@ def _line(row: dict[str, Any]) -> str:
 
 def summarise(path: Path) -> dict[str, Any]:
     """Prints the table of each mode and the promises; returns the numbers. The last result of a cell counts."""
-    rows = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        rows[row["device"], row["mode"], row["kind"], row["point"]] = row
+    rows = {_key(row): row for row in read_rows(path)}
     for device, mode in sorted({key[:2] for key in rows}):
         table = {key[2:]: row for key, row in rows.items() if key[:2] == (device, mode)}
         points = [p for p in POINTS if any(point == p for _, point in table)]

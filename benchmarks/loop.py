@@ -8,7 +8,8 @@ in short runs that take turns, compared pair by pair.
     benchmarks/loop.py [--quick] [--json] [--rounds N] [--kinds hang,kill,…] [--whole kill,…] [--together]
         [--healthy-s S] [--overhead-rounds N]
     benchmarks/loop.py --matrix [--kinds hang,kill,…] [--points 0,60,heal,…] [--modes whole,replica] [--device cuda]
-        [--jobs N] [--slice K/M] [--out results.jsonl]       every kind of fault at every point, one job each
+        [--jobs N] [--minutes M] [--slice K/M] [--exec] [--out results.jsonl]    every kind of fault at every point,
+        one job each; what the file has already is not run again
     benchmarks/loop.py --summary results.jsonl                the tables and promises of results gathered before
 """
 
@@ -255,6 +256,8 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the matrix")
     parser.add_argument("--jobs", type=int, default=1, help="cells of the matrix side by side")
     parser.add_argument("--slice", default="1/1", metavar="K/M", help="only every Mth cell, beginning with K")
+    parser.add_argument("--minutes", type=float, default=0.0, help="no cell is begun after these; 0: all")
+    parser.add_argument("--exec", action="store_true", help="start every process anew instead of by fork")
     parser.add_argument("--out", type=Path, default=Path("matrix.jsonl"), help="one JSON line per cell")
     parser.add_argument("--summary", type=Path, help="only sum up what an earlier --out holds")
     args = parser.parse_args()
@@ -271,7 +274,8 @@ def main() -> int:
         part, parts = (int(number) for number in args.slice.split("/"))
         chosen = [kind for kind in args.kinds.split(",") if kind]
         cells = list_cells(chosen, args.points.split(","), args.modes.split(","), args.device)
-        run_matrix(cells[part - 1 :: parts], args.jobs, args.out, args.notice_s)
+        chosen_cells = cells[part - 1 :: parts]
+        run_matrix(chosen_cells, args.jobs, args.out, args.notice_s, minutes=args.minutes, fork=not args.exec)
         summarise(args.out)
         return 0
     results = []
