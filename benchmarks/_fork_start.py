@@ -1,15 +1,16 @@
 """Starts `allranks run` and its ranks by fork from a process that has imported torch: milliseconds instead of seconds.
 
 For benchmarks that run hundreds of short jobs. Everything else is the real thing: an agent process, rank processes
-that are its children, their own memory, sessions and output. `install()` before any thread is started; from then on
-`subprocess.Popen` forks for these command lines, and runs every other one as always:
+that are its children, their own memory, sessions and output. After `install()` and `make_template()`, before any thread
+is started, `subprocess.Popen` gets these from the template, a process that has done nothing yet, and runs every other
+command line as always:
 
-    python -m allranks …                     a fork of this process
-    python -u -m allranks.launch.rank_entry  a fork of the template, a process that the agent forked before it did anything
-    python -u -m allranks.launch.spare_process   the same
+    python -m allranks …      (which makes a template of its own)
+    python -u -m allranks.launch.rank_entry …
+    python -u -m allranks.launch.spare_process …
 
-A rank must be the agent's child, so that the agent sees it end: the template forks twice, and the agent, which is a
-reaper of orphans for that moment, becomes the parent.
+A new process must be a child of the one that asked, which sees it end: the template forks twice, and the asking process,
+which is a reaper of orphans for that moment, becomes the parent.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 PR_SET_CHILD_SUBREAPER = 36
 MOST_BYTES, MOST_FDS = 1 << 20, 16
 MODULES = {
+    "allranks": lambda words: _be_agent(words),
     "allranks.launch.rank_entry": lambda words: _call("allranks.launch.rank_entry", "main"),
     "allranks.launch.spare_process": lambda words: _call(
         "allranks.launch.spare_process", "wait_and_run", *map(int, words)
@@ -71,15 +73,12 @@ def _execute_child(popen: Any, args: Any, executable: Any, *rest: Any) -> None:
     pipes, new_session = rest[8:14], rest[19]
     inner = [p if p != -1 else own for p, own in zip((pipes[0], pipes[3], pipes[5]), (0, 1, 2), strict=True)]
     environment = dict(os.environ if env is None else env)
-    if words[:3] == [sys.executable, "-m", "allranks"]:
-        pid = os.fork()
-        if pid == 0:
-            _become(inner, {}, environment, bool(new_session), lambda: _be_agent(words[3:]))
-    elif _template is not None and words[:3] == [sys.executable, "-u", "-m"] and words[3] in MODULES:
-        pid = _ask(words[3:], environment, inner, list(pass_fds), bool(new_session), cwd)
-    else:
+    ours = [word for word in words[:4] if word != "-u"]
+    if _template is None or ours[:2] != [sys.executable, "-m"] or ours[2] not in MODULES:
         _ordinary(popen, args, executable, *rest)
         return
+    asked = words[words.index("-m") + 1 :]
+    pid = _ask(asked, environment, inner, list(pass_fds), bool(new_session), cwd)
     popen._child_created, popen.pid = True, pid
     popen._close_pipe_fds(*pipes)
 
@@ -115,8 +114,8 @@ def _ask(
     return int(answer)
 
 
-def _be_agent(words: list[str]) -> int:
-    """Forks the template first, while there is nothing in this process that a rank must not have."""
+def make_template() -> None:
+    """Forks the process that new ones are forked from, while there is nothing in this one that they must not have."""
     global _template
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for side in (ours, theirs):
@@ -127,6 +126,10 @@ def _be_agent(words: list[str]) -> int:
         _serve(theirs)
     theirs.close()
     _template = ours
+
+
+def _be_agent(words: list[str]) -> int:
+    make_template()
     from allranks.cli import main
 
     sys.argv = ["allranks", *words]
@@ -166,8 +169,7 @@ def _start(order: dict[str, Any], fds: list[int], line: socket.socket) -> NoRetu
         if order["cwd"]:
             os.chdir(order["cwd"])
         sys.argv = [module, *words]
-        MODULES[module](words)
-        return 0
+        return MODULES[module](words) or 0
 
     passed = dict(zip(order["passed"], fds[3:], strict=True))
     _become(fds[:3], passed, order["env"], order["session"], run)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import _fork_start
-from allranks.blackbox.files import job_folder
 from allranks.drill.plan import KINDS, make_plan
 from allranks.drill.run import ALARMS, FaultResult, run_drill
 from allranks.incidents.folder import read_incidents
@@ -91,13 +90,17 @@ def command_of(cell: Cell, folder: Path, notice_s: float) -> list[str]:
     )
     pause = ["--pause-at", str(PAUSE_AT)] if cell.point == "pause" else []
     return [
-        *("allranks", "run", *mode, "--notice-s", str(notice_s), "--job", _job_name(cell)),
+        *(
+            "allranks",
+            "run",
+            *mode,
+            "--notice-s",
+            str(notice_s),
+            "--job",
+            f"matrix-{os.getpid()}-{cell.number}",
+        ),
         *(str(TRAIN), str(folder / "out"), str(steps), "--device", cell.device, *pause),
     ]
-
-
-def _job_name(cell: Cell) -> str:
-    return f"matrix-{os.getpid()}-{cell.number}"
 
 
 def run_cell(cell: Cell, folder: Path, notice_s: float) -> dict[str, Any]:
@@ -116,7 +119,9 @@ def run_cell(cell: Cell, folder: Path, notice_s: float) -> dict[str, Any]:
         return bool(settled) and len(settled) == len(later)
 
     began = time.monotonic()
-    (folder / "boxes").mkdir(parents=True)
+    boxes = folder / "boxes"
+    boxes.mkdir(parents=True)
+    os.environ["ALLRANKS_DIR"] = str(boxes)
     plan = make_plan({"seed": cell.number, "faults": faults}, ranks=RANKS)
     result = run_drill(
         plan,
@@ -186,9 +191,8 @@ def run_matrix(
     while running or (waiting and time.monotonic() < over):
         while waiting and len(running) < jobs and time.monotonic() < over:
             cell = waiting.pop(0)
-            running[_fork_cell(cell, folder / f"{cell.mode}-{cell.number}", out, notice_s)] = (
-                time.monotonic() + LIMIT_S + 25
-            )
+            place = folder / f"{cell.mode}-{cell.number}"
+            running[_fork_cell(cell, place, out, notice_s, fork)] = time.monotonic() + LIMIT_S + 25
         for pid, limit in list(running.items()):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 del running[pid]
@@ -197,21 +201,22 @@ def run_matrix(
         time.sleep(0.05)
 
 
-def _fork_cell(cell: Cell, folder: Path, out: Path, notice_s: float) -> int:
+def _fork_cell(cell: Cell, folder: Path, out: Path, notice_s: float, fork: bool) -> int:
     """The process that runs it and writes its line."""
     pid = os.fork()
     if pid:
         return pid
     try:
+        if fork:
+            _fork_start.make_template()
         row = run_cell(cell, folder, notice_s)
     except BaseException as error:  # one broken cell does not end the others
         row = {**asdict(cell), "rank": cell.rank, "fired": False, "error": repr(error)}
     with open(out, "a") as file:
         file.write(json.dumps(row) + "\n")  # one small write: lines of several processes do not mix
     print(_line(row), file=sys.stderr, flush=True)
-    if row.get("right_rank") and row.get("right_cause"):
+    if row.get("right_rank") and row.get("right_cause") and (row.get("late_s") or 0) <= LATE_S:
         shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(job_folder(_job_name(cell)), ignore_errors=True)
     os._exit(0)
 
 

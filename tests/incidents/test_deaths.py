@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from allranks.blackbox.header import read_header
 from allranks.blackbox.layout import wakeup_address
 from allranks.incidents import pipeline
 from allranks.incidents.folder import read_incidents
@@ -117,6 +118,28 @@ def test_a_death_in_whole_job_mode_opens_one_incident_for_all_that_follows(tmp_p
     dog.close()
     (story,) = read_incidents(tmp_path / "incidents")
     assert story["closed"] is not None
+
+
+def test_broken_connections_are_reported_although_the_job_was_started_again_meanwhile(tmp_path: Path) -> None:
+    """Warm processes take over within the second in which a better cause may still show."""
+    dog = watch(tmp_path)
+    dog.deaths.echo_patience_s = lambda: 60.0
+    broken = b"exception: RuntimeError: gloo: Connection closed"
+    for rank in (0, 1):
+        now = time.time_ns()
+        box = write_box(
+            tmp_path / "boxes", rank, 7, start_ns=now, closed=broken, closed_ns=now, pid=GONE + rank
+        )
+        box.rename(box.with_name(f"{rank}.earlier.box"))
+    dog.look()
+    assert read_incidents(tmp_path / "incidents") == []
+    for rank in (0, 1):
+        write_box(tmp_path / "boxes", rank, 0, calls=2, start_ns=time.time_ns())
+    dog.look()
+    dog.close()
+    (story,) = read_incidents(tmp_path / "incidents")
+    kept = [read_header(box).pid for box in (tmp_path / "incidents" / story["id"] / "boxes").glob("*.box")]
+    assert (story["kind"], sorted(kept)) == ("death", [GONE, GONE + 1])
 
 
 def test_deaths_are_reported_after_the_clock_went_back(

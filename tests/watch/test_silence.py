@@ -267,6 +267,16 @@ def test_the_silence_that_was_asked_for_is_obeyed_after_a_long_pause() -> None:
     assert limit_s(trained(20, options=options)[1], options) == 80
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_pause_that_is_the_only_silence_of_a_young_job_is_not_its_usual_length(asked: bool) -> None:
+    """Steps are fast and looks are rare: all that is known of the job is one pause."""
+    options = replace(REPLICAS, floor_s=5, asked=asked, warm_up_marks=20)
+    state = observe(0.0, NoticeState(), [sample(r, 0) for r in range(3)], options)
+    state = observe(1.0, state, [sample(r, 25) for r in range(3)], options)
+    state = observe(21.0, state, [sample(r, 30) for r in range(3)], options)
+    assert limit_s(state, options) == (5 if asked else pytest.approx(0.7 * MANAGER_TIMEOUT_S, abs=3))
+
+
 def test_a_process_that_waits_for_its_first_call_gets_the_warm_up_whatever_was_asked_for() -> None:
     """It imports."""
     options = replace(OPTIONS, floor_s=5, asked=True)

@@ -171,12 +171,13 @@ def _pause(for_s: float) -> None:
 def _partition(for_s: float) -> None:
     """Cuts every TCP connection of this rank and its helpers for a while.
 
-    Connections that the rank makes anew are cut again; helpers are stopped meanwhile, so that they make none.
+    Connections that the rank makes anew are cut again; helpers are stopped first, so that they make none.
     """
     deadline = time.monotonic() + (for_s or PARTITION_S)
-    helpers = [pid for pid in _children() if _cut_connections(pid)]
+    helpers = _children()
     _signal_all(helpers, signal.SIGSTOP)
-    _cut_connections(os.getpid())
+    for pid in (*helpers, os.getpid()):
+        _cut_connections(pid)
 
     def keep_cutting() -> None:
         while time.monotonic() < deadline:

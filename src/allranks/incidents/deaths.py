@@ -42,7 +42,9 @@ class DeathIncidents:
     _known: dict[ProcessId, IncidentFolder] = field(default_factory=dict)
     _failures_s: list[float] = field(default_factory=list)  # monotonic, of this node's ranks
     _cut: dict[tuple[int, ...], IncidentFolder] = field(default_factory=dict)  # ranks -> their last partition
-    _echo_s: float | None = None  # since when there are only secondary failures
+    _doubtful: tuple[float, Death, list[RankSample]] | None = (
+        None  # since when only secondary failures are known
+    )
     _echo: IncidentFolder | None = None  # the last incident that was opened for secondary failures alone
     _failed: tuple[Failure, IncidentFolder] | None = None  # the program's last failure, and its incident
     _noting: threading.Lock = field(default_factory=threading.Lock)
@@ -59,28 +61,35 @@ class DeathIncidents:
         whole = self.options.whole_job
         first = find_first(find_deaths(new, endings, since_ns=self._started_ns, raised_only=not whole))
         now = time.monotonic()
+        doubtful, self._doubtful = self._doubtful, None
+        if first is None and doubtful is not None:  # the job was restarted before the cause showed
+            _, first, samples = doubtful
+            patience_s = 0.0
+            if any(explained(s) for s in samples if s.pid == first.pid):
+                return
         if first is None:
-            self._echo_s = None
             return
         patience = self.echo_patience_s() if patience_s is None else patience_s
-        if first.echo and now - (self._echo_s or now) < patience:
-            self._echo_s = self._echo_s or now
+        if first.echo and now - (doubtful[0] if doubtful else now) < patience:
+            self._doubtful = doubtful or (now, first, samples)
             return
-        self._echo_s = None
         of = self.options.replica_of
         ending = [s.pid for s in samples if whole or of(s.rank) == of(first.rank)]
         self.pipeline.explained.add([first.pid, *ending])
         if self.in_background:
-            self.pipeline.start(lambda: self.note_death(first), "allranks-death")
+            self.pipeline.start(lambda: self.note_death(first, samples), "allranks-death")
         else:
-            self.note_death(first)
+            self.note_death(first, samples)
         if whole:
             self._past = {s.process for s in samples}
 
-    def note_death(self, death: Death) -> IncidentFolder | None:
-        """A rank died (seen by its supervisor, or by us): keeps the evidence and opens its story, once."""
+    def note_death(self, death: Death, samples: list[RankSample] | None = None) -> IncidentFolder | None:
+        """A rank died (seen by its supervisor, or by us): keeps the evidence and opens its story, once.
+
+        `samples` of the ranks when it was seen: they may have been started again since.
+        """
         with self._noting:
-            samples = read_samples(self.options.folder)
+            samples = read_samples(self.options.folder) if samples is None else samples
             process = _identify(death, samples)
             known = self._known.get(process)
             if known is not None:

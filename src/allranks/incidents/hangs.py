@@ -76,6 +76,7 @@ class HangInvestigator:
     policy: PolicyState = field(default_factory=PolicyState)
     standstill: HangCase | None = None  # nobody moves
     behind: HangCase | None = None  # one rank does not move, the others do
+    _went_on: HangCase | None = None  # the last standstill that was none: some rank made progress
 
     def __post_init__(self) -> None:
         self.options = self.pipeline.options
@@ -183,7 +184,7 @@ class HangInvestigator:
     ) -> None:
         case = self.behind
         if case is None:
-            opened = self._open(suspicion, suspects[0].step, samples)
+            opened = self._reopen(suspicion, suspects) or self._open(suspicion, suspects[0].step, samples)
             case = self.behind = HangCase(opened, _processes(suspects))
             log.warning("%s: %s", opened.current.id, suspicion.reason)
         ranks = tuple(s.rank for s in suspects)
@@ -197,6 +198,16 @@ class HangInvestigator:
             self.pipeline.explained.add(s.pid for s in suspects)
             if not hung:
                 self._close(case, reason)
+
+    def _reopen(self, suspicion: Suspicion, suspects: list[RankSample]) -> IncidentFolder | None:
+        """The standstill that this began as: the others have given up these ranks and continue."""
+        case, self._went_on = self._went_on, None
+        if case is None or not _processes(suspects) <= case.processes:
+            return None
+        if case.opened.current.opened < time.time() - suspicion.quiet_s:
+            return None  # the suspects have moved since
+        case.opened.update(Moment("left behind", time.time(), suspicion.reason), kind="hang", closed=None)
+        return case.opened
 
     def _of_one_replica(self, suspicion: Suspicion | None, samples: list[RankSample]) -> list[RankSample]:
         if suspicion is None:
@@ -328,6 +339,7 @@ class HangInvestigator:
     def _close(self, case: HangCase, reason: str) -> None:
         opened = case.opened
         opened.update(Moment("back to speed", time.time(), reason), kind="slow", closed=time.time())
+        self._went_on = case
         self.pipeline.publisher.write_page(opened)
 
 

@@ -21,6 +21,7 @@ from allranks.watch.samples import ProcessId, RankSample, Rhythm, read_rhythm
 
 MANAGER_TIMEOUT_S = 60.0  # `retry_s` of replica mode unless the job sets another
 FIRST_LOOK, SECOND_LOOK = 0.7, 0.85  # of `retry_s`: both samples of a hang see the calls that wait for it
+TELLING = 3  # silences: of fewer, one pause would be the usual length
 TRAINED = 3  # changes: a replica that joined has loaded its state and then made a step
 
 
@@ -141,7 +142,7 @@ def limit_s(state: NoticeState, options: NoticeOptions, rhythms: Sequence[Rhythm
     """How long this job may be silent before we look closer; `rhythms` are of the places where its ranks are now."""
     histories = [h for h in state.ranks.values() if h.changes >= options.warm_up_marks]
     silences = [h.silences_s for h in histories if h.silences_s]
-    usual = max((statistics.median(s) for s in silences), default=0.0)
+    usual = max((statistics.median(s) for s in silences if len(s) >= TELLING), default=0.0)
     base = max((_allowed_s(s, options) for s in silences), default=options.floor_s)
     # a rank that has just been restarted does not make the others slow
     if not histories or not _tells(state, rhythms):
@@ -173,6 +174,8 @@ def _young_limit_s(
 def _allowed_s(silences: Sequence[float], options: NoticeOptions) -> float:
     """By what a job is used to, and, unless a person has set the limit, by the longest silence that it survived."""
     ordered = sorted(silences) or [0.0]
+    if options.asked:  # one pause, as the only silence so far, is not what the job is used to
+        ordered = ordered[:-1] or [0.0]
     usual, longest = ordered[(len(ordered) - 1) * 9 // 10], ordered[-1]
     outlier = 0.0 if options.asked else options.outlier_factor * longest
     return max(options.floor_s, options.factor * usual, outlier)
