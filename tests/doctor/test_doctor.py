@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from allranks.cli import main
-from allranks.doctor import evidence, machine, services, storage
-from allranks.doctor.checks import Check, DoctorOptions, run_checks
+from allranks.doctor import Check, DoctorOptions, evidence, machine, run_checks, services, storage
 from allranks.drill.ranks import free_port
 from allranks.launch import etcd_server
 

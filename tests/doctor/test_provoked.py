@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from allranks.cli import main
-from allranks.doctor import evidence, services, storage
-from allranks.doctor.checks import Check, DoctorOptions
+from allranks.doctor import Check, DoctorOptions, evidence, services, storage
 from allranks.doctor.nodes import compare
 
 FORBID_READING = """
@@ -28,7 +27,7 @@ libc = ctypes.CDLL(None)
 assert libc.prctl(38, 1, 0, 0, 0) == 0
 assert libc.prctl(22, 2, ctypes.byref(Program(len(steps), code)), 0, 0) == 0
 from allranks.doctor.evidence import check_stack_tools
-from allranks.doctor.checks import DoctorOptions
+from allranks.doctor import DoctorOptions
 print([(check.status, check.cure) for check in check_stack_tools(DoctorOptions()) if check.name == "ptrace"][0])
 """
 

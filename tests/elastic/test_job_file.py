@@ -29,7 +29,7 @@ from allranks.stacks.debug_config import (
     parse_debug,
     read_debug_options,
 )
-from allranks.watch.timed_stacks import collection
+from allranks.watch import collection
 
 
 def _taken(settings: dict[str, Any], script: list[str], *words: str) -> tuple[RunFlags, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,13 @@ def test_a_death_that_was_seen_wins_over_what_the_survivors_say() -> None:
     mismatch = Diagnosis("fault", Finding("size_mismatch", (1,), "rank 1 has another size"))
     assert named(judge(mismatch, None, Observed(told=DIED))) == ("size_mismatch", (1,))
     assert named(judge(None, None, Observed(told=DIED))) == ("rank_died", (2,))
+
+
+@pytest.mark.parametrize(("told", "guilty"), [(DIED, 2), (replace(DIED, confidence=0.9), 1)])
+def test_a_call_that_others_could_not_make_after_a_death_is_not_its_cause(told: Finding, guilty: int) -> None:
+    """Rank 1 was first in the next call when rank 2 died of itself; a rank that aborted may have died of that call."""
+    extra = Finding("extra_collective", (1,), "rank 1 made an extra all_reduce", severity="root")
+    assert named(judge(Diagnosis("fault", extra, (extra,)), None, Observed(told=told)))[1] == (guilty,)
 
 
 def test_the_rank_that_has_not_moved_since_before_a_regroup_is_in_the_diagnosis_too() -> None:

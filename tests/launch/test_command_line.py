@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import ConfigurationError
-from allranks.launch.command_line import arrange, flag_value, from_environment, has_flag
-from allranks.launch.environment import job_token
+from allranks.launch.command_line import arrange, flag_value, from_environment, has_flag, job_token
 
 OURS = {"--replicas": True, "--no-watch": False}
 

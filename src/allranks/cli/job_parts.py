@@ -20,8 +20,7 @@ from allranks.cli.job_file import (
     quorum_times,
 )
 from allranks.errors import AllranksError
-from allranks.launch.command_line import flag_value, has_flag
-from allranks.launch.environment import JobEnvironment
+from allranks.launch.command_line import JobEnvironment, flag_value, has_flag
 from allranks.model.nodes import AGENT
 
 if TYPE_CHECKING:  # heavy, and not needed for --help

@@ -22,8 +22,14 @@ from allranks.cli.job_file import RunFlags, Settings, heartbeats, read_settings,
 from allranks.cli.job_parts import NodeJob, embed_lighthouse, start_agent, start_snapshot_server, start_watch
 from allranks.elastic.world import ElasticTrainingConfig, need_etcd_v2, obey_timeout
 from allranks.errors import InputError, MissingExtra
-from allranks.launch.command_line import arrange, flag_value, from_environment, has_flag
-from allranks.launch.environment import JobEnvironment, job_token
+from allranks.launch.command_line import (
+    JobEnvironment,
+    arrange,
+    flag_value,
+    from_environment,
+    has_flag,
+    job_token,
+)
 from allranks.launch.slurm import replicas_of_node
 
 EPILOG = """\
@@ -81,7 +87,7 @@ def _run(
     options: RunFlags, settings: Settings, torchrun: list[str], script: list[str], stack: ExitStack
 ) -> int:
     from allranks.incidents.job_overview import TOKEN_FILE, set_aside_earlier, write_job
-    from allranks.watch.timed_stacks import start_timed_stacks, stop_timed_stacks
+    from allranks.watch import start_timed_stacks, stop_timed_stacks
 
     if options.replicas:
         first, total = replicas_of_node(os.environ, options.replicas)

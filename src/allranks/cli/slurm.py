@@ -18,8 +18,7 @@ from allranks.cli.job_parts import embed_lighthouse
 from allranks.cli.run import FLAGS
 from allranks.errors import InputError
 from allranks.launch import slurm
-from allranks.launch.command_line import arrange, flag_value, has_flag
-from allranks.launch.environment import job_token
+from allranks.launch.command_line import arrange, flag_value, has_flag, job_token
 
 EPILOG = """\
   allranks slurm submit --nodes 4 --gpus-per-node 8 train.py --lr 1e-4     submit a batch job

@@ -1,1 +1,65 @@
-"""Checks before a job, and explanations of its logs after it."""
+"""Checks before a job, and explanations of its logs after it.
+
+Here: what is looked at before a job: each check returns findings with the exact cure. Runs on one node.
+
+A check never raises and never waits without limit. `ok` needs no reading, `warning` may cost time later,
+`problem` will stop the job or lose its evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+Status = Literal["ok", "warning", "problem", "skipped"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. `fix` is a harmless repair that `--fix` carries out; it returns what it did."""
+
+    name: str
+    status: Status
+    detail: str
+    cure: str = ""
+    fix: Callable[[], str] | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """What the job will use; None or empty means: look at the environment, or skip."""
+
+    etcd: str = ""
+    lighthouse: str = ""
+    s3: str = ""  # bucket or s3:// URL
+    s3_endpoint: str = ""
+    checkpoint_folders: tuple[str, ...] = ()
+    ports: tuple[int, ...] = ()
+    nproc_per_node: int | None = None
+    timeout_s: float = 5.0
+
+
+def run_checks(options: DoctorOptions) -> list[Check]:
+    """All checks, in the order in which a person would look."""
+    from allranks.doctor import evidence, machine, services, storage
+
+    found: list[Check] = []
+    for part in (
+        machine.check_environment, machine.check_python, machine.check_gpus, machine.check_network,
+        machine.check_limits, storage.check_shared_memory, storage.check_folders, services.check_ports,
+        services.check_etcd, services.check_lighthouse, services.check_object_store, services.check_clock,
+        evidence.check_stack_tools, evidence.check_torch_settings, evidence.check_recorder,
+        evidence.check_recorder_folder,
+    ):  # fmt: skip
+        try:
+            found += part(options)
+        except Exception as error:  # a broken check must not hide the others
+            found.append(
+                Check(
+                    part.__name__.removeprefix("check_"),
+                    "warning",
+                    f"the check itself failed: {type(error).__name__}: {error}",
+                )
+            )
+    return found

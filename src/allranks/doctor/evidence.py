@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from allranks.doctor.checks import Check, DoctorOptions, Status
+from allranks.doctor import Check, DoctorOptions, Status
 from allranks.doctor.ptrace import may_read_siblings
 
 CAP_SYS_PTRACE = 19

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from allranks.doctor.checks import Check, DoctorOptions
+from allranks.doctor import Check, DoctorOptions
 
 _INTEGERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 

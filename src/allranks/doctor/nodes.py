@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from allranks.doctor.checks import Check
+from allranks.doctor import Check
 from allranks.errors import InputError
 
 #: fact -> (what differs costs, the cure)

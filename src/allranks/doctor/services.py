@@ -13,7 +13,7 @@ import urllib.request
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from allranks.doctor.checks import Check, DoctorOptions
+from allranks.doctor import Check, DoctorOptions
 from allranks.errors import EtcdError
 from allranks.etcd import Etcd, parse_endpoints
 

@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from allranks.doctor.checks import Check, DoctorOptions
+from allranks.doctor import Check, DoctorOptions
 
 PROBE_BYTES = 32 << 20
 SLOW_MB_S = 100.0

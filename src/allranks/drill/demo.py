@@ -15,11 +15,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from allranks.drill.plan import make_plan
 from allranks.drill.run import DrillResult, run_drill
 from allranks.errors import AllranksError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 TRAIN = Path(__file__).with_name("demo_train.py")
 REPLICAS = 4
@@ -193,6 +196,14 @@ def notable(line: str) -> Iterator[tuple[str, str]]:
             return
 
 
+class Committed(TypedDict):
+    """One line of a replica's report (demo_train.py)."""
+
+    step: int
+    loss: float
+    digest: str
+
+
 def _compare(out: Path) -> tuple[list[float], bool]:
     """The committed losses by step, and whether all replicas held the same parameters at every common step."""
     losses: dict[int, float] = {}
@@ -200,7 +211,7 @@ def _compare(out: Path) -> tuple[list[float], bool]:
     for path in sorted(out.glob("loss.*.jsonl")):
         for line in path.read_text().splitlines():
             try:
-                entry: dict[str, Any] = json.loads(line)
+                entry: Committed = json.loads(line)
             except ValueError:
                 continue
             losses[entry["step"]] = entry["loss"]
@@ -224,7 +235,7 @@ def _reshard(folder: Path) -> bool:
     return len(set(saved)) == 1
 
 
-def _sharded(seed: int) -> Any:
+def _sharded(seed: int) -> nn.Module:
     import torch
     from torch.distributed.fsdp import fully_shard
 
@@ -236,7 +247,7 @@ def _sharded(seed: int) -> Any:
     return model
 
 
-def _fingerprint(model: Any) -> str:
+def _fingerprint(model: nn.Module) -> str:
     import hashlib
 
     seen = hashlib.sha256()

@@ -103,13 +103,13 @@ def digest(model: nn.Module) -> str:
 
 def report(step: int, loss: float, model: nn.Module, out: Path) -> None:
     """Leaves one line per committed step, for the demo and for drills."""
-    facts: dict[str, Any] = {"at": time.time(), "step": step, "loss": loss, "digest": digest(model)}
+    seen = digest(model)
     with open(out, "a") as log:
-        log.write(json.dumps(facts) + "\n")
+        log.write(json.dumps({"at": time.time(), "step": step, "loss": loss, "digest": seen}) + "\n")
     if os.environ.get("ALLRANKS_DRILL"):
         from allranks.drill.preload import tell
 
-        tell(at_step=step, digest=facts["digest"], loss=loss)
+        tell(at_step=step, digest=seen, loss=loss)
 
 
 def reference_losses(steps: int) -> list[float]:

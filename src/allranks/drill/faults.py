@@ -12,16 +12,21 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from allranks.errors import InputError
 
 if TYPE_CHECKING:
+    from allranks.manager.groups.generation import StepAttempt
     from allranks.manager.manager import Manager
+    from allranks.manager.regroup import Regrouper
+    from allranks.manager.resources import ManagerResources
+    from allranks.manager.vote_mesh import VoteMesh
 
 log = logging.getLogger("allranks.drill")
 
@@ -128,7 +133,7 @@ def _around_vote(manager: Manager, injector: Injector) -> None:
     """Half vote: one other has heard us. Inside the vote: all others have, and we have heard nobody."""
     real = manager._vote
 
-    def vote(attempt: Any) -> bool:
+    def vote(attempt: StepAttempt) -> bool:
         generation = attempt.generation
         if generation is not None:
             _watch_tells(generation.box, injector)
@@ -141,7 +146,7 @@ def _when_open(manager: Manager, injector: Injector) -> None:
     """Regrouping and healing run in objects that exist only once the manager is open."""
     real = manager._open
 
-    def opened() -> Any:
+    def opened() -> ManagerResources:
         fresh = manager._opened is None
         found = real()
         if fresh:
@@ -155,16 +160,16 @@ def _when_open(manager: Manager, injector: Injector) -> None:
     manager._open = opened  # type: ignore[method-assign]
 
 
-def _watch_fetch(regrouper: Any, injector: Injector) -> None:
+def _watch_fetch(regrouper: Regrouper, injector: Injector) -> None:
     if regrouper.fetch is not None:
         _around(regrouper.fetch, "_receive", before=lambda: injector.reach("receiving state"))
 
 
-def _watch_tells(box: Any, injector: Injector) -> None:
+def _watch_tells(box: VoteMesh, injector: Injector) -> None:
     """Counts whom we told our vote."""
     real, wanted, told = type(box)._tell, len(box._lines), [0]
 
-    def tell(line: Any, form: bytes) -> None:
+    def tell(line: socket.socket, form: bytes) -> None:
         real(box, line, form)
         told[0] += 1
         if told[0] == 1:
@@ -172,11 +177,11 @@ def _watch_tells(box: Any, injector: Injector) -> None:
         if told[0] == wanted:
             injector.reach("inside vote")
 
-    box._tell = tell
+    box._tell = tell  # type: ignore[method-assign]
 
 
 def _around(
-    target: Any,
+    target: object,
     name: str,
     before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
@@ -185,7 +190,7 @@ def _around(
     """Wraps one method of one object."""
     real = getattr(target, name)
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: object, **kwargs: object) -> object:
         if once:
             setattr(target, name, real)
         if before is not None:

@@ -7,7 +7,7 @@ faults:
   - {kind: kill, rank: 1, at_step: 0, at: heal}
 
 `at` is the phase in which the fault strikes: "step" (default, at the mark), "heal" (a replica that joins loads its state),
-"regroup" (a step is begun again; after a restart: the first step), or one that the script names with
+"regroup" (the first step in a new group, or one that is begun again; after a restart: the first step), or one that the script names with
 `allranks.drill.preload.reach("save")`. Faults of other phases than "step" wait until those before them have fired.
 """
 
@@ -17,7 +17,6 @@ import json
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from allranks.drill.self_faults import STEP
 from allranks.errors import InputError
@@ -85,7 +84,7 @@ def read_plan(path: Path, *, ranks: int | None = None, ranks_per_replica: int = 
 
 
 def make_plan(
-    content: Any, *, ranks: int | None = None, ranks_per_replica: int = 1, name: str = "plan"
+    content: object, *, ranks: int | None = None, ranks_per_replica: int = 1, name: str = "plan"
 ) -> DrillPlan:
     """A plan from plain data."""
     if not isinstance(content, dict) or not isinstance(content.get("faults"), list):
@@ -104,7 +103,7 @@ def make_plan(
     return DrillPlan(seed, faults)
 
 
-def _fault(item: Any, place: str, dice: random.Random, ranks: int | None, per_replica: int) -> DrillFault:
+def _fault(item: object, place: str, dice: random.Random, ranks: int | None, per_replica: int) -> DrillFault:
     if not isinstance(item, dict):
         raise InputError(f"{place} must be a mapping, got {item!r}")
     unknown = set(item) - {"kind", "rank", "replica", "at_step", "for_s", "at"}
@@ -123,7 +122,9 @@ def _fault(item: Any, place: str, dice: random.Random, ranks: int | None, per_re
     return DrillFault(kind, rank, _step(item, place, dice), float(for_s), at)
 
 
-def _rank(item: dict[str, Any], place: str, dice: random.Random, ranks: int | None, per_replica: int) -> int:
+def _rank(
+    item: dict[str, object], place: str, dice: random.Random, ranks: int | None, per_replica: int
+) -> int:
     if ("rank" in item) == ("replica" in item):
         raise InputError(f"{place}: give either rank or replica")
     if "rank" in item:
@@ -136,7 +137,7 @@ def _rank(item: dict[str, Any], place: str, dice: random.Random, ranks: int | No
     return rank
 
 
-def _step(item: dict[str, Any], place: str, dice: random.Random) -> int:
+def _step(item: dict[str, object], place: str, dice: random.Random) -> int:
     at = item.get("at_step", 1)
     if isinstance(at, list) and len(at) == 2 and all(isinstance(n, int) for n in at) and at[0] <= at[1]:
         at = dice.randint(at[0], at[1])
@@ -145,7 +146,7 @@ def _step(item: dict[str, Any], place: str, dice: random.Random) -> int:
     return at
 
 
-def _number(value: Any, place: str, dice: random.Random, count: int | None) -> int:
+def _number(value: object, place: str, dice: random.Random, count: int | None) -> int:
     if value == "random":
         if count is None:
             raise InputError(

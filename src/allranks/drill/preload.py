@@ -11,20 +11,26 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
+from allranks.drill.plan import DrillFault
 from allranks.drill.self_faults import STEP, inject
 from allranks.record.recorder import Recorder
 
+if TYPE_CHECKING:
+    from allranks.manager.groups.generation import Generation
+    from allranks.manager.optimizer import OptimizerWrapper
+
 MOST_BYTES = 64 << 20  # of parameters that are fingerprinted
 _folder = Path(os.environ["ALLRANKS_DRILL"])
-_faults: list[dict[str, Any]] = [
-    {"at": STEP, **fault} for fault in json.loads((_folder / "plan.json").read_text())["faults"]
-]
+_faults = [DrillFault(**fault) for fault in json.loads((_folder / "plan.json").read_text())["faults"]]
 _original = Recorder.step
 _begun: set[int] = set()  # steps that this process has marked
+_groups = 0  # of replicas, made by this process
+_marked_in = 0  # how many of them there were at the last mark
 
 
 @cache
@@ -38,22 +44,24 @@ def _marks() -> TextIO:
     return open(_folder / f"steps.{_rank()}.{os.getpid()}", "a", buffering=1)
 
 
-def tell(**facts: Any) -> None:
+def tell(**facts: object) -> None:
     """A script may report what the drill cannot see: digest="…", samples=[…], loss=…; see `allranks drill --help`."""
     _marks().write(json.dumps({"at": time.time(), **facts}) + "\n")
 
 
 def _step(recorder: Recorder, number: int, label: str | None = None) -> None:
+    global _marked_in
     _original(recorder, number, label)
     if os.getpid() != recorder.pid:
         return
     tell(step=number)
     again = number in _begun or (not _begun and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
+    again, _marked_in = again or 0 < _marked_in < _groups, _groups
     _begun.add(number)
     for index, fault in enumerate(_faults):
-        if fault["kind"] == "slow" and fault["rank"] == _rank() and 0 <= number - fault["at_step"] < 20:
+        if fault.kind == "slow" and fault.rank == _rank() and 0 <= number - fault.at_step < 20:
             _fire(index, number)
-            inject("slow", fault["for_s"])
+            inject("slow", fault.for_s)
     reach(STEP)
     if again:
         reach("regroup")
@@ -63,11 +71,11 @@ def reach(phase: str) -> None:
     """The rank is in this phase: fires what is due there. Scripts call it for phases of their own ("save")."""
     step = max(_begun, default=0)
     for index, fault in enumerate(_faults):
-        if fault["rank"] != _rank() or fault["at"] != phase or fault["kind"] == "slow":
+        if fault.rank != _rank() or fault.at != phase or fault.kind == "slow":
             continue
         early = phase != STEP and not all((_folder / f"fired.{i}").exists() for i in range(index))
-        if not early and (step >= fault["at_step"] or phase == "heal") and _fire(index, step):
-            inject(fault["kind"], fault["for_s"])
+        if not early and (step >= fault.at_step or phase == "heal") and _fire(index, step):
+            inject(fault.kind, fault.for_s)
 
 
 def _fire(index: int, step: int) -> bool:
@@ -82,7 +90,7 @@ def _fire(index: int, step: int) -> bool:
     return True
 
 
-def _fingerprint(optimizer: Any) -> str | None:
+def _fingerprint(optimizer: OptimizerWrapper) -> str | None:
     """Of all parameters as they are in this rank; None when there are too many to do it in every step."""
     import torch
 
@@ -100,17 +108,26 @@ def _fingerprint(optimizer: Any) -> str | None:
 def _watch_replicas() -> None:
     from allranks.manager.manager import Manager
     from allranks.manager.optimizer import OptimizerWrapper
+    from allranks.manager.regroup import Regrouper
 
     load_healed = Manager._load_healed
 
-    def load(manager: Manager, generation: Any) -> bool:
+    def load(manager: Manager, generation: Generation) -> bool:
         reach("heal")
         return load_healed(manager, generation)
 
     Manager._load_healed = load  # type: ignore[assignment, method-assign]
+    connect = Regrouper._connect
+
+    def count(regrouper: Regrouper, *args: Any) -> None:
+        global _groups
+        connect(regrouper, *args)
+        _groups += 1
+
+    Regrouper._connect = count  # type: ignore[assignment, method-assign]
     ordinary = OptimizerWrapper.step
 
-    def step(optimizer: OptimizerWrapper, closure: Any = None) -> bool:
+    def step(optimizer: OptimizerWrapper, closure: Callable[[], float] | None = None) -> bool:
         applied = ordinary(optimizer, closure)
         if applied and (state := _fingerprint(optimizer)) is not None:
             made = optimizer.manager.current_step() - 1  # known only now: it may have healed on the way

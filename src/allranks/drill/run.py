@@ -13,14 +13,41 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypedDict
 
 from allranks.drill.plan import KINDS, DrillFault, DrillPlan
-from allranks.incidents.folder import read_incidents
+from allranks.incidents.folder import Story, read_incidents
 
 SCHEMA = 1
 ALARMS = ("hang", "death", "partition")
+_REPORTS: tuple[Literal["digest", "state"], ...] = ("digest", "state")
 MATCH_S = 600.0  # an incident later than this after a fault is not of that fault
+
+
+class DrillMark(TypedDict, total=False):
+    """One line of a rank's report: a step that it began, or one that it committed."""
+
+    at: float
+    pid: int
+    step: int  # begun
+    at_step: int  # committed
+    digest: str  # as the script says
+    state: str  # as the drill sees it
+    part: int
+    samples: list[int]
+    all_samples: int
+
+
+class FiredFault(TypedDict):
+    """When and where a fault fired."""
+
+    at: float
+    step: int
+    rank: int
+    pid: int
+
+
+Marks = dict[int, list[DrillMark]]  # by rank
 
 
 @dataclass(frozen=True)
@@ -32,7 +59,7 @@ class FaultResult:
     step: int | None
     fired: bool
     noticed_s: float | None = None
-    verdict: dict[str, Any] | None = None
+    verdict: Story | None = None
     verdict_right: bool | None = None
     recovered_s: float | None = None
     incident: str = ""
@@ -53,7 +80,7 @@ class DrillResult:
     folder: str = ""
     incidents: tuple[str, ...] = field(default=())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The JSON object."""
         return {"schema": SCHEMA, **asdict(self)}
 
@@ -135,36 +162,38 @@ def judge_drill(plan: DrillPlan, folder: Path, exit_code: int) -> DrillResult:
     )  # fmt: skip
 
 
-def read_marks(folder: Path) -> dict[int, list[dict[str, Any]]]:
+def read_marks(folder: Path) -> Marks:
     """Rank -> what it reported, in time order, over all its lives; each entry knows its pid."""
-    found: dict[int, list[dict[str, Any]]] = {}
+    found: Marks = {}
     for path in folder.glob("steps.*"):
         _, rank, pid = path.name.split(".")
         for line in path.read_text().splitlines():
             try:
-                found.setdefault(int(rank), []).append({**json.loads(line), "pid": int(pid)})
+                entry: DrillMark = json.loads(line)
             except ValueError:
                 continue  # cut short by a kill
+            entry["pid"] = int(pid)
+            found.setdefault(int(rank), []).append(entry)
     for entries in found.values():
         entries.sort(key=lambda entry: entry["at"])
     return found
 
 
-def _read_fired(folder: Path, index: int) -> dict[str, Any] | None:
+def _read_fired(folder: Path, index: int) -> FiredFault | None:
     """When and where a fault fired; None when it did not."""
     try:
-        found: dict[str, Any] = json.loads((folder / f"fired.{index}").read_text())
+        found: FiredFault = json.loads((folder / f"fired.{index}").read_text())
         return found
     except (OSError, ValueError):
         return None
 
 
 def match_incidents(
-    faults: Sequence[DrillFault], fired_at: Sequence[float | None], incidents: Sequence[dict[str, Any]]
-) -> dict[int, dict[str, Any]]:
+    faults: Sequence[DrillFault], fired_at: Sequence[float | None], incidents: Sequence[Story]
+) -> dict[int, Story]:
     """Fault -> its incident. Those that name a fault's rank and cause are its own before any other may have them:
     a fault that training survived without an incident does not take the next one's."""
-    own: dict[int, dict[str, Any]] = {}
+    own: dict[int, Story] = {}
     for exact in (True, False):
         for index, (fault, at) in enumerate(zip(faults, fired_at, strict=True)):
             if at is None or index in own or not KINDS[fault.kind][1]:
@@ -183,7 +212,7 @@ def match_incidents(
     return own
 
 
-def is_right(fault: DrillFault, verdict: dict[str, Any] | None) -> bool:
+def is_right(fault: DrillFault, verdict: Story | None) -> bool:
     """Whether the verdict names the fault's rank, it alone, and a cause that the fault has."""
     found = verdict or {}
     ranks = found.get("ranks")
@@ -198,9 +227,9 @@ def is_right(fault: DrillFault, verdict: dict[str, Any] | None) -> bool:
 
 def _judge_fault(
     fault: DrillFault,
-    fired: dict[str, Any] | None,
-    incident: dict[str, Any] | None,
-    marks: dict[int, list[dict[str, Any]]],
+    fired: FiredFault | None,
+    incident: Story | None,
+    marks: Marks,
 ) -> FaultResult:
     if fired is None:
         return FaultResult(fault.kind, fault.rank, None, False)
@@ -218,13 +247,13 @@ def _judge_fault(
     )  # fmt: skip
 
 
-def _noticed(incident: dict[str, Any]) -> float:
+def _noticed(incident: Story) -> float:
     return float(
         min([m["at"] for m in incident["timeline"] if m["name"] == "noticed"] or [incident["opened"]])
     )
 
 
-def _recovered(fault: DrillFault, at: float, marks: dict[int, list[dict[str, Any]]]) -> float | None:
+def _recovered(fault: DrillFault, at: float, marks: Marks) -> float | None:
     """From the fault until a survivor began a step that it had not begun before."""
     times = []
     for rank, entries in marks.items():
@@ -240,7 +269,7 @@ def _recovered(fault: DrillFault, at: float, marks: dict[int, list[dict[str, Any
     return min(times) - at if times else None
 
 
-def find_identical(marks: dict[int, list[dict[str, Any]]]) -> bool | None:
+def find_identical(marks: Marks) -> bool | None:
     """Whether all ranks that reported on a step reported the same; None without two reports.
 
     The script's own `digest` is compared with its like, and so is the `state` that was told without its help.
@@ -248,20 +277,20 @@ def find_identical(marks: dict[int, list[dict[str, Any]]]) -> bool | None:
     seen: dict[tuple[str, int, int], list[str]] = {}
     for entries in marks.values():
         for entry in entries:
-            for name in ("digest", "state"):
+            for name in _REPORTS:
                 if name in entry and "at_step" in entry:
                     seen.setdefault((name, entry.get("part", 0), entry["at_step"]), []).append(entry[name])
     compared = [reports for reports in seen.values() if len(reports) > 1]
     return all(len(set(reports)) == 1 for reports in compared) if compared else None
 
 
-def find_lost_steps(marks: dict[int, list[dict[str, Any]]]) -> int | None:
+def find_lost_steps(marks: Marks) -> int | None:
     """Steps that no rank began, below the last one that any began."""
     steps = {entry["step"] for entries in marks.values() for entry in entries if "step" in entry}
     return (max(steps) - min(steps) + 1 - len(steps)) if steps else None
 
 
-def _samples(marks: dict[int, list[dict[str, Any]]]) -> dict[str, int | None]:
+def _samples(marks: Marks) -> dict[str, int | None]:
     """Lost and repeated samples, from the scripts' own reports of committed samples."""
     seen: dict[int, int] = {}
     steps: dict[int, set[int]] = {}

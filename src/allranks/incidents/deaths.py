@@ -137,7 +137,8 @@ class DeathIncidents:
             what = "it" if starved == 1 else f"{starved} processes"
             death = replace(death, reason=f"{death.reason}: the kernel ended {what} for lack of memory")
         opened = self.pipeline.open("death", death.sentence, samples, ranks=(death.rank,))
-        verdict = Finding("rank_died", (death.rank,), death.sentence, confidence=1.0, where=death.where)
+        sure = 0.9 if death.echo else 1.0
+        verdict = Finding("rank_died", (death.rank,), death.sentence, confidence=sure, where=death.where)
         if death.echo and death.where:  # it lost a peer, and no peer has died
             sentence = f"connections between ranks broke and no rank had died before: {death.sentence}"
             verdict = Finding("none_finished", (), sentence, confidence=0.7, where=death.where)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("allranks.agent")
 
+Story = dict[str, Any]  # an incident, or a part of one, as its file has it (docs/contracts.md)
 MAX_BYTES = 2 << 30  # of all incidents in one folder
 
 
@@ -42,7 +43,7 @@ class Changes(TypedDict, total=False):
     node: str
     ranks: tuple[int, ...]
     verdict: Finding | None
-    stacks: dict[str, Any]
+    stacks: Story
     action: Action
     missing: tuple[str, ...]
     closed: float | None
@@ -132,7 +133,7 @@ def remove_oldest(folder: Path, keep: str, max_bytes: int = MAX_BYTES) -> list[P
     return removed
 
 
-def read_incidents(folder: Path) -> list[dict[str, Any]]:
+def read_incidents(folder: Path) -> list[Story]:
     """All incidents of a folder, oldest first; unreadable ones are passed over."""
     found = []
     for path in sorted(folder.glob("*/incident.json")):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 from allranks.blackbox.files import job_folders
 from allranks.blackbox.header import is_alive
 from allranks.errors import InputError
-from allranks.incidents.folder import read_incidents
+from allranks.incidents.folder import Story, read_incidents
 from allranks.load import LoadOptions, load_paths
 from allranks.model.job import JobView, RankRow
 from allranks.model.trace import Flag, RankTrace, State
@@ -29,7 +29,7 @@ SILENT_S = 3.0  # a shorter wait is usual
 EVERY_S = 2.0
 
 
-def write_job(folder: Path, facts: dict[str, Any]) -> None:
+def write_job(folder: Path, facts: Mapping[str, object]) -> None:
     """What `allranks run` leaves in the job's folder for others to find."""
     (folder / JOB_FILE).write_text(json.dumps(facts))
 
@@ -181,7 +181,7 @@ def find_absent(
     return tuple(rank for rank in members if rank in open_ and (group, sequence) not in open_[rank])
 
 
-def _incident_line(incident: dict[str, Any]) -> str:
+def _incident_line(incident: Story) -> str:
     verdict = incident.get("verdict") or {}
     text = verdict.get("sentence") or incident.get("reason") or ""
     state = "closed" if incident.get("closed") else "open"

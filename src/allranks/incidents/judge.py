@@ -93,8 +93,7 @@ def judge(diagnosis: Diagnosis | None, report: StacksReport | None, observed: Ob
 def _correct(found: Finding | None, report: StacksReport | None, observed: Observed) -> Finding | None:
     """What the agent knows better than the boxes; None when it does not."""
     if observed.told is not None:
-        # a rank may have died of what another did: calls that do not match are found in the boxes of all
-        return observed.told if found is None or found.cause not in PROGRAM_FAULT else None
+        return None if found is not None and _explains(found, observed.told) else observed.told
     if observed.looping:
         return Finding(NO_STEP, (), observed.reason, confidence=0.5)
     if observed.behind:
@@ -104,6 +103,15 @@ def _correct(found: Finding | None, report: StacksReport | None, observed: Obser
     if found is None and report is not None and report.culprits:
         return _from_stacks(report)
     return None
+
+
+def _explains(found: Finding, told: Finding) -> bool:
+    """Whether a rank died of what another did: calls that do not match are found in the boxes of all.
+
+    A call that others have not made yet is no cause: they could not, after a rank had died of itself.
+    """
+    early = found.cause == "extra_collective" and found.ranks != told.ranks and told.confidence == 1.0
+    return found.cause in PROGRAM_FAULT and not early
 
 
 def accuse(ranks: tuple[int, ...], report: StacksReport | None, reason: str) -> Finding | None:

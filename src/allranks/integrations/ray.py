@@ -35,7 +35,7 @@ from allranks.incidents.loop import Watch
 from allranks.incidents.peers import PeerAgents
 from allranks.incidents.pipeline import WatchOptions
 from allranks.incidents.policy import PolicyOptions
-from allranks.launch.environment import job_token
+from allranks.launch.command_line import job_token
 from allranks.launch.node_agent import NodeAgent
 from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.lighthouse.options import Options, ServerOptions

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
@@ -66,7 +65,7 @@ class EtcdV3Backend(RendezvousBackend):
             raise RendezvousConnectionError(str(error)) from error
         return None if found is None else (found.value, found.revision)
 
-    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, int, bool] | None:
+    def set_state(self, state: bytes, token: int | None = None) -> tuple[bytes, int, bool] | None:
         """Writes the state if nobody else did since `token`; returns what holds now and whether it was ours."""
         try:
             written = self._etcd.compare_and_put(self._key, state, int(token or 0), self._life.lease())

@@ -18,13 +18,21 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from allranks.errors import AllranksError, EtcdError
 from allranks.launch.torchrun_patches import MEETING, WAITING, replaced
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
+    from torch.distributed.elastic.rendezvous.api import RendezvousHandler
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    Meeting = Callable[[SimpleElasticAgent, WorkerGroup], None]
+    Waiting = Callable[[DynamicRendezvousHandler], int]
 
 log = logging.getLogger("allranks.agent")
 
@@ -119,7 +127,7 @@ class RendezvousRetry:
     nodes: int = 0  # in the last one
     away_s: float | None = None  # since when its server does not answer (monotonic)
 
-    def completed(self, group: Any) -> None:
+    def completed(self, group: WorkerGroup) -> None:
         """A rendezvous was completed."""
         self.held += 1
         self.nodes = int(group.group_world_size)
@@ -149,8 +157,8 @@ def repeating_rendezvous() -> Iterator[RendezvousRetry]:
 
     retry = RendezvousRetry()
 
-    def patient(ordinary: Any) -> Any:
-        def rendezvous(agent: Any, group: Any) -> None:
+    def patient(ordinary: Meeting) -> Meeting:
+        def rendezvous(agent: SimpleElasticAgent, group: WorkerGroup) -> None:
             attempt = 1
             while True:
                 try:
@@ -179,8 +187,8 @@ def watching_members(retry: RendezvousRetry, restarts: bool) -> Iterator[None]:
     """While it is open, ranks continue training while etcd is away; with `restarts`, a node that leaves starts a new rendezvous."""
     from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-    def watchful(ordinary: Any) -> Any:
-        def num_nodes_waiting(handler: Any) -> int:
+    def watchful(ordinary: Waiting) -> Waiting:
+        def num_nodes_waiting(handler: DynamicRendezvousHandler) -> int:
             try:
                 waiting = int(ordinary(handler))
             except RendezvousConnectionError as error:
@@ -206,6 +214,6 @@ def count_departed(met: int, present: int, closed: bool) -> int:
     return 0 if closed else max(0, met - present)
 
 
-def _comes_back(handler: Any) -> bool:
+def _comes_back(handler: RendezvousHandler) -> bool:
     """A server may be restarted; a c10d store is lost with the agent that hosts it."""
     return str(handler.get_backend()).startswith("etcd")

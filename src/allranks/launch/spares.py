@@ -17,9 +17,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-from allranks.launch.torchrun_patches import STARTING, replaced
+from allranks.launch.torchrun_patches import STARTING, Starting, replaced
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 log = logging.getLogger("allranks.agent")
 
@@ -185,8 +188,10 @@ def serving(spares: Spares | None) -> Iterator[None]:
         yield
         return
 
-    def from_spares(ordinary: Any) -> Any:
-        def popen(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
+    def from_spares(ordinary: Starting) -> Starting:
+        def popen(
+            handler: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]
+        ) -> subprocess.Popen[bytes]:
             names = [getattr(stream, "name", None) for stream in (handler._stdout, handler._stderr)]
             return spares.take(args, env, *names) or ordinary(handler, args, env)
 

@@ -10,9 +10,20 @@ import contextlib
 import importlib
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from allranks.supervise.orphans import Guard, sweep
+
+if TYPE_CHECKING:
+    import signal
+    import subprocess
+
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Starting = Callable[..., "subprocess.Popen[bytes]"]
 
 log = logging.getLogger("allranks.agent")
 
@@ -24,7 +35,7 @@ STOPPING = "torch.distributed.elastic.multiprocessing.api:SubprocessContext._clo
 
 
 @contextlib.contextmanager
-def replaced(method: str, make: Callable[[Any], Any], without: str) -> Iterator[None]:
+def replaced(method: str, make: Callable[[Callable[P, R]], Callable[P, R]], without: str) -> Iterator[None]:
     """While it is open, `make(torch's own method)` is called instead; `without` says what a missing method costs."""
     module, _, place = method.partition(":")
     owner_name, _, name = place.rpartition(".")
@@ -53,16 +64,16 @@ def ending_ranks(grace_s: int | None, on_stop: Callable[[set[int]], object]) -> 
     """
     guard = Guard()
 
-    def started(ordinary: Any) -> Any:
-        def popen(handler: Any, *args: Any, **kwargs: Any) -> Any:
+    def started(ordinary: Starting) -> Starting:
+        def popen(handler: SubprocessHandler, *args: object, **kwargs: object) -> subprocess.Popen[bytes]:
             process = ordinary(handler, *args, **kwargs)
             guard.add(process.pid)
             return process
 
         return popen
 
-    def stopped(ordinary: Any) -> Any:
-        def close(context: Any, death_sig: Any, timeout: int = 30) -> None:
+    def stopped(ordinary: Callable[..., None]) -> Callable[..., None]:
+        def close(context: SubprocessContext, death_sig: signal.Signals, timeout: int = 30) -> None:
             ranks = [handler.proc for handler in context.subprocess_handlers.values()]
             asked = {rank.pid for rank in ranks if rank.poll() is None}
             on_stop(asked)

@@ -15,7 +15,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from allranks.errors import InputError, require
 from allranks.launch.rendezvous import (
@@ -31,6 +31,11 @@ from allranks.launch.rendezvous import (
 )
 from allranks.launch.spares import RANK_MODULE, Spares, serving
 from allranks.launch.torchrun_patches import MONITORING, ending_ranks, replaced
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup
+
+    Monitoring = Callable[[SimpleElasticAgent, WorkerGroup], RunResult]
 
 log = logging.getLogger("allranks.agent")
 
@@ -100,8 +105,8 @@ def launch(job: Launch) -> int:
 def sensible_restarts(why_not_again: Callable[[dict[int, int]], str]) -> Iterator[None]:
     """While it is open, a failure that no restart cures uses up the restarts that are left."""
 
-    def judging(ordinary: Any) -> Any:
-        def monitor(agent: Any, group: Any) -> Any:
+    def judging(ordinary: Monitoring) -> Monitoring:
+        def monitor(agent: SimpleElasticAgent, group: WorkerGroup) -> RunResult:
             result = ordinary(agent, group)
             if result.state.name in ("FAILED", "UNHEALTHY") and agent._remaining_restarts > 0:
                 why = why_not_again({f.pid: int(f.exitcode) for f in (result.failures or {}).values()})

@@ -1,1 +1,50 @@
-"""Observes the ranks of one node: samples, progress, exits, other nodes. Runs in the agent; decides nothing about incidents."""
+"""Observes the ranks of one node: samples, progress, exits, other nodes. Runs in the agent; decides nothing about incidents.
+
+Here: the `debug:` section of a job file, stacks of every rank of this node `wait_seconds` after the start or as it says. The
+collecting is done by `allranks watch` as a child, which ends with the agent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def start_timed_stacks(
+    debug: Mapping[str, Any], folder: Path, log_dir: str
+) -> subprocess.Popen[bytes] | None:
+    """The child that will collect; None when the section does not ask for it. `{log_dir}` is the job's."""
+    section = collection(debug)
+    if section is None:
+        return None
+    config = folder / "debug.yaml"
+    config.write_text(json.dumps({"debug": section}))  # JSON is YAML
+    command = [sys.executable, "-m", "allranks", "watch", "--pid", str(os.getpid()), "--config", str(config)]
+    environment = {**os.environ, "LOG_DIR": log_dir, "ALLRANKS_DIR": str(folder)}
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def collection(debug: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The section as `allranks watch` shall read it: hangs are our own watch's business, unless it names triggers."""
+    triggers = {key: value for key, value in (debug.get("triggers") or {}).items() if value not in (None, [])}
+    if not debug.get("enabled") or not (debug.get("wait_seconds") or any(triggers.values())):
+        return None
+    keys = ("output_dir", "repeats", "rounds", "interval_seconds", "native", "cuda_gdb", "patterns")
+    chosen = {key: debug[key] for key in keys if debug.get(key) is not None}
+    quiet = {"no_progress_seconds": 0, "rank_lost": False}
+    return {"wait_seconds": debug.get("wait_seconds") or 0, "triggers": {**quiet, **triggers}, **chosen}
+
+
+def stop_timed_stacks(child: subprocess.Popen[bytes]) -> None:
+    """Ends it, whatever it is doing: the ranks are gone."""
+    child.terminate()
+    try:
+        child.wait(5.0)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
