@@ -151,7 +151,7 @@ def test_a_frozen_rank_that_the_others_go_on_without_is_left_behind() -> None:
     assert look(now + 12, state, samples)[0] is False
     found, reason = behind(now + 12, state, samples)
     assert found == (1,)
-    assert "stands at step 29" in reason and "at step 40" in reason
+    assert "is at step 29" in reason and "at step 40" in reason
 
 
 def test_a_replica_on_its_way_in_is_not_left_behind() -> None:
@@ -162,6 +162,17 @@ def test_a_replica_on_its_way_in_is_not_left_behind() -> None:
     later = [sample(0, 900), sample(1, 0, pid=999), sample(2, 900)]
     assert behind(now + 200, state, later)[0] == ()
     assert behind(now + 301, state, later)[0] == (1,)
+
+
+def test_a_rank_that_froze_in_its_first_step_is_left_behind_when_the_others_waited_for_it_in_vain() -> None:
+    """It has hardly trained, as one that starts; but the job stalled with it, and the others gave it up."""
+    now, state = trained(0.1, steps=2)
+    state = observe(now + 20, state, [sample(0, 40), sample(1, 1), sample(2, 40)], OPTIONS)
+    samples = [sample(0, 90), sample(1, 1), sample(2, 90)]
+    state = observe(now + 64, state, samples, OPTIONS)
+    stalled = {samples[1].process}
+    assert left_behind(now + 65, 10**18, state, samples, OPTIONS)[0] is None
+    assert left_behind(now + 65, 10**18, state, samples, OPTIONS, stalled)[0] is not None
 
 
 def test_a_rank_that_has_done_its_last_step_is_not_left_behind() -> None:

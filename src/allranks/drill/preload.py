@@ -2,7 +2,7 @@
 
 Runs in the rank. The plan is `plan.json` in the folder $ALLRANKS_DRILL; a fault fires once in the life of the
 drill, whoever restarts; each mark of each rank is one line of `steps.RANK.PID`. In replicas each step that the managed
-optimizer applied is told with a fingerprint of its parameters, so that replicas can be compared.
+optimizer applied is reported with a fingerprint of its parameters, so that replicas can be compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _marked_in = 0  # how many of them there were at the last mark
 
 @cache
 def _rank() -> int:
-    """Asked for late: a warm process is told which rank it is long after it has imported this."""
+    """Asked for late: a warm process learns which rank it is long after it has imported this."""
     return int(os.environ.get("ALLRANKS_RANK") or os.environ.get("RANK") or 0)
 
 

@@ -170,7 +170,8 @@ class HangInvestigator:
     ) -> tuple[Suspicion | None, Examine | None]:
         """Replicas that the others have given up stall beside a job that moves."""
         fresh = [s for s in samples if not self.pipeline.explained.covers(s)]
-        suspicion = self.history.left_behind(now_s, fresh)
+        stalled = self._went_on.processes if self._went_on is not None else ()
+        suspicion = self.history.left_behind(now_s, fresh, stalled)
         suspects = self._of_one_replica(suspicion, fresh)
         if self.behind is not None and self.behind.processes != _processes(suspects):
             self._close(self.behind, "it moves again or is gone")

@@ -1,4 +1,4 @@
-"""Tells a hang from slowness after one or more looks at a job that stands still. Pure.
+"""Tells a hang from slowness after one or more looks at a job that makes no progress. Pure.
 
 One look is never enough: a rank may sleep, compile, save or collect garbage for longer than usual. A rank
 that works (its stack or its CPU moves) gets patience up to the cap; one that waits for nobody and does not

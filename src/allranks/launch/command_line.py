@@ -80,7 +80,7 @@ def from_environment(environment: Mapping[str, str], given: Sequence[str]) -> li
 
 @dataclass(frozen=True)
 class JobEnvironment:
-    """The facts of one job that every rank is told."""
+    """The facts of one job that every rank gets."""
 
     job: str
     token: str = ""

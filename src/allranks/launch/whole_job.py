@@ -52,7 +52,7 @@ _ALONE_DEFAULTS = {"last_call_timeout": "2", "keep_alive_interval": "60"}
 
 @dataclass(frozen=True)
 class Launch:
-    """One torchrun launch: its command line, and what ranks are told."""
+    """One torchrun launch: its command line, and the environment of its ranks."""
 
     argv: tuple[str, ...]
     environment: dict[str, str]

@@ -123,11 +123,11 @@ class NodeMonitor:
 
     def _miss_lighthouse(self, away_s: float) -> None:
         """Once: it is gone, with the node that held it."""
-        host, heir = self._host(), self._failover.heir
+        host, successor = self._host(), self._failover.heir
         self._failover = Failover()
         if host is not None and not self._stop.is_set():
             reason = f"its agent held the lighthouse, which does not answer for {away_s:.1f} s"
-            self.on_lost(Loss(host, reason, time.time(), certain=False, told_by=heir))
+            self.on_lost(Loss(host, reason, time.time(), certain=False, told_by=successor))
 
     def _look_up(self, notice: MemberLost, at: float) -> None:
         try:

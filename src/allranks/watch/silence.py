@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from allranks.model.options import option
@@ -266,12 +266,17 @@ def _last_progress_s(state: NoticeState, histories: list[RankHistory]) -> float:
 
 
 def left_behind(
-    now_s: float, now_ns: int, state: NoticeState, samples: list[RankSample], options: NoticeOptions
+    now_s: float,
+    now_ns: int,
+    state: NoticeState,
+    samples: list[RankSample],
+    options: NoticeOptions,
+    stalled: Collection[ProcessId] = (),
 ) -> tuple[Suspicion | None, str]:
-    """A rank that stands still while the others train on without it, in replica mode: frozen and given up.
+    """A rank that makes no progress while the others train on without it, in replica mode: frozen and given up.
 
-    It must have trained before (a replica that starts or heals is not behind but on its way) and stand more than
-    one step back (one that has finished its last step waits for nobody).
+    It must have trained before (a replica that starts or heals is not behind but on its way), or the others have waited
+    for it in vain (`stalled`), and be more than one step back (one that has finished its last step waits for nobody).
     """
     running = [s for s in samples if s.alive and not s.closed and s.rank in state.ranks]
     general = limit_s(replace(state, excused=0), options)
@@ -280,6 +285,8 @@ def left_behind(
     for sample in running:
         known = state.ranks[sample.rank]
         patience = _own_limit_s(known, options)
+        if sample.step >= 0 and sample.process in stalled:
+            patience = min(patience, options.floor_s)
         late = now_s - known.changed_s >= patience
         if late and ahead > sample.step + 1 and sample.expect_until_ns <= now_ns:
             behind.append(sample)
@@ -288,10 +295,12 @@ def left_behind(
     first = behind[0]
     since = state.ranks[first.rank].changed_s
     reason = (
-        f"rank {first.rank} has made no progress for {now_s - since:.1f} s and stands at step {first.step}; "
+        f"rank {first.rank} has made no progress for {now_s - since:.1f} s and is at step {first.step}; "
         f"the others continue without it and are at step {ahead}"
     )
-    limit = _own_limit_s(state.ranks[first.rank], options)
+    limit = (
+        _own_limit_s(state.ranks[first.rank], options) if first.process not in stalled else options.floor_s
+    )
     return Suspicion(since, now_s - since, limit, tuple(s.rank for s in behind), reason=reason), reason
 
 
@@ -351,9 +360,11 @@ class ProgressHistory:
 
         return notice(now_s, time.time_ns(), self._state, samples, self.options, rhythm)[0]
 
-    def left_behind(self, now_s: float, samples: list[RankSample]) -> Suspicion | None:
-        """Some do not make progress, the others do."""
-        return left_behind(now_s, time.time_ns(), self._state, samples, self.options)[0]
+    def left_behind(
+        self, now_s: float, samples: list[RankSample], stalled: Collection[ProcessId] = ()
+    ) -> Suspicion | None:
+        """Some do not make progress, the others do; `stalled` were waited for in vain."""
+        return left_behind(now_s, time.time_ns(), self._state, samples, self.options, stalled)[0]
 
     def not_retrying(self, samples: list[RankSample]) -> tuple[int, ...]:
         """Some have begun the step again, these have not."""
