@@ -50,7 +50,7 @@ from allranks.checkpoint.manifest import (
 )
 from allranks.checkpoint.restore.torch_files import read_metadata
 from allranks.cli.doctor import _with_config
-from allranks.doctor.checks import DoctorOptions
+from allranks.doctor import DoctorOptions
 from allranks.doctor.explain import explain, parse_line
 from allranks.doctor.nodes import compare, read_answers
 from allranks.drill.plan import read_plan
