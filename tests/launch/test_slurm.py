@@ -154,6 +154,8 @@ def slurm(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     more = getattr(request, "param", "").format(folder=tmp_path)
     config.write_text(CONFIG.format(host=socket.gethostname(), folder=folder, **ports) + more)
     monkeypatch.setenv("SLURM_CONF", str(config))
+    # the numbers of jobs begin at 1 each time: their black boxes are not for other runs of these tests to find
+    monkeypatch.setenv("ALLRANKS_DIR", str(tmp_path / "boxes"))
     commands = [
         ["munged", "--foreground", "--force", f"--key-file={folder}/munge/key", f"--socket={folder}/munge/sock",
          f"--pid-file={folder}/munge/pid", f"--log-file={folder}/munge/log", f"--seed-file={folder}/munge/seed"],

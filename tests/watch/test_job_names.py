@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from allranks.cli.run import find_job_name
+from allranks.incidents import job_overview
 from allranks.incidents.job_overview import set_aside_earlier, write_job
-from allranks.watch.samples import read_samples
+from allranks.watch.samples import RankSample, read_sample, read_samples
 from boxes import write_box
 
 FILE = {"elastic": {"rdzv_id": "elastic-training", "rdzv_endpoint": ""}}
@@ -52,3 +55,20 @@ def test_boxes_stay_while_another_agent_of_the_job_runs(tmp_path: Path) -> None:
     write_box(tmp_path, 0, 7, pid=gone())
     set_aside_earlier(tmp_path)
     assert [sample.rank for sample in read_samples(tmp_path)] == [0]
+
+
+def test_two_agents_that_start_together_set_aside_what_an_earlier_run_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one is faster with one of the boxes."""
+    for rank in range(2):
+        write_box(tmp_path, rank, 7, pid=gone())
+
+    def read(path: Path) -> RankSample | None:
+        found = read_sample(path)
+        (tmp_path / "0.box").unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(job_overview, "read_sample", read)
+    set_aside_earlier(tmp_path)
+    assert [path.name for path in tmp_path.glob("*.earlier")] == ["1.box.earlier"]

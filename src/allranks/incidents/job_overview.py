@@ -3,6 +3,7 @@ the agent reads from the same boxes who waits for whom."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import urllib.request
@@ -42,7 +43,8 @@ def set_aside_earlier(folder: Path) -> None:
     for path in folder.glob("*.box"):
         sample = read_sample(path)
         if sample is not None and not sample.alive:
-            path.replace(path.with_name(f"{path.name}.earlier"))
+            with contextlib.suppress(FileNotFoundError):  # another agent that starts on this host was faster
+                path.replace(path.with_name(f"{path.name}.earlier"))
 
 
 def read_job(folder: Path) -> dict[str, Any]:
