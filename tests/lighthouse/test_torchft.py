@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -116,7 +116,8 @@ def test_connections_to_torchfts_port_that_call_nothing_are_bounded() -> None:
             lines.append((reader, writer))
             port = await ports.get()
             if number == 0:
-                assert relay.called(port).startswith("127.0.0.1:")  # the member: it is not idle
+                assert relay.address(port).startswith("127.0.0.1:")
+                relay.keep(port)  # the member's
         assert await lines[1][0].read() == b"" and len(closed) == 1
         lines[0][1].write(b"more")
         assert await lines[0][0].readexactly(4) == b"more"
@@ -129,11 +130,14 @@ def test_connections_to_torchfts_port_that_call_nothing_are_bounded() -> None:
     asyncio.run(asyncio.wait_for(play(), 120))
 
 
+@dataclass
 class Caller:
     """gRPC's view of a client."""
 
+    port: int = 5
+
     def peer(self) -> str:
-        return "ipv4:127.0.0.1:5"
+        return f"ipv4:127.0.0.1:{self.port}"
 
     async def abort(self, code: object, details: str) -> NoReturn:
         raise ConnectionRefusedError(details)
@@ -155,7 +159,9 @@ def test_names_without_end_fill_no_memory() -> None:
         assert len(server.peers) == len(service.state.replicas) == MAX_REPLICAS
         with pytest.raises(ConnectionRefusedError, match=f"{MAX_REPLICAS} replicas are here already"):
             await server.quorum(encode_quorum_request(Member("one more")), Caller())
-        await server.heartbeat(_heartbeat("r0"), Caller())
+        for port in range(5, 50):
+            await server.heartbeat(_heartbeat("r0"), Caller(port))
+        assert server.peers["r0"].ports == {5, 6, 7, 8}  # the others may be closed when too many are there
         service.close()
 
     asyncio.run(asyncio.wait_for(play(), 60))

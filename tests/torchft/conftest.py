@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _grpc_poller() -> None:
-    grpc.aio.init_grpc_aio()
+    async def start() -> None:  # inside of a loop: there may be no other one any more
+        grpc.aio.init_grpc_aio()
+
+    asyncio.run(start())

@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
+from allranks.lighthouse.limits import open_files_limit
+
 CHUNK = 1 << 16
 PREFACE = b"PRI "  # how HTTP/2, and so gRPC, begins
 
@@ -17,15 +19,17 @@ PREFACE = b"PRI "  # how HTTP/2, and so gRPC, begins
 class Relay:
     """`closed(port)` is called once per connection; `port` is what the server saw as the peer's.
 
-    A connection that has made no call yet costs two descriptors: of more than `max_idle` such ones the oldest is closed.
+    A connection costs two descriptors. Of more than `max_idle` that are no member's the oldest is closed; when all of
+    them take half of the descriptors of this process, nobody else comes in.
     """
 
     def __init__(self, grpc: tuple[str, int], closed: Callable[[int], None], max_idle: int) -> None:
         self._grpc = grpc
         self._closed = closed
         self._max_idle = max_idle
+        self._max = open_files_limit() // 4
         self._tasks: set[asyncio.Task[None]] = set()
-        self._idle: dict[asyncio.Task[None], None] = {}  # have made no call; oldest first
+        self._idle: dict[asyncio.Task[None], None] = {}  # no member's; oldest first
         self._ports: dict[int, tuple[asyncio.Task[None], str]] = {}
 
     def take(self, transport: asyncio.Transport, first: bytes) -> None:
@@ -35,12 +39,14 @@ class Relay:
         protocol.connection_made(transport)
         protocol.data_received(first)
 
-    def called(self, port: int) -> str:
-        """A call came in from this port: where its client really is."""
-        task, address = self._ports.get(port, (None, "?"))
-        if task is not None:
-            self._idle.pop(task, None)
-        return address
+    def address(self, port: int) -> str:
+        """Where the client of a call from this port really is."""
+        return self._ports[port][1] if port in self._ports else "?"
+
+    def keep(self, port: int) -> None:
+        """The connection of this port is a member's."""
+        if port in self._ports:
+            self._idle.pop(self._ports[port][0], None)
 
     async def close(self) -> None:
         """Ends every connection."""
@@ -51,6 +57,9 @@ class Relay:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
+        if len(self._tasks) >= self._max:
+            writer.close()
+            return
         self._tasks.add(task)
         self._idle[task] = None
         if len(self._idle) > self._max_idle:

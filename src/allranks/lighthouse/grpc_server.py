@@ -39,6 +39,7 @@ _OPTIONS = (
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_receive_message_length", 16 << 10),
 )
+MAX_CONNECTIONS_EACH = 4  # of a replica: torchft has two, its manager's and its heartbeats'
 MAX_REPLICAS = 2048  # torchft's protocol has no token: whoever comes may say any number of names
 
 
@@ -153,7 +154,7 @@ class TorchftServer:
     def _peer(self, name: str, context: CallContext) -> GrpcPeer | Refused:
         """The replica's peer; says hello to the service when it is new or was declared lost."""
         port = int(context.peer().rsplit(":", 1)[1])
-        address = self.relay.called(port) if self.relay is not None else "?"
+        address = self.relay.address(port) if self.relay is not None else "?"
         peer = self.peers.pop(name, None)
         if peer is None and len(self.peers) >= MAX_REPLICAS:
             return Refused("full", f"{MAX_REPLICAS} replicas are here already")
@@ -165,8 +166,11 @@ class TorchftServer:
             if isinstance(answer, Refused):
                 return answer
             peer.session = answer
-        peer.ports.add(port)
         self.peers[name] = peer
+        if len(peer.ports) < MAX_CONNECTIONS_EACH:
+            peer.ports.add(port)
+            if self.relay is not None:
+                self.relay.keep(port)
         return peer
 
 
