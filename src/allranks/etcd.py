@@ -14,8 +14,8 @@ import threading
 import time
 import urllib.parse
 from dataclasses import dataclass, field
-from typing import Any
 
+from allranks.channel.frames import JsonObject
 from allranks.errors import EtcdError
 
 _PAUSE_S = 0.05  # between two attempts, so that an election of etcd's own is not met by a storm
@@ -108,7 +108,7 @@ class Etcd:
 
     # ---- the cluster --------------------------------------------------------------------------------------
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JsonObject:
         """Version, leader and size, as etcd reports them."""
         return self._call("/v3/maintenance/status", {})
 
@@ -120,10 +120,10 @@ class Etcd:
 
     # ---- inside -------------------------------------------------------------------------------------------
 
-    def _put_where(self, compare: dict[str, str], put: dict[str, str]) -> dict[str, Any]:
+    def _put_where(self, compare: dict[str, str], put: dict[str, str]) -> JsonObject:
         return self._call("/v3/kv/txn", {"compare": [compare], "success": [{"request_put": put}]})
 
-    def _call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, path: str, body: JsonObject) -> JsonObject:
         """One attempt more than there are endpoints: a connection kept for long may just have been closed."""
         failures = []
         for attempt in range(len(self.endpoints) + 1):
@@ -138,7 +138,7 @@ class Etcd:
                     time.sleep(_PAUSE_S)
         raise EtcdError(f"no etcd answers ({'; '.join(dict.fromkeys(failures))})", hint=_HINT)
 
-    def _post(self, endpoint: str, path: str, body: str) -> dict[str, Any]:
+    def _post(self, endpoint: str, path: str, body: str) -> JsonObject:
         connection = getattr(self._local, "connection", None)
         if connection is None:
             connection = self._local.connection = self._connect(endpoint)
@@ -201,6 +201,6 @@ def _put(key: str, value: bytes, lease: int) -> dict[str, str]:
     return {**put, "lease": str(lease)} if lease else put
 
 
-def _key_value(item: dict[str, Any]) -> KeyValue:
+def _key_value(item: JsonObject) -> KeyValue:
     value, revision = base64.b64decode(item.get("value", "")), int(item.get("mod_revision", 0))
     return KeyValue(value, revision, int(item.get("create_revision", 0)))

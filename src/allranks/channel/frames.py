@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from allranks.channel.handshake import ChannelError
 
+JsonObject = dict[str, Any]  # as json reads it
 HEAD = struct.Struct("!IB")
 JSON = 0
 MAX_JSON_BYTES = 64 << 20  # the layout of a very large model
@@ -59,7 +60,7 @@ def check_length(length: int, limit: int) -> None:
 # ---- JSON objects over a blocking socket -----------------------------------------------------------------
 
 
-def send_json(sock: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+def send_json(sock: socket.socket, message: JsonObject, fds: Sequence[int] = ()) -> None:
     """One object, with descriptors if any (of a local socket)."""
     body = json.dumps(message, separators=(",", ":")).encode()
     frame = HEAD.pack(len(body), JSON) + body
@@ -67,19 +68,19 @@ def send_json(sock: socket.socket, message: dict[str, Any], fds: Sequence[int] =
     sock.sendall(frame[sent:])
 
 
-def receive_json(sock: socket.socket, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
+def receive_json(sock: socket.socket, limit: int = MAX_JSON_BYTES) -> JsonObject:
     """The next object, bounded in size; raises ChannelError when there is none."""
     length, kind = HEAD.unpack(read_exactly(sock, HEAD.size))
     check_length(length, limit)
     return read_object(kind, read_exactly(sock, length))
 
 
-def next_json(sock: socket.socket, limit: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
+def next_json(sock: socket.socket, limit: int = MAX_JSON_BYTES) -> JsonObject | None:
     """The next object, or None when the other side has closed in between, as it may."""
     return receive_json(sock, limit) if sock.recv(1, socket.MSG_PEEK) else None
 
 
-def read_object(kind: int, payload: bytes) -> dict[str, Any]:
+def read_object(kind: int, payload: bytes) -> JsonObject:
     """The JSON object of a frame."""
     try:
         message = json.loads(payload) if kind == JSON else None
@@ -99,7 +100,7 @@ class JsonReader:
         self._ready: list[tuple[int, bytes]] = []
         self.fds: list[int] = []
 
-    def receive(self) -> dict[str, Any] | None:
+    def receive(self) -> JsonObject | None:
         """The next object; None when the other side has closed."""
         while not self._ready:
             try:

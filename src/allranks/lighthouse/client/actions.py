@@ -9,8 +9,9 @@ import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from allranks.channel.frames import JsonObject
 from allranks.errors import LighthouseError
 from allranks.model.cluster import CollectEvidence, Gathering, PublishedIncident
 from allranks.model.nodes import Failover, Presence
@@ -101,7 +102,7 @@ class Actions:
         warnings.warn("tell_incident() is report_incident() now", DeprecationWarning, stacklevel=2)
         self.report_incident(incident)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JsonObject:
         """Everything the lighthouse knows (lighthouse/status.py: Status), as plain JSON values."""
         return self._command("status")
 
@@ -112,11 +113,11 @@ class Actions:
         reason: str = "",
         replicas: tuple[str, ...] = (),
         body: Body | None = None,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         raise NotImplementedError
 
 
-def _presence(found: Any) -> Presence | None:
+def _presence(found: object) -> Presence | None:
     if not isinstance(found, dict):
         return None
     ranks = tuple(int(rank) for rank in found.get("ranks") or ())

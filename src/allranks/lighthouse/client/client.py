@@ -19,8 +19,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from types import TracebackType
-from typing import Any
 
+from allranks.channel.frames import JsonObject
 from allranks.errors import (
     LighthouseError,
     LighthouseRefused,
@@ -226,7 +226,7 @@ class Client(Actions):
         replicas: tuple[str, ...] = (),
         body: Body | None = None,
         timeout_s: float = 10.0,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         text = json.dumps(asdict(body)) if body is not None else ""
         command = Command(next(self._ids), action, replica, reason, replicas, text)
         ticket: PendingAnswer[Result] = PendingAnswer(
@@ -244,7 +244,7 @@ class Client(Actions):
             self._commands.pop(command.id, None)
         if not result.ok:
             raise LighthouseError(result.body)
-        answer: dict[str, Any] = json.loads(result.body or "{}")
+        answer: JsonObject = json.loads(result.body or "{}")
         return answer
 
     # ---- on the client's thread -------------------------------------------------------------------------
