@@ -1,8 +1,8 @@
 """Everything that reads bytes of others, against changed ones: a clear error or a result, soon, in bounded memory.
 
-    python -m tests.soak.fuzz [--inputs 100000] [--only NAME] [--first NUMBER]
+    python -m tests.soak.fuzz [--inputs 100000] [--only NAME] [--first NUMBER] [--into docs/reliability.md]
 
-Prints a table. A failure names the number of its input, which makes it again.
+Prints a table, and writes its rows into a page. A failure names the number of its input, which makes it again.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ MEMBER = Member("replica-0", "s", "node", "10.0.0.1:1", "10.0.0.1:2", 7, data='{
 CONFIG = (Path(__file__).parents[2] / "examples" / "job.yaml").read_bytes()
 SECTIONS = re.findall(rb"(?m)^[a-z_]+:.*\n(?:[ #].*\n|\n)*", CONFIG)  # each by itself is read faster
 MAX_S, MAX_MB = 5.0, 300
+HEADER = "| reader | inputs | refused | slowest | memory |\n|---|---:|---:|---:|---:|"
+BEGIN, END = "<!-- fuzz: begin -->", "<!-- fuzz: end -->"
 
 
 def read_frames(data: bytes) -> None:
@@ -358,16 +360,29 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=100_000, help="of each target (100000)")
     parser.add_argument("--only", action="append", choices=TARGETS, help="this target (repeatable)")
     parser.add_argument("--first", type=int, default=0, help="number of the first input")
+    parser.add_argument("--into", type=Path, help="a page with a table")
     args = parser.parse_args()
-    print("| reader | inputs | refused | slowest | memory |\n|---|---:|---:|---:|---:|", flush=True)
+    print(HEADER, flush=True)
     failed = 0
     for name in args.only or TARGETS:
         with multiprocessing.get_context("fork").Pool(1) as pool:
             found = pool.apply(fuzz, (name, args.inputs, args.first))
         row = f"{args.inputs:,} | {found.refused:,} | {found.slowest_s * 1000:.0f} ms | +{found.grown_mb} MB"
-        print(f"| {name} | {row} |" + (f" FAILED: {found.failed}" if found.failed else ""), flush=True)
+        row = f"| {name} | {row} |" + (f" FAILED: {found.failed}" if found.failed else "")
+        print(row, flush=True)
         failed += bool(found.failed)
+        if args.into:
+            args.into.write_text(with_row(args.into.read_text(), name, row))
     return 1 if failed else 0
+
+
+def with_row(page: str, name: str, row: str) -> str:
+    """A page with this reader's row; those of others stay, in the order of TARGETS."""
+    before, _, rest = page.partition(BEGIN)
+    table, _, after = rest.partition(END)
+    rows = {line.split(" | ")[0].strip("| "): line for line in table.strip().splitlines()[2:]} | {name: row}
+    known = [rows[each] for each in TARGETS if each in rows]
+    return f"{before}{BEGIN}\n{HEADER}\n" + "\n".join(known) + f"\n{END}{after}"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 
 from allranks.errors import AllranksError
 
-from .fuzz import TARGETS, fuzz
+from .fuzz import BEGIN, END, HEADER, TARGETS, fuzz, with_row
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS))
@@ -45,3 +45,9 @@ def test_inputs_are_good_before_they_are_changed(target: str) -> None:
     """Or the fuzzing would not get far into a reader."""
     for data in TARGETS[target].seeds:
         TARGETS[target].read(data)
+
+
+def test_a_row_of_the_table_is_written_anew_and_the_others_stay() -> None:
+    page = with_row(f"text\n{BEGIN}\n{HEADER}\n| log | 1 |\n{END}\nmore", "frames", "| frames | 2 |")
+    page = with_row(page, "log", "| log | 3 |")
+    assert page == f"text\n{BEGIN}\n{HEADER}\n| frames | 2 |\n| log | 3 |\n{END}\nmore"
