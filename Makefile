@@ -10,10 +10,11 @@ DEBIAN := etcd-server etcd-client chromium fonts-dejavu-core slurmctld slurmd sl
 demo: $(STAMP)
 	$(BIN)/allranks demo
 
-# Many tests wait for processes, so there are more workers than cores; WORKERS=0 runs them in order.
+# Many tests wait for processes, so there are more workers than cores; WORKERS=0 runs them in order. Compiled files are
+# kept, also where the environment says otherwise: a thousand processes import us.
 WORKERS ?= $(shell expr $$(nproc) + 2)
 test: $(STAMP) packages
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The versions of Python and torch that we promise, each in an environment of its own.
 test-all:
