@@ -11,7 +11,6 @@ are the others': clipping and unscaling do there what they do.
 
 from __future__ import annotations
 
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from torch.optim import Optimizer as TorchOptimizer
 
@@ -25,7 +25,7 @@ class OptimizerWrapper(TorchOptimizer):
         self.manager.start_quorum()
         self.optim.zero_grad(set_to_none)
 
-    def step(self, closure: Callable[[], object] | None = None) -> bool:
+    def step(self, closure: Callable[[], Any] | None = None) -> bool:
         """Closes the step; True when it was committed and applied."""
         if closure is not None:
             raise ValueError("closures are not supported: the step may be voted down after it has run")
@@ -37,34 +37,34 @@ class OptimizerWrapper(TorchOptimizer):
         self.manager.step_applied()
         return True
 
-    def add_param_group(self, param_group: dict[str, object]) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optim.add_param_group(param_group)
 
-    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optim.load_state_dict(state_dict)
 
-    def state_dict(self) -> dict[str, object]:
-        state: dict[str, object] = self.optim.state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.optim.state_dict()
         return state
 
     @property
-    def param_groups(self) -> list[dict[str, object]]:
-        groups: list[dict[str, object]] = self.optim.param_groups
+    def param_groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self.optim.param_groups
         return groups
 
     @property
-    def state(self) -> object:
+    def state(self) -> Any:
         return self.optim.state
 
     @property
-    def defaults(self) -> dict[str, object]:
-        defaults: dict[str, object] = self.optim.defaults
+    def defaults(self) -> dict[str, Any]:
+        defaults: dict[str, Any] = self.optim.defaults
         return defaults
 
     def __repr__(self) -> str:
         return f"OptimizerWrapper({self.optim!r})"
 
-    def __getstate__(self) -> dict[str, object]:
+    def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a managed optimizer cannot be pickled: save its state_dict()")
 
 

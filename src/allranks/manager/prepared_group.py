@@ -10,7 +10,6 @@ Members and newcomers meet in the store of the first newcomer. A newcomer learns
 
 from __future__ import annotations
 
-
 import contextlib
 import json
 import logging

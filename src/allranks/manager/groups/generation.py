@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import logging
 import time
 from collections.abc import Sequence

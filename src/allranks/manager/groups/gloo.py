@@ -6,7 +6,6 @@ connected socket of every group can be told by its ports, also while a group is 
 
 from __future__ import annotations
 
-
 import os
 import socket
 import threading

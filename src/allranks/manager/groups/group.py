@@ -7,7 +7,6 @@ for CPU tensors; `ProcessGroupNCCL` (nccl.py) for GPUs.
 
 from __future__ import annotations
 
-
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -157,7 +156,9 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
             opts = options
         return self._issue("allreduce", tensors, opts)
 
-    def allreduce_in(self, number: int, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> object:
+    def allreduce_in(
+        self, number: int, tensors: list[torch.Tensor], options: dist.AllreduceOptions
+    ) -> object:
         """In the group of that quorum and no other: by the time of the call another may have been made."""
         return self._issue("allreduce", tensors, options, number=number)
 

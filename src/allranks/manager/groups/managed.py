@@ -6,7 +6,6 @@ dimension over replicas (managed) beside ordinary ones inside the replica.
 
 from __future__ import annotations
 
-
 from collections.abc import Sequence
 
 import torch

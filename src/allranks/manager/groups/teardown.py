@@ -78,7 +78,9 @@ def end_compile_workers() -> None:
         time.sleep(_POLL_S)
 
 
-def _destroy(last: list[object], works: list[object], keep_at_exit: bool, abort: threading.Thread | None) -> None:
+def _destroy(
+    last: list[object], works: list[object], keep_at_exit: bool, abort: threading.Thread | None
+) -> None:
     deadline = time.monotonic() + _PATIENCE_S
     time.sleep(_POLL_S)  # a call that is just entering the backend must not end up as its last owner
 
