@@ -6,7 +6,7 @@ the same script under torchrun and under `allranks run` (recording, watch, light
 in short runs that take turns, compared pair by pair.
 
     benchmarks/loop.py [--quick] [--json] [--rounds N] [--kinds hang,kill,…] [--whole kill,…] [--together]
-        [--healthy-s S] [--overhead-rounds N]
+        [--healthy-s S] [--overhead-rounds N] [--against TREE]
     benchmarks/loop.py --matrix [--kinds hang,kill,…] [--points 0,60,heal,…] [--modes whole,replica] [--device cuda]
         [--jobs N] [--minutes M] [--slice K/M] [--exec] [--out results.jsonl]    every kind of fault at every point,
         one job each; what the file has already is not run again
@@ -117,8 +117,10 @@ def healthy(seconds: float, folder: Path, notice_s: float) -> DrillResult:
             process.wait()
 
 
-def overhead(rounds: int, steps: int, folder: Path) -> dict[str, float]:
+def overhead(rounds: int, steps: int, folder: Path, against: Path | None = None) -> dict[str, float]:
     """What training costs under us against torchrun: medians over pairs of runs.
+
+    `against` is the source tree of another version, which takes its turns too.
 
     step_time: the fastest tenth of the steps, which nothing else disturbed. around: CPU of the ranks and all around
     them (agent, lighthouse, helpers) for each CPU second of the ranks; it does not depend on other load.
@@ -129,14 +131,20 @@ def overhead(rounds: int, steps: int, folder: Path) -> dict[str, float]:
         "whole": [*ours, "--standalone", "--nproc-per-node", "2"],
         "replicas": [*ours, "--replicas", "2", "--min-replicas", "2"],
     }
+    sources = dict.fromkeys(commands, SCRIPT.parents[1])
+    if against is not None:
+        for name in ("whole", "replicas"):
+            commands[f"{name}_before"], sources[f"{name}_before"] = commands[name], against
     folder.mkdir(parents=True)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
     for round_ in range(rounds):
         names = list(commands) if round_ % 2 == 0 else list(commands)[::-1]
         for name in names:
             out = folder / f"{name}.{round_}.json"
-            words = [*commands[name], str(SCRIPT), str(out), str(steps), str(WIDTH)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            tree = sources[name].absolute()
+            script = tree / "benchmarks" / SCRIPT.name
+            words = [*commands[name], str(script), str(out), str(steps), str(WIDTH)]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree / "src")}
             done = subprocess.run(
                 words, env=environment, capture_output=True, text=True, timeout=300, check=False
             )
@@ -249,6 +257,10 @@ def main() -> int:
     parser.add_argument(
         "--overhead-rounds", type=int, default=6, help="pairs of runs that measure what a step costs; 0: none"
     )
+    parser.add_argument(
+        "--against", type=Path, help="source tree of another version whose cost is measured in the same run"
+    )
+    parser.add_argument("--overhead-steps", type=int, default=300, help="of one such run")
     parser.add_argument("--notice-s", type=float, default=5.0, help="least silence that is looked at")
     parser.add_argument("--matrix", action="store_true", help="kinds x points, one job each, as tables")
     parser.add_argument("--points", default=",".join(POINTS), help="of the matrix, separated by commas")
@@ -305,7 +317,10 @@ def main() -> int:
     cost = {}
     if args.overhead_rounds:
         cost = overhead(
-            1 if args.quick else args.overhead_rounds, 60 if args.quick else 300, folder / "overhead"
+            1 if args.quick else args.overhead_rounds,
+            60 if args.quick else args.overhead_steps,
+            folder / "overhead",
+            args.against,
         )
     found = summary(results, calm, cost)
     if calm:
