@@ -20,7 +20,7 @@ from pathlib import Path
 
 from allranks.errors import InputError
 from allranks.model.stacks import Capture, Mark, RankMarks, RasReply, StacksReport
-from allranks.stacks import ras
+from allranks.stacks import gpus, ras
 from allranks.stacks.boxes import find_boxes, read_progress
 from allranks.stacks.bundle import write_bundle
 from allranks.stacks.classify import classify
@@ -38,7 +38,11 @@ log = logging.getLogger("allranks.stacks")
 POLL_S = 0.5
 RAS_LIMIT_S = 1.0
 _RAS_ANSWERS = ", and by the operation counts of NCCL, whose RAS service answers"
-_NO_RAS = ". Not seen: a hang in which all of them burn CPU (as waits of NCCL may, whose RAS service does not answer here)"
+_GPUS_ANSWER = ", and by whether data moves in the memory of their GPUs"
+_NO_ANSWER = (
+    ". Not seen: a hang in which all of them burn CPU (as waits of NCCL may: its RAS service does not answer here, and "
+    "nvidia-smi names no GPU that they use)"
+)
 RESCAN_S = 5.0
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 ON_DEMAND = signal.SIGQUIT
@@ -77,6 +81,7 @@ class Sidecar:
         self._born_s = self._began_s = time.monotonic()
         self._said: set[str] = set()
         self._ras: tuple[RasReply, ...] = ()  # the last two answers
+        self._gpus: tuple[tuple[gpus.GpuUse, ...], ...] = ()  # the last two answers
         self._asked_ras_s = -RESCAN_S
         self._old: dict[int, object] = {}
 
@@ -156,30 +161,39 @@ class Sidecar:
                 if progress.oldest_call_s is not None:
                     oldest = max(oldest or 0.0, progress.oldest_call_s)
         plain = {t.rank: main_thread_work(t.pid) for t in ranks if t.rank not in marks and t.rank in alive}
-        stalled = self._nccl_stalled(now) if plain else False
+        if plain and now - self._asked_ras_s >= RESCAN_S:
+            self._asked_ras_s = now
+            self._ask_others([target.pid for target in ranks])
+        stalled = bool(plain) and self._stalled()
         self._say_once(ranks, plain)
-        if not stalled:  # waits of NCCL burn CPU: its own counts know better
+        if not stalled:  # waits of NCCL burn CPU: its own counts and the GPUs know better
             self._pulse = self._pulse.after(now, plain)
         marks.update(dict.fromkeys(plain, (self._pulse.beats,)))
         output = {t.rank: size for t in ranks if (size := _log_size(t.pid)) is not None}
         return Observation(now, marks, output, oldest, alive, silent)
 
-    def _nccl_stalled(self, now: float) -> bool:
-        """Whether NCCL's RAS service, where it answers, shows ranks at different operations that do not move."""
-        if now - self._asked_ras_s >= RESCAN_S:
-            self._asked_ras_s = now
-            reply = ras.ask(limit_s=RAS_LIMIT_S)
-            self._ras = (*self._ras[-1:], reply) if reply is not None else ()
-        return bool(ras.stood_still_s(self._ras))
+    def _ask_others(self, pids: Sequence[int]) -> None:
+        """NCCL's RAS service and the GPUs, where they answer."""
+        reply = ras.ask(limit_s=RAS_LIMIT_S)
+        self._ras = (*self._ras[-1:], reply) if reply is not None else ()
+        used = gpus.ask(pids)
+        self._gpus = (*self._gpus[-1:], used) if used else ()
+
+    def _stalled(self) -> bool:
+        """Whether NCCL shows ranks at different operations that do not move, or no GPU of the job moves data."""
+        return bool(ras.stood_still_s(self._ras)) or (
+            len(self._gpus) == 2 and gpus.all_wait(self._gpus[0], self._gpus[1])
+        )
 
     def _say_once(self, ranks: Sequence[Target], plain: Mapping[int, object]) -> None:
         """What can be seen of this job, and what cannot."""
         if not ranks:
             text = "no rank is found yet among the watched processes"
         elif plain and self.options.no_progress_s:
+            seen = (_RAS_ANSWERS if self._ras else "") + (_GPUS_ANSWER if self._gpus else "")
             text = (
                 f"{len(plain)} of {len(ranks)} ranks have no black box: whether they move is judged by the CPU and the "
-                f"context switches of their main threads{_RAS_ANSWERS if self._ras else _NO_RAS}. `allranks run` or "
+                f"context switches of their main threads{seen or _NO_ANSWER}. `allranks run` or "
                 "allranks.record() in the script shows every call"
             )
         else:

@@ -1,0 +1,56 @@
+"""What the GPUs of watched processes do, from nvidia-smi: whether any data moves in their memory. Runs in `allranks watch`.
+
+A kernel of NCCL that waits for another rank keeps its GPU "100 % busy" and moves no data, while the main thread may burn
+CPU in the wait for it: neither CPU nor "busy" tells that from training. Work of a model moves data.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Collection
+from dataclasses import dataclass
+
+LIMIT_S = 5.0
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """One GPU over the last second or less, in percent of that time."""
+
+    uuid: str
+    busy: int  # a kernel ran
+    traffic: int  # memory was read or written
+
+    @property
+    def waits(self) -> bool:
+        """It idles, or one kernel runs all the time and moves nothing. Little work rounds to no traffic: not that."""
+        return self.traffic == 0 and (self.busy == 0 or self.busy >= 99)
+
+
+def ask(pids: Collection[int]) -> tuple[GpuUse, ...]:
+    """The GPUs that these processes use; () without a driver, and in a container that hides who uses them."""
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    used = {row[1] for row in _query("--query-compute-apps=pid,gpu_uuid") if row[0] in set(map(str, pids))}
+    rows = _query("--query-gpu=uuid,utilization.gpu,utilization.memory") if used else []
+    return tuple(
+        GpuUse(row[0], int(row[1]), int(row[2]))
+        for row in rows
+        if row[0] in used and row[1].isdigit() and row[2].isdigit()  # "[N/A]" where a card is divided
+    )
+
+
+def all_wait(before: Collection[GpuUse], now: Collection[GpuUse]) -> bool:
+    """Whether every GPU of the job only waits, in two answers."""
+    same = {use.uuid for use in before} == {use.uuid for use in now}
+    return bool(now) and same and all(use.waits for use in (*before, *now))
+
+
+def _query(what: str) -> list[list[str]]:
+    command = ["nvidia-smi", what, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines() if "," in line]

@@ -1,0 +1,50 @@
+"""GPUs as a sign of progress, from what nvidia-smi prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from allranks.stacks.gpus import GpuUse, all_wait, ask
+
+SMI = """#!/bin/sh
+case "$1" in
+  *compute-apps*) printf '101, GPU-a\\n102, GPU-b\\n900, GPU-c\\n' ;;
+  *) printf 'GPU-a, 100, 0\\nGPU-b, %s\\nGPU-c, 55, 31\\nGPU-d, [N/A], [N/A]\\n' "$(cat "$(dirname "$0")/b")" ;;
+esac
+"""
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A driver with four cards; the file `b` is the use of the second one."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(SMI)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return tmp_path / "b"
+
+
+def test_only_the_gpus_of_the_job_count(smi: Path) -> None:
+    """The third card belongs to another job; a process without a GPU has none."""
+    smi.write_text("0, 0")
+    assert ask([101, 102]) == (GpuUse("GPU-a", 100, 0), GpuUse("GPU-b", 0, 0))
+    assert ask([7]) == ()
+
+
+def test_a_job_whose_gpus_move_no_data_waits(smi: Path) -> None:
+    """One spins in a kernel, one idles; small work that rounds to no traffic is work; one answer proves nothing."""
+    smi.write_text("0, 0")
+    first = ask([101, 102])
+    assert all_wait(first, first)
+    assert not all_wait((), first) and not all_wait((), ())
+    for busy in ("12, 0", "100, 40"):
+        smi.write_text(busy)
+        assert not all_wait(first, ask([101, 102]))
+
+
+def test_without_a_driver_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No error, no guess."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert ask([101]) == ()
