@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from allranks.blackbox.header import HEADER_BYTES, MAGIC, VERSION
-from allranks.blackbox.layout import HEADER, Item
+from allranks.blackbox.layout import HEADER, Item, packed_ranks
 from allranks.model.trace import CALL, Flag, State
 
 START_NS = 1_794_700_000_000_000_000
@@ -359,7 +359,7 @@ def _entry(
 
 @cache
 def _members_json(members: tuple[int, ...]) -> str:
-    return json.dumps(members)
+    return json.dumps(packed_ranks(members), separators=(",", ":"))
 
 
 def black_box(job: Job, rank: int, entered: int, done: int, rows: np.ndarray | None = None) -> bytes:

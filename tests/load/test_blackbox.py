@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
+import struct
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +16,10 @@ import pytest
 from allranks.blackbox.encode import box_bytes
 from allranks.blackbox.header import HEADER_BYTES
 from allranks.blackbox.heap import HeapCache
-from allranks.blackbox.layout import HEADER
+from allranks.blackbox.layout import HEADER, Item, packed_ranks
 from allranks.blackbox.reader import read_box
 from allranks.blackbox.ring_copy import BytesFile
-from allranks.blackbox.tables import Tables
+from allranks.blackbox.tables import MAX_MEMBERS, Tables
 from allranks.drill.ranks import Ranks, signal
 from allranks.errors import InputError
 from allranks.load import LoadOptions, load_paths
@@ -125,6 +128,25 @@ def test_absurd_numbers_in_the_header_cost_no_memory(field: str) -> None:
     np.frombuffer(data, HEADER, 1)[field] = (1 << 63) - 1
     raw = read_box(BytesFile(bytes(data)), HeapCache(Tables()), 1 << 30)
     assert len(raw.calls) <= 30
+
+
+@pytest.mark.parametrize(
+    ("ranks", "longest"),
+    [(range(100_000), 1), (range(5, 25_000, 8), 1), ([*range(50), 60, *range(70, 900)], 3), ([3, 1, 2], 3)],
+)
+def test_the_members_of_a_large_group_take_little_of_the_heap(ranks: range | list[int], longest: int) -> None:
+    """They are written as ranges, in their order, and read as they were."""
+    assert len(packed_ranks(ranks)) == longest
+    trace = make_trace()
+    data = box_bytes(replace(trace, groups=(Group(""), Group("0", "default_pg", tuple(ranks), "nccl"))))
+    assert read_box(BytesFile(data), HeapCache(Tables())).groups[1].ranks == tuple(ranks)
+
+
+def test_a_hostile_range_of_members_costs_no_memory() -> None:
+    """A few bytes must not become a list of a trillion ranks."""
+    data = json.dumps(["0", "x", [[0, 10**12, 1], [5, 10**15, 3]], "nccl"]).encode()
+    item = struct.pack("<IHHI", len(data), Item.GROUP, 0, 1) + data
+    assert len(HeapCache(Tables()).read(item).groups[1].ranks) == MAX_MEMBERS
 
 
 def test_a_box_is_read_while_it_is_written(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import struct
 import numpy as np
 
 from allranks.blackbox.header import CLOSED_BYTES, EXIT_MESSAGE_BYTES, HEADER_BYTES, MAGIC, VERSION, shorten
-from allranks.blackbox.layout import HEADER, Item
+from allranks.blackbox.layout import HEADER, Item, packed_ranks
 from allranks.model.trace import CALL, RankTrace
 
 
@@ -47,7 +47,7 @@ def box_bytes(trace: RankTrace) -> bytes:
     heap.add(Item.META, meta)
     calls = trace.calls.copy()
     groups = [0] + [
-        heap.add(Item.GROUP, [g.name, g.desc, list(g.ranks), g.backend]) for g in trace.groups[1:]
+        heap.add(Item.GROUP, [g.name, g.desc, packed_ranks(g.ranks), g.backend]) for g in trace.groups[1:]
     ]
     calls["group"] = np.array(groups, np.uint32)[calls["group"]]
     for column in ("op", "label"):

@@ -10,6 +10,7 @@ import json
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any
 
 from allranks.blackbox.layout import ITEM_HEADER_BYTES, Item
@@ -168,7 +169,8 @@ def _shapes(tables: Tables, value: Any) -> Any:
 
 def _group(tables: Tables, value: Any) -> Any:
     name, desc, ranks, backend = value
-    members = tuple(int(rank) for rank in ranks[:MAX_MEMBERS])
+    parts = (range(*part)[:MAX_MEMBERS] if isinstance(part, list) else (int(part),) for part in ranks)
+    members = tuple(islice(chain.from_iterable(parts), MAX_MEMBERS))
     return tables.group(Group(str(name)[:MAX_TEXT], str(desc)[:MAX_TEXT], members, str(backend)[:64]))
 
 

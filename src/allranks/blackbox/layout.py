@@ -20,6 +20,7 @@ state and flags) are single eight-byte stores and need no protection.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -29,6 +30,8 @@ from allranks.model.trace import CALL
 
 ITEM_HEADER_BYTES = 12
 DEFAULT_CAPACITY = 2000
+#: Ranks in a row, equally far apart, that are written as a range: a world of 100,000 ranks would fill the heap.
+MIN_RANGE = 16
 DEFAULT_HEAP_BYTES = 1 << 20  # reserved up front: touching a page of a full tmpfs would kill the rank
 
 
@@ -36,7 +39,7 @@ class Item(IntEnum):
     """Kinds of heap items and their JSON payloads."""
 
     META = 1  # {"host", "job", "backend", "versions": {}, "argv": []}; later ones override earlier ones
-    GROUP = 2  # [name, desc, [ranks], backend]
+    GROUP = 2  # [name, desc, [ranks], backend]; in ranks, [8, 800, 8] stands for range(8, 800, 8)
     NAME = 3  # "all_reduce"
     SHAPES = 4  # [inputs, outputs, input_dtypes, output_dtypes, input_splits, output_splits]
     STACK = 5  # [[name, file, line], ...] innermost first
@@ -53,6 +56,24 @@ HEADER = np.dtype(
     ]
 )
 assert HEADER.itemsize == STRUCT.size <= HEADER_BYTES
+
+
+def packed_ranks(ranks: Sequence[int]) -> list[int | list[int]]:
+    """The members of a group as a GROUP item lists them, in their order."""
+    packed: list[int | list[int]] = []
+    start = 0
+    while start < len(ranks):
+        step = ranks[start + 1] - ranks[start] if start + 1 < len(ranks) else 0
+        end = start + 1
+        while step and end < len(ranks) and ranks[end] - ranks[end - 1] == step:
+            end += 1
+        if end - start >= MIN_RANGE:
+            packed.append([ranks[start], ranks[end - 1] + (1 if step > 0 else -1), step])
+        else:
+            end = start + 1
+            packed.append(ranks[start])
+        start = end
+    return packed
 
 
 def wakeup_address(agent_pid: int) -> str:

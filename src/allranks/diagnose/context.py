@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from allranks.diagnose.call_habits import broken_habit
 from allranks.diagnose.graph import Graph
 from allranks.diagnose.job import GroupView, Job, Now
 from allranks.diagnose.liveness import Patience, waited_s
@@ -69,6 +70,18 @@ class Context:
         for blocked in self.blocked:
             for rank, row in blocked.rows.items():
                 found[rank] = min(row, found.get(rank, row))
+        return found
+
+    @cached_property
+    def left_round(self) -> dict[int, int]:
+        """rank -> row of the call that it had always made where, in all rounds before, it made another one than now. Ranks
+        that wait nowhere count with their last call: where all go on to something new, nobody has left its round."""
+        found = {}
+        for rank, view in self.job.ranks.items():
+            row = self._first_rows.get(rank, len(view.sig) - 1)
+            usual = broken_habit(view, row) if row > 0 else None
+            if usual is not None:
+                found[rank] = usual
         return found
 
     def call(self, blocked: Blocked) -> str:

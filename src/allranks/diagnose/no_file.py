@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from allranks.diagnose.align import is_box
-from allranks.diagnose.call_habits import broken_habit
 from allranks.diagnose.context import Context
 from allranks.diagnose.job import GroupView, Lane, Now
 from allranks.diagnose.lacking import draft, settled, waiting_text
@@ -41,19 +40,15 @@ def explain_without_file(context: Context, blocked: Blocked, ranks: tuple[int, .
 
 def _left_its_round(context: Context, ranks: tuple[int, ...]) -> Finding | None:
     """The one rank among those with a file that, before it came to wait, left out a call which it had always made."""
-    first = {rank: context.first_open(rank) for rank in context.job.ranks}
-    # Those that wait nowhere count with their last call: where all go on to something new, nobody has left his round.
-    latest = {rank: row if row >= 0 else len(context.job.ranks[rank].sig) - 1 for rank, row in first.items()}
-    broken = {
-        rank: usual
-        for rank, row in latest.items()
-        if row > 0 and (usual := broken_habit(context.job.ranks[rank], row)) is not None
-    }
-    if len(broken) != 1 or first[next(iter(broken))] < 0:
+    broken, job = context.left_round, context.job
+    if len(broken) != 1:
         return None
-    (rank, usual), job = next(iter(broken.items())), context.job
-    blocked = next(b for b in context.blocked if b.rows.get(rank) == first[rank])
-    at, line = place(job.frames(rank, usual)), place(job.frames(rank, first[rank]))
+    rank, usual = next(iter(broken.items()))
+    row = context.first_open(rank)
+    if row < 0:
+        return None
+    blocked = next(b for b in context.blocked if b.rows.get(rank) == row)
+    at, line = place(job.frames(rank, usual)), place(job.frames(rank, row))
     p2p = is_p2p(job.ranks[rank].family[usual : usual + 1])[0]
     sentence = (
         f"{who(job, (rank,))} is in {context.call(blocked)}{f' at {line}' if line else ''}, where in all rounds before it "

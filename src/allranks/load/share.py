@@ -23,8 +23,8 @@ TICK_S = 0.1
 
 #: Below these a second process costs more than it saves: files, and seconds that one process would take.
 MIN_FILES, MIN_WORK_S = 128, 0.5
-#: Bytes read in a second: of black boxes, which are copied, and of dumps, which are taken apart.
-BOX_BYTES_PER_S, DUMP_BYTES_PER_S = 800 << 20, 48 << 20
+#: Bytes read in a second: of black boxes, which are copied, and of dumps, which are taken apart; seconds for each file.
+BOX_BYTES_PER_S, DUMP_BYTES_PER_S, FILE_S = 800 << 20, 48 << 20, 0.0002
 MAX_PROCESSES = 8
 #: So many files may give no answer before the rest is left alone.
 MAX_STALLS = 3
@@ -88,7 +88,7 @@ def processes_for(sources: list[DumpSource]) -> int:
 
 def _work_s(source: DumpSource) -> float:
     """How long reading a source will take, roughly."""
-    return source.size / (BOX_BYTES_PER_S if source.path.endswith(".box") else DUMP_BYTES_PER_S)
+    return FILE_S + source.size / (BOX_BYTES_PER_S if source.path.endswith(".box") else DUMP_BYTES_PER_S)
 
 
 def read_here(

@@ -30,7 +30,7 @@ import numpy as np
 from allranks.blackbox.file_writer import Box
 from allranks.blackbox.files import job_folder
 from allranks.blackbox.header import start_ticks
-from allranks.blackbox.layout import Item
+from allranks.blackbox.layout import Item, packed_ranks
 from allranks.blackbox.reader import read_trace
 from allranks.model.torch_dump import to_torch_json, to_torch_pickle
 from allranks.model.trace import REDUCE_OPS, RankTrace
@@ -209,7 +209,7 @@ class FlightRecorderHook:
             else tuple(range(size))
         )
         backend, name = str(comm.get_backend()), str(comm.get_name())
-        number = store.writer.box.append(Item.GROUP, [name, backend, list(ranks), backend])
+        number = store.writer.box.append(Item.GROUP, [name, backend, packed_ranks(ranks), backend])
         store.groups.add(number)
         timeout = getattr(getattr(comm, "get_options", lambda: None)(), "timeout", None)
         milliseconds = (

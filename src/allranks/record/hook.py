@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from allranks.blackbox.layout import Item
+from allranks.blackbox.layout import Item, packed_ranks
 from allranks.record import torch_internals as internals
 from allranks.record.calls import CALLS, Call, Reader, dtype_name
 from allranks.record.engine import fast
@@ -157,7 +157,7 @@ class Hook:
         assert writer is not None
         members = self._members.pop(group, ())
         name, desc, ranks, backend = describe_group(group, writer.box.get("world_size"), members)
-        number = writer.box.append(Item.GROUP, [name, desc, list(ranks), backend])
+        number = writer.box.append(Item.GROUP, [name, desc, packed_ranks(ranks), backend])
         state = GroupState(number, name, ranks, backend, timeout_ms(group), writer.accelerate)
         self.adopt(group, state)
         self._on_group(state, group)

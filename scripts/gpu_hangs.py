@@ -1,0 +1,219 @@
+"""Runs the scripts of examples/hangs on NCCL, several ranks sharing one GPU, and keeps what torch's recorder dumped.
+
+    python3 scripts/gpu_hangs.py [--jobs 8] [--seconds 200] [--modes blocking,async] [--backend gloo] [NAME ...]
+
+Writes $OUT/hangs.tar.gz: MODE/NAME/trace_RANK (torch's dump), MODE/NAME/boxes and MODE/NAME/truth.json; prints one line per job.
+`blocking`: every call waits for its end, as the scripts do on gloo. `async`: calls are only enqueued, until the script's end.
+No job is begun after --seconds. `--backend gloo` rehearses it without a GPU. tests/diagnose/nccl_hangs holds a choice of these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import runpy
+import shutil
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "examples" / "hangs")]
+import gallery  # noqa: E402
+
+from allranks.launch.rank_entry import die_with_parent  # noqa: E402
+
+#: Ranks of one GPU must look like ranks of several hosts.
+NCCL = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+#: How long a rank that was asked for its dump may take.
+DUMP_S = 4.0
+
+
+def rank_on_gpu(rank: int, world: int, script: str) -> None:
+    """A rank of the gallery whose tensors are on the GPU and whose groups are NCCL's."""
+    if os.environ["HANGS_BACKEND"] == "nccl":
+        os.environ.update(NCCL, NCCL_HOSTID=f"host-{rank}")
+        use_gpu()
+    threading.Thread(target=dump_when_asked, args=(rank,), daemon=True).start()
+    import allranks
+
+    null = os.open(os.devnull, os.O_WRONLY)
+    log = os.open(f"{os.environ['ALLRANKS_DIR']}/log_{rank}.txt", os.O_WRONLY | os.O_CREAT, 0o644)
+    os.dup2(null, 1)
+    os.dup2(log, 2)
+    recorder = allranks.record()
+    try:
+        runpy.run_path(script, run_name="__main__")
+        if os.environ["HANGS_BACKEND"] == "nccl":
+            importlib.import_module("torch").cuda.synchronize()
+    except SystemExit:
+        pass
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+    recorder.close("exit")
+    if Path(script).name.startswith("ok_"):
+        write_dump(rank)
+    os._exit(0)
+
+
+def use_gpu() -> None:
+    """Lets what a script makes of gloo and of the CPU be of NCCL and of the GPU."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda:0")
+    torch.cuda.set_device(device)
+    torch.set_default_device(device)
+    original = dist.init_process_group
+
+    def init_process_group(backend: str | None = None, *args: Any, **options: Any) -> None:
+        original("nccl" if backend in (None, "gloo") else backend, *args, device_id=device, **options)
+
+    dist.init_process_group = init_process_group
+
+
+def write_dump(rank: int) -> None:
+    """Torch's own dump, whole or not at all."""
+    if os.environ["HANGS_BACKEND"] != "nccl":
+        return
+    import torch
+
+    data = torch._C._distributed_c10d._dump_nccl_trace()
+    folder = Path(os.environ["ALLRANKS_DIR"])
+    (folder / f"part_{rank}").write_bytes(data)
+    (folder / f"part_{rank}").rename(folder / f"trace_{rank}")
+
+
+def dump_when_asked(rank: int) -> None:
+    while not Path(os.environ["ALLRANKS_DIR"], "dump").exists():
+        time.sleep(0.1)
+    write_dump(rank)
+
+
+def run(case: gallery.Truth, mode: str, backend: str, archive: Path) -> str:
+    """One job; the line about it."""
+    os.environ["HANGS_BACKEND"] = backend
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = str(int(mode == "blocking"))
+    with tempfile.TemporaryDirectory(prefix="allranks-hangs-") as name:
+        folder = Path(name)
+        with gallery.hanging(case, folder, 40.0) as ranks:
+            living = [rank for rank, pid in ranks.pids.items() if gallery._state(pid) != "Z"]
+            now_ns = time.time_ns() if living else 0
+            (folder / "dump").touch()
+            deadline = time.monotonic() + (DUMP_S if backend == "nccl" else 0)
+            while time.monotonic() < deadline and not all((folder / f"trace_{r}").exists() for r in living):
+                time.sleep(0.05)
+            gone = [
+                gallery.RankNow(r, "gone", "", "its process is gone") for r in ranks.pids if r not in living
+            ]
+            # Before the ranks are killed: the others would note that the first is gone.
+            folder = Path(
+                shutil.copytree(folder, folder / "kept", ignore=shutil.ignore_patterns("kept", "dump"))
+            )
+        truth = {
+            "name": case.name,
+            "mode": mode,
+            "processes": case.processes,
+            "causes": case.causes,
+            "ranks": case.ranks,
+        }
+        truth |= {"lines": case.lines, "now_ns": now_ns, "gone": [now.rank for now in gone]}
+        (folder / "truth.json").write_text(json.dumps(truth))
+        with tarfile.open(archive / f"{mode}-{case.name}.tar", "w") as tar:
+            for path in sorted(folder.iterdir()):
+                inside = f"boxes/{path.name}" if path.suffix == ".box" else path.name
+                tar.add(path, f"{mode}/{case.name}/{inside}")
+        found = [
+            judged(case, folder, "*.box", now_ns, gone if living else []),
+            judged(case, folder, "trace_*", 0, []),
+        ]
+    return f"{mode} {case.name}: truth {case.causes} {case.ranks}; boxes {found[0]}; dumps {found[1]}"
+
+
+def judged(case: gallery.Truth, folder: Path, pattern: str, now_ns: int, seen: list[gallery.RankNow]) -> str:
+    """The verdict on some of the files, and whether rank, cause and line are right."""
+    paths = sorted(map(str, folder.glob(pattern)))
+    if not paths:
+        return "none"
+    loaded = gallery.load_paths(paths, gallery.LoadOptions(allow_nothing=True))
+    options = gallery.DiagnoseOptions(now_ns=now_ns, ended=pattern == "*.box" and not now_ns)
+    result = gallery.diagnose(loaded.traces, loaded.files, stacks=seen, options=options)
+    right = gallery.is_right(gallery.Outcome(case, tuple(loaded.traces), result, now_ns))
+    said = (
+        f"{result.verdict.cause} {result.verdict.ranks} {result.verdict.where}"
+        if result.verdict
+        else "nothing"
+    )
+    return f"({len(loaded.traces)} files) {''.join('-+'[held] for held in right)} {said}"
+
+
+def work(cases: list[tuple[gallery.Truth, str]], backend: str, archive: Path, end: float) -> None:
+    """The jobs of one worker process, one after the other."""
+    for case, mode in cases:
+        if time.monotonic() > end:
+            break
+        try:
+            print(run(case, mode, backend, archive), flush=True)
+        except Exception as error:  # the other jobs go on
+            print(f"{mode} {case.name}: {type(error).__name__}: {error}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=200.0)
+    parser.add_argument("--modes", default="blocking,async")
+    parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
+    args = parser.parse_args()
+    began = time.monotonic()
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other check would begin CUDA before ranks are forked
+    gallery.preload()
+    gallery._rank = rank_on_gpu
+    gallery.ASLEEP_S = gallery.BUSY_S = 5.0 if args.backend == "nccl" else 2.0
+    table = gallery.truth()
+    cases = [(table[name], mode) for mode in args.modes.split(",") for name in args.names or table]
+    out = Path(os.environ.get("OUT", "."))
+    with tempfile.TemporaryDirectory(prefix="allranks-hangs-") as name:
+        workers, parent = [], os.getpid()
+        for number in range(args.jobs):
+            pid = os.fork()
+            if pid == 0:
+                die_with_parent(parent)
+                try:
+                    work(cases[number :: args.jobs], args.backend, Path(name), began + args.seconds)
+                finally:
+                    os._exit(0)
+            workers.append(pid)
+        for pid in workers:
+            os.waitpid(pid, 0)
+        tars = sorted(Path(name).glob("*.tar"))
+        with tarfile.open(out / "hangs.tar.gz", "w:gz") as whole:
+            for path in tars:
+                with tarfile.open(path) as part:
+                    for member in part:
+                        whole.addfile(member, part.extractfile(member))
+    print(f"{len(tars)} of {len(cases)} jobs in {time.monotonic() - began:.0f} s; {out / 'hangs.tar.gz'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
