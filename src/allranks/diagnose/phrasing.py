@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from allranks.diagnose.job import Job
 from allranks.model.trace import Frame
@@ -15,6 +16,7 @@ _INTERNAL = (
 )
 
 
+@lru_cache(1 << 14)
 def is_internal(frame: Frame) -> bool:
     """Frames of torch and the standard machinery around a call: never where the user looks first."""
     file = frame.file.replace("\\", "/")
