@@ -1,9 +1,9 @@
 """Runs the scripts of examples/hangs on NCCL, several ranks sharing one GPU, and keeps what torch's recorder dumped.
 
-    python3 scripts/gpu_hangs.py [--jobs 8] [--seconds 200] [--modes blocking,async] [--backend gloo] [NAME ...]
+    python3 scripts/gpu_hangs.py [--jobs 8] [--seconds 200] [--modes queued,synced] [--backend gloo] [NAME ...]
 
 Writes $OUT/hangs.tar.gz: MODE/NAME/trace_RANK (torch's dump), MODE/NAME/boxes and MODE/NAME/truth.json; prints one line per job.
-`blocking`: every call waits for its end, as the scripts do on gloo. `async`: calls are only enqueued, until the script's end.
+`queued`: calls are only enqueued, as always on NCCL, and waited for at the script's end. `synced`: each is waited for.
 No job is begun after --seconds. `--backend gloo` rehearses it without a GPU. tests/diagnose/nccl_hangs holds a choice of these.
 """
 
@@ -29,6 +29,8 @@ import gallery  # noqa: E402
 
 from allranks.launch.rank_entry import die_with_parent  # noqa: E402
 
+_position = gallery._position
+
 #: Ranks of one GPU must look like ranks of several hosts.
 NCCL = {
     "NCCL_P2P_DISABLE": "1",
@@ -40,6 +42,8 @@ NCCL = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
+#: So long may init_process_group take.
+INIT_S = 20.0
 #: How long a rank that was asked for its dump may take.
 DUMP_S = 4.0
 
@@ -109,7 +113,7 @@ def dump_when_asked(rank: int) -> None:
 def run(case: gallery.Truth, mode: str, backend: str, archive: Path) -> str:
     """One job; the line about it."""
     os.environ["HANGS_BACKEND"] = backend
-    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = str(int(mode == "blocking"))
+    os.environ["CUDA_LAUNCH_BLOCKING"] = str(int(mode == "synced"))
     with tempfile.TemporaryDirectory(prefix="allranks-hangs-") as name:
         folder = Path(name)
         with gallery.hanging(case, folder, 40.0) as ranks:
@@ -163,6 +167,13 @@ def judged(case: gallery.Truth, folder: Path, pattern: str, now_ns: int, seen: l
     return f"({len(loaded.traces)} files) {''.join('-+'[held] for held in right)} {said}"
 
 
+def position(folder: Path, processes: int) -> tuple[object, ...] | None:
+    """As the gallery's; None also while NCCL may still be connecting, which takes long on a shared GPU."""
+    now = _position(folder, processes)
+    since = (p.inside_ns for _, _, p in now or () if p.inside == "init_process_group")
+    return None if any(time.time_ns() - ns < INIT_S * 1e9 for ns in since) else now
+
+
 def work(cases: list[tuple[gallery.Truth, str]], backend: str, archive: Path, end: float) -> None:
     """The jobs of one worker process, one after the other."""
     for case, mode in cases:
@@ -181,14 +192,16 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=200.0)
-    parser.add_argument("--modes", default="blocking,async")
+    parser.add_argument("--modes", default="queued,synced")
     parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
     args = parser.parse_args()
     began = time.monotonic()
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other check would begin CUDA before ranks are forked
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+        "1"  # the other check would begin CUDA before ranks are forked
+    )
     gallery.preload()
-    gallery._rank = rank_on_gpu
-    gallery.ASLEEP_S = gallery.BUSY_S = 5.0 if args.backend == "nccl" else 2.0
+    gallery._rank, gallery._position = rank_on_gpu, position
+    gallery.ASLEEP_S = gallery.BUSY_S = 4.0 if args.backend == "nccl" else 2.0
     table = gallery.truth()
     cases = [(table[name], mode) for mode in args.modes.split(",") for name in args.names or table]
     out = Path(os.environ.get("OUT", "."))

@@ -33,6 +33,16 @@ def test_a_name_tells_its_rank(name: str, rank: int | None) -> None:
     assert rank_of_name(name) == rank
 
 
+def test_the_name_of_a_file_counts_more_than_that_of_a_folder_for_all_ranks() -> None:
+    """Somebody keeps the dumps of all ranks under hang_of_rank_0/; where each rank has its folder, the folder counts."""
+    assert ranks_of_names([f"hang_of_rank_0/trace_{i}" for i in range(3)]) == {
+        f"hang_of_rank_0/trace_{i}": i for i in range(3)
+    }
+    assert ranks_of_names([f"rank_{i}/trace_0" for i in range(3)]) == {
+        f"rank_{i}/trace_0": i for i in range(3)
+    }
+
+
 @pytest.mark.parametrize(
     "names",
     [

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from allranks.diagnose.align import is_box
 from allranks.diagnose.call_habits import broken_habit
 from allranks.diagnose.graph import Graph
 from allranks.diagnose.job import GroupView, Job, Now
@@ -104,8 +105,18 @@ class Context:
         }
         if not states:
             return ""
-        verb = "timed out" if set(states.values()) == {int(State.TIMED_OUT)} else "failed"
+        verb = "failed"
+        if set(states.values()) == {int(State.TIMED_OUT)}:
+            # A dump says that such a call was put away, not why.
+            told = all(is_box(self.job.ranks[r].trace) or self._outlived(r, blocked.rows[r]) for r in states)
+            verb = "timed out" if told else "failed or timed out"
         return f"the call {verb} on {ranks_text(states)}"
+
+    def _outlived(self, rank: int, row: int) -> bool:
+        """Whether the dump was made after the call's time was over."""
+        view = self.job.ranks[rank]
+        limit_ns = int(view.trace.calls["timeout_ms"][row]) * 10**6
+        return 0 < limit_ns <= view.snapshot_ns - int(view.trace.calls["created_ns"][row])
 
     def place(self, blocked: Blocked) -> str:
         """The line where most of the waiters wait."""

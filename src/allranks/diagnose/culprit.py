@@ -186,7 +186,15 @@ def _left_round(case: _Case) -> Culprit | None:
     if len(odd) != 1:
         return None
     reason = "in all its rounds before it made another call at this point, the others did not"
-    return Culprit(odd[0], 0.7, reason)
+    rank, mismatch = odd[0][0], case.mismatch
+    other = next(ranks[0] for _, ranks in mismatch.classes if rank not in ranks)
+    lanes, job = case.group.lanes, case.job
+    stacks = [int(job.ranks[r].stack[lanes[r].row(mismatch.seq)]) for r in (rank, other)]
+    if 0 in stacks or stacks[0] == stacks[1] or mismatch.cause == "type_mismatch" or mismatch.part:
+        return Culprit(odd[0], 0.7, reason)
+    # Not one call with other arguments: calls of two lines.
+    lines = Divergence(rank, other, mismatch.seq, "extra", 1, 0.7, reason, True)
+    return Culprit(odd[0], 0.7, reason, divergence=lines)
 
 
 def _changed(job: Job, group: GroupView, rank: int, seq: int) -> bool | None:

@@ -87,8 +87,10 @@ def odd_one(job: Job, group: GroupView, one: int, two: int, seq: int | None = No
         return next((d for d in marked if d.rank == odd), None)
     found = _known([diverged(pair, seq, False) for pair in pairs]) if seq is not None else []
     if len(found) == 2 and found[0].seq == found[1].seq:
-        at = found[0].seq - pairs[0].low
+        at, whole = found[0].seq - pairs[0].low, found
         found = [d for d in _known([by_habit(pair, at) for pair in pairs]) if not d.either]
+        if all(d.kind == "swapped" for d in whole):  # habit tells who, not what
+            found = [d for d in whole if d.rank in {odd.rank for odd in found}]
     return found[0] if len(found) == 1 and not found[0].either else None
 
 

@@ -8,7 +8,7 @@ from allranks.diagnose.batches import known_inside
 from allranks.diagnose.context import Context
 from allranks.diagnose.job import Now
 from allranks.diagnose.ops import ROOTED, Family
-from allranks.diagnose.phrasing import one_line, ranks_text, ranks_wait, seconds, who
+from allranks.diagnose.phrasing import is_secondary, one_line, ranks_text, ranks_wait, seconds, who
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding
 from allranks.model.trace import Flag, State
@@ -20,7 +20,9 @@ def explain_call(context: Context, blocked: Blocked) -> Finding | None:
         return _unsure(context, blocked)
     dead = {rank: text for rank in blocked.rows if (text := _died_inside(context, blocked, rank))}
     if dead:
-        ranks = tuple(sorted(dead))
+        # Who ended because another rank was gone is not the one to look at.
+        own = [rank for rank, text in dead.items() if not is_secondary(text)]
+        ranks = tuple(sorted(own or dead))
         sentence = f"{who(context.job, ranks)} died with {context.call(blocked)} unfinished: {dead[ranks[0]]}"
         return _finding(context, blocked, "rank_died", ranks, sentence, 0.9)
     failed = tuple(rank for rank in blocked.failed if _failed(context, rank, blocked.rows[rank]))
@@ -138,6 +140,7 @@ def _none_finished(context: Context, blocked: Blocked) -> Finding:
     wait = context.waited(blocked)
     tail, group = f" for {seconds(wait)}" if wait is not None else "", context.group(blocked)
     started, few = _started(context, blocked)
+    lost = context.forgetful(blocked.rows)
     if blocked.p2p is not None:
         ends = f"both ends of {context.call(blocked)} by {who(context.job, blocked.waiters)}"
         sentence = f"{ends} are posted, and it has not finished{tail}"
@@ -145,13 +148,16 @@ def _none_finished(context: Context, blocked: Blocked) -> Finding:
         all_in = set(blocked.rows) == set(group.members)
         those = f"all {len(blocked.rows)} ranks" if all_in else ranks_text(blocked.rows)
         sentence = f"{those} entered {context.call(blocked)} and none finished it{tail}: network or device"
+        sentence += ", or an earlier difference that their short rings have lost" if lost else ""
     if few:
         sentence += f"; it never started on the device of {who(context.job, few)}"
-    confidence = 0.45 if not group.members_known else 0.7 if wait is not None else 0.6
+    confidence = 0.45 if not group.members_known or lost else 0.7 if wait is not None else 0.6
     finding = _finding(context, blocked, "none_finished", few, sentence, confidence)
     missing = [
         "which link or device: `allranks doctor`, `dmesg -T | grep -iE 'xid|mlx5|link'`, and NCCL_DEBUG=INFO logs"
     ]
+    if lost:
+        missing.insert(0, "the calls before: the rings of these ranks were too short to keep them")
     if not started:
         missing.append("which rank's kernel started: run with TORCH_NCCL_ENABLE_TIMING=1")
     if not group.members_known:

@@ -1,9 +1,13 @@
-"""Completions that cannot be: NCCL marks a coalesced collective as completed although a member never entered it.
+"""States of NCCL's own recorder that cannot be: completions that are not, and finished calls that read unfinished.
 
-Two things look alike in the dumps: a rank that never came while the others stand in the call, and a rank whose dump
+NCCL marks a coalesced collective as completed although a member never entered it. Two things look alike in the dumps: a rank that never came while the others stand in the call, and a rank whose dump
 was merely taken earlier. What separates them is the late rank's own clock: when its file holds a time later than
 the others' completion, it had still not entered when the call was said to be over, and the completion is false.
 Without such a time nothing is certain; it is worth a word only where all the others stand still in that very call.
+
+torch takes the CUDA events of synchronous calls again for later ones: as long as a later call is pending, all that had its event
+before read "scheduled". So a collective that has ended on one rank has been reached by all, and a rank of which nothing is said
+to have ended tells nothing but the order of its calls.
 """
 
 from __future__ import annotations
@@ -20,6 +24,9 @@ from allranks.diagnose.p2p import CLOCKS_NS, newest_ns
 from allranks.diagnose.waits import is_too_old
 from allranks.model.trace import Flag
 
+#: Of a rank with fewer calls none need have ended.
+MIN_UNTOLD = 3
+
 
 @dataclass(frozen=True)
 class Doubt:
@@ -30,6 +37,52 @@ class Doubt:
     rows: dict[int, int]  # rank → row
     late: tuple[int, ...]
     proven: bool
+
+
+def finish_known(job: Job) -> Job:
+    """The job with the calls of NCCL's dumps taken for finished that must be, whatever their state says."""
+    changed = {}
+    for rank, view in job.ranks.items():
+        if not is_box(view.trace) and len(view.now) >= MIN_UNTOLD and _is_untold(job, view):
+            changed[rank] = view.now.copy()
+            changed[rank][:-1] = np.where(view.now[:-1] == Now.OPEN, Now.LEFT, view.now[:-1])
+    for group in job.groups:
+        if group.backend.startswith("nccl") and all(rank in job.ranks for rank in group.members):
+            _finish_reached(job, group, changed)
+    if not changed:
+        return job
+    return replace(job, ranks={r: replace(v, now=changed.get(r, v.now)) for r, v in job.ranks.items()})
+
+
+def _is_untold(job: Job, view: RankCalls) -> bool:
+    """Whether not one call of a rank, all of them NCCL's, is said to have ended."""
+    if bool(((view.now != Now.OPEN) & (view.now != Now.UNKNOWN)).any()):
+        return False
+    return all(
+        number >= 0 and job.groups[number].backend.startswith("nccl") for number in set(view.group.tolist())
+    )
+
+
+def _finish_reached(job: Job, group: GroupView, changed: dict[int, np.ndarray]) -> None:
+    """Calls before one that ended on some rank have ended on all: nobody can be inside it without them."""
+    lanes = [
+        lane for lane in group.lanes.values() if len(lane.rows) and not is_box(job.ranks[lane.rank].trace)
+    ]
+    behind = [lane for lane in lanes if job.ranks[lane.rank].now[lane.rows[0]] == Now.OPEN]
+    if not behind or len(behind) == len(lanes):
+        return
+    reached = max((_last_ended(job.ranks[lane.rank], lane) for lane in lanes), default=-1)
+    for lane in behind:
+        now = changed.setdefault(lane.rank, job.ranks[lane.rank].now.copy())
+        rows = lane.rows[lane.seqs <= min(reached, lane.last - 1)]
+        now[rows[(now[rows] == Now.OPEN) | (now[rows] == Now.LEFT)]] = Now.DONE
+
+
+def _last_ended(view: RankCalls, lane: Lane) -> int:
+    """The last collective of a lane that has ended and that nobody can end alone; -1 when there is none."""
+    rows = lane.rows[(view.now[lane.rows] == Now.DONE) & is_synchronising(view.family[lane.rows])]
+    rows = rows[~_is_coalesced(view, rows)] if len(rows) else rows
+    return int(view.trace.calls["seq"][rows[-1]]) if len(rows) else -1
 
 
 def find_doubts(job: Job) -> list[Doubt]:

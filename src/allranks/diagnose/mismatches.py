@@ -38,6 +38,8 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
     cause, sentence = _say(context, group, mismatch, culprit, rows, at)
     elsewhere = _elsewhere(context, others, at) if culprit.shift is None else ""
     certain = culprit.confidence > 0.5 and not elsewhere
+    # Calls of two lines are the consequence of an earlier one, which a short ring has lost.
+    sure = min(0.75, culprit.confidence) if elsewhere and context.forgetful(rows) else culprit.confidence
     absent = [rank for rank in group.members if rank not in group.lanes]
     return Finding(
         cause,
@@ -46,7 +48,7 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
         "root",
         group.label,
         mismatch.seq,
-        culprit.confidence,
+        sure,
         at,
         context.waiting_but(culprit.ranks),
         context.waited_in(group),

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from allranks.diagnose.align import is_box
+from allranks.diagnose.call_habits import step_keys
 from allranks.diagnose.context import Context
 from allranks.diagnose.job import GroupView, Lane, Now
 from allranks.diagnose.lacking import draft, settled, waiting_text
+from allranks.diagnose.match import sizes_text
 from allranks.diagnose.ops import is_p2p
 from allranks.diagnose.phrasing import place, ranks_text, who
 from allranks.diagnose.waits import Blocked
@@ -24,9 +28,10 @@ def explain_without_file(context: Context, blocked: Blocked, ranks: tuple[int, .
         context.seen[rank] for rank in ranks if rank in context.seen and context.seen[rank].cause == "gone"
     ]
     many = len(ranks) * 2 > len(group.members) and len(ranks) > 2
+    several = len(ranks) > 1  # each of them may be another's victim, or only not collected
     # A black box survives its process: one that is missing was more likely not collected.
     boxes = all(is_box(context.job.ranks[rank].trace) for rank in blocked.rows)
-    sure = 0.9 if seen else 0.3 if many else 0.45 if boxes else 0.6
+    sure = 0.9 if seen else 0.3 if many else 0.45 if boxes or several else 0.6
     known = f": {seen[0].evidence}" if seen and seen[0].evidence else ""
     sentence = (
         f"there is no file of {ranks_text(ranks)}{known}; {waiting_text(context, blocked, ranks)} in {context.call(blocked)}, in "
@@ -48,24 +53,49 @@ def _left_its_round(context: Context, ranks: tuple[int, ...]) -> Finding | None:
     if row < 0:
         return None
     blocked = next(b for b in context.blocked if b.rows.get(rank) == row)
+    cause, what = _difference(context, rank, row, usual)
     at, line = place(job.frames(rank, usual)), place(job.frames(rank, row))
-    p2p = is_p2p(job.ranks[rank].family[usual : usual + 1])[0]
+    skipped = cause == "missing_rank" or is_p2p(job.ranks[rank].family[[usual]])[0]
     sentence = (
-        f"{who(job, (rank,))} is in {context.call(blocked)}{f' at {line}' if line else ''}, where in all rounds before it "
-        f"called {job.op(rank, usual)}{f' at {at}' if at else ''}; there is no file of {ranks_text(ranks)}"
+        f"{who(job, (rank,))} is in {context.call(blocked)}{f' at {line}' if line else ''}, {what}; there is no file of "
+        f"{ranks_text(ranks)}"
     )
     finding = draft(context, blocked, (rank,))
     advice = f"look for a condition, exception or early end of a loop that lets rank {rank} pass {at or 'that call'}"
+    if not skipped:
+        advice = f"look at {line or 'that call'}: it must not depend on the rank"
     return replace(
         finding,
-        cause="p2p_mismatch" if p2p else "missing_rank",
+        cause=cause,
         sentence=sentence,
         confidence=0.6,
-        where=at,
+        where=at if skipped else line,
         evidence=finding.evidence[:1],
         missing_evidence=(f"the file of {ranks_text(ranks)}", *finding.missing_evidence),
         advice=(advice,),
     )
+
+
+def _difference(context: Context, rank: int, row: int, usual: int) -> tuple[str, str]:
+    """(cause, sentence part): how the call of a rank differs from the one that it has always made at this point."""
+    job, view = context.job, context.job.ranks[rank]
+    ops, at = (job.op(rank, row), job.op(rank, usual)), place(job.frames(rank, usual))
+    before = f"where in all rounds before it called {ops[1]}{f' at {at}' if at else ''}"
+    if is_p2p(view.family[[row, usual]]).any():
+        return "p2p_mismatch", before
+    if view.stack[row] == view.stack[usual] and view.stack[row]:
+        if ops[0] != ops[1]:
+            return "type_mismatch", before
+        cause = _changed(context, rank, usual, row)
+        shapes = [job.shapes(rank, at) for at in (row, usual)]
+        texts = [
+            sizes_text(s.inputs) if cause == "size_mismatch" else "/".join(s.input_dtypes) for s in shapes
+        ]
+        if texts[0] != texts[1]:
+            return cause, f"with {texts[0]}, where in all rounds before it passed {texts[1]}"
+        return cause, "with other arguments than in all rounds before"
+    known = bool((step_keys(view)[:row] == step_keys(view)[row]).any())
+    return "missing_rank" if known else "extra_collective", before
 
 
 def _aborted_partner(context: Context, group: GroupView, blocked: Blocked) -> Finding | None:
@@ -80,12 +110,9 @@ def _aborted_partner(context: Context, group: GroupView, blocked: Blocked) -> Fi
             continue
         behind = at + 1 < len(sig)
         if behind and sig[at - 1] == sig[at + 1]:
-            return _killer(context, blocked, lane, at, "extra_collective")
+            return _killer(context, blocked, lane, at, _made_before(context, lane, at))
         if not behind and _outgrew(context, lane, at):
-            same_line = view.stack[lane.rows[at]] == view.stack[lane.rows[at - 1]]
-            return _killer(
-                context, blocked, lane, at, _changed(context, lane, at) if same_line else "extra_collective"
-            )
+            return _killer(context, blocked, lane, at, _made_before(context, lane, at))
     return None
 
 
@@ -100,10 +127,27 @@ def _outgrew(context: Context, lane: Lane, at: int) -> bool:
     )
 
 
-def _changed(context: Context, lane: Lane, at: int) -> str:
-    rows = [int(lane.rows[at - 1]), int(lane.rows[at])]
-    elements = {int(context.job.ranks[lane.rank].trace.calls["in_numel"][row]) for row in rows}
-    return "size_mismatch" if len(elements) > 1 else "dtype_mismatch"
+def _made_before(context: Context, lane: Lane, at: int) -> str:
+    """The cause of a call unlike all others: one of its line was made before with other arguments, or it is extra."""
+    stacks, rows = context.job.ranks[lane.rank].stack, lane.rows
+    alike = np.flatnonzero(stacks[rows[:at]] == stacks[rows[at]])
+    if not len(alike) or not stacks[rows[at]]:
+        return "extra_collective"
+    return _changed(context, lane.rank, int(rows[alike[-1]]), int(rows[at]))
+
+
+def _changed(context: Context, rank: int, before: int, row: int) -> str:
+    """How two calls of one operation differ."""
+    job, calls = context.job, context.job.ranks[rank].trace.calls
+    one, two = job.shapes(rank, before), job.shapes(rank, row)
+    for column, cause in (("root", "root_mismatch"), ("reduce_op", "reduce_op_mismatch")):
+        if one == two and calls[column][before] != calls[column][row]:
+            return cause
+    sizes = {
+        (int(calls["in_numel"][at]), int(calls["out_numel"][at]), s.input_splits, s.output_splits)
+        for at, s in ((before, one), (row, two))
+    }
+    return "size_mismatch" if len(sizes) > 1 or one.input_dtypes == two.input_dtypes else "dtype_mismatch"
 
 
 def _killer(context: Context, blocked: Blocked, lane: Lane, at: int, cause: str) -> Finding:

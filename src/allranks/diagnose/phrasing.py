@@ -15,6 +15,16 @@ _INTERNAL = (
     *("/allranks/record/", "/torchft/", "/accelerate/", "/deepspeed/comm"),
 )
 
+#: Errors that a rank gets because another one has gone.
+_SECONDARY = re.compile(
+    r"Connection (?:closed|reset|refused)|Broken pipe|[Tt]imed? ?out|aborted|remote (?:worker|process)|ncclRemoteError"
+)
+
+
+def is_secondary(text: str) -> bool:
+    """Whether an error is the consequence of another rank's."""
+    return _SECONDARY.search(text) is not None
+
 
 @lru_cache(1 << 14)
 def is_internal(frame: Frame) -> bool:

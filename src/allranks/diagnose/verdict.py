@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from allranks.diagnose.absent import explain_ranks
 from allranks.diagnose.align import align
 from allranks.diagnose.context import Context
-from allranks.diagnose.false_completions import Doubt, find_doubts, reopen
+from allranks.diagnose.false_completions import Doubt, find_doubts, finish_known, reopen
 from allranks.diagnose.graph import wait_graph
 from allranks.diagnose.job import GroupView
 from allranks.diagnose.liveness import is_hung, is_paused, usual_pause
@@ -84,6 +84,7 @@ def _diagnose(
     job = align(
         traces, cut=damaged, now_ns=options.now_ns, pg_filters=options.pg_filters, ended=options.ended
     )
+    job = finish_known(job)
     doubts = find_doubts(job)
     job = reopen(job, doubts)
     mismatches = find_mismatches(job)
@@ -183,6 +184,8 @@ def _explains(context: Context, mismatch: Mismatch, blocked: Blocked) -> bool:
     """Whether a call is blocked because of a mismatch: it is that call, or nothing has fitted since."""
     if blocked.seq <= mismatch.seq or blocked.seq - mismatch.seq - 1 <= mismatch.also:
         return blocked.seq >= mismatch.seq
+    if context.group(blocked).backend.startswith("nccl") and not (blocked.missing or blocked.absent):
+        return True  # NCCL does not notice: what does not fit stays in its buffers, and a later call hangs
     from allranks.diagnose.culprit import judge
 
     return judge(context.job, mismatch).shift is not None

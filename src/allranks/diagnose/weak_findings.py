@@ -14,15 +14,11 @@ from allranks.diagnose.graph import wait_graph
 from allranks.diagnose.job import Now
 from allranks.diagnose.liveness import is_paused
 from allranks.diagnose.p2p import newest_ns
-from allranks.diagnose.phrasing import line_in, one_line, ranks_text, seconds, who
+from allranks.diagnose.phrasing import is_secondary, line_in, one_line, ranks_text, seconds, who
 from allranks.diagnose.shift import find_stack_shift
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding
 
-#: Errors that a rank gets because another one has gone.
-_SECONDARY = re.compile(
-    r"Connection (?:closed|reset|refused)|Broken pipe|[Tt]imed? ?out|aborted|remote worker"
-)
 #: Errors of torch that name the rank they are about.
 _ACCUSED = re.compile(r"[Rr]ank (\d+) (?:has inconsistent|failed to pass)")
 #: Without a call for so long, in seconds, a job is worth a question.
@@ -51,7 +47,7 @@ def ended_badly(context: Context, primary: bool = False) -> Finding | None:
     ends = {rank: one_line(text) for rank, text in ends.items() if text not in ("", "exit")}
     if not ends:
         return None
-    own = {rank: text for rank, text in ends.items() if not _SECONDARY.search(text)}
+    own = {rank: text for rank, text in ends.items() if not is_secondary(text)}
     if not own:
         return None if primary else _lost_partner(context, ends)
     votes = Counter(int(rank) for text in ends.values() for rank in _ACCUSED.findall(text))

@@ -43,6 +43,11 @@ def rank_of_name(path: str) -> int | None:
         found = _explicit(part)
         if found is not None:
             return found
+    return _of_stem(name)
+
+
+def _of_stem(name: str) -> int | None:
+    """The rank in "trace_3" or "dump.r3"."""
     stem = _EXTENSIONS.sub("", name)
     for pattern in (_TRACE, _SHORT):
         matches = [_plausible(match.group(1)) for match in pattern.finditer(stem)]
@@ -71,7 +76,22 @@ def ranks_of_names(paths: Iterable[str]) -> dict[str, int]:
     for skeleton, members in families.items():
         if "#" in skeleton:
             found.update(_family_ranks(members))
-    return found
+    return found | _not_of_folder(found)
+
+
+def _not_of_folder(found: dict[str, int]) -> dict[str, int]:
+    """The files of one folder that got one rank from its name ("debug_rank_0/trace_1"), by their own names where these differ."""
+    folders: dict[str, list[str]] = defaultdict(list)
+    for path in found:
+        folders[path.rpartition("/")[0]].append(path)
+    better: dict[str, int] = {}
+    for folder, paths in folders.items():
+        if len(paths) > 1 and _explicit(folder) is not None:
+            names = {path: path.rpartition("/")[2] for path in paths}
+            own = {path: rank for path, name in names.items() if (rank := _of_stem(name)) is not None}
+            if not any(map(_explicit, names.values())) and len(set(own.values())) == len(paths):
+                better |= own
+    return better
 
 
 def _family_ranks(members: list[str]) -> dict[str, int]:
