@@ -186,15 +186,20 @@ def _left_round(case: _Case) -> Culprit | None:
     if len(odd) != 1:
         return None
     reason = "in all its rounds before it made another call at this point, the others did not"
-    rank, mismatch = odd[0][0], case.mismatch
-    other = next(ranks[0] for _, ranks in mismatch.classes if rank not in ranks)
-    lanes, job = case.group.lanes, case.job
-    stacks = [int(job.ranks[r].stack[lanes[r].row(mismatch.seq)]) for r in (rank, other)]
-    if 0 in stacks or stacks[0] == stacks[1] or mismatch.cause == "type_mismatch" or mismatch.part:
+    rank, seq = odd[0][0], case.mismatch.seq
+    other = next(ranks[0] for _, ranks in case.mismatch.classes if rank not in ranks)
+    views, rows = (
+        [case.job.ranks[r] for r in (rank, other)],
+        [case.group.lanes[r].row(seq) for r in (rank, other)],
+    )
+    mine, theirs = (int(view.stack[row]) for view, row in zip(views, rows, strict=True))
+    fixed = case.mismatch.part or case.mismatch.cause == "type_mismatch"
+    if fixed or not mine or not theirs or bool((views[0].stack[: rows[0]] == mine).any()):
         return Culprit(odd[0], 0.7, reason)
-    # Not one call with other arguments: calls of two lines.
-    lines = Divergence(rank, other, mismatch.seq, "extra", 1, 0.7, reason, True)
-    return Culprit(odd[0], 0.7, reason, divergence=lines)
+    # Not one call with other arguments, but one of a line where this rank has never called before.
+    return Culprit(
+        odd[0], 0.7, reason, divergence=Divergence(rank, other, seq, "extra", 1, 0.7, reason, True)
+    )
 
 
 def _changed(job: Job, group: GroupView, rank: int, seq: int) -> bool | None:

@@ -162,7 +162,7 @@ def _swapped(pair: CallPair, at: int) -> Divergence | None:
 
 def _moved(pair: CallPair, at: int) -> Divergence | None:
     """The two fit again when one is moved from some call before `at` on; in place they have differed since."""
-    best: tuple[int, int, Divergence] | None = None
+    best: tuple[int, bool, int, Divergence] | None = None
     differs = differences(pair.mine, pair.theirs)
     kinds: tuple[Kind, ...] = ("skipped", "extra")
     for count, kind in ((count, kind) for count in range(1, MAX_CALLS + 1) for kind in kinds):
@@ -180,12 +180,17 @@ def _moved(pair: CallPair, at: int) -> Divergence | None:
         agreeing, gain = len(moved) - d, int(differs.sum()) - int(total[d])
         if d > at or d == 0 or agreeing < 2 or gain < 2 or not differs[d]:
             continue
-        if best is None or (gain, -count) > best[:2]:
+        more = len(pair.mine) - len(pair.theirs)
+        if not more and not differs[d + count :].any():
+            continue  # what lies behind fits where it is: a call was changed, none added or left out
+        # A program that alternates fits both ways: then who made more calls has the extra one.
+        sided = more == (count if kind == "extra" else -count)
+        if best is None or (gain, sided, -count) > best[:3]:
             reason = f"moved by {count}, its next {agreeing} calls are at the same lines as those of rank {pair.reference}"
             sure = min(0.95, 0.8 + 0.03 * agreeing)
             found = Divergence(pair.rank, pair.reference, pair.low + d, kind, count, sure, reason)
-            best = (gain, -count, found)
-    return best[2] if best is not None else None
+            best = (gain, sided, -count, found)
+    return best[3] if best is not None else None
 
 
 def _in_usual_step(pair: CallPair, at: int, starts: np.ndarray, ends: np.ndarray) -> bool:

@@ -88,13 +88,10 @@ def _say(
         rest = f"the other ranks never make it, and from there on its calls are {shift.count} behind theirs"
         return "extra_collective", f"{subject} made an extra {op} {number}{where}; {rest}"
     if shift is not None:
-        usual = mismatch.classes[0][1][0]
-        op, at = job.op(usual, rows[usual]), place(job.frames(usual, rows[usual]))
+        makers = next(ranks for _, ranks in mismatch.classes if not set(ranks) & set(culprit.ranks))
+        op, at = job.op(makers[0], rows[makers[0]]), place(job.frames(makers[0], rows[makers[0]]))
         call = f"{op} {number}{f' at {at}' if at else ''}"
-        return (
-            "missing_rank",
-            f"{subject} skipped {call}, which {ranks_text(mismatch.classes[0][1])} made, and went on",
-        )
+        return "missing_rank", f"{subject} skipped {call}, which {ranks_text(makers)} made, and went on"
     if mismatch.exchange is not None:
         return mismatch.cause, _say_exchange(mismatch.exchange, culprit, subject, f"in {op} {number}{where}")
     mine = next((text for text, ranks in mismatch.classes if first in ranks and culprit.ranks), "")

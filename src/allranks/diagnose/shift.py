@@ -186,10 +186,13 @@ def _odd_by_habit(job: Job, shift: Shift, one: Lane, two: Lane) -> Shift | None:
 
 
 def by_habit(job: Job, shift: Shift, lane: Lane, other: Lane) -> Shift:
-    """Between two ranks an extra call of one is a skipped call of the other: skipped, if the other has made it before."""
+    """Between two ranks an extra call of one is a skipped call of the other: skipped, if the other has made it before, and
+    it was not the first that left its own round."""
     maker, avoider = (lane, other) if shift.extra else (other, lane)
     made = keys(job, maker)[int(np.searchsorted(maker.seqs, shift.seq))]
-    skipped = bool((keys(job, avoider) == made).any())
+    rows = [(job.ranks[each.rank], each.row(shift.seq)) for each in (maker, avoider)]
+    left = [row >= 0 and breaks_habit(view, row) for view, row in rows]
+    skipped = bool((keys(job, avoider) == made).any()) and left != [True, False]
     return Shift(avoider.rank if skipped else maker.rank, shift.seq, shift.count, not skipped, shift.agreeing)
 
 
