@@ -83,6 +83,8 @@ def _diverged(case: _Case) -> Culprit | None:
     found, mismatch = case.divergence, case.mismatch
     if found is None or (found.either and mismatch.cause == "type_mismatch"):
         return None
+    if found.kind == "extra" and found.either and _is_of_another_group(case, found):
+        return None
     candidates = case.odd or ()
     if found.rank not in candidates:
         candidates = next(ranks for _, ranks in mismatch.classes if found.rank in ranks)
@@ -92,6 +94,13 @@ def _diverged(case: _Case) -> Culprit | None:
         if rank != found.rank and other is not None and other.kind == found.kind:
             same.append(rank)
     return Culprit(tuple(sorted(same)), found.confidence, found.reason, None, found)
+
+
+def _is_of_another_group(case: _Case, found: Divergence) -> bool:
+    """Whether the rank has made the call at this line before, but in another group: it is not one more, but went astray."""
+    view, row = case.job.ranks[found.rank], case.group.lanes[found.rank].row(found.seq)
+    same_line = view.group[:row][view.stack[:row] == view.stack[row]]
+    return bool(view.stack[row]) and bool((same_line != case.group.index).any())
 
 
 def _shifted(case: _Case) -> Culprit | None:

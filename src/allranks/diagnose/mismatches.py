@@ -35,6 +35,8 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
     guilty = [(rank, rows[rank]) for rank in culprit.ranks if rows.get(rank, -1) >= 0]
     others = [(rank, row) for rank, row in rows.items() if rank not in culprit.ranks]
     at = place(context.job.frames(*guilty[0])) if guilty else ""
+    if culprit.shift is not None and not culprit.shift.extra:  # the line that it passed
+        at = place(context.job.frames(*others[0]))
     cause, sentence = _say(context, group, mismatch, culprit, rows, at)
     elsewhere = _elsewhere(context, others, at) if culprit.shift is None else ""
     certain = culprit.confidence > 0.5 and not elsewhere
@@ -89,8 +91,7 @@ def _say(
         return "extra_collective", f"{subject} made an extra {op} {number}{where}; {rest}"
     if shift is not None:
         makers = next(ranks for _, ranks in mismatch.classes if not set(ranks) & set(culprit.ranks))
-        op, at = job.op(makers[0], rows[makers[0]]), place(job.frames(makers[0], rows[makers[0]]))
-        call = f"{op} {number}{f' at {at}' if at else ''}"
+        call = f"{job.op(makers[0], rows[makers[0]])} {number}{where}"
         return "missing_rank", f"{subject} skipped {call}, which {ranks_text(makers)} made, and went on"
     if mismatch.exchange is not None:
         return mismatch.cause, _say_exchange(mismatch.exchange, culprit, subject, f"in {op} {number}{where}")
