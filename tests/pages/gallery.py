@@ -131,8 +131,8 @@ def stacks_page(ranks: int) -> str:
         ("rank 0: py-spy could not read the process",),
     )
     others = tuple(rank for rank in range(ranks) if rank != 1)
-    tree = Node(None, "main", tuple(range(ranks)), ranks, True, (
-        Node(own, "main", tuple(range(ranks)), ranks, True, (Node(wait, "main", others, ranks - 1, True), Node(load, "main", (1,), 1, True))),
+    tree = Node(None, "main", tuple(range(ranks)), ranks, (
+        Node(own, "main", tuple(range(ranks)), ranks, (Node(wait, "main", others, ranks - 1), Node(load, "main", (1,), 1))),
     ))  # fmt: skip
     return render_html(report, [tree], job="llama-pretrain-42", made_s=1.7e9)
 

@@ -31,7 +31,7 @@ def test_titles_of_serving_engines_give_parallel_coordinates() -> None:
 
 
 def _entry(pid: int, ppid: int, title: str = "python train.py", **environ: str) -> ProcessEntry:
-    return ProcessEntry(pid, ppid, "S", pid * 10, "python", title, environ, 0, pid, True)
+    return ProcessEntry(pid, ppid, "S", pid * 10, "python", title, environ, pid, True)
 
 
 def test_actors_of_ray_are_ranks_only_where_they_train() -> None:

@@ -32,7 +32,6 @@ class ToolRun:
     output: str
     problem: str
     took_s: float
-    cpu_s: float = 0.0
 
 
 def find_pyspy() -> str | None:
@@ -48,7 +47,7 @@ def run_pyspy(binary: str, pid: int, *, native: bool = False, limit_s: float = P
     """`py-spy dump --json`. Without native frames the target is not stopped at all."""
     extra = ["--native"] if native else ["--nonblocking"]
     run = run_tool([binary, "dump", "--json", *extra, "--pid", str(pid)], limit_s)
-    return ToolRun(run.output, explain_pyspy(run.problem, pid) if run.problem else "", run.took_s, run.cpu_s)
+    return ToolRun(run.output, explain_pyspy(run.problem, pid) if run.problem else "", run.took_s)
 
 
 def run_gdb(pid: int, *, cuda: bool = False, limit_s: float = GDB_LIMIT_S) -> ToolRun:

@@ -11,8 +11,8 @@ import fnmatch
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 from importlib import resources
 from typing import Any
 
@@ -20,53 +20,17 @@ from allranks.errors import ConfigurationError
 from allranks.model.stacks import StackFrame, ThreadFacts
 from allranks.stacks.views import ProcessView, ThreadView, is_user_file
 
-#: (value of the field, thread, process) -> whether it holds.
+#: (value of the condition, thread, process) -> whether it holds.
 Test = Callable[[Any, ThreadView, ProcessView], bool]
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What must hold. None or an empty tuple: not asked."""
+    """What must hold: tests of `_TESTS` with their values. `frame`: patterns for any Python frame, which names the match."""
 
-    state: str = ""  # letters; the thread was in one of them in every snapshot
-    syscall: tuple[str, ...] = ()
-    first_arg: tuple[int, ...] = ()  # of the system call
-    second_arg: tuple[int, ...] = ()
-    wchan: tuple[str, ...] = ()  # words in wchan or in the kernel stack
-    top: tuple[str, ...] = ()  # frame patterns for the innermost Python frame
-    frame: tuple[str, ...] = ()  # frame patterns for any Python frame
-    also: tuple[str, ...] = ()  # a second `frame`
-    without: tuple[str, ...] = ()  # no Python frame matches
-    leaf: tuple[str, ...] = ()  # regular expressions for native frames above the innermost Python frame
-    native: tuple[str, ...] = ()  # regular expressions for any native frame of the thread
-    source: str = ""  # regular expression for the text of the innermost Python line; native frames outrank it
-    name: str = ""  # regular expression for the thread's name
-    comm: tuple[str, ...] = ()  # some thread of the process bears such a kernel name (prefix)
-    title: str = ""  # regular expression for the process title
-    gil: bool | None = None
-    busy: bool | None = None
-    user_top: bool | None = None  # the innermost Python frame is the user's own code
-    leaf_known: bool | None = None  # a native look was taken of this thread
-    children: bool | None = None  # the process has child processes
-    python_children: bool | None = None  # some of them run Python
-    kernels: str = ""  # regular expression for a device kernel seen by cuda-gdb
-    idle: bool | None = None  # the opposite of busy, but None counts as idle
-    main: bool | None = None  # it is the main thread
-    gil_known: bool | None = None  # a look could tell who owns the GIL
-    foreign_leaf: bool | None = None  # the native frames lead out of the interpreter and the C library
-    facts_known: bool | None = None  # /proc was read for this thread
-    python_known: bool | None = None  # some look saw its Python frames
-    torch_threads: bool | None = None  # the process has threads of gloo or NCCL
-    starves: bool | None = None  # another Python thread waits for the GIL in every snapshot
-    contends: bool | None = (
-        None  # it and at least two other threads of the user's code stand in line for the GIL
-    )
-
-    @cached_property
-    def asked(self) -> tuple[tuple[Test, Any], ...]:
-        """The tests of the fields that are set, and their values."""
-        values = ((test, getattr(self, name)) for name, test in _TESTS.items())
-        return tuple((test, value) for test, value in values if value not in (None, "", ()))
+    asked: tuple[tuple[Test, Any], ...] = ()
+    frame: tuple[str, ...] = ()
+    top: bool = False  # the innermost Python frame names the match
 
 
 @dataclass(frozen=True)
@@ -125,18 +89,34 @@ def _pattern(row: object, index: int) -> StackPattern:
     )
 
 
-_LISTS = {field.name for field in fields(Condition) if field.type.startswith("tuple")}
-_NAMES = {field.name for field in fields(Condition)}
+#: Conditions whose value is a list, or one of it.
+_LISTS = frozenset(
+    [
+        "syscall",
+        "first_arg",
+        "second_arg",
+        "wchan",
+        "top",
+        "frame",
+        "also",
+        "without",
+        "leaf",
+        "native",
+        "comm",
+    ]
+)
 
 
 def _condition(row: object, index: int) -> Condition:
-    if not isinstance(row, dict) or set(row) - _NAMES:
+    if not isinstance(row, dict) or set(row) - _TESTS.keys() - {"frame"}:
         raise ConfigurationError(f"pattern {index}: unknown condition in {row!r}")
-    values: dict[str, Any] = {
+    values = {
         key: tuple(value if isinstance(value, list) else [value]) if key in _LISTS else value
         for key, value in row.items()
     }
-    return Condition(**values)
+    asked = ((test, values.get(name)) for name, test in _TESTS.items())
+    given = tuple((test, value) for test, value in asked if value not in (None, "", ()))
+    return Condition(given, values.get("frame", ()), bool(values.get("top")))
 
 
 def match_thread(
@@ -202,40 +182,52 @@ def _flag(answer: Callable[[ThreadView, ProcessView], bool | None]) -> Test:
     return lambda wanted, view, process: answer(view, process) == wanted
 
 
-#: How each field of a condition is tested, the cheap ones first; `frame` is tested last, since it also gives a name.
+#: Every condition and how it is tested, the cheap ones first; `frame` is tested last, since it also gives a name.
 _TESTS: dict[str, Test] = {
+    # letters; the thread was in one of these states in every snapshot
     "state": _state_holds,
     "syscall": lambda names, view, process: any(fact.syscall in names for fact in view.facts),
     "first_arg": _argument(0),
     "second_arg": _argument(1),
+    # words in wchan or in the kernel stack
     "wchan": _kernel_says,
     "gil": _flag(lambda view, process: view.holds_gil),
     "busy": _flag(lambda view, process: view.busy),
+    # the opposite of busy, but where nothing tells it counts as idle
     "idle": _flag(lambda view, process: not view.busy),
     "main": _flag(lambda view, process: view.main),
+    # the innermost Python frame is the user's own code
     "user_top": _flag(lambda view, process: bool(view.python) and is_user_file(view.python[0].file)),
+    # a native look was taken of this thread; /proc was read for it; some look saw its Python frames, or who owns the GIL
     "leaf_known": _flag(lambda view, process: bool(view.leaf)),
     "facts_known": _flag(lambda view, process: bool(view.facts)),
     "python_known": _flag(lambda view, process: bool(view.python)),
     "gil_known": _flag(lambda view, process: bool(view.gil)),
+    # the process has child processes; some of them run Python
     "children": _flag(lambda view, process: process.children.any),
     "python_children": _flag(lambda view, process: process.children.python),
+    # the process has threads of gloo or NCCL
     "torch_threads": _flag(lambda view, process: _has_torch_threads(process)),
+    # the native frames lead out of the interpreter and the C library
     "foreign_leaf": _flag(lambda view, process: _foreign(view.leaf)),
     "starves": _flag(lambda view, process: _starves(view, process)),
     "contends": _flag(lambda view, process: _contends(view, process)),
+    # some thread of the process bears a kernel name that begins so
     "comm": lambda words, view, process: any(
         comm.startswith(word) for comm in process.comms for word in words
     ),
+    # regular expressions: for the process title, a device kernel seen by cuda-gdb, the thread's name
     "title": lambda expression, view, process: bool(re.search(expression, process.capture.title)),
     "kernels": lambda expression, view, process: any(
         re.search(expression, one) for one in process.capture.kernels
     ),
     "name": lambda expression, view, process: bool(re.search(expression, view.name)),
+    # frame patterns: for the innermost Python frame; for none of them; for any, beside `frame`
     "top": _top_matches,
     "source": _source_matches,
     "without": lambda patterns, view, process: not _any_frame(patterns, view),
     "also": lambda patterns, view, process: _any_frame(patterns, view),
+    # regular expressions: for native frames above the innermost Python frame; for any native frame of the thread
     "leaf": lambda expressions, view, process: _natives_match(expressions, view.leaf),
     "native": lambda expressions, view, process: _natives_match(expressions, view.natives),
 }

@@ -34,7 +34,6 @@ class ProcessEntry:
     comm: str
     title: str
     environ: Mapping[str, str] = field(default_factory=dict)
-    uid: int = -1
     inner_pid: int = 0  # pid in its own PID namespace; 0 unknown
     python: bool = False
 
@@ -65,7 +64,6 @@ def read_entry(pid: int) -> ProcessEntry | None:
         comm=comm,
         title=title,
         environ=_environ(pid),
-        uid=int(status.get("Uid", "-1").split()[0]),
         inner_pid=int(inner[-1]) if inner else 0,
         python=_is_python(pid, comm, title),
     )

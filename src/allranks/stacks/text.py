@@ -29,7 +29,6 @@ class Node:
     role: str
     ranks: tuple[int, ...]
     looks: int  # (rank, snapshot, thread) triples that pass here
-    always: bool  # every look at these ranks in this role passed here
     children: tuple[Node, ...] = ()
 
 
@@ -72,11 +71,7 @@ def _root(role: str, stacks: dict[tuple[StackFrame, ...], list[int]]) -> Node:
     root = _Growing(None)
     for frames, ranks in stacks.items():
         _insert(root, [frame for frame in cut_fork(frames) if not frame.native], ranks)
-    totals: dict[int, int] = {}
-    for ranks in stacks.values():
-        for rank in ranks:
-            totals[rank] = totals.get(rank, 0) + 1
-    return _freeze(root, role, totals)
+    return _freeze(root, role)
 
 
 def _insert(root: _Growing, frames: list[StackFrame], ranks: list[int]) -> None:
@@ -91,7 +86,7 @@ def _insert(root: _Growing, frames: list[StackFrame], ranks: list[int]) -> None:
         node.looks += len(ranks)
 
 
-def _freeze(node: _Growing, role: str, totals: dict[int, int]) -> Node:
+def _freeze(node: _Growing, role: str) -> Node:
     """The finished tree, without recursion: stacks may be deep."""
     order: list[_Growing] = []
     todo = [node]
@@ -105,8 +100,7 @@ def _freeze(node: _Growing, role: str, totals: dict[int, int]) -> Node:
             (done[id(child)] for child in one.children.values()),
             key=lambda child: (-len(child.ranks), child.ranks[:1]),
         )
-        always = one.looks == sum(totals[rank] for rank in one.ranks)
-        done[id(one)] = Node(one.frame, role, tuple(sorted(one.ranks)), one.looks, always, tuple(children))
+        done[id(one)] = Node(one.frame, role, tuple(sorted(one.ranks)), one.looks, tuple(children))
     return done[id(node)]
 
 

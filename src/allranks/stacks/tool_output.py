@@ -100,12 +100,6 @@ def _text_frame(name: str, place: str) -> StackFrame:
     return frame(name, file, int(number), "" if file.endswith(_SOURCE_SUFFIXES) else file)
 
 
-def python_version(text: str) -> str:
-    """The interpreter's version in the head of a text dump, "" when it is not there."""
-    match = re.search(r"^Python v(\S+)", text, re.MULTILINE)
-    return match.group(1) if match else ""
-
-
 def process_title(text: str) -> str:
     """The command line in the head of a text dump, "" when it is not there."""
     match = re.search(r"^Process \d+: (.*)$", text, re.MULTILINE)

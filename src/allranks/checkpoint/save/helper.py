@@ -175,7 +175,7 @@ def shards_from_json(raw: list[list[Any]]) -> list[Shard]:
 
 def saved_from_json(raw: Message) -> Saved:
     """A result again."""
-    return Saved(**{**raw, "removed": tuple(raw["removed"]), "left": tuple(raw["left"])})
+    return Saved(**{**raw, "left": tuple(raw["left"])})
 
 
 if __name__ == "__main__":

@@ -69,14 +69,11 @@ class SaveJob:
 
 @dataclass(frozen=True)
 class Saved:
-    """A finished save. `reused_bytes` were not written, since an older checkpoint holds them already."""
+    """A finished save. `left` are older ones that were kept because somebody reads them."""
 
     path: str
     bytes: int
-    reused_bytes: int
-    write_s: float
     total_s: float
-    removed: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     problem: str = ""  # why older ones could not be removed; this one is safe all the same
 
@@ -96,8 +93,7 @@ def write_checkpoint(
     """Writes, waits for the other ranks' parts, commits, prunes. `older` is this rank's last index here."""
     began = time.monotonic()
     try:
-        index, part, reused = _retrying(job, lambda: _write_part(job, layout, image, store, older))
-        wrote = time.monotonic()
+        index, part = _retrying(job, lambda: _write_part(job, layout, image, store, older))
         if job.rank == job.ranks[0]:
             manifest = collect(job, part, store, alive)
             _retrying(job, lambda: store.commit(job.attempt, encode_manifest(manifest)))
@@ -108,27 +104,25 @@ def write_checkpoint(
         raise
     finally:
         store.leave(job.attempt)
-    removed, left, problem = _keep_house(job, store) if job.rank == job.ranks[0] else ([], [], "")
-    done = time.monotonic()
-    took = (wrote - began, done - began)
-    path = store.path_of(job.attempt.name)
-    return Saved(path, layout.bytes, reused, *took, tuple(removed), tuple(left), problem), index
+    left, problem = _keep_house(job, store) if job.rank == job.ranks[0] else ((), "")
+    path, took_s = store.path_of(job.attempt.name), time.monotonic() - began
+    return Saved(path, layout.bytes, took_s, left, problem), index
 
 
-def _keep_house(job: SaveJob, store: Store) -> tuple[list[str], list[str], str]:
-    """(removed, left, what went wrong): old ones that cannot be removed do not make this save a failed one."""
-    removed, left, problem = list[str](), list[str](), ""
+def _keep_house(job: SaveJob, store: Store) -> tuple[tuple[str, ...], str]:
+    """(left, what went wrong): old ones that cannot be removed do not make this save a failed one."""
+    left: list[str] = []
     try:
-        removed, left = prune(store, job.keep_last, spare=job.attempt.name)
+        _, left = prune(store, job.keep_last, spare=job.attempt.name)
         store.tidy()
     except OSError as error:
-        problem = reason_of(error)
-    return removed, left, problem
+        return tuple(left), reason_of(error)
+    return tuple(left), ""
 
 
 def _write_part(
     job: SaveJob, layout: FileLayout, image: memoryview, store: Store, older: Index | None
-) -> tuple[Index, Part, int]:
+) -> tuple[Index, Part]:
     """Data file, then index; both durable when this returns."""
     name = part_file(store, job.attempt, job.rank, "safetensors")
     sums: dict[str, str] = {}
@@ -151,7 +145,7 @@ def _write_part(
     index = Index(job.rank, job.algorithm, (file,), (*stored, *reusable.values()), job.common, job.own)
     if job.read_back:
         _read_back(store, job.attempt, replace(index, shards=tuple(stored)))
-    return index, write_index(store, job.attempt, index), sum(s.shard.bytes for s in reusable.values())
+    return index, write_index(store, job.attempt, index)
 
 
 def _read_back(store: Store, attempt: Attempt, index: Index) -> None:
