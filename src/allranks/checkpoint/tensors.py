@@ -101,10 +101,11 @@ def _encode(value: object, path: tuple[str, ...], tensors: dict[str, torch.Tenso
         return {"$size": list(value)}
     if isinstance(value, (list, tuple, set, frozenset)):
         items = [_encode(item, (*path, str(at)), tensors) for at, item in enumerate(value)]
-        tag = next((tag for tag, kind in _SEQUENCES.items() if kind is type(value)), None)
-        if tag is None and not isinstance(value, list):
+        if isinstance(value, list):
+            return items
+        if type(value) not in _SEQUENCES:
             raise _unstorable(value, path)  # a named tuple would come back as something else
-        return {tag: items} if tag else items
+        return {_SEQUENCES[type(value)]: items}
     return _encode_scalar(value, path)
 
 
@@ -182,8 +183,9 @@ def _decode_tagged(tag: str, body: Json, tensors: Mapping[str, torch.Tensor]) ->
         return tensors[body].numpy()
     if tag == "$dict":
         return {_decode(key, tensors): _decode(item, tensors) for key, item in body}
-    if tag in _SEQUENCES:
-        return _SEQUENCES[tag](_decode(item, tensors) for item in body)
+    for kind, its_tag in _SEQUENCES.items():
+        if tag == its_tag:
+            return kind(_decode(item, tensors) for item in body)
     if tag not in _DECODERS:
         raise ValueError(f"unknown type tag {tag!r}: written by a newer version?")
     return _DECODERS[tag](body)
@@ -212,7 +214,7 @@ def _numpy_scalar(dtype: str, text: str) -> np.generic:
     return made
 
 
-_SEQUENCES = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
+_SEQUENCES: dict[type, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$float": float,
     "$bytes": base64.b64decode,

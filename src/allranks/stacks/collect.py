@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from allranks.blackbox.header import process_state
 from allranks.errors import ConfigurationError
 from allranks.model.stacks import (
     Capture,
@@ -32,7 +33,7 @@ from allranks.stacks.classify import classify
 from allranks.stacks.debuggers import ask_faulthandler, dump_gpu_core, look_with_gdb
 from allranks.stacks.facts import SourceLines, choose_suspects, parse_facts, renumber
 from allranks.stacks.find import MAX_CHILDREN, Target, make_target
-from allranks.stacks.procfs import descendants, read_entry, read_facts, read_state
+from allranks.stacks.procfs import descendants, read_entry, read_facts
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ class _Collection:
 
     def _read_stacks(self, case: ProcessLook, number: int) -> tuple[ThreadStack, ...]:
         target = case.target
-        if not self.pyspy or not target.python or read_state(target.pid) in ("", "Z", "X"):
+        if not self.pyspy or not target.python or process_state(target.pid) in ("", "Z", "X"):
             return ()
         run = debuggers.run_pyspy(self.pyspy, target.pid, limit_s=self.options.pyspy_limit_s)
         if run.problem:
@@ -255,7 +256,7 @@ class _Collection:
 
     def _read_native(self, case: ProcessLook) -> None:
         """Native frames; a stopped or uninterruptible process would hang the tool, so it is left alone."""
-        if not self.pyspy or read_state(case.target.pid) not in ("R", "S"):
+        if not self.pyspy or process_state(case.target.pid) not in ("R", "S"):
             return
         run = debuggers.run_pyspy(self.pyspy, case.target.pid, native=True, limit_s=debuggers.NATIVE_LIMIT_S)
         if run.problem:

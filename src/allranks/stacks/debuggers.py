@@ -14,10 +14,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from allranks.blackbox.header import process_state
 from allranks.model.stacks import ThreadStack
 from allranks.stacks.boxes import timeout_due_s
 from allranks.stacks.find import Target
-from allranks.stacks.procfs import catches, read_state
+from allranks.stacks.procfs import catches
 from allranks.stacks.tool_output import parse_faulthandler, parse_gdb, parse_kernels
 
 PYSPY_LIMIT_S = 10.0
@@ -194,7 +195,7 @@ class DebuggerLook:
 def look_with_gdb(target: Target, cuda: bool, guard_s: float) -> DebuggerLook:
     """Backtraces by gdb or cuda-gdb, unless a collective is about to time out or the process cannot be stopped."""
     name = "cuda-gdb" if cuda else "gdb"
-    state = read_state(target.pid)
+    state = process_state(target.pid)
     if state not in ("R", "S"):
         return DebuggerLook(problem=f"{name} left process {target.pid} alone: its state is {state or 'gone'}")
     due = timeout_due_s(target.box, time.time()) if target.box is not None else None
@@ -266,7 +267,7 @@ def dump_gpu_core(target: Target, folder: Path | None) -> str:
     deadline = time.monotonic() + CORE_LIMIT_S
     core = _named(target, "CUDA_COREDUMP_FILE")
     while time.monotonic() < deadline and not (core and Path(core).exists()):
-        if read_state(target.pid) in ("", "Z"):
+        if process_state(target.pid) in ("", "Z"):
             break
         time.sleep(0.2)
     return f"GPU core dump of process {target.pid} was triggered (FATAL to it): {core or 'see its working folder'}"

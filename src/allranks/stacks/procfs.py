@@ -177,12 +177,6 @@ def _inner_number(status: str) -> int:
     return 0
 
 
-def read_state(pid: int) -> str:
-    """The state letter of a process, "" when it is gone."""
-    fields = _read(pid, "stat").rsplit(")", 1)[-1].split()
-    return fields[0] if fields else ""
-
-
 def main_thread_work(pid: int) -> tuple[int, int]:
     """Clock ticks and context switches of a process's main thread, ever."""
     fields = _read(pid, f"task/{pid}/stat").rsplit(")", 1)[-1].split()

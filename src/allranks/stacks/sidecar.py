@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from allranks.blackbox.header import process_state
 from allranks.errors import InputError
 from allranks.model.stacks import Capture, Mark, RankMarks, RasReply, StacksReport
 from allranks.stacks import gpus, ras
@@ -28,7 +29,7 @@ from allranks.stacks.collect import CollectOptions, collect
 from allranks.stacks.debug_config import DebugOptions
 from allranks.stacks.find import RANK_TITLES, Selection, Target, choose, family
 from allranks.stacks.html import render_html
-from allranks.stacks.procfs import main_thread_work, read_state, scan
+from allranks.stacks.procfs import main_thread_work, scan
 from allranks.stacks.progress import Stillness
 from allranks.stacks.text import grow_tree, render_text, report_json
 from allranks.stacks.triggers import Observation, Pulse, TriggerState, decide_trigger
@@ -95,7 +96,7 @@ class Sidecar:
 
     def take(self, pids: Sequence[int]) -> None:
         """Watches processes that run already."""
-        missing = [pid for pid in pids if read_state(pid) in ("", "Z", "X")]
+        missing = [pid for pid in pids if process_state(pid) in ("", "Z", "X")]
         if missing:
             raise InputError(f"process {', '.join(map(str, missing))} does not run")
         self._roots = tuple(pids)
@@ -134,7 +135,7 @@ class Sidecar:
         if self._child is not None:
             code = self._child.poll()
             return None if code is None else code if code >= 0 else 128 - code
-        return None if any(read_state(pid) not in ("", "Z", "X") for pid in self._roots) else 0
+        return None if any(process_state(pid) not in ("", "Z", "X") for pid in self._roots) else 0
 
     def _pause(self) -> None:
         """Until the next glance, or the end of the command."""
@@ -150,16 +151,12 @@ class Sidecar:
         if now - self._scanned_s >= (RESCAN_S if self._targets else POLL_S):
             self._targets, self._scanned_s = self._find(), now
         ranks = [target for target in self._targets if target.child is None]
-        alive = frozenset(t.rank for t in ranks if read_state(t.pid) not in ("", "Z", "X"))
-        marks: dict[int, tuple[int, ...]] = {}
-        oldest, silent = None, 0.0
-        for target in ranks:
-            progress = read_progress(target.box, time.time()) if target.box is not None else None
-            if progress is not None:
-                marks[target.rank] = progress.mark
-                silent = max(silent, now + progress.expected_s) if progress.expected_s > 0 else silent
-                if progress.oldest_call_s is not None:
-                    oldest = max(oldest or 0.0, progress.oldest_call_s)
+        alive = frozenset(t.rank for t in ranks if process_state(t.pid) not in ("", "Z", "X"))
+        boxes = {t.rank: read_progress(t.box, time.time()) for t in ranks if t.box is not None}
+        known = {rank: progress for rank, progress in boxes.items() if progress is not None}
+        marks = {rank: progress.mark for rank, progress in known.items()}
+        oldest = max((p.oldest_call_s for p in known.values() if p.oldest_call_s is not None), default=None)
+        silent = now + max((p.expected_s for p in known.values()), default=0.0)
         plain = {t.rank: main_thread_work(t.pid) for t in ranks if t.rank not in marks and t.rank in alive}
         if plain and now - self._asked_ras_s >= RESCAN_S:
             self._asked_ras_s = now
