@@ -234,3 +234,17 @@ def test_runs_that_start_at_once_may_remove_the_same_finished_jobs(
         assert sum(len(one.result(60)) for one in removed) >= 60
     assert not place._in_use(tmp_path / "gone")
     assert place.job_folders() == []
+
+
+def test_a_folder_that_somebody_else_made_in_our_name_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a world-writable place anybody can make it first, with jobs in it that are not ours."""
+    monkeypatch.setattr(place, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    us = os.getuid() + 1
+    (tmp_path / f"allranks-{us}" / "4711").mkdir(parents=True)
+    place.job_folder("ours").mkdir(parents=True)
+    assert [folder.name for folder in place.job_folders()] == ["ours"]
+    monkeypatch.setattr(os, "getuid", lambda: us)
+    assert place.job_folders() == []

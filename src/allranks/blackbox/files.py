@@ -99,9 +99,10 @@ def fallback_folder(job: str) -> Path:
 
 
 def job_folders() -> list[Path]:
-    """Every folder of this machine that may hold boxes of this user's jobs."""
+    """Every folder of this machine that may hold boxes of this user's jobs; none that somebody else made in our name."""
     bases = {base_folder(), fallback_folder("job").parent}
-    return sorted(path for base in bases if base.is_dir() for path in base.iterdir() if path.is_dir())
+    ours = [base for base in bases if base.is_dir() and base.lstat().st_uid == os.getuid()]
+    return sorted(path for base in ours for path in base.iterdir() if path.is_dir())
 
 
 def remove_old(now: float | None = None) -> None:
