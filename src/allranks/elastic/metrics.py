@@ -79,18 +79,16 @@ class Goodput:
 
 @dataclass
 class Durations:
-    """Count, sum, largest and last of some durations."""
+    """Count, sum and largest of some durations."""
 
     count: int = 0
     total_s: float = 0.0
     max_s: float = 0.0
-    last_s: float = 0.0
 
     def add(self, seconds: float) -> None:
         self.count += 1
         self.total_s += seconds
         self.max_s = max(self.max_s, seconds)
-        self.last_s = seconds
 
     @property
     def average_s(self) -> float:
@@ -191,17 +189,13 @@ class GradientMetrics:
 
     total_steps: int = 0
     clip_count: int = 0
-    last_norm: float = 0.0
     clip_magnitudes: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
     def record_step(self, clipped: bool = False, grad_norm: float | None = None) -> None:
         self.total_steps += 1
-        if grad_norm is not None:
-            self.last_norm = float(grad_norm)
-        if clipped:
-            self.clip_count += 1
-            if grad_norm is not None:
-                self.clip_magnitudes.append(float(grad_norm))
+        self.clip_count += clipped
+        if clipped and grad_norm is not None:
+            self.clip_magnitudes.append(float(grad_norm))
 
     @property
     def clip_frequency(self) -> float:

@@ -30,12 +30,10 @@ class Stillness:
 
 @dataclass(frozen=True)
 class HangDecision:
-    """Whether the job moves. `moving` and `still` are the ranks that could be told."""
+    """Whether the job hangs, None when nothing tells, and why."""
 
     hung: bool | None
     reason: str
-    still: tuple[int, ...] = ()
-    moving: tuple[int, ...] = ()
 
 
 def decide_progress(
@@ -97,26 +95,18 @@ def _changed_at_last_look(one: RankMarks) -> bool:
 
 
 def _join_timed(timed: Mapping[int, bool | None], told: Mapping[int, RankMarks]) -> HangDecision:
-    still = tuple(sorted(rank for rank, moves in timed.items() if moves is False))
-    moving = tuple(sorted(rank for rank, moves in timed.items() if moves))
+    still = [rank for rank, moves in timed.items() if moves is False]
+    moving = sum(1 for moves in timed.values() if moves)
     if still:
         ages = [(told[rank].seen_s or 0.0) - told[rank].marks[-1].at_s for rank in still]
-        return HangDecision(
-            True,
-            f"{len(still)} of {len(timed)} ranks have made no progress for {max(ages):.0f} s",
-            still,
-            moving,
-        )
-    if moving and len(moving) == len(timed):
-        return HangDecision(False, f"all {len(moving)} ranks make progress", still, moving)
-    if moving and len(moving) * 2 >= len(timed):
-        return HangDecision(
-            False,
-            f"{len(moving)} of {len(timed)} ranks make progress, the others were heard lately",
-            still,
-            moving,
-        )
-    return HangDecision(None, "the last marks are too fresh: look again", still, moving)
+        how = f"{len(still)} of {len(timed)} ranks have made no progress for {max(ages):.0f} s"
+        return HangDecision(True, how)
+    if moving and moving == len(timed):
+        return HangDecision(False, f"all {moving} ranks make progress")
+    if moving and moving * 2 >= len(timed):
+        how = f"{moving} of {len(timed)} ranks make progress, the others were heard lately"
+        return HangDecision(False, how)
+    return HangDecision(None, "the last marks are too fresh: look again")
 
 
 def _by_snapshots(
@@ -126,21 +116,12 @@ def _by_snapshots(
     waiting, others, ticks = _movements(views, causes)
     if not waiting and not others:
         return HangDecision(None, "no time of the looks is known, and /proc was not read twice")
-    if moved := tuple(sorted(rank for rank, did in waiting.items() if did)):
-        return HangDecision(
-            False, f"rank {moved[0]} finished a collective between two snapshots", moving=moved
-        )
+    if moved := [rank for rank, did in waiting.items() if did]:
+        return HangDecision(False, f"rank {min(moved)} finished a collective between two snapshots")
     if ticks > 1:  # one may be the price of being looked at
-        return HangDecision(
-            False,
-            f"the waiting ranks ran for {ticks} clock ticks between the snapshots",
-            moving=tuple(sorted(waiting)),
-        )
-    still = tuple(sorted([*waiting, *(rank for rank, how in others.items() if how == "none")]))
-    if waiting or len(still) == len(others):
-        return HangDecision(
-            True, "no rank got further between the snapshots, and the marks have ended", still
-        )
+        return HangDecision(False, f"the waiting ranks ran for {ticks} clock ticks between the snapshots")
+    if waiting or all(how == "none" for how in others.values()):
+        return HangDecision(True, "no rank got further between the snapshots, and the marks have ended")
     return _only_busy(told, others)
 
 
@@ -169,13 +150,9 @@ def _only_busy(told: Mapping[int, RankMarks], others: Mapping[int, str]) -> Hang
     """Nobody waits for anybody, and some rank spent CPU time: are they new steps or the same one?"""
     steps = {rank: len({mark.step for mark in one.marks}) for rank, one in told.items()}
     if max(steps.values(), default=0) <= 1:
-        return HangDecision(True, "no rank has finished its first step", tuple(sorted(others)))
+        return HangDecision(True, "no rank has finished its first step")
     if any(how != "heavy" for how in others.values()):
-        return HangDecision(
-            False,
-            "the ranks step: frames or CPU time moved between the snapshots",
-            moving=tuple(sorted(others)),
-        )
+        return HangDecision(False, "the ranks step: frames or CPU time moved between the snapshots")
     return HangDecision(None, "busy on the same line in every snapshot, and no time of the looks is known")
 
 
