@@ -40,7 +40,10 @@ class Call(NamedTuple):
     tag: int = -1  # of a send or recv
 
 
-Reader = Callable[[tuple[Any, ...], dict[str, Any]], Call]
+Args = tuple[object, ...]  # of a call, by position
+Kwargs = dict[str, object]
+Function = Callable[..., Any]  # of torch, or what we put in its place
+Reader = Callable[[Args, Kwargs], Call]
 ANY_SOURCE = -1
 _NO_TIME = timedelta(0)  # torch's options hold -1 ms when nobody set a timeout
 
@@ -57,13 +60,13 @@ def flat(tensors: Any) -> list[Any]:
     return found
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, *names: str) -> Any:
+def _argument(args: Args, kwargs: Kwargs, index: int, *names: str) -> Any:
     if len(args) > index:
         return args[index]
     return next((kwargs[name] for name in names if name in kwargs), None)
 
 
-def _options(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, *names: str) -> Any:
+def _options(args: Args, kwargs: Kwargs, index: int, *names: str) -> Any:
     return _argument(args, kwargs, index, "opts", *names)
 
 
@@ -80,7 +83,7 @@ def reduce_number(options: Any) -> int:
     return number + 1 if 0 <= number <= 8 else 10
 
 
-def _timeout(options: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _timeout(options: Any, args: Args, kwargs: Kwargs) -> int:
     """The call's own timeout in milliseconds; 0 when it has none."""
     value = getattr(options, "timeout", None)
     if value is None:
@@ -94,19 +97,19 @@ def _root(options: Any) -> int:
     return int(getattr(options, "rootRank", 0))
 
 
-def _reduced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _reduced(args: Args, kwargs: Kwargs) -> Call:
     tensors = flat(_argument(args, kwargs, 0, "tensors", "tensor"))
     options = _options(args, kwargs, 1, "op")
     return Call(tensors, tensors, reduce_number(options), timeout_ms=_timeout(options, args, kwargs))
 
 
-def _broadcast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _broadcast(args: Args, kwargs: Kwargs) -> Call:
     tensors = flat(_argument(args, kwargs, 0, "tensors", "tensor"))
     options = _options(args, kwargs, 1, "root")
     return Call(tensors, tensors, root=_root(options), timeout_ms=_timeout(options, args, kwargs))
 
 
-def _reduce(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _reduce(args: Args, kwargs: Kwargs) -> Call:
     tensors = flat(_argument(args, kwargs, 0, "tensors", "tensor"))
     options = _options(args, kwargs, 1, "root")
     operator = _argument(args, kwargs, 2, "op") if isinstance(options, int) else options
@@ -115,7 +118,7 @@ def _reduce(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     )
 
 
-def _moved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _moved(args: Args, kwargs: Kwargs) -> Call:
     outputs = _argument(
         args, kwargs, 0, "output_tensors", "output_lists", "outputs", "output", "output_tensor"
     )
@@ -124,12 +127,12 @@ def _moved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     return Call(flat(inputs), flat(outputs), timeout_ms=_timeout(options, args, kwargs))
 
 
-def _rooted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _rooted(args: Args, kwargs: Kwargs) -> Call:
     moved = _moved(args, kwargs)
     return moved._replace(root=_root(_options(args, kwargs, 2, "root")))
 
 
-def _scattered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _scattered(args: Args, kwargs: Kwargs) -> Call:
     outputs = _argument(args, kwargs, 0, "output_tensors", "outputs", "output", "outputTensor")
     inputs = _argument(args, kwargs, 1, "input_tensors", "inputs", "input", "inputTensor", "input_tensor")
     options = _options(args, kwargs, 2, "op")
@@ -138,7 +141,7 @@ def _scattered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     )
 
 
-def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _split(args: Args, kwargs: Kwargs) -> Call:
     outputs = _argument(args, kwargs, 0, "output", "output_tensor")
     inputs = _argument(args, kwargs, 1, "input", "input_tensor")
     return Call(
@@ -150,31 +153,31 @@ def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     )
 
 
-def _tag(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str = "tag") -> int:
+def _tag(args: Args, kwargs: Kwargs, index: int, name: str = "tag") -> int:
     """The tag of a send or recv, cut to the 31 bits that a row has."""
     return int(_argument(args, kwargs, index, name) or 0) & 0x7FFFFFFF
 
 
-def _send(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _send(args: Args, kwargs: Kwargs) -> Call:
     tensors = flat(_argument(args, kwargs, 0, "tensors"))
     return Call(
         tensors, (), peer=int(_argument(args, kwargs, 1, "dstRank")), p2p=True, tag=_tag(args, kwargs, 2)
     )
 
 
-def _recv(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _recv(args: Args, kwargs: Kwargs) -> Call:
     tensors = flat(_argument(args, kwargs, 0, "tensors"))
     return Call(
         (), tensors, peer=int(_argument(args, kwargs, 1, "srcRank")), p2p=True, tag=_tag(args, kwargs, 2)
     )
 
 
-def _recv_any(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _recv_any(args: Args, kwargs: Kwargs) -> Call:
     tensors = flat(_argument(args, kwargs, 0, "arg0"))
     return Call((), tensors, peer=ANY_SOURCE, p2p=True, tag=_tag(args, kwargs, 1, "arg1"))
 
 
-def _barrier(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _barrier(args: Args, kwargs: Kwargs) -> Call:
     return Call(timeout_ms=_timeout(_options(args, kwargs, 0), args, kwargs))
 
 

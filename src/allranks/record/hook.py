@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from allranks.blackbox.layout import Item, packed_ranks
 from allranks.record import torch_internals as internals
-from allranks.record.calls import CALLS, Call, Reader, dtype_name
+from allranks.record.calls import CALLS, Args, Call, Function, Kwargs, Reader, dtype_name
 from allranks.record.engine import fast
 from allranks.record.groups import GroupState, describe_group, timeout_ms
 from allranks.record.row_writer import Shapes
@@ -59,7 +59,7 @@ class Hook:
         self.on_rank = on_rank  # told (rank, world size) of the process when init_process_group is entered
         self._groups: dict[int, GroupState] = {}  # by id of the group object, which is alive while it is here
         self._counters: dict[int, Any] = {}  # the same groups' counters, for the part in C
-        self._shapes: dict[tuple[Any, ...], Shapes] = {}
+        self._shapes: dict[Args, Shapes] = {}
         # Ranks of groups that were split off and have made no call yet.
         self._members: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._replaced: list[tuple[Any, str, Any, Any]] = []
@@ -77,7 +77,7 @@ class Hook:
             warn_once(f"with torch {torch.__version__} these are not recorded: {'; '.join(lost)}")
         self.writer.original_wait = dist.Work.wait
         self.writer.markers = self._make_markers()
-        owners: tuple[Any, ...] = (dist.ProcessGroup, internals.Backend)
+        owners: Args = (dist.ProcessGroup, internals.Backend)
         wrappers = (
             (internals.START_BATCH, self._wrap_start),
             (internals.END_BATCH, self._wrap_end),
@@ -205,7 +205,7 @@ class Hook:
             found = self._new_shapes(key, call)
         return found
 
-    def _new_shapes(self, key: tuple[Any, ...], call: Call) -> Shapes:
+    def _new_shapes(self, key: Args, call: Call) -> Shapes:
         writer = self.writer
         assert writer is not None
         sides = (call.inputs, call.outputs)
@@ -221,7 +221,7 @@ class Hook:
 
     # -- wrappers -----------------------------------------------------------------------------------------------
 
-    def _guarded(self, step: Callable[..., Any], *args: Any) -> Any:
+    def _guarded(self, step: Function, *args: Any) -> Any:
         """A step of our own around a call: its errors end the recording, never the call. None when it failed."""
         try:
             return step(*args)
@@ -231,11 +231,11 @@ class Hook:
 
     def _around(
         self,
-        original: Callable[..., Any],
-        before: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+        original: Function,
+        before: Callable[[Any, Args, Kwargs], Any],
         after: Callable[[Any, Any], object] | None = None,
         failed: Callable[[Any, BaseException], object] | None = None,
-    ) -> Callable[..., Any]:
+    ) -> Function:
         """A method that records. `before(self, args, kwargs)` gives what `after(it, result)` and `failed(it, error)` need;
         when it gives None there is nothing to do afterwards."""
         hook = self
@@ -256,13 +256,13 @@ class Hook:
 
         return wrapper
 
-    def _wrap(self, original: Callable[..., Any], op: str, reader: Reader) -> Callable[..., Any]:
+    def _wrap(self, original: Function, op: str, reader: Reader) -> Function:
         """A collective, for every op and overload."""
         writer = self.writer
         assert writer is not None
         number_of_op = writer.box.intern(Item.NAME, op)
 
-        def before(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, GroupState, bool]:
+        def before(owner: Any, args: Args, kwargs: Kwargs) -> tuple[int, GroupState, bool]:
             group = self.group(owner)
             call = reader(args, kwargs)
             number = writer.begin(
@@ -284,7 +284,7 @@ class Hook:
 
         return self._around(original, before, after, lambda known, error: writer.failed(known[0], error))
 
-    def _fast_collective(self, original: Callable[..., Any], slow: Callable[..., Any], method: str) -> Any:
+    def _fast_collective(self, original: Function, slow: Function, method: str) -> Any:
         """The same in C, for calls in the form that torch.distributed makes them; the rest takes `slow`."""
         writer = self.writer
         assert writer is not None
@@ -296,9 +296,7 @@ class Hook:
         op, reader = CALLS[method]
         stacks = writer.stacks.engine if writer.stacks is not None else None
 
-        def learn(
-            known: dict[tuple[Any, ...], Shapes], key: tuple[Any, ...], args: tuple[Any, ...]
-        ) -> Shapes:
+        def learn(known: dict[Args, Shapes], key: Args, args: Args) -> Shapes:
             found = self.shapes(reader(args, {}))
             if len(known) < MAX_SHAPES:
                 known[key] = found
@@ -322,7 +320,7 @@ class Hook:
             layout,
         )
 
-    def _fast_wait(self, original: Callable[..., Any]) -> Any:
+    def _fast_wait(self, original: Function) -> Any:
         """Work.wait, in C where that was built."""
         writer = self.writer
         assert writer is not None
@@ -333,11 +331,11 @@ class Hook:
             original, writer.wait_failed, writer.waited, writer.pending, writer.ring, writer.markers
         )
 
-    def _wrap_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_wait(self, original: Function) -> Function:
         writer = self.writer
         assert writer is not None
 
-        def before(work: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, bool] | None:
+        def before(work: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any, bool] | None:
             entry = writer.pending.get(id(work))
             return None if entry is None else (work, entry, bool(args or kwargs))
 
@@ -348,10 +346,10 @@ class Hook:
             lambda known, error: writer.wait_failed(known[0], error, known[2]),
         )
 
-    def _wrap_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_start(self, original: Function) -> Function:
         return self._around(original, lambda owner, args, kwargs: self.group(owner).counters.open_batch())
 
-    def _wrap_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_end(self, original: Function) -> Function:
         writer = self.writer
         assert writer is not None
         op = writer.box.intern(Item.NAME, "coalesced")
@@ -367,7 +365,7 @@ class Hook:
             lambda known, error: writer.failed(known[1], error, known[2]),
         )
 
-    def _wrap_split(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_split(self, original: Function) -> Function:
         def before(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
             parent = self.group(owner)
             return tuple(parent.global_rank(int(rank)) for rank in (args[0] if args else kwargs["ranks"]))
@@ -405,7 +403,7 @@ class Hook:
         writer = self.writer
         assert writer is not None
 
-        def counted(original: Callable[..., Any], change: int) -> Callable[..., Any]:
+        def counted(original: Function, change: int) -> Function:
             def method(self: Any, *args: Any, **kwargs: Any) -> Any:
                 if change > 0:
                     hook.capturing(+1)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from allranks.record import torch_internals as internals
+from allranks.record.calls import Function
 from allranks.record.engine import TORCH_ERRORS, fast
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class WaitedWork(dist.Work):
         return bool(self.inner.wait(timeout))
 
 
-def _forward(method: str) -> Callable[..., Any]:
+def _forward(method: str) -> Function:
     silent = method.startswith(("reduce_scatter", "_reduce_scatter"))
 
     def call(self: RecordingProxyGroup, *args: Any) -> Any:
@@ -129,26 +130,26 @@ class RecordingProxies:
         self._original(internals.REGISTER)(name, proxy)
         self._registered[name] = proxy
 
-    def _register(self, original: Callable[..., Any], name: str, group: Any) -> Any:
+    def _register(self, original: Function, name: str, group: Any) -> Any:
         proxy = self.proxy(group)
         result = original(name, proxy)
         if proxy is not group:
             self._registered[name] = proxy
         return result
 
-    def _unregister(self, original: Callable[..., Any], name: str) -> Any:
+    def _unregister(self, original: Function, name: str) -> Any:
         self._registered.pop(name, None)
         return original(name)
 
-    def _unregister_all(self, original: Callable[..., Any]) -> Any:
+    def _unregister_all(self, original: Function) -> Any:
         self._registered.clear()
         return original()
 
-    def _resolve(self, original: Callable[..., Any], name: str) -> Any:
+    def _resolve(self, original: Function, name: str) -> Any:
         group = original(name)
         return group.original if isinstance(group, RecordingProxyGroup) else group
 
-    def _with_proxy(self, original: Callable[..., Any], process_group: Any, *args: Any, **kwargs: Any) -> Any:
+    def _with_proxy(self, original: Function, process_group: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self.proxy(process_group), *args, **kwargs)
 
     # -- DDP ----------------------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class RecordingProxies:
 
     # -- wrapping functions -------------------------------------------------------------------------------------
 
-    def _wrap_function(self, name: str, around: Callable[..., Any]) -> None:
+    def _wrap_function(self, name: str, around: Function) -> None:
         """Wraps a function of _distributed_c10d in every module of torch that has taken it by name."""
         original, homes = internals.homes_of(name)
 
@@ -187,6 +188,6 @@ class RecordingProxies:
             setattr(module, name, wrapper)
             self._replaced.append((module, name, wrapper, original))
 
-    def _original(self, name: str) -> Callable[..., Any]:
-        found: Callable[..., Any] = next(o for m, n, _, o in self._replaced if n == name)
+    def _original(self, name: str) -> Function:
+        found: Function = next(o for m, n, _, o in self._replaced if n == name)
         return found

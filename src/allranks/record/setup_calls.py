@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from allranks.blackbox.layout import Item
 from allranks.model.trace import SETUP_CALLS
+from allranks.record.calls import Args, Kwargs
 from allranks.record.torch_internals import leave_graph
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class SetupCalls:
         except Exception as error:  # ours, never the user's
             self._hook.fault(error)
 
-    def _enter(self, number: int, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def _enter(self, number: int, name: str, args: Args, kwargs: Kwargs) -> None:
         hook = self._hook
         assert hook.writer is not None
         if name == "init_process_group":
