@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEBIAN := etcd-server etcd-client chromium fonts-dejavu-core slurmctld slurmd slurm-client munge gdb iproute2 nftables iptables strace
 
-.PHONY: demo test test-all lint soak bench gallery docs packages clean
+.PHONY: demo test test-all lint soak bench gallery docs site screenshots packages clean
 
 demo: $(STAMP)
 	$(BIN)/allranks demo
@@ -37,11 +37,19 @@ bench: $(STAMP)
 gallery: $(STAMP)
 	$(BIN)/python examples/hangs/gallery.py --output gallery
 
-# The documentation site, in site/; broken links are errors. It asks nothing of the network when it is read.
-docs:
+# The documentation site, in site/, with pictures of every page and report at every width in site/screenshots.
+docs: site screenshots
+
+# Broken links are errors. Reading the site needs no network.
+site:
 	test -x .venv-docs/bin/mkdocs || { $(PYTHON) -m venv .venv-docs && .venv-docs/bin/pip install --quiet 'mkdocs-material>=9.5'; }
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 	@echo "wrote site/index.html"
+
+# What the tests look at in a browser, kept: 3, 64 and 1,024 ranks, 400, 1,000 and 1,600 px, light and dark.
+screenshots: $(STAMP) packages
+	ALLRANKS_SCREENSHOTS=site/screenshots $(BIN)/python -m pytest -q -p no:randomly tests/pages/test_looks.py
+	$(BIN)/python scripts/screenshots.py site/screenshots
 
 $(STAMP): pyproject.toml constraints.txt src/allranks/record/_fast.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import pty
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -98,10 +100,14 @@ def test_the_page_of_a_job_is_found_by_its_name(tmp_path: Path, capsys: pytest.C
     (tmp_path / "x.box").write_bytes(b"")
     assert main(["page", str(tmp_path), "--no-browser"]) == 2
     assert "has no lighthouse" in capsys.readouterr().err
-    (tmp_path / "job.json").write_text('{"lighthouse": "127.0.0.1:4711"}')
-    assert main(["page", str(tmp_path), "--no-browser"]) == 0
+    with socket.create_server(("127.0.0.1", 0)) as lighthouse:
+        address = f"127.0.0.1:{lighthouse.getsockname()[1]}"
+        (tmp_path / "job.json").write_text(json.dumps({"lighthouse": address}))
+        assert main(["page", str(tmp_path), "--no-browser"]) == 0
     assert main(["page", "host:80", "--json"]) == 0
-    assert capsys.readouterr().out == 'http://127.0.0.1:4711/\n{"url": "http://host:80/"}\n'
+    assert capsys.readouterr().out == f'http://{address}/\n{{"url": "http://host:80/"}}\n'
+    assert main(["page", str(tmp_path), "--no-browser"]) == 2
+    assert "the job has probably ended" in capsys.readouterr().err
 
 
 def test_bash_completes_commands_flags_and_files(tmp_path: Path) -> None:

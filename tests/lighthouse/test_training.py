@@ -82,6 +82,32 @@ def test_a_lost_replica_is_amber_and_named_until_it_is_back() -> None:
     assert view.look(TWO).sentence.endswith("2 of 3 replicas, replica-2 back in about 20 s")
 
 
+def test_an_evicted_replica_is_missing_until_its_process_is_back() -> None:
+    """Evicted while frozen, killed, readmitted, started again: amber and named all the time."""
+    view, _ = trained()
+    told = [("lost", "stopped"), ("evicted", "stuck"), ("returned", ""), ("lost", "exited"), ("let_in", "")]
+    for kind, why in told:
+        view.happened(StatusEvent(1.0, kind, f"replica-2 {kind}: {why}", "replica-2"))
+    found = view.look(TWO)
+    assert found.mood == "warn" and found.sentence.endswith(", 2 of 3 replicas, replica-2 lost 1 s ago")
+    view.happened(StatusEvent(2.0, "connected", "replica-2 connected", "replica-2"))
+    found = view.look(Scene(2, ALL.alive, joining=("replica-2",)))
+    assert found.mood == "warn" and found.sentence.endswith(", 2 of 3 replicas, replica-2 joining")
+
+
+def test_a_replica_that_is_evicted_and_readmitted_while_connected_is_there_at_once() -> None:
+    """By hand, without a restart between; a later loss is counted from that loss."""
+    view, clock = trained()
+    view.happened(StatusEvent(1.0, "evicted", "replica-2 evicted: by hand", "replica-2"))
+    assert view.look(Scene(2, ALL.alive)).sentence.endswith(", 2 of 3 replicas, replica-2 evicted")
+    view.happened(StatusEvent(1.0, "let_in", "replica-2 may rejoin", "replica-2"))
+    assert view.look(ALL).mood == "good" and view.departed == {}
+    clock.at += 100
+    view.note_step("replica-0", 21, clock.at)
+    view.happened(StatusEvent(2.0, "lost", "replica-2 lost: gone", "replica-2"))
+    assert view.look(TWO).sentence.endswith("replica-2 lost 1 s ago")
+
+
 def test_agents_are_no_replicas() -> None:
     """A job without replicas speaks of its nodes; an agent that goes is not missed as a replica."""
     view, _ = trained()

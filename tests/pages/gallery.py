@@ -24,6 +24,7 @@ from allranks.stacks.html import render_html
 from allranks.stacks.text import Node
 
 CHROMIUM = "/usr/bin/chromium"
+WIDTHS, SCHEMES = (400, 1000, 1600), ("light", "dark")
 HERE = str(Path(__file__))
 
 
@@ -234,6 +235,24 @@ class Visit:
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(address)
+
+    def flaws_everywhere(self, name: str) -> list[str]:
+        """At every width, light and dark; where $ALLRANKS_SCREENSHOTS names a folder, with pictures (`make docs`)."""
+        found, folder = [], os.environ.get("ALLRANKS_SCREENSHOTS")
+        for width in WIDTHS:
+            for scheme in SCHEMES:
+                found += [f"{name} at {flaw}" for flaw in self.flaws(width, scheme)]
+                if folder:
+                    Path(folder).mkdir(parents=True, exist_ok=True)
+                    path = str(Path(folder, f"{name}-{width}-{scheme}.png"))
+                    self.page.screenshot(path=path, full_page=True, clip=self._top())
+        return found
+
+    def _top(self) -> dict[str, float]:
+        """The upper part of the page: the whole of a short one, four screens of a long one."""
+        tall = float(self.page.evaluate("document.documentElement.scrollHeight"))
+        wide = float(self.page.evaluate("innerWidth"))
+        return {"x": 0, "y": 0, "width": wide, "height": min(tall, 3600.0)}
 
     def flaws(self, width: int, scheme: str) -> list[str]:
         """What a designer would send back at this width and in these colours."""

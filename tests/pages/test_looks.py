@@ -32,9 +32,7 @@ def test_no_report_overflows_cuts_words_or_is_too_faint(browser: Any, tmp_path: 
     flaws = []
     for path in gallery(tmp_path, (ranks,)):
         visit = Visit(browser, path.as_uri())
-        for width in (400, 1000, 1600):
-            for scheme in ("light", "dark"):
-                flaws += [f"{path.stem} at {flaw}" for flaw in visit.flaws(width, scheme)]
+        flaws += visit.flaws_everywhere(path.stem)
         assert visit.errors == []
         assert visit.requests == [path.as_uri()]
         visit.page.close()
@@ -77,7 +75,7 @@ def test_every_report_says_job_host_date_and_version_and_can_be_copied_from(
         visit.page.close()
 
 
-@pytest.mark.parametrize("replicas", [3, 64, 1000])
+@pytest.mark.parametrize("replicas", [3, 64, 1024])
 def test_the_page_of_a_job_is_as_good_at_every_width(browser: Any, replicas: int) -> None:
     """With members, lost ones and an incident whose story is one click away."""
     with Lighthouse(
@@ -92,12 +90,7 @@ def test_the_page_of_a_job_is_as_good_at_every_width(browser: Any, replicas: int
         visit.page.locator(
             "#sentence", has_text=f"{replicas - 1} of {replicas} replicas, replica-1 lost"
         ).wait_for()
-        flaws = [
-            flaw
-            for width in (400, 1000, 1600)
-            for scheme in ("light", "dark")
-            for flaw in visit.flaws(width, scheme)
-        ]
+        flaws = visit.flaws_everywhere(f"job-{replicas}")
         assert "lost" in visit.page.inner_text("#rows tr:first-child")
         visit.page.click("text=Open the story")
         visit.page.wait_for_selector("#guilty")
@@ -120,6 +113,23 @@ def test_the_first_line_does_not_outlive_the_lighthouse(browser: Any) -> None:
     assert "Last known: Training: step 1,652" in visit.page.inner_text("#sentence")
     assert visit.page.get_attribute("#now", "class") == "now warn"
     visit.page.close()
+
+
+def test_the_membership_strip_has_a_gap_from_the_loss_to_the_return(browser: Any) -> None:
+    """Also for one that was evicted and readmitted before its process was back."""
+    with Lighthouse(Options(heartbeat_timeout_s=600.0), ServerOptions(job="x"), http=http_protocol()) as lighthouse:
+        lighthouse.call(lambda service: fill(service, 3))
+        log = ("evicted", "returned", "lost", "let_in")
+        for kind in log:
+            lighthouse.call(lambda service, kind=kind: service.event_log.event(kind, kind, "replica-1"))
+        visit = Visit(browser, f"http://{lighthouse.address}/")
+        strip = "() => document.getElementById('members').dataset.spans"
+        visit.page.wait_for_function(strip)
+        lighthouse.call(lambda service: service.event_log.event("connected", "back", "replica-1"))
+        visit.page.wait_for_function(f"() => JSON.parse(({strip})())['replica-1'].length == 2")
+        spans = json.loads(visit.page.evaluate(strip))
+        assert len(spans["replica-0"]) == 1 and spans["replica-1"][0][1] < spans["replica-1"][1][0]
+        visit.page.close()
 
 
 class Silent:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import sys
 
 from allranks.errors import InputError
+
+ANSWER_S = 5.0  # a lighthouse that takes longer to accept a connection is taken for gone
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,4 +49,12 @@ def _url(job: str | None) -> str:
             f"job {folder.name} has no lighthouse, which would serve its page",
             hint="`allranks run` starts one unless --no-lighthouse is given; `allranks top` shows the job in the terminal.",
         )
+    host, _, port = address.rpartition("://")[2].rstrip("/").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"the lighthouse of job {folder.name} at {address} does not answer ({error}); the job has probably ended",
+            hint=f"`allranks status {folder.name}` shows what its black boxes hold.",
+        ) from error
     return address if "://" in address else f"http://{address}/"

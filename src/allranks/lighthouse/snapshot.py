@@ -18,16 +18,20 @@ if TYPE_CHECKING:
 def take_snapshot(service: Service) -> Status:
     """The status of a lighthouse."""
     state, now = service.state, service.now()
-    alive = [name for name, replica in state.replicas.items() if not replica.observer]
+    spares = frozenset(state.last.spares) if state.last else frozenset()
+    alive = frozenset(
+        name for name, replica in state.replicas.items() if not replica.observer and name not in spares
+    )
     scene = Scene(
         sum(1 for name in state.members if name in state.replicas),
-        frozenset(alive),
+        alive,
         service.agents.count,
         service.former.waiting,
         next((each.health for each in service.sessions if each.observer and each.health), ""),
         state.over,
         service.leading,
         service.leader,
+        alive - state.members - state.evicted.keys() - state.cooling.keys(),
     )
     return Status(
         schema=1,

@@ -24,7 +24,7 @@ FIRST_STALL_S = 60.0  # until a few steps have told what is usual
 RED_STALL_S = 60.0
 MAX_DEPARTED = 2000
 _GONE = {"lost", "left", "evicted", "finished"}
-_BACK = {"connected", "returned", "let_in"}
+_CONNECTED = {"connected", "returned"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Scene:
     over: bool = False
     leading: bool = True
     leader: str = ""
+    joining: Collection[str] = ()  # connected, not evicted, and not in the quorum yet
 
 
 @dataclass
@@ -56,6 +57,7 @@ class TrainingView:
     _gaps: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     _rates: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=120))
     _left_at: dict[str, float] = field(default_factory=dict)
+    _disconnected: set[str] = field(default_factory=set)
     _absences: deque[float] = field(default_factory=lambda: deque(maxlen=10))
 
     def note_step(self, source: str, step: int, now: float) -> None:
@@ -87,6 +89,10 @@ class TrainingView:
         name = event.replica
         if not name or name.startswith(AGENT):
             return
+        if event.kind in _CONNECTED:
+            self._disconnected.discard(name)
+        elif event.kind in _GONE and event.kind != "evicted":
+            self._disconnected.add(name)
         if event.kind in _GONE:
             reason = event.text.partition(": ")[2] or event.text
             known = self.departed.get(name)
@@ -98,8 +104,8 @@ class TrainingView:
             self._left_at.setdefault(name, self.now())
             if len(self.departed) > MAX_DEPARTED:
                 del self.departed[next(iter(self.departed))]
-        elif event.kind in _BACK:
-            self.departed.pop(name, None)
+        elif event.kind in _CONNECTED or (event.kind == "let_in" and name not in self._disconnected):
+            self.departed.pop(name, None)  # one that may rejoin is missing until its process connects
             left = self._left_at.pop(name, None)
             if left is not None:
                 self._absences.append(self.now() - left)
@@ -110,9 +116,9 @@ class TrainingView:
         gone = [
             one
             for name, one in self.departed.items()
-            if name not in scene.alive and one.kind in ("lost", "evicted")
+            if one.kind == "evicted" or (one.kind == "lost" and name not in scene.alive)
         ]
-        total = len(scene.alive) + len(gone)
+        total = len({*scene.alive, *(one.replica for one in gone)})
         stalled = max(0.0, now - self._moved) if self.step >= 0 else 0.0
         still = self.step >= 0 and stalled >= self._limit() and not scene.over
         rate = None if still else self._rate(now)
@@ -141,7 +147,7 @@ class TrainingView:
     def _sentence(
         self, scene: Scene, gone: list[Departed], total: int, rate: float | None, stalled: float, now: float
     ) -> tuple[str, str]:
-        count, missing = _count(scene, total), self._missing(gone, now)
+        count, missing = _count(scene, total), self._missing(gone, now) + _joining(scene)
         if (found := self._not_training(scene, count, missing, total)) is not None:
             return found
         if stalled:
@@ -192,6 +198,12 @@ def _count(scene: Scene, total: int) -> str:
     if total:
         return f", {scene.members} of {total} replicas"
     return f", {scene.agents} node{'s' if scene.agents != 1 else ''}" if scene.agents else ""
+
+
+def _joining(scene: Scene) -> str:
+    """ ", replica-0 joining"; "" before the first quorum, when all are."""
+    names = sorted(scene.joining)[:2] if scene.members else []
+    return "".join(f", {name} joining" for name in names)
 
 
 def _age(seconds: float) -> str:

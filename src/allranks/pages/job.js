@@ -199,16 +199,21 @@
     if ($("members-part").hidden) return;
     const p = pen($("members")), { g, width, height, colour } = p;
     if (!s.history.length) { empty(p, "Nothing has happened yet."); return; }
-    const to = Math.max(serverNow(), s.history[s.history.length - 1].at), from = Math.min(s.history[0].at, to - 10), spans = new Map(), since = new Map();
-    const add = (name, a, b, bad) => { if (!spans.has(name)) spans.set(name, []); spans.get(name).push([a, b, bad]); };
-    for (const r of s.replicas) if (r.state !== "observer") spans.set(r.replica, []);
+    const to = Math.max(serverNow(), s.history[s.history.length - 1].at), from = Math.min(s.history[0].at, to - 10), spans = new Map(), now = new Map();
+    // a replica trains while it is connected and not evicted; one whose first event is its end was there before the history begins
+    const of = (name, connected) => { if (!now.has(name)) { now.set(name, { connected, evicted: false, since: from }); spans.set(name, []); } return now.get(name); };
+    const trains = (r) => r.connected && !r.evicted;
     for (const e of s.history) {
       if (!e.replica || e.replica.startsWith("agent-")) continue;
-      if (["connected", "returned", "let_in"].includes(e.kind) && !since.has(e.replica)) since.set(e.replica, e.at);
-      if (["lost", "left", "evicted"].includes(e.kind)) { add(e.replica, since.get(e.replica) ?? from, e.at, false); add(e.replica, e.at, e.at, e.kind !== "left"); since.delete(e.replica); }
+      const ends = ["lost", "left", "finished", "evicted"].includes(e.kind), comes = ["connected", "returned"].includes(e.kind);
+      if (!ends && !comes && e.kind !== "let_in") continue;
+      const r = of(e.replica, ends), before = trains(r);
+      if (comes) r.connected = true; else if (e.kind === "evicted") r.evicted = true; else if (e.kind === "let_in") r.evicted = false; else r.connected = false;
+      if (trains(r) && !before) r.since = e.at;
+      if (before && !trains(r)) { spans.get(e.replica).push([r.since, e.at, false]); if (e.kind === "lost" || e.kind === "evicted") spans.get(e.replica).push([e.at, e.at, true]); }
     }
-    for (const r of s.replicas) if (!since.has(r.replica) && r.state !== "observer" && !["lost", "left", "evicted", "finished"].includes(r.state) && !spans.get(r.replica).length) since.set(r.replica, from);
-    for (const [name, at] of since) add(name, at, to, false);
+    for (const r of s.replicas) if (r.state !== "observer") of(r.replica, !["lost", "left", "evicted", "finished"].includes(r.state));
+    for (const [name, r] of now) if (trains(r)) spans.get(name).push([r.since, to, false]);
     const listed = [...spans.keys()].sort(names.compare);
     if (!listed.length) { empty(p, "No replica yet."); return; }
     if (listed.length <= STRIP_ROWS) strip(p, listed, spans, from, to); else counted(p, spans, from, to);
@@ -216,6 +221,7 @@
   function strip(p, names, spans, from, to) {
     const { g, width, height, colour } = p, left = Math.min(140, 20 + Math.max(...names.map((n) => g.measureText(n).width))), tall = (height - 34) / names.length;
     const x = (t) => left + (width - left - 8) * (t - from) / (to - from);
+    $("members").dataset.spans = JSON.stringify(Object.fromEntries(names.map((name) => [name, spans.get(name).filter(([a, b]) => b > a).map(([a, b]) => [a, b])])));
     names.forEach((name, i) => {
       const y = 8 + i * tall;
       for (const [a, b, bad] of spans.get(name)) { g.fillStyle = colour(bad ? "--bad" : "--good"); g.fillRect(x(a), y + 1, Math.max(2.5, x(b) - x(a)), Math.max(2, Math.min(16, tall - 3))); }
