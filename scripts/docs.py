@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import docs_reference  # noqa: E402
+
 NOTE = "<!-- Written by scripts/docs.py; do not edit. -->"
 TRANSCRIPT = re.compile(r"(<!-- transcript: (\S+) -->\n```console\n)(.*?)(```\n)", re.S)
 NOTEBOOK = ROOT / "docs" / "tutorial.ipynb"
@@ -31,11 +34,15 @@ def pages() -> dict[Path, str]:
         ROOT / "docs/reference/commands.md": "\n".join(commands_page()) + "\n",
         ROOT / "docs/reference/job_file.md": "\n".join(job_file_page()) + "\n",
         ROOT / "docs/reference/options.md": "\n".join(options_page()) + "\n",
+        ROOT / "docs/reference/python.md": "\n".join(docs_reference.python_page()) + "\n",
+        ROOT / "docs/reference/json.md": "\n".join(docs_reference.json_page()) + "\n",
+        ROOT / "docs/troubleshooting.md": "\n".join(docs_reference.troubleshooting_page()) + "\n",
     }
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = path.read_text()
-        if TRANSCRIPT.search(text):
-            found[path] = TRANSCRIPT.sub(_transcribed, text)
+        written = docs_reference.with_metrics(TRANSCRIPT.sub(_transcribed, text))
+        if TRANSCRIPT.search(text) or docs_reference.METRICS.search(text):
+            found[path] = written
     return found
 
 

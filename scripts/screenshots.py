@@ -1,6 +1,6 @@
 """Writes an index of the screenshots that `make docs` takes; exit code 1 when one of them is missing.
 
-    python scripts/screenshots.py site/screenshots
+python scripts/screenshots.py site/screenshots
 """
 
 from __future__ import annotations

@@ -117,7 +117,9 @@ def test_the_first_line_does_not_outlive_the_lighthouse(browser: Any) -> None:
 
 def test_the_membership_strip_has_a_gap_from_the_loss_to_the_return(browser: Any) -> None:
     """Also for one that was evicted and readmitted before its process was back."""
-    with Lighthouse(Options(heartbeat_timeout_s=600.0), ServerOptions(job="x"), http=http_protocol()) as lighthouse:
+    with Lighthouse(
+        Options(heartbeat_timeout_s=600.0), ServerOptions(job="x"), http=http_protocol()
+    ) as lighthouse:
         lighthouse.call(lambda service: fill(service, 3))
         log = ("evicted", "returned", "lost", "let_in")
         for kind in log:

@@ -1,0 +1,151 @@
+"""A new user's walk with nothing but the task pages: their files are written, their commands run, their claims hold.
+
+Comments in the pages, which readers do not see, say what happens to the block that follows:
+`<!-- file: NAME -->` write it; `<!-- run: TEXT -->` run its `$` lines in one shell per page, the last one until its output
+shows TEXT; `<!-- dumps: FOLDER -->` the reader's `dumps/` is this folder of the repository.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+TASKS = ROOT / "docs" / "tasks"
+STEP = re.compile(r"<!-- (file|run|dumps)(?:: (.*?))? -->(?:\n```\w+\n(.*?)```)?", re.S)
+WITHIN_S = 60.0
+
+
+class Shell:
+    """A bash that a user types into: background jobs and variables stay from one line to the next."""
+
+    def __init__(self, folder: Path, **variables: str) -> None:
+        self.folder = folder
+        home = {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "NO_COLOR": "1",
+            "COLUMNS": "160",
+        }
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("ALLRANKS_")}
+        self.process = subprocess.Popen(
+            ["bash", "-m"], cwd=folder, text=True, start_new_session=True, env={**clean, **home, **variables},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def run(self, line: str) -> tuple[int, str]:
+        """Exit code and output of one line; what a background job prints goes to a file."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        if line.endswith("&") and ">" not in line:
+            line = f"{line[:-1]} > background.log 2>&1 &"
+        self.process.stdin.write(f"{line}\necho; echo END $?\n")
+        self.process.stdin.flush()
+        lines = []
+        for text in self.process.stdout:
+            if text.startswith("END "):
+                return int(text.split()[1]), "".join(lines)
+            lines.append(text)
+        raise AssertionError(f"the shell ended at {line!r}: {''.join(lines)}")
+
+
+@contextmanager
+def typing_in(folder: Path, **variables: str) -> Iterator[Shell]:
+    """A shell; its background jobs end with it."""
+    shell = Shell(folder, **variables)
+    try:
+        yield shell
+    finally:
+        assert shell.process.stdin is not None and shell.process.stdout is not None
+        shell.process.stdin.write("kill -TERM $(jobs -p) 2>/dev/null; wait\nexit\n")
+        shell.process.stdin.close()
+        try:
+            shell.process.wait(40)
+        except subprocess.TimeoutExpired:
+            os.killpg(shell.process.pid, signal.SIGKILL)
+            shell.process.wait()
+        shell.process.stdout.close()
+
+
+def walk(page: str, shell: Shell) -> int:
+    """Does what a page says, from top to bottom; returns how many commands were run."""
+    count, seen = 0, ""
+    for kind, what, block in STEP.findall((TASKS / page).read_text()):
+        if kind == "dumps":
+            (shell.folder / "dumps").symlink_to(ROOT / what)
+        elif kind == "file":
+            path = shell.folder / what
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(block)
+        else:
+            lines = [
+                line[2:].partition("  #")[0].strip() for line in block.splitlines() if line.startswith("$ ")
+            ]
+            count += len(lines)
+            for line in lines:
+                seen = _until(shell, line.replace("PID", _pid(seen)), what if line == lines[-1] else "")
+    return count
+
+
+def _until(shell: Shell, line: str, text: str) -> str:
+    """Types a line until its output shows what the page promises. Exit code 1 is a finding, 2 an error."""
+    deadline = time.monotonic() + WITHIN_S
+    while True:
+        code, output = shell.run(line)
+        if text in output and (text or code < 2):
+            return output
+        if time.monotonic() > deadline:
+            log = shell.folder / "background.log"
+            pytest.fail(
+                f"`{line}` gave {code}, without {text!r}:\n{output}\n{log.read_text() if log.exists() else ''}"
+            )
+
+
+def _pid(output: str) -> str:
+    """The pid of the last rank in a table of `allranks status`."""
+    found = re.findall(r"^ +\d+ +(\d+) ", output, re.M)
+    return found[-1] if found else "PID"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("page", "commands"), [("hang_now.md", 10), ("nccl_dumps.md", 7), ("survive_kill.md", 7)]
+)
+def test_a_new_user_gets_what_the_page_promises(page: str, commands: int, tmp_path: Path) -> None:
+    """Every command that the page shows, copied."""
+    with typing_in(tmp_path) as shell:
+        assert walk(page, shell) == commands
+    for name in ("stacks.html", "report.html"):
+        if name in (TASKS / page).read_text():
+            assert (tmp_path / name).read_text().endswith("</html>")
+
+
+@pytest.mark.timeout(300)
+def test_a_new_user_saves_to_s3(tmp_path: Path, s3: Any) -> None:
+    """Against a real server: saved, restored by the next run, listed, verified, copied, exported, pruned."""
+    from checkpoint.s3server import KEY, SECRET
+
+    key = {
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_ENDPOINT_URL": s3.endpoint,
+        "AWS_REGION": "us-east-1",
+    }
+    with typing_in(tmp_path, **key) as shell:
+        assert walk("s3.md", shell) == 9
+
+
+def test_every_command_of_the_task_pages_is_run_by_the_walk() -> None:
+    """Except those that install and name the reader's own keys."""
+    for page in TASKS.glob("*.md"):
+        blocks = re.findall(r"(<!-- [^\n]*-->\n)?```console\n(.*?)```", page.read_text(), re.S)
+        unmarked = [text for mark, text in blocks if not mark.startswith("<!-- run")]
+        assert all("$ pip install" in text or "$ export" in text for text in unmarked), (page.name, unmarked)
