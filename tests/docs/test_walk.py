@@ -117,7 +117,7 @@ def _pid(output: str) -> str:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("page", "commands"), [("hang_now.md", 10), ("nccl_dumps.md", 7), ("survive_kill.md", 7)]
+    ("page", "commands"), [("hang_now.md", 11), ("nccl_dumps.md", 7), ("survive_kill.md", 7)]
 )
 def test_a_new_user_gets_what_the_page_promises(page: str, commands: int, tmp_path: Path) -> None:
     """Every command that the page shows, copied."""

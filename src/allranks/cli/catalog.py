@@ -19,6 +19,14 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allranks diagnose dumps/ --perfetto t.pftrace.gz",
         "allranks diagnose dumps/ --json | jq .verdict.sentence",
     ),
+    "dump": (
+        "allranks dump --list                           # jobs and ranks recorded on this machine",
+        "allranks dump                                  # copies of the only job's boxes, into ./allranks-dump-JOB",
+        "allranks dump --job 4711 --format pickle       # PyTorch 2.10 dumps, for torchfrtrace",
+        "allranks dump --pid 12345 -o now               # one rank, also while it hangs",
+        "allranks dump --job 4711 --all-nodes           # of every node, through the agents of `allranks run`",
+        "allranks dump /mnt/scratch/boxes --format json --active",
+    ),
     "stacks": (
         "allranks stacks                                # every rank on this node",
         "allranks stacks --pid 4711 --html stacks.html",

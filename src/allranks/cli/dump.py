@@ -15,19 +15,9 @@ if TYPE_CHECKING:
 
     from allranks.blackbox.header import Header
 
-EXAMPLES = """examples:
-  allranks dump --list                       jobs and ranks recorded on this machine
-  allranks dump                              copies of the only job's boxes, into ./allranks-dump-JOB
-  allranks dump --job 4711 --format pickle   PyTorch 2.10 dumps, for torchfrtrace
-  allranks dump --pid 12345 -o now           one rank, also while it hangs
-  allranks dump --job 4711 --all-nodes       of every node, through the agents of `allranks run`
-  allranks dump /mnt/scratch/boxes --format json --active"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `allranks dump`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLES
     parser.add_argument(
         "path", nargs="?", help="folder with black boxes, or one box (default: this machine's jobs)"
     )
@@ -106,25 +96,29 @@ def _choose(args: argparse.Namespace) -> list[Header]:
     from allranks.blackbox.layout import job_prefix
 
     prefix = job_prefix(args.job) if args.job and not args.path else ""
-    every = {header.path: header for path in _places(args) for header in _headers(path)}
-    found = [
-        header
-        for header in every.values()
-        if header.path.name.startswith(prefix)
-        and (not args.pid or header.pid in args.pid)
-        and (not args.rank or header.rank in args.rank)
-    ]
+    every = {header.path: header for path in _sources(args) for header in _headers(path)}
+    found = [header for header in every.values() if _is_wanted(header, args, prefix)]
     if not found:
         raise InputError(
             f"no black box of {_wish(args)} on this machine",
             hint="is the job recorded (allranks.record() or allranks run)? `allranks dump --list` shows what there is",
         )
+    if args.list:
+        return found
     jobs = sorted({str(header.path.parent) for header in found})
-    if len(jobs) > 1 and not (args.list or args.path or args.job or args.pid):
+    if len(jobs) > 1 and not (args.path or args.job or args.pid):
         raise InputError(
             f"{len(jobs)} jobs were recorded here: {', '.join(jobs)}", hint="choose one with --job or a path"
         )
-    return found if args.all_attempts or args.list or args.pid else _newest(found)
+    return found if args.all_attempts or args.pid else _newest(found)
+
+
+def _is_wanted(header: Header, args: argparse.Namespace, prefix: str) -> bool:
+    return (
+        header.path.name.startswith(prefix)
+        and (not args.pid or header.pid in args.pid)
+        and (not args.rank or header.rank in args.rank)
+    )
 
 
 def _wish(args: argparse.Namespace) -> str:
@@ -133,7 +127,7 @@ def _wish(args: argparse.Namespace) -> str:
     return ", ".join(words) or str(args.path or "any job")
 
 
-def _places(args: argparse.Namespace) -> list[Path]:
+def _sources(args: argparse.Namespace) -> list[Path]:
     import os
     from pathlib import Path
 

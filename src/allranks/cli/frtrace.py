@@ -9,6 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from allranks.frtrace.api import Details
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,35 +25,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Loads, analyses and prints."""
     from allranks.errors import ConfigurationError
-    from allranks.frtrace.api import analyse_details, read_dir, transform_ft
-    from allranks.frtrace.blocks import check_filters, render_blocks, render_database, render_entries
-    from allranks.frtrace.database import build_database
+    from allranks.frtrace.api import read_dir, transform_ft
 
     if args.transform_ft and not args.group_world_size:
         raise ConfigurationError("World size is required for transform_ft", hint="Add --group-world-size N.")
     details, _ = read_dir(args)
     if args.transform_ft:
         details = transform_ft(details, args.group_world_size)
-    for note in details.files:
-        if note.status == "damaged":
-            _say(f"{note.path}: {note.note}")
+    for line in _lines(args, details):
+        print(line, file=sys.stderr)
+    return 0
+
+
+def _lines(args: argparse.Namespace, details: Details) -> Iterator[str]:
+    from allranks.frtrace.api import analyse_details
+    from allranks.frtrace.blocks import check_filters, render_blocks, render_database, render_entries
+    from allranks.frtrace.database import build_database
+
+    yield from (f"{note.path}: {note.note}" for note in details.files if note.status == "damaged")
     filters = (frozenset(args.selected_ranks or ()), frozenset(args.pg_filters or ()))
     check_filters(details.traces, filters)
     if args.just_print_entries:
-        for line in render_entries(details.traces, filters, args.verbose, args.print_stack_trace):
-            _say(line)
-        return 0
+        yield from render_entries(details.traces, filters, args.verbose, args.print_stack_trace)
+        return
     analysis = analyse_details(details)
     if analysis.job.missing_ranks and not args.allow_incomplete_ranks:
-        _say(f"Missing dump files from ranks {set(analysis.job.missing_ranks)}")
-    for line in render_blocks(analysis, filters, args.mismatch_cap):
-        _say(line)
+        yield f"Missing dump files from ranks {set(analysis.job.missing_ranks)}"
+    yield from render_blocks(analysis, filters, args.mismatch_cap)
     if args.verbose:
-        for line in render_database(build_database(analysis)):
-            _say(line)
+        yield from render_database(build_database(analysis))
     if args.output:
         _write(args.output, build_database(analysis))
-    return 0
+        yield f"Wrote {args.output}"
 
 
 def _write(path: str, database: object) -> None:
@@ -61,8 +69,3 @@ def _write(path: str, database: object) -> None:
     with open(partial, "wb") as file:
         pickle.dump((types, database), file)
     os.replace(partial, path)
-    _say(f"Wrote {path}")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)

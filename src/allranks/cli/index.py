@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from allranks.errors import InputError
 
 if TYPE_CHECKING:
-    from allranks.elastic.index import BuildProgress
+    from allranks.elastic.index.build import BuildProgress, BuildResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,28 +100,33 @@ def _build(args: argparse.Namespace) -> int:
     finally:
         if bar:
             bar.end()
+    print(_built_json(result) if args.json else _built_text(result))
+    return 0
+
+
+def _built_json(result: BuildResult) -> str:
     done = result.progress
-    if args.json:
-        facts = {
-            "schema": 1,
-            "index": result.path,
-            "total_tokens": done.tokens,
-            "documents": done.documents,
-            "skipped": done.skipped,
-            "bytes": done.bytes_total,
-            "elapsed_s": round(done.elapsed_s, 3),
-            "resumed": result.resumed,
-            "fresh": result.fresh,
-        }
-        print(json.dumps(facts))
-        return 0
+    facts = {
+        "schema": 1,
+        "index": result.path,
+        "total_tokens": done.tokens,
+        "documents": done.documents,
+        "skipped": done.skipped,
+        "bytes": done.bytes_total,
+        "elapsed_s": round(done.elapsed_s, 3),
+        "resumed": result.resumed,
+        "fresh": result.fresh,
+    }
+    return json.dumps(facts)
+
+
+def _built_text(result: BuildResult) -> str:
+    done = result.progress
     if not result.fresh:
-        print(f"{result.path} is up to date: {done.tokens:,} tokens")
-        return 0
+        return f"{result.path} is up to date: {done.tokens:,} tokens"
     skipped = f", {done.skipped:,} records left out" if done.skipped else ""
     resumed = " (resumed)" if result.resumed else ""
-    print(f"Wrote {result.path}: {done.tokens:,} tokens of {done.documents:,} documents{skipped}{resumed}")
-    return 0
+    return f"Wrote {result.path}: {done.tokens:,} tokens of {done.documents:,} documents{skipped}{resumed}"
 
 
 def _expanded(patterns: list[str]) -> tuple[str, ...]:

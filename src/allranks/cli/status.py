@@ -68,20 +68,11 @@ def _watch(overview: Overview, interval_s: float) -> int:
         while view.running:
             if not paused:
                 size = shutil.get_terminal_size()
-                lines = list(
-                    render(
-                        view,
-                        colour=use_color(),
-                        height=size.lines - 1,
-                        width=size.columns,
-                        by_silence=by_silence,
-                    )
+                shown = render(
+                    view, colour=use_color(), height=size.lines - 1, width=size.columns, by_silence=by_silence
                 )
-                keys = (
-                    "q quit  s sort by silence  p pause"
-                    if not by_silence
-                    else "q quit  s sort by rank  p pause"
-                )
+                lines = list(shown)
+                keys = f"q quit  s sort by {'rank' if by_silence else 'silence'}  p pause"
                 sys.stdout.write("\x1b[H\x1b[2J" + "\n".join([*lines, _cut(keys, size.columns)]))
                 sys.stdout.flush()
             key = key_within(interval_s).lower()
@@ -103,14 +94,7 @@ def render(
 ) -> Iterator[str]:
     """The screen: a headline, the table (the most silent ranks first when it does not fit), incidents. A narrow one
     leaves out pid and calls: who waits for whom is what matters."""
-    alive = [row for row in view.rows if row.alive]
-    speeds = [row.steps_per_s for row in alive if row.steps_per_s is not None]
-    speed = f", {sorted(speeds)[len(speeds) // 2]:.2f} steps/s" if speeds else ""
-    step = max((row.step for row in view.rows), default=-1)
-    yield _cut(
-        f"{view.job}: {len(alive)} of {len(view.rows)} ranks run, step {step if step >= 0 else '-'}{speed}",
-        width,
-    )
+    yield _cut(_headline(view), width)
     if view.quorum:
         yield _cut(f"lighthouse {view.lighthouse}: {view.quorum}", width)
     middle = f"{'pid':>8} {'step':>8} {'calls':>9}" if width >= WIDE else f"{'step':>7}"
@@ -119,13 +103,19 @@ def render(
     room = max(5, height - 6 - len(view.incidents))
     if len(rows) > room or by_silence:
         rows = sorted(rows, key=lambda row: (row.alive, -(row.silent_s or 0.0)))[:room]
-    waiters = Counter(rank for row in alive for rank in row.waits_for)
-    for row in rows:
-        yield _line(row, waiters[row.rank], colour, width)
+    waiters = Counter(rank for row in view.rows if row.alive for rank in row.waits_for)
+    yield from (_line(row, waiters[row.rank], colour, width) for row in rows)
     if len(rows) < len(view.rows):
         yield f"      … and {len(view.rows) - len(rows)} more"
-    for text in view.incidents:
-        yield _cut(f"incident {text}", width)
+    yield from (_cut(f"incident {text}", width) for text in view.incidents)
+
+
+def _headline(view: JobView) -> str:
+    alive = [row for row in view.rows if row.alive]
+    speeds = sorted(row.steps_per_s for row in alive if row.steps_per_s is not None)
+    speed = f", {speeds[len(speeds) // 2]:.2f} steps/s" if speeds else ""
+    step = max((row.step for row in view.rows), default=-1)
+    return f"{view.job}: {len(alive)} of {len(view.rows)} ranks run, step {step if step >= 0 else '-'}{speed}"
 
 
 def _line(row: RankRow, waiters: int, colour: bool, width: int) -> str:

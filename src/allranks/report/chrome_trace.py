@@ -91,38 +91,16 @@ def _waiting(
     """The missing call on a guilty rank's row, and the arrows to those that wait."""
     if waiting is None:
         return
-    since, tid = (waiting.since_ns - span.first_ns) / 1000, -1
+    since = (waiting.since_ns - span.first_ns) / 1000
+    arrow = {"name": "waits", "cat": "waits", "pid": rank}
     if guilty:
-        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": "missing call"}}
-        yield {
-            "ph": "X",
-            "name": f"never entered {waiting.name}",
-            "pid": rank,
-            "tid": tid,
-            "ts": since,
-            "dur": (span.end_ns - waiting.since_ns) / 1000,
-        }
-        for arrow in range(len(waiting.calls)):
-            yield {
-                "ph": "s",
-                "id": arrow,
-                "name": "waits",
-                "cat": "waits",
-                "pid": rank,
-                "tid": tid,
-                "ts": since,
-            }
-    for arrow, (owner, row) in enumerate(waiting.calls):
+        home = {"pid": rank, "tid": -1, "ts": since}
+        length = (span.end_ns - waiting.since_ns) / 1000
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": -1, "args": {"name": "missing call"}}
+        yield {"ph": "X", "name": f"never entered {waiting.name}", **home, "dur": length}
+        yield from ({"ph": "s", "id": number, **arrow, **home} for number in range(len(waiting.calls)))
+    for number, (owner, row) in enumerate(waiting.calls):
         if owner == index:
             at = (int(trace.calls["created_ns"][row]) - span.first_ns) / 1000
             tid = int(trace.calls["group"][row]) * MAX_LANES
-            yield {
-                "ph": "f",
-                "bp": "e",
-                "id": arrow,
-                "name": "waits",
-                "cat": "waits",
-                "pid": rank,
-                "tid": tid,
-                "ts": at,
-            }
+            yield {"ph": "f", "bp": "e", "id": number, **arrow, "tid": tid, "ts": at}
