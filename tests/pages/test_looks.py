@@ -146,7 +146,7 @@ class Silent:
         """Goes."""
 
 
-def fill(service: Service, replicas: int) -> None:
+def fill(service: Service, replicas: int, incident_at: float = 1.7e9) -> None:
     """A job in which one replica is lost and the others train."""
     for i in range(replicas):
         found = service.hello(
@@ -166,7 +166,7 @@ def fill(service: Service, replicas: int) -> None:
             node="gpu-node-000",
             path="/var/tmp/x",
             cause="stuck_before_collective",
-            at=1.7e9,
+            at=incident_at,
             kind="hang",
             outcome="replica-1 was evicted",
             closed=True,
