@@ -1,13 +1,17 @@
 """How long the command takes to start, and what a terminal library would add. Promises: `allranks --help` at most 0.1 s,
 `import allranks` at most 30 ms beyond the interpreter, neither with torch or numpy.
 
-    python benchmarks/startup.py [--rounds 20]
+    python benchmarks/startup.py [--quick] [--json] [--rounds 20]
+
+The ratios are to a bare `python -c pass` of the same rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -34,7 +38,10 @@ def main() -> int:
     """Prints medians and the two promises; exit code 1 when one is broken."""
     parser = argparse.ArgumentParser(description="start-up times")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="7 rounds")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args()
+    args.rounds = 7 if args.quick else args.rounds
     times: dict[str, list[float]] = {}
     for _ in range(args.rounds):  # in turns, so that a busy moment hits all alike
         for name, words in PROGRAMS.items():
@@ -54,7 +61,16 @@ def main() -> int:
         print(
             f"{name:<22} median {values['median_s'] * 1000:7.1f} ms   best {values['best_s'] * 1000:7.1f} ms"
         )
-    print(json.dumps(found))
+    ratios = {
+        f"{name}_vs_python": round(values["median_s"] / bare["median_s"], 2)
+        for name, values in found.items()
+        if name != "python" and not name.endswith("beyond_python")
+    }
+    for name, ratio in ratios.items():
+        print(f"{name:<26} {ratio:.2f} x")
+    if args.json:
+        machine = {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()}
+        print(json.dumps({"name": "startup", "ratios": ratios, "numbers": found, "machine": machine}))
     return int(found["help"]["best_s"] > 0.1 or found["import_beyond_python"]["best_s"] > 0.03)
 
 

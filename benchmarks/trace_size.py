@@ -1,6 +1,6 @@
 """How large a Perfetto trace and a diagnose page are, and how long writing them takes, on an imagined job.
 
-    python benchmarks/trace_size.py [--ranks 256] [--calls 2000]
+    python benchmarks/trace_size.py [--json] [--ranks 256] [--calls 2000]
 
 Ends with 1 when the trace of 256 ranks x 2,000 calls is over 40 MB.
 """
@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import json
+import os
+import platform
 import sys
 import time
 from pathlib import Path
@@ -26,6 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=256)
     parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args()
     traces = make_traces(args.ranks, args.calls)
     diagnosis = diagnose(traces)
@@ -39,6 +43,16 @@ def main() -> int:
     began = time.perf_counter()
     page = "".join(html.render(diagnosis, traces))
     print(f"diagnose page: {len(page) / 1e6:.2f} MB in {time.perf_counter() - began:.2f} s")
+    if args.json:
+        numbers = {
+            "ranks": args.ranks,
+            "calls": args.calls,
+            "perfetto_mb": len(data) / 1e6,
+            "page_mb": len(page) / 1e6,
+        }
+        ratios = {"of_the_promise": len(data) / (LIMIT_BYTES_PER_CALL * args.ranks * args.calls)}
+        machine = {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()}
+        print(json.dumps({"name": "trace_size", "ratios": ratios, "numbers": numbers, "machine": machine}))
     return int(len(data) > LIMIT_BYTES_PER_CALL * args.ranks * args.calls)
 
 

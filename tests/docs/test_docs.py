@@ -70,6 +70,16 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert wrong == []
 
 
+def test_every_file_that_the_architecture_names_exists() -> None:
+    """Relative to the package, the repository or, behind "·" and "→", the folder of the name before."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    names = re.findall(r"`((?:\w+/)+(?:\w+\.(?:py|js|yaml))?)`", text)
+    assert len(names) > 40
+    assert [
+        name for name in names if not ((ROOT / "src/allranks" / name).exists() or (ROOT / name).exists())
+    ] == []
+
+
 def _shown_commands() -> list[tuple[str, str]]:
     found = []
     for path in PAGES:

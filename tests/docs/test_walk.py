@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ ROOT = Path(__file__).parent.parent.parent
 TASKS = ROOT / "docs" / "tasks"
 STEP = re.compile(r"<!-- (file|run|dumps)(?:: (.*?))? -->(?:\n```\w+\n(.*?)```)?", re.S)
 WITHIN_S = 60.0
+JOBS = {"my-job", "survive"}  # the names in the pages
 
 
 class Shell:
@@ -47,7 +49,7 @@ class Shell:
         assert self.process.stdin is not None and self.process.stdout is not None
         if line.endswith("&") and ">" not in line:
             line = f"{line[:-1]} > background.log 2>&1 &"
-        self.process.stdin.write(f"{line}\necho; echo END $?\n")
+        self.process.stdin.write(f"{line}\n__code=$?; echo; echo END $__code\n")
         self.process.stdin.flush()
         lines = []
         for text in self.process.stdout:
@@ -121,8 +123,12 @@ def _pid(output: str) -> str:
 )
 def test_a_new_user_gets_what_the_page_promises(page: str, commands: int, tmp_path: Path) -> None:
     """Every command that the page shows, copied."""
-    with typing_in(tmp_path) as shell:
-        assert walk(page, shell) == commands
+    try:
+        with typing_in(tmp_path) as shell:
+            assert walk(page, shell) == commands
+    finally:
+        for job in JOBS & set(re.findall(r"--job (\S+)", (TASKS / page).read_text())):
+            shutil.rmtree(f"/dev/shm/allranks-{os.getuid()}/{job}", ignore_errors=True)
     for name in ("stacks.html", "report.html"):
         if name in (TASKS / page).read_text():
             assert (tmp_path / name).read_text().endswith("</html>")
