@@ -18,21 +18,6 @@ if TYPE_CHECKING:
 def take_snapshot(service: Service) -> Status:
     """The status of a lighthouse."""
     state, now = service.state, service.now()
-    spares = frozenset(state.last.spares) if state.last else frozenset()
-    alive = frozenset(
-        name for name, replica in state.replicas.items() if not replica.observer and name not in spares
-    )
-    scene = Scene(
-        sum(1 for name in state.members if name in state.replicas),
-        alive,
-        service.agents.count,
-        service.former.waiting,
-        next((each.health for each in service.sessions if each.observer and each.health), ""),
-        state.over,
-        service.leading,
-        service.leader,
-        alive - state.members - state.evicted.keys() - state.cooling.keys(),
-    )
     return Status(
         schema=1,
         address=service.address,
@@ -55,9 +40,29 @@ def take_snapshot(service: Service) -> Status:
         events=dict(service.event_log.counts),
         job=service.job,
         version=__version__,
-        training=service.training.look(scene),
+        training=service.training.look(_scene(service)),
         pace=tuple(service.training.samples),
         departed=tuple(one for name, one in service.training.departed.items() if name not in state.replicas),
+    )
+
+
+def _scene(service: Service) -> Scene:
+    """What the first line of the page needs besides steps; spares are not missed."""
+    state = service.state
+    spares = frozenset(state.last.spares) if state.last else frozenset()
+    alive = frozenset(
+        name for name, replica in state.replicas.items() if not replica.observer and name not in spares
+    )
+    return Scene(
+        sum(1 for name in state.members if name in state.replicas),
+        alive,
+        service.agents.count,
+        service.former.waiting,
+        next((each.health for each in service.sessions if each.observer and each.health), ""),
+        state.over,
+        service.leading,
+        service.leader,
+        alive - state.members - state.evicted.keys() - state.cooling.keys(),
     )
 
 

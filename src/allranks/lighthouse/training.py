@@ -23,8 +23,8 @@ LEAST_STALL_S = 3.0  # a shorter silence is no stall, however quick the steps ar
 FIRST_STALL_S = 60.0  # until a few steps have told what is usual
 RED_STALL_S = 60.0
 MAX_DEPARTED = 2000
-_GONE = {"lost", "left", "evicted", "finished"}
-_CONNECTED = {"connected", "returned"}
+_CONNECTED = ("connected", "returned")
+_DISCONNECTED = ("lost", "left", "finished")
 
 
 @dataclass(frozen=True)
@@ -91,24 +91,27 @@ class TrainingView:
             return
         if event.kind in _CONNECTED:
             self._disconnected.discard(name)
-        elif event.kind in _GONE and event.kind != "evicted":
+        elif event.kind in _DISCONNECTED:
             self._disconnected.add(name)
-        if event.kind in _GONE:
-            reason = event.text.partition(": ")[2] or event.text
-            known = self.departed.get(name)
-            if event.kind == "finished" and known is not None:
-                self.departed[name] = replace(known, kind="finished")
-                return
-            step = self._steps.pop(name, known.step if known else -1)
-            self.departed[name] = Departed(name, event.kind, reason, event.at, step)
-            self._left_at.setdefault(name, self.now())
-            if len(self.departed) > MAX_DEPARTED:
-                del self.departed[next(iter(self.departed))]
+        if event.kind in (*_DISCONNECTED, "evicted"):
+            self._gone(event)
         elif event.kind in _CONNECTED or (event.kind == "let_in" and name not in self._disconnected):
             self.departed.pop(name, None)  # one that may rejoin is missing until its process connects
             left = self._left_at.pop(name, None)
             if left is not None:
                 self._absences.append(self.now() - left)
+
+    def _gone(self, event: StatusEvent) -> None:
+        name, known = event.replica, self.departed.get(event.replica)
+        if event.kind == "finished" and known is not None:
+            self.departed[name] = replace(known, kind="finished")
+            return
+        reason = event.text.partition(": ")[2] or event.text
+        step = self._steps.pop(name, known.step if known else -1)
+        self.departed[name] = Departed(name, event.kind, reason, event.at, step)
+        self._left_at.setdefault(name, self.now())
+        if len(self.departed) > MAX_DEPARTED:
+            del self.departed[next(iter(self.departed))]
 
     def look(self, scene: Scene) -> TrainingStatus:
         """The sentence, its colour, and the numbers in it."""
