@@ -10,6 +10,7 @@ from allranks.api.results import CheckpointIndex, DiagnosisResult, RecordedCalls
 from allranks.errors import InputError
 
 if TYPE_CHECKING:  # numpy comes with them
+    from allranks.checkpoint.restore.opened_checkpoint import Opened
     from allranks.load import LoadResult
     from allranks.model.diagnosis import Diagnosis
     from allranks.model.trace import RankTrace
@@ -99,14 +100,14 @@ def load_checkpoint_index(address: str | Path, **options: str) -> CheckpointInde
     )
 
 
-def _index(checkpoint: Any) -> CheckpointIndex:
+def _index(checkpoint: Opened) -> CheckpointIndex:
     manifest, tensors = checkpoint.manifest, tensors_of(checkpoint)
     return CheckpointIndex(
         checkpoint.path, manifest.step, manifest.epoch, manifest.world_size, dict(manifest.metrics), tensors
     )
 
 
-def tensors_of(checkpoint: Any) -> dict[str, dict[str, Any]]:
+def tensors_of(checkpoint: Opened) -> dict[str, dict[str, Any]]:
     """name -> dtype, shape, bytes and shards of every tensor, sorted."""
     found: dict[str, dict[str, Any]] = {}
     for _, stored in checkpoint.shards():

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from allranks.checkpoint.stores import Store, StoreSpec, open_store, split_address
+from allranks.cli.terminal import ProgressBar
 from allranks.errors import InputError, require
+
+if TYPE_CHECKING:
+    from allranks.checkpoint.stores.listing import Listed
+
+    Actions = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _ADDRESS = "a folder, or a URL: s3://BUCKET/PREFIX, gs://…, az://…, peer://HOST:PORT/JOB"
 _ONE = "one checkpoint (STORE/NAME), or a store: then its newest"
@@ -45,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_conversions(actions)
 
 
-def _add_cleaning(actions: Any) -> None:
+def _add_cleaning(actions: Actions) -> None:
     prune = _action(actions, "prune", "remove old checkpoints; never the last good one, nor one being read")
     prune.add_argument("store", help=_ADDRESS)
     prune.add_argument(
@@ -65,7 +70,7 @@ def _add_cleaning(actions: Any) -> None:
     aside.add_argument("store", help=_ADDRESS)
 
 
-def _add_conversions(actions: Any) -> None:
+def _add_conversions(actions: Actions) -> None:
     export = _action(actions, "export", "write one file: .safetensors (the model) or .pt (everything)")
     export.add_argument("checkpoint", help=_ONE)
     export.add_argument("file", help="where to; the suffix decides the kind")
@@ -118,7 +123,7 @@ def _ls(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_list(address: str, found: list[Any]) -> None:
+def _print_list(address: str, found: list[Listed]) -> None:
     if not found:
         print(f"no checkpoints in {address}")
         return
@@ -294,8 +299,8 @@ def _import(args: argparse.Namespace) -> int:
     return 0
 
 
-def _action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
+def _action(actions: Actions, name: str, text: str) -> argparse.ArgumentParser:
+    parser = actions.add_parser(name, help=text, description=text)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument(
         "--option",
@@ -382,29 +387,18 @@ def _bytes_of(store: Store, name: str) -> int:
 
 @contextmanager
 def _bar(title: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar on a terminal's stderr; nothing elsewhere."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    done, began, width = 0, time.monotonic(), 30
+    """Shows how much is done; the function takes the bytes since its last call."""
+    bar, done = ProgressBar(title, quiet=quiet), 0
 
     def progress(more: int) -> None:
         nonlocal done
         done += more
-        share = min(1.0, done / total) if total else 1.0
-        speed = done / max(1e-6, time.monotonic() - began)
-        bar = "#" * int(share * width)
-        print(
-            f"\r{title} [{bar:<{width}}] {share:4.0%} {_size(int(speed))}/s ",
-            end="",
-            file=sys.stderr,
-            flush=True,
-        )
+        bar.show(done, total, f"{_size(int(bar.per_second(done)))}/s")
 
     try:
         yield progress
     finally:
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+        bar.clear()
 
 
 def _size(count: int) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
-from typing import Any
+
+from allranks.cli.terminal import use_color
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,15 +76,15 @@ def _show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _facts(problem: Any) -> dict[str, Any]:
-    facts = getattr(problem, "to_dict", None)
-    return facts() if facts else {"message": str(problem), "path": "", "line": None, "column": None}
+def _facts(problem: str) -> dict[str, object]:
+    """Of a ConfigProblem, its place too."""
+    names = ("path", "line", "column")
+    found = {"message": getattr(problem, "message", str(problem)), "path": "", "line": None, "column": None}
+    return found | {name: getattr(problem, name) for name in names if hasattr(problem, name)}
 
 
 def _coloured(kind: str) -> str:
-    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
-        return kind
-    return f"\x1b[{31 if kind == 'error' else 33}m{kind}\x1b[0m"
+    return f"\x1b[{31 if kind == 'error' else 33}m{kind}\x1b[0m" if use_color() else kind
 
 
 def _verdict(file: str, errors: int, warnings: int) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allranks.cli.flags import add_flags, read_flags
-from allranks.cli.terminal import at_work, use_color
+from allranks.cli.terminal import ProgressBar, at_work, use_color
 from allranks.errors import InputError
 from allranks.model.options import check_options, option
 
@@ -153,12 +153,14 @@ def _refuse_to_overwrite(options: DiagnoseFlags) -> None:
 def _load(paths: list[str], options: DiagnoseFlags) -> LoadResult:
     from allranks.load import LoadOptions, load_paths
 
-    bar = _Bar(sys.stderr.isatty())
+    bar = ProgressBar()
     how = LoadOptions(
         attempt=options.attempt,
         prefix=options.prefix,
         ranks=frozenset(options.selected_ranks) or None,
-        progress=bar.show,
+        progress=lambda done, total: (
+            bar.show(done, total, f"{done:,}/{total:,} files") if total >= 32 else None
+        ),
         allow_nothing=True,
     )
     try:
@@ -246,26 +248,3 @@ def _write(name: str, parts: Iterable[str | bytes]) -> None:
     except OSError as error:
         raise InputError(f"cannot write {name}: {error.strerror}") from error
     print(f"wrote {name}", file=sys.stderr)
-
-
-class _Bar:
-    """A progress line on a terminal; silent elsewhere."""
-
-    def __init__(self, visible: bool) -> None:
-        self._visible = visible
-        self._shown = False
-
-    def show(self, done: int, total: int) -> None:
-        if self._visible and total >= 32:
-            filled = 30 * done // max(1, total)
-            print(
-                f"\r[{'#' * filled}{'.' * (30 - filled)}] {done:,}/{total:,} files",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
-            self._shown = True
-
-    def clear(self) -> None:
-        if self._shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -6,11 +6,11 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
+from allranks.cli.terminal import use_color
 from allranks.doctor import Check, DoctorOptions, run_checks
 from allranks.doctor.explain import Explanation, Match, explain, parse_line, read_lines
 from allranks.errors import InputError
@@ -109,11 +109,11 @@ def _check(args: argparse.Namespace) -> int:
     found = run_checks(options)
     fixed = [_fix(check) for check in found if args.fix and check.fix and check.status != "ok"]
     if fixed:
-        found = run_checks(options)  # what is told is how it is now
+        found = run_checks(options)  # report how it is now
     from allranks.doctor.nodes import read_facts
     from allranks.doctor.services import clock_offset_s
 
-    return _tell(found, args, fixed=fixed, facts=read_facts(clock_offset_s(options)) if args.json else {})
+    return _report(found, args, fixed=fixed, facts=read_facts(clock_offset_s(options)) if args.json else {})
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -123,18 +123,24 @@ def _compare(args: argparse.Namespace) -> int:
         raise InputError(
             "no answers were given", hint="srun -N 4 allranks doctor --json | allranks doctor compare -"
         )
-    return _tell(compare(read_files(args.what[1:], sys.stdin)), args)
+    return _report(compare(read_files(args.what[1:], sys.stdin)), args)
 
 
-def _tell(found: list[Check], args: argparse.Namespace, **more: Any) -> int:
+def _report(
+    found: list[Check],
+    args: argparse.Namespace,
+    fixed: Sequence[str] = (),
+    facts: Mapping[str, object] | None = None,
+) -> int:
     problems = sum(check.status == "problem" for check in found)
     if args.json:
         checks = [{k: v for k, v in asdict(check).items() if k != "fix"} for check in found]
+        more = {} if facts is None else {"fixed": fixed, "facts": facts}
         print(json.dumps({"schema": 1, "problems": problems, "checks": checks, **more}))
     else:
-        for text in more.get("fixed", ()):
+        for text in fixed:
             print(f"fixed: {text}")
-        for line in render_checks(found, colour=_colour()):
+        for line in render_checks(found, colour=use_color()):
             print(line)
     return 1 if problems else 0
 
@@ -254,7 +260,3 @@ def _as_json(found: Explanation) -> dict[str, object]:
         "first": one(found.first) if found.first else None,
         "others": [one(match, count) for match, count in found.others],
     }
-
-
-def _colour() -> bool:
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ

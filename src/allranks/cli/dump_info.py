@@ -14,6 +14,7 @@ from allranks.model.text import printable
 
 if TYPE_CHECKING:
     from allranks.load import LoadResult
+    from allranks.model.diagnosis import FileNote
     from allranks.model.trace import RankTrace
 
 
@@ -46,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     return 0 if all(note.status == "ok" for note in result.files) else 1
 
 
-def describe_note(note: Any, result: LoadResult, calls: int) -> dict[str, Any]:
+def describe_note(note: FileNote, result: LoadResult, calls: int) -> dict[str, Any]:
     """One file as plain data."""
     entry: dict[str, Any] = asdict(note)
     trace = next((trace for trace in result.traces if trace.path == note.path), None)

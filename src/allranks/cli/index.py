@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import glob
 import json
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from allranks.cli.terminal import ProgressBar
 from allranks.errors import InputError
 
 if TYPE_CHECKING:
@@ -94,12 +94,11 @@ def _build(args: argparse.Namespace) -> int:
         args.workers,
         args.force,
     )
-    bar = _Bar() if sys.stderr.isatty() else None
+    bar = ProgressBar()
     try:
-        result = build_index(request, bar.show if bar else None)
+        result = build_index(request, lambda now: _progress(bar, now))
     finally:
-        if bar:
-            bar.end()
+        bar.clear()
     print(_built_json(result) if args.json else _built_text(result))
     return 0
 
@@ -148,7 +147,7 @@ def _verify(args: argparse.Namespace) -> int:
     with TokenIndexFile(args.index, sample_check=False) as index:
         damage = list(index.verify())
     if args.json:
-        blocks: list[dict[str, Any]] = [{"block": d.block, "offset": d.offset} for d in damage]
+        blocks = [{"block": d.block, "offset": d.offset} for d in damage]
         print(json.dumps({"schema": 1, "index": args.index, "ok": not damage, "damage": blocks}))
     elif damage:
         for one in damage:
@@ -158,26 +157,8 @@ def _verify(args: argparse.Namespace) -> int:
     return 1 if damage else 0
 
 
-class _Bar:
-    """One line on a terminal, redrawn at most ten times a second."""
-
-    def __init__(self) -> None:
-        self._drawn_s = -1.0
-
-    def show(self, now: BuildProgress) -> None:
-        if now.elapsed_s - self._drawn_s < 0.1 and now.bytes_done < now.bytes_total:
-            return
-        self._drawn_s = now.elapsed_s
-        share = now.bytes_done / now.bytes_total if now.bytes_total else 1.0
-        speed = (now.bytes_done - now.resumed_bytes) / max(now.elapsed_s, 1e-6)
-        left = (now.bytes_total - now.bytes_done) / speed if speed > 0 else 0.0
-        full = int(share * 30)
-        sys.stderr.write(
-            f"\r\x1b[K[{'#' * full}{'.' * (30 - full)}] {share:4.0%}  {now.tokens / 1e6:,.1f} M tokens  "
-            f"{speed / 1e6:.1f} MB/s  {left:.0f} s left"
-        )
-        sys.stderr.flush()
-
-    def end(self) -> None:
-        if self._drawn_s >= 0:
-            sys.stderr.write("\n")
+def _progress(bar: ProgressBar, now: BuildProgress) -> None:
+    speed = (now.bytes_done - now.resumed_bytes) / max(now.elapsed_s, 1e-6)
+    left = (now.bytes_total - now.bytes_done) / speed if speed > 0 else 0.0
+    text = f"{now.tokens / 1e6:,.1f} M tokens  {speed / 1e6:.1f} MB/s  {left:.0f} s left"
+    bar.show(now.bytes_done, now.bytes_total, text)

@@ -50,6 +50,34 @@ def at_work(label: str) -> Iterator[None]:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
+class ProgressBar:
+    """One line on a terminal's stderr, redrawn at most ten times a second and taken away by `clear`; nothing elsewhere."""
+
+    def __init__(self, title: str = "", *, quiet: bool = False) -> None:
+        self._title, self._visible = f"{title} " if title else "", not quiet and sys.stderr.isatty()
+        self._began, self._drawn = time.monotonic(), 0.0
+
+    def show(self, done: int, total: int, text: str = "") -> None:
+        """Draws the bar and what stands behind it."""
+        now = time.monotonic()
+        if not self._visible or (now - self._drawn < 0.1 and done < total):
+            return
+        self._drawn = now
+        share = min(1.0, done / total) if total else 1.0
+        full = int(share * 30)
+        line = f"{self._title}[{'#' * full}{'.' * (30 - full)}] {share:4.0%}  {text}"
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+    def per_second(self, done: float) -> float:
+        """The speed since the bar was made."""
+        return done / max(1e-6, time.monotonic() - self._began)
+
+    def clear(self) -> None:
+        """Takes the line away."""
+        if self._drawn:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def full_screen() -> Iterator[None]:
     """The terminal's other screen, without a cursor and with keys as they are pressed; all is given back in the end."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -134,7 +134,7 @@ def breaks(text: object) -> Markup:
     return Markup("").join([*parts, escape(str(text)[end:])])
 
 
-def data(value: Any) -> Markup:
+def data(value: object) -> Markup:
     """JSON that cannot end its own script element, whatever its strings hold."""
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
     return _safe(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
