@@ -99,15 +99,17 @@ def walk(page: str, shell: Shell) -> int:
 
 def _until(shell: Shell, line: str, text: str) -> str:
     """Types a line until its output shows what the page promises. Exit code 1 is a finding, 2 an error."""
-    deadline = time.monotonic() + WITHIN_S
+    deadline, first = time.monotonic() + WITHIN_S, ""
     while True:
         code, output = shell.run(line)
+        first = first or output
         if text in output and (text or code < 2):
             return output
+        time.sleep(0.3)  # the next try
         if time.monotonic() > deadline:
             log = shell.folder / "background.log"
             pytest.fail(
-                f"`{line}` gave {code}, without {text!r}:\n{output}\n{log.read_text() if log.exists() else ''}"
+                f"`{line}` gave {code}, without {text!r}:\n{first}\n{output}\n{log.read_text() if log.exists() else ''}"
             )
 
 
