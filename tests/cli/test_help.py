@@ -70,6 +70,7 @@ def test_every_example_can_be_parsed(line: str) -> None:
         (["diagnose", "x", "--htlm", "y"], "did you mean --html"),
         (["checkpoint", "verfy", "x"], "did you mean verify"),
         (["nonsense"], "`allranks --help` lists the commands."),
+        (["diagnose"], "For example: allranks diagnose dumps/\n"),
     ],
 )
 def test_a_mistyped_word_is_answered_with_the_one_that_was_meant(
@@ -82,6 +83,16 @@ def test_a_mistyped_word_is_answered_with_the_one_that_was_meant(
         code = end.code
     assert code == 2
     assert hint in capsys.readouterr().err
+
+
+def test_a_script_that_is_not_there_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No lighthouse, and no folder of a job that never was."""
+    monkeypatch.setenv("ALLRANKS_DIR", str(tmp_path / "boxes"))
+    assert main(["run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "nope.py")]) == 2
+    told = capsys.readouterr().err
+    assert "there is no script" in told and "lighthouse" not in told and not (tmp_path / "boxes").exists()
 
 
 def test_a_mistyped_job_is_answered_with_the_jobs_that_are_there(

@@ -244,8 +244,8 @@ class Visit:
                 found += [f"{name} at {flaw}" for flaw in self.flaws(width, scheme)]
                 if folder:
                     Path(folder).mkdir(parents=True, exist_ok=True)
-                    path = str(Path(folder, f"{name}-{width}-{scheme}.png"))
-                    self.page.screenshot(path=path, full_page=True, clip=self._top())
+                    picture = self.page.screenshot(full_page=True, clip=self._top())
+                    Path(folder, f"{name}-{width}-{scheme}.png").write_bytes(picture)
         return found
 
     def _top(self) -> dict[str, float]:

@@ -146,7 +146,10 @@ class _Parser(argparse.ArgumentParser):
         word = (wrong[1] or wrong[2]) if wrong else ""
         near = get_close_matches(word.split("=")[0], [*known, *map(str, choices)], 2, 0.6) if word else []
         tail = f"; did you mean {' or '.join(near)}?" if near else ""
-        self.exit(2, f"{self.prog}: {message}{tail}\n`{self.prog} --help` explains it.\n")
+        lines = [f"{self.prog}: {message}{tail}"]
+        if example := next(iter(_examples(self.prog)), ""):
+            lines.append(f"For example: {example.partition('  #')[0].rstrip()}")
+        self.exit(2, "\n".join([*lines, f"`{self.prog} --help` explains it.\n"]))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Unknown words are the sub-command's to explain: it knows the flags that were meant."""
@@ -198,12 +201,16 @@ def make_parser(chosen: str | None, *, alone: bool) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_examples(parser: argparse.ArgumentParser) -> None:
-    """Puts the examples of the catalog under the help of a command and of its actions."""
+def _examples(prog: str) -> tuple[str, ...]:
+    """Lines to copy, of a command or one of its actions."""
     from allranks.cli.catalog import EXAMPLES
 
-    lines = EXAMPLES.get(parser.prog.removeprefix("allranks "))
-    if lines:
+    return EXAMPLES.get(prog.removeprefix("allranks "), ())
+
+
+def _add_examples(parser: argparse.ArgumentParser) -> None:
+    """Puts the examples of the catalog under the help of a command and of its actions."""
+    if lines := _examples(parser.prog):
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
         examples = "examples:\n" + "\n".join(f"  {line}" for line in lines)
         parser.epilog = f"{parser.epilog}\n\n{examples}" if parser.epilog else examples

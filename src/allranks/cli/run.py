@@ -97,6 +97,7 @@ def _run(
     name = find_job_name(options.job, os.environ, torchrun, settings, script[0])
     torchrun = obey_timeout([*_torchrun_from(settings, torchrun), *torchrun])
     need_etcd_v2(flag_value(torchrun, "--rdzv-backend"))
+    _need_script(script, torchrun)  # before anything is started or written
     token = job_token(os.environ)
     folder = _folder(name)
     set_aside_earlier(folder)
@@ -120,7 +121,6 @@ def _run(
     collector = start_timed_stacks(settings.get("debug") or {}, folder, log_dir)
     if collector is not None:
         stack.callback(stop_timed_stacks, collector)
-    _need_script(script, torchrun)
     job = NodeJob(options, settings, environment, folder, incidents, log_dir, stack)
     return _run_replicas(job, script, torchrun) if options.replicas else _run_whole(job, [*torchrun, *script])
 
