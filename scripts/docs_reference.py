@@ -159,7 +159,7 @@ def _keys(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) and value and all(key.isdigit() for key in value):
         yield from _keys(f"{path}.N", next(iter(value.values())))
     elif isinstance(value, dict):
-        for key, inner in value.items():
+        for key, inner in sorted(value.items()):
             yield from _keys(f"{path}.{key}".lstrip("."), inner)
     elif isinstance(value, list) and value and isinstance(value[0], dict):
         yield from _keys(f"{path}[]", value[0])
