@@ -92,8 +92,8 @@ def walk(page: str, shell: Shell) -> int:
                 line[2:].partition("  #")[0].strip() for line in block.splitlines() if line.startswith("$ ")
             ]
             count += len(lines)
-            for line in lines:
-                seen = _until(shell, line.replace("PID", _pid(seen)), what if line == lines[-1] else "")
+            for number, line in enumerate(lines, 1):
+                seen = _until(shell, line.replace("PID", _pid(seen)), what if number == len(lines) else "")
     return count
 
 
