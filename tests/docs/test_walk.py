@@ -23,7 +23,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 TASKS = ROOT / "docs" / "tasks"
-STEP = re.compile(r"<!-- (file|run|dumps)(?:: (.*?))? -->(?:\n```\w+\n(.*?)```)?", re.S)
+STEP = re.compile(r"<!-- (file|run|dumps)(?:: (.*?))? -->(?:\n```\w+[^\n]*\n(.*?)```)?", re.S)
 WITHIN_S = 60.0
 JOBS = {"my-job", "survive"}  # the names in the pages
 
@@ -121,7 +121,7 @@ def _pid(output: str) -> str:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("page", "commands"), [("hang_now.md", 11), ("nccl_dumps.md", 7), ("survive_kill.md", 7)]
+    ("page", "commands"), [("hang_now.md", 12), ("nccl_dumps.md", 7), ("survive_kill.md", 7)]
 )
 def test_a_new_user_gets_what_the_page_promises(page: str, commands: int, tmp_path: Path) -> None:
     """Every command that the page shows, copied."""
