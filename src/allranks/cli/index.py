@@ -11,7 +11,7 @@ from allranks.cli.terminal import ProgressBar
 from allranks.errors import InputError
 
 if TYPE_CHECKING:
-    from allranks.elastic.index.build import BuildProgress, BuildResult
+    from allranks.elastic.index import BuildProgress, BuildResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
