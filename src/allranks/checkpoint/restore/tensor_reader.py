@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -78,7 +79,11 @@ class _Read:
 
     def __init__(self, checkpoint: Opened) -> None:
         self.checkpoint = checkpoint
-        self.scratch = memoryview(bytearray(TOGETHER_BYTES))
+
+    @cached_property
+    def scratch(self) -> memoryview:
+        """Made where it is needed: a megabyte of new memory costs as much as reading one."""
+        return memoryview(bytearray(TOGETHER_BYTES))
 
     def __call__(self, row: Sequence[list[ReadItem]]) -> None:
         for run in row:
