@@ -102,3 +102,44 @@ def test_stacks_alone_show_who_is_absent_in_init(tmp_path: Path, capsys: pytest.
     verdict = json.loads(capsys.readouterr().out)["verdict"]
     assert (verdict["cause"], verdict["ranks"]) == ("not_started", [2])
     assert "data.py:12" in verdict["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("log", "causes", "ranks"),
+    [
+        (
+            "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+            "  what():  [enforce fail at pair.cc:446] op.preamble.length <= op.nbytes. 16 vs 12.\n",
+            ("size_mismatch", "extra_collective"),
+            (0,),
+        ),
+        ("step 4 loss 0.3\nKilled\n", ("rank_died",), (1,)),
+    ],
+)
+def test_the_log_of_a_rank_without_a_dump_tells_how_it_ended(
+    tmp_path: Path, log: str, causes: tuple[str, ...], ranks: tuple[int, ...]
+) -> None:
+    """gloo aborts the rank that gets more than it expects, and says so in its log; a kill is the rank's own end."""
+    dumps = Path(shutil.copytree(CASES / "flight_recorder_crash_seed_async" / "dumps", tmp_path / "dumps"))
+    before = diagnose(dumps).diagnosis.verdict
+    (dumps / "rank_1.log").write_text(log)
+    result = diagnose(dumps).diagnosis
+    assert before is not None and result.verdict is not None
+    assert result.verdict.ranks == ranks and result.verdict.cause in causes
+    assert result.verdict.confidence > before.confidence
+    assert any(
+        log.split("\n")[-2].split()[0] in line for line in (*result.verdict.evidence, result.verdict.sentence)
+    )
+    note = next(note for note in result.files if note.path.endswith("rank_1.log"))
+    assert (note.status, note.kind, note.note) == ("ok", "log", "used")
+
+
+def test_what_others_logged_of_a_lost_peer_stands_beside_the_verdict(tmp_path: Path) -> None:
+    """ "Connection closed by peer" is no end of its own, but it shows that somebody else has ended."""
+    dumps = Path(shutil.copytree(CASES / "flight_recorder_rank_died" / "dumps", tmp_path / "dumps"))
+    (dumps / "rank_1.log").write_text(
+        "rank 1 failed: [pair.cc:553] Connection closed by peer [127.0.0.1]:26518\n"
+    )
+    verdict = diagnose(dumps).diagnosis.verdict
+    assert verdict is not None and (verdict.cause, verdict.ranks) == ("rank_died", (2,))
+    assert any("the log of rank 1 ends with" in line for line in verdict.evidence)

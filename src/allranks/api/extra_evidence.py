@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from allranks.diagnose.phrasing import is_secondary
 from allranks.errors import InputError
 from allranks.load import LoadResult
 from allranks.model.diagnosis import Diagnosis, FileNote, RankNow
@@ -31,9 +32,13 @@ _CAPTURE = re.compile(
 )
 _LOG = re.compile(r"\.(?:log|out|err|txt)$|^std(?:out|err)")
 _LOG_RANK = re.compile(r"rank[_.-]?(\d{1,7})|[_/](\d{1,7})/std(?:out|err)")
-#: The last line of a traceback, perhaps behind torch's prefix; and what shells and kernels say of a death.
+#: The last line of a traceback, perhaps behind torch's prefix; how a program in C++ ends; what shells and kernels say of a death.
 _ENDED = re.compile(
-    r"^(?:\[rank(\d{1,7})\]:\s*)?((?:[\w.]+(?:Error|Exception|Interrupt)\b[^\n]{0,300})|Killed|Segmentation fault[^\n]{0,80}|Out of memory[^\n]{0,200})$",
+    r"^(?:\[rank(\d{1,7})\]:\s*)?((?:[\w.]+(?:Error|Exception|Interrupt)\b[^\n]{0,300})"
+    r"|terminate called after throwing an instance of '[^'\n]{1,100}'(?:\s+what\(\):\s*[^\n]{0,300})?"
+    r"|[^\n]{0,200}(?:Connection (?:closed|reset) by peer|\[enforce fail at|oom_kill event)[^\n]{0,200}"
+    r"|Fatal Python error: [^\n]{0,200}|(?:Killed|Segmentation fault|Bus error|Aborted)[^\n]{0,80}"
+    r"|Out of memory[^\n]{0,200})$",
     re.M,
 )
 
@@ -58,6 +63,10 @@ def find_evidence(loaded: LoadResult, traces: list[RankTrace], roots: list[str])
             if rank not in found:
                 found[rank] = RankNow(rank, state.cause, state.where, state.evidence, _frames(state.stack))
     logs, ras = _texts(loaded.files, roots, used)
+    here = {trace.header.rank for trace in traces}
+    for rank, text in logs.items():  # of a rank without a dump its log is all there is
+        if rank not in found and rank not in here and not is_secondary(text):
+            found[rank] = RankNow(rank, "gone", "", f"its log ends with: {text}")
     files = [
         replace(note, status="ok", kind=used[note.path], note="used") if note.path in used else note
         for note in loaded.files
@@ -69,11 +78,12 @@ def with_evidence(result: Diagnosis, evidence: Evidence) -> Diagnosis:
     """The diagnosis with what logs and NCCL say of the guilty ranks."""
     if result.verdict is None:
         return result
-    lines = [
-        f"the log of rank {rank} ends with: {evidence.logs[rank]}"
-        for rank in result.verdict.ranks
-        if rank in evidence.logs
-    ]
+    named = [rank for rank in result.verdict.ranks if rank in evidence.logs]
+    if result.verdict.cause == "rank_died":  # others noticed that it was gone
+        named += [rank for rank, text in evidence.logs.items() if is_secondary(text) and rank not in named][
+            :2
+        ]
+    lines = [f"the log of rank {rank} ends with: {evidence.logs[rank]}" for rank in named]
     lines += [f"NCCL RAS: {line}" for line in evidence.ras]
     if not lines:
         return result
@@ -109,7 +119,7 @@ def _texts(
             for end in ends:
                 rank = end[1] or (named and (named[1] or named[2]))
                 if rank is not None:
-                    logs[int(rank)] = end[2].strip()
+                    logs[int(rank)] = " ".join(end[2].split())
                     used[note.path] = "log"
     return logs, tuple(dict.fromkeys(told))
 

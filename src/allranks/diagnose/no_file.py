@@ -103,6 +103,10 @@ def _aborted_partner(context: Context, group: GroupView, blocked: Blocked) -> Fi
     if group.backend != "gloo" or len(group.lanes) != 1 or len(group.members) != 2:
         return None
     lane = next(iter(group.lanes.values()))
+    if any(
+        context.seen[r].evidence and not _was_aborted(context, r) for r in group.members if r in context.seen
+    ):
+        return None  # it is known to have ended otherwise
     view = context.job.ranks[lane.rank]
     sig, now = view.sig[lane.rows], view.now[lane.rows]
     for at in range(len(sig) - 1, 0, -1):
@@ -114,6 +118,11 @@ def _aborted_partner(context: Context, group: GroupView, blocked: Blocked) -> Fi
         if not behind and _outgrew(context, lane, at):
             return _killer(context, blocked, lane, at, _made_before(context, lane, at))
     return None
+
+
+def _was_aborted(context: Context, rank: int) -> bool:
+    """Whether the log of a rank without a file says that gloo aborted it."""
+    return rank in context.seen and "gloo::EnforceNotMet" in context.seen[rank].evidence
 
 
 def _outgrew(context: Context, lane: Lane, at: int) -> bool:
@@ -160,13 +169,18 @@ def _killer(context: Context, blocked: Blocked, lane: Lane, at: int, cause: str)
         f"unlike all its other calls; {other} is gone, as gloo aborts a rank that gets more than it expects"
     )
     advice = f"make the call at {line or 'that line'} on all ranks of the group, and with the same sizes"
+    gone = next(rank for rank in group.members if rank != lane.rank)
+    sure = _was_aborted(context, gone)
+    evidence = f"#{seq} is the only call of its kind, and the other rank is gone since"
     return replace(
-        settled(draft(context, blocked, (lane.rank,)), sentence, 0.6, advice, cause),
+        settled(draft(context, blocked, (lane.rank,)), sentence, 0.85 if sure else 0.6, advice, cause),
         sequence=seq,
         where=line,
         waiting=(),
         stacks=context.stacks([(lane.rank, row)]),
         stack_labels=(),
-        evidence=(f"#{seq} is the only call of its kind, and the other rank is gone since",),
-        missing_evidence=(f"the log of {other}: 'gloo::EnforceNotMet' confirms it, 'Killed' refutes it",),
+        evidence=(evidence, *((f"of rank {gone}, {context.seen[gone].evidence}",) if sure else ())),
+        missing_evidence=()
+        if sure
+        else (f"the log of {other}: 'gloo::EnforceNotMet' confirms it, 'Killed' refutes it",),
     )

@@ -138,8 +138,16 @@ def _gone_unnoticed(context: Context) -> Finding | None:
                 context.job, context.patience, (blocked,), wait_graph(context.job, [blocked]), context.seen
             )
             finding = explain_ranks(alone, blocked, gone)
-            if told:
+            if finding.cause != "rank_died":
                 return replace(finding, confidence=round(finding.confidence * 0.9, 2))
-            sentence = f"{ranks_text(gone)} left no dump, and the calls of all other ranks are over: it may have died"
-            return replace(finding, confidence=0.35, sentence=sentence, waiting=(), waited_s=None)
+            over = "are over"
+            if told:
+                over = (
+                    f"were put away ({alone.call(blocked)} last), whether finished or failed is not recorded"
+                )
+            known = next((context.seen[rank].evidence for rank in gone if rank in context.seen), "")
+            sentence = f"{ranks_text(gone)} left no dump, and the calls of all other ranks {over}: "
+            sentence += known or "it may have died"
+            sure = 0.85 if known else 0.5 if told else 0.35
+            return replace(finding, confidence=sure, sentence=sentence, waiting=(), waited_s=None)
     return None
