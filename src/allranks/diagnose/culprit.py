@@ -83,7 +83,7 @@ def _diverged(case: _Case) -> Culprit | None:
     found, mismatch = case.divergence, case.mismatch
     if found is None or (found.either and mismatch.cause == "type_mismatch"):
         return None
-    if found.kind == "extra" and found.either and _is_of_another_group(case, found):
+    if found.kind == "extra" and _is_of_another_group(case, found):
         return None
     candidates = case.odd or ()
     if found.rank not in candidates:

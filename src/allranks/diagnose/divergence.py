@@ -56,7 +56,10 @@ def diverged(pair: CallPair, seq: int | None, outvoted: bool = True) -> Divergen
     at = seq - pair.low
     if not 0 <= at < min(len(pair.mine), len(pair.theirs)) or pair.mine[at] == pair.theirs[at]:
         return None
-    return _moved(pair, at) or _swapped(pair, at) or by_habit(pair, _apart_since(pair, at), outvoted)
+    swapped = _swapped(pair, at)
+    if swapped is not None and min(len(pair.mine), len(pair.theirs)) - at - swapped.count > 2:
+        return swapped  # and the calls behind it fit where they are
+    return _moved(pair, at) or swapped or by_habit(pair, _apart_since(pair, at), outvoted)
 
 
 def find_skip_over_groups(job: Job, group: GroupView, rank: int, waiter: int) -> Divergence | None:

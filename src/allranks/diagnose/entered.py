@@ -25,6 +25,11 @@ def explain_call(context: Context, blocked: Blocked) -> Finding | None:
         ranks = tuple(sorted(own or dead))
         sentence = f"{who(context.job, ranks)} died with {context.call(blocked)} unfinished: {dead[ranks[0]]}"
         return _finding(context, blocked, "rank_died", ranks, sentence, 0.9)
+    left = tuple(r for r in blocked.waiters if context.job.ranks[r].trace.progress.closed == "exit")
+    others = context.waiting_but(left)
+    if left and others and not context.job.ended:
+        sentence = f"{who(context.job, left)} left the program with {context.call(blocked)} unfinished; {ranks_wait(others)}"
+        return _finding(context, blocked, "missing_rank", left, sentence, 0.8)
     failed = tuple(rank for rank in blocked.failed if _failed(context, rank, blocked.rows[rank]))
     if failed and len(failed) < len(blocked.rows):
         waiting = ranks_wait(rank for rank in blocked.rows if rank not in failed)

@@ -1,0 +1,105 @@
+"""The kinds of examples/hangs on NCCL: ranks on one H200, torch 2.11, calls only enqueued (scripts/gpu_hangs.py).
+
+Each archive holds torch's own dumps, the black boxes and the truth.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.diagnose import DiagnoseOptions, diagnose
+from allranks.load import LoadOptions, load_paths
+from allranks.model.diagnosis import RankNow
+
+from .facts import false_statements
+from .gallery_module import gallery
+
+CASES = Path(__file__).parent / "nccl_hangs"
+NAMES = sorted(path.name.removesuffix(".tar.xz") for path in CASES.iterdir())
+TRUTH = gallery.truth()
+#: Kinds that are no such hang on NCCL, which has no tags and no monitored_barrier, or of which too little was caught.
+NOT_SO = frozenset(("message_tags", "barrier_kinds"))
+#: Kinds whose calls, being only enqueued, tell the guilty rank, but not cause or line as on gloo.
+LESS_EXACT = frozenset(("async_save_beside_ddp", "wrong_group", "fsdp_skipped_module"))
+#: Kinds of which torch's own dumps tell less: no roots, reduce operations and steps, and nothing of ranks that have ended.
+DUMPS_TELL_LESS = frozenset(
+    [
+        "async_save_beside_ddp",
+        "broadcast_roots",
+        "different_operations",
+        "dropped_layer_same_sizes",
+        "fsdp_eval_on_rank_0",
+        "fsdp_skipped_module",
+        "killed",
+        "left_early",
+        "message_sizes",
+        "new_group_without_one",
+        "reduce_operations",
+        "scatter_sizes",
+        "uncaught_exception",
+        "wrong_group",
+    ]
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("nccl_hangs")
+
+
+@cache
+def _outcome(name: str, files: str, folder: Path) -> Any:
+    place = folder / name
+    if not place.exists():
+        with tarfile.open(CASES / f"{name}.tar.xz") as archive:
+            archive.extractall(place, filter="data")
+    known = json.loads((place / "truth.json").read_text())
+    boxes, now_ns = files == "boxes", known["now_ns"]
+    paths = sorted(map(str, place.glob("boxes/*.box" if boxes else "trace_*")))
+    loaded = load_paths(paths, LoadOptions(allow_nothing=True))
+    seen = [RankNow(rank, "gone", "", "its process is gone") for rank in known["gone"]]
+    options = DiagnoseOptions(now_ns=now_ns if boxes else 0, ended=boxes and not now_ns)
+    result = diagnose(loaded.traces, loaded.files, stacks=seen if boxes and now_ns else (), options=options)
+    return gallery.Outcome(TRUTH[name], tuple(loaded.traces), result, now_ns if boxes else 0)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_SO])
+def test_the_black_boxes_of_an_nccl_hang_get_the_verdict_of_the_table(name: str, folder: Path) -> None:
+    """Rank, cause and line are those of the same script on gloo."""
+    outcome = _outcome(name, "boxes", folder)
+    right = gallery.is_right(outcome)
+    assert right[0] if name in LESS_EXACT else all(right), outcome.diagnosis.verdict
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_SO | DUMPS_TELL_LESS])
+def test_the_dumps_of_an_nccl_hang_get_the_verdict_of_the_table(name: str, folder: Path) -> None:
+    """torch's own dumps: finished calls read "scheduled" in them as long as a later call is pending."""
+    outcome = _outcome(name, "dumps", folder)
+    assert gallery.is_right(outcome) == (True, True, True), outcome.diagnosis.verdict
+
+
+@pytest.mark.parametrize("files", ["boxes", "dumps"])
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_false_is_said_of_an_nccl_hang(name: str, files: str, folder: Path) -> None:
+    """Every rank, call, size and line that findings name is in the calls."""
+    outcome = _outcome(name, files, folder)
+    assert false_statements(outcome.diagnosis, outcome.traces, outcome.seen) == []
+
+
+@pytest.mark.parametrize("name", sorted(DUMPS_TELL_LESS))
+def test_dumps_that_tell_less_accuse_nobody_with_confidence(name: str, folder: Path) -> None:
+    """A rank that is not guilty is named at 60 % at most."""
+    outcome = _outcome(name, "dumps", folder)
+    verdict = outcome.diagnosis.verdict
+    assert verdict is None or verdict.ranks == outcome.truth.ranks or verdict.confidence <= 0.6
+
+
+def test_the_jobs_are_all_there() -> None:
+    """An emptied folder would pass every other test."""
+    assert len(NAMES) >= 39 and set(NAMES) <= set(TRUTH)
