@@ -60,28 +60,35 @@ class DeathIncidents:
         new = [s for s in samples if s.process not in self._past and not explained(s)]
         whole = self.options.whole_job
         first = find_first(find_deaths(new, endings, since_ns=self._started_ns, raised_only=not whole))
-        now = time.monotonic()
-        doubtful, self._doubtful = self._doubtful, None
-        if first is None and doubtful is not None:  # the job was restarted before the cause showed
-            _, first, samples = doubtful
-            patience_s = 0.0
-            if any(explained(s) for s in samples if s.pid == first.pid):
-                return
+        first, samples = self._settle(first, samples, patience_s)
         if first is None:
-            return
-        patience = self.echo_patience_s() if patience_s is None else patience_s
-        if first.echo and now - (doubtful[0] if doubtful else now) < patience:
-            self._doubtful = doubtful or (now, first, samples)
             return
         of = self.options.replica_of
         ending = [s.pid for s in samples if whole or of(s.rank) == of(first.rank)]
         self.pipeline.explained.add([first.pid, *ending])
         if self.in_background:
-            self.pipeline.start(lambda: self.note_death(first, samples), "allranks-death")
+            death = first
+            self.pipeline.start(lambda: self.note_death(death, samples), "allranks-death")
         else:
             self.note_death(first, samples)
         if whole:
             self._past = {s.process for s in samples}
+
+    def _settle(
+        self, first: Death | None, samples: list[RankSample], patience_s: float | None
+    ) -> tuple[Death | None, list[RankSample]]:
+        """The death to report now, with the ranks as they were: a broken connection waits for a better cause to show."""
+        doubtful, self._doubtful = self._doubtful, None
+        if first is None and doubtful is not None:  # the job was restarted meanwhile
+            _, first, samples = doubtful
+            explained = self.pipeline.explained.covers
+            return None if any(explained(s) for s in samples if s.pid == first.pid) else first, samples
+        now = time.monotonic()
+        patience = self.echo_patience_s() if patience_s is None else patience_s
+        if first is not None and first.echo and now - (doubtful[0] if doubtful else now) < patience:
+            self._doubtful = doubtful or (now, first, samples)
+            return None, samples
+        return first, samples
 
     def note_death(self, death: Death, samples: list[RankSample] | None = None) -> IncidentFolder | None:
         """A rank died (seen by its supervisor, or by us): keeps the evidence and opens its story, once.

@@ -14,7 +14,7 @@ import signal
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -157,17 +157,20 @@ class Sidecar:
         marks = {rank: progress.mark for rank, progress in known.items()}
         oldest = max((p.oldest_call_s for p in known.values() if p.oldest_call_s is not None), default=None)
         silent = now + max((p.expected_s for p in known.values()), default=0.0)
-        plain = {t.rank: main_thread_work(t.pid) for t in ranks if t.rank not in marks and t.rank in alive}
-        if plain and now - self._asked_ras_s >= RESCAN_S:
-            self._asked_ras_s = now
-            self._ask_others([target.pid for target in ranks])
-        stalled = bool(plain) and self._stalled()
+        plain = [t for t in ranks if t.rank not in marks and t.rank in alive]
+        self._feel_pulse(now, plain)
         self._say_once(ranks, plain)
-        if not stalled:  # waits of NCCL burn CPU: its own counts and the GPUs know better
-            self._pulse = self._pulse.after(now, plain)
-        marks.update(dict.fromkeys(plain, (self._pulse.beats,)))
+        marks.update({target.rank: (self._pulse.beats,) for target in plain})
         output = {t.rank: size for t in ranks if (size := _log_size(t.pid)) is not None}
         return Observation(now, marks, output, oldest, alive, silent)
+
+    def _feel_pulse(self, now: float, plain: Sequence[Target]) -> None:
+        """Of ranks without a black box. Waits of NCCL burn CPU: its own counts and the GPUs know better."""
+        if plain and now - self._asked_ras_s >= RESCAN_S:
+            self._asked_ras_s = now
+            self._ask_others([target.pid for target in plain])
+        if not self._stalled():
+            self._pulse = self._pulse.after(now, {t.rank: main_thread_work(t.pid) for t in plain})
 
     def _ask_others(self, pids: Sequence[int]) -> None:
         """NCCL's RAS service and the GPUs, where they answer."""
@@ -182,7 +185,7 @@ class Sidecar:
             len(self._gpus) == 2 and gpus.all_wait(self._gpus[0], self._gpus[1])
         )
 
-    def _say_once(self, ranks: Sequence[Target], plain: Mapping[int, object]) -> None:
+    def _say_once(self, ranks: Sequence[Target], plain: Sequence[Target]) -> None:
         """What can be seen of this job, and what cannot."""
         if not ranks:
             text = "no rank is found yet among the watched processes"
