@@ -105,6 +105,7 @@ class Watch:
         for opened in self.pipeline.recoveries.look(samples):
             self.pipeline.publisher.publish(opened)
         if self._examining is not None and self._examining.is_alive():
+            self.hangs.note(now, samples)
             return None
         suspicion, examine = self.hangs.suspect(now, samples)
         if examine is not None and self._thread is None:
