@@ -140,8 +140,11 @@ def test_ranks_that_burn_cpu_in_nccl_are_told_by_its_operation_counts(
 
     monkeypatch.setattr(ras.ask, "__defaults__", (address,))
     sidecar = Sidecar(DebugOptions(), tmp_path)
+    stalled = []
     try:
-        stalled = [sidecar._nccl_stalled(now) for now in (0.0, 6.0, 12.0)]
+        for _ in range(3):
+            sidecar._ask_others([])
+            stalled.append(sidecar._stalled())
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
