@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from allranks.cli import COMMANDS, make_parser
+from allranks.cli import COMMANDS, main, make_parser
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -118,3 +118,26 @@ def test_the_numbers_of_the_readme_are_in_the_table_of_benchmarks() -> None:
         if number not in benchmarks
     ]
     assert missing == []
+
+
+_RUNS_ANYWHERE = re.compile(
+    r"allranks (?:(?:diagnose|frtrace|dump-info|convert) dumps/(?!\w*rank3)|completion (?:bash|zsh|fish)|config schema|doctor explain logs/)"
+)
+
+
+def _commands_that_run_anywhere() -> list[str]:
+    """Those that need nothing but dumps or logs, from every page."""
+    lines = [re.split(r"\s+(?:#|\||>)|\s{3,}", line)[0] for _, line in _shown_commands()]
+    return sorted({line for line in lines if _RUNS_ANYWHERE.match(line) and not re.search(r"[…\[]", line)})
+
+
+@pytest.mark.parametrize("line", _commands_that_run_anywhere())
+def test_a_shown_command_that_needs_only_dumps_runs(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it stands in the docs: 0, or 1 for the fault that is in the dumps."""
+    (tmp_path / "dumps").symlink_to(ROOT / "tests" / "diagnose" / "cases" / "nccl_missing_rank" / "dumps")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank0.log").write_text("[rank0]: torch.OutOfMemoryError: CUDA out of memory.\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(line)[1:]) in (0, 1)
