@@ -6,18 +6,15 @@ Each sub-command is one file with `HELP` (one line, in COMMANDS here so that sta
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import os
-import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn
 
-import allranks
-from allranks.errors import AllranksError
+TYPE_CHECKING = False  # as type checkers know it, without the cost of importing typing
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
 
 #: sub-command -> (module under allranks.cli, one-line help). Order is the order of `--help`.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -53,7 +50,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "completion": ("completion", "print a completion script for bash, zsh or fish"),
 }
 
-#: Commands that read dumps with numpy and start in the blink of an eye.
+#: Commands that read dumps with numpy; their start-up time counts.
 READING = frozenset({"diagnose", "frtrace", "dump-info", "convert"})
 
 
@@ -61,11 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; never raises for what the user can fix."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in words if not word.startswith("-")), None)
-    with _one_thread() if name in READING else nullcontext():
-        return _main(words, name)
+    if not words or words in (["-h"], ["--help"]):  # needs no parser
+        print(program_help(), end="")
+        return 0 if words else 2
+    return _with_one_thread(words, name) if name in READING else _main(words, name)
 
 
 def _main(words: list[str], name: str | None) -> int:
+    from allranks.errors import AllranksError
+
     if words and name == words[0] and name not in COMMANDS:
         return _unknown(name)
     parser = make_parser(name, alone=bool(words) and words[0] == name)
@@ -75,7 +76,7 @@ def _main(words: list[str], name: str | None) -> int:
             words = module.arrange_words(words)
     args = parser.parse_args(words)
     if args.command is None:
-        parser.print_help()
+        print(program_help(), end="")
         return 2
     module = importlib.import_module(f"allranks.cli.{COMMANDS[args.command][0]}")
     try:
@@ -109,18 +110,36 @@ def run() -> None:
     os._exit(code)
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
+def _with_one_thread(words: list[str], name: str | None) -> int:
     """Lets numpy be imported without the threads of its linear algebra: they spin for longer than a small diagnosis
     takes."""
-    name = "OPENBLAS_NUM_THREADS"
-    before = os.environ.get(name)
-    os.environ[name] = before or "1"
+    variable = "OPENBLAS_NUM_THREADS"
+    before = os.environ.get(variable)
+    os.environ[variable] = before or "1"
     try:
-        yield
+        return _main(words, name)
     finally:
         if before is None:
-            del os.environ[name]
+            del os.environ[variable]
+
+
+def program_help() -> str:
+    """What `allranks --help` prints: commands by what people come for."""
+    from allranks.cli.catalog import GROUPS
+
+    about = "Finds out why a distributed PyTorch job hangs, and keeps it training when machines fail."
+    lines = ["usage: allranks COMMAND …", "", about, ""]
+    for heading, names in GROUPS.items():
+        lines += [f"{heading}:", *(f"  {name:<12}{COMMANDS[name][1]}" for name in names), ""]
+    lines += ["allranks COMMAND --help shows arguments and examples; allranks --version the version."]
+    return "\n".join(lines) + "\n"
+
+
+def make_parser(chosen: str | None, *, alone: bool) -> argparse.ArgumentParser:
+    """The parser of the chosen command, or of all; see allranks.cli.parser."""
+    from allranks.cli import parser
+
+    return parser.make_parser(chosen, alone=alone)
 
 
 def _unknown(name: str) -> int:
@@ -132,89 +151,3 @@ def _unknown(name: str) -> int:
     hint = f"Did you mean {' or '.join(near)}?" if near else "`allranks --help` lists the commands."
     print(hint, file=sys.stderr)
     return 2
-
-
-class _Parser(argparse.ArgumentParser):
-    """An argument that is not known is answered with the one that was meant."""
-
-    def error(self, message: str) -> NoReturn:
-        from difflib import get_close_matches
-
-        known = [flag for action in self._actions for flag in action.option_strings]
-        choices = [name for action in self._actions for name in action.choices or ()]
-        wrong = re.search(r"unrecognized arguments: (\S+)|invalid choice: '([^']*)'", message)
-        word = (wrong[1] or wrong[2]) if wrong else ""
-        near = get_close_matches(word.split("=")[0], [*known, *map(str, choices)], 2, 0.6) if word else []
-        tail = f"; did you mean {' or '.join(near)}?" if near else ""
-        lines = [f"{self.prog}: {message}{tail}"]
-        if example := next(iter(_examples(self.prog)), ""):
-            lines.append(f"For example: {example.partition('  #')[0].rstrip()}")
-        self.exit(2, "\n".join([*lines, f"`{self.prog} --help` explains it.\n"]))
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Unknown words are the sub-command's to explain: it knows the flags that were meant."""
-        found, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            self._inner(found).error(f"unrecognized arguments: {' '.join(unknown)}")
-        return found
-
-    def _inner(self, found: argparse.Namespace) -> argparse.ArgumentParser:
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                inner = action.choices.get(getattr(found, action.dest, None) or "")
-                if isinstance(inner, _Parser):
-                    return inner._inner(found)
-        return self
-
-
-class _Program(_Parser):
-    """The program's own help: commands by what people come for."""
-
-    def format_help(self) -> str:
-        from allranks.cli.catalog import GROUPS
-
-        lines = ["usage: allranks COMMAND …", "", str(self.description), ""]
-        for heading, names in GROUPS.items():
-            lines.append(f"{heading}:")
-            lines += [f"  {name:<12}{COMMANDS[name][1]}" for name in names]
-            lines.append("")
-        lines += ["allranks COMMAND --help shows arguments and examples; allranks --version the version."]
-        return "\n".join(lines) + "\n"
-
-
-def make_parser(chosen: str | None, *, alone: bool) -> argparse.ArgumentParser:
-    """The parser; only the chosen sub-command's module is imported for its arguments. `alone`: the command is the
-    first word, so that nobody can ask for the list of the others."""
-    parser = _Program(
-        prog="allranks",
-        description="Finds out why a distributed PyTorch job hangs, and keeps it training when machines fail.",
-    )
-    parser.add_argument("--version", action="version", version=f"allranks {allranks.__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
-    names = [chosen] if alone and chosen in COMMANDS else list(COMMANDS)
-    for name in names:
-        module, text = COMMANDS[name]
-        sub = subparsers.add_parser(name, help=text, description=text)
-        if name == chosen:
-            importlib.import_module(f"allranks.cli.{module}").add_arguments(sub)
-            _add_examples(sub)
-    return parser
-
-
-def _examples(prog: str) -> tuple[str, ...]:
-    """Lines to copy, of a command or one of its actions."""
-    from allranks.cli.catalog import EXAMPLES
-
-    return EXAMPLES.get(prog.removeprefix("allranks "), ())
-
-
-def _add_examples(parser: argparse.ArgumentParser) -> None:
-    """Puts the examples of the catalog under the help of a command and of its actions."""
-    if lines := _examples(parser.prog):
-        parser.formatter_class = argparse.RawDescriptionHelpFormatter
-        examples = "examples:\n" + "\n".join(f"  {line}" for line in lines)
-        parser.epilog = f"{parser.epilog}\n\n{examples}" if parser.epilog else examples
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for inner in dict.fromkeys(action.choices.values()):
-                _add_examples(inner)
