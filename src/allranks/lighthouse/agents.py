@@ -84,7 +84,7 @@ def decide_gathering(
 
 @dataclass
 class Agents:
-    """See the module. What is told goes out at once."""
+    """See the module. Messages are sent at once."""
 
     sessions: Sessions
     event_log: EventLog
@@ -105,7 +105,7 @@ class Agents:
             self.event_log.flush()
 
     def lose(self, session: Session, patience_s: float) -> None:
-        """An agent that is gone took its node's ranks with it: the others are told, unless it comes back in time."""
+        """An agent that is gone took its node's ranks with it: the others are notified, unless it comes back in time."""
         if not session.replica.startswith(AGENT):
             return
         if patience_s:

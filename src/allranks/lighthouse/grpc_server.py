@@ -177,7 +177,7 @@ class TorchftServer:
 def grpc_door(
     host: str, port: int, listening: Callable[[str], None] = lambda address: None
 ) -> Callable[[Listener], contextlib.AbstractAsyncContextManager[None]]:
-    """What `Lighthouse(doors=…)` takes; `listening` is told the address, "http://host:port". Host "" means the
+    """What `Lighthouse(doors=…)` takes; `listening` is called with the address, "http://host:port". Host "" means the
     lighthouse's own port. Another port serves the page too, but none of our own frames."""
     require("grpc", feature="torchft's protocol", extra="grpc")
 

@@ -198,7 +198,7 @@ class QuorumCoordinator:
             self.event_log.event("refused", f"{name} came too late: the training is finished", name)
 
     def _tell_waiting(self, rule: str, round_: int) -> None:
-        """A wait is told when it lasts, once per rule: not at every step, nor for each replica that comes."""
+        """A wait is logged when it lasts, once per rule: not at every step, nor for each replica that comes."""
         if self._rule == rule and self.state.round == round_ and self._told != (rule, round_):
             self._told = (rule, round_)
             self.event_log.event("waiting", f"no quorum yet: {self.waiting}")

@@ -300,7 +300,7 @@ class Service:
         session.pending.pop(notice_id, None)
 
     def _look_for_stall(self, session: Session) -> None:
-        """A member that beats but stands still: ask for evidence, once per standstill."""
+        """A member that sends heartbeats but makes no progress: ask for evidence, once per stall."""
         if session.idle_s < self.options.stall_s:
             self._stalled.discard(session.replica)
         elif session.replica not in self._stalled and session.replica in self.state.continuing_not_asking:
@@ -440,7 +440,7 @@ class Service:
     def _concerned(self, name: str) -> frozenset[str]:
         """Who must know that `name` goes: observers, and its fellow members (and itself, if it is still there).
 
-        The same set for all that go together: what is told to the same receivers goes out in one piece.
+        The same set for all that go together: what goes to the same receivers is sent in one piece.
         """
         members, observers = self.state.members, self.sessions.observers
         if not self._number_of(name):

@@ -70,7 +70,7 @@ class Manager:
         self._wrapped: list[torch.nn.Module] = []
         self._opened: ManagerResources | None = None
         self._failures = 0
-        self._settled: torch.cuda.Event | None = None  # on a GPU: the state stands still once it has passed
+        self._settled: torch.cuda.Event | None = None  # on a GPU: nothing changes the state once it has passed
         self._volatile = False  # the state changes between commits: offers must be copies
         self._life = threading.Lock()
         self.training.eager = self.options.world_size == 1
@@ -111,7 +111,7 @@ class Manager:
             self.training.seen = max(self.training.seen, self.training.term)
 
     def _read_state(self) -> dict[str, Any]:
-        """From any thread, while the state stands still: also on the device, where the last step may still run."""
+        """From any thread, while nothing changes the state: also on the device, where the last step may still run."""
         if self._settled is not None:
             self._settled.synchronize()
         with self.training.reading(self.options.timeout_s):
@@ -122,7 +122,7 @@ class Manager:
         return frozenset(buffer.data_ptr() for module in self._wrapped for buffer in module.buffers())
 
     def allow_state_dict_read(self) -> None:
-        """torchft's lock around state reads. Here the state is read only while it stands still."""
+        """torchft's lock around state reads. Here the state is read only while nothing changes it."""
 
     def disallow_state_dict_read(self) -> None:
         """See allow_state_dict_read."""

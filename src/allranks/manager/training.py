@@ -342,7 +342,7 @@ class TrainingState:
         self.phase = Phase.APPLYING
 
     def rest(self) -> None:
-        """The state stands still again: the step was applied, or it failed."""
+        """Nothing changes the state any more: the step was applied, or it failed."""
         with self.changed:
             self._rest()
 

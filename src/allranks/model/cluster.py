@@ -49,7 +49,7 @@ class Quorum:
     heal: dict[str, str] = field(
         default_factory=dict
     )  # replica that must heal -> replica to take the state from
-    spares: tuple[str, ...] = ()  # asked too, but left over; they are told and wait
+    spares: tuple[str, ...] = ()  # asked too, but left over; they are notified and wait
     evicted: tuple[str, ...] = ()  # kept by the members, so that a restarted lighthouse still knows
 
     @property

@@ -34,7 +34,7 @@ class PendingAnswer(Future[T]):
         return super().result()
 
     def cancel(self) -> bool:
-        """Gives up waiting; the lighthouse is told."""
+        """Gives up waiting, and tells the lighthouse."""
         given_up = not self.done()
         if given_up:
             self.fail(self._on_timeout(self, 0.0))

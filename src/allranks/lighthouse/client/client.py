@@ -63,7 +63,7 @@ __all__ = ["Client", "ClientOptions"]
 
 log = logging.getLogger("allranks.lighthouse")
 
-_SEEN = 4096  # ids of notices that are remembered, so that one that comes twice is told once
+_SEEN = 4096  # ids of notices that are remembered, so that one that comes twice is reported once
 
 
 class Client(Actions):

@@ -66,7 +66,7 @@ def finish(limit_s: float = EXIT_S) -> None:
 
 
 def end_compile_workers() -> None:
-    """The worker processes of torch.compile are told to end, and not waited for: at exit torch would, for seconds."""
+    """The worker processes of torch.compile are asked to end, and not waited for: at exit torch would, for seconds."""
     inductor = sys.modules.get("torch._inductor.async_compile")
     if inductor is None:
         return
