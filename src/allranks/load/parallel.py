@@ -2,7 +2,7 @@
 
 Rows come back through memory that parent and child share; everything else through a pipe. Each child interns into
 tables of its own, which the parent merges: ranks of one job number alike, so that mostly no row has to be changed.
-A child that dies or stands still leaves its share to the parent, which reads within a limit: a file system that gives
+A child that dies or stalls leaves its share to the parent, which reads within a limit: a file system that gives
 no answer costs the files on it, not the verdict.
 """
 

@@ -70,7 +70,9 @@ class Manager:
         self._wrapped: list[torch.nn.Module] = []
         self._opened: ManagerResources | None = None
         self._failures = 0
-        self._settled: torch.cuda.Event | None = None  # on a GPU: nothing changes the state once it has passed
+        self._settled: torch.cuda.Event | None = (
+            None  # on a GPU: nothing changes the state once it has passed
+        )
         self._volatile = False  # the state changes between commits: offers must be copies
         self._life = threading.Lock()
         self.training.eager = self.options.world_size == 1
@@ -238,7 +240,7 @@ class Manager:
         return committed
 
     def step_applied(self) -> None:
-        """The optimizer has changed the parameters: the state stands still again."""
+        """The optimizer has changed the parameters: nothing changes the state any more."""
         self._mark_settled()
         self.training.rest()
 

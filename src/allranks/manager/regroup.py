@@ -138,7 +138,7 @@ class Regrouper:
             time.sleep(0.005)
 
     def make_offer_if_due(self) -> None:
-        """Offers the state once it stands still again; called by the training thread after a roll forward."""
+        """Offers the state once nothing changes it any more; called by the training thread after a roll forward."""
         with self._guard:
             generation, self._offer_due = self._offer_due, None
         if generation is not None and generation.usable:

@@ -37,7 +37,7 @@ class Phase(Enum):
 
 
 def may_ask(phase: Phase, broken: bool, eager: bool = True, parked: bool = False) -> bool:
-    """Whether the rank may ask for a quorum now: its state stands still and its claim will stay true.
+    """Whether the rank may ask for a quorum now: nothing changes its state and its claim will stay true.
 
     While it reduces or votes in a healthy group it must not: the others count on it. While it applies a step
     the state is neither the old nor the new one. Not `eager` (sharded models, local steps): its state may be

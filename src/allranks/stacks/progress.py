@@ -1,6 +1,6 @@
 """Stuck, slow or moving? Only progress marks can tell; stacks alone cannot. Pure.
 
-With times (our bundles, or captures whose file times are genuine) a rank stands still when its last mark is
+With times (our bundles, or captures whose file times are genuine) a rank has stalled when its last mark is
 older than `still_s` and several times its own longest gap between marks. Without times the snapshots must
 show whether anything moved after the last mark: a rank that waits in a collective on the same futex, with
 the same frames and no CPU tick spent, has not finished one in between.

@@ -34,7 +34,7 @@ class HealSegment:
 
 @dataclass(frozen=True)
 class LiveState:
-    """How the state of a rank is got at, from any thread, while it stands still."""
+    """How the state of a rank is got at, from any thread, while nothing changes it."""
 
     read: Callable[[], object]
     moving: Callable[[], frozenset[int]] = frozenset  # addresses of tensors that a forward may change
