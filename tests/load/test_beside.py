@@ -26,3 +26,46 @@ def test_tracebacks_beside_dumps_say_where_the_guilty_rank_is(capsys: pytest.Cap
     verdict = json.loads(capsys.readouterr().out)["verdict"]
     assert (verdict["cause"], verdict["ranks"]) == ("stuck_before_collective", [2])
     assert verdict["where"] == "case.py:5 in slow_data_loader"
+
+
+ALONE = Path(__file__).parents[1] / "stacks" / "cases" / "hangs"
+
+
+@pytest.mark.parametrize(
+    ("case", "cause", "ranks", "line"),
+    [
+        ("lock_deadlock_abba", "lock_deadlock", [0], "cases.py:90 in flush_checkpoint"),
+        ("gloo_allreduce_missing_rank", "sleep", [2], "cases.py:13 in load_batch_slow_storage"),
+        ("gil_c_ext_sleep", "gil_held_native", [0], "cases.py:109 in gil_c_ext_sleep"),
+    ],
+)
+def test_a_folder_with_stacks_and_no_dump_is_judged_by_its_stacks(
+    case: str, cause: str, ranks: list[int], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same answer as `allranks stacks --from`, where a user has pointed `allranks diagnose` at it."""
+    assert main(["diagnose", str(ALONE / case), "--json"]) == 1
+    verdict = json.loads(capsys.readouterr().out)["verdict"]
+    assert (verdict["cause"], verdict["ranks"], verdict["where"]) == (cause, ranks, line)
+
+
+@pytest.mark.parametrize(
+    ("case", "warned"), [("healthy", []), ("straggler_not_hung", [("slow", [1], "warning")])]
+)
+def test_stacks_of_ranks_that_move_on_are_no_fault(
+    case: str, warned: list[tuple[str, list[int], str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slow rank is worth a warning. Nothing is said of calls, of which there are none."""
+    assert main(["diagnose", str(ALONE / case), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["status"], found["verdict"]) == ("ok", None)
+    assert [(one["cause"], one["ranks"], one["severity"]) for one in found["findings"]] == warned
+    main(["diagnose", str(ALONE / case)])
+    assert capsys.readouterr().out.startswith("nothing wrong: the stacks show ranks that move on")
+
+
+def test_a_log_without_a_line_is_no_damage(tmp_path: Path) -> None:
+    """An empty dump is."""
+    for name in ("rank0.log", "trace_0"):
+        (tmp_path / name).touch()
+    notes = load_paths([str(tmp_path)], LoadOptions(allow_nothing=True)).files
+    assert {note.path: note.status for note in notes} == {"rank0.log": "skipped", "trace_0": "damaged"}

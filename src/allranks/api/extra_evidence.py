@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from allranks.diagnose.phrasing import is_secondary
 from allranks.errors import InputError
 from allranks.load import LoadResult
-from allranks.model.diagnosis import Diagnosis, FileNote, RankNow
+from allranks.model.diagnosis import Diagnosis, FileNote, Finding, RankNow
 from allranks.model.trace import Frame, RankTrace
 
 if TYPE_CHECKING:  # only when there are captures: start-up counts
@@ -51,6 +51,7 @@ class Evidence:
     files: list[FileNote]  # every file, with those that were used named as such
     logs: dict[int, str]  # rank → how its log ends, as a sentence
     ras: tuple[str, ...]  # what NCCL's RAS service told, as sentences
+    captures: tuple[StacksReport, ...] = ()
 
 
 def find_evidence(loaded: LoadResult, traces: list[RankTrace], roots: list[str]) -> Evidence:
@@ -71,7 +72,36 @@ def find_evidence(loaded: LoadResult, traces: list[RankTrace], roots: list[str])
         replace(note, status="ok", kind=used[note.path], note="used") if note.path in used else note
         for note in loaded.files
     ]
-    return Evidence([found[rank] for rank in sorted(found)], files, logs, ras)
+    return Evidence([found[rank] for rank in sorted(found)], files, logs, ras, tuple(captures))
+
+
+def judge_stacks(result: Diagnosis, captures: tuple[StacksReport, ...]) -> Diagnosis:
+    """The diagnosis where there is no dump: what the stacks say, which lie there alone."""
+    report = max(captures, key=lambda one: (one.hung is True, len(one.ranks)))
+    if not report.culprits:
+        findings: tuple[Finding, ...] = ()
+    else:
+        guilty = report.ranks[report.culprits[0]]
+        finding = Finding(
+            guilty.cause,
+            tuple(report.culprits),
+            report.sentence,
+            severity="warning" if report.hung is False else "root",
+            confidence=0.4 if report.hung is None else 0.8,
+            where=guilty.where,
+            stacks=tuple(((rank,), _frames(report.ranks[rank].stack)) for rank in report.culprits),
+            evidence=tuple(dict.fromkeys((report.reason, guilty.evidence, *report.notes))),
+            missing_evidence=("the calls of the ranks: start the job with `allranks run`",),
+            stack_labels=("live",) * len(report.culprits),
+        )
+        findings = (finding,)
+    return replace(
+        result,
+        status=report.status,
+        verdict=None if report.hung is False else next(iter(findings), None),
+        findings=findings,
+        summary=(f"stacks of {len(report.ranks)} ranks, no recorded calls",),
+    )
 
 
 def with_evidence(result: Diagnosis, evidence: Evidence) -> Diagnosis:

@@ -42,7 +42,13 @@ def diagnose(
 
 def judge_dumps(loaded: LoadResult, traces: list[RankTrace], roots: list[str], **options: Any) -> Diagnosis:
     """The diagnosis of loaded dumps together with everything that lies beside them; `options` are DiagnoseOptions."""
-    from allranks.api.extra_evidence import find_evidence, is_post_mortem, taken_ns, with_evidence
+    from allranks.api.extra_evidence import (
+        find_evidence,
+        is_post_mortem,
+        judge_stacks,
+        taken_ns,
+        with_evidence,
+    )
     from allranks.diagnose.verdict import DiagnoseOptions
     from allranks.diagnose.verdict import diagnose as judge
 
@@ -51,7 +57,10 @@ def judge_dumps(loaded: LoadResult, traces: list[RankTrace], roots: list[str], *
     now_ns = taken_ns(traces, roots) if boxes and not ended else 0
     evidence = find_evidence(loaded, traces, roots)
     how = DiagnoseOptions(now_ns=now_ns, ended=ended, **options)
-    return with_evidence(judge(traces, evidence.files, stacks=evidence.seen, options=how), evidence)
+    result = judge(traces, evidence.files, stacks=evidence.seen, options=how)
+    if not traces and evidence.captures:
+        result = judge_stacks(result, evidence.captures)
+    return with_evidence(result, evidence)
 
 
 def stacks(

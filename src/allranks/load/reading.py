@@ -72,7 +72,7 @@ class Reader:
     def _read_known(self, source: DumpSource, head: bytes) -> Raw:
         """Reads a source whose first bytes are known."""
         if not head:
-            raise Unreadable("empty file")
+            raise _empty(source.path)
         if head.startswith(MAGIC) and source.data is not None:
             return self._read_box(BytesFile(source.data))
         if not _promising(head):
@@ -100,7 +100,7 @@ class Reader:
             return self.dumps.read_pickle(data)
         if data.lstrip()[:1] == b"{":
             return self.dumps.read_json(data)
-        raise _foreign(path, data) if data else Unreadable("empty file")
+        raise _foreign(path, data) if data else _empty(path)
 
 
 def _promising(head: bytes) -> bool:
@@ -113,6 +113,12 @@ def _is_traceback(head: bytes) -> bool:
     return b"(most recent call first)" in head and head.lstrip().startswith(
         (b"Thread 0x", b"Current thread 0x")
     )
+
+
+def _empty(path: str) -> Unreadable:
+    """A log without a line is no damage; a dump that is empty is."""
+    is_log = path.endswith((".log", ".out", ".err", ".txt"))
+    return Unreadable("empty file", kind="text", skip=True) if is_log else Unreadable("empty file")
 
 
 def _foreign(path: str, head: bytes) -> Unreadable:
