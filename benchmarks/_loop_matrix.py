@@ -114,7 +114,10 @@ def run_cell(cell: Cell, folder: Path, notice_s: float) -> dict[str, Any]:
         if not fired.exists():
             return False
         at = float(json.loads(fired.read_text() or "{}").get("at", 1e99))
-        later = [i for i in read_incidents(incidents) if i["kind"] in ALARMS and i["opened"] >= at]
+        alarms = [i for i in read_incidents(incidents) if i["kind"] in ALARMS]
+        if len(alarms) < len(faults):  # the first one is that of the fault before
+            return False
+        later = [i for i in alarms if i["opened"] >= at]
         settled = [i for i in later if i["kind"] == "partition" or _is_explained(incidents, i)]
         return bool(settled) and len(settled) == len(later)
 

@@ -257,23 +257,27 @@ def test_a_stopped_replica_that_the_others_left_behind_is_replaced(
     assert "recovered" in [moment["name"] for moment in story["timeline"]]
 
 
+@pytest.mark.parametrize("young", [False, True])
 def test_a_standstill_that_ends_because_the_others_go_on_without_one_is_the_same_incident(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, young: bool
 ) -> None:
     """Nobody moves, one look is taken; then ranks 0 and 2 train on and rank 1 does not: noticed once, and early."""
     state = RankState(1, "stopped", "data.py:3 in load", "state T")
     answer_with(monkeypatch, stacks=StacksReport(hung=None, culprits=(1,), sentence="", ranks={1: state}))
     watch = trained(tmp_path, Hand())
-    look(watch, 8.1)
+    if young:  # in its first step
+        write_box(tmp_path / "boxes", 1, 30, start_ns=2)
+        look(watch, 3.1)
+    look(watch, 50.0)
     assert watch.hangs.standstill is not None
-    for moment in range(90, 250):
+    for moment in range(510, 700):
         for rank in (0, 2):
             write_box(tmp_path / "boxes", rank, moment)
         look(watch, moment / 10)
         if watch.hangs.behind is not None:
             watch.hangs.behind.next_s = 0.0
     (story,) = read_incidents(tmp_path / "incidents")
-    assert (story["kind"], story["ranks"]) == ("hang", [1])
+    assert (story["kind"], story["ranks"], story["action"]["kind"]) == ("hang", [1], "evict")
     assert [moment["name"] for moment in story["timeline"]].count("noticed") == 1
 
 

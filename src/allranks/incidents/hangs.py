@@ -117,6 +117,7 @@ class HangInvestigator:
             self.standstill = None
             if not settled:
                 self._close(case, "the job went on by itself")
+                self._went_on = case
         elif settled and (case.processes != _processes(samples) or self._is_gone(case.lead)):
             self.standstill = None
 
@@ -161,6 +162,7 @@ class HangInvestigator:
         elif hung is False:
             self.standstill = None
             self._close(case, reason)
+            self._went_on = case
         elif self._answer(case, found, reason, samples) and case.opened.current.acted:
             self.standstill = None
             # what the action ends takes its time: a new suspicion needs a whole further limit
@@ -181,7 +183,7 @@ class HangInvestigator:
     ) -> tuple[Suspicion | None, Examine | None]:
         """Replicas that the others have given up stall beside a job that moves."""
         fresh = [s for s in samples if not self.pipeline.explained.covers(s)]
-        stalled = self._went_on.processes if self._went_on is not None else ()
+        stalled = [p for case in (self._went_on, self.behind) if case is not None for p in case.processes]
         suspicion = self.history.left_behind(now_s, fresh, stalled)
         suspects = self._of_one_replica(suspicion, fresh)
         if self.behind is not None and self.behind.processes != _processes(suspects):
@@ -353,7 +355,6 @@ class HangInvestigator:
     def _close(self, case: HangCase, reason: str) -> None:
         opened = case.opened
         opened.update(Moment("back to speed", time.time(), reason), kind="slow", closed=time.time())
-        self._went_on = case
         self.pipeline.publisher.write_page(opened)
 
 
