@@ -85,6 +85,7 @@ LINES = [
     ('permission_denied', "CheckpointSaveError: [NVME] Failed to save checkpoint to '/ckpt/step_5': Read-only file system"),
     ('file_missing', "CheckpointSaveError: [NVME] Failed to save checkpoint to '/nvme/checkpoints/step_100': No such file or directory"),
     ('file_missing', "[NVME] Failed to load checkpoint from '/nvme/old.pt': No such file"),
+    ('file_missing', "CheckpointSaveError: Failed to save checkpoint to NVME: [Errno 2] No such file or directory: '/nvme/x'"),
     ('unsafe_pickle_refused', "SECURITY: refusing to load 'model.pt': untrusted pickle"),
     ('unsafe_pickle_refused', "[NVME] Failed to load checkpoint from 'x.pt': it holds more than tensors and plain containers, and loading that runs code"),
     ('unsafe_pickle', 'SECURITY: Loading checkpoint with weights_only=False enables arbitrary code execution'),
