@@ -1,7 +1,7 @@
 // The job's page: everything comes as one status over server-sent events and is put on the page as text.
 (function () {
   const $ = (id) => document.getElementById(id);
-  const MAX_ROWS = 100, STRIP_ROWS = 24;
+  const MAX_ROWS = 100, STRIP_ROWS = 24, RECENT_S = 5;  // heartbeats come every second: a row that is well does not change
   const MOODS = { member: "good", asking: "good", spare: "", connected: "", finished: "good", running: "good", left: "", lost: "bad", evicted: "bad", cooling: "warn", expected: "warn" };
   const NAMES = { asking: "waiting for quorum", cooling: "back-off", expected: "expected back", let_in: "readmit" };
   const names = new Intl.Collator("en", { numeric: true }), digits = new Intl.NumberFormat("en");  // made once: a thousand rows use them
@@ -78,7 +78,7 @@
       row.cells[1].firstChild.className = "dot " + (MOODS[r.state] || "");
       text(row.cells[1].lastChild, NAMES[r.state] || r.state);
       text(row.cells[2], r.node); text(row.cells[3], r.ranks ? String(r.ranks) : ""); text(row.cells[4], number(r.step));
-      text(row.cells[5], r.gone ? `${age(Math.max(0, serverNow() - r.gone))} ago` : age(r.heard_s));
+      text(row.cells[5], r.gone ? `${age(Math.max(0, serverNow() - r.gone))} ago` : r.heard_s < RECENT_S ? "just now" : age(r.heard_s) + " ago");
       text(row.cells[6], r.health || "");
       const button = row.cells[7].firstChild;
       button.hidden = r.nodeOnly || ["lost", "left", "finished", "expected"].includes(r.state) && !out;
