@@ -50,7 +50,7 @@ class Evidence:
     seen: list[RankNow]  # one entry per rank of which something is known
     files: list[FileNote]  # every file, with those that were used named as such
     logs: dict[int, str]  # rank → how its log ends, as a sentence
-    ras: tuple[str, ...]  # what NCCL's RAS service told, as sentences
+    ras: tuple[str, ...]  # what NCCL's RAS service reported, as sentences
     captures: tuple[StacksReport, ...] = ()
 
 
@@ -128,9 +128,9 @@ def with_evidence(result: Diagnosis, evidence: Evidence) -> Diagnosis:
 def _texts(
     files: list[FileNote], roots: list[str], used: dict[str, str]
 ) -> tuple[dict[int, str], tuple[str, ...]]:
-    """(how the logs of ranks end, what NCCL RAS told) among the files that are plain text."""
+    """(how the logs of ranks end, what NCCL RAS reported) among the files that are plain text."""
     logs: dict[int, str] = {}
-    told: list[str] = []
+    reported: list[str] = []
     for note in files:
         if note.status == "ok" or note.path in used or not _LOG.search(Path(note.path).name.lower()):
             continue
@@ -143,7 +143,7 @@ def _texts(
 
             if read_counts(text):
                 used[note.path] = "NCCL RAS answer"
-                told += tell((RasReply("", 0.0, text), RasReply("", 0.0, text)))
+                reported += tell((RasReply("", 0.0, text), RasReply("", 0.0, text)))
         elif ends:
             named = _LOG_RANK.search(note.path)
             for end in ends:
@@ -151,7 +151,7 @@ def _texts(
                 if rank is not None:
                     logs[int(rank)] = " ".join(end[2].split())
                     used[note.path] = "log"
-    return logs, tuple(dict.fromkeys(told))
+    return logs, tuple(dict.fromkeys(reported))
 
 
 def _tail(path: Path | None) -> str:

@@ -147,18 +147,18 @@ def _report(
 
 def _with_config(options: DoctorOptions, path: Path) -> DoctorOptions:
     """Adds what a job configuration names: folders, bucket, etcd."""
-    cure = f"every mistake with its line: allranks config check {path}"
+    hint = f"every mistake with its line: allranks config check {path}"
     try:
         content = read_yaml(path.read_text()) or {}
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise InputError(f"{path} is not valid YAML: {error}", hint=cure) from error
+        raise InputError(f"{path} is not valid YAML: {error}", hint=hint) from error
     sections = (
         [content.get(name) or {} for name in ("checkpoint", "elastic")] if isinstance(content, dict) else []
     )
     if not sections or not all(isinstance(section, dict) for section in sections):
-        raise InputError(f"{path} is no job file: sections of keys and values are needed", hint=cure)
+        raise InputError(f"{path} is no job file: sections of keys and values are needed", hint=hint)
     checkpoint, elastic = sections
     changes: dict[str, object] = {}
     if checkpoint.get("nvme_path"):

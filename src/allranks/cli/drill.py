@@ -119,10 +119,6 @@ def render(result: dict[str, object]) -> Iterator[str]:
 
 
 def _word(value: object) -> str:
-    return (
-        "not told"
-        if value is None
-        else {True: "yes", False: "NO"}.get(value, str(value))
-        if isinstance(value, bool)
-        else str(value)
-    )
+    if value is None:
+        return "not reported"
+    return ("yes" if value else "NO") if isinstance(value, bool) else str(value)

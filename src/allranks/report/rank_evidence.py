@@ -47,16 +47,16 @@ def rank_evidence(incident: Incident, traces: Sequence[RankTrace] = ()) -> list[
     calls = {trace.header.rank: last_calls(trace) for trace in traces if trace.header.rank is not None}
     found = []
     for (guilty, cause, where, evidence, stack), ranks in _groups(incident)[:MAX_GROUPS]:
-        told = next((calls[rank] for rank in ranks if rank in calls), ())
+        recent = next((calls[rank] for rank in ranks if rank in calls), ())
         title = f"Rank{'s' if len(ranks) > 1 else ''} {short(tuple(ranks))}"
         found.append(
-            RankEvidence(tuple(ranks), title, guilty, cause, where, evidence, stack[:MAX_FRAMES], told)
+            RankEvidence(tuple(ranks), title, guilty, cause, where, evidence, stack[:MAX_FRAMES], recent)
         )
     known = {rank for entry in found for rank in entry.ranks}
     found += [
-        RankEvidence((rank,), f"Rank {rank}", rank in incident.ranks, "", "", "", (), told)
-        for rank, told in sorted(calls.items())
-        if rank not in known and told
+        RankEvidence((rank,), f"Rank {rank}", rank in incident.ranks, "", "", "", (), recent)
+        for rank, recent in sorted(calls.items())
+        if rank not in known and recent
     ]
     return found
 
