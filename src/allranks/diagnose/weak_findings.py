@@ -84,7 +84,10 @@ def _no_progress(context: Context) -> Finding | None:
     boxes = [view for view in job.ranks.values() if is_box(view.trace) and not view.trace.progress.closed]
     if not job.now_ns or len(boxes) < 2 or len(boxes) < len(job.ranks):
         return None
-    marks = (max(newest_ns(v), v.trace.progress.step_ns, v.trace.progress.inside_ns) for v in boxes)
+    marks = (
+        max(newest_ns(v), v.trace.progress.step_ns, v.trace.progress.inside_ns, v.trace.header.start_ns)
+        for v in boxes
+    )
     idle = (job.now_ns - max(marks)) / 1e9
     if idle < max(MIN_IDLE_S, 5 * context.patience.limit_s) or any(
         is_paused(job, rank) for rank in job.ranks
