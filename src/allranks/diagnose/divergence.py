@@ -88,7 +88,12 @@ def odd_one(job: Job, group: GroupView, one: int, two: int, seq: int | None = No
     if marked and marked[0].rank == pairs[0].rank:
         odd = unusual_in_step(pairs[0], marked[0].seq)
         return next((d for d in marked if d.rank == odd), None)
-    found = _known([diverged(pair, seq, False) for pair in pairs]) if seq is not None else []
+    return _odd_at(pairs, seq) if seq is not None else None
+
+
+def _odd_at(pairs: list[CallPair], seq: int) -> Divergence | None:
+    """As `odd_one`, of calls that differ at `seq`."""
+    found = _known([diverged(pair, seq, False) for pair in pairs])
     if len(found) == 2 and found[0].seq == found[1].seq:
         at, whole = found[0].seq - pairs[0].low, found
         found = [d for d in _known([by_habit(pair, at) for pair in pairs]) if not d.either]
@@ -165,35 +170,37 @@ def _swapped(pair: CallPair, at: int) -> Divergence | None:
 
 def _moved(pair: CallPair, at: int) -> Divergence | None:
     """The two fit again when one is moved from some call before `at` on; in place they have differed since."""
-    best: tuple[int, bool, int, Divergence] | None = None
-    differs = differences(pair.mine, pair.theirs)
     kinds: tuple[Kind, ...] = ("skipped", "extra")
-    for count, kind in ((count, kind) for count in range(1, MAX_CALLS + 1) for kind in kinds):
-        mine, theirs = (
-            (pair.mine, pair.theirs[count:]) if kind == "skipped" else (pair.mine[count:], pair.theirs)
-        )
-        moved = differences(mine, theirs)
-        length = min(len(differs), len(moved))
-        if length < 2:
-            continue
-        # Differences in place before d, and moved behind it, for every d; the last of equal ones is the certain one.
-        behind = np.append(np.cumsum(moved[::-1])[::-1], 0)[: length + 1]
-        total = np.append(0, np.cumsum(differs[:length])) + behind
-        d = int(length - np.argmin(total[::-1]))
-        agreeing, gain = len(moved) - d, int(differs.sum()) - int(total[d])
-        if d > at or d == 0 or agreeing < 2 or gain < 2 or not differs[d]:
-            continue
-        more = len(pair.mine) - len(pair.theirs)
-        if not more and not differs[d + count :].any():
-            continue  # what lies behind fits where it is: a call was changed, none added or left out
-        # A program that alternates fits both ways: then who made more calls has the extra one.
-        sided = more == (count if kind == "extra" else -count)
-        if best is None or (gain, sided, -count) > best[:3]:
-            reason = f"moved by {count}, its next {agreeing} calls are at the same lines as those of rank {pair.reference}"
-            sure = min(0.95, 0.8 + 0.03 * agreeing)
-            found = Divergence(pair.rank, pair.reference, pair.low + d, kind, count, sure, reason)
-            best = (gain, sided, -count, found)
-    return best[3] if best is not None else None
+    moves = (_move(pair, at, count, kind) for count in range(1, MAX_CALLS + 1) for kind in kinds)
+    found = [move for move in moves if move is not None]
+    return max(found, key=lambda move: move[:3])[3] if found else None
+
+
+def _move(pair: CallPair, at: int, count: int, kind: Kind) -> tuple[int, bool, int, Divergence] | None:
+    """(how many calls fit better, whether the numbers of calls agree with it, fewest moved first, the divergence)."""
+    differs = differences(pair.mine, pair.theirs)
+    mine, theirs = (pair.mine, pair.theirs[count:]) if kind == "skipped" else (pair.mine[count:], pair.theirs)
+    moved = differences(mine, theirs)
+    length = min(len(differs), len(moved))
+    if length < 2:
+        return None
+    # Differences in place before d, and moved behind it, for every d; the last of equal ones is the certain one.
+    behind = np.append(np.cumsum(moved[::-1])[::-1], 0)[: length + 1]
+    total = np.append(0, np.cumsum(differs[:length])) + behind
+    d = int(length - np.argmin(total[::-1]))
+    agreeing, gain = len(moved) - d, int(differs.sum()) - int(total[d])
+    if d > at or d == 0 or agreeing < 2 or gain < 2 or not differs[d]:
+        return None
+    more = len(pair.mine) - len(pair.theirs)
+    if not more and not differs[d + count :].any():
+        return None  # what lies behind fits where it is: a call was changed, none added or left out
+    reason = (
+        f"moved by {count}, its next {agreeing} calls are at the same lines as those of rank {pair.reference}"
+    )
+    sure = min(0.95, 0.8 + 0.03 * agreeing)
+    found = Divergence(pair.rank, pair.reference, pair.low + d, kind, count, sure, reason)
+    # A program that alternates fits both ways: then who made more calls has the extra one.
+    return gain, more == (count if kind == "extra" else -count), -count, found
 
 
 def _in_usual_step(pair: CallPair, at: int, starts: np.ndarray, ends: np.ndarray) -> bool:

@@ -18,18 +18,9 @@ def explain_call(context: Context, blocked: Blocked) -> Finding | None:
     """The finding for a blocked call that lacks nobody; None when it merely has not finished yet."""
     if blocked.unsure:
         return _unsure(context, blocked)
-    dead = {rank: text for rank in blocked.rows if (text := _died_inside(context, blocked, rank))}
-    if dead:
-        # Who ended because another rank was gone is not the one to look at.
-        own = [rank for rank, text in dead.items() if not is_secondary(text)]
-        ranks = tuple(sorted(own or dead))
-        sentence = f"{who(context.job, ranks)} died with {context.call(blocked)} unfinished: {dead[ranks[0]]}"
-        return _finding(context, blocked, "rank_died", ranks, sentence, 0.9)
-    left = tuple(r for r in blocked.waiters if context.job.ranks[r].trace.progress.closed == "exit")
-    others = context.waiting_but(left)
-    if left and others and not context.job.ended:
-        sentence = f"{who(context.job, left)} left the program with {context.call(blocked)} unfinished; {ranks_wait(others)}"
-        return _finding(context, blocked, "missing_rank", left, sentence, 0.8)
+    ended = _ended_inside(context, blocked)
+    if ended is not None:
+        return ended
     failed = tuple(rank for rank in blocked.failed if _failed(context, rank, blocked.rows[rank]))
     if failed and len(failed) < len(blocked.rows):
         waiting = ranks_wait(rank for rank in blocked.rows if rank not in failed)
@@ -42,6 +33,23 @@ def explain_call(context: Context, blocked: Blocked) -> Finding | None:
     if blocked.passed:
         return _some_left(context, blocked)
     return _none_finished(context, blocked)
+
+
+def _ended_inside(context: Context, blocked: Blocked) -> Finding | None:
+    """Ranks that died with the call unfinished, or left the program."""
+    dead = {rank: text for rank in blocked.rows if (text := _died_inside(context, blocked, rank))}
+    if dead:
+        # Who ended because another rank was gone is not the one to look at.
+        own = [rank for rank, text in dead.items() if not is_secondary(text)]
+        ranks = tuple(sorted(own or dead))
+        sentence = f"{who(context.job, ranks)} died with {context.call(blocked)} unfinished: {dead[ranks[0]]}"
+        return _finding(context, blocked, "rank_died", ranks, sentence, 0.9)
+    left = tuple(r for r in blocked.waiters if context.job.ranks[r].trace.progress.closed == "exit")
+    others = context.waiting_but(left)
+    if not left or not others or context.job.ended:
+        return None
+    sentence = f"{who(context.job, left)} left the program with {context.call(blocked)} unfinished; {ranks_wait(others)}"
+    return _finding(context, blocked, "missing_rank", left, sentence, 0.8)
 
 
 def _failed(context: Context, rank: int, row: int) -> bool:

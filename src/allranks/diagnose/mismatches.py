@@ -34,9 +34,7 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
     }
     guilty = [(rank, rows[rank]) for rank in culprit.ranks if rows.get(rank, -1) >= 0]
     others = [(rank, row) for rank, row in rows.items() if rank not in culprit.ranks]
-    at = place(context.job.frames(*guilty[0])) if guilty else ""
-    if culprit.shift is not None and not culprit.shift.extra:  # the line that it passed
-        at = place(context.job.frames(*others[0]))
+    at = _line(context, culprit, guilty, others)
     cause, sentence = _say(context, group, mismatch, culprit, rows, at)
     elsewhere = _elsewhere(context, others, at) if culprit.shift is None else ""
     certain = culprit.confidence > 0.5 and not elsewhere
@@ -59,6 +57,15 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
         (f"the dump of {ranks_text(absent)}",) if absent else (),
         (_advice(cause, at) if certain else _compare(context, rows, at),),
     )
+
+
+def _line(
+    context: Context, culprit: Culprit, guilty: list[tuple[int, int]], others: list[tuple[int, int]]
+) -> str:
+    """Where the guilty rank called; of a call that it skipped, where the others did."""
+    skipped = culprit.shift is not None and not culprit.shift.extra
+    calls = others if skipped else guilty
+    return place(context.job.frames(*calls[0])) if calls else ""
 
 
 def _elsewhere(context: Context, others: list[tuple[int, int]], at: str) -> str:

@@ -136,21 +136,22 @@ def _gone_unnoticed(context: Context) -> Finding | None:
             continue  # each node keeps its own black boxes: those of other nodes are merely elsewhere
         told = any(context.job.ranks[rank].now[row] == Now.LEFT for rank, row in rows.items())
         if told or len(gone) <= max(1, len(group.members) // 4):
-            blocked = Blocked(0, group.index, last, rows, absent=gone)
-            alone = Context(
-                context.job, context.patience, (blocked,), wait_graph(context.job, [blocked]), context.seen
-            )
-            finding = explain_ranks(alone, blocked, gone)
-            if finding.cause != "rank_died":
-                return replace(finding, confidence=round(finding.confidence * 0.9, 2))
-            over = "are over"
-            if told:
-                over = (
-                    f"were put away ({alone.call(blocked)} last), whether finished or failed is not recorded"
-                )
-            known = next((context.seen[rank].evidence for rank in gone if rank in context.seen), "")
-            sentence = f"{ranks_text(gone)} left no dump, and the calls of all other ranks {over}: "
-            sentence += known or "it may have died"
-            sure = 0.85 if known else 0.5 if told else 0.35
-            return replace(finding, confidence=sure, sentence=sentence, waiting=(), waited_s=None)
+            return _left_no_dump(context, Blocked(0, group.index, last, rows, absent=gone), told)
     return None
+
+
+def _left_no_dump(context: Context, blocked: Blocked, told: bool) -> Finding:
+    """What is known of ranks without a dump; `told`: the last call of the others was put away, finished or failed."""
+    alone = Context(
+        context.job, context.patience, (blocked,), wait_graph(context.job, [blocked]), context.seen
+    )
+    finding, gone = explain_ranks(alone, blocked, blocked.absent), blocked.absent
+    if finding.cause != "rank_died":
+        return replace(finding, confidence=round(finding.confidence * 0.9, 2))
+    over = "are over"
+    if told:
+        over = f"were put away ({alone.call(blocked)} last), whether finished or failed is not recorded"
+    known = next((context.seen[rank].evidence for rank in gone if rank in context.seen), "")
+    sentence = f"{ranks_text(gone)} left no dump, and the calls of all other ranks {over}: {known or 'it may have died'}"
+    sure = 0.85 if known else 0.5 if told else 0.35
+    return replace(finding, confidence=sure, sentence=sentence, waiting=(), waited_s=None)
