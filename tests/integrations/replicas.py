@@ -23,10 +23,12 @@ KILLS = (
 DIES = f"""
 import os, pathlib, time
 NAME, FOLDER = os.environ["ALLRANKS_REPLICA"], pathlib.Path(os.environ["FOLDER"])
-together = 0  # committed steps that this process made in company
+together = seen = 0  # committed steps that this process made in company since the last kill; kills that it knew of
 def lives(manager):
-    global together
+    global together, seen
     kills = len(list(FOLDER.glob("kill-*")))
+    if kills != seen:  # the other one died in this step: it must be back before it is our turn
+        together, seen = 0, kills
     if manager.num_participants() < 2:
         time.sleep(3.0 if kills else 0.05)  # the other one is being started, on a busy machine: leave it something to do
         return
