@@ -166,13 +166,15 @@ def _index_reader() -> Callable[[bytes], Any]:
     """JSON → checked types and bounds, in one pass. msgspec is imported here: the helper process never needs it."""
     import msgspec
 
+    from allranks.model.typed_json import convert, json_decoder
+
     count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
     counts = tuple[count, ...]
     row = tuple[str, str, counts, counts | None, counts | None, count, str, str, count, str]
     kinds = (count, Literal[ALGORITHMS], tuple[DataFile, ...], Skeleton, Skeleton, list[str], list[row])
     names = ("rank", "algorithm", "files", "common", "own", "columns", "shards")
     body = msgspec.defstruct("IndexBody", list(zip(names, kinds, strict=True)))
-    decoder = msgspec.json.Decoder(body)
+    decoder = json_decoder(body)
 
     def read(data: bytes) -> Any:
         try:
@@ -180,7 +182,7 @@ def _index_reader() -> Callable[[bytes], Any]:
         except msgspec.ValidationError:
             raise
         except msgspec.DecodeError:  # half a surrogate pair in a name: json.loads is more lenient
-            return msgspec.convert(json.loads(data), body)
+            return convert(json.loads(data), body)
 
     return read
 

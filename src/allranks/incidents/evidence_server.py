@@ -19,8 +19,6 @@ import zlib
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-import msgspec
-
 from allranks.channel.addresses import join_address, split_address
 from allranks.channel.frames import (
     is_intact,
@@ -34,6 +32,7 @@ from allranks.channel.handshake import ChannelError, greet_as_client
 from allranks.channel.keys import Keyring
 from allranks.channel.server import MemberServer
 from allranks.errors import AllranksError, InputError
+from allranks.model.typed_json import from_json
 
 log = logging.getLogger("allranks.agent")
 
@@ -191,9 +190,7 @@ def unpack_part(data: bytes, folder: Path, *, limit: int = MAX_BYTES) -> list[st
             for entry in entries:
                 if entry.filename != FACTS:
                     _write(folder, entry.filename, pack.read(entry))
-            facts = (
-                msgspec.json.decode(pack.read(FACTS), type=_Facts) if FACTS in pack.namelist() else _Facts()
-            )
+            facts = from_json(pack.read(FACTS), _Facts) if FACTS in pack.namelist() else _Facts()
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError, OSError) as error:
         raise InputError(f"a part that cannot be read: {error}") from error
     return list(facts.missing)

@@ -24,6 +24,7 @@ from allranks.load import LoadOptions, load_paths
 from allranks.model.diagnosis import Diagnosis, Finding, RankNow
 from allranks.model.stacks import RankState, StacksReport
 from allranks.model.trace import Frame
+from allranks.model.typed_json import from_json
 from allranks.stacks import Stillness, classify, read_capture
 from allranks.stacks.progress import WAITS
 from allranks.stacks.views import is_user_file
@@ -60,7 +61,7 @@ class Observed:
 def read_observed(folder: Path) -> Observed | None:
     """What the agent kept; None when there is nothing, or nothing readable."""
     try:
-        return msgspec.json.decode((folder / FILE).read_bytes(), type=Observed)
+        return from_json((folder / FILE).read_bytes(), Observed)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 

@@ -23,6 +23,8 @@ from allranks.model import cluster
 
 try:
     import msgspec
+
+    from allranks.model.typed_json import json_decoder
 except ImportError:  # a rank without it
     msgspec = None  # type: ignore[assignment]
 
@@ -161,13 +163,10 @@ if msgspec is None:
     _dump, load = plain_dump, plain_load
 else:
     _dump = msgspec.json.Encoder().encode
-    _decoders: dict[type, Any] = {}
 
     def load(kind: type[T], payload: bytes | memoryview) -> T:
         """Typed JSON. Raises BadFrame."""
-        decoder = _decoders.get(kind) or _decoders.setdefault(kind, msgspec.json.Decoder(kind))
         try:
-            message: T = decoder.decode(payload)
-            return message
+            return json_decoder(kind).decode(payload)
         except (ValueError, RecursionError) as error:
             raise BadFrame(f"{kind.__name__}: {error}") from error

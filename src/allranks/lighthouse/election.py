@@ -21,6 +21,7 @@ import msgspec
 from allranks.errors import ConfigurationError, EtcdError, LighthouseError
 from allranks.etcd import Etcd
 from allranks.lighthouse.status import PersistedState
+from allranks.model.typed_json import from_json
 
 log = logging.getLogger("allranks.lighthouse")
 
@@ -177,7 +178,7 @@ class Election:
 
     def _unpack(self, data: bytes) -> PersistedState:
         try:
-            return msgspec.json.decode(zlib.decompress(data), type=PersistedState)
+            return from_json(zlib.decompress(data), PersistedState)
         except (zlib.error, msgspec.MsgspecError) as error:
             key = self._key("state")
             cure = f"`etcdctl del {key}` begins anew, once no replica of this job runs any more"

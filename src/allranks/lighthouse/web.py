@@ -27,6 +27,7 @@ from allranks.lighthouse.metrics import render_metrics
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.status import StatusEvent
 from allranks.model.text import printable
+from allranks.model.typed_json import from_json
 
 MAX_CONNECTIONS = 256  # of HTTP, beside those of replicas
 PUSH_S = 0.5  # least time between two pushes of the whole status
@@ -198,7 +199,7 @@ class Web:
         if not self._allowed(request):
             return _error(401, "this needs the job token: Authorization: Bearer TOKEN")
         try:
-            asked = msgspec.json.decode(request.body or b"{}", type=_Reason)
+            asked = from_json(request.body or b"{}", _Reason)
         except (ValueError, RecursionError) as error:
             return _error(400, f"the body must be JSON with a reason: {error}")
         reason = printable(asked.reason) or "asked for on the page"

@@ -29,6 +29,7 @@ from allranks.model.stacks import (
     ThreadFacts,
     ThreadStack,
 )
+from allranks.model.typed_json import convert
 from allranks.stacks.raw_files import read_raw
 
 BUNDLE = "bundle.json"
@@ -212,7 +213,7 @@ def _decode_process(item: Json, stacks: list[tuple[StackFrame, ...]]) -> Process
 
 def _checked(kind: type[T], value: object) -> T:
     """A value as its type; ValueError names the field that is wrong. Lax: 0 and 1 stand for flags in older files."""
-    return msgspec.convert(value, kind, strict=False)
+    return convert(value, kind, strict=False)
 
 
 def _rows(kind: type[T], rows: object) -> list[T]:

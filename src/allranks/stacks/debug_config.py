@@ -30,6 +30,7 @@ import msgspec
 from allranks.errors import ConfigurationError, InputError
 from allranks.model.options import check_options, key_of, meanings, option
 from allranks.model.text import read_yaml
+from allranks.model.typed_json import convert
 
 _TIME: dict[str, Any] = {"unit": "s", "at_least": 0}
 
@@ -145,6 +146,6 @@ def parse_debug(section: object, base: DebugOptions | None = None) -> DebugOptio
 
 def _convert(value: object, kind: Any, name: str) -> Any:
     try:
-        return msgspec.convert(value, kind)
+        return convert(value, kind)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"{name} is {value!r}: {str(error)[0].lower()}{str(error)[1:]}") from None

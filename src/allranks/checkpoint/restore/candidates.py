@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-import msgspec
-
 from allranks.checkpoint.stores import (
     Store,
     StoreSpec,
@@ -30,6 +28,7 @@ from allranks.errors import (
     CheckpointUnreachable,
     CheckpointValidationError,
 )
+from allranks.model.typed_json import convert
 
 log = logging.getLogger("allranks.checkpoint")
 #: Between two attempts at a store that does not answer.
@@ -139,7 +138,7 @@ class TiersSeen:
 
     def share(self, gather: Callable[[object], list[object]]) -> list[TiersSeen]:
         """Every rank's view, on every rank. Collective."""
-        return [msgspec.convert(raw, TiersSeen) for raw in gather(asdict(self))]
+        return [convert(raw, TiersSeen) for raw in gather(asdict(self))]
 
 
 class StoreLister:

@@ -1,0 +1,53 @@
+"""Types that several threads use for the first time at once."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src" / "allranks"
+
+#: Every round makes two new classes; msgspec by itself crashes the process within a few of them.
+RACE = """
+import dataclasses, sys, threading
+from allranks.model.typed_json import convert, from_json
+sys.setswitchinterval(1e-6)
+for _ in range(150):
+    inner = dataclasses.make_dataclass("Inner", [("a", int), ("b", str, ""), ("c", dict[str, list[int]], dataclasses.field(default_factory=dict))])
+    outer = dataclasses.make_dataclass("Outer", [("x", inner), ("y", list[inner]), ("z", dict[str, inner])])
+    ready, found = threading.Barrier(4), []
+    def use(number):
+        ready.wait()
+        value = {"x": {"a": 1, "b": "q", "c": {"k": [1]}}, "y": [{"a": 2}], "z": {"k": {"a": 3}}}
+        text = '{"x": {"a": 1, "b": "q", "c": {"k": [1]}}, "y": [{"a": 2}], "z": {"k": {"a": 3}}}'
+        found.append(convert(value, outer) if number % 2 else from_json(text, outer))
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
+    [one.start() for one in threads], [one.join() for one in threads]
+    assert len(found) == 4 and all(one.z["k"].a == 3 for one in found)
+print("whole")
+"""
+
+
+def test_the_first_use_of_a_type_by_several_threads_is_safe() -> None:
+    """Two deaths at once were judged by two threads, and `allranks run` died of it."""
+    done = subprocess.run(
+        [sys.executable, "-c", RACE], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "whole\n"), done.stderr[-2000:]
+
+
+def test_typed_values_are_read_through_one_module() -> None:
+    """Anything else would have the race again; type checks while a module is imported, and child processes, have one thread."""
+    alone = {
+        "model/typed_json.py",
+        "lighthouse/connection.py",
+        "elastic/index/workers.py",
+        "elastic/index/sources.py",
+    }
+    pattern = re.compile(r"msgspec\.(convert\(|(json|msgpack)\.(Decoder\(|decode\(.*type=))")
+    found = {
+        str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if pattern.search(path.read_text())
+    }
+    assert found <= alone
