@@ -16,6 +16,11 @@ def test_changed_bytes_are_refused_or_read(target: str) -> None:
     assert fuzz(target, 200).failed == ""
 
 
+@pytest.mark.parametrize(("target", "number"), [("evidence of a node", 10833)])
+def test_inputs_that_were_found_stay_refused(target: str, number: int) -> None:
+    assert fuzz(target, 1, number).failed == ""
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("target", sorted(TARGETS))

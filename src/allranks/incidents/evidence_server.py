@@ -191,7 +191,15 @@ def unpack_part(data: bytes, folder: Path, *, limit: int = MAX_BYTES) -> list[st
                 if entry.filename != FACTS:
                     _write(folder, entry.filename, pack.read(entry))
             facts = from_json(pack.read(FACTS), _Facts) if FACTS in pack.namelist() else _Facts()
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError, OSError) as error:
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        LookupError,
+        ValueError,
+        RuntimeError,
+        OSError,
+    ) as error:
         raise InputError(f"a part that cannot be read: {error}") from error
     return list(facts.missing)
 
