@@ -117,7 +117,8 @@ nothing of ours and run under `allranks run --standalone --nproc-per-node 2` on 
   replica mode, from another replica.
 - **equal bits after 10 kills**: the parameters of every rank are those of a run without faults; in replica mode those of
   both replicas are the same.
-- **not run**: the test exists, and no result of it was given to the script. It says nothing for or against the program.
+- **not run**: the test exists (`tests/integrations/test_programs.py`, about five minutes per program on two cores), and no result of it
+  was given to the script. It says nothing for or against the program.
 
 To make the page again: `pip install transformers accelerate lightning deepspeed megatron-core torchtitan 'ray[train]'`, then
 `pytest tests/integrations --soak --junitxml=results.xml` and `python scripts/compatibility.py results.xml`.
