@@ -126,7 +126,7 @@ def test_a_killed_worker_is_reported_and_the_build_can_go_on(tmp_path: Path, tok
     children = children_of(build.pid)
     os.kill(children[0], signal.SIGKILL)
     _, said = build.communicate(timeout=60)
-    assert build.returncode == 2
+    assert build.returncode == 2, said
     assert "a worker died (killed by signal 9)" in said and "fewer --workers" in said
     assert "Traceback" not in said and _alive(children) == []
 

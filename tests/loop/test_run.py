@@ -84,7 +84,7 @@ def test_ctrl_c_ends_everything_and_is_no_incident(tmp_path: Path) -> None:
     [
         (["run"], "no script was given"),
         (["run", "--replicas", "0", "x.py"], "must be at least 1"),
-        (["run", "--replicas", "2", "--no-lighthouse", "x.py"], "replicas need a lighthouse"),
+        (["run", "--replicas", "2", "--no-lighthouse", __file__], "replicas need a lighthouse"),
         (["run", "--config", "/nowhere.yaml", "x.py"], "nowhere.yaml"),
         (["run", "--no-lighthouse", "x.py"], "there is no script x.py"),
     ],

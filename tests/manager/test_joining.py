@@ -121,7 +121,8 @@ def _train(rank: int, world: int, address: str, folder: str, how: str) -> Course
             time.sleep(
                 0.01
             )  # enough for a quorum: the state that heals is the one with which the next step begins
-            scaler["scale"] *= 2  # a power of two: no bit is lost
+            # A power of two: no bit is lost. Bounded: the first one may train alone for hundreds of steps.
+            scaler["scale"] = scaler["scale"] * 2 if scaler["scale"] < 2**40 else 1.0
             course.steps.append((manager.current_step() - 1, count, counted))
             assert (manager.num_participants(), manager.is_participating()) == (count, counted)
             course.backwards.append(reached[0])

@@ -58,7 +58,7 @@ def judge_dumps(loaded: LoadResult, traces: list[RankTrace], roots: list[str], *
     evidence = find_evidence(loaded, traces, roots)
     how = DiagnoseOptions(now_ns=now_ns, ended=ended, **options)
     result = judge(traces, evidence.files, stacks=evidence.seen, options=how)
-    if not traces and evidence.captures:
+    if not traces and result.verdict is None and evidence.captures:
         result = judge_stacks(result, evidence.captures)
     return with_evidence(result, evidence)
 

@@ -54,10 +54,10 @@ def headline_text(diagnosis: Diagnosis) -> str:
     """The answer in one sentence, without the status."""
     if diagnosis.verdict is not None:
         return diagnosis.verdict.sentence
-    if diagnosis.status == "ok" and diagnosis.ranks:
-        return "the calls of all ranks fit together and none is stuck"
     if diagnosis.status == "ok":
-        return "the stacks show ranks that move on"
+        only_stacks = not diagnosis.ranks and any(note.kind == "stacks" for note in diagnosis.files)
+        calls = "the calls of all ranks fit together and none is stuck"
+        return "the stacks show ranks that move on" if only_stacks else calls
     return "no calls to judge"
 
 
