@@ -15,7 +15,10 @@ import numpy as np
 import pytest
 
 from allranks.elastic.index import BuildRequest, TokenIndexFile, build_index
-from allranks.errors import InputError
+from allranks.elastic.index.sources import Block
+from allranks.elastic.index.tokenize import find_tokenizer
+from allranks.elastic.index.workers import Setup, WorkerPool
+from allranks.errors import DataLoadingError, InputError
 from proc import children_of, gone
 
 from .corpus import build_command, plain_loop, texts, tokens_of, write_jsonl
@@ -129,6 +132,18 @@ def test_a_killed_worker_is_reported_and_the_build_can_go_on(tmp_path: Path, tok
     assert build.returncode == 2, said
     assert "a worker died (killed by signal 9)" in said and "fewer --workers" in said
     assert "Traceback" not in said and _alive(children) == []
+
+
+def test_a_worker_that_dies_while_it_has_nothing_to_do_is_reported_too(tmp_path: Path) -> None:
+    """There is one block for two workers; the other one is killed."""
+    source = write_jsonl(tmp_path / "a.jsonl", texts(10))
+    block = Block(0, str(source), "jsonl", 0, source.stat().st_size, source.stat().st_size)
+    with WorkerPool(Setup(find_tokenizer("bytes"), "text", False), 2) as pool:
+        idle = pool._children[0]
+        idle.kill()
+        idle.wait()
+        with pytest.raises(DataLoadingError, match="a worker died .killed by signal 9."):
+            list(pool.run([block]))
 
 
 def test_a_full_disk_is_said_and_the_build_goes_on_when_there_is_room(

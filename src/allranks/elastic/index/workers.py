@@ -160,6 +160,8 @@ class WorkerPool:
                     continue
                 for key, _ in waiting.select(timeout=60.0):
                     child = key.data
+                    if child.pid not in at_work:
+                        raise self._died(child, None)
                     number, block = at_work.pop(child.pid)
                     done[number] = block, self._take(child, block)
                     idle.append(child)
@@ -181,12 +183,13 @@ class WorkerPool:
             raise error
         return result
 
-    def _died(self, child: subprocess.Popen[bytes], block: Block) -> DataLoadingError:
+    def _died(self, child: subprocess.Popen[bytes], block: Block | None) -> DataLoadingError:
+        """`block`: what it was at; None when it had nothing to do."""
         code = child.wait(timeout=10)
         how = f"killed by signal {-code}" if code < 0 else f"exit {code}"
         return DataLoadingError(
-            f"a worker died ({how}) at byte {block.start}",
-            block.path,
+            f"a worker died ({how})" + (f" at byte {block.start}" if block else ""),
+            block.path if block else "",
             hint=f"{_OOM if code == -9 else ''}The same command continues where this one stopped.",
         )
 
