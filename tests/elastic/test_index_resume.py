@@ -142,7 +142,7 @@ def test_a_worker_that_dies_while_it_has_nothing_to_do_is_reported_too(tmp_path:
         idle = pool._children[0]
         idle.kill()
         idle.wait()
-        with pytest.raises(DataLoadingError, match="a worker died .killed by signal 9."):
+        with pytest.raises(DataLoadingError, match=r"a worker died \(killed by signal 9\)"):
             list(pool.run([block]))
 
 
