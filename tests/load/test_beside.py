@@ -63,6 +63,17 @@ def test_stacks_of_ranks_that_move_on_are_no_fault(
     assert capsys.readouterr().out.startswith("nothing wrong: the stacks show ranks that move on")
 
 
+def test_a_rank_whose_stacks_cannot_be_read_is_not_accused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file was cut: all that is known is that it cannot be read."""
+    name = "rank0.pyspy.s1.json"
+    (tmp_path / name).write_bytes((ALONE / "lock_deadlock_abba" / name).read_bytes()[:200])
+    assert main(["diagnose", str(tmp_path), "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert (found["status"], found["verdict"], found["findings"]) == ("unclear", None, [])
+
+
 def test_a_log_without_a_line_is_no_damage(tmp_path: Path) -> None:
     """An empty dump is."""
     for name in ("rank0.log", "trace_0"):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from allranks.diagnose.phrasing import is_secondary
+from allranks.diagnose.phrasing import is_secondary, ranks_text
 from allranks.errors import InputError
 from allranks.load import LoadResult
 from allranks.model.diagnosis import Diagnosis, FileNote, Finding, RankNow
@@ -78,21 +78,22 @@ def find_evidence(loaded: LoadResult, traces: list[RankTrace], roots: list[str])
 def judge_stacks(result: Diagnosis, captures: tuple[StacksReport, ...]) -> Diagnosis:
     """The diagnosis where there is no dump: what the stacks say, which lie there alone."""
     report = max(captures, key=lambda one: (one.hung is True, len(one.ranks)))
-    if not report.culprits:
+    culprits = tuple(rank for rank in report.culprits if report.ranks[rank].cause != "unknown")
+    if not culprits:  # nobody is accused because a capture of it could not be read
         findings: tuple[Finding, ...] = ()
     else:
-        guilty = report.ranks[report.culprits[0]]
+        guilty = report.ranks[culprits[0]]
         finding = Finding(
             guilty.cause,
-            tuple(report.culprits),
+            culprits,
             report.sentence,
             severity="warning" if report.hung is False else "root",
             confidence=0.4 if report.hung is None else 0.8,
             where=guilty.where,
-            stacks=tuple(((rank,), _frames(report.ranks[rank].stack)) for rank in report.culprits),
+            stacks=tuple(((rank,), _frames(report.ranks[rank].stack)) for rank in culprits),
             evidence=tuple(dict.fromkeys((report.reason, guilty.evidence, *report.notes))),
             missing_evidence=("the calls of the ranks: start the job with `allranks run`",),
-            stack_labels=("live",) * len(report.culprits),
+            stack_labels=("live",) * len(culprits),
         )
         findings = (finding,)
     return replace(
@@ -100,7 +101,7 @@ def judge_stacks(result: Diagnosis, captures: tuple[StacksReport, ...]) -> Diagn
         status=report.status,
         verdict=None if report.hung is False else next(iter(findings), None),
         findings=findings,
-        summary=(f"stacks of {len(report.ranks)} ranks, no recorded calls",),
+        summary=(f"stacks of {ranks_text(report.ranks)}, no recorded calls",),
     )
 
 
