@@ -11,7 +11,7 @@ import torch
 
 from allranks.errors import GroupAborted
 from allranks.manager.groups.nccl import environment
-from allranks.manager.work import result_or_default, wait_while
+from allranks.manager.work import result_or_default, wait_on_device, wait_while
 
 
 class Slow:
@@ -100,3 +100,46 @@ def test_variables_of_an_abandoned_making_stay_until_the_next_is_through(
         assert (os.environ["ALLRANKS_TEST_HIS"], os.environ["ALLRANKS_TEST_OURS"]) == ("his", "1")
     assert os.environ["ALLRANKS_TEST_HIS"] == "his"
     assert "ALLRANKS_TEST_OURS" not in os.environ
+
+
+class OnDevice:
+    """A work of NCCL while its communicator is aborted: whoever asks it for its end is kept waiting."""
+
+    def __init__(self) -> None:
+        self.ordered = False
+
+    def wait(self) -> bool:
+        self.ordered = True  # of the streams, at once
+        return True
+
+    def is_completed(self) -> bool:
+        raise AssertionError("it was asked for its end")
+
+
+@pytest.mark.parametrize(
+    ("passes_after", "breaks_after", "given_up"), [(3, None, False), (None, 2, True), (3, 3, True)]
+)
+def test_a_work_on_a_device_is_waited_for_by_its_stream(
+    monkeypatch: pytest.MonkeyPatch, passes_after: int | None, breaks_after: int | None, given_up: bool
+) -> None:
+    """It is there when the stream has passed, and given up when its group breaks, before or at that moment."""
+    looks = 0
+
+    class Event:
+        def record(self) -> None:
+            assert work.ordered
+
+        def query(self) -> bool:
+            nonlocal looks
+            looks += 1
+            return passes_after is not None and looks >= passes_after
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    work = OnDevice()
+    usable = lambda: breaks_after is None or looks < breaks_after  # noqa: E731
+    if given_up:
+        with pytest.raises(GroupAborted):
+            wait_on_device(work, usable)
+    else:
+        wait_on_device(work, usable)
+    assert looks == (breaks_after if given_up else passes_after)
