@@ -50,7 +50,7 @@ def test_at_exit_only_what_ends_at_once_is_destroyed(done: bool, keep_at_exit: b
 
 
 class AskedWork(Work):
-    """Notes whether it was asked while the abort of its communicator was under way: NCCL's answers only after it."""
+    """Notes whether it was asked while the abort of its communicator was under way: NCCL's may answer only after it."""
 
     def __init__(self, aborting: threading.Thread) -> None:
         super().__init__(done=True)
@@ -63,7 +63,7 @@ class AskedWork(Work):
 
 
 def test_no_operation_is_asked_for_its_end_while_its_communicator_is_aborted() -> None:
-    """torch's answer would wait for the abort, 0.6 s, without giving the interpreter to other threads."""
+    """torch's answer may wait for the abort, without giving the interpreter to other threads."""
     over = threading.Event()
     aborting = threading.Thread(target=over.wait, daemon=True)
     teardown.start_attended(aborting)

@@ -39,8 +39,8 @@ def wait_while(work: Any, usable: Callable[[], bool], gone: Callable[[], bool] =
 def wait_on_device(work: Any, usable: Callable[[], bool]) -> None:
     """The same for a work on a GPU: NCCL takes a wait that ran out of time for a failure, so the stream is asked instead.
 
-    Not the work: while its communicator is aborted, which takes NCCL 0.6 s, `is_completed` waits for the end of that and
-    keeps the whole interpreter waiting, with the thread that makes the next communicator.
+    Not the work: where works were asked while their communicator was aborted (NCCL takes 0.6 s for that), the next
+    communicator was ready only after it, most likely because `is_completed` waits for a lock without releasing the GIL.
     """
     work.wait()  # orders the streams, at once
     arrived = torch.cuda.Event()

@@ -85,7 +85,7 @@ def _destroy(
     time.sleep(_POLL_S)  # a call that is just entering the backend must not end up as its last owner
 
     def over() -> bool:
-        # While NCCL aborts, a work answers only when the abort is over (0.6 s), and keeps the interpreter waiting.
+        # Not asked while NCCL aborts: a work may answer only when that is over, and keep the interpreter waiting.
         return not (abort is not None and abort.is_alive()) and all(ended(work) for work in works)
 
     while not (finished := over()) and time.monotonic() < deadline:
