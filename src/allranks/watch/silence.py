@@ -276,7 +276,7 @@ def left_behind(
     """A rank that makes no progress while the others train on without it, in replica mode: frozen and given up.
 
     It must have trained before (a replica that starts or heals is not behind but on its way), or the others have waited
-    for it in vain (`stalled`), and be more than one step back (one that has finished its last step waits for nobody).
+    for it without success (`stalled`), and be more than one step back (one that has finished its last step waits for nobody).
     """
     running = [s for s in samples if s.alive and not s.closed and s.rank in state.ranks]
     general = limit_s(replace(state, excused=0), options)
@@ -312,7 +312,7 @@ def not_retrying(state: NoticeState, samples: list[RankSample]) -> tuple[int, ..
 
 
 def _own_limit_s(known: RankHistory, options: NoticeOptions) -> float:
-    """By the rank's own history: the others' was lengthened when they waited for it in vain."""
+    """By the rank's own history: the others' was lengthened when they waited for it."""
     if known.changes < TRAINED:
         return options.cap_s
     if known.changes < options.warm_up_marks and not options.asked:
@@ -363,7 +363,7 @@ class ProgressHistory:
     def left_behind(
         self, now_s: float, samples: list[RankSample], stalled: Collection[ProcessId] = ()
     ) -> Suspicion | None:
-        """Some do not make progress, the others do; `stalled` were waited for in vain."""
+        """Some do not make progress, the others do; `stalled` were waited for and did not come."""
         return left_behind(now_s, time.time_ns(), self._state, samples, self.options, stalled)[0]
 
     def not_retrying(self, samples: list[RankSample]) -> tuple[int, ...]:
