@@ -3,7 +3,7 @@
     gpu_first_contact.py OUT [--cold=20] [--kills=10] [--late=20] [--side=4] [--torchft=FOLDER] [--cpu]
 
 1. `--cold` times: `allranks run --replicas 3` of a plain script; all three replicas must train from the first step on.
-2. Three replicas by hand: first common step, `--kills` times kill -9 and rejoin (a started process stands by, so that a
+2. Three recorded replicas by hand: first common step, `--kills` times kill -9 and rejoin (a started process stands by, so that a
    rejoin does not wait for imports), shutdown, an exception.
 3. `--late` times: a replica is killed and started again in the last second of a training; nothing may be trained again.
 4. The same as 2 with torchft (one kill: its survivors need its timeout, and did not survive a second one), for the ratios.
@@ -240,6 +240,8 @@ def by_hand(library: str, out: Path, kills: int) -> dict[str, Any]:
     result: dict[str, Any] = {}
     lighthouse, address = start_lighthouse(library, out)
     command = command_of(library, out, 10**9)
+    if library == "allranks":
+        command[1:1] = ["-m", "allranks.record"]  # as under `allranks run`
     start = lambda name, env=None: Replica(name, command, address, out, env=env)  # noqa: E731
     replicas = {name: start(name) for name in NAMES}
     standbys = Standbys(start, out)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from allranks import record
+from allranks.blackbox.file_writer import Box
+from allranks.blackbox.reader import read_trace
 from allranks.errors import GroupAborted
 from allranks.manager.groups import nccl
 from allranks.manager.groups.group_spec import GroupSpec
 from allranks.manager.groups.nccl import ProcessGroupNCCL
+from allranks.model.trace import State
+from allranks.record.groups import GroupState
+from allranks.record.options import RecorderOptions
+from allranks.record.writer import CallWriter
 
 
 class Slow:
@@ -147,3 +157,41 @@ def test_an_operation_meant_for_one_group_is_never_given_to_the_next() -> None:
     group.allreduce_in(2, [torch.ones(1)], dist.AllreduceOptions())
     assert backend.order == ["taken"]
     group.shutdown()
+
+
+class Asked:
+    """A work of the stand-in: ended or not. NCCL's would keep every thread waiting, were it asked during its abort."""
+
+    def __init__(self, backend: Slow, ended: bool) -> None:
+        self.backend, self.ended, self.asked = backend, ended, list[str]()
+
+    def is_completed(self) -> bool:
+        self.asked.append("during the abort" if self.backend.entered.is_set() else "before it")
+        return self.ended
+
+
+@pytest.mark.parametrize("engine", ["c", "python"])
+def test_the_recorder_looks_at_the_works_of_a_group_before_it_is_aborted_and_not_again(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = Box(tmp_path / "x.box", 32, 1 << 16)
+    box.open()
+    writer = CallWriter(box, RecorderOptions(stack_depth=0, accelerate=engine == "c"))
+    monkeypatch.setattr(record, "_current", SimpleNamespace(writer=writer, pid=os.getpid()))
+    counters = GroupState(1, "g", (0,), "nccl", 0, engine == "c")
+    group = Group()
+    backend = meet(group, 1)
+    works = [Asked(backend, ended=False), Asked(backend, ended=True)]
+    for work in works:
+        writer.track(work, writer.begin(counters, 1, (0, 0, 0)), counters)
+        group._works.append(work)
+    monkeypatch.setattr(backend, "abort", lambda: (backend.entered.set(), backend.take.wait(10)))
+    try:
+        group.abort("a member died")
+        assert backend.entered.wait(10)
+        writer.sweep(everything=True)  # the side thread, while NCCL aborts
+        assert [set(work.asked) for work in works] == [{"before it"}, {"before it"}]
+        assert list(read_trace(box.path).calls["state"]) == [State.FAILED, State.COMPLETED]
+    finally:
+        works[0].ended = True
+        backend.take.set()

@@ -15,7 +15,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING
 
@@ -92,6 +92,12 @@ def announce(phase: str, up_to_s: float) -> None:
     """Declares a silence that ends with the program, or after `up_to_s` seconds."""
     if _current is not None and os.getpid() == _current.pid:
         _current.announce(phase, up_to_s)
+
+
+def given_up(works: Iterable[object], error: Exception) -> None:
+    """The group of these works is about to be aborted. Before it is: their calls are looked at now, and not again."""
+    if _current is not None and _current.writer is not None and os.getpid() == _current.pid:
+        _current.writer.given_up(works, error)
 
 
 class _CallableModule(ModuleType):

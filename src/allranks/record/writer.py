@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -276,6 +276,24 @@ class CallWriter:
         else:
             self.failed(entry[1], error, entry[3])
         return True
+
+    def given_up(self, works: Iterable[object], error: BaseException) -> None:
+        """The group of these works is about to be aborted: notes how each stands, and asks none of them again.
+
+        NCCL's abort keeps a lock that `is_completed` waits for, with the interpreter.
+        """
+        self.ring.hand_over(self.pending)
+        taken = self.asking.acquire(timeout=0.1)
+        try:
+            for work in works:
+                if not self.capturing and self._settle(id(work), oldest=0):
+                    continue
+                entry = self.pending.pop(id(work), None)
+                if entry is not None:
+                    self.failed(entry[1], error, entry[3])
+        finally:
+            if taken:
+                self.asking.release()
 
     def begin_capture(self) -> None:
         """A CUDA graph is about to be captured: from the return of this on no event is queried."""

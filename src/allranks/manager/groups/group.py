@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from allranks import record
 from allranks.errors import GroupAborted
 from allranks.manager.groups.gloo import GlooMesh
 from allranks.manager.groups.group_spec import GroupSpec, RegisteredGroup, Seconds, seconds
@@ -90,6 +91,7 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
                 self._error = GroupAborted(reason)
         if making is not None:
             making.abandon(GroupAborted(reason))
+        record.given_up(works, GroupAborted(reason))
         ending = self._take_down(backend, gate)
         if backend is not None:
             destroy_later(backend, works, self.slow_to_destroy, ending)
