@@ -49,8 +49,8 @@ def test_every_single_bit_of_a_tensor_changes_its_sum() -> None:
 
 
 def test_tensors_that_are_summed_together_have_the_sums_of_each() -> None:
-    """Equal sizes, large and small, and one with bytes after its last word."""
-    tensors = [torch.randn(n) for n in (64, 512, 20_000, 64, 64, 5, 512, 20_000)]
+    """Equal sizes, small and too large to be copied together, and one with bytes after its last word."""
+    tensors = [torch.randn(n) for n in (64, 512, 20_000, 64, 64, 5, 512, 20_000, 5_000_000, 5_000_000)]
     order, sums = bit_sums([as_words(tensor) for tensor in tensors])
     assert sorted(order) == list(range(len(tensors)))
     assert {number: int(value) for number, value in zip(order, sums, strict=True)} == {

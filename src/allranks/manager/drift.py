@@ -217,10 +217,8 @@ class _Summing:
         for index, tensor in enumerate(tensors):
             if tensor.device.type == "cuda":
                 on_device.setdefault(tensor.device, []).append(index)
-            elif (
-                tensor.nbytes <= _TINY_BYTES
-            ):  # AdamW counts the steps of each parameter in a tensor on the CPU
-                self._sums[index] = _digest(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+            elif tensor.numel() == 1:  # AdamW counts the steps of each parameter in a tensor on the CPU
+                self._sums[index] = _digest(repr(tensor.item()).encode())
             else:
                 self._host.append(index)
         self._on_device = [self._launch(device, places) for device, places in on_device.items()]
@@ -251,8 +249,7 @@ class _Summing:
         return self._sums
 
 
-_TINY_BYTES = 64
-_SMALL_WORDS = 8192  # 64 KiB
+_COPIED_WORDS = 1 << 22  # 32 MiB
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 View = tuple[torch.Tensor | None, torch.Tensor | None]  # whole words, and the bytes after them
 
@@ -288,17 +285,20 @@ def as_words(tensor: torch.Tensor) -> View:
 
 
 def bit_sums(views: Sequence[View]) -> tuple[list[int], torch.Tensor]:
-    """(numbers of the views in the order of the sums, sums). Small ones of equal size are summed by one kernel: launching
-    is what costs."""
+    """(numbers of the views in the order of the sums, sums). Those of equal size are copied and summed together, as many
+    as make a copy of reasonable size: launching kernels is what costs."""
     alike: dict[int, list[int]] = {}
     for number, (words, tail) in enumerate(views):
-        small = words is not None and tail is None and words.numel() <= _SMALL_WORDS
-        alike.setdefault(words.numel() if small and words is not None else -1 - number, []).append(number)
-    sums = []
-    for numbers in alike.values():
-        rows = [words for words, _ in (views[number] for number in numbers) if words is not None]
-        sums.append(torch.stack(rows).sum(1) if len(numbers) > 1 else _bit_sum(views[numbers[0]]).reshape(1))
-    return [number for numbers in alike.values() for number in numbers], torch.cat(sums)
+        whole = words is not None and tail is None
+        alike.setdefault(words.numel() if whole and words is not None else -1 - number, []).append(number)
+    order, sums = [], []
+    for size, numbers in alike.items():
+        count = max(1, _COPIED_WORDS // size) if size > 0 else 1
+        for some in (numbers[at : at + count] for at in range(0, len(numbers), count)):
+            rows = [words for words, _ in (views[number] for number in some) if words is not None]
+            sums.append(torch.stack(rows).sum(1) if len(some) > 1 else _bit_sum(views[some[0]]).reshape(1))
+            order += some
+    return order, torch.cat(sums)
 
 
 def bit_sum(tensor: torch.Tensor) -> int:
