@@ -7,6 +7,7 @@ hosts. With BACKEND=gloo the same program runs on CPU, so that it can be rehears
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import statistics
@@ -30,7 +31,7 @@ from allranks.model.trace import Flag, RankTrace, State
 BACKEND = os.environ.get("BACKEND", "nccl")
 OUT = Path(os.environ["OUT"])
 WORLD = 4
-COST_ROUNDS = int(os.environ.get("COST_ROUNDS", "12"))
+COST_ROUNDS = int(os.environ.get("COST_ROUNDS", "60"))
 DEVICE = "cuda" if BACKEND == "nccl" else "cpu"
 failures = 0
 
@@ -194,35 +195,50 @@ def _moves() -> dict[str, Callable[[], object]]:
 CALLS = {"all_reduce, 2 async": 2, "batch_isend_irecv of 2": 3}  # the batch: two parts and its end
 
 
-KINDS = (("none", -1), ("without stacks", 0), ("with stacks", 8))
+KINDS = (("without stacks", 0), ("with stacks", 8))
 
 
 def costs(rank: int, world: int) -> None:
-    """CPU microseconds of the calling thread per call: the median over single calls, by op and kind of recording. The kinds
-    take turns in short rounds, in changing order. Rank 0 writes what it has to a file after each round: ranks that share
-    a GPU are slow, and time may run out."""
-    took: dict[str, dict[str, list[float]]] = {}
-    moves, clock = _moves(), time.thread_time_ns
-    for number in range(COST_ROUNDS):
-        for turn in range(len(KINDS)):
-            kind, depth = KINDS[(turn + number) % len(KINDS)]
-            recorder = allranks.record(stack_depth=depth) if depth >= 0 else None
-            for name, move in moves.items():
-                calls = took.setdefault(name, {}).setdefault(kind, [])
-                for count in range(-4, 3 if name == "barrier" else 16):
-                    begin = clock()
-                    move()
-                    cost = clock() - begin
-                    if count >= 0:  # the first ones warm up
-                        calls.append(cost / 1000 / CALLS.get(name, 1))
-            settle()
-            if recorder is not None:
-                recorder.close()
-        if rank == 0:
-            medians = {
-                name: {k: statistics.median(v) for k, v in kinds.items()} for name, kinds in took.items()
-            }
-            (OUT / "costs.json").write_text(json.dumps(medians))
+    """CPU microseconds of the calling thread per call, by op and kind of recording: medians over single calls, each recorded
+    one beside one that goes straight to torch. Rank 0 writes what it has to a file after each op: ranks that share a GPU
+    are slow, and time may run out."""
+    found: dict[str, dict[str, float]] = {}
+    moves = _moves()
+    for kind, depth in KINDS:
+        recorder = allranks.record(stack_depth=depth)
+        assert recorder._hook is not None
+        replaced = list(recorder._hook._replaced)
+        for name, move in moves.items():
+            plain, recorded = _in_turns(replaced, move, 8 if name == "barrier" else COST_ROUNDS)
+            calls = CALLS.get(name, 1)
+            numbers = found.setdefault(name, {})
+            numbers["none"] = statistics.median(plain) / calls
+            numbers[kind] = (statistics.median(recorded) - statistics.median(plain)) / calls
+            if rank == 0:
+                (OUT / "costs.json").write_text(json.dumps(found))
+        settle()
+        recorder.close()
+
+
+def _in_turns(
+    replaced: list[Any], move: Callable[[], object], rounds: int
+) -> tuple[list[float], list[float]]:
+    """(microseconds of single calls without, with the recorder between the program and torch)"""
+    took: dict[bool, list[float]] = {False: [], True: []}
+    clock = time.thread_time_ns
+    for number in range(2 * rounds):
+        with_recorder = number % 4 in (1, 2)
+        for owner, name, wrapper, original in replaced:
+            setattr(owner, name, wrapper if with_recorder else original)
+        for count in range(4):
+            begin = clock()
+            move()
+            cost = clock() - begin
+            if count:  # the first one fills Python's caches
+                took[with_recorder].append(cost / 1000)
+    for owner, name, wrapper, _ in replaced:
+        setattr(owner, name, wrapper)
+    return took[False], took[True]
 
 
 # -- the claims ----------------------------------------------------------------------------------------------------
@@ -313,7 +329,7 @@ def check_costs() -> None:
     best: dict[str, dict[str, float]] = json.loads((OUT / "costs.json").read_text())
     in_c = dict(next(iter(traces(folder).values())).header.versions)["recorder"] == "C"
     for name, kinds in best.items():
-        added = {kind: value - kinds["none"] for kind, value in kinds.items()}
+        added = {kind: kinds.get(kind, math.nan) for kind, _ in KINDS}
         print(
             f"      {name}: {kinds['none']:.2f} us CPU, recording adds {added['without stacks']:.2f}, "
             f"with stacks {added['with stacks']:.2f}"

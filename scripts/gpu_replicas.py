@@ -37,7 +37,9 @@ lighthouse.close()
 
 def say(kind: str, step: int = 0, participants: int = 0, extra: str = "-") -> None:
     """One event of a worker."""
-    print(f"{time.monotonic():.6f} {kind} {step} {participants} {extra}", flush=True)
+    print(
+        f"{time.monotonic():.6f} {kind} {step} {participants} {extra}\n", end="", flush=True
+    )  # in one write
 
 
 class LighthouseProcess:

@@ -215,7 +215,7 @@ class _Summing:
         self._host: list[int] = []
         on_device: dict[torch.device, list[int]] = {}
         for index, tensor in enumerate(tensors):
-            if tensor.device.type == "cuda":
+            if tensor.is_cuda:
                 on_device.setdefault(tensor.device, []).append(index)
             elif tensor.numel() == 1:  # AdamW counts the steps of each parameter in a tensor on the CPU
                 self._sums[index] = _digest(repr(tensor.item()).encode())
@@ -296,7 +296,8 @@ def bit_sums(views: Sequence[View]) -> tuple[list[int], torch.Tensor]:
         count = max(1, _COPIED_WORDS // size) if size > 0 else 1
         for some in (numbers[at : at + count] for at in range(0, len(numbers), count)):
             rows = [words for words, _ in (views[number] for number in some) if words is not None]
-            sums.append(torch.stack(rows).sum(1) if len(some) > 1 else _bit_sum(views[some[0]]).reshape(1))
+            together = torch.cat(rows).view(len(rows), -1).sum(1) if len(some) > 1 else None
+            sums.append(_bit_sum(views[some[0]]).reshape(1) if together is None else together)
             order += some
     return order, torch.cat(sums)
 
