@@ -10,6 +10,7 @@ Buffers (batch-norm statistics) and random generators may differ between replica
 from __future__ import annotations
 
 import hashlib
+import logging
 import struct
 import threading
 from collections import Counter
@@ -25,6 +26,7 @@ from allranks.manager.heal.state import local_of
 from allranks.manager.votes import Tally
 from allranks.model.cluster import Quorum
 
+log = logging.getLogger("allranks.manager")
 OnDifference = Literal["heal", "stop", "report"]
 EVERY_STEPS = 100  # keeps the cost below 0.5 % of a step: benchmarks/drift.py
 
@@ -99,14 +101,13 @@ class StateSums:
     every: int = EVERY_STEPS
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    small: dict[str, Any] = field(
-        default_factory=dict
-    )  # schedulers, scalers, samplers: state_dict() is compared
-    kept: list[Callable[[], Mapping[str, torch.Tensor]]] = field(
-        default_factory=list
-    )  # what LocalSGD and DiLoCo keep of the last exchange
+    # schedulers, scalers, samplers: state_dict() is compared
+    small: dict[str, Any] = field(default_factory=dict)
+    # what LocalSGD and DiLoCo keep of the last exchange
+    kept: list[Callable[[], Mapping[str, torch.Tensor]]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     sums: list[int] = field(default_factory=list)
+    corruption: CorruptionHistory = field(default_factory=CorruptionHistory)
     _running: _Summing | None = None
     _views: _Views = field(default_factory=lambda: _Views())
 
@@ -133,6 +134,17 @@ class StateSums:
         self.sums, self._running = self._running.result(), None
         return _digest(struct.pack(f"{len(self.sums)}q", *self.sums)) if self.sums else 0
 
+    def compare(self, generation: Generation, tally: Tally, step: int) -> StateFinding | None:
+        """Compares the digests of a vote and logs what differs; raises GroupAborted."""
+        small = self.examine_small(generation, tally, step)
+        if small and not generation.reported:
+            log.error("%s; is a scheduler or scaler missing in Manager(state=[...])?", small)
+            generation.reported = True
+        found = self.examine(generation, tally, step)
+        if found is not None:
+            log.error("%s", found.sentence)
+        return found
+
     def examine(self, generation: Generation, tally: Tally, step: int) -> StateFinding | None:
         """Who differs after this vote, and where. Every member comes to the same result; raises GroupAborted."""
         found = find_difference(tally.state, generation.counterparts) if tally.state else None
@@ -144,16 +156,12 @@ class StateSums:
         theirs, others = generation.exchange_sums(self.sums, (odd, other))
         where = first_difference(theirs, others, self.names)
         who, verb = " and ".join(replicas), "differs" if len(replicas) == 1 else "differ"
-        if not found.majority:
-            sentence = (
-                f"step {step}: the states of {who} differ, first in {where}; nobody can tell which is right"
-            )
+        if found.majority:
+            sentence = f"the state of {who} {verb} from that of the other replicas, first in {where}"
         else:
-            sentence = (
-                f"step {step}: the state of {who} {verb} from that of the other replicas, first in {where}"
-            )
+            sentence = f"the states of {who} differ, first in {where}; nobody can tell which is right"
         healable = bool(found.majority) and 2 * len(replicas) < len(generation.quorum.members)
-        return StateFinding(sentence, replicas, healable)
+        return StateFinding(f"step {step}: {sentence}", replicas, healable)
 
     def examine_small(self, generation: Generation, tally: Tally, step: int) -> str:
         """A sentence when learning rates and the like differ; else ""."""

@@ -21,12 +21,11 @@ import torch.distributed as dist
 
 from allranks import record
 from allranks.errors import GroupAborted, HealingFailed, ManagerError, RetriesExhausted, StateDiffers
-from allranks.manager.drift import CorruptionHistory, StateSums
+from allranks.manager.drift import StateSums
 from allranks.manager.groups.generation import Generation, StepAttempt
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.groups.group_spec import Seconds, seconds
 from allranks.manager.groups.teardown import end_compile_workers
-from allranks.manager.heal.fetch import Fetch
 from allranks.manager.heal.state import LiveState
 from allranks.manager.options import ManagerOptions, from_environment, from_settings
 from allranks.manager.registered_state import (
@@ -70,14 +69,11 @@ class Manager:
         self._wrapped: list[torch.nn.Module] = []
         self._opened: ManagerResources | None = None
         self._failures = 0
-        self._settled: torch.cuda.Event | None = (
-            None  # on a GPU: nothing changes the state once it has passed
-        )
+        self._settled: torch.cuda.Event | None = None  # once it has passed on the GPU, the state is whole
         self._volatile = False  # the state changes between commits: offers must be copies
         self._life = threading.Lock()
         self.training.eager = self.options.world_size == 1
         self.sums = StateSums(self.options.check_every)
-        self.corruption = CorruptionHistory()
         for name, part in named_parts(state).items():
             self.register_state_dict_fn(name, *state_functions(part))
             if is_small(part):
@@ -97,20 +93,11 @@ class Manager:
 
     def state_dict(self) -> dict[str, int]:
         """The manager's own part of a checkpoint."""
-        with self.training.changed:
-            return {
-                "step": self.training.step,
-                "batches_committed": self.training.batches,
-                "term": self.training.term,
-            }
+        return self.training.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Goes on from a checkpoint; before the first step."""
-        with self.training.changed:
-            self.training.step = int(state_dict["step"])
-            self.training.batches = int(state_dict.get("batches_committed", 0))
-            self.training.term = int(state_dict.get("term", 0))
-            self.training.seen = max(self.training.seen, self.training.term)
+        self.training.load_state_dict(state_dict)
 
     def _read_state(self) -> dict[str, Any]:
         """From any thread, while nothing changes the state: also on the device, where the last step may still run."""
@@ -148,12 +135,14 @@ class Manager:
         opened.regrouper.make_offer_if_due()
         self.training.begin()
         self._after_first_step()
-        if self._checks_state():
+        if self.sums.is_due(self.training.step):
             self.sums.begin()
         record.step(self.training.step)  # the progress mark: a hang is told from slowness by it
         wait = not self.options.use_async_quorum or not self.training.eager
         if not self.training.eager:
-            self._agree_on_group(opened)
+            if self._must_load(self.training.settled()):
+                self.wait_quorum()
+            opened.regrouper.inside.agree_on_group(self.training, self.wait_quorum)
         elif first and not wait and self.training.park_until_invited(self._patience_s):
             log.debug("the members prepare a group with us: the first step begins without it")
         elif first or wait or self._must_load(self.training.generation):
@@ -164,30 +153,6 @@ class Manager:
         generation = self.training.park(self._patience_s)
         while self._must_load(generation) and not self._load_healed(generation):
             generation = self.training.park(self._patience_s)
-
-    def _agree_on_group(self, opened: ManagerResources) -> None:
-        """All ranks of this replica open the step in the same group, or wait for the next one together."""
-        inside = opened.regrouper.inside
-
-        def waiting() -> None:
-            if inside.others_ask():
-                self.training.want("another rank of this replica requests a quorum")
-
-        if self._must_load(self.training.settled()):
-            self.wait_quorum()
-        while True:
-            generation = self.training.settled()
-            number = generation.number if generation is not None else 0
-            with self.training.parking():
-                numbers = inside.exchange(number, waiting)
-            if generation is not None and numbers == {
-                number
-            }:  # also if it broke meanwhile: the others go on too
-                self.training.attempt.generation = generation
-                return
-            if 0 in numbers:
-                self.training.want("another rank of this replica needs a new group")
-            self.wait_quorum()
 
     def allreduce(
         self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: Any = dist.ReduceOp.AVG
@@ -274,19 +239,19 @@ class Manager:
 
     def num_participants(self) -> int:
         """How many replicas' gradients count in this step; waits for its quorum. 0 before the first step."""
-        generation = self._bound()
+        generation = self.training.bound(self._patience_s)
         return len(generation.participants) if generation is not None else 0
 
     def participating_rank(self) -> int | None:
         """Our place among those who take part; None when we do not."""
-        generation = self._bound()
+        generation = self.training.bound(self._patience_s)
         if generation is None or not generation.participates:
             return None
         return generation.participants.index(generation.index)
 
     def is_participating(self) -> bool:
         """Whether our gradients count in this step."""
-        generation = self._bound()
+        generation = self.training.bound(self._patience_s)
         return generation is not None and generation.participates
 
     def replica_id(self) -> str:
@@ -352,9 +317,8 @@ class Manager:
                 opened = ManagerResources(self.options, self.training, self.group)
                 live = LiveState(self._read_state, self._moving_places, lambda: self._volatile)
                 self._opened = opened.start(live, lambda: bool(self._wrapped))
-                atexit.register(
-                    gc.freeze
-                )  # else the interpreter visits all objects of torch again: 2 s of a busy CPU
+                # without it the interpreter visits all objects of torch again: 2 s of a busy CPU
+                atexit.register(gc.freeze)
                 atexit.register(self._leave_at_exit)
             return self._opened
 
@@ -371,14 +335,6 @@ class Manager:
                 "no step is open: call zero_grad() of the wrapped optimizer, or manager.start_quorum(), first"
             )
         return attempt
-
-    def _bound(self) -> Generation | None:
-        """The group of this step; None before the first."""
-        attempt = self.training.attempt
-        if attempt.generation is not None or not attempt.opened:
-            return attempt.generation
-        with self.training.changed:
-            return self.training._wait_for_group(self._patience_s)
 
     def _group_failed(self, attempt: StepAttempt, generation: Generation, error: Exception) -> None:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -423,7 +379,7 @@ class Manager:
             news=news,
             step=self.training.step,
             small=0 if self._volatile else self.sums.small_digest(),
-            state=self.sums.finish() if self._checks_state() else 0,
+            state=self.sums.finish() if self.sums.is_due(self.training.step) else 0,
         )
         try:
             tally = generation.vote(vote)
@@ -448,20 +404,12 @@ class Manager:
         self.training.batches += counted
         return True
 
-    def _checks_state(self) -> bool:
-        return self.sums.is_due(self.training.step)
-
     def _state_differs(self, generation: Generation, tally: Tally) -> str:
         """Compares the members' digests. Returns why the step must not be committed, after all have left the group."""
         step = self.training.step
-        small = self.sums.examine_small(generation, tally, step)
-        if small and not generation.reported:
-            log.error("%s; is a scheduler or scaler missing in Manager(state=[...])?", small)
-            generation.reported = True
-        found = self.sums.examine(generation, tally, step)
+        found = self.sums.compare(generation, tally, step)
         if found is None:
             return ""
-        log.error("%s", found.sentence)
         if self._opened is not None:
             self._opened.health = found.sentence
         if self.options.on_difference == "stop":
@@ -471,7 +419,7 @@ class Manager:
         if self.options.replica_id in found.replicas:
             self.training.healing()
         elif self._opened is not None and self.options.rank == 0:
-            for replica, why in self.corruption.repeated(found, generation.quorum, step).items():
+            for replica, why in self.sums.corruption.repeated(found, generation.quorum, step).items():
                 self._opened.evict(replica, why)
         reason = f"{' and '.join(found.replicas)} must take the state of the others"
         self.training.break_group(generation, reason)
@@ -483,9 +431,7 @@ class Manager:
             self._starts += 1
             if self._starts == 2:
                 atexit.unregister(self._leave_at_exit)
-                atexit.register(
-                    self._leave_at_exit
-                )  # runs before the handlers of what the first step imported
+                atexit.register(self._leave_at_exit)  # now before the handlers of what that step imported
                 self.registered.warn_about_missing()
 
     def _no_vote(self, attempt: StepAttempt) -> bool:
@@ -511,9 +457,9 @@ class Manager:
             )
 
     def _must_load(self, generation: Generation | None) -> bool:
-        return (
-            generation is not None and generation.usable and not generation.loaded and generation.participates
-        )
+        if generation is None or not generation.usable:
+            return False
+        return generation.participates and not generation.loaded
 
     def _bring_in_late_state(self) -> None:
         """What heals beside this step must be there before the script does anything with the gradients."""
@@ -529,10 +475,10 @@ class Manager:
         self.training.times.mark_first("state due")
         with self.training.parking(), self.training.changed:
             done = self.training.changed.wait_for(
-                lambda: not generation.usable or self._fetched(opened, generation) is not None,
+                lambda: not generation.usable or opened.regrouper.fetched_for(generation) is not None,
                 self.options.timeout_s,
             )
-            fetch = self._fetched(opened, generation)
+            fetch = opened.regrouper.fetched_for(generation)
         if not done:
             raise HealingFailed(f"healing did not finish in {self.options.timeout_s:.1f} s")
         if fetch is None:
@@ -550,8 +496,3 @@ class Manager:
                 opened.regrouper.fetch = None
         record.step(self.training.step)
         return True
-
-    def _fetched(self, opened: ManagerResources, generation: Generation) -> Fetch | None:
-        fetch = opened.regrouper.fetch
-        right = fetch is not None and fetch.position == generation.plan.top
-        return fetch if right and fetch is not None and fetch.complete else None

@@ -335,6 +335,11 @@ class Regrouper:
 
     # ---- the state ----
 
+    def fetched_for(self, generation: Generation) -> Fetch | None:
+        """The state that this group wants, once all of it is here."""
+        fetch = self.fetch
+        return fetch if fetch and fetch.position == generation.plan.top and fetch.complete else None
+
     def _prepare_fetch(self, top: Position) -> Fetch:
         if self.fetch is None or self.fetch.position != top:
             self.fetch = Fetch(top, self.live, timeout_s=self.options.timeout_s)

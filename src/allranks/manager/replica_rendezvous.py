@@ -18,6 +18,7 @@ import torch.distributed as dist
 from allranks.channel.keys import Keyring
 from allranks.errors import ManagerError
 from allranks.manager.plan import Claim
+from allranks.manager.training import TrainingState
 from allranks.manager.vote_mesh import VoteMesh, Voter
 from allranks.model.cluster import Member
 
@@ -51,6 +52,26 @@ class ReplicaRendezvous:
         credential = keys.for_purpose(f"quorum {name}")
         voters = [Voter(rank, self.store.get(f"address/{rank}").decode(), credential) for rank in ranks]
         self.mesh.meet(name, 0, self.rank, voters, limit_s)
+
+    def agree_on_group(self, training: TrainingState, wait_for_group: Callable[[], None]) -> None:
+        """All ranks of this replica open the step in the same group, or wait for the next one together."""
+
+        def waiting() -> None:
+            if self.others_ask():
+                training.want("another rank of this replica requests a quorum")
+
+        while True:
+            generation = training.settled()
+            number = generation.number if generation is not None else 0
+            with training.parking():
+                numbers = self.exchange(number, waiting)
+            # also if it broke meanwhile: the others continue too
+            if generation is not None and numbers == {number}:
+                training.attempt.generation = generation
+                return
+            if 0 in numbers:
+                training.want("another rank of this replica needs a new group")
+            wait_for_group()
 
     def exchange(self, number: int, waiting: Callable[[], None]) -> set[int]:
         """The numbers of all ranks; every rank of the replica must call this equally often."""

@@ -71,21 +71,18 @@ class TrainingState:
     forming: int = 0  # number of the quorum whose group is being made
     losses: dict[int, str] = field(default_factory=dict)  # quorum number -> what was lost
     heard: set[Position] = field(default_factory=set)  # states of members that left
-    fetched: dict[tuple[int, int], set[int]] = field(
-        default_factory=dict
-    )  # quorum (order) that we do not have yet -> replicas that have fetched their state in it
+    # order of a quorum that we do not have yet -> replicas that have fetched their state in it
+    fetched: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     failure: BaseException | None = None  # why no quorum could be had
-    eager: bool = (
-        True  # the state may be read beside the computation; False: LocalSGD, DiLoCo, sharded models
-    )
+    # whether the state may be read beside the computation; False: LocalSGD, DiLoCo, sharded models
+    eager: bool = True
     parked: bool = False  # the training thread waits in start_quorum
     readers: int = 0  # threads that read the state meanwhile
     thread: int = 0  # the training thread
     times: RegroupTimes = field(default_factory=RegroupTimes)  # since the last commit
     closing: bool = False
-    invited: bool = (
-        False  # before the first group: the members prepare for us, and wait for our first backward
-    )
+    # before the first group: the members prepare for us, and wait for our first backward
+    invited: bool = False
     due: bool = False  # the training thread waits for a group
 
     # ---- training thread ----
@@ -100,16 +97,24 @@ class TrainingState:
         """Of the state: the term that committed it, and its steps."""
         return self.term, self.step
 
+    def state_dict(self) -> dict[str, int]:
+        """The manager's own part of a checkpoint."""
+        with self.changed:
+            return {"step": self.step, "batches_committed": self.batches, "term": self.term}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continues from a checkpoint; before the first step."""
+        with self.changed:
+            self.step = int(state["step"])
+            self.batches, self.term = int(state.get("batches_committed", 0)), int(state.get("term", 0))
+            self.seen = max(self.seen, self.term)
+
     def begin(self) -> StepAttempt:
         """A new step attempt. One that left collectives without a vote has put the group out of step."""
         with self.changed:
             old = self.attempt
-            if (
-                old.issuers
-                and old.generation is not None
-                and self.phase is Phase.REDUCING
-                and not old.spoiled
-            ):
+            abandoned = old.issuers and self.phase is Phase.REDUCING and not old.spoiled
+            if abandoned and old.generation is not None:
                 self._break(old.generation, "a step was abandoned in the middle")
             if old.committed and old.generation is not None:
                 old.generation.together = True
@@ -163,6 +168,13 @@ class TrainingState:
             attempt.generation = generation
             self.phase = Phase.REDUCING
             return generation
+
+    def bound(self, limit_s: float) -> Generation | None:
+        """The group of this step, waiting for it to be made; None before the first step."""
+        if self.attempt.generation is not None or not self.attempt.opened:
+            return self.attempt.generation
+        with self.changed:
+            return self._wait_for_group(limit_s)
 
     def may_launch(self, attempt: StepAttempt) -> bool:
         """Whether a collective of this attempt would not be held back (or would fail at once)."""
@@ -388,9 +400,7 @@ class TrainingState:
         """Somebody waits to join: the next vote tells all members, who then ask at the same boundary."""
         with self.changed:
             self.news = reason
-            if (
-                self.generation is not None and self.generation.voters == 1
-            ):  # nobody to agree with: ask at once
+            if self.generation is not None and self.generation.voters == 1:  # nobody to agree with
                 self.wanted = self.wanted or reason
                 self.changed.notify_all()
 
