@@ -14,7 +14,7 @@ from allranks.cli.terminal import use_color
 from allranks.doctor import Check, DoctorOptions, run_checks
 from allranks.doctor.explain import Explanation, Match, explain, parse_line, read_lines
 from allranks.errors import InputError
-from allranks.model.text import read_yaml
+from allranks.model.parsing import read_yaml
 
 _MARKS = {
     "ok": ("ok", "32"),
@@ -145,8 +145,8 @@ def _report(
     return 1 if problems else 0
 
 
-def _with_config(options: DoctorOptions, path: Path) -> DoctorOptions:
-    """Adds what a job configuration names: folders, bucket, etcd."""
+def _read_sections(path: Path, names: Sequence[str]) -> list[dict[str, object]]:
+    """These sections of a job file; {} for one that it does not have."""
     hint = f"every mistake with its line: allranks config check {path}"
     try:
         content = read_yaml(path.read_text()) or {}
@@ -154,12 +154,15 @@ def _with_config(options: DoctorOptions, path: Path) -> DoctorOptions:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise InputError(f"{path} is not valid YAML: {error}", hint=hint) from error
-    sections = (
-        [content.get(name) or {} for name in ("checkpoint", "elastic")] if isinstance(content, dict) else []
-    )
-    if not sections or not all(isinstance(section, dict) for section in sections):
+    sections = [content.get(name) or {} for name in names] if isinstance(content, dict) else [None]
+    if not all(isinstance(section, dict) for section in sections):
         raise InputError(f"{path} is no job file: sections of keys and values are needed", hint=hint)
-    checkpoint, elastic = sections
+    return sections
+
+
+def _with_config(options: DoctorOptions, path: Path) -> DoctorOptions:
+    """Adds what a job configuration names: folders, bucket, etcd."""
+    checkpoint, elastic = _read_sections(path, ("checkpoint", "elastic"))
     changes: dict[str, object] = {}
     if checkpoint.get("nvme_path"):
         changes["checkpoint_folders"] = (*options.checkpoint_folders, str(checkpoint["nvme_path"]))

@@ -13,9 +13,8 @@ import numpy as np
 
 #: opcode → operand bytes; text and long numbers have their own lengths
 _OPERANDS = {
-    **dict.fromkeys(
-        b"}]()ueast\x85\x86\x87\x88\x89N\x94", 0
-    ),  # containers, tuples, True, False, None, MEMOIZE
+    # containers, tuples, True, False, None, MEMOIZE
+    **dict.fromkeys(b"}]()ueast\x85\x86\x87\x88\x89N\x94", 0),
     **dict.fromkeys(b"Khq\x80", 1),  # BININT1, BINGET, BINPUT, PROTO
     **dict.fromkeys(b"M", 2),  # BININT2
     **dict.fromkeys(b"Jjr", 4),  # BININT, LONG_BINGET, LONG_BINPUT
@@ -105,33 +104,31 @@ def learn(data: bytes, start: int, stop: int, keys: dict[int, str]) -> Layout:
         raise Irregular("an entry extends beyond its end")
     gap = between(data, end, stop)
     tokens += [(opcode, operand + end - start, size) for opcode, operand, size in gap]
-    length = stop - start
-    size_of_row = (length + 7) // 8 * 8
+    return _layout(data[start:stop], tokens, keys)
+
+
+def _layout(entry: bytes, tokens: list[Token], keys: dict[int, str]) -> Layout:
+    size_of_row = (len(entry) + 7) // 8 * 8
     template, fixed, keep = (np.zeros(size_of_row, np.uint8) for _ in range(3))
-    template[:length] = np.frombuffer(data, np.uint8, length, start)
-    fixed[:length] = keep[:length] = 255
-    places: dict[str, tuple[str, int]] = {}  # key → format and offset of its number
-    puts, gets = [], []
-    for (opcode, operand, size), following in zip(tokens, [*tokens[1:], (0, 0, 0)], strict=True):
-        here = slice(operand, operand + size)
-        if opcode in PUTS or opcode == FRAME:
-            puts += [(operand, size)] if opcode in PUTS else []
-            fixed[here] = keep[here] = 0
-            continue
-        number = int.from_bytes(data[start + operand : start + operand + size], "little")
-        key = keys.get(number) if opcode in GETS else None
-        gets += [(operand, size)] if opcode in GETS else []
+    template[: len(entry)] = np.frombuffer(entry, np.uint8)
+    fixed[: len(entry)] = keep[: len(entry)] = 255
+    numbers: dict[str, tuple[str, int]] = {}  # key → format and offset of its number
+    for (opcode, operand, size), (next_opcode, offset, width) in zip(
+        tokens, [*tokens[1:], (0, 0, 0)], strict=True
+    ):
+        key = keys.get(int.from_bytes(entry[operand : operand + size], "little")) if opcode in GETS else None
         if key is None:
-            fixed[here] = 0
-        elif following[0] in _FORMATS and key not in places:
-            places[key] = (_FORMATS[following[0]], following[1])
-            keep[following[1] : following[1] + following[2]] = 0
-    for form, offset in places.values():
-        fixed[offset : offset + np.dtype(form).itemsize] = 0
-    formats, offsets = [form for form, _ in places.values()], [offset for _, offset in places.values()]
+            fixed[operand : operand + size] = 0
+        elif next_opcode in _FORMATS and key not in numbers:
+            numbers[key] = (_FORMATS[next_opcode], offset)
+            keep[offset : offset + width] = 0
+        if opcode in PUTS or opcode == FRAME:
+            keep[operand : operand + size] = 0
+    formats, offsets = zip(*numbers.values(), strict=True) if numbers else ((), ())
     fields = np.dtype(
-        {"names": list(places), "formats": formats, "offsets": offsets, "itemsize": size_of_row}
+        {"names": list(numbers), "formats": formats, "offsets": offsets, "itemsize": size_of_row}
     )
     masks = (template.view(np.uint64), fixed.view(np.uint64), keep.view(np.uint64))
-    memoizes = sum(token[0] == MEMOIZE for token in tokens)
-    return Layout(*masks, fields, tuple(puts), memoizes, tuple(gets))
+    puts = tuple((operand, size) for opcode, operand, size in tokens if opcode in PUTS)
+    gets = tuple((operand, size) for opcode, operand, size in tokens if opcode in GETS)
+    return Layout(*masks, fields, puts, sum(token[0] == MEMOIZE for token in tokens), gets)

@@ -32,9 +32,8 @@ class Meaning:
     choices: tuple[str, ...] = ()
     title: str = ""
     flags: tuple[str, ...] = ()  # of the command line; (): --name-with-dashes
-    ms: bool = (
-        False  # seconds that the command line takes in milliseconds: --join-timeout-ms for join_timeout_s
-    )
+    # seconds that the command line takes in milliseconds: --join-timeout-ms for join_timeout_s
+    ms: bool = False
     metavar: str = ""
     nargs: str = ""  # "+": one flag takes all values; "": it is repeated
     environment: str = ""  # variable that is used when the flag is not given
@@ -53,11 +52,9 @@ def option(
     """A field of an options class. A default that can be changed is given as a function that makes it; `flags` are
     spellings separated by spaces."""
     kept = {"option": Meaning(help, flags=tuple(flags.split()), choices=tuple(choices), **more)}
-    return (
-        field(default_factory=default, metadata=kept)
-        if callable(default)
-        else field(default=default, metadata=kept)
-    )
+    if callable(default):
+        return field(default_factory=default, metadata=kept)
+    return field(default=default, metadata=kept)
 
 
 def meanings(options: Any) -> Iterator[tuple[Field[Any], Meaning]]:
@@ -85,27 +82,27 @@ def check_options(options: Any, of: str = "") -> None:
         value = getattr(options, one.name)
         if value is None and default_of(one) is None:
             continue
-        if meaning.choices:
-            text = value.value if isinstance(value, enum.Enum) else value
-            if text not in meaning.choices:
-                raise ConfigurationError(
-                    f"{of}{key_of(one)} is {text!r}. Valid options: {list(meaning.choices)}",
-                    hint=meaning.help,
-                )
-        elif isinstance(value, str | tuple):
+        shown = value.value if isinstance(value, enum.Enum) else value
+        if meaning.choices and shown not in meaning.choices:
+            what = f"is {shown!r}. Valid options: {list(meaning.choices)}"
+        elif (
+            meaning.choices or isinstance(value, str | tuple) or not (bound := _missed_bound(value, meaning))
+        ):
             continue
-        elif meaning.above is not None and not value > meaning.above:
-            word = "positive" if meaning.above == 0 else f"above {meaning.above:g}"
-            raise ConfigurationError(f"{of}{key_of(one)} ({value}) must be {word}", hint=meaning.help)
-        elif meaning.at_least is not None and not value >= meaning.at_least:
-            word = (
-                "must not be negative" if meaning.at_least == 0 else f"must be at least {meaning.at_least:g}"
-            )
-            raise ConfigurationError(f"{of}{key_of(one)} ({value}) {word}", hint=meaning.help)
-        elif meaning.at_most is not None and not value <= meaning.at_most:
-            raise ConfigurationError(
-                f"{of}{key_of(one)} ({value}) must be at most {meaning.at_most:g}", hint=meaning.help
-            )
+        else:
+            what = f"({value}) must {bound}"
+        raise ConfigurationError(f"{of}{key_of(one)} {what}", hint=meaning.help)
+
+
+def _missed_bound(value: Any, meaning: Meaning) -> str:
+    """What the number must be and is not; "": it is within its bounds."""
+    if meaning.above is not None and not value > meaning.above:
+        return "be positive" if meaning.above == 0 else f"be above {meaning.above:g}"
+    if meaning.at_least is not None and not value >= meaning.at_least:
+        return "not be negative" if meaning.at_least == 0 else f"be at least {meaning.at_least:g}"
+    if meaning.at_most is not None and not value <= meaning.at_most:
+        return f"be at most {meaning.at_most:g}"
+    return ""
 
 
 def markdown_table(options: type) -> list[str]:
