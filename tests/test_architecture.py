@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "watch.silence",
     },
     "compat": {"checkpoint", "elastic"},
-    "doctor": {"stacks", "load", "lighthouse.client", "checkpoint", "etcd", "record.engine"},
+    "doctor": {"stacks", "load", "lighthouse.client", "checkpoint", "etcd", "record.options"},
     "manager": {"record", "checkpoint", "lighthouse.client"},
     "torchft": {"manager", "lighthouse"},
     "integrations": {"manager", "record", "torchft", "lighthouse", "incidents", "launch", "watch"},

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 from allranks.blackbox import header, layout
-from allranks.channel.addresses import join_address, split_address
-from allranks.channel.frames import BadFrame, take_frames
+from allranks.channel.frames import BadFrame, join_address, split_address, take_frames
 from allranks.errors import ConfigurationError
 from allranks.lighthouse import codec, messages
 from allranks.lighthouse.client.liveness_proxy import read_mark

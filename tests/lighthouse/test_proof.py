@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from allranks.channel.addresses import split_address
-from allranks.channel.frames import HEAD, take_frames
+from allranks.channel.frames import HEAD, split_address, take_frames
 from allranks.errors import LighthouseRefused, LighthouseUnreachable
 from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.lighthouse.codec import PREAMBLE, decode, encode

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.channel.addresses import split_address
-from allranks.channel.frames import HEAD
+from allranks.channel.frames import HEAD, split_address
 from allranks.errors import LighthouseRefused, LighthouseUnreachable
 from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.lighthouse.codec import PREAMBLE, encode

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.record.engine import fast
+from allranks.record.options import fast
 
 
 @pytest.fixture(params=["c", "python"])

@@ -166,7 +166,7 @@ def _index_reader() -> Callable[[bytes], Any]:
     """JSON → checked types and bounds, in one pass. msgspec is imported here: the helper process never needs it."""
     import msgspec
 
-    from allranks.model.typed_json import convert, json_decoder
+    from allranks.model.parsing import convert, json_decoder
 
     count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
     counts = tuple[count, ...]

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from allranks.errors import InputError
-from allranks.model.text import printable
+from allranks.model.parsing import printable
 
 if TYPE_CHECKING:
     from pathlib import Path

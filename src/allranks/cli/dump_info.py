@@ -10,7 +10,7 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from allranks.model.text import printable
+from allranks.model.parsing import printable
 
 if TYPE_CHECKING:
     from allranks.load import LoadResult

@@ -21,7 +21,7 @@ from allranks.cli.job_file import (
 )
 from allranks.errors import AllranksError
 from allranks.launch.command_line import JobEnvironment, flag_value, has_flag
-from allranks.model.nodes import AGENT
+from allranks.model.job import AGENT
 
 if TYPE_CHECKING:  # heavy, and not needed for --help
     from allranks.incidents.loop import Watch

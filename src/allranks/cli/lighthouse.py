@@ -14,7 +14,7 @@ from allranks.cli.flags import add_flags, read_flags
 from allranks.errors import InputError
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.model.options import option
-from allranks.model.text import printable
+from allranks.model.parsing import printable
 
 if TYPE_CHECKING:
     from allranks.lighthouse.client.client import Client

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from allranks.channel.addresses import split_address
+from allranks.channel.frames import split_address
 from allranks.channel.keys import read_token, write_token
 from allranks.cli.flags import read_flags
 from allranks.cli.lighthouse import LighthouseFlags, default_token_file

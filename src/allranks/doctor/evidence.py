@@ -127,7 +127,7 @@ def _check_dump_folder(name: str, folder: Path) -> list[Check]:
 
 def check_recorder(options: DoctorOptions) -> list[Check]:
     """The recorder's hot path was built when allranks was installed."""
-    from allranks.record.engine import fast
+    from allranks.record.options import fast
 
     if fast(True) is not None:
         return [Check("recorder", "ok", "the hot path is in C")]

@@ -19,20 +19,21 @@ import zlib
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from allranks.channel.addresses import join_address, split_address
 from allranks.channel.frames import (
     is_intact,
+    join_address,
     read_into,
     receive_json,
     send_checksum,
     send_from,
     send_json,
+    split_address,
 )
 from allranks.channel.handshake import ChannelError, greet_as_client
 from allranks.channel.keys import Keyring
 from allranks.channel.server import MemberServer
 from allranks.errors import AllranksError, InputError
-from allranks.model.typed_json import from_json
+from allranks.model.parsing import from_json
 
 log = logging.getLogger("allranks.agent")
 

@@ -22,9 +22,9 @@ from allranks.incidents.folder import write_atomically
 from allranks.incidents.policy import NO_STEP, PROGRAM_FAULT
 from allranks.load import LoadOptions, load_paths
 from allranks.model.diagnosis import Diagnosis, Finding, RankNow
+from allranks.model.parsing import from_json
 from allranks.model.stacks import RankState, StacksReport
 from allranks.model.trace import Frame
-from allranks.model.typed_json import from_json
 from allranks.stacks import Stillness, classify, read_capture
 from allranks.stacks.progress import WAITS
 from allranks.stacks.views import is_user_file

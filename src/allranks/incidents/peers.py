@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from allranks.blackbox.header import process_state
-from allranks.channel.addresses import own_address
+from allranks.channel.frames import own_address
 from allranks.channel.keys import find_token, read_token
 from allranks.errors import AllranksError, ConfigurationError, InputError
 from allranks.incidents.evidence_server import EvidenceServer, pack_part, send_part

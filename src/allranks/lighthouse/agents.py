@@ -17,7 +17,7 @@ from allranks.lighthouse.event_log import EventLog
 from allranks.lighthouse.quorum_coordinator import Timers
 from allranks.lighthouse.sessions import Session, Sessions
 from allranks.model.cluster import CollectEvidence, Gathering, MemberLeft, MemberLost, PublishedIncident
-from allranks.model.nodes import AGENT, Failover, Presence
+from allranks.model.job import AGENT, Failover, Presence
 
 MAX_STORIES = 100
 MAX_STORIES_CHARS = 32 << 20  # of all together: pages of large jobs are long

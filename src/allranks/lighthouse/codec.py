@@ -24,7 +24,7 @@ from allranks.model import cluster
 try:
     import msgspec
 
-    from allranks.model.typed_json import json_decoder
+    from allranks.model.parsing import json_decoder
 except ImportError:  # a rank without it
     msgspec = None  # type: ignore[assignment]
 

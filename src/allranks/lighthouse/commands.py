@@ -14,8 +14,8 @@ from allranks.lighthouse.codec import load
 from allranks.lighthouse.messages import Command, Result
 from allranks.lighthouse.service import Service
 from allranks.model.cluster import CollectEvidence, PublishedIncident
-from allranks.model.nodes import Presence
-from allranks.model.text import printable
+from allranks.model.job import Presence
+from allranks.model.parsing import printable
 
 
 def carry_out(service: Service, command: Command, reply: Callable[[Result], None]) -> None:

@@ -16,8 +16,7 @@ from typing import Any, cast
 
 import msgspec
 
-from allranks.channel.addresses import tune
-from allranks.channel.frames import HEAD, BadFrame, check_length
+from allranks.channel.frames import HEAD, BadFrame, check_length, tune
 from allranks.channel.keys import Credential, Keyring, is_proof, prove
 from allranks.lighthouse import messages
 from allranks.lighthouse.codec import ACK, BEAT, PREAMBLE, QUORUM, decode, encode
@@ -27,7 +26,7 @@ from allranks.lighthouse.options import ServerOptions
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
 from allranks.model.cluster import PROTOCOL_VERSION, Quorum
-from allranks.model.text import printable
+from allranks.model.parsing import printable
 
 log = logging.getLogger("allranks.lighthouse")
 

@@ -21,7 +21,7 @@ import msgspec
 from allranks.errors import ConfigurationError, EtcdError, LighthouseError
 from allranks.etcd import Etcd
 from allranks.lighthouse.status import PersistedState
-from allranks.model.typed_json import from_json
+from allranks.model.parsing import from_json
 
 log = logging.getLogger("allranks.lighthouse")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from allranks.lighthouse.sessions import Sessions
 from allranks.lighthouse.status import StatusEvent
 from allranks.model.cluster import Notice
-from allranks.model.text import printable
+from allranks.model.parsing import printable
 
 log = logging.getLogger("allranks.lighthouse")
 

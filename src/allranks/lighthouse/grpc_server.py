@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
-from allranks.channel.addresses import join_address
+from allranks.channel.frames import join_address
 from allranks.errors import require
 from allranks.lighthouse.connection import Listener, Taker
 from allranks.lighthouse.grpc_relay import PREFACE, Relay

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from allranks.lighthouse.status import ReplicaStatus, Status
-from allranks.model.nodes import AGENT
+from allranks.model.job import AGENT
 
 KIND = "text/plain; version=0.0.4; charset=utf-8"
 #: name, type, help, and the samples: one value, or one for each set of labels

@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from types import TracebackType
 from typing import Any, TypeVar
 
-from allranks.channel.addresses import join_address
+from allranks.channel.frames import join_address
 from allranks.errors import LighthouseError
 from allranks.lighthouse.codec import encode
 from allranks.lighthouse.connection import BACKLOG, Connection, Listener, where

@@ -26,8 +26,7 @@ from allranks.lighthouse.metrics import KIND as METRICS_KIND
 from allranks.lighthouse.metrics import render_metrics
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.status import StatusEvent
-from allranks.model.text import printable
-from allranks.model.typed_json import from_json
+from allranks.model.parsing import from_json, printable
 
 MAX_CONNECTIONS = 256  # of HTTP, beside those of replicas
 PUSH_S = 0.5  # least time between two pushes of the whole status

@@ -1,4 +1,7 @@
-"""A running job as a person sees it: its ranks, what they wait for, its incidents. Pure data."""
+"""The nodes of a running job, as agents report them through the lighthouse, and its ranks as `allranks status` shows them.
+
+Pure data; the nodes cross the wire.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,25 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 SCHEMA = 1
+AGENT = "agent-"  # how the names of agents begin; other observers have no evidence, and no node
+
+
+@dataclass(frozen=True)
+class Presence:
+    """One agent's node: ranks die with their agent, so a lost agent is a lost node."""
+
+    agent: str  # as it is called at the lighthouse
+    node: str
+    ranks: tuple[int, ...] = ()  # global ranks that run there
+    lighthouse: bool = False  # its process holds the lighthouse, which goes with it
+
+
+@dataclass(frozen=True)
+class Failover:
+    """For when the lighthouse is lost with its node: which node holds it, and which agent then speaks for the others."""
+
+    host: Presence | None = None  # None: the lighthouse stands alone
+    heir: str = ""  # an agent
 
 
 @dataclass(frozen=True)

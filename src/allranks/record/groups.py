@@ -11,7 +11,7 @@ import weakref
 from typing import Any, Protocol
 
 from allranks.model.trace import Flag
-from allranks.record.engine import TORCH_ERRORS, fast
+from allranks.record.options import TORCH_ERRORS, fast
 
 P2P, PART = int(Flag.P2P), int(Flag.COALESCED_PART)
 WAITS_BLOCK = frozenset({"gloo", "mpi", "fake"})  # backends whose wait() returns when the call is over

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from allranks.record.engine import TORCH_ERRORS
+from allranks.record.options import TORCH_ERRORS
 
 
 def native_dumps(*, stacks: bool = True, only_active: bool = False) -> dict[str, bytes]:

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from allranks.blackbox.layout import Item, packed_ranks
 from allranks.record import torch_internals as internals
 from allranks.record.calls import CALLS, Args, Call, Function, Kwargs, Reader, dtype_name
-from allranks.record.engine import fast
 from allranks.record.groups import GroupState, describe_group, timeout_ms
+from allranks.record.options import fast
 from allranks.record.row_writer import Shapes
 from allranks.record.setup_calls import SetupCalls
 from allranks.record.torch_internals import NO_OPTIONS, EventMarker, layout_of

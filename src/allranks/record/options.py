@@ -9,11 +9,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from allranks.blackbox.layout import DEFAULT_CAPACITY, DEFAULT_HEAP_BYTES
 from allranks.errors import ConfigurationError
 
+#: What asking torch may end with where a version, a backend or an unfinished group does not know the answer.
+TORCH_ERRORS = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
+EXPECTED = 5  # VERSION in _fast.c: raised with every change of what the two sides say to each other
 DEFAULT_STACK_DEPTH = 8
 MIN_CAPACITY = 16
 
@@ -176,3 +180,14 @@ def _signal(text: str) -> int | None:
     name = text.upper() if text.upper().startswith("SIG") else f"SIG{text.upper()}"
     number = getattr(signal, name, None)
     return int(number) if number is not None else None
+
+
+def fast(accelerate: bool) -> ModuleType | None:
+    """The module `_fast`; None when it is not wanted, was not built, or was built from another source."""
+    if not accelerate:
+        return None
+    try:
+        from allranks.record import _fast
+    except ImportError:
+        return None
+    return _fast if getattr(_fast, "VERSION", None) == EXPECTED else None

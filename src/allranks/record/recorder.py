@@ -23,9 +23,8 @@ from allranks.blackbox.files import fallback_folder, job_folder, remove_old, roo
 from allranks.blackbox.header import start_ticks
 from allranks.blackbox.layout import Item, file_name
 from allranks.errors import require
-from allranks.record.engine import TORCH_ERRORS, fast
 from allranks.record.groups import GroupState
-from allranks.record.options import RecorderOptions
+from allranks.record.options import TORCH_ERRORS, RecorderOptions, fast
 from allranks.record.side_thread import SideThread
 from allranks.record.writer import CallWriter, warn_once
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from allranks.record import torch_internals as internals
 from allranks.record.calls import Function
-from allranks.record.engine import TORCH_ERRORS, fast
+from allranks.record.options import TORCH_ERRORS, fast
 
 if TYPE_CHECKING:
     from allranks.record.hook import Hook

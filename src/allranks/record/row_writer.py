@@ -18,7 +18,7 @@ from typing import Any
 from allranks.blackbox.file_writer import FIELD, Box
 from allranks.blackbox.header import HEADER_BYTES
 from allranks.model.trace import CALL, Flag, State
-from allranks.record.engine import fast
+from allranks.record.options import fast
 
 ROW_BYTES = CALL.itemsize
 ROW = struct.Struct("<Q9q2i6I2iHBxHxxQ")

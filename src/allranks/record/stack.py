@@ -21,7 +21,7 @@ from typing import Protocol
 
 from allranks.blackbox.file_writer import Box
 from allranks.blackbox.layout import Item
-from allranks.record.engine import fast
+from allranks.record.options import fast
 
 PLUMBING, LIBRARY, USER, THREAD_START = 0, 1, 2, 3  # the last: where a thread of Python's own begins
 LIBRARY_FRAMES = 3  # innermost library frames kept: they say which feature made the call (as in _fast.c)

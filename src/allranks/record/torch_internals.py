@@ -20,7 +20,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp, distributed_c10d
 
-from allranks.record.engine import TORCH_ERRORS
+from allranks.record.options import TORCH_ERRORS
 
 Backend = c10d.Backend
 #: Functions of c10d that are handed a process group by C++'s users: the registry of names, and two of DDP's set-up.

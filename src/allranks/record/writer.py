@@ -19,9 +19,8 @@ from typing import Any, Protocol
 from allranks.blackbox.file_writer import Box
 from allranks.blackbox.layout import Item
 from allranks.model.trace import Flag, State
-from allranks.record.engine import TORCH_ERRORS
 from allranks.record.groups import P2P, PART, Counters, GroupState
-from allranks.record.options import RecorderOptions
+from allranks.record.options import TORCH_ERRORS, RecorderOptions
 from allranks.record.row_writer import Shapes, make_ring
 from allranks.record.stack import Stacks
 

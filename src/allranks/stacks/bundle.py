@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, TypeVar, get_type_hints
 import msgspec
 
 from allranks.errors import InputError
+from allranks.model.parsing import convert
 from allranks.model.stacks import (
     Capture,
     Mark,
@@ -29,7 +30,6 @@ from allranks.model.stacks import (
     ThreadFacts,
     ThreadStack,
 )
-from allranks.model.typed_json import convert
 from allranks.stacks.raw_files import read_raw
 
 BUNDLE = "bundle.json"

@@ -29,8 +29,7 @@ import msgspec
 
 from allranks.errors import ConfigurationError, InputError
 from allranks.model.options import check_options, key_of, meanings, option
-from allranks.model.text import read_yaml
-from allranks.model.typed_json import convert
+from allranks.model.parsing import convert, read_yaml
 
 _TIME: dict[str, Any] = {"unit": "s", "at_least": 0}
 

@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from datetime import timedelta
 
-from allranks.channel.addresses import split_address
+from allranks.channel.frames import split_address
 from allranks.errors import MissingExtra
 from allranks.lighthouse.grpc_wire import (
     decode_quorum_response,

@@ -28,7 +28,7 @@ from allranks.errors import (
     CheckpointUnreachable,
     CheckpointValidationError,
 )
-from allranks.model.typed_json import convert
+from allranks.model.parsing import convert
 
 log = logging.getLogger("allranks.checkpoint")
 #: Between two attempts at a store that does not answer.

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from allranks.channel.addresses import split_address, tune
-from allranks.channel.frames import HEAD, BadFrame, check_length, take_frames
+from allranks.channel.frames import HEAD, BadFrame, check_length, split_address, take_frames, tune
 from allranks.channel.keys import Keyring, is_proof, prove
 from allranks.lighthouse.client.reactor import Reactor, ReactorTimer
 from allranks.lighthouse.codec import EMPTY_BEAT, PREAMBLE, REFUSED, WELCOME, decode, encode

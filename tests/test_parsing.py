@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "allranks"
 #: Every round makes two new classes; msgspec by itself crashes the process within a few of them.
 RACE = """
 import dataclasses, sys, threading
-from allranks.model.typed_json import convert, from_json
+from allranks.model.parsing import convert, from_json
 sys.setswitchinterval(1e-6)
 for _ in range(150):
     inner = dataclasses.make_dataclass("Inner", [("a", int), ("b", str, ""), ("c", dict[str, list[int]], dataclasses.field(default_factory=dict))])
@@ -41,7 +41,7 @@ def test_the_first_use_of_a_type_by_several_threads_is_safe() -> None:
 def test_typed_values_are_read_through_one_module() -> None:
     """Anything else would have the race again; type checks while a module is imported, and child processes, have one thread."""
     alone = {
-        "model/typed_json.py",
+        "model/parsing.py",
         "lighthouse/connection.py",
         "elastic/index/workers.py",
         "elastic/index/sources.py",

@@ -1,0 +1,73 @@
+"""Text, YAML and JSON from outside, before they are printed, logged or taken for data.
+
+JSON becomes values of a given type by msgspec. What msgspec learns about a class is kept in that class, and kept before it
+is complete: two threads that use a class for the first time at once crash the process (msgspec 0.22). Here one thread at a
+time does it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import msgspec  # imported where it is used: commands that only print start faster
+
+T = TypeVar("T")
+_first_use = threading.Lock()
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+MAX_YAML_VALUES = 100_000
+
+
+def printable(text: str, limit: int = 2000) -> str:
+    """Without control characters, which would steer a terminal, and not longer than `limit`."""
+    text = text if len(text) <= limit else f"{text[:limit]} …"
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def read_yaml(text: str) -> object:
+    """Plain data; ValueError for what is no YAML, is nested too deep, or unfolds without end (aliases of aliases)."""
+    import yaml
+
+    try:
+        value: object = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    if _unfolded(value, {}) > MAX_YAML_VALUES:
+        raise ValueError(f"its aliases unfold to more than {MAX_YAML_VALUES:,} values")
+    return value
+
+
+def _unfolded(value: object, known: dict[int, int]) -> int:
+    """How many values it is when every alias is written out."""
+    if not isinstance(value, (dict, list, tuple)):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = MAX_YAML_VALUES + 1  # for one that holds itself
+        inside = [*value, *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_unfolded(each, known) for each in inside)
+    return known[id(value)]
+
+
+def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+    """The decoder of a type; what it raises is a ValueError."""
+    found = _decoders.get(kind)
+    if found is None:
+        import msgspec
+
+        with _first_use:
+            found = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
+    return found
+
+
+def from_json(data: bytes | str, kind: type[T]) -> T:
+    """`msgspec.json.decode(data, type=kind)`, from any thread."""
+    return json_decoder(kind).decode(data)
+
+
+def convert(value: object, kind: type[T], *, strict: bool = True) -> T:
+    """`msgspec.convert(value, kind)`, from any thread."""
+    import msgspec
+
+    json_decoder(kind)
+    return msgspec.convert(value, kind, strict=strict)
