@@ -154,8 +154,8 @@ def _read_sections(path: Path, names: Sequence[str]) -> list[dict[str, object]]:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise InputError(f"{path} is not valid YAML: {error}", hint=hint) from error
-    sections = [content.get(name) or {} for name in names] if isinstance(content, dict) else [None]
-    if not all(isinstance(section, dict) for section in sections):
+    sections = [content.get(name) or {} for name in names] if isinstance(content, dict) else []
+    if not sections or not all(isinstance(section, dict) for section in sections):
         raise InputError(f"{path} is no job file: sections of keys and values are needed", hint=hint)
     return sections
 
