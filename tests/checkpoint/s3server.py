@@ -125,12 +125,15 @@ class S3Server:
 
 class Proxy:
     """A TCP proxy in threads. `judge(request_line)` is asked about every request: None lets it pass, an HTTP
-    status answers in the server's place, "cut" closes the connection, "late" closes it when the server has answered, and
+    status or whole answer (bytes) is sent in the server's place, "cut" closes the connection, "late" closes it when the server has answered, and
     "stall" lets it wait for ever. `delay_s` slows every block down. Whatever the
     protocol, a block with `cut_on` in it closes the connection."""
 
     def __init__(
-        self, target: int, judge: Callable[[str], int | str | None] = lambda line: None, cut_on: bytes = b""
+        self,
+        target: int,
+        judge: Callable[[str], int | str | bytes | None] = lambda line: None,
+        cut_on: bytes = b"",
     ) -> None:
         self.target = target
         self.cut_on = cut_on
@@ -190,7 +193,9 @@ class Proxy:
                 if fresh or is_request:
                     verdict = self.judge(line) if is_request else None
                     if verdict is not None:
-                        self.judged.append(f"{verdict} {line}")
+                        self.judged.append(
+                            f"{verdict!r} {line}" if isinstance(verdict, bytes) else f"{verdict} {line}"
+                        )
                     if verdict == "stall":
                         continue
                     if verdict == "late":
@@ -203,6 +208,8 @@ class Proxy:
                                 % (verdict, len(body))
                                 + body
                             )
+                        elif isinstance(verdict, bytes):
+                            client.sendall(verdict)
                         break
                 fresh = False
                 if self.delay_s:

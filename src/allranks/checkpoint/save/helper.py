@@ -100,6 +100,10 @@ class Helper:
                 self.last[job.store.url] = (name, job.attempt.token, as_older(index, name))
             return {"kind": "saved", "save": message["save"], "result": asdict(saved)}
         except Exception as error:
+            if isinstance(error, PermissionError):
+                self.stores.pop(
+                    repr(job.store), None
+                )  # keys that ran out may have been renewed by the next save
             import traceback  # only when something fails: the helper is to be small
 
             return {

@@ -214,6 +214,16 @@ def _object_store_hint(text: str, number: int | None, store: str, options: Mappi
         return f"set {_KEYS}, or give the machine a role; then try: allranks checkpoint ls {store}"
     if "TimeTooSkewed" in text or "request time" in text.lower():
         return f"the clock of this machine is wrong: date -u; set it (chronyd, ntpd), then try: allranks checkpoint ls {store}{keys}"
+    if "ExpiredToken" in text or "InvalidToken" in text:
+        return (
+            "new keys are needed: renew them in ~/.aws/credentials (the next save reads it again) or start the job with "
+            f"new ones; try them: allranks checkpoint ls {store}"
+        )
+    if "region" in text or "AuthorizationHeaderMalformed" in text:
+        return (
+            "the bucket is in another region: set s3_region (or AWS_REGION) to the bucket's own: "
+            "aws s3api get-bucket-location --bucket NAME"
+        )
     if number == errno.EACCES:
         return (
             "the key must be right, and may s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket "

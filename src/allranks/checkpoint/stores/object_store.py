@@ -29,6 +29,10 @@ _CLIENT_OPTIONS = (
     "pool_max_idle_per_host proxy_ca_certificate proxy_excludes proxy_url randomize_addresses timeout user_agent"
 )
 _STATUS = re.compile(r"status code: (\d{3})")
+#: Answers with other statuses than 401 and 403 that are refusals all the same: keys that ran out, another region.
+_REFUSALS = ("ExpiredToken", "InvalidToken", "AuthorizationHeaderMalformed", "incorrectly configured region")
+#: A proxy or a login page answers every request alike; obstore takes a page for a list without entries.
+_PAGE = "a web page came instead of an answer of the store: is a proxy or a login page in between?"
 _KEY_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -68,7 +72,10 @@ class ObjectBlobs:
     def get(self, key: str) -> tuple[bytes, str]:
         with _as_os_errors():
             found = self._obstore.get(self._store, key)
-            return bytes(found.bytes()), str(found.meta["e_tag"])
+            data = bytes(found.bytes())
+        if data.lstrip()[:1] == b"<":  # whatever is read at once is JSON
+            raise OSError(errno.EIO, _PAGE)
+        return data, str(found.meta["e_tag"])
 
     def get_range(self, key: str, start: int, view: memoryview) -> None:
         with _as_os_errors():
@@ -85,12 +92,22 @@ class ObjectBlobs:
     def keys(self, prefix: str) -> list[tuple[str, float]]:
         with _as_os_errors():
             pages = self._obstore.list(self._store, prefix=prefix.rstrip("/") or None)
-            return [
+            found = [
                 (meta["path"], meta["last_modified"].timestamp())
                 for page in pages
                 for meta in page
                 if meta["path"].startswith(prefix)
             ]
+        if not found and not prefix and self._has("allranks-never-writes-this"):
+            raise OSError(errno.EIO, _PAGE)
+        return found
+
+    def _has(self, key: str) -> bool:
+        try:
+            self.size(key)
+        except (FileNotFoundError, PermissionError):
+            return False
+        return True
 
     def delete(self, keys: list[str]) -> None:
         with _as_os_errors():
@@ -118,9 +135,9 @@ def _connect(spec: StoreSpec) -> Any:
     options = dict(spec.options)
     try:
         return _from_url(spec, options)
-    except BaseException as error:  # a panic in obstore is no Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise  # Ctrl-C and the like
+    except BaseException as error:
+        if not _is_of_obstore(error):
+            raise
         given = ", ".join(spec.options)  # their values may be secrets
         raise ConfigurationError(
             f"the object store {spec.url} cannot be opened with s3_options ({given}): {_short(str(error))}",
@@ -136,6 +153,9 @@ def _from_url(spec: StoreSpec, options: dict[str, str]) -> Any:
         raise ValueError("timeout_s must be above 0, max_retries not below")
     client = {key: options.pop(key) for key in _CLIENT_OPTIONS.split() if key in options}
     config = _aws_config(options) if spec.url.startswith(("s3://", "s3a://")) else options
+    endpoint = config.get("endpoint", "http://")
+    if not str(endpoint).startswith(("http://", "https://")):
+        raise ValueError(f"endpoint {endpoint!r} must begin with http:// or https://")
     backoff = {"base": 2, "init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5)}
     return from_url(
         spec.url,
@@ -184,11 +204,18 @@ def _as_os_errors() -> Iterator[None]:
     """Translates obstore's errors into OSErrors whose text is the short reason, the long one as its cause."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
+        if not _is_of_obstore(error):
+            raise
         raise _os_error(error) from error
 
 
-def _os_error(error: Exception) -> OSError:
+def _is_of_obstore(error: BaseException) -> bool:
+    """Not Ctrl-C and the like; a panic in obstore is no Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _os_error(error: BaseException) -> OSError:
     kind, text = type(error).__name__, str(error)
     found = _STATUS.search(text)  # what the server answered; elsewhere digits may be a port, a name or a time
     status = int(found[1]) if found else 0
@@ -200,6 +227,8 @@ def _os_error(error: Exception) -> OSError:
         return FileExistsError(errno.EEXIST, "another saver has written this checkpoint's manifest")
     if kind in {"PermissionDeniedError", "UnauthenticatedError"} or status in (401, 403):
         return PermissionError(errno.EACCES, f"403 Forbidden: {_short(text)}")
+    if any(refusal in text for refusal in _REFUSALS):
+        return PermissionError(errno.EACCES, _short(text))
     return OSError(errno.EIO, _short(text))
 
 
@@ -211,4 +240,5 @@ def _short(text: str) -> str:
     status = re.search(r"status code: (\d{3}[^:\n]*)", text)
     if status:
         return status.group(1).strip()
-    return text.splitlines()[0][:240] if text else "unknown error"
+    first = text.splitlines()[0] if text else "unknown error"
+    return first.rpartition(" - ")[2][:240]  # what comes before is the request

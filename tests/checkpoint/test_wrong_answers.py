@@ -1,0 +1,150 @@
+"""Object stores behind something that answers in their place, and stores that refuse: what a restore and a save make of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier
+from allranks.checkpoint.stores import StoreSpec
+from allranks.checkpoint.stores.object_store import ObjectBlobs
+from allranks.errors import CheckpointUnreachable, ConfigurationError
+
+from .jobs import make_state
+from .s3server import KEY, SECRET, Proxy, S3Server
+
+
+def _manager(s3: S3Server, bucket: str, endpoint: str = "", wait_s: float = 0.0) -> CheckpointManager:
+    options = {**s3.options(endpoint), "timeout_s": "20", "max_retries": "0"}
+    return CheckpointManager(
+        CheckpointConfig(
+            s3_bucket=bucket,
+            s3_prefix="run",
+            s3_options=options,
+            memory_snapshot_interval=0,
+            wait_for_stores_s=wait_s,
+        )
+    )
+
+
+def _save(s3: S3Server, bucket: str, step: int, endpoint: str = "") -> bool:
+    with _manager(s3, bucket, endpoint) as manager:
+        manager.save_checkpoint(make_state(step), CheckpointTier.S3)
+        return manager.wait_for_pending_saves(60)
+
+
+def _newest(s3: S3Server, bucket: str) -> int:
+    with _manager(s3, bucket) as manager:
+        loaded = manager.load_checkpoint()
+        return loaded.step if loaded is not None else 0
+
+
+def _answer(status: str, body: str, headers: str = "") -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{headers}\r\n"
+    return (head + body).encode()
+
+
+#: With and without the headers that an object has.
+_SIGN_IN = "<!DOCTYPE html><html><head><title>Sign in</title></head><body>Please sign in.</body></html>"
+_OBJECT_HEADERS = (
+    'ETag: "page"\r\nLast-Modified: Mon, 16 Nov 2026 06:00:00 GMT\r\nContent-Type: text/html\r\n'
+)
+PAGES = [_answer("200 OK", _SIGN_IN), _answer("200 OK", _SIGN_IN, _OBJECT_HEADERS)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=["plain", "as an object"])
+def test_a_page_in_the_place_of_the_store_is_not_an_empty_store(
+    s3: S3Server, bucket: str, page: bytes
+) -> None:
+    """A proxy asks for a password with status 200: training must not begin at step 1, nor believe that it saves."""
+    assert _save(s3, bucket, 1)
+    with Proxy(s3.ports["s3"], lambda line: page) as proxy:
+        with _manager(s3, bucket, proxy.endpoint) as manager, pytest.raises(CheckpointUnreachable):
+            manager.load_checkpoint()
+        assert not _save(s3, bucket, 2, proxy.endpoint)
+    assert _newest(s3, bucket) == 1
+
+
+def test_a_page_in_the_place_of_a_manifest_sends_no_checkpoint_into_quarantine(
+    s3: S3Server, bucket: str
+) -> None:
+    """The list comes from the store, objects from a proxy that answers with a page: nothing is damaged."""
+    assert _save(s3, bucket, 1) and _save(s3, bucket, 2)
+
+    def judge(line: str) -> bytes | None:
+        return PAGES[1] if line.startswith("GET") and "manifest.json" in line else None
+
+    with Proxy(s3.ports["s3"], judge) as proxy, _manager(s3, bucket, proxy.endpoint) as manager:
+        with pytest.raises(CheckpointUnreachable, match="page"):
+            manager.load_checkpoint()
+        assert proxy.judged
+    assert _newest(s3, bucket) == 2
+
+
+def test_a_store_that_is_empty_leads_to_step_1(s3: S3Server, bucket: str) -> None:
+    """The other side of the two tests above: a real store answers that nothing is there."""
+    ObjectBlobs(StoreSpec(f"s3://{bucket}/other", s3.options())).put("x", [memoryview(b"x")], 1)
+    assert _newest(s3, bucket) == 0
+
+
+def _error(code: str, message: str) -> str:
+    return f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        (_answer("400 Bad Request", _error("ExpiredToken", "The provided token has expired.")), "new keys"),
+        (_answer("400 Bad Request", _error("InvalidToken", "The token is malformed.")), "new keys"),
+        (
+            _answer("400 Bad Request", _error("AuthorizationHeaderMalformed", "expecting 'eu-central-1'")),
+            "s3_region",
+        ),
+        (_answer("301 Moved Permanently", _error("PermanentRedirect", "use its endpoint")), "s3_region"),
+    ],
+    ids=["expired", "invalid token", "wrong region", "redirect to another region"],
+)
+def test_a_refusal_is_not_waited_for_and_has_its_hint(
+    s3: S3Server, bucket: str, answer: bytes, hint: str
+) -> None:
+    """As AWS answers: asking again for a minute does not help, a hint about the network misleads."""
+    with Proxy(s3.ports["s3"], lambda line: answer) as proxy:
+        with (
+            _manager(s3, bucket, proxy.endpoint, wait_s=60.0) as manager,
+            pytest.raises(CheckpointUnreachable) as caught,
+        ):
+            manager.load_checkpoint()
+        assert len(proxy.judged) == 1
+    assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:9000", "minio", "ftp://minio:21"])
+def test_an_endpoint_without_its_scheme_is_named(endpoint: str) -> None:
+    """obstore panics at the first request, in the thread that saves."""
+    with pytest.raises(ConfigurationError, match=f"endpoint.*{endpoint}"):
+        ObjectBlobs(StoreSpec("s3://bucket", {"endpoint": endpoint}))
+
+
+def test_keys_that_are_renewed_in_the_credentials_file_are_used_by_the_next_save(
+    s3: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of a role run out after hours; whoever renews them writes the file anew while the job runs."""
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    options = {key: value for key, value in s3.options().items() if "key" not in key}
+
+    def write(secret: str) -> None:
+        file.write_text(f"[default]\naws_access_key_id = {KEY}\naws_secret_access_key = {secret}\n")
+
+    write("run out")
+    config = CheckpointConfig(
+        s3_bucket=bucket, s3_options={**options, "max_retries": "0"}, memory_snapshot_interval=0
+    )
+    with CheckpointManager(config) as manager:
+        manager.save_checkpoint(make_state(1), CheckpointTier.S3)
+        assert not manager.wait_for_pending_saves(60)
+        write(SECRET)
+        manager.save_checkpoint(make_state(2), CheckpointTier.S3)
+        assert manager.wait_for_pending_saves(60)
