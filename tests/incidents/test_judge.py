@@ -79,6 +79,16 @@ def test_a_rank_that_never_came_to_its_first_call_is_named_with_the_line_of_its_
     assert judged.verdict.where == "data.py:3 in load" and "data.py:3 in load" in judged.verdict.sentence
 
 
+@pytest.mark.parametrize(("sure", "guilty"), [(0.35, (1,)), (0.7, ())])
+def test_where_the_boxes_name_nobody_the_stacks_may_unless_they_know_less(
+    sure: float, guilty: tuple[int, ...]
+) -> None:
+    """A replica hangs while it heals: the others wait outside any collective, and its own stack shows a lock."""
+    nobody = Diagnosis("fault", Finding("no_progress", (), "no rank is in a collective", confidence=sure))
+    report = replace(stacks("collective_wait", "lock_deadlock"), culprits=(1,))
+    assert named(judge(nobody, report, Observed(reason="silent")))[1] == guilty
+
+
 def test_what_the_agent_observed_is_read_back_as_it_was(tmp_path: Path) -> None:
     """And a damaged file is none."""
     observed = Observed(7, (1,), DIED, "why", 3.5, (1,), (0, 1), (), 5.0)

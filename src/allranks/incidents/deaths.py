@@ -42,7 +42,7 @@ class DeathIncidents:
     _known: dict[ProcessId, IncidentFolder] = field(default_factory=dict)
     _failures_s: list[float] = field(default_factory=list)  # monotonic, of this node's ranks
     _cut: dict[tuple[int, ...], IncidentFolder] = field(default_factory=dict)  # ranks -> their last partition
-    _doubtful: tuple[float, Death, list[RankSample]] | None = (
+    _doubtful: tuple[float, list[Death], list[RankSample]] | None = (
         None  # since when only secondary failures are known
     )
     _echo: IncidentFolder | None = None  # the last incident that was opened for secondary failures alone
@@ -59,8 +59,8 @@ class DeathIncidents:
         explained = self.pipeline.explained.covers
         new = [s for s in samples if s.process not in self._past and not explained(s)]
         whole = self.options.whole_job
-        first = find_first(find_deaths(new, endings, since_ns=self._started_ns, raised_only=not whole))
-        first, samples = self._settle(first, samples, patience_s)
+        deaths = find_deaths(new, endings, since_ns=self._started_ns, raised_only=not whole)
+        first, samples = self._settle(deaths, samples, patience_s)
         if first is None:
             return
         of = self.options.replica_of
@@ -75,18 +75,19 @@ class DeathIncidents:
             self._past = {s.process for s in samples}
 
     def _settle(
-        self, first: Death | None, samples: list[RankSample], patience_s: float | None
+        self, deaths: list[Death], samples: list[RankSample], patience_s: float | None
     ) -> tuple[Death | None, list[RankSample]]:
         """The death to report now, with the ranks as they were: a broken connection waits for a better cause to show."""
         doubtful, self._doubtful = self._doubtful, None
-        if first is None and doubtful is not None:  # the job was restarted meanwhile
-            _, first, samples = doubtful
-            explained = self.pipeline.explained.covers
-            return None if any(explained(s) for s in samples if s.pid == first.pid) else first, samples
-        now = time.monotonic()
+        if not deaths and doubtful is not None:  # the job was restarted meanwhile
+            _, deaths, samples = doubtful
+            covered = {s.pid for s in samples if self.pipeline.explained.covers(s)}
+            return find_first([d for d in deaths if d.pid not in covered]), samples
+        first, now = find_first(deaths), time.monotonic()
+        since = doubtful[0] if doubtful else now
         patience = self.echo_patience_s() if patience_s is None else patience_s
-        if first is not None and first.echo and now - (doubtful[0] if doubtful else now) < patience:
-            self._doubtful = doubtful or (now, first, samples)
+        if first is not None and first.echo and now - since < patience:
+            self._doubtful = (since, deaths, samples)
             return None, samples
         return first, samples
 

@@ -101,8 +101,9 @@ def _correct(found: Finding | None, report: StacksReport | None, observed: Obser
         return accuse(observed.behind, report, observed.reason)
     if observed.unmoved or (found is not None and found.ranks and found.cause in _DOUBTFUL):
         return _unmoved(found, report, observed) or _own_line(found, report)
-    if found is None and report is not None and report.culprits:
-        return _from_stacks(report)
+    if report is not None and report.culprits and (found is None or not found.ranks):
+        better = _from_stacks(report)
+        return better if found is None or better.confidence > found.confidence else None
     return None
 
 
