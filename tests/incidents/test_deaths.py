@@ -142,25 +142,32 @@ def test_broken_connections_are_reported_although_the_job_was_started_again_mean
     assert (story["kind"], sorted(kept)) == ("death", [GONE, GONE + 1])
 
 
+@pytest.mark.parametrize("restarted", [1, 2])
 def test_a_rank_that_aborted_is_reported_although_the_one_that_complained_first_was_asked_to_end(
-    tmp_path: Path,
+    tmp_path: Path, restarted: int
 ) -> None:
-    """Rank 0 lost its connection, rank 1 aborted, the launcher ends rank 0 and starts both again: all within a second."""
+    """Rank 0 lost its connection, rank 1 aborted, the launcher ends rank 0 and starts both again: all within a second.
+
+    The evidence is of the attempt that failed, also when only some have been started again.
+    """
     dog = watch(tmp_path)
     dog.deaths.echo_patience_s = lambda: 60.0
-    broken, now = b"exception: RuntimeError: gloo: Connection closed", time.time_ns()
-    first = write_box(tmp_path / "boxes", 0, 7, start_ns=now, closed=broken, closed_ns=now, pid=GONE)
-    second = write_box(tmp_path / "boxes", 1, 7, start_ns=now, pid=GONE + 1)
+    now = time.time_ns()
+    broken = {"closed": b"exception: RuntimeError: gloo: Connection closed", "closed_ns": now}
+    for rank, closed in ((0, broken), (1, {})):
+        box = write_box(tmp_path / "boxes", rank, 7, start_ns=now, pid=GONE + rank, **closed)
+        box.rename(box.with_name(f"{rank}.earlier.box"))
     dog._exits.endings[GONE + 1] = Ending(GONE + 1, -signal.SIGABRT, time.time())
     dog.look()
     dog.pipeline.explained.add([GONE])
-    for rank, box in enumerate((first, second)):
-        box.rename(box.with_name(f"{rank}.earlier.box"))
+    dog.deaths.echo_patience_s = lambda: 0.0
+    for rank in range(restarted):
         write_box(tmp_path / "boxes", rank, 0, calls=2, start_ns=time.time_ns())
     dog.look()
     dog.close()
     (story,) = read_incidents(tmp_path / "incidents")
-    assert story["verdict"]["sentence"] == "rank 1 died of SIGABRT"
+    kept = [read_header(box).pid for box in (tmp_path / "incidents" / story["id"] / "boxes").glob("*.box")]
+    assert (story["verdict"]["sentence"], sorted(kept)) == ("rank 1 died of SIGABRT", [GONE, GONE + 1])
 
 
 def test_deaths_are_reported_after_the_clock_went_back(

@@ -188,6 +188,21 @@ def test_an_unclear_hang_is_judged_again_in_the_same_incident_until_it_can_be_an
     assert (story["verdict"]["cause"], story["action"]["kind"]) == (VERDICT.cause, "evict")
 
 
+def test_the_story_says_once_why_a_rank_got_more_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that burns CPU in one place is a hang at the third sample only; the one before says so."""
+    busy = RankState(1, "busy_python", "train.py:7 in loop", "")
+    ranks = {0: RankState(0, "collective_wait", "", ""), 1: busy}
+    answer_with(monkeypatch, VERDICT, StacksReport(hung=True, culprits=(1,), sentence="", ranks=ranks))
+    watch = trained(tmp_path, Hand())
+    for tenths in range(31, 200, 4):
+        look(watch, tenths / 10)
+    (story,) = read_incidents(tmp_path / "incidents")
+    told = [moment["text"] for moment in story["timeline"] if moment["name"] == "sampled again"]
+    assert told == ["rank 1 burns CPU in train.py:7 in loop: sampling once more"]
+
+
 def test_a_loop_of_collectives_inside_one_step_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

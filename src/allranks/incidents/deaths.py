@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from allranks.incidents.folder import IncidentFolder
 from allranks.incidents.judge import Observed, read_observed
@@ -16,7 +17,7 @@ from allranks.model.cluster import FOLLOW_S, Gathering
 from allranks.model.diagnosis import Finding
 from allranks.model.incident import Action, Failure, Incident, Moment
 from allranks.watch.exits import Death, Ending, MemoryKills, find_deaths, find_first
-from allranks.watch.samples import ProcessId, RankSample, read_samples
+from allranks.watch.samples import ProcessId, RankSample, read_sample, read_samples
 
 log = logging.getLogger("allranks.agent")
 
@@ -77,12 +78,13 @@ class DeathIncidents:
     def _settle(
         self, deaths: list[Death], samples: list[RankSample], patience_s: float | None
     ) -> tuple[Death | None, list[RankSample]]:
-        """The death to report now, with the ranks as they were: a broken connection waits for a better cause to show."""
+        """The death to report now, with the ranks of its attempt: a broken connection waits for a better cause to show."""
         doubtful, self._doubtful = self._doubtful, None
-        if not deaths and doubtful is not None:  # the job was restarted meanwhile
-            _, deaths, samples = doubtful
+        if doubtful is not None:  # some or all may have been started again meanwhile
+            samples = [read_sample(Path(sample.path)) or sample for sample in doubtful[2]]
+        if not deaths and doubtful is not None:
             covered = {s.pid for s in samples if self.pipeline.explained.covers(s)}
-            return find_first([d for d in deaths if d.pid not in covered]), samples
+            return find_first([d for d in doubtful[1] if d.pid not in covered]), samples
         first, now = find_first(deaths), time.monotonic()
         since = doubtful[0] if doubtful else now
         patience = self.echo_patience_s() if patience_s is None else patience_s

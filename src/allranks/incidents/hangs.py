@@ -285,7 +285,9 @@ class HangInvestigator:
         case.looks.append(Look(time.monotonic(), suspicion.quiet_s, found.stacks, moved, calling))
         hung, reason = judge(case.looks, self.options.notice.cap_s)
         case.hung = hung is True
-        log.debug("%s: sample %d: %s", case.opened.current.id, len(case.looks), reason)
+        known = {moment.text for moment in case.opened.current.timeline}
+        if hung is None and len(case.looks) > 1 and reason not in known:
+            case.opened.update(Moment("sampled again", time.time(), reason))
         return hung, reason
 
     def _answer(self, case: HangCase, found: Examination, reason: str, samples: list[RankSample]) -> bool:
