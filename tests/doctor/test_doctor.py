@@ -78,6 +78,42 @@ def test_settings_that_lose_evidence_are_named(monkeypatch: pytest.MonkeyPatch) 
     assert "unset TORCH_NCCL_ASYNC_ERROR_HANDLING" in [check.cure for check in found]
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (DoctorOptions(ports=(70000,)), "port 70000"),
+        (DoctorOptions(etcd="http://[::1"), "etcd"),
+        (DoctorOptions(lighthouse=":::"), "lighthouse"),
+        (DoctorOptions(lighthouse="head:many"), "lighthouse"),
+        (DoctorOptions(s3="s3://"), "object store"),
+    ],
+)
+def test_a_wrong_address_is_a_problem_and_not_a_failure_of_the_check(
+    options: DoctorOptions, name: str
+) -> None:
+    """Nothing is asked of a place that cannot exist, and the answer says what to give."""
+    found = [c for c in run_checks(options) if c.name == name and c.status == "problem"]
+    assert len(found) == 1 and found[0].cure and "failed" not in found[0].detail
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"),
+    [
+        ("TORCH_DISTRIBUTED_DEBUG", "yes", "detail"),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2k", "2000"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "sure", "true"),
+    ],
+)
+def test_a_value_that_torch_cannot_read_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, name: str, wrong: str, right: str
+) -> None:
+    """Every rank would raise at its start, or keep two calls instead of two thousand."""
+    monkeypatch.setenv(name, wrong)
+    assert status(evidence.check_torch_settings(DoctorOptions()), name) == "problem"
+    monkeypatch.setenv(name, right)
+    assert not [c for c in evidence.check_torch_settings(DoctorOptions()) if c.status == "problem"]
+
+
 @pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
 def test_etcd_is_checked_for_life_and_for_stale_rendezvous(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -90,6 +90,31 @@ _SETTINGS: tuple[tuple[str, frozenset[str], Status, str], ...] = (
     ("ALLRANKS_RECORD", _OFF, "warning", "ranks keep no black box: hangs are neither noticed nor explained"),
 )  # fmt: skip
 
+_TRUTH = frozenset({"0", "n", "no", "f", "false", "1", "y", "yes", "t", "true"})
+#: variable -> the words that torch knows
+_WORDS: dict[str, frozenset[str]] = {
+    "TORCH_DISTRIBUTED_DEBUG": frozenset({"off", "info", "detail"}),
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": _TRUTH,
+    "TORCH_NCCL_ENABLE_MONITORING": _TRUTH,
+    "TORCH_NCCL_BLOCKING_WAIT": _TRUTH,
+}
+_NUMBERS = (
+    "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+)  # fmt: skip
+
+
+def _misread() -> list[Check]:
+    """Variables whose value torch cannot read: every rank ends with an error, or takes another number."""
+    found = []
+    for name in (*_WORDS, *_NUMBERS):
+        value, words = os.environ.get(name, "").strip(), _WORDS.get(name)
+        if value and (value.lower() not in words if words else not value.isdigit()):
+            cost = "torch refuses it in every rank" if words else "torch refuses it or takes only its digits"
+            cure = f"one of {', '.join(sorted(words))}" if words else "a whole number"
+            found.append(Check(name, "problem", f"is {value!r}: {cost}", f"set it to {cure}"))
+    return found
+
 
 def check_torch_settings(options: DoctorOptions) -> list[Check]:
     """Variables that throw evidence away, or turn a hang into a silent wait."""
@@ -99,6 +124,7 @@ def check_torch_settings(options: DoctorOptions) -> list[Check]:
         for name, bad, status, cost in _SETTINGS
         if (get(name) or "").strip().lower() in bad
     ]
+    found += _misread()
     size = get("TORCH_FR_BUFFER_SIZE") or get("TORCH_NCCL_TRACE_BUFFER_SIZE") or ""
     if size.isdigit() and int(size) > 1_000_000:
         text = f"{size} is a number of entries, not of bytes"
@@ -151,7 +177,8 @@ def check_recorder_folder(options: DoctorOptions) -> list[Check]:
         folder.mkdir(mode=0o700, parents=True)
         return f"made {folder}"
 
-    if not folder.exists():
+    above = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not folder.exists() and os.access(above, os.W_OK | os.X_OK):
         return [
             Check(
                 "black box folder",

@@ -32,7 +32,12 @@ def check_environment(options: DoctorOptions) -> list[Check]:
         )
     wrong = [n for n in _INTEGERS if n in have and not have[n].isdigit()]
     found += [
-        Check("environment", "problem", f"{n}={have[n]!r} is not a number", f"unset {n} or set it right")
+        Check(
+            "environment",
+            "problem",
+            f"{n}={have[n]!r} is not a whole number from 0 on",
+            f"unset {n} or set it right",
+        )
         for n in wrong
     ]
     if not wrong and {"RANK", "WORLD_SIZE"} <= have.keys() and int(have["RANK"]) >= int(have["WORLD_SIZE"]):

@@ -28,6 +28,11 @@ def check_ports(options: DoctorOptions) -> list[Check]:
         ports.append(int(os.environ["MASTER_PORT"]))
     found = []
     for port in dict.fromkeys(ports):
+        if not 0 < port < 65536:
+            found.append(
+                Check(f"port {port}", "problem", "is no port number", "choose one between 1 and 65535")
+            )
+            continue
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -49,8 +54,12 @@ def check_etcd(options: DoctorOptions) -> list[Check]:
     """etcd answers, is one cluster with a leader, and holds no closed rendezvous of an old run."""
     if not options.etcd:
         return [Check("etcd", "skipped", "none given (--etcd HOST:PORT)")]
+    try:
+        endpoints = parse_endpoints(options.etcd)
+    except (EtcdError, ValueError) as error:
+        return [_no_address("etcd", options.etcd, str(error))]
     found = []
-    for endpoint in parse_endpoints(options.etcd):
+    for endpoint in endpoints:
         etcd = Etcd((endpoint,), options.timeout_s)
         try:
             begin = time.monotonic()
@@ -81,6 +90,10 @@ def check_etcd(options: DoctorOptions) -> list[Check]:
         etcd.close()
         break
     return found
+
+
+def _no_address(name: str, text: str, why: str) -> Check:
+    return Check(name, "problem", f"{text!r} is no address: {why}", "give HOST:PORT")
 
 
 def _stale_keys(etcd: Etcd) -> list[Check]:
@@ -117,6 +130,12 @@ def check_lighthouse(options: DoctorOptions) -> list[Check]:
         return [Check("lighthouse", "skipped", "none given (--lighthouse HOST:PORT)")]
     first = address.split(",")[0].removeprefix("http://")
     try:
+        parts = urllib.parse.urlsplit(f"http://{first}")
+        if not (parts.hostname and parts.port):
+            raise ValueError("host or port is missing")
+    except ValueError as error:
+        return [_no_address("lighthouse", first, str(error))]
+    try:
         with urllib.request.urlopen(f"http://{first}/healthz", timeout=options.timeout_s) as answer:
             return [Check("lighthouse", "ok", f"{first} answers {answer.status}")]
     except (OSError, ValueError) as error:
@@ -140,6 +159,8 @@ def check_object_store(options: DoctorOptions) -> list[Check]:
     except ImportError:
         return [Check("object store", "problem", "the client is not installed", "pip install 'allranks[s3]'")]
     bucket, _, prefix = options.s3.removeprefix("s3://").partition("/")
+    if not bucket:
+        return [Check("object store", "problem", f"{options.s3!r} names no bucket", "--s3 BUCKET/PREFIX")]
     limit = f"{options.timeout_s:g}s"
     extra: dict[str, Any] = {"client_options": {"timeout": limit, "connect_timeout": limit}}
     if options.s3_endpoint:
