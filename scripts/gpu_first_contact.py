@@ -1,12 +1,13 @@
 """GPT-2 of `transformers` in replicas on one GPU, with nothing warmed up: allranks, and torchft where its wheel is given.
 
-    gpu_first_contact.py OUT [--cold=20] [--kills=10] [--late=20] [--side=4] [--torchft=FOLDER] [--cpu]
+    gpu_first_contact.py OUT [--cold=20] [--kills=10] [--late=20] [--side=4] [--starts=3] [--torchft=FOLDER] [--cpu]
 
 1. `--cold` times: `allranks run --replicas 3` of a plain script; all three replicas must train from the first step on.
 2. Three recorded replicas by hand: first common step, `--kills` times kill -9 and rejoin (a started process stands by, so that a
    rejoin does not wait for imports), shutdown, an exception.
 3. `--late` times: a replica is killed and started again in the last second of a training; nothing may be trained again.
-4. The same as 2 with torchft (one kill: its survivors need its timeout, and did not survive a second one), for the ratios.
+4. The same as 2 with torchft (one kill: its survivors need its timeout, and did not survive a second one), for the ratios;
+   and `--starts` times three replicas of either library in turns, up to their first common step.
 `--side` jobs of 1 and of 3 run at the same time; 0 of anything leaves it out, and numbers of earlier slices in OUT are kept.
 Prints PASS or FAIL per claim and writes OUT/gpu_first_contact.json. `--cpu` rehearses it over gloo.
 """
@@ -235,7 +236,7 @@ def start_lighthouse(library: str, out: Path) -> tuple[Any, str]:
 
 
 def by_hand(library: str, out: Path, kills: int) -> dict[str, Any]:
-    """First common step, kills and rejoins, the end."""
+    """First common step, kills and rejoins, the end; without kills only the first."""
     out.mkdir(parents=True)
     result: dict[str, Any] = {}
     lighthouse, address = start_lighthouse(library, out)
@@ -249,6 +250,8 @@ def by_hand(library: str, out: Path, kills: int) -> dict[str, Any]:
         ready = max(one.wait("ready", limit_s=90) for one in replicas.values())
         together = max(one.wait("commit", participants=3, limit_s=90) for one in replicas.values())
         result["first_common_step_s"] = round(together - ready, 3)
+        if not kills:
+            return result
         time.sleep(3)
         commits = replicas["r0"].commits()[-12:]
         result["step_s"] = round(statistics.median(b - a for a, b in itertools.pairwise(commits)), 3)
@@ -269,6 +272,16 @@ def by_hand(library: str, out: Path, kills: int) -> dict[str, Any]:
             one.kill()
         lighthouse.close() if library == "allranks" else lighthouse.kill()
     return result
+
+
+def starts(out: Path, count: int, libraries: list[str]) -> dict[str, Any]:
+    """Seconds from "all are ready" to the first common step, of the libraries in turns."""
+    found: dict[str, Any] = {library: [] for library in libraries}
+    for number in range(count):
+        for library in libraries:
+            one = by_hand(library, out / f"{library}-{number}", 0)
+            found[library].append(one.get("first_common_step_s", one.get("error")))
+    return found
 
 
 def kill_and_rejoin(
@@ -387,6 +400,9 @@ def claims(found: dict[str, Any]) -> dict[str, bool]:
         if part in found:
             runs, good = found[part]["runs"], found[part]["good"]
             held[f"{claim}: {runs} of {runs}"] = good == runs
+    if "starts" in found and "torchft" in found["starts"]:
+        mine, theirs = (statistics.median(found["starts"][name]) for name in ("allranks", "torchft"))
+        held["first common step at most torchft's, medians of starts in turns"] = mine <= theirs
     if ours:
         held["no survivor crashed or hung"] = "error" not in ours
     if not ours or "error" in ours:
@@ -400,7 +416,7 @@ def claims(found: dict[str, Any]) -> dict[str, bool]:
         "exception -> exit at most 3 s": ours["exception_to_exit_s"] <= 3.0,
         "equal parameters at the end": ours["equal"],
     }
-    if "first_common_step_s" in peer:
+    if "starts" not in found and "first_common_step_s" in peer:
         common = ours["first_common_step_s"] <= peer["first_common_step_s"]
         held["first common step at most torchft's"] = common
     if "rejoin_gap_s" in peer:
@@ -426,7 +442,15 @@ def main() -> int:
         measure("allranks", lambda: by_hand("allranks", folder / "allranks", kills))
     if late := int(option("late", "20")):
         measure("late", lambda: late_restarts(folder / "late", late))
-    if torchft := option("torchft", ""):
+    torchft = option("torchft", "")
+    if count := int(option("starts", "0")):
+        variables = dict(os.environ)
+        os.environ["PYTHONPATH"] = f"{os.environ.get('PYTHONPATH', '')}:{torchft}"
+        os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = "30"
+        libraries = ["allranks", *(["torchft"] if torchft else [])]
+        measure("starts", lambda: starts(folder / "starts", count, libraries))
+        os.environ |= variables
+    if torchft and option("peer", "1") != "0":
         os.environ["PYTHONPATH"] = f"{os.environ.get('PYTHONPATH', '')}:{torchft}"
         os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = "30"
         measure("torchft", lambda: by_hand("torchft", folder / "torchft", 1))

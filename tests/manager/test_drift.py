@@ -20,11 +20,12 @@ from allranks.manager.ddp import DistributedDataParallel
 from allranks.manager.diloco import DiLoCo
 from allranks.manager.drift import (
     StateSums,
+    _sum_rows,
     as_words,
     bit_sum,
-    bit_sums,
     find_difference,
     first_difference,
+    together,
 )
 from allranks.manager.groups import generation
 from allranks.manager.local_sgd import LocalSGD
@@ -51,11 +52,35 @@ def test_every_single_bit_of_a_tensor_changes_its_sum() -> None:
 def test_tensors_that_are_summed_together_have_the_sums_of_each() -> None:
     """Equal sizes, small and too large to be copied together, and one with bytes after its last word."""
     tensors = [torch.randn(n) for n in (64, 512, 20_000, 64, 64, 5, 512, 20_000, 5_000_000, 5_000_000)]
-    order, sums = bit_sums([as_words(tensor) for tensor in tensors])
+    order, rows = together([as_words(tensor) for tensor in tensors])
+    sums = _sum_rows(rows)
     assert sorted(order) == list(range(len(tensors)))
     assert {number: int(value) for number, value in zip(order, sums, strict=True)} == {
         number: bit_sum(tensor) for number, tensor in enumerate(tensors)
     }
+
+
+def test_tensors_that_take_the_place_of_others_are_summed() -> None:
+    """Where the tensors lie is kept from sum to sum: not when a checkpoint or the program replaces them."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    sums = StateSums(modules=[model], optimizers=[optimizer])
+    digests = [sums.finish(), sums.finish()]
+    model.weight.data = model.weight.detach() + 1  # another place in memory
+    digests.append(sums.finish())
+    state = optimizer.state_dict()
+    state["state"][0] = {**state["state"][0], "exp_avg": state["state"][0]["exp_avg"] + 1}
+    optimizer.load_state_dict(state)
+    digests.append(sums.finish())
+    model.weight.data = model.weight.detach().t()  # not contiguous: summed from a copy
+    digests.append(sums.finish())
+    with torch.no_grad():
+        model.weight[0, 0] += 1
+    digests.append(sums.finish())
+    assert digests[0] == digests[1]
+    assert len(set(digests[1:])) == 5
 
 
 @pytest.mark.parametrize(

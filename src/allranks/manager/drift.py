@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -105,11 +106,10 @@ class StateSums:
     small: dict[str, Any] = field(default_factory=dict)
     # what LocalSGD and DiLoCo keep of the last exchange
     kept: list[Callable[[], Mapping[str, torch.Tensor]]] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
     sums: list[int] = field(default_factory=list)
     corruption: CorruptionHistory = field(default_factory=CorruptionHistory)
     _running: _Summing | None = None
-    _views: _Views = field(default_factory=lambda: _Views())
+    _layout: _Layout = field(default_factory=lambda: _Layout([]))
 
     def is_due(self, step: int) -> bool:
         """Whether the vote of this step carries a checksum."""
@@ -117,10 +117,10 @@ class StateSums:
 
     def begin(self) -> None:
         """Starts to sum the state as it is now; it must not change before `finish`."""
-        named = dict(self._tensors())
-        self.names = list(named)
-        self._views.keep_only(len(named))
-        self._running = _Summing([local_of(tensor) for tensor in named.values()], self._views)
+        tensors = [local_of(tensor) for _, _, tensor in self._tensors()]
+        if not self._layout.is_of(tensors):
+            self._layout = _Layout(tensors)
+        self._running = _Summing(self._layout)
 
     def forget(self) -> None:
         """The state was replaced meanwhile."""
@@ -188,22 +188,33 @@ class StateSums:
         """Of `small_state`; never 0."""
         return _digest(repr(self.small_state()).encode())
 
-    def _tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        for kept in self.kept:
-            yield from kept().items()
-        names: dict[torch.Tensor, str] = {}
-        for index, module in enumerate(self.modules):
-            prefix = f"module {index}." if len(self.modules) > 1 else ""
-            for name, p in module.named_parameters():
-                names[p] = prefix + name
-                yield prefix + name, p
+    @property
+    def names(self) -> list[str]:
+        """Of what is summed, in the order of the sums."""
+        of: dict[torch.Tensor, str] = {}
         for optimizer in self.optimizers:
             for group, parameters in enumerate(optimizer.param_groups):
-                for index, p in enumerate(parameters["params"]):
-                    of = names.get(p, f"parameter {group}.{index}")
+                of |= {p: f"parameter {group}.{index}" for index, p in enumerate(parameters["params"])}
+        for index, module in enumerate(self.modules):
+            prefix = f"module {index}." if len(self.modules) > 1 else ""
+            of |= {p: prefix + name for name, p in module.named_parameters()}
+        found = ((key, of[p] if p is not None else "") for key, p, _ in self._tensors())
+        return [f"{key} of {name}" if key and name else key or name for key, name in found]
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor | None, torch.Tensor]]:
+        """(what it is, "" for a parameter itself; the parameter; the tensor)"""
+        for kept in self.kept:
+            for name, tensor in kept().items():
+                yield name, None, tensor
+        for module in self.modules:
+            for p in module.parameters():
+                yield "", p, p
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
                     for key, value in optimizer.state.get(p, {}).items():
                         if isinstance(value, torch.Tensor):
-                            yield f"{key} of {of}", value
+                            yield key, p, value
 
 
 def _replicas(generation: Generation, places: Sequence[int]) -> tuple[str, ...]:
@@ -217,38 +228,22 @@ class _Summing:
     a collective waits for other members could stop both.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], views: _Views) -> None:
-        self._sums = [0] * len(tensors)
-        self._views = [views.of(tensor) for tensor in tensors]
-        self._host: list[int] = []
-        on_device: dict[torch.device, list[int]] = {}
-        for index, tensor in enumerate(tensors):
-            if tensor.is_cuda:
-                on_device.setdefault(tensor.device, []).append(index)
-            elif tensor.numel() == 1:  # AdamW counts the steps of each parameter in a tensor on the CPU
-                self._sums[index] = _digest(repr(tensor.item()).encode())
-            else:
-                self._host.append(index)
-        self._on_device = [self._launch(device, places) for device, places in on_device.items()]
+    def __init__(self, layout: _Layout) -> None:
+        self._layout = layout
+        self._sums = [0] * len(layout.tensors)
+        for index in layout.numbers:
+            self._sums[index] = _digest(repr(layout.tensors[index].item()).encode())
+        self._on_device = [(places, *_launch(device, rows)) for device, places, rows in layout.on_device]
         self._thread = threading.Thread(target=self._sum_on_host, name="allranks-checksum", daemon=True)
-        if self._host:
+        if layout.on_host:
             self._thread.start()
 
-    def _launch(
-        self, device: torch.device, places: list[int]
-    ) -> tuple[list[int], torch.cuda.Stream, torch.Tensor]:
-        stream = _streams.setdefault(device, torch.cuda.Stream(device))
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            order, sums = bit_sums([self._views[index] for index in places])
-            return [places[number] for number in order], stream, sums
-
     def _sum_on_host(self) -> None:
-        for index in self._host:
-            self._sums[index] = int(_bit_sum(self._views[index]))
+        for index, view in self._layout.on_host:
+            self._sums[index] = int(_bit_sum(view))
 
     def result(self) -> list[int]:
-        if self._host:
+        if self._layout.on_host:
             self._thread.join()
         for places, stream, sums in self._on_device:
             with torch.cuda.stream(stream):
@@ -257,29 +252,48 @@ class _Summing:
         return self._sums
 
 
+def _launch(device: torch.device, rows: Rows) -> tuple[torch.cuda.Stream, torch.Tensor]:
+    stream = _streams.setdefault(device, torch.cuda.Stream(device))
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        return stream, _sum_rows(rows)
+
+
 _COPIED_WORDS = 1 << 22  # 32 MiB
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 View = tuple[torch.Tensor | None, torch.Tensor | None]  # whole words, and the bytes after them
+Rows = list[View | list[torch.Tensor]]  # one tensor; or several of equal size, which are summed by one kernel
 
 
-@dataclass(eq=False)
-class _Views:
-    """Tensors seen as words: made once, as long as they stay where they are."""
+class _Layout:
+    """Where the tensors of the state lie, and how they are summed. Kept from sum to sum as long as they stay there."""
 
-    _known: dict[tuple[int, int, torch.dtype, torch.device], View] = field(default_factory=dict)
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._pointers = [tensor.data_ptr() for tensor in tensors]
+        self._in_place = all(tensor.is_contiguous() for tensor in tensors)  # else views are of copies
+        self.numbers: list[int] = []  # AdamW counts the steps of each parameter in a tensor on the CPU
+        self.on_host: list[tuple[int, View]] = []
+        devices: dict[torch.device, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            if tensor.is_cuda:
+                devices.setdefault(tensor.device, []).append(index)
+            elif tensor.numel() == 1:
+                self.numbers.append(index)
+            else:
+                self.on_host.append((index, as_words(tensor)))
+        self.on_device: list[tuple[torch.device, list[int], Rows]] = []
+        for device, places in devices.items():
+            order, rows = together([as_words(tensors[index]) for index in places])
+            self.on_device.append((device, [places[number] for number in order], rows))
 
-    def of(self, tensor: torch.Tensor) -> View:
-        if not tensor.is_contiguous():
-            return as_words(tensor)  # a copy: only for now
-        key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor.device)
-        if key not in self._known:
-            self._known[key] = as_words(tensor)
-        return self._known[key]
-
-    def keep_only(self, count: int) -> None:
-        """Forgets all when tensors were replaced so often that most views are of none that is left."""
-        if len(self._known) > 2 * count:
-            self._known.clear()
+    def is_of(self, tensors: list[torch.Tensor]) -> bool:
+        return (
+            self._in_place
+            and len(tensors) == len(self.tensors)
+            and all(map(operator.is_, tensors, self.tensors))
+            and [tensor.data_ptr() for tensor in tensors] == self._pointers
+        )
 
 
 def as_words(tensor: torch.Tensor) -> View:
@@ -292,22 +306,30 @@ def as_words(tensor: torch.Tensor) -> View:
     )
 
 
-def bit_sums(views: Sequence[View]) -> tuple[list[int], torch.Tensor]:
-    """(numbers of the views in the order of the sums, sums). Those of equal size are copied and summed together, as many
+def together(views: Sequence[View]) -> tuple[list[int], Rows]:
+    """(numbers of the views in the order of the rows, rows). Those of equal size are copied and summed together, as many
     as make a copy of reasonable size: launching kernels is what costs."""
     alike: dict[int, list[int]] = {}
     for number, (words, tail) in enumerate(views):
         whole = words is not None and tail is None
         alike.setdefault(words.numel() if whole and words is not None else -1 - number, []).append(number)
-    order, sums = [], []
+    order: list[int] = []
+    rows: Rows = []
     for size, numbers in alike.items():
         count = max(1, _COPIED_WORDS // size) if size > 0 else 1
         for some in (numbers[at : at + count] for at in range(0, len(numbers), count)):
-            rows = [words for words, _ in (views[number] for number in some) if words is not None]
-            together = torch.cat(rows).view(len(rows), -1).sum(1) if len(some) > 1 else None
-            sums.append(_bit_sum(views[some[0]]).reshape(1) if together is None else together)
+            alone = len(some) == 1
+            rows.append(views[some[0]] if alone else [w for n in some if (w := views[n][0]) is not None])
             order += some
-    return order, torch.cat(sums)
+    return order, rows
+
+
+def _sum_rows(rows: Rows) -> torch.Tensor:
+    parts = [
+        torch.cat(row).view(len(row), -1).sum(1) if isinstance(row, list) else _bit_sum(row).reshape(1)
+        for row in rows
+    ]
+    return torch.cat(parts)
 
 
 def bit_sum(tensor: torch.Tensor) -> int:
