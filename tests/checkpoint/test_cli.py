@@ -7,6 +7,7 @@ import enum
 import json
 import os
 import pickle
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -252,6 +253,21 @@ def test_getattr_of_anything_but_a_member_of_dcps_enum_is_refused(tmp_path: Path
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_Getattr(Metadata, "__init__")))
     with pytest.raises(CheckpointValidationError, match="which no checkpoint needs: refused"):
         read_dcp(tmp_path)
+
+
+def test_a_small_metadata_file_takes_little_memory_and_no_crash(tmp_path: Path) -> None:
+    """A memo number is an allocation in C's unpickler; a key of tuples inside one another overflows its stack."""
+    folder = tmp_path / "dcp"
+    dcp.save({"w": torch.arange(3.0)}, checkpoint_id=str(folder), no_dist=True)
+    path = folder / ".metadata"
+    whole = pickle.dumps(pickle.loads(path.read_bytes()), 2)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    path.write_bytes(whole[:-1] + b"r" + (100_000_000).to_bytes(4, "little") + b".")
+    assert read_dcp(folder)["w"].tolist() == [0.0, 1.0, 2.0]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
+    path.write_bytes(b"\x80\x02}N" + b"\x85" * 1_000_000 + b"Ns.")
+    with pytest.raises(CheckpointValidationError, match="tuples inside one another"):
+        read_dcp(folder)
 
 
 def test_plain_dcp_loads_ours_through_our_reader_and_notices_damage(store: Path) -> None:

@@ -145,6 +145,8 @@ _ALLOWED = {("torch.distributed.checkpoint.metadata", name) for name in _METADAT
     ("pathlib._local", "PosixPath"),
 }
 
+_MAX_DEPTH = 8
+
 
 def is_dcp(path: Path) -> bool:
     """Whether a folder was written by plain DCP."""
@@ -168,14 +170,45 @@ def read_metadata(folder: Path) -> Metadata:
     """DCP's `.metadata`; CheckpointValidationError when it asks for anything but DCP's plain types."""
     path = folder / ".metadata"
     with damage_of(path, "NVME"):
-        found = _PlainTypes(io.BytesIO(path.read_bytes())).load()
+        found = _PlainTypes(path.read_bytes()).load()
     if not isinstance(found, Metadata):
         raise CheckpointLoadError(f"it holds a {type(found).__name__}", tier="NVME", path=str(path))
     return found
 
 
-class _PlainTypes(pickle.Unpickler):
-    """Refuses every global but DCP's own data types and torch dtypes."""
+#: C's unpickler in Python: its memo is a dict, where one opcode with a large number makes C take gigabytes.
+_PythonUnpickler: Any = vars(pickle)["_Unpickler"]
+
+
+def _flat(load: Any) -> Any:
+    """An opcode that makes a tuple: deeply nested ones overflow the stack of whoever uses them as a key."""
+
+    def load_flat(self: _PlainTypes) -> None:
+        load(self)
+        made = self.stack[-1]
+        inner = (self.depths.get(id(item), (0,))[0] for item in made if type(item) is tuple)
+        depth = 1 + max(inner, default=0)
+        if depth > _MAX_DEPTH:
+            raise _refused("tuples inside one another")
+        self.depths[id(made)] = depth, made
+
+    return load_flat
+
+
+class _PlainTypes(_PythonUnpickler):
+    """Refuses every global but DCP's own data types and torch dtypes, and what takes memory before it looks at what there is."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self.depths: dict[int, tuple[Any, ...]] = {}  # id of a tuple: its depth, and itself
+
+    _tuples = (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+    dispatch = {
+        **_PythonUnpickler.dispatch,
+        **{code[0]: _flat(_PythonUnpickler.dispatch[code[0]]) for code in _tuples},
+    }
+    for _code in (pickle.BYTEARRAY8, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET):
+        del dispatch[_code[0]]
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
