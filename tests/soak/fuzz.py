@@ -85,6 +85,7 @@ MEMBER = Member("replica-0", "s", "node", "10.0.0.1:1", "10.0.0.1:2", 7, data='{
 CONFIG = (Path(__file__).parents[2] / "examples" / "job.yaml").read_bytes()
 SECTIONS = re.findall(rb"(?m)^[a-z_]+:.*\n(?:[ #].*\n|\n)*", CONFIG)  # each by itself is read faster
 MAX_S, MAX_MB = 5.0, 300
+ADDRESSES = 8 << 30  # a reader that takes more fails there, before it takes the machine
 HEADER = "| reader | inputs | refused | slowest | memory |\n|---|---:|---:|---:|---:|"
 BEGIN, END = "<!-- fuzz: begin -->", "<!-- fuzz: end -->"
 
@@ -365,7 +366,8 @@ def main() -> int:
     print(HEADER, flush=True)
     failed = 0
     for name in args.only or TARGETS:
-        with multiprocessing.get_context("fork").Pool(1) as pool:
+        limit = (resource.RLIMIT_AS, (ADDRESSES, ADDRESSES))
+        with multiprocessing.get_context("fork").Pool(1, resource.setrlimit, limit) as pool:
             found = pool.apply(fuzz, (name, args.inputs, args.first))
         row = f"{args.inputs:,} | {found.refused:,} | {found.slowest_s * 1000:.0f} ms | +{found.grown_mb} MB"
         row = f"| {name} | {row} |" + (f" FAILED: {found.failed}" if found.failed else "")
