@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ TASKS = ROOT / "docs" / "tasks"
 STEP = re.compile(r"<!-- (file|run|dumps)(?:: (.*?))? -->(?:\n```\w+[^\n]*\n(.*?)```)?", re.S)
 WITHIN_S = 120.0
 JOBS = {"my-job", "survive"}  # the names in the pages
+
+
+@cache
+def _alone() -> list[str]:
+    """Processes and shared memory of its own: `allranks stacks` must not find the ranks of other tests."""
+    words = ["unshare", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    words += ["sh", "-c", 'mount -t tmpfs walk /dev/shm && exec "$@"', "sh"]
+    done = subprocess.run([*words, "true"], capture_output=True, check=False)
+    return [] if done.returncode else words  # not every container allows it
 
 
 class Shell:
@@ -40,7 +50,7 @@ class Shell:
         }
         clean = {name: value for name, value in os.environ.items() if not name.startswith("ALLRANKS_")}
         self.process = subprocess.Popen(
-            ["bash", "-m"], cwd=folder, text=True, start_new_session=True, env={**clean, **home, **variables},
+            [*_alone(), "bash", "-m"], cwd=folder, text=True, start_new_session=True, env={**clean, **home, **variables},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
