@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from allranks.channel.frames import HeldPort
+
 HERE = Path(__file__).parent
 LIMIT_S = 90.0
 
@@ -119,7 +121,8 @@ class Lighthouse:
     def __init__(self, library: Library, host: str = "127.0.0.1") -> None:
         self.library = library
         self.host = host
-        self.port = free_port()
+        self._held = HeldPort()
+        self.port = self._held.number
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -152,13 +155,6 @@ class Lighthouse:
             self.process.kill()
             self.process.wait(10)
             self.process = None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager

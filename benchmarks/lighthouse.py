@@ -31,7 +31,7 @@ from _lighthouse_deaths import deaths
 from _lighthouse_server import cpu_s, lighthouse, rss_mb
 from _lighthouse_soak import soak
 from _lighthouse_torchft import GrpcCrowd, find_server, start
-from allranks.drill.ranks import free_port
+from allranks.channel.frames import HeldPort
 from allranks.lighthouse.limits import raise_open_files
 
 
@@ -219,7 +219,8 @@ class torchft:
     """A torchft lighthouse that answers."""
 
     def __init__(self, script: Path, min_replicas: int) -> None:
-        self._script, self._min, self._port = script, min_replicas, free_port()
+        self._script, self._min, self._held = script, min_replicas, HeldPort()
+        self._port = self._held.number
 
     async def __aenter__(self) -> tuple[int, int]:
         self._process = start(self._script, self._port, self._min)

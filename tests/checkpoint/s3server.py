@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.ports import HeldPort
+from allranks.channel.frames import HeldPort
 
 KEY, SECRET = "tester", "tester-secret"
 #: A user who may read another bucket only.

@@ -8,10 +8,10 @@ import socket
 from pathlib import Path
 
 import pytest
+from tests.ports import held_port
 
 from allranks.cli import main
 from allranks.doctor import Check, DoctorOptions, evidence, machine, run_checks, services, storage
-from allranks.drill.ranks import free_port
 from allranks.launch import etcd_server
 
 
@@ -53,7 +53,7 @@ def test_a_taken_port_is_a_problem_and_a_free_one_is_not() -> None:
         holder.bind(("", 0))
         holder.listen()
         taken = holder.getsockname()[1]
-        found = services.check_ports(DoctorOptions(ports=(taken, free_port())))
+        found = services.check_ports(DoctorOptions(ports=(taken, held_port())))
     assert [c.status for c in found] == ["problem", "ok"]
 
 

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from allranks.drill.ranks import free_port
+from tests.ports import held_port
 
 pytestmark = pytest.mark.timeout(300)  # for hanging only
 
@@ -40,7 +39,7 @@ def test_each_way_of_not_meeting_is_explained(tmp_path: Path, etcd: str) -> None
     assert (done.communicate(timeout=200)[0], done.returncode)[1] == 0
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         taken = f"127.0.0.1:{stranger.getsockname()[1]}"
-        dead = f"127.0.0.1:{free_port()}"
+        dead = f"127.0.0.1:{held_port()}"
         few = "--rdzv-conf=timeout=3"
         started = {
             "wrong id": _start(tmp_path, *_meeting(etcd, "nobody-else", "--nnodes=2", few)),

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.ports import held_port
 
-from allranks.drill.ranks import free_port
 from allranks.launch import etcd_server
 
 from .conftest import LAST
@@ -45,7 +45,7 @@ class GroupSpec:
 @pytest.fixture(params=["etcd-v3", pytest.param("c10d", marks=pytest.mark.soak)])
 def meeting(request: pytest.FixtureRequest) -> GroupSpec:
     if request.param == "c10d":
-        return GroupSpec("c10d", f"127.0.0.1:{free_port()}")
+        return GroupSpec("c10d", f"127.0.0.1:{held_port()}")
     return GroupSpec("etcd-v3", request.getfixturevalue("etcd"))
 
 

@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
+from tests.ports import held_port
 
-from allranks.drill.ranks import free_port
 from proc import gone
 
 from .conftest import LAST
@@ -42,7 +42,7 @@ def test_a_killed_rank_comes_back_from_the_agents_memory(tmp_path: Path, undistu
 
 def test_the_loss_of_the_rendezvous_itself_is_survived(tmp_path: Path, undisturbed: list[float]) -> None:
     """The agent that hosts the c10d store is killed: the other one becomes the host and goes on from its memory."""
-    endpoint = f"127.0.0.1:{free_port()}"
+    endpoint = f"127.0.0.1:{held_port()}"
     flags = ["--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=lost"]
     with Job(tmp_path / "job", LAST, *flags, "--local-addr=127.0.0.1", "--max-restarts=3") as job:
         job.add()

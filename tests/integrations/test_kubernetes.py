@@ -103,10 +103,10 @@ SCRIPT = "import os; print('SAYS', os.environ['RANK'], os.environ['WORLD_SIZE'],
 
 def test_ranks_under_kubeflows_variables_have_numbers_of_their_own(tmp_path: Path) -> None:
     """Two pods as the training operator starts them: RANK is the pod's, the four ranks get 0 to 3."""
-    from allranks.drill.ranks import free_port
+    from tests.ports import held_port
 
     (tmp_path / "train.py").write_text(SCRIPT)
-    port = str(free_port())
+    port = str(held_port())
     pods = []
     for number in range(2):
         variables = {

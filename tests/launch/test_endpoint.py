@@ -7,8 +7,8 @@ import threading
 import time
 
 import pytest
+from tests.ports import held_port
 
-from allranks.drill.ranks import free_port
 from allranks.launch.rendezvous import split, wait_for_host, who_listens
 
 
@@ -31,19 +31,19 @@ def test_a_port_of_this_machine_is_free_or_held_and_others_are_elsewhere() -> No
     """The last one is an address that no machine may have."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert who_listens(f"127.0.0.1:{server.getsockname()[1]}") == "somebody"
-    assert who_listens(f"127.0.0.1:{free_port()}") == "nobody"
+    assert who_listens(f"127.0.0.1:{held_port()}") == "nobody"
     assert who_listens("192.0.2.1:29400") == "elsewhere"
 
 
 def test_a_host_that_does_not_come_is_waited_for_until_the_deadline() -> None:
     """A name that nobody has; a port here needs no wait."""
     assert not wait_for_host("no-such-host.invalid:29400", time.monotonic() + 0.1)
-    assert wait_for_host(f"127.0.0.1:{free_port()}", time.monotonic())
+    assert wait_for_host(f"127.0.0.1:{held_port()}", time.monotonic())
 
 
 def test_a_host_elsewhere_that_comes_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """It starts to listen while we wait. (Every address of this machine can be bound: that one is ours is hidden.)"""
-    port = free_port()
+    port = held_port()
     monkeypatch.setattr("allranks.launch.rendezvous.who_listens", lambda endpoint: "elsewhere")
     found: list[bool] = []
     waiting = threading.Thread(

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.ports import held_port
 
 from allranks.cli import main
-from allranks.drill.ranks import free_port
 from allranks.errors import EtcdError, InputError
 from allranks.etcd import Etcd, parse_endpoints
 from allranks.launch import etcd_server
@@ -50,7 +50,7 @@ def test_compare_and_put_has_one_winner(etcd: Etcd) -> None:
 
 def test_a_dead_endpoint_is_passed_over(etcd: Etcd) -> None:
     """With two endpoints, one of them closed, calls go to the other."""
-    both = Etcd((f"http://127.0.0.1:{free_port()}", etcd.endpoints[0]))
+    both = Etcd((f"http://127.0.0.1:{held_port()}", etcd.endpoints[0]))
     both.put("/b", b"1")
     assert both.get("/b") is not None
     both.close()
@@ -59,7 +59,7 @@ def test_a_dead_endpoint_is_passed_over(etcd: Etcd) -> None:
 def test_a_dead_etcd_is_an_error_that_names_the_cure() -> None:
     """Nothing listens there."""
     with pytest.raises(EtcdError, match="no etcd answers") as caught:
-        Etcd(parse_endpoints(f"127.0.0.1:{free_port()}")).status()
+        Etcd(parse_endpoints(f"127.0.0.1:{held_port()}")).status()
     assert "allranks etcd start" in caught.value.hint
 
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.ports import held_port
 
 from allranks.cli import main
-from allranks.drill.ranks import free_port
 from allranks.errors import InputError
 from allranks.launch.slurm import (
     Allocation,
@@ -150,7 +150,7 @@ def slurm(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     os.chmod(folder, 0o755)
     os.chmod(folder / "munge", 0o711)
     config = folder / "slurm.conf"
-    ports = {"ctld": free_port(), "one": free_port(), "two": free_port()}
+    ports = {"ctld": held_port(), "one": held_port(), "two": held_port()}
     more = getattr(request, "param", "").format(folder=tmp_path)
     config.write_text(CONFIG.format(host=socket.gethostname(), folder=folder, **ports) + more)
     monkeypatch.setenv("SLURM_CONF", str(config))
@@ -218,7 +218,7 @@ def test_a_job_over_two_real_slurm_nodes_meets_and_ends_well(slurm: Path, tmp_pa
     # fn1 and fn2 are names of Slurm alone here, so the rendezvous is told where to meet
     endpoint = [
         "--rdzv-endpoint",
-        f"127.0.0.1:{free_port()}",
+        f"127.0.0.1:{held_port()}",
         "--local-addr",
         "127.0.0.1",
         str(script),
@@ -293,7 +293,7 @@ def test_the_batch_scripts_to_copy_run_on_a_real_slurm(slurm: Path, tmp_path: Pa
     _wait(lambda: "JobState=COMPLETED" in _show(replicas) or "JobState=FAILED" in _show(replicas), 100)
     nodes = {path.name: path.read_text() for path in tmp_path.glob("replica-?")}
     assert nodes == {"replica-0": "fn1", "replica-1": "fn2"}, _said(tmp_path)
-    endpoint = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
+    endpoint = ["--rdzv-endpoint", f"127.0.0.1:{held_port()}", "--local-addr", "127.0.0.1"]
     whole = _sbatch("whole_job.sbatch", [*endpoint, "waits.py", str(tmp_path)], tmp_path)
     _wait(lambda: (tmp_path / "begun").exists(), 100)
     subprocess.run(["scancel", "--signal=TERM", whole], check=True)

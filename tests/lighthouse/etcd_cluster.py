@@ -9,8 +9,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from tests.ports import HeldPort
-
+from allranks.channel.frames import HeldPort
 from allranks.errors import EtcdError
 from allranks.etcd import Etcd
 

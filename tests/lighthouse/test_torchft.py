@@ -17,8 +17,8 @@ from typing import NoReturn
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.ports import HeldPort
 
+from allranks.channel.frames import HeldPort
 from allranks.lighthouse.codec import PREAMBLE, encode
 from allranks.lighthouse.connection import Listener
 from allranks.lighthouse.grpc_relay import PREFACE, Relay

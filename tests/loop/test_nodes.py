@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.ports import held_port
 
 from allranks.drill import demo_train
-from allranks.drill.ranks import free_port
 from allranks.incidents.folder import read_incidents
 from allranks.watch.samples import read_samples
 
@@ -35,7 +35,7 @@ def test_a_hang_on_one_node_is_one_incident_with_the_evidence_of_both(tmp_path: 
     (tmp_path / "plan.json").write_text(
         json.dumps({"faults": [{"kind": "hang", "rank": 3, "at_step": 30, "for_s": 0}]})
     )
-    rendezvous, lighthouse = free_port(), free_port()
+    rendezvous, lighthouse = held_port(), held_port()
     agents = []
     for name in "ab":
         environment = {
@@ -87,7 +87,7 @@ def test_a_node_that_dies_with_its_ranks_is_one_incident_and_the_others_go_on(
     """Node b is killed as by a power cut; node a names it with its ranks and who waited, and trains again."""
     (tmp_path / "train.py").write_text(LONG)
     (tmp_path / "out").mkdir()
-    rendezvous, lighthouse = free_port(), free_port()
+    rendezvous, lighthouse = held_port(), held_port()
     agents = []
     for number, name in enumerate("ab"):
         where = ["--bind" if name == "a" else "--lighthouse", f"127.0.0.1:{lighthouse}"]

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.ports import held_port
 
 import allranks
 from allranks import record
 from allranks.blackbox import files
 from allranks.blackbox.header import read_header
 from allranks.blackbox.reader import find_boxes, read_trace
-from allranks.drill.ranks import Ranks, free_port
+from allranks.drill.ranks import Ranks
 from allranks.record.options import from_environment, tolerant
 
 PLAIN = """
@@ -39,7 +40,7 @@ def _env() -> dict[str, str]:
         "RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(held_port()),
     }
 
 

@@ -152,9 +152,9 @@ def _script(folder: Path, tmp_path: Path, ending: str, port: int) -> subprocess.
 
 def test_the_box_says_how_the_process_ended(folder: Path, tmp_path: Path) -> None:
     """A normal end and an exception are told apart from a sudden death; an exception also leaves a dump."""
-    from allranks.drill.ranks import free_port
+    from tests.ports import held_port
 
-    done = _script(folder, tmp_path, "dist.destroy_process_group()", free_port())
+    done = _script(folder, tmp_path, "dist.destroy_process_group()", held_port())
     assert done.returncode == 0, done.stderr
     (first,) = find_boxes(folder)
     header = read_header(first)
@@ -162,7 +162,7 @@ def test_the_box_says_how_the_process_ended(folder: Path, tmp_path: Path) -> Non
     assert not is_alive(header)
     assert not (folder / "dumps").exists()
 
-    failed = _script(folder, tmp_path, "raise KeyError('no such layer')", free_port())
+    failed = _script(folder, tmp_path, "raise KeyError('no such layer')", held_port())
     assert failed.returncode == 1
     assert "no such layer" in failed.stderr  # the program's own traceback is still printed
     (second,) = set(find_boxes(folder)) - {first}  # the earlier run's file is untouched

@@ -3,7 +3,7 @@
 The lighthouse gives every type of message a kind (lighthouse/codec.py). Healing, votes, snapshots, evidence and the
 checkpoint helper send JSON objects (kind 0), and between them raw bytes whose length an object has told, followed
 by an object with their checksum. No pickle anywhere.
-Also here: addresses (HOST:PORT, with brackets around IPv6) and the options of connected sockets.
+Also here: addresses (HOST:PORT, with brackets around IPv6), held ports, and the options of connected sockets.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -215,3 +216,14 @@ def own_address(toward: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
+
+
+class HeldPort:
+    """A port that nobody else is given while this object lives. A server that sets SO_REUSEADDR, as all do, can bind it."""
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((host, 0))  # never listens: a listening socket would be in the server's way
+        self.number = int(held.getsockname()[1])
+        self.close = weakref.finalize(self, held.close)  # gives it back

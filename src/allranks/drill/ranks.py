@@ -17,7 +17,6 @@ import os
 import pickle
 import select
 import signal as signals
-import socket
 import sys
 import tempfile
 import threading
@@ -29,6 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from allranks.channel.frames import HeldPort
 from allranks.launch.rank_entry import die_with_parent
 
 _mark: Callable[[str], None] | None = None
@@ -63,6 +63,7 @@ class Ranks:
     pids: dict[int, int] = field(default_factory=dict)
     _pipes: dict[int, int] = field(default_factory=dict)
     _folder: tempfile.TemporaryDirectory[str] | None = None
+    _port: HeldPort | None = None
 
     def __enter__(self) -> Ranks:
         self.start()
@@ -76,11 +77,11 @@ class Ranks:
     def start(self) -> None:
         """Forks every rank."""
         self._folder = tempfile.TemporaryDirectory(prefix="allranks-ranks-")
-        port = free_port()
+        self._port = HeldPort()
         sys.stdout.flush()
         sys.stderr.flush()
         for rank in range(self.world_size):
-            self._fork(rank, port)
+            self._fork(rank, self._port.number)
 
     def wait_for(self, name: str, ranks: list[int] | None = None, timeout_s: float = 30.0) -> None:
         """Waits until the given ranks (default: all) have called `signal(name)`."""
@@ -121,6 +122,8 @@ class Ranks:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+        if self._port is not None:
+            self._port.close()
 
     def _fork(self, rank: int, port: int) -> None:
         read_end, write_end = os.pipe()
@@ -174,10 +177,16 @@ class Ranks:
         import torch.distributed as dist
 
         dist.init_process_group(self.backend, timeout=timedelta(seconds=self.timeout_s))
+        self._meet(rank)
         value = self.function(rank, self.world_size, *self.args)
         if dist.is_initialized():
             dist.destroy_process_group()
         return value
+
+    def _meet(self, rank: int) -> None:
+        """Waits until all ranks are connected: one that ends sooner would break the connections that others still make."""
+        self._mark_path(rank, "connected").touch()
+        self.wait_for("connected", timeout_s=self.timeout_s)
 
     def _collect(self, rank: int, deadline: float) -> Outcome:
         """Reads the result pipe to its end, then reaps the process; kills it at the deadline."""
@@ -215,11 +224,3 @@ class Ranks:
     def _mark_path(self, rank: int, name: str) -> Path:
         assert self._folder is not None
         return Path(self._folder.name) / f"{name}.{rank}"
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

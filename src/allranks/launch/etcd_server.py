@@ -15,6 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from allranks.channel.frames import HeldPort
 from allranks.errors import EtcdError, InputError
 from allranks.etcd import Etcd
 
@@ -49,8 +50,8 @@ def start(folder: Path, *, bind: str = "127.0.0.1", port: int = 2379, wait_s: fl
         raise InputError("etcd is not installed", hint="apt-get install etcd-server (or put `etcd` on PATH)")
     _refuse_taken_port(bind, port)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    port = port or _free_port(bind)
-    client, peer = f"http://{bind}:{port}", f"http://{bind}:{_free_port(bind)}"
+    held = HeldPort(bind), HeldPort(bind)  # until it answers, or this process ends
+    client, peer = f"http://{bind}:{port or held[0].number}", f"http://{bind}:{held[1].number}"
     command = [
         binary, "--name", "allranks", "--data-dir", str(folder / "data"),
         "--listen-client-urls", client, "--advertise-client-urls", client,
@@ -135,13 +136,6 @@ def _refuse_taken_port(bind: str, port: int) -> None:
                 f"port {port} on {bind} cannot be used: {error.strerror}",
                 hint=f"See who holds it (ss -ltnp 'sport = :{port}'), or choose another with --port (0 takes a free one).",
             ) from error
-
-
-def _free_port(bind: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((bind, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _start_ticks(pid: int) -> int:

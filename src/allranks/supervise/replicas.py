@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from allranks.channel.frames import HeldPort
 from allranks.model.incident import Failure
 from allranks.supervise.logs import LogPump, Terminal, open_log
 from allranks.supervise.orphans import Guard, sweep
@@ -85,6 +86,7 @@ class _Rank:
 @dataclass
 class _Replica:
     number: int
+    port: HeldPort | None = None  # where its ranks meet
     ranks: list[_Rank] = field(default_factory=list)
     history: RestartHistory = field(default_factory=RestartHistory)
     started_s: float = 0.0
@@ -206,8 +208,11 @@ class Supervisor:
                 self._start(replica, now)
 
     def _start(self, replica: _Replica, now: float) -> None:
-        port = _free_port()
-        replica.ranks = [self._spawn(replica, local, port) for local in range(self.options.ranks_per_replica)]
+        replica.port = HeldPort()
+        replica.ranks = [
+            self._spawn(replica, local, replica.port.number)
+            for local in range(self.options.ranks_per_replica)
+        ]
         replica.state, replica.started_s, replica.start_at_s = "running", now, None
         replica.raised, replica.exits = False, {}
         pids = ", ".join(str(rank.process.pid) for rank in replica.ranks)
@@ -452,10 +457,3 @@ def _send(rank: _Rank, number: int) -> None:
         signal.pidfd_send_signal(rank.pidfd, number)
     except (ProcessLookupError, OSError):
         pass
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
