@@ -83,9 +83,10 @@ def _main(words: list[str], name: str | None) -> int:
         code: int = module.main(args)
         return code
     except AllranksError as error:
-        print(f"allranks {args.command}: {error}", file=sys.stderr)
-        if error.hint:
-            print(error.hint, file=sys.stderr)
+        from allranks.model.parsing import printable
+
+        for line in f"allranks {args.command}: {error}\n{error.hint}".rstrip().split("\n"):
+            print(printable(line), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"allranks {args.command}: interrupted", file=sys.stderr)

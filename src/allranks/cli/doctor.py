@@ -14,7 +14,7 @@ from allranks.cli.terminal import use_color
 from allranks.doctor import Check, DoctorOptions, run_checks
 from allranks.doctor.explain import Explanation, Match, explain, parse_line, read_lines
 from allranks.errors import InputError
-from allranks.model.parsing import read_yaml
+from allranks.model.parsing import printable, read_yaml
 
 _MARKS = {
     "ok": ("ok", "32"),
@@ -219,7 +219,7 @@ def _explain(args: argparse.Namespace) -> int:
         print(json.dumps(_as_json(found)))
     else:
         for line in render_explanation(found):
-            print(line)
+            print(printable(line))
     return 1 if found.first and found.first.pattern.level != "warning" else 0
 
 

@@ -19,6 +19,7 @@ from allranks.cli.flags import add_flags, read_flags
 from allranks.errors import InputError
 from allranks.model.options import check_options, option
 from allranks.model.stacks import Capture, StacksReport
+from allranks.model.parsing import printable
 from allranks.stacks import CollectOptions, Selection, classify, collect, read_capture, write_bundle
 from allranks.stacks.debug_config import DebugOptions, read_debug_options
 from allranks.stacks.find import RANK_TITLES, find_jobs
@@ -238,4 +239,8 @@ def _show(options: StacksFlags, captures: dict[str, Capture], reports: dict[str,
         return
     for job, report in reports.items():
         for line in [*([f"job {job}:"] if job else []), *render_text(report, trees[job])]:
-            print(line.encode("utf-8", "replace").decode(sys.stdout.encoding or "utf-8", "replace"))
+            print(
+                printable(line, 100_000)
+                .encode("utf-8", "replace")
+                .decode(sys.stdout.encoding or "utf-8", "replace")
+            )
