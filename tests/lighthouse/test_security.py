@@ -268,6 +268,24 @@ def test_tls_clients_check_the_server(embedded: Embedded, connect: Connect, cert
         Client(ClientOptions(addresses=(lighthouse.address,), replica="a", ca=pem["client.pem"])).start(1.5)
 
 
+def test_silent_connections_do_not_keep_members_from_a_lighthouse_with_tls(
+    embedded: Embedded, connect: Connect, certificates: Path
+) -> None:
+    """They count before their handshake is over; what is no TLS, and half a handshake, is dropped like any stranger."""
+    pem = {path.name: str(path) for path in certificates.iterdir()}
+    key, limits = pem["server.key"], {"max_strangers": 64, "hello_timeout_s": 600.0}
+    lighthouse = embedded(ServerOptions(certificate=pem["server.pem"], key=key, **limits))
+    with ExitStack() as open_ones:
+        sockets = [open_ones.enter_context(raw(lighthouse)) for _ in range(300)]
+        for sock, said in zip(
+            sockets[-3:], (b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n", PREAMBLE), strict=True
+        ):
+            sock.sendall(said)
+        assert_serves(lighthouse, connect, ca=pem["ca.pem"])
+        closed = [sock for sock in sockets[:200] if read_all(sock) == b""]
+        assert len(closed) == 200
+
+
 def test_mtls_refuses_clients_without_a_certificate(
     embedded: Embedded, connect: Connect, certificates: Path
 ) -> None:

@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -60,6 +60,12 @@ _read_ack = msgspec.json.Decoder(_FastAck).decode
 Taker = Callable[[asyncio.Transport, bytes], None]
 
 
+class Stranger(Protocol):
+    """A connection before its hello."""
+
+    def refuse_quietly(self, why: str) -> None: ...
+
+
 @dataclass
 class Listener:
     """What all connections of one listener share."""
@@ -69,7 +75,7 @@ class Listener:
     http: Callable[[Service, str], asyncio.Protocol] | None = None  # (service, token) -> protocol
     takers: dict[bytes, Taker] = field(default_factory=dict)  # first four bytes -> another protocol
     frames: bool = True  # whether our own protocol is spoken here
-    strangers: dict[Connection, float] = field(default_factory=dict)  # no hello yet; oldest first
+    strangers: dict[Stranger, float] = field(default_factory=dict)  # no hello yet; oldest first
     open: set[Connection] = field(default_factory=set)
     throttle: Throttle = field(default_factory=Throttle)
     credential: Credential = field(init=False)
@@ -85,6 +91,13 @@ class Listener:
         other = replace(self, takers=takers, frames=False)
         loop = asyncio.get_running_loop()
         return await loop.create_server(lambda: Connection(other), backlog=BACKLOG, **where(host, port))
+
+    def let_in(self, stranger: Stranger) -> None:
+        """One more that has not authenticated; beyond the limit the oldest goes."""
+        self.strangers[stranger] = self.service.clock()
+        if len(self.strangers) > self.max_strangers:
+            oldest = next(iter(self.strangers))
+            oldest.refuse_quietly("too many connections that did not authenticate")
 
     def drop_slow(self, now: float) -> None:
         """Closes connections that never said hello."""
@@ -131,10 +144,7 @@ class Connection(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=_WRITE_LIMIT)
         tune(transport.get_extra_info("socket"), door.service.options.heartbeat_timeout_s)
         door.open.add(self)
-        door.strangers[self] = door.service.clock()
-        if len(door.strangers) > door.max_strangers:
-            oldest = next(iter(door.strangers))
-            oldest.refuse_quietly("too many connections that did not authenticate")
+        door.let_in(self)
 
     def data_received(self, data: bytes) -> None:
         session = self._session

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from allranks.channel.frames import join_address
 from allranks.errors import LighthouseError
@@ -26,6 +25,7 @@ from allranks.lighthouse.messages import Refused
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.status import PersistedState, Status
+from allranks.lighthouse.tls import Handshake, tls_context
 
 log = logging.getLogger("allranks.lighthouse")
 
@@ -155,13 +155,10 @@ class Lighthouse:
 
     async def _listen(self, door: Listener) -> asyncio.Server:
         loop = asyncio.get_running_loop()
-        context = _tls(self.server)
-        limits: dict[str, Any] = {"ssl_handshake_timeout": self.server.hello_timeout_s} if context else {}
+        context = tls_context(self.server)
         server = await loop.create_server(
-            lambda: Connection(door),
-            ssl=context,
+            lambda: Handshake(door, context) if context else Connection(door),
             backlog=BACKLOG,
-            **limits,
             **where(self.server.host, self.server.port),
         )
         host, port = server.sockets[0].getsockname()[:2]
@@ -220,15 +217,3 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
         return asyncio.new_event_loop()
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
-
-
-def _tls(options: ServerOptions) -> ssl.SSLContext | None:
-    if not options.certificate:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_cert_chain(options.certificate, options.key or None)
-    if options.client_ca:
-        context.load_verify_locations(options.client_ca)
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
