@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import hashlib
 import logging
 import os
 import signal
+import sys
 import tempfile
 import time
 import zlib
@@ -146,9 +148,20 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._tell_why()
         for ranks in self.replicas.values():
             ranks.close()
         self.folder.cleanup()
+
+    def _tell_why(self) -> None:
+        """After a failure: what each replica logged, and where those are that still run."""
+        for ranks in self.replicas.values():
+            ranks.kill(0, signal.SIGUSR1)
+        time.sleep(1.0)  # they write their stacks; the test has failed already
+        for path in sorted(Path(self.folder.name).glob("*.log")):
+            lines = path.read_text(errors="replace").splitlines()
+            print("\n".join([f"== {path.stem}", *lines[-60:]]), file=sys.stderr)
 
     def start(self, *names: str, job: Job | None = None) -> None:
         for name in names:
@@ -245,8 +258,12 @@ def build(job: Job) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 def train(rank: int, world: int, address: str, name: str, job: Job, folder: str) -> Result:
     """One replica: joins, trains, survives, stops when the script is through."""
-    if os.environ.get("ALLRANKS_TEST_LOG"):
-        logging.basicConfig(level=logging.DEBUG, format=f"%(asctime)s {name} %(message)s", force=True)
+    said = open(f"{folder}/{name}-{os.getpid()}.log", "w")  # noqa: SIM115
+    stream = None if os.environ.get("ALLRANKS_TEST_LOG") else said
+    logging.basicConfig(
+        level=logging.DEBUG, format=f"%(asctime)s {name} %(message)s", stream=stream, force=True
+    )
+    faulthandler.register(signal.SIGUSR1, file=said)
     torch.set_num_threads(1)
     torch.manual_seed(zlib.crc32(name.encode()) if job.own_weights else 7)
     model, inner = build(job)
