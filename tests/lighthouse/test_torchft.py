@@ -22,7 +22,7 @@ from allranks.channel.frames import HeldPort
 from allranks.lighthouse.codec import PREAMBLE, encode
 from allranks.lighthouse.connection import Listener
 from allranks.lighthouse.grpc_relay import PREFACE, Relay
-from allranks.lighthouse.grpc_server import MAX_REPLICAS, TorchftServer
+from allranks.lighthouse.grpc_server import MAX_REPLICAS, GrpcPeer, TorchftServer
 from allranks.lighthouse.grpc_wire import (
     BadMessage,
     decode_heartbeat_request,
@@ -162,6 +162,25 @@ def test_names_without_end_fill_no_memory() -> None:
         for port in range(5, 50):
             await server.heartbeat(_heartbeat("r0"), Caller(port))
         assert server.peers["r0"].ports == {5, 6, 7, 8}  # the others may be closed when too many are there
+        service.close()
+
+    asyncio.run(asyncio.wait_for(play(), 60))
+
+
+def test_nobody_takes_the_place_of_a_member_with_a_token_at_torchfts_port() -> None:
+    """Neither a heartbeat nor a join in its name ends its session; without it the name is free."""
+
+    async def play() -> None:
+        service = Service(Options(), asyncio.get_running_loop())
+        server, member = TorchftServer(service), GrpcPeer("10.0.0.1:1")
+        session = service.hello(member, Hello(replica="a", session="secret of a"))
+        await server.heartbeat(_heartbeat("a"), Caller())
+        with pytest.raises(ConnectionRefusedError, match="a has proved its name"):
+            await server.quorum(encode_quorum_request(Member("a")), Caller())
+        assert service.sessions.get("a", 0) is session and not server.peers
+        await server.heartbeat(_heartbeat("b"), Caller())
+        await server.heartbeat(_heartbeat("b"), Caller())
+        assert set(server.peers) == {"b"}
         service.close()
 
     asyncio.run(asyncio.wait_for(play(), 60))

@@ -159,6 +159,8 @@ class TorchftServer:
         if peer is None and len(self.peers) >= MAX_REPLICAS:
             return Refused("full", f"{MAX_REPLICAS} replicas are here already")
         peer = peer or GrpcPeer(address)
+        if any(session.session != name for session in self.service.sessions.of(name)):
+            return Refused("taken", f"{name} has proved its name: nobody without a token takes its place")
         known = self.service.sessions.get(name, 0)
         if peer.session is None or known is not peer.session:
             node = address.rsplit(":", 1)[0]
