@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from allranks.cli import main
 from allranks.stacks import read_bundle
+from allranks.stacks.boxes import find_boxes
 from allranks.stacks.facts import parse_facts
 from allranks.stacks.tool_output import (
     parse_faulthandler,
@@ -111,6 +113,17 @@ def test_hostile_names_reach_neither_the_page_nor_the_terminal_unescaped(
     assert "<script>alert" not in text
     assert "<img src=x" not in text
     assert "&lt;script&gt;alert(1)" in text
+
+
+def test_pipes_and_devices_among_the_files_are_not_waited_for(folder: Path, tmp_path: Path) -> None:
+    """Whoever can write to a shared folder must not be able to stop those who look into it."""
+    for name in ("bundle.json", "rank7.pyspy.txt", "rank7.progress.jsonl", "rank8.pyspy.s1.json"):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+    (folder / "rank9.pyspy.txt").symlink_to("/dev/zero")
+    assert read_bundle(folder).culprits == (2,)
+    os.mkfifo(tmp_path / "job.box")
+    assert all(box.path.parent != tmp_path for box in find_boxes((tmp_path,)))
 
 
 def test_a_page_is_not_overwritten_without_force(tmp_path: Path) -> None:

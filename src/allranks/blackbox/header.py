@@ -6,7 +6,9 @@ Eight-byte fields are written with single aligned stores; a reader sees the old 
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import struct
 from pathlib import Path
 from typing import NamedTuple
@@ -100,11 +102,18 @@ def parse_header(data: bytes) -> Header:
     return header
 
 
+def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
+    """The first bytes of a file; OSError for anything else: a pipe or a device that somebody laid there never ends."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+        return file.read(limit)
+
+
 def read_header(path: str | os.PathLike[str]) -> Header:
     """The header of a box; InputError when it is not one or cannot be read. Cheap: one small read."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            data = file.read(STRUCT.size)
+        data = read_regular(path, STRUCT.size)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     try:

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 import msgspec
 
+from allranks.blackbox.header import read_regular
 from allranks.errors import InputError
 from allranks.model.parsing import convert
 from allranks.model.stacks import (
@@ -30,7 +31,7 @@ from allranks.model.stacks import (
     ThreadFacts,
     ThreadStack,
 )
-from allranks.stacks.raw_files import read_raw
+from allranks.stacks.raw_files import MAX_FILE_BYTES, read_raw
 
 BUNDLE = "bundle.json"
 KIND = "allranks stacks bundle"
@@ -168,7 +169,7 @@ def _row(one: StackFrame | ThreadFacts | Mark | RasReply) -> Row:
 def _decode(path: Path) -> Capture:
     """The capture of a bundle file; InputError says what is wrong with it."""
     try:
-        row = json.loads(path.read_bytes().decode("utf-8", "replace"))
+        row = json.loads(read_regular(path, MAX_FILE_BYTES).decode("utf-8", "replace"))
         if not isinstance(row, dict) or row.get("kind") != KIND:
             raise InputError(f"{path} is not a bundle of allranks stacks")
         if row.get("schema", 0) > VERSION:

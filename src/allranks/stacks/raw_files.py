@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from allranks.blackbox.header import read_regular
 from allranks.model.stacks import (
     Capture,
     Mark,
@@ -113,7 +114,7 @@ def _pids_of_captures(folder: Path) -> Iterator[tuple[int, int]]:
         if match is None or match.group(2) is not None:
             continue
         try:
-            threads = json.loads(path.read_bytes()[:MAX_FILE_BYTES])
+            threads = json.loads(read_regular(path, MAX_FILE_BYTES))
             yield int(threads[0]["pid"]), int(match.group(1))
         except (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError):
             continue
@@ -128,7 +129,7 @@ def _read_into(process: _Process, path: Path, kind: str) -> None:
         if path.stat().st_size > MAX_FILE_BYTES:
             process.notes.append(f"{path.name}: larger than {MAX_FILE_BYTES >> 20} MiB, not read")
             return
-        text = path.read_bytes().decode("utf-8", "replace")
+        text = read_regular(path, MAX_FILE_BYTES).decode("utf-8", "replace")
         reader(process, text, kind)
     except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         process.notes.append(f"{path.name}: damaged ({str(error)[:120]})")
@@ -278,7 +279,7 @@ def _read_marks(path: Path, rank: int, notes: list[str]) -> RankMarks:
     """Progress marks, one JSON object a line; lines that are not are counted and passed over."""
     marks, bad = [], 0
     try:
-        lines = path.read_bytes().decode("utf-8", "replace").splitlines()
+        lines = read_regular(path, MAX_FILE_BYTES).decode("utf-8", "replace").splitlines()
     except OSError as error:
         notes.append(f"{path.name}: {error}")
         return RankMarks(rank)
