@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from allranks.stacks.debuggers import dump_gpu_core
+from allranks.stacks.find import Target
 from allranks.stacks.gpus import GpuUse, all_wait, ask
 
 SMI = """#!/bin/sh
@@ -48,3 +51,13 @@ def test_without_a_driver_nothing_is_known(tmp_path: Path, monkeypatch: pytest.M
     """No error, no guess."""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert ask([101]) == ()
+
+
+def test_the_trigger_of_a_core_dump_goes_to_a_pipe_and_never_into_a_file(tmp_path: Path) -> None:
+    """The process names the pipe; whoever looks at it, perhaps root, must not overwrite what it points to."""
+    victim = tmp_path / "passwd"
+    victim.write_text("root:x:0:0")
+    (tmp_path / "pipe").symlink_to(victim)
+    environ = {"CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1", "CUDA_COREDUMP_PIPE": str(tmp_path / "pipe")}
+    said = dump_gpu_core(Target(os.getpid(), 0, environ=environ), None)
+    assert "is no pipe" in said and victim.read_text() == "root:x:0:0"

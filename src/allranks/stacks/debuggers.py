@@ -261,6 +261,10 @@ def dump_gpu_core(target: Target, folder: Path | None) -> str:
     except OSError as error:
         return f"no GPU core dump of process {target.pid}: its pipe {pipe} does not open ({error.strerror})"
     try:
+        if not stat.S_ISFIFO(
+            os.fstat(fd).st_mode
+        ):  # the process chose the name: it must not make us write to a file
+            return f"no GPU core dump of process {target.pid}: {pipe} is no pipe"
         os.write(fd, b"\0" * 4096)
     finally:
         os.close(fd)
