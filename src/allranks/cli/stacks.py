@@ -18,8 +18,8 @@ from pathlib import Path
 from allranks.cli.flags import add_flags, read_flags
 from allranks.errors import InputError
 from allranks.model.options import check_options, option
-from allranks.model.stacks import Capture, StacksReport
 from allranks.model.parsing import printable
+from allranks.model.stacks import Capture, StacksReport
 from allranks.stacks import CollectOptions, Selection, classify, collect, read_capture, write_bundle
 from allranks.stacks.debug_config import DebugOptions, read_debug_options
 from allranks.stacks.find import RANK_TITLES, find_jobs
