@@ -11,7 +11,7 @@ from allranks.errors import InputError
 
 if TYPE_CHECKING:  # numpy comes with them
     from allranks.checkpoint.restore.opened_checkpoint import Opened
-    from allranks.load import LoadResult
+    from allranks.load import LoadOptions, LoadResult
     from allranks.model.diagnosis import Diagnosis
     from allranks.model.trace import RankTrace
 
@@ -28,16 +28,29 @@ def diagnose(
 
     `paths` are folders, files or URLs; the other arguments are the command's flags.
     """
-    from allranks.load import LoadOptions, load_paths
+    from allranks.load import LoadOptions
 
     roots = [str(paths)] if isinstance(paths, str | Path) else [str(path) for path in paths]
     wanted = None if ranks is None else frozenset(ranks)
-    loaded = load_paths(roots, LoadOptions(attempt=attempt, ranks=wanted))
+    loaded = load_dumps(roots, LoadOptions(attempt=attempt, ranks=wanted))
     chosen = {
         "pg_filters": frozenset(pg_filters),
         "allow_incomplete_ranks": allow_incomplete_ranks or wanted is not None,
     }
     return DiagnosisResult(judge_dumps(loaded, loaded.traces, roots, **chosen), RecordedCalls(loaded.traces))
+
+
+def load_dumps(roots: list[str], options: LoadOptions) -> LoadResult:
+    """The dumps; a rank that was asked for and is not among them is a mistake."""
+    from allranks.diagnose.phrasing import ranks_text
+    from allranks.load import load_paths
+
+    loaded = load_paths(roots, options)
+    absent = (options.ranks or frozenset()) - {trace.header.rank for trace in loaded.traces}
+    if absent:
+        there = [note.rank for note in loaded.files if note.rank is not None]
+        raise InputError(f"no dump of {ranks_text(absent)}", hint=f"There are dumps of {ranks_text(there)}.")
+    return loaded
 
 
 def judge_dumps(loaded: LoadResult, traces: list[RankTrace], roots: list[str], **options: Any) -> Diagnosis:
@@ -58,6 +71,10 @@ def judge_dumps(loaded: LoadResult, traces: list[RankTrace], roots: list[str], *
     evidence = find_evidence(loaded, traces, roots)
     how = DiagnoseOptions(now_ns=now_ns, ended=ended, **options)
     result = judge(traces, evidence.files, stacks=evidence.seen, options=how)
+    names = {name for group in result.groups for name in (group.label, group.name, group.desc)}
+    if traces and (absent := how.pg_filters - names):
+        known = sorted({group.desc or group.name for trace in traces for group in trace.groups})
+        raise InputError(f"no group {min(absent)!r} in these dumps", hint=f"Groups: {', '.join(known[:20])}.")
     if not traces and result.verdict is None and evidence.captures:
         result = judge_stacks(result, evidence.captures)
     return with_evidence(result, evidence)

@@ -6,6 +6,8 @@ Each sub-command is one file with `HELP` (one line, in COMMANDS here so that sta
 
 from __future__ import annotations
 
+import codecs
+import errno
 import gc
 import importlib
 import os
@@ -18,34 +20,25 @@ if TYPE_CHECKING:
 
 #: sub-command -> (module under allranks.cli, one-line help). Order is the order of `--help`.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "diagnose": (
-        "diagnose",
-        "why the job hangs: the guilty rank, the line and the cause, from dumps of any origin",
-    ),
-    "run": ("run", "start a job: torchrun's command line, recorded, watched, kept alive"),
-    "lighthouse": (
-        "lighthouse",
-        "run the lighthouse of a job: which replicas are alive and train together; or query one",
-    ),
-    "dump": ("dump", "copy a job's black boxes while it runs: as they are, or PyTorch's dump formats"),
-    "stacks": ("stacks", "show what every rank is doing, without disturbing it, and what it is stuck on"),
-    "watch": ("watch", "run or join a job as a sidecar and collect stacks when it stalls"),
-    "status": ("status", "ranks, steps, who waits for whom, incidents of a running job"),
-    "top": ("status", "the same, live"),
-    "page": ("page", "open the page of a running job in the browser"),
-    "demo": ("demo", "the whole story on CPU, in about a minute"),
-    "drill": ("drill", "run a job under a fault plan and report what was noticed"),
-    "frtrace": ("frtrace", "torchfrtrace's command line and output, without its crashes"),
-    "dump-info": ("dump_info", "show what a dump or black box is and what it holds"),
-    "convert": ("convert", "turn dumps and black boxes into one another: box, pickle, json"),
-    "doctor": ("doctor", "check a node before the job, or explain logs after it"),
-    "checkpoint": (
-        "checkpoint",
-        "list, show, verify, copy, prune, export checkpoints on disks and in object stores",
-    ),
+    "diagnose": ("diagnose", "find out why a job hangs, from dumps: rank, line and cause"),
+    "run": ("run", "start a job with torchrun's command line; record it, keep it alive"),
+    "lighthouse": ("lighthouse", "track which replicas of a job are alive and train together"),
+    "dump": ("dump", "copy the black boxes of a job, also while it runs or hangs"),
+    "stacks": ("stacks", "show what every rank is doing now, and what it is stuck on"),
+    "watch": ("watch", "collect stacks when a job stalls, also one that already runs"),
+    "status": ("status", "show the ranks of a job: step, call, who waits for whom"),
+    "top": ("status", "show the ranks of a job, live"),
+    "page": ("page", "open the page of a job in the browser"),
+    "demo": ("demo", "show a hang, its verdict and a recovery on CPU, in a minute"),
+    "drill": ("drill", "run a job under planned faults; report what was noticed"),
+    "frtrace": ("frtrace", "take torchfrtrace's command line, print its output"),
+    "dump-info": ("dump_info", "show what dumps and black boxes are and what they hold"),
+    "convert": ("convert", "turn dumps and black boxes into one another"),
+    "doctor": ("doctor", "check a node before a job, or explain the logs after it"),
+    "checkpoint": ("checkpoint", "list, verify, copy, prune, export and import checkpoints"),
     "slurm": ("slurm", "submit or start a job under Slurm, or collect its stacks"),
     "etcd": ("etcd", "start, check or stop an etcd on this machine"),
-    "config": ("config", "check, show or describe a job's configuration file"),
+    "config": ("config", "check, show or describe a job file"),
     "index": ("index", "build, show or verify a token index"),
     "completion": ("completion", "print a completion script for bash, zsh or fish"),
 }
@@ -58,18 +51,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; never raises for what the user can fix."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in words if not word.startswith("-")), None)
-    if not words or words in (["-h"], ["--help"]):  # needs no parser
-        print(program_help(), end="")
-        return 0 if words else 2
-    return _with_one_thread(words, name) if name in READING else _main(words, name)
+    program = f"allranks {name}" if name in COMMANDS else "allranks"
+    try:
+        code = _with_one_thread(words, name) if name in READING else _main(words, name)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        _drop_output()
+        return 141
+    except Exception as error:
+        return _explain(program, error)
 
 
 def _main(words: list[str], name: str | None) -> int:
-    from allranks.errors import AllranksError
-
-    if words and name == words[0] and name not in COMMANDS:
+    if not words or words in (["-h"], ["--help"]):  # needs no parser
+        print(program_help(), end="")
+        return 0 if words else 2
+    if name == words[0] and name not in COMMANDS:
         return _unknown(name)
-    parser = make_parser(name, alone=bool(words) and words[0] == name)
+    parser = make_parser(name, alone=words[0] == name)
     if name in COMMANDS:
         module = importlib.import_module(f"allranks.cli.{COMMANDS[name][0]}")
         if hasattr(module, "arrange_words"):  # `run` takes another command's flags as they are
@@ -78,37 +81,80 @@ def _main(words: list[str], name: str | None) -> int:
     if args.command is None:
         print(program_help(), end="")
         return 2
-    module = importlib.import_module(f"allranks.cli.{COMMANDS[args.command][0]}")
-    try:
-        code: int = module.main(args)
-        return code
-    except AllranksError as error:
-        from allranks.model.parsing import printable
+    code: int = importlib.import_module(f"allranks.cli.{COMMANDS[args.command][0]}").main(args)
+    return code
 
-        for line in f"allranks {args.command}: {error}\n{error.hint}".rstrip().split("\n"):
-            print(printable(line), file=sys.stderr)
+
+def _explain(program: str, error: Exception) -> int:
+    """What happened and what to do, on stderr. A traceback only where the error is ours."""
+    from allranks.errors import AllranksError
+    from allranks.model.parsing import printable
+
+    hint = getattr(error, "hint", "")
+    if isinstance(error, OSError) and not isinstance(error, AllranksError) and error.errno == errno.ENOSPC:
+        _drop_output()  # else the interpreter tries once more
+        hint = "The output is not complete."
+    elif not isinstance(error, AllranksError | PermissionError | FileNotFoundError):
+        import traceback
+
+        traceback.print_exc()
+        print(f"{program}: this is a bug in allranks; please report it with the lines above", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"allranks {args.command}: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    for line in f"{program}: {error}\n{hint}".rstrip().split("\n"):
+        print(printable(line), file=sys.stderr)
+    return 2
+
+
+def _drop_output() -> None:
+    """Nobody reads stdout any more: what is still buffered goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run() -> None:
     """Console entry point. A reading command never collects garbage and ends without taking apart what it has read:
     with the rings of a thousand ranks in memory both take longer than the diagnosis."""
+    _prepare_output()
     if sys.argv[1:2] == [] or sys.argv[1] not in READING:
         sys.exit(main())
     gc.disable()
     code = main()
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BrokenPipeError:
-        code = 141
+    sys.stderr.flush()
     os._exit(code)
+
+
+#: What a terminal that knows only ASCII gets instead.
+ASCII = {
+    "…": "...",
+    "→": "->",
+    "←": "<-",
+    "─": "-",
+    "│": "|",
+    "├": "|",
+    "└": "`",
+    "·": "-",
+    "µ": "u",
+    "◄": "<",
+    "×": "x",
+}
+
+
+def _prepare_output() -> None:
+    """Output never fails for what it cannot show; a stream that was closed swallows what is written."""
+    codecs.register_error("allranks", _as_ascii)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="allranks")
+
+
+def _as_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Bytes of a file name as they are, our signs by ASCII, all else by its number."""
+    assert isinstance(error, UnicodeEncodeError)
+    sign = error.object[error.start]
+    if "\udc80" <= sign <= "\udcff":
+        return bytes([ord(sign) - 0xDC00]), error.start + 1
+    return ASCII.get(sign) or f"\\u{ord(sign):04x}", error.start + 1
 
 
 def _with_one_thread(words: list[str], name: str | None) -> int:
@@ -128,11 +174,11 @@ def program_help() -> str:
     """What `allranks --help` prints: commands by what people come for."""
     from allranks.cli.catalog import GROUPS
 
-    about = "Finds out why a distributed PyTorch job hangs, and keeps it training when machines fail."
+    about = "Finds out why a distributed PyTorch job hangs, and keeps it training when\nmachines fail."
     lines = ["usage: allranks COMMAND …", "", about, ""]
     for heading, names in GROUPS.items():
         lines += [f"{heading}:", *(f"  {name:<12}{COMMANDS[name][1]}" for name in names), ""]
-    lines += ["allranks COMMAND --help shows arguments and examples; allranks --version the version."]
+    lines += ["`allranks COMMAND --help` shows arguments and examples."]
     return "\n".join(lines) + "\n"
 
 

@@ -300,7 +300,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _action(actions: Actions, name: str, text: str) -> argparse.ArgumentParser:
-    parser = actions.add_parser(name, help=text, description=text)
+    parser = actions.add_parser(name, help=text)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument(
         "--option",

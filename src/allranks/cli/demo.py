@@ -1,4 +1,4 @@
-"""`allranks demo`: the whole story on CPU, in about a minute."""
+"""`allranks demo`: a hang, its verdict and a recovery on CPU, in about a minute."""
 
 from __future__ import annotations
 

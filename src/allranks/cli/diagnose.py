@@ -151,7 +151,8 @@ def _refuse_to_overwrite(options: DiagnoseFlags) -> None:
 
 
 def _load(paths: list[str], options: DiagnoseFlags) -> LoadResult:
-    from allranks.load import LoadOptions, load_paths
+    from allranks.api.functions import load_dumps
+    from allranks.load import LoadOptions
 
     bar = ProgressBar()
     how = LoadOptions(
@@ -164,7 +165,7 @@ def _load(paths: list[str], options: DiagnoseFlags) -> LoadResult:
         allow_nothing=True,
     )
     try:
-        return load_paths(paths, how)
+        return load_dumps(paths, how)
     finally:
         bar.clear()
 
@@ -246,5 +247,6 @@ def _write(name: str, parts: Iterable[str | bytes]) -> None:
         if draft != target:
             draft.replace(target)
     except OSError as error:
-        raise InputError(f"cannot write {name}: {error.strerror}") from error
+        hint = "" if target.parent.is_dir() else f"There is no folder {target.parent}: make it first."
+        raise InputError(f"cannot write {name}: {error.strerror}", hint=hint) from error
     print(f"wrote {name}", file=sys.stderr)

@@ -11,27 +11,28 @@ from pathlib import Path
 from allranks.errors import InputError
 
 EPILOG = """\
-  allranks drill --plan plan.yaml -- allranks run --replicas 4 train_ddp.py
-  allranks drill --plan plan.yaml --ranks 2 -- train.py
-
 plan.yaml:
   seed: 7
   faults:
     - {kind: kill, rank: 1, at_step: 12}
     - {kind: hang, replica: random, at_step: [20, 30]}
 
-Faults fire at the script's progress mark (a Manager marks each step; other scripts call allranks.step(n)).
-A script may report digests and samples with `from allranks.drill.preload import tell` when ALLRANKS_DRILL is set.
-Kinds: kill exit segfault raise stop hang busy lock gil loader subprocess queue fifo file_lock
-network store recv extra slow pause leave partition.
+Faults fire at the script's progress mark: a Manager marks each step, other
+scripts call allranks.step(n). When ALLRANKS_DRILL is set, a script may report
+digests and samples with `from allranks.drill.preload import tell`.
+
+kinds of fault:
+  kill exit segfault raise stop hang busy lock gil loader subprocess queue fifo
+  file_lock network store recv extra slow pause leave partition
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument("--plan", type=Path, required=True, metavar="FILE", help="YAML or JSON")
+    parser.add_argument(
+        "--plan", type=Path, required=True, metavar="FILE", help="the faults, in YAML or JSON"
+    )
     parser.add_argument(
         "--ranks",
         type=int,
@@ -45,7 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the drill keeps its evidence (default: a temporary folder that is kept)",
     )
     parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="end the job after this long (%(default)s)"
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="end the job after this long (default: %(default)g)",
     )
     parser.add_argument("--quiet", action="store_true", help="the job's output only to DIR/output.log")
     parser.add_argument("--json", action="store_true", help="print one JSON object; implies --quiet")

@@ -19,18 +19,30 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `allranks dump`."""
     parser.add_argument(
-        "path", nargs="?", help="folder with black boxes, or one box (default: this machine's jobs)"
+        "path",
+        nargs="?",
+        metavar="PATH",
+        help="folder with black boxes, or one box (default: the job that runs on this machine)",
     )
-    parser.add_argument("--job", help="job id, as in ALLRANKS_JOB_ID, TORCHELASTIC_RUN_ID or SLURM_JOB_ID")
-    parser.add_argument("--pid", type=int, action="append", help="only this process (may be repeated)")
-    parser.add_argument("--rank", type=int, action="append", help="only this rank (may be repeated)")
     parser.add_argument(
-        "--format", choices=("box", "pickle", "json"), default="box", help="default: a copy of the box"
+        "--job", metavar="ID", help="of this job (ALLRANKS_JOB_ID, TORCHELASTIC_RUN_ID, SLURM_JOB_ID)"
     )
-    parser.add_argument("--active", action="store_true", help="pickle and json: only calls that are not over")
+    parser.add_argument("--pid", type=int, action="append", metavar="P", help="only this process; repeatable")
+    parser.add_argument("--rank", type=int, action="append", metavar="R", help="only this rank; repeatable")
+    parser.add_argument(
+        "--format",
+        choices=("box", "pickle", "json"),
+        default="box",
+        help="a copy of the box, or PyTorch's dump formats (default: box)",
+    )
+    parser.add_argument(
+        "--active", action="store_true", help="pickle and json: only calls that are not finished"
+    )
     parser.add_argument("--all-attempts", action="store_true", help="also ranks of earlier attempts")
-    parser.add_argument("-o", "--output", help="folder to write to (default: allranks-dump-JOB)")
-    parser.add_argument("--force", action="store_true", help="overwrite files that are there")
+    parser.add_argument(
+        "-o", "--output", metavar="DIR", help="folder to write to (default: allranks-dump-JOB)"
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite existing files")
     parser.add_argument("--list", action="store_true", help="only show what there is")
     parser.add_argument(
         "--native",
@@ -105,12 +117,22 @@ def _choose(args: argparse.Namespace) -> list[Header]:
         )
     if args.list:
         return found
-    jobs = sorted({str(header.path.parent) for header in found})
-    if len(jobs) > 1 and not (args.path or args.job or args.pid):
-        raise InputError(
-            f"{len(jobs)} jobs were recorded here: {', '.join(jobs)}", hint="choose one with --job or a path"
-        )
+    if not (args.path or args.job or args.pid):
+        found = _only_job(found)
     return found if args.all_attempts or args.pid else _newest(found)
+
+
+def _only_job(headers: list[Header]) -> list[Header]:
+    """The boxes of the one job that runs here, or of the only one that there is."""
+    running = {header.path.parent for header in headers if _state(header) == "running"}
+    jobs = running or {header.path.parent for header in headers}
+    if len(jobs) > 1:
+        names = ", ".join(sorted(path.name for path in jobs)[:8])
+        raise InputError(
+            f"{len(jobs)} jobs {'run' if running else 'were recorded'} here: {names}{' …' if len(jobs) > 8 else ''}",
+            hint="Choose one with --job; `allranks dump --list` shows their ranks.",
+        )
+    return [header for header in headers if header.path.parent in jobs]
 
 
 def _is_wanted(header: Header, args: argparse.Namespace, prefix: str) -> bool:

@@ -26,7 +26,10 @@ def add_flags(
     """Adds a flag for every option of a class, or for those of these names or with a heading, under their headings.
     An object instead of its class has the defaults that the help shows."""
     kinds = typing.get_type_hints(options if isinstance(options, type) else type(options))
-    groups: dict[str, argparse._ArgumentGroup | argparse.ArgumentParser] = {"": parser}
+    groups: dict[str, argparse._ArgumentGroup | argparse.ArgumentParser] = {
+        **{group.title or "": group for group in parser._action_groups},
+        "": parser,
+    }
     for one, meaning in meanings(options):
         if (names and one.name not in names) or (grouped and not meaning.group):
             continue

@@ -30,15 +30,17 @@ class RunFlags:
         None, "replica mode: this many replicas on this node, each restarted alone", at_least=1
     )
     nproc_per_replica: int = option(1, "ranks of one replica", metavar="M", at_least=1)
-    min_replicas: int | None = option(None, "fewest replicas that may train (1)", metavar="K", at_least=1)
+    min_replicas: int | None = option(
+        None, "fewest replicas that may train (default: 1)", metavar="K", at_least=1
+    )
     first_replica: int | None = option(
         None,
-        "number of this node's first replica (0; under srun by the node's number)",
+        "number of this node's first replica (default: 0; under srun by the node's number)",
         metavar="I",
         at_least=0,
     )
     total_replicas: int | None = option(
-        None, "replicas over all nodes (this node's; under srun all)", metavar="T", at_least=1
+        None, "replicas of all nodes (default: this node's; under srun all)", metavar="T", at_least=1
     )
     lighthouse: str = option(
         "",
@@ -54,16 +56,20 @@ class RunFlags:
     )
     record: bool = option(True, "keep a black box of every rank", flags="--no-record")
     watch: bool = option(True, "detect hangs", flags="--no-watch")
-    incidents: Path | None = option(None, "folder of the incidents (./allranks-incidents)", metavar="DIR")
+    incidents: Path | None = option(
+        None, "folder of the incidents (default: ./allranks-incidents)", metavar="DIR"
+    )
     incident_store: str = option(
         "", "copy incident folders there too (s3://BUCKET/PREFIX, gs://…)", metavar="URL"
     )
     recovery: str | None = option(
         None,
-        "what to do about a hang (replica mode: on; else dry-run)",
+        "what to do about a hang: evict the rank, only report what would be done, only collect evidence, nothing (default in replica mode: on, else dry-run)",
         choices=("on", "dry-run", "collect", "off"),
     )
-    notice_s: float | None = option(None, "shortest silence that is investigated (10)", unit="s", above=0)
+    notice_s: float | None = option(
+        None, "shortest silence that is investigated (default: 10)", unit="s", above=0
+    )
     webhook: tuple[str, ...] = option(
         (),
         "POST incidents there; also slack:URL, tensorboard:DIR, wandb:PROJECT, otlp:URL; repeatable",

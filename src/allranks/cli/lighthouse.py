@@ -30,7 +30,7 @@ class LighthouseFlags:
     token_file: str = option(
         "", "file with the job token; or $ALLRANKS_TOKEN, $ALLRANKS_TOKEN_FILE", metavar="FILE"
     )
-    reason: str = option("", "why, for evict and collect")
+    reason: str = option("", "why, for evict and collect; kept in the incident")
     bind: str = option(
         "127.0.0.1:29510", "where to listen; port 0: any free one", metavar="HOST:PORT", group="server"
     )
@@ -61,14 +61,17 @@ class LighthouseFlags:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     parser.add_argument(
-        "action", nargs="?", default="serve", metavar="ACTION", help=f"{', '.join(ACTIONS)} (serve)"
+        "action", nargs="?", default="serve", metavar="ACTION", help=f"{', '.join(ACTIONS)} (default: serve)"
     )
     parser.add_argument(
         "address",
         nargs="?",
-        help="HOST:PORT of a running lighthouse, or the name of a job on this node (not for serve)",
+        metavar="JOB",
+        help="name of a job on this node, or HOST:PORT of a running lighthouse (not for serve)",
     )
-    parser.add_argument("replica", nargs="*", help="replica to evict or readmit; replicas to collect from")
+    parser.add_argument(
+        "replica", nargs="*", metavar="REPLICA", help="to evict, to readmit, or to collect evidence from"
+    )
     add_flags(parser, LighthouseFlags)
     add_flags(parser, Options, grouped=True)
     add_flags(parser, ServerOptions, grouped=True)
@@ -76,15 +79,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Serves until a signal, or does one action."""
-    if args.action not in ACTIONS:
-        raise InputError(f"unknown action {args.action!r}", hint=f"One of: {', '.join(ACTIONS)}")
+    action = args.action
+    if action not in ACTIONS:
+        raise InputError(f"unknown action {action!r}", hint=f"One of: {', '.join(ACTIONS)}")
     options = read_flags(LighthouseFlags, args)
-    if args.action == "serve":
+    if action == "serve":
         from allranks.cli.lighthouse_serve import serve
 
         return serve(options, args)
+    if action in ("evict", "let-in") and len(args.replica) != 1:
+        raise InputError(
+            f"{action} needs a job and one replica",
+            hint=f"For example: allranks lighthouse {action} my-job replica-3. `allranks lighthouse status my-job` lists the replicas.",
+        )
     address, token_file = _find_lighthouse(args.address, options.token_file)
-    return _act(args.action, options, read_flags(ServerOptions, args), address, token_file, args.replica)
+    return _act(action, options, read_flags(ServerOptions, args), address, token_file, args.replica)
 
 
 def _act(
@@ -153,12 +162,9 @@ def _check_names(action: str, replicas: list[str], status: dict[str, Any]) -> No
     """A replica that the lighthouse does not know is a mistake. Only one that is there can be evicted."""
     here = {row["replica"] for row in status["replicas"] if row["state"] != "observer"}
     known = sorted(here if action == "evict" else here | {*status["lost"], *status["evicted"]})
-    hint = f"Known: {', '.join(known) or 'none'}."
-    if action in ("evict", "let-in") and len(replicas) != 1:
-        raise InputError(f"{action} needs one replica", hint=hint)
     for name in replicas:
         if name not in known:
-            raise InputError(f"no replica {name!r} is known", hint=hint)
+            raise InputError(f"no replica {name!r} is known", hint=f"Known: {', '.join(known) or 'none'}.")
 
 
 def _client_token(address: str, token_file: str) -> str:

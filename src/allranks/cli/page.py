@@ -17,7 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "job",
         nargs="?",
-        help="name of the job, folder of its black boxes, or HOST:PORT of a lighthouse (default: the newest job here)",
+        metavar="JOB",
+        help="name of a job, folder of its black boxes, or HOST:PORT of a lighthouse (default: the newest job that "
+        "runs here)",
     )
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
     parser.add_argument("--json", action="store_true", help='print {"url": …}')

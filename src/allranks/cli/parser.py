@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
+import textwrap
 from typing import Any, NoReturn
 
 import allranks
@@ -30,10 +31,15 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, "\n".join([*lines, f"`{self.prog} --help` explains it.\n"]))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Unknown words are the sub-command's to explain: it knows the flags that were meant."""
+        """Paths may stand on both sides of a flag. Words that are not known are the sub-command's to explain: it
+        knows the flags that were meant."""
         found, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            self._inner(found).error(f"unrecognized arguments: {' '.join(unknown)}")
+        inner = self._inner(found)
+        lists = [action.dest for action in inner._positionals._group_actions if action.nargs in ("+", "*")]
+        if lists and not any(word.startswith("-") for word in unknown):
+            getattr(found, lists[-1]).extend(unknown)
+        elif unknown:
+            inner.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found
 
     def _inner(self, found: argparse.Namespace) -> argparse.ArgumentParser:
@@ -61,10 +67,10 @@ def make_parser(chosen: str | None, *, alone: bool) -> argparse.ArgumentParser:
     names = [chosen] if alone and chosen in COMMANDS else list(COMMANDS)
     for name in names:
         module, text = COMMANDS[name]
-        sub = subparsers.add_parser(name, help=text, description=text)
+        sub = subparsers.add_parser(name, help=text)
         if name == chosen:
             importlib.import_module(f"allranks.cli.{module}").add_arguments(sub)
-            _add_examples(sub)
+            _add_examples(sub, text)
     return parser
 
 
@@ -73,13 +79,13 @@ def _examples(prog: str) -> tuple[str, ...]:
     return EXAMPLES.get(prog.removeprefix("allranks "), ())
 
 
-def _add_examples(parser: argparse.ArgumentParser) -> None:
-    """Puts the examples of the catalog under the help of a command and of its actions."""
-    if lines := _examples(parser.prog):
-        parser.formatter_class = argparse.RawDescriptionHelpFormatter
-        examples = "examples:\n" + "\n".join(f"  {line}" for line in lines)
-        parser.epilog = f"{parser.epilog}\n\n{examples}" if parser.epilog else examples
+def _add_examples(parser: argparse.ArgumentParser, about: str) -> None:
+    """The help of a command and of its actions: what it does, the arguments, what the module adds, examples."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = textwrap.fill(f"{about[0].upper()}{about[1:]}.", 80)
+    examples = "examples:\n" + "\n".join(f"  {line}" for line in _examples(parser.prog))
+    parser.epilog = f"{parser.epilog}\n{examples}" if parser.epilog else examples
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for inner in dict.fromkeys(action.choices.values()):
-                _add_examples(inner)
+            for choice in action._choices_actions:
+                _add_examples(action.choices[choice.dest], choice.help or "")

@@ -33,8 +33,10 @@ from allranks.launch.command_line import (
 from allranks.launch.slurm import replicas_of_node
 
 EPILOG = """\
-Every flag of torchrun is accepted (--nnodes, --nproc-per-node, --rdzv-backend c10d|etcd-v2|etcd-v3|static,
---rdzv-endpoint, --rdzv-id, --rdzv-conf, --standalone, --max-restarts, --log-dir, --tee, -m, --no-python ...)."""
+Every flag of torchrun is accepted: --nnodes, --nproc-per-node, --standalone,
+--rdzv-backend c10d|etcd-v2|etcd-v3|static, --rdzv-endpoint, --rdzv-id,
+--rdzv-conf, --max-restarts, --log-dir, --tee, -m, --no-python ...
+"""
 
 #: our flags -> takes a value. The other words before the script are torchrun's.
 FLAGS = {**takes_value(RunFlags), "-h": False, "--help": False}
@@ -42,7 +44,6 @@ FLAGS = {**takes_value(RunFlags), "-h": False, "--help": False}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.usage = "allranks run [our flags] [torchrun flags] SCRIPT ARGS…"
     add_flags(parser, RunFlags)

@@ -20,31 +20,29 @@ from allranks.errors import InputError
 from allranks.launch import slurm
 from allranks.launch.command_line import arrange, flag_value, has_flag, job_token
 
-EPILOG = """\
-  allranks slurm submit --nodes 4 --gpus-per-node 8 train.py --lr 1e-4     submit a batch job
-  allranks slurm wrap train.py                                             inside sbatch or salloc
-  allranks slurm collect 12345 -o stacks/                                  stacks of every node of a running job
-"""
 _FLAGS = {"--nodes", "--gpus-per-node", "--partition", "--time", "--name", "--output", "--sbatch", "--srun"}
 _ALONE = {"--no-requeue", "--dry-run", "-h", "--help"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
-    parser.usage = (
-        "allranks slurm submit|wrap|collect [options] [words for `allranks run` or `allranks stacks`]"
+    parser.usage = "allranks slurm ACTION [options] [arguments of `run` or `stacks`]"
+    parser.add_argument(
+        "action",
+        choices=["submit", "wrap", "collect"],
+        metavar="ACTION",
+        help="submit: a batch job; wrap: start the job inside sbatch or salloc; collect: stacks of a running job",
     )
-    parser.add_argument("action", choices=["submit", "wrap", "collect"])
-    parser.add_argument("--nodes", type=int, default=1, help="nodes to ask for (%(default)s)")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes to ask for (default: 1)")
     parser.add_argument(
         "--gpus-per-node", default="", metavar="N", help="GPUs on each, also the ranks on each"
     )
-    parser.add_argument("--partition", default="", help="partition to submit to")
+    parser.add_argument("--partition", default="", metavar="NAME", help="partition to submit to")
     parser.add_argument("--time", default="", metavar="HH:MM:SS", help="time limit")
-    parser.add_argument("--name", default="allranks", help="name of the job (%(default)s)")
-    parser.add_argument("--output", default="slurm-%j.out", help="where Slurm writes the output")
+    parser.add_argument("--name", default="allranks", help="name of the job (default: %(default)s)")
+    parser.add_argument(
+        "--output", default="slurm-%j.out", metavar="FILE", help="output of the job (default: slurm-%%j.out)"
+    )
     parser.add_argument(
         "--sbatch",
         action="append",

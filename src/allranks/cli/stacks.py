@@ -66,7 +66,9 @@ class StacksFlags:
         False, "FATAL to the processes: write GPU core dumps through CUDA's user-triggered pipe"
     )
     config: str = option("", "YAML with a `debug:` section (see docs/stacks.md)", metavar="FILE")
-    still: float | None = option(None, "time without progress that counts as a stall (10)", unit="s", above=0)
+    still: float | None = option(
+        None, "time without progress that counts as a stall (default: 10)", unit="s", above=0
+    )
     output: str = option(
         "",
         "keep the bundle and the raw files in this folder; {host} is this node",

@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "job",
         nargs="?",
-        help="name of the job or folder of its black boxes (default: the newest on this node)",
+        metavar="JOB",
+        help="name of a job, or folder of its black boxes (default: the newest one that runs here)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object (with --watch: one per line)"
@@ -37,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="update until the job ends or q is pressed (`allranks top`)",
     )
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="seconds between two updates (%(default)s)"
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="time between two updates (default: %(default)g)",
     )
 
 

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_flags(parser, WatchFlags)
     add_flags(parser, DebugOptions, FLAGS)
-    parser.epilog = "kill -QUIT of this process collects at once. The exit code is the command's (128 + N after signal N)."
+    parser.epilog = "kill -QUIT of this process collects at once. The exit code is the command's\n(128 + N after signal N).\n"
 
 
 def main(args: argparse.Namespace) -> int:

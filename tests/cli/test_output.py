@@ -1,0 +1,165 @@
+"""Where output goes wrong: ASCII terminals, full disks, closed outputs, names that are not UTF-8."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from allranks.blackbox.encode import box_bytes
+from allranks.blackbox.files import job_folder
+from allranks.cli import COMMANDS, main
+from allranks.model.trace import RankTrace, TraceHeader
+from pages.gallery import make_traces
+
+ALLRANKS = [sys.executable, "-m", "allranks"]
+DUMPS = Path(__file__).parents[1] / "load" / "cases" / "flight_recorder" / "missing_rank"
+
+
+def run(
+    *words: str | bytes, stdout: int = subprocess.PIPE, **variables: str
+) -> subprocess.CompletedProcess[bytes]:
+    """One command, as a shell would start it."""
+    environment = {**os.environ, "NO_COLOR": "1", **variables}
+    return subprocess.run(
+        [*ALLRANKS, *words],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        env=environment,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_an_ascii_terminal_gets_ascii() -> None:
+    """Signs that it lacks are written otherwise; nothing is lost."""
+    done = run("diagnose", str(DUMPS), PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (1, b"")
+    assert b"... 2 more frames" in done.stdout
+
+
+def test_the_help_is_readable_in_ascii() -> None:
+    """The first thing that people try."""
+    done = run("--help", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(b"usage: allranks COMMAND ...\n")
+
+
+def test_a_name_that_is_not_utf8_is_printed_as_its_bytes(tmp_path: Path) -> None:
+    """As `ls` does in a pipe."""
+    folder = bytes(tmp_path) + b"/d\xff"
+    shutil.copytree(bytes(DUMPS), folder)
+    missing = run("dump-info", bytes(tmp_path) + b"/nope\xff")
+    assert (missing.returncode, b"nope\xff: no such file" in missing.stderr) == (2, True)
+    listed = run("diagnose", "-v", folder, PYTHONIOENCODING="utf-8:strict")
+    assert (listed.returncode, listed.stderr) == (1, b"")
+
+
+def test_a_full_disk_is_an_error_and_not_a_fault_of_the_job() -> None:
+    """Exit code 1 would mean that the job has a fault."""
+    for words in (["diagnose", str(DUMPS)], ["--help"], ["config", "schema"]):
+        with open("/dev/full", "wb") as full:
+            done = run(*words, stdout=full.fileno())
+        assert done.returncode == 2
+        assert b"Traceback" not in done.stderr
+        assert b"No space left on device" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["diagnose", str(DUMPS)], ["--help"], ["config", "schema"]])
+def test_a_closed_output_is_no_error(words: list[str]) -> None:
+    """`allranks diagnose dumps/ --html page.html >&-`."""
+    line = " ".join([*ALLRANKS, *words, ">&-"])
+    done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1 if words[0] == "diagnose" else 0, b"")
+
+
+@pytest.mark.parametrize("words", [["diagnose", str(DUMPS)], ["--help"], ["config", "schema"]])
+def test_a_closed_pipe_is_silent(words: list[str]) -> None:
+    """`| head` ends the command without a word."""
+    read, write = os.pipe()
+    os.close(read)
+    done = run(*words, stdout=write)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_bug_is_not_taken_for_a_fault_of_the_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, with everything that a report needs."""
+
+    def fail(args: object) -> int:
+        raise ZeroDivisionError("dumps")
+
+    monkeypatch.setattr("allranks.cli.diagnose.main", fail)
+    assert main(["diagnose", "dumps/"]) == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown and "ZeroDivisionError: dumps" in shown
+    assert shown.splitlines()[-1].startswith("allranks diagnose: this is a bug in allranks")
+
+
+def test_paths_may_stand_on_both_sides_of_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`diagnose dumps/ -v captures/`: both are read."""
+    shutil.copytree(DUMPS, tmp_path / "more")
+    assert (
+        main(["diagnose", str(DUMPS / "trace_0"), "-v", str(DUMPS / "trace_1"), str(DUMPS / "trace_2")]) == 1
+    )
+    assert "3 of 3 ranks" in capsys.readouterr().out
+
+
+def test_a_group_that_does_not_exist_is_no_healthy_job(capsys: pytest.CaptureFixture[str]) -> None:
+    """The mistake is named, with the groups that are there."""
+    assert main(["diagnose", str(DUMPS), "--pg-filters", "nope"]) == 2
+    assert "no group 'nope'" in (shown := capsys.readouterr().err) and "default_pg" in shown
+
+
+def test_ranks_that_do_not_exist_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the ranks that are there."""
+    assert main(["diagnose", str(DUMPS), "--selected-ranks", "0", "99"]) == 2
+    assert "no dump of rank 99" in (shown := capsys.readouterr().err) and "0-2" in shown
+
+
+def test_no_line_of_any_help_is_wider_than_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the program, of commands and of their actions."""
+    from allranks.cli import program_help
+
+    from .test_help import parsers
+
+    monkeypatch.setenv("COLUMNS", "80")
+    texts = {"": program_help(), **{parser.prog: parser.format_help() for parser in parsers()}}
+    wide = {(prog, line) for prog, text in texts.items() for line in text.splitlines() if len(line) > 80}
+    assert wide == set()
+    assert len(texts) > len(COMMANDS)
+
+
+def test_dump_takes_the_job_that_runs_among_ended_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With none running, or two, it asks which one."""
+    monkeypatch.delenv("ALLRANKS_DIR", raising=False)
+    monkeypatch.setattr("allranks.blackbox.files.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    trace = make_traces(1, 5)[0]
+    for name, pid in (("old", 4_000_000), ("older", 4_000_001)):
+        _write_box(name, replace(trace.header, pid=pid), trace)
+    assert main(["dump", "-o", str(tmp_path / "out")]) == 2
+    assert "2 jobs were recorded here: old, older" in capsys.readouterr().err
+    _write_box("mine", replace(trace.header, pid=os.getpid()), trace)
+    assert main(["dump", "-o", str(tmp_path / "out")]) == 0
+    assert f"p{os.getpid()}.box" in capsys.readouterr().out
+    _write_box("other", replace(trace.header, pid=os.getpid()), trace)
+    assert main(["dump", "-o", str(tmp_path / "out")]) == 2
+    assert "2 jobs run here: mine, other" in capsys.readouterr().err
+
+
+def _write_box(job: str, header: TraceHeader, trace: RankTrace) -> None:
+    path = job_folder(job) / f"{job}.a0.r0.p{header.pid}.box"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(box_bytes(replace(trace, header=header)))
