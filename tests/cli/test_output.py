@@ -159,6 +159,20 @@ def test_dump_takes_the_job_that_runs_among_ended_ones(
     assert "2 jobs run here: mine, other" in capsys.readouterr().err
 
 
+def test_without_a_name_the_job_that_runs_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not one that ended later."""
+    monkeypatch.setattr("allranks.blackbox.files.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    trace = make_traces(1, 5)[0]
+    _write_box("runs", replace(trace.header, pid=os.getpid()), trace)
+    _write_box("ended", replace(trace.header, pid=4_000_000), trace)
+    os.utime(next(job_folder("runs").iterdir()), (1, 1))
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out.startswith("runs: 1 of 1 ranks run")
+
+
 def _write_box(job: str, header: TraceHeader, trace: RankTrace) -> None:
     path = job_folder(job) / f"{job}.a0.r0.p{header.pid}.box"
     path.parent.mkdir(parents=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -55,6 +56,51 @@ def test_a_stall_of_seconds_is_amber_and_of_a_minute_red() -> None:
     assert view.look(ALL).mood == "bad"
     view.note_step("replica-0", 21, clock.at)
     assert view.look(ALL).mood == "good"
+
+
+WHOLE = Scene(members=0, agents=2)
+
+
+def test_a_script_without_step_marks_is_judged_by_its_calls() -> None:
+    """Any script under `allranks run`: it does not look as if it were still starting, and a hang is seen."""
+    clock = Clock()
+    view = TrainingView(clock)
+    view.note_calls("agent-a", 0, clock.at)
+    assert view.look(WHOLE).sentence == "Starting, 2 nodes"
+    for calls in range(100, 2100, 100):
+        clock.at += 1.0
+        view.note_calls("agent-a", calls, clock.at)
+        view.note_calls("agent-b", calls, clock.at)
+    found = view.look(WHOLE)
+    assert (found.sentence, found.mood) == ("Running: 4,000 calls finished, 2 nodes", "good")
+    clock.at += 33
+    found = view.look(replace(WHOLE, waits="rank 0 waits for rank 1 in all_reduce"))
+    assert (
+        found.sentence == "Stalled: no call finished for 33 s, 2 nodes; rank 0 waits for rank 1 in all_reduce"
+    )
+    assert (found.mood, found.stalled_s) == ("warn", 33.0)
+    clock.at += 60
+    assert view.look(WHOLE).mood == "bad"
+    view.note_calls("agent-b", 5, clock.at)  # started again
+    assert view.look(WHOLE).mood == "good"
+
+
+def test_calls_far_apart_are_no_stall() -> None:
+    """A minute between two collectives may be usual."""
+    clock = Clock()
+    view = TrainingView(clock)
+    for calls in range(10):
+        clock.at += 60.0
+        view.note_calls("agent-a", calls, clock.at)
+    clock.at += 100
+    assert view.look(WHOLE).sentence == "Running: 9 calls finished, 2 nodes"
+
+
+def test_steps_win_over_calls() -> None:
+    """Where there are marks, calls say nothing more."""
+    view, clock = trained()
+    view.note_calls("agent-a", 7, clock.at)
+    assert view.look(ALL).sentence.startswith("Training: step 20")
 
 
 def test_slow_steps_are_no_stall() -> None:

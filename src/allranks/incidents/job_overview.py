@@ -57,7 +57,8 @@ def read_job(folder: Path) -> dict[str, Any]:
 
 
 def find_job(name: str | None) -> Path:
-    """The folder of a job: by path, by name or a part of it that only one has, else the newest of this user here."""
+    """The folder of a job: by path, by name or a part of it that only one has, else the newest of this user that runs
+    here; if none does, the newest."""
     if name and Path(name).is_dir():
         return Path(name)
     folders = sorted(job_folders(), key=_last_written, reverse=True)
@@ -65,7 +66,7 @@ def find_job(name: str | None) -> Path:
     if not name:
         if not folders:
             raise InputError("no recorded job on this node", hint=_meant(name))
-        return folders[0]
+        return next((folder for folder in folders if any(s.alive for s in read_samples(folder))), folders[0])
     exact = [folder for folder in folders if name in (folder.name, read_job(folder).get("job"))]
     part = [folder for folder in folders if name in folder.name]
     if exact or len(part) == 1:

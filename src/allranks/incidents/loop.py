@@ -40,7 +40,8 @@ class Watch:
 
     options: WatchOptions
     actor: Actor | None = None
-    on_look: Callable[[int, str], None] = lambda step, waits: None  # highest step, who waits for whom
+    #: highest step, calls finished by all ranks of this node, who waits for whom
+    on_look: Callable[[int, int, str], None] = lambda step, calls, waits: None
     pipeline: IncidentPipeline = field(init=False)
     history: ProgressHistory = field(init=False)
     deaths: DeathIncidents = field(init=False)
@@ -96,10 +97,12 @@ class Watch:
         now = time.monotonic() if now_s is None else now_s
         samples = read_samples(self.options.folder)
         running = [s for s in samples if s.alive and not s.closed]
-        self.ranks = tuple(s.rank for s in running if self._is_ours(s))
+        ours = [s for s in running if self._is_ours(s)]
+        self.ranks = tuple(s.rank for s in ours)
         self._exits.hold(s.pid for s in running)
         if running:
-            self.on_look(max(s.step for s in running), self._waiting.read(running))
+            calls = sum(s.calls_completed for s in ours)
+            self.on_look(max(s.step for s in running), calls, self._waiting.read(running))
         self.history.observe(now, samples)
         self.deaths.check(samples, self._exits.endings)
         for opened in self.pipeline.recoveries.look(samples):

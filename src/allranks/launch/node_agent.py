@@ -92,7 +92,9 @@ class NodeAgent:
             client = self.client
             client.subscribe(self._noticed)
             if self.watch is not None:
-                self.watch.on_look = lambda step, waits: client.report(step, step, waits)
+                self.watch.on_look = lambda step, calls, waits: client.report(
+                    step, step if step >= 0 else calls, waits
+                )
             self._watch_nodes(self.client)
         if self.supervisor is not None:
             self.supervisor.on_event = self._happened

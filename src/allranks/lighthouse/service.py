@@ -243,6 +243,8 @@ class Service:
             self.training.note_step(session.replica, beat.step, session.heard)
         if beat.progress >= 0:
             session.progress = beat.progress
+            if session.observer and beat.step < 0:
+                self.training.note_calls(session.replica, beat.progress, session.heard)
         session.idle_s, session.health = beat.idle_s, beat.health
         if beat.ping and session.peer is not None:
             session.peer.deliver(Pong(), _PONG)

@@ -1,6 +1,7 @@
 """What the training does now, in one sentence and one colour, and who is missing. On the loop's thread; no sockets.
 
-Steps come from heartbeats (replicas, and agents that read them off black boxes); comings and goings from events.
+Steps come from heartbeats (replicas, and agents that read them off black boxes); comings and goings from events. A script
+without step marks is judged by the collectives that its ranks have finished.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ MAX_SAMPLES = 900
 RATE_S = 15.0  # the speed is measured over so long
 LEAST_RATE_S = 1.0  # over less it would be noise
 LEAST_STALL_S = 3.0  # a shorter silence is no stall, however quick the steps are
+LEAST_CALL_STALL_S = 10.0  # the same for calls: agents report them every second or two
 FIRST_STALL_S = 60.0  # until a few steps have told what is usual
 RED_STALL_S = 60.0
 MAX_DEPARTED = 2000
@@ -59,6 +61,9 @@ class TrainingView:
     _left_at: dict[str, float] = field(default_factory=dict)
     _disconnected: set[str] = field(default_factory=set)
     _absences: deque[float] = field(default_factory=lambda: deque(maxlen=10))
+    _calls: dict[str, int] = field(default_factory=dict)  # finished ones, by agent
+    _called: float = 0.0  # when one of these changed last
+    _call_gaps: deque[float] = field(default_factory=lambda: deque(maxlen=50))
 
     def note_step(self, source: str, step: int, now: float) -> None:
         """A heartbeat told a step. With thousands of replicas nothing may be looked through here."""
@@ -73,6 +78,13 @@ class TrainingView:
             self.step = self._noted = max(self._steps.values())
             self._rates.clear()  # started again from a checkpoint
             self._note(now)
+
+    def note_calls(self, agent: str, calls: int, now: float) -> None:
+        """A heartbeat of an agent whose ranks set no step marks: how many calls they have finished."""
+        if self._calls.get(agent) != calls:
+            if self._called < now and self._calls:
+                self._call_gaps.append(now - self._called)
+            self._calls[agent], self._called = calls, now
 
     def _note(self, now: float) -> None:
         """The step has changed since it was noted last."""
@@ -122,6 +134,8 @@ class TrainingView:
             if one.kind == "evicted" or (one.kind == "lost" and name not in scene.alive)
         ]
         total = len({*scene.alive, *(one.replica for one in gone)})
+        if self.step < 0 and not total and scene.agents and scene.leading and any(self._calls.values()):
+            return self._by_calls(scene, now)
         stalled = max(0.0, now - self._moved) if self.step >= 0 else 0.0
         still = self.step >= 0 and stalled >= self._limit() and not scene.over
         rate = None if still else self._rate(now)
@@ -135,6 +149,22 @@ class TrainingView:
             min(scene.members, total),
             total,
         )
+
+    def _by_calls(self, scene: Scene, now: float) -> TrainingStatus:
+        """The same of a whole job without step marks."""
+        limit = (
+            max(LEAST_CALL_STALL_S, 4 * median(self._call_gaps))
+            if len(self._call_gaps) >= 3
+            else FIRST_STALL_S
+        )
+        silent, nodes = now - self._called, _count(scene, 0)
+        if silent < limit:
+            sentence = f"Running: {sum(self._calls.values()):,} calls finished{nodes}"
+            return TrainingStatus(sentence, "good", -1, None, 0.0, 0, 0)
+        why = f"; {scene.waits}" if scene.waits else ""
+        mood = "bad" if silent >= max(RED_STALL_S, 2 * limit) else "warn"
+        sentence = f"Stalled: no call finished for {_age(silent)}{nodes}{why}"
+        return TrainingStatus(sentence, mood, -1, None, round(silent, 1), 0, 0)
 
     def _limit(self) -> float:
         """A longer time without a step is a stall: four times the usual."""
