@@ -134,6 +134,28 @@ def test_the_membership_strip_has_a_gap_from_the_loss_to_the_return(browser: Any
         visit.page.close()
 
 
+def test_the_page_of_a_script_without_step_marks_shows_no_empty_parts(browser: Any) -> None:
+    """The open incident comes first; nothing about steps, no column without content."""
+    with Lighthouse(
+        Options(heartbeat_timeout_s=600.0), ServerOptions(job="hf-finetune"), http=http_protocol()
+    ) as lighthouse:
+        lighthouse.call(lambda service: fill_without_steps(service, 2))
+        visit = Visit(browser, f"http://{lighthouse.address}/")
+        visit.page.locator("#sentence", has_text="Running: 240 calls finished, 2 nodes").wait_for()
+        assert not visit.page.is_visible("#pace-part") and not visit.page.is_visible("#members-part")
+        facts = visit.page.locator("#cards .fact span").all_inner_texts()
+        assert facts == ["Nodes", "Without a call", "Incidents", "Up"]
+        heads = visit.page.locator("#replicas th:visible").all_inner_texts()
+        assert heads == ["Node", "State", "Last heard", "Note"]
+        parts = "() => [...document.querySelectorAll('main > *, body > *')].map((one) => one.id)"
+        order = [one for one in visit.page.evaluate(parts) if one]
+        assert order.index("incident-part") < order.index("waits-part")
+        flaws = visit.flaws_everywhere("job-plain")
+        assert visit.errors == []
+        visit.page.close()
+    assert flaws == []
+
+
 class Silent:
     """A replica that is only there."""
 
@@ -144,6 +166,26 @@ class Silent:
 
     def close(self) -> None:
         """Goes."""
+
+
+def fill_without_steps(service: Service, nodes: int) -> None:
+    """A whole job of any script: agents, calls, an open incident."""
+    for i in range(nodes):
+        hello = Hello(replica=f"agent-{i}", session=f"a{i}", node=f"gpu-node-{i:03d}", role="observer")
+        found = service.hello(Silent(), hello)
+        assert isinstance(found, Session)
+        for calls in (0, 60, 120):
+            service.beat(found, Beat(step=-1, progress=calls, health="rank 0 waits for rank 1" if i else ""))
+    service.agents.report_incident(
+        PublishedIncident(
+            "20260301-030000-hang",
+            "Rank 1 (node0) never entered all_reduce #60 of group default_pg; it is at gallery.py:40 in load_batch",
+            node="gpu-node-000",
+            cause="stuck_before_collective",
+            at=1.7e9,
+            kind="hang",
+        )
+    )
 
 
 def fill(service: Service, replicas: int, incident_at: float = 1.7e9) -> None:

@@ -1,7 +1,7 @@
 // The job's page: everything comes as one status over server-sent events and is put on the page as text.
 (function () {
   const $ = (id) => document.getElementById(id);
-  const MAX_ROWS = 100, STRIP_ROWS = 24, RECENT_S = 5;  // heartbeats come every second: a row that is well does not change
+  const MAX_ROWS = 100, STRIP_ROWS = 24, SHOWN_INCIDENTS = 3, RECENT_S = 5;  // heartbeats come every second: a row that is well does not change
   const MOODS = { member: "good", asking: "good", spare: "", connected: "", finished: "good", running: "good", left: "", lost: "bad", evicted: "bad", cooling: "warn", expected: "warn" };
   const NAMES = { asking: "waiting for quorum", cooling: "back-off", expected: "expected back", let_in: "readmit" };
   const names = new Intl.Collator("en", { numeric: true }), digits = new Intl.NumberFormat("en");  // made once: a thousand rows use them
@@ -24,13 +24,17 @@
     $("now").className = "now " + t.mood;
     const why = s.waiting && !t.sentence.includes(s.waiting) ? "No new quorum: " + s.waiting : "";
     $("why").hidden = !why; text($("why"), why);
-    cards([["Step", number(t.step)], ["Steps per second", t.steps_per_s === null ? "–" : t.steps_per_s.toFixed(t.steps_per_s < 10 ? 2 : 1)], t.replicas ? ["Replicas", `${t.members} of ${t.replicas}`] : ["Nodes", String(s.replicas.filter((r) => r.replica.startsWith("agent-")).length)],
-      ["Without a step", t.stalled_s ? age(t.stalled_s) : "–"], ["Incidents", String(s.incidents.length)], ["Up", age(s.up_s)]]);
+    const marks = t.step >= 0 || t.replicas > 0;  // a script without step marks is judged by its calls
+    $("pace-part").hidden = !marks;
+    cards([...marks ? [["Step", number(t.step)], ["Steps per second", t.steps_per_s === null ? "–" : t.steps_per_s.toFixed(t.steps_per_s < 10 ? 2 : 1)]] : [],
+      t.replicas ? ["Replicas", `${t.members} of ${t.replicas}`] : ["Nodes", String(s.replicas.filter((r) => r.replica.startsWith("agent-")).length)],
+      [marks ? "Without a step" : "Without a call", t.stalled_s ? age(t.stalled_s) : "–"], ["Incidents", String(s.incidents.length)], ["Up", age(s.up_s)]]);
     rows(s); waits(s); incidents(s); log(s); pace(s); members(s);
     text($("where"), `lighthouse ${s.address}${s.number ? `, quorum ${s.number} (${s.reason})` : ""}, allranks ${s.version}`);
   }
   function cards(facts) {
     const box = $("cards");
+    while (box.children.length > facts.length) box.lastChild.remove();
     facts.forEach(([name, value], i) => {
       const card = box.children[i] || box.appendChild(make("div", "", "fact"));
       if (!card.children.length) card.append(make("span", name), make("b"));
@@ -60,6 +64,7 @@
     while (body.rows.length > shown.length) body.deleteRow(-1);
     const nodes = every.length > 0 && every.every((r) => r.nodeOnly);
     text($("who"), nodes ? "Nodes" : "Replicas");
+    $("replicas").className = nodes ? (every.some((r) => r.step >= 0) ? "nodes" : "nodes unmarked") : "";
     $("members-part").hidden = nodes;
     text($("replicas").tHead.rows[0].cells[0], nodes ? "Node" : "Replica");
     const heads = ["Replica", "State", "Node", "Ranks", "Step", "Last heard", "Note", ""];
@@ -102,10 +107,10 @@
     if (box.dataset.key === key) return;
     box.dataset.key = key;
     fetched.clear();
-    if (!s.incidents.length) { box.replaceChildren(make("p", "None.", "soft")); return; }
-    box.replaceChildren(...s.incidents.slice(-20).reverse().map((i) => {
+    $("incident-part").hidden = !s.incidents.length;
+    const cards = s.incidents.slice(-20).reverse().sort((a, b) => Boolean(a.closed) - Boolean(b.closed)).map((i) => {
       const card = make("div", "", "panel incident " + (i.closed ? "good" : i.kind === "slow" ? "warn" : ""));
-      const head = make("p"), time = make("time", new Date(i.at * 1000).toLocaleString("en-GB"), "soft");
+      const head = make("p"), time = make("time", new Date(i.at * 1000).toLocaleString("sv-SE"), "soft");  // 2026-11-16 07:02:31
       head.append(time, " ", make("span", i.closed ? "recovered" : i.kind || "open", "pill " + (i.closed ? "good" : "bad")));
       card.append(head, make("p", i.sentence, "what"));
       const facts = [i.cause && i.cause.replaceAll("_", " "), i.outcome, i.node && "on " + i.node].filter(Boolean).join(" · ");
@@ -114,7 +119,10 @@
       if (i.story && i.story.startsWith("/incidents/")) { const link = make("a", "Open the story"); link.href = i.story; links.append(link); } else if (i.path) links.append(make("span", "evidence: " + i.path, "soft"));
       if (i.evidence && i.evidence.startsWith("/incidents/")) card.append(links, evidence(i.evidence)); else if (links.children.length) card.append(links);
       return card;
-    }));
+    });
+    const rest = make("details", "", "small");
+    rest.append(make("summary", `${cards.length - SHOWN_INCIDENTS} more`), ...cards.slice(SHOWN_INCIDENTS));
+    box.replaceChildren(...cards.slice(0, SHOWN_INCIDENTS), ...cards.length > SHOWN_INCIDENTS ? [rest] : []);
   }
   // stacks and last calls of an incident: fetched when they are opened, and opened again when the list is redrawn
   function evidence(url) {
