@@ -43,9 +43,7 @@ with Lighthouse(Options(heartbeat_timeout_s=600.0), ServerOptions(job="llama-pre
         page = browser.new_page(viewport={"width": 1200, "height": 1000})
         page.goto(f"http://{lighthouse.address}/")
         page.wait_for_selector("body[data-ready=yes]")
-        page.locator("summary", has_text="Stacks and last calls").click()
-        page.locator(".evidence .guilty").wait_for()
-        page.evaluate("scrollTo(0, 0)")
+        page.locator("#incidents .what").wait_for()
         page.screenshot(path=sys.argv[1])
         browser.close()
 PYTHON

@@ -289,7 +289,11 @@ LOOK = r"""() => {
   if (canvas) {
     const ticks = JSON.parse(canvas.dataset.ticks), labels = JSON.parse(canvas.dataset.labels).sort((x, y) => x - y);
     if (new Set(ticks.map((t) => t[1])).size !== ticks.length) flaws.push(`ticks repeat: ${ticks.map((t) => t[1])}`);
-    const pen = canvas.getContext("2d");
+    const pen = canvas.getContext("2d"), words = light(parse(canvas.dataset.words));
+    for (const box of document.querySelectorAll("#legend i")) {
+      const bar = light(parse(getComputedStyle(box).backgroundColor)), ratio = (Math.max(words, bar) + 0.05) / (Math.min(words, bar) + 0.05);
+      if (ratio < 4.5) flaws.push(`contrast ${ratio.toFixed(2)} in bars: ${box.parentElement.textContent}`);
+    }
     ticks.forEach((tick, i) => { if (i && ticks[i - 1][0] + pen.measureText(ticks[i - 1][1]).width > tick[0]) flaws.push(`ticks overlap at ${tick[1]}`); });
     labels.forEach((y, i) => { if (i && y - labels[i - 1] < 13) flaws.push("rank labels overlap"); });
   }

@@ -102,8 +102,9 @@ def main(args: argparse.Namespace) -> int:
     except OSError as error:
         from allranks.checkpoint.stores import reason_of
 
+        where = error.filename or getattr(args, "store", None) or getattr(args, "checkpoint", "")
         raise InputError(
-            f"{args.action}: {reason_of(error)}", hint="is the address right, and reachable?"
+            f"cannot {args.action} {where}: {reason_of(error)}", hint="Is the address right, and reachable?"
         ) from error
 
 

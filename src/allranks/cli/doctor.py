@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -190,8 +191,11 @@ def render_checks(found: list[Check], colour: bool) -> Iterator[str]:
         yield f"{shown}  {check.name:<{width}}  {check.detail}"
         if check.cure and check.status in ("warning", "problem"):
             yield f"{'':>8}  {'':<{width}}  → {check.cure}"
-    counts = [f"{sum(c.status == s for c in found)} {s}" for s in ("problem", "warning", "ok", "skipped")]
-    yield ", ".join(counts)
+    number = Counter(check.status for check in found)
+    yield (
+        f"{number['problem']} problem{'s' * (number['problem'] != 1)}, "
+        f"{number['warning']} warning{'s' * (number['warning'] != 1)}, {number['ok']} ok, {number['skipped']} skipped"
+    )
 
 
 def _fix(check: Check) -> str:

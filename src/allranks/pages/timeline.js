@@ -53,10 +53,10 @@
   function palette() {
     const dark = scheme.matches;
     return dark
-      ? { done: hues.map((h) => rgb(h, 0.38, 0.34)), open: rgb(38, 0.85, 0.42), failed: rgb(4, 0.62, 0.42), unknown: rgb(215, 0.08, 0.36), faint: rgb(215, 0.1, 0.18), back: rgb(213, 0.22, 0.075),
-        row: rgb(4, 0.4, 0.13), text: "#e6e9ee", soft: "#a2adba", grid: "#232a34", bad: "#ff8f87", inBar: "#ffffff", ground: "#0f1318" }
+      ? { done: hues.map((h) => rgb(h, 0.38, 0.34)), open: rgb(38, 0.85, 0.33), failed: rgb(4, 0.62, 0.42), unknown: rgb(215, 0.08, 0.36), faint: rgb(215, 0.1, 0.18), back: rgb(213, 0.22, 0.075),
+        row: rgb(4, 0.4, 0.13), text: "#e6e9ee", soft: "#a2adba", grid: "#232a34", bad: "#ff8f87", inBar: "rgb(255 255 255)", ground: "#0f1318" }
       : { done: hues.map((h) => rgb(h, 0.48, 0.74)), open: rgb(40, 0.95, 0.62), failed: rgb(4, 0.8, 0.72), unknown: rgb(215, 0.1, 0.78), faint: rgb(215, 0.15, 0.93), back: rgb(0, 0, 1),
-        row: rgb(4, 0.8, 0.965), text: "#1b1f24", soft: "#57606a", grid: "#e7ebf0", bad: "#b3261e", inBar: "#16202c", ground: "#ffffff" };
+        row: rgb(4, 0.8, 0.965), text: "#1b1f24", soft: "#57606a", grid: "#e7ebf0", bad: "#b3261e", inBar: "rgb(22 32 44)", ground: "#ffffff" };
   }
   function size() {
     scale = window.devicePixelRatio || 1;
@@ -330,6 +330,7 @@
   function css(color) { return `rgb(${color & 255} ${(color >> 8) & 255} ${(color >> 16) & 255})`; }
   function legend() {
     const colors = palette();
+    canvas.dataset.words = colors.inBar;
     byId("legend").replaceChildren(...[["finished (colour: operation and group)", colors.done[Math.min(1, colors.done.length - 1)]], ["not finished", colors.open], ["failed or timed out", colors.failed]].map(([name, color]) => {
       const item = make("span"), box = make("i");
       box.style.background = css(color);
