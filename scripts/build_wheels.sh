@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the sdist and one manylinux wheel per Python (3.10 to 3.13) into dist/, with the compiled part, and tries each:
-# a fresh environment, `allranks --version`, `diagnose` on a sample dump, `stacks` of a live process.
+# a fresh environment, `allranks --version` and `--help`, `diagnose` on a sample dump, `stacks` of a live process.
 #   scripts/build_wheels.sh [PYTHON ...]      default: every python3.10 … 3.13 that pyenv or PATH has
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -29,6 +29,7 @@ for python in "${pythons[@]}"; do
     wheel=$(ls -t dist/allranks-*-"$tag"-"$tag"-*.whl | head -n 1)
     "$work/$tag/bin/pip" install --quiet "$wheel"
     "$work/$tag/bin/allranks" --version
+    "$work/$tag/bin/allranks" --help >"$work/help.txt" && grep -q "My job hangs now" "$work/help.txt"
     (
         cd "$work"
         code=0

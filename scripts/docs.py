@@ -1,4 +1,5 @@
-"""Writes what docs take from the program: the reference, the transcripts, the outputs of the tutorial.
+"""Writes what docs take from the program: the reference, the transcripts, the outputs of the tutorial; and the tables of
+numbers, from benchmarks/results.
 
     python scripts/docs.py            write them anew
     python scripts/docs.py --check    exit 1 and name the files that are out of date; the tests do this
@@ -21,6 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
+import docs_numbers  # noqa: E402
 import docs_reference  # noqa: E402
 
 NOTE = "<!-- Written by scripts/docs.py; do not edit. -->"
@@ -40,9 +42,9 @@ def pages() -> dict[Path, str]:
     }
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = path.read_text()
-        written = docs_reference.with_metrics(TRANSCRIPT.sub(_transcribed, text))
-        if TRANSCRIPT.search(text) or docs_reference.METRICS.search(text):
-            found[path] = written
+        found[path] = docs_numbers.with_numbers(
+            docs_reference.with_metrics(TRANSCRIPT.sub(_transcribed, text))
+        )
     return found
 
 

@@ -49,7 +49,7 @@ def test_the_page_begins_with_the_sentence_and_holds_the_whole_story() -> None:
         "allranks diagnose /x/y",
     ):
         assert text in page
-    assert page.index(">5</td>") < page.index(">0</td>")
+    assert page.index("Rank 5: sleep") < page.index("Rank 0: collective wait at t.py:1")
 
 
 def test_hostile_text_cannot_inject_anything() -> None:

@@ -249,4 +249,4 @@ def _write(name: str, parts: Iterable[str | bytes]) -> None:
     except OSError as error:
         hint = "" if target.parent.is_dir() else f"There is no folder {target.parent}: make it first."
         raise InputError(f"cannot write {name}: {error.strerror}", hint=hint) from error
-    print(f"wrote {name}", file=sys.stderr)
+    print(f"Wrote {name}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import shutil
@@ -21,7 +22,7 @@ from allranks.launch import slurm
 from allranks.launch.command_line import arrange, flag_value, has_flag, job_token
 
 _FLAGS = {"--nodes", "--gpus-per-node", "--partition", "--time", "--name", "--output", "--sbatch", "--srun"}
-_ALONE = {"--no-requeue", "--dry-run", "-h", "--help"}
+_ALONE = {"--no-requeue", "--dry-run", "--json", "-h", "--help"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-requeue", action="store_true", help="do not let Slurm requeue the job when a node fails"
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be run")
+    parser.add_argument("--json", action="store_true", help="submit: print one JSON object")
     parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
@@ -163,9 +165,9 @@ def _submit(args: argparse.Namespace, words: list[str], command: str) -> int:
     if done.returncode:
         raise InputError(f"sbatch refused the job: {done.stderr.strip()}")
     job = done.stdout.strip().split(";")[0]
-    print(
-        f"submitted job {job}; output in {args.output.replace('%j', job)}; stacks: allranks slurm collect {job}"
-    )
+    output = args.output.replace("%j", job)
+    text = f"Submitted job {job}; output in {output}; stacks: allranks slurm collect {job}"
+    print(json.dumps({"schema": 1, "job": job, "output": output}) if args.json else text)
     return 0
 
 

@@ -241,8 +241,4 @@ def _show(options: StacksFlags, captures: dict[str, Capture], reports: dict[str,
         return
     for job, report in reports.items():
         for line in [*([f"job {job}:"] if job else []), *render_text(report, trees[job])]:
-            print(
-                printable(line, 100_000)
-                .encode("utf-8", "replace")
-                .decode(sys.stdout.encoding or "utf-8", "replace")
-            )
+            print(printable(line, 100_000))

@@ -10,19 +10,18 @@ from collections.abc import Sequence
 from allranks import pages
 from allranks.model.diagnosis import Finding
 from allranks.model.incident import Action, Incident, Moment
-from allranks.pages.cards import Row, StackCard, frame_lines, short, stack_card, without_stale
-from allranks.report.rank_evidence import RankEvidence
+from allranks.pages.cards import StackCard, frame_lines, short, stack_card, without_stale
+from allranks.report.rank_evidence import RankEvidence, rank_evidence
 
 _GOOD = frozenset({"last good step", "recovered", "healed", "back to speed"})
 _BAD = frozenset({"fault", "overdue", "died"})
 _ENDS = frozenset({"recovered", "healed", "back to speed"})
-MAX_ROWS = 256
 
 
 def render_story(
     incident: Incident, report_lines: tuple[str, ...] = (), evidence: Sequence[RankEvidence] = ()
 ) -> str:
-    """The whole page."""
+    """The whole page; without `evidence`, with what the incident itself knows of each rank."""
     verdict = incident.verdict or Finding("", (), "")
     status, mood = _status(incident)
     advice, missing = list(verdict.advice), list(verdict.missing_evidence)
@@ -49,8 +48,7 @@ def render_story(
         moments=[_moment(moment, begin, span) for moment in incident.timeline],
         down=_down(incident.timeline, begin, span),
         action=_action(incident.action),
-        ranks=_ranks(incident),
-        evidence=evidence,
+        evidence=evidence or rank_evidence(incident),
         missing=[*incident.missing, *missing],
         report="\n".join(report_lines),
         folder=incident.folder,
@@ -125,23 +123,3 @@ def _action(action: Action | None) -> dict[str, str] | None:
         return None
     text = f"{action.reason}. {action.result}" if action.result else action.reason
     return {"name": action.kind.replace("_", " "), "text": text}
-
-
-def _ranks(incident: Incident) -> list[Row]:
-    """One row for all ranks that did the same, the guilty ones first."""
-    ranks = (incident.stacks or {}).get("ranks") or {}
-    same: dict[tuple[str, ...], list[int]] = {}
-    for rank, facts in ranks.items():
-        key = (
-            str(int(rank) in incident.ranks),
-            *(str(facts.get(name, "")) for name in ("cause", "where", "evidence")),
-        )
-        same.setdefault(key, []).append(int(rank))
-    ordered = sorted(same.items(), key=lambda item: (item[0][0] != "True", min(item[1])))
-    rows = [
-        Row((short(tuple(who)), cause.replace("_", " "), where, evidence), "bad" if guilty == "True" else "")
-        for (guilty, cause, where, evidence), who in ordered[:MAX_ROWS]
-    ]
-    if len(ordered) > MAX_ROWS:
-        rows.append(Row((f"and {len(ordered) - MAX_ROWS} more in the evidence folder", "", "", "")))
-    return rows
