@@ -1,11 +1,17 @@
-"""Makes docs/gpu.md from the gpu.json of scripts/gpu.sh: `gpu_docs.py RESULTS/gpu.json > docs/gpu.md`."""
+"""Makes docs/gpu.md: `gpu_docs.py > docs/gpu.md`.
+
+The numbers are those of benchmarks/results/gpu.json (written by scripts/gpu.sh, slices put together), what they mean is
+written by hand in benchmarks/results/gpu_notes.md.
+"""
 
 from __future__ import annotations
 
 import json
-import sys
+import re
 from pathlib import Path
 from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 HEAD = """# On a GPU
 
@@ -42,14 +48,23 @@ def rows(numbers: dict[str, Any], prefix: str = "") -> list[str]:
     return found
 
 
-def page(results: dict[str, Any]) -> str:
-    lines = [HEAD]
+def of_all_ranks(verdicts: dict[str, bool]) -> dict[str, bool]:
+    """One claim for those that are made of every rank."""
+    found: dict[str, bool] = {}
+    for claim, holds in verdicts.items():
+        name = re.sub(r"^rank \d+:", "every rank:", claim)
+        found[name] = found.get(name, True) and holds
+    return found
+
+
+def page(results: dict[str, Any], notes: str) -> str:
+    lines = [HEAD, notes]
     for name, found in results.items():
         machine = ", ".join(f"{key} {value}" for key, value in found.get("machine", {}).items())
-        lines += [f"\n## {name.replace('_', ' ')}", f"{machine}; took {found.get('seconds')} s.\n"]
+        lines += [f"\n## {name.replace('_', ' ')}", f"{machine}.\n"]
         lines += [
             f"- {'holds' if holds else '**does not hold**'}: {claim}"
-            for claim, holds in found["verdicts"].items()
+            for claim, holds in of_all_ranks(found["verdicts"]).items()
         ]
         numbers = rows(found["numbers"])
         lines += ["", "| measured | value |", "|---|---|", *numbers] if numbers else []
@@ -57,4 +72,5 @@ def page(results: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print(page(json.loads(Path(sys.argv[1]).read_text())))
+    found = json.loads((RESULTS / "gpu.json").read_text())
+    print(page(found, (RESULTS / "gpu_notes.md").read_text()))

@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -31,6 +33,14 @@ def test_reference_and_transcripts_are_current(script: ModuleType) -> None:
     """`python scripts/docs.py` writes them anew."""
     stale = [path.name for path, text in script.pages().items() if path.read_text() != text]
     assert stale == []
+
+
+def test_the_page_of_the_gpu_is_made_from_its_numbers() -> None:
+    """benchmarks/results/gpu.json and gpu_notes.md."""
+    made = subprocess.run(
+        [sys.executable, "scripts/gpu_docs.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert made.stdout == (ROOT / "docs/gpu.md").read_text()
 
 
 def test_the_tutorial_runs_and_shows_what_it_prints(script: ModuleType) -> None:
