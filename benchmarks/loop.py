@@ -150,7 +150,11 @@ def overhead(rounds: int, steps: int, folder: Path, against: Path | None = None)
             )
             if done.returncode:
                 raise RuntimeError(f"{name} ended with {done.returncode}: {done.stderr[-2000:]}")
-            found[name].append(json.loads(out.read_text()))
+            found[name].append(run := json.loads(out.read_text()))
+            share = 100 * run["around_cpu"] / run["ranks_cpu"]
+            print(
+                f"{name}: {share:.2f} % around the ranks, step {fast(run):.4f} s", file=sys.stderr, flush=True
+            )
     base = found.pop("torchrun")
     numbers = {
         "step_ms": 1000 * statistics.median(fast(run) for run in base),

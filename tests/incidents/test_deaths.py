@@ -211,20 +211,24 @@ class Living(Supervisor):
         return self.running
 
 
-@pytest.mark.parametrize(("running", "calls"), [(True, 5), (False, 5), (True, 0)])
-def test_a_lost_replica_whose_process_runs_is_a_partition(tmp_path: Path, running: bool, calls: int) -> None:
-    """The lighthouse lost it, its agent sees it run: the network. One that is being stopped is none, and a process
-    that has made no call yet is the next life of the one that was lost."""
+@pytest.mark.parametrize(
+    ("running", "step", "calls"), [(True, 7, 5), (True, 0, 0), (False, 7, 5), (True, -1, 0)]
+)
+def test_a_lost_replica_whose_process_runs_is_a_partition(
+    tmp_path: Path, running: bool, step: int, calls: int
+) -> None:
+    """The lighthouse lost it, its agent sees it run: the network, also in its first step. One that is being stopped is
+    none, and a process that has begun no step and made no call is the next life of the one that was lost."""
     dog, supervisor = watch(tmp_path, mode="replica", replicas=2), Living()
     supervisor.running = running
     for rank in (0, 1):
-        write_box(tmp_path / "boxes", rank, 7, calls=calls)
+        write_box(tmp_path / "boxes", rank, step, calls=calls)
     agent = NodeAgent(dog, None, supervisor)
     notice = MemberLost("replica-1", "connection was cut and did not come back")
     agent._look_after(notice, agent._pids(notice), 5.0)
     stories = read_incidents(tmp_path / "incidents")
     assert [(s["kind"], s["ranks"], s["verdict"]["cause"]) for s in stories] == (
-        [("partition", [1], "none_finished")] if running and calls else []
+        [("partition", [1], "none_finished")] if running and step >= 0 else []
     )
 
 

@@ -45,6 +45,18 @@ def test_a_death_that_was_seen_wins_over_what_the_survivors_say() -> None:
     assert named(judge(None, None, Observed(told=DIED))) == ("rank_died", (2,))
 
 
+@pytest.mark.parametrize(
+    ("told", "cause"), [(DIED, "extra_collective"), (replace(DIED, where="train.py:9"), "rank_died")]
+)
+def test_a_rank_that_died_of_its_own_extra_call_is_named_for_the_call(told: Finding, cause: str) -> None:
+    """gloo aborts a process that gets a message of another size; one that raised has said itself why it ended."""
+    gone = Finding("rank_died", (2,), "rank 2 died with all_reduce #11 unfinished", severity="root")
+    extra = Finding("extra_collective", (2,), "rank 2 made an extra all_reduce #12", confidence=0.7)
+    found = judge(Diagnosis("fault", gone, (gone, extra)), None, Observed(told=told))
+    assert named(found) == (cause, (2,))
+    assert found is not None and [f.severity for f in found.findings].count("root") == 1
+
+
 @pytest.mark.parametrize(("told", "guilty"), [(DIED, 2), (replace(DIED, confidence=0.9), 1)])
 def test_a_call_that_others_could_not_make_after_a_death_is_not_its_cause(told: Finding, guilty: int) -> None:
     """Rank 1 was first in the next call when rank 2 died of itself; a rank that aborted may have died of that call."""

@@ -79,22 +79,26 @@ def judge_folder(
 
 def judge(diagnosis: Diagnosis | None, report: StacksReport | None, observed: Observed) -> Diagnosis | None:
     """The diagnosis of boxes and stacks, corrected by what the agent saw. Pure."""
-    better = _correct(diagnosis.verdict if diagnosis is not None else None, report, observed)
+    findings = diagnosis.findings if diagnosis is not None else ()
+    better = _correct(diagnosis.verdict if diagnosis is not None else None, findings, report, observed)
     if better is None:
         return diagnosis
-    rest = tuple(
-        replace(f, severity="consequence") if f.severity == "root" else f
-        for f in (diagnosis.findings if diagnosis is not None else ())
-    )
+    others = [f for f in findings if f is not better]
+    rest = tuple(replace(f, severity="consequence") if f.severity == "root" else f for f in others)
     better = replace(better, severity="root")
     base = diagnosis or Diagnosis("fault", None)
     return replace(base, status="fault", verdict=better, findings=(better, *rest))
 
 
-def _correct(found: Finding | None, report: StacksReport | None, observed: Observed) -> Finding | None:
+def _correct(
+    found: Finding | None, findings: tuple[Finding, ...], report: StacksReport | None, observed: Observed
+) -> Finding | None:
     """What the agent knows better than the boxes; None when it does not."""
     if observed.told is not None:
-        return None if found is not None and _explains(found, observed.told) else observed.told
+        if found is not None and _explains(found, observed.told):
+            return None
+        own = (f for f in findings if _is_own_mistake(f, observed.told))
+        return next(own, observed.told)
     if observed.looping:
         return Finding(NO_STEP, (), observed.reason, confidence=0.5)
     if observed.behind:
@@ -114,6 +118,13 @@ def _explains(found: Finding, told: Finding) -> bool:
     """
     early = found.cause == "extra_collective" and found.ranks != told.ranks and told.confidence == 1.0
     return found.cause in PROGRAM_FAULT and not early
+
+
+def _is_own_mistake(found: Finding, told: Finding) -> bool:
+    """Whether a rank that ended without a word of its own had made a call that does not match: that was its end."""
+    ended = told.cause == "rank_died" and not told.where
+    mistake = found.cause in PROGRAM_FAULT and found.ranks == told.ranks and found.confidence >= TRUSTED
+    return ended and mistake
 
 
 def accuse(ranks: tuple[int, ...], report: StacksReport | None, reason: str) -> Finding | None:

@@ -328,8 +328,9 @@ class NodeAgent:
         ):
             return {}
         size = self.watch.options.ranks_per_replica
-        # a process that has made no call yet is not the one that was lost: its line is the next life's
-        trained = {s.pid for s in read_samples(self.watch.options.folder) if s.calls_started}
+        # a process that has begun nothing yet is not the one that was lost: its line is the next life's
+        samples = read_samples(self.watch.options.folder)
+        trained = {s.pid for s in samples if s.calls_started or s.step >= 0}
         found = {rank: pid for rank, pid in self.supervisor.pids().items() if rank // size == replica}
         return found if trained.issuperset(found.values()) else {}
 
