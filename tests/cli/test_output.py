@@ -177,3 +177,19 @@ def _write_box(job: str, header: TraceHeader, trace: RankTrace) -> None:
     path = job_folder(job) / f"{job}.a0.r0.p{header.pid}.box"
     path.parent.mkdir(parents=True)
     path.write_bytes(box_bytes(replace(trace, header=header)))
+
+
+@pytest.mark.parametrize("words", [["diagnose", str(DUMPS)], ["stacks", "--pid", "1"]])
+def test_a_page_that_cannot_be_written_is_refused_before_the_work(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody waits for minutes, or loses a sample of a hang, for a mistyped folder."""
+    page = tmp_path / "none" / "page.html"
+    for wrong, text in (
+        (page, f"there is no folder {page.parent}"),
+        (tmp_path, "it is a folder"),
+        (DUMPS / "trace_0", "exists"),
+    ):
+        assert main([*words, "--html", str(wrong)]) == 2
+        shown = capsys.readouterr()
+        assert text in shown.err and shown.out == "" and "ranks and" not in shown.err

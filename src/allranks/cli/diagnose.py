@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gzip
-import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allranks.cli.flags import add_flags, read_flags
-from allranks.cli.terminal import ProgressBar, at_work, use_color
+from allranks.cli.terminal import ProgressBar, at_work, check_target, use_color, write_whole
 from allranks.errors import InputError
 from allranks.model.options import check_options, option
 
@@ -96,7 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """0 nothing wrong, 1 fault found (or unclear), 2 could not run."""
     options = read_flags(DiagnoseFlags, args)
-    _refuse_to_overwrite(options)
+    for name in (options.html, options.perfetto, options.output):
+        check_target(name, options.force)
     loaded = _load(args.paths, options)
     traces = _transformed(options, loaded.traces)
     if options.just_print_entries:
@@ -142,12 +141,6 @@ def _judge_incident(paths: list[str], options: DiagnoseFlags) -> Diagnosis | Non
     for line in missing:
         print(f"left out: {line}", file=sys.stderr)
     return result
-
-
-def _refuse_to_overwrite(options: DiagnoseFlags) -> None:
-    for name in (options.html, options.perfetto, options.output):
-        if name and not options.force and Path(name).is_file() and Path(name).stat().st_size:
-            raise InputError(f"{name} exists", hint="use --force to overwrite it, or another name")
 
 
 def _load(paths: list[str], options: DiagnoseFlags) -> LoadResult:
@@ -209,13 +202,13 @@ def _write_files(options: DiagnoseFlags, result: Diagnosis, traces: list[RankTra
     if options.output:
         from allranks.report import as_json
 
-        _write(options.output, [as_json.render(result), "\n"])
+        write_whole(options.output, [as_json.render(result), "\n"])
     if options.html:
         from allranks.report import html
 
-        _write(options.html, html.render(result, traces, time.time()))
+        write_whole(options.html, html.render(result, traces, time.time()))
     if options.perfetto:
-        _write(options.perfetto, _trace(options.perfetto, result, traces))
+        write_whole(options.perfetto, _trace(options.perfetto, result, traces))
 
 
 def _trace(name: str, result: Diagnosis, traces: list[RankTrace]) -> Iterable[str | bytes]:
@@ -227,26 +220,3 @@ def _trace(name: str, result: Diagnosis, traces: list[RankTrace]) -> Iterable[st
     from allranks.report import perfetto
 
     return perfetto.render(result, traces)
-
-
-def _write(name: str, parts: Iterable[str | bytes]) -> None:
-    """A file that is there as a whole or not at all; gzipped when its name says so."""
-    target = Path(name)
-    draft = (
-        target.with_name(f".{target.name}.{os.getpid()}")
-        if not target.exists() or target.is_file()
-        else target
-    )
-    try:
-        with (
-            at_work(f"writing {name}"),
-            gzip.open(draft, "wb", 5) if name.endswith(".gz") else draft.open("wb") as file,
-        ):
-            for part in parts:
-                file.write(part if isinstance(part, bytes) else part.encode("utf-8", "replace"))
-        if draft != target:
-            draft.replace(target)
-    except OSError as error:
-        hint = "" if target.parent.is_dir() else f"There is no folder {target.parent}: make it first."
-        raise InputError(f"cannot write {name}: {error.strerror}", hint=hint) from error
-    print(f"Wrote {name}", file=sys.stderr)

@@ -61,16 +61,16 @@ def embed_lighthouse(
     host, _, port = bind.rpartition(":")
     server = ServerOptions(host=host.strip("[]"), port=int(port), token=token, job=job)
     options = Options(min_replicas=min_replicas or 1, expect_replicas=replicas, **quorum_times(settings))
-    # the agent of this process logs its incidents itself
-    logging.getLogger("allranks.lighthouse").addFilter(_no_incidents)
+    logging.getLogger("allranks.lighthouse").addFilter(_is_news)
     lighthouse = stack.enter_context(Lighthouse(options, server, http=http_protocol()))
     address = str(lighthouse.address)
     print(f"[allranks] lighthouse at {address}, page http://{address}/", file=sys.stderr, flush=True)
     return address
 
 
-def _no_incidents(record: logging.LogRecord) -> bool:
-    return getattr(record, "event", "") != "incident"
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not what this process logs itself: incidents, and the address."""
+    return getattr(record, "event", "") != "incident" and not str(record.msg).startswith("listening on")
 
 
 def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | None:

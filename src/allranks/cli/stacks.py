@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from allranks.cli.flags import add_flags, read_flags
+from allranks.cli.terminal import check_target, write_whole
 from allranks.errors import InputError
 from allranks.model.options import check_options, option
 from allranks.model.parsing import printable
@@ -98,8 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """0 nothing is hung, 1 a hung job or an unclear one, 2 could not look."""
     options = read_flags(StacksFlags, args)
-    if options.html and Path(options.html).exists() and not options.force:
-        raise InputError(f"{options.html} exists", hint="give another name, or --force to overwrite it")
+    check_target(options.html, options.force)
     if options.folder:
         captures = {"": read_capture(options.folder)}
     else:
@@ -231,9 +231,7 @@ def _show(options: StacksFlags, captures: dict[str, Capture], reports: dict[str,
 
         page = Path(options.html)
         page = page.with_name(f"{page.stem}-{_file_name(job)}{page.suffix}") if job else page
-        text = render_html(report, trees[job], job=job or options.job, made_s=time.time())
-        page.write_text(text, encoding="utf-8", errors="replace")
-        _say(f"Wrote {page}")
+        write_whole(str(page), [render_html(report, trees[job], job=job or options.job, made_s=time.time())])
     if options.json:
         shapes = {job: report_json(report, trees[job]) for job, report in reports.items()}
         alone = next(iter(shapes.values())) if len(shapes) == 1 else {"jobs": shapes}

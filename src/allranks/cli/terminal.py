@@ -1,4 +1,5 @@
-"""What all commands do on a terminal: colour or not, a sign of life on everything longer than a second, raw keys."""
+"""What commands share: colour or not, a sign of life on everything longer than a second, raw keys, files written as a
+whole."""
 
 from __future__ import annotations
 
@@ -6,9 +7,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
+
+from allranks.errors import InputError
 
 LONG_S = 1.0  # what takes longer shows that it is at work
 
@@ -107,3 +111,39 @@ def key_within(seconds: float) -> str:
         return ""
     ready, _, _ = select.select([sys.stdin], [], [], seconds)
     return os.read(sys.stdin.fileno(), 1).decode("latin-1") if ready else ""
+
+
+def check_target(name: str, force: bool) -> None:
+    """Raises when this file cannot be written, before work is done for it; "" is no file."""
+    path = Path(name)
+    if not name:
+        return
+    if not path.parent.is_dir():
+        raise InputError(f"cannot write {name}: there is no folder {path.parent}", hint="Make it first.")
+    if path.is_dir():
+        raise InputError(
+            f"cannot write {name}: it is a folder", hint=f"Name a file in it: {path / 'page.html'}"
+        )
+    if not force and path.is_file() and path.stat().st_size:
+        raise InputError(f"{name} exists", hint="Give another name, or --force to overwrite it.")
+
+
+def write_whole(name: str, parts: Iterable[str | bytes]) -> None:
+    """A file that is there as a whole or not at all; gzipped when its name says so."""
+    import gzip
+
+    target = Path(name)
+    special = target.exists() and not target.is_file()  # /dev/stdout
+    draft = target if special else target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with (
+            at_work(f"writing {name}"),
+            gzip.open(draft, "wb", 5) if name.endswith(".gz") else draft.open("wb") as file,
+        ):
+            for part in parts:
+                file.write(part if isinstance(part, bytes) else part.encode("utf-8", "replace"))
+        if not special:
+            draft.replace(target)
+    except OSError as error:
+        raise InputError(f"cannot write {name}: {error.strerror}") from error
+    print(f"Wrote {name}", file=sys.stderr)
