@@ -49,7 +49,7 @@ class Visit(Looked):
             return n; }""", color))  # fmt: skip
 
 
-ORANGE = {"light": "[250, 188, 66]", "dark": "[198, 131, 16]"}
+ORANGE = {"light": "[250, 188, 66]", "dark": "[156, 103, 13]"}
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
