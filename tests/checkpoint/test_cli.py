@@ -23,7 +23,7 @@ from allranks.checkpoint.restore.opened_checkpoint import opened
 from allranks.checkpoint.restore.torch_files import read_dcp
 from allranks.checkpoint.stores.file_store import FileStore
 from allranks.cli import main
-from allranks.errors import CheckpointValidationError
+from allranks.errors import CheckpointValidationError, InputError
 
 from .jobs import flip, make_state, same, same_state
 from .s3server import S3Server
@@ -189,6 +189,87 @@ def test_import_takes_single_files_and_plain_dcp_folders(
     for step in (8, 9):
         loaded = backend.load(f"checkpoint_step_{step:08d}")
         assert loaded.step == step and same(loaded.model_state_dict, state.model_state_dict)
+
+
+def _parts(state: Any) -> tuple[Any, Any, Any]:
+    return state.model_state_dict, state.optimizer_state_dict, {"last_epoch": 7}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda m, o, s: {
+            "model_state_dict": m,
+            "optimizer_state_dict": o,
+            "scheduler_state_dict": s,
+            "step": 7,
+        },
+        lambda m, o, s: {"state_dict": m, "optimizer": o, "scheduler": s, "step": 7, "best_acc": 0.9},
+        lambda m, o, s: {
+            "state_dict": m,
+            "optimizer_states": [o],
+            "lr_schedulers": [s],
+            "global_step": 7,
+            "loops": {},
+        },
+        lambda m, o, s: {
+            "model": m,
+            "optimizer": o,
+            "lr_scheduler": s,
+            "iter_num": 7,
+            "config": {"n_layer": 2},
+        },
+        lambda m, o, s: {"app": {"model": m, "optim": o, "lr_scheduler": s, "step": 7}},
+    ],
+    ids=["torch's tutorial", "torch's examples", "Lightning", "nanoGPT", "DCP's tutorial"],
+)
+def test_import_knows_the_parts_of_a_state_by_the_names_of_other_programs(tmp_path: Path, shape: Any) -> None:
+    """They became a model that holds its optimizer, at step 0."""
+    expected = make_state(7)
+    torch.save(shape(*_parts(expected)), tmp_path / "file.pt")
+    import_checkpoint(tmp_path / "file.pt", str(tmp_path / "run"))
+    loaded = NVMeBackend(tmp_path / "run").load("checkpoint_step_00000007")
+    expected.lr_scheduler_state_dict = {"last_epoch": 7}
+    assert same_state(loaded, expected)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_import_takes_a_checkpoint_of_hugging_faces_trainer(tmp_path: Path, shards: int) -> None:
+    """Weights in one file or several; optimizer, scheduler and step lie beside them."""
+    from safetensors.torch import save_file
+
+    expected, folder = make_state(7), tmp_path / "checkpoint-7"
+    model, optimizer, scheduler = _parts(expected)
+    folder.mkdir()
+    names = (
+        ["model.safetensors"]
+        if shards == 1
+        else [f"model-{i + 1:05d}-of-00002.safetensors" for i in range(2)]
+    )
+    where = {name: names[number % shards] for number, name in enumerate(model)}
+    for file in names:
+        save_file({name: value for name, value in model.items() if where[name] == file}, str(folder / file))
+    if shards > 1:
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": where})
+        )
+    torch.save(optimizer, folder / "optimizer.pt")
+    torch.save(scheduler, folder / "scheduler.pt")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 7, "epoch": 1.5}))
+    import_checkpoint(folder, str(tmp_path / "run"))
+    loaded = NVMeBackend(tmp_path / "run").load("checkpoint_step_00000007")
+    expected.lr_scheduler_state_dict, expected.epoch = scheduler, 1
+    assert same_state(loaded, expected)
+
+
+def test_import_refuses_what_holds_no_model(tmp_path: Path) -> None:
+    """Names what is there, and how it can be saved."""
+    torch.save({"net": {"w": torch.ones(2)}, "notes": "x"}, tmp_path / "file.pt")
+    with pytest.raises(InputError, match="'net', 'notes': none of them is the state_dict"):
+        import_checkpoint(tmp_path / "file.pt", str(tmp_path / "run"))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InputError, match="neither a DCP folder nor one of Hugging Face"):
+        import_checkpoint(tmp_path / "folder", str(tmp_path / "run"))
 
 
 class Evil:

@@ -168,10 +168,11 @@ def test_a_file_servers_clock_counts_for_what_lies_on_it(tmp_path: Path) -> None
     store.leave(attempt)  # as where locks do not work
     folder = tmp_path / ".saving-live-t1"
     there = time.time() - 600
-    for path in (folder, tmp_path):
+    for path in (folder / "file", folder, tmp_path):
         os.utime(path, (there, there))
     assert store.tidy() == []
-    os.utime(folder, (there - 600, there - 600))
+    for path in (folder / "file", folder):
+        os.utime(path, (there - 600, there - 600))
     os.utime(tmp_path, (there, there))
     assert store.tidy() == [folder.name]
 

@@ -61,7 +61,7 @@ def test_a_disk_that_fills_up_while_writing_is_the_same(
     """The check beforehand is a courtesy: the write itself fails as cleanly."""
 
     class Plenty:
-        f_bavail, f_frsize = 1 << 40, 4096
+        f_blocks, f_bavail, f_frsize = 1 << 40, 1 << 40, 4096
 
     monkeypatch.setattr("allranks.checkpoint.stores.file_store.os.statvfs", lambda _: Plenty)
     with pytest.raises(CheckpointSaveError, match="No space left on device"):
@@ -353,7 +353,9 @@ def test_what_dead_savers_left_behind_is_tidied_but_not_what_live_ones_write(tmp
     live, dead = Attempt("live", "t1"), Attempt("dead", "t2")
     for attempt in (live, dead):
         store.write(attempt, "file", [memoryview(b"x")], 1)
-        os.utime(tmp_path / f".saving-{attempt.name}-{attempt.token}", (1, 1))
+        folder = tmp_path / f".saving-{attempt.name}-{attempt.token}"
+        os.utime(folder / "file", (1, 1))
+        os.utime(folder, (1, 1))
     store.leave(dead)
     assert other.tidy() == [".saving-dead-t2"]
     store.abandon(live)

@@ -155,3 +155,28 @@ def test_the_commands_of_the_hints_build_and_verify_an_index(tmp_path: Path) -> 
     assert _run_hint(damaged.value.hint.splitlines()[0], **names) == 1
     assert _run_hint(damaged.value.hint.splitlines()[1], **names) == 0
     TokenIndexFile(index).close()
+
+
+WITHOUT_LOCKS = """
+import sys
+from pathlib import Path
+from allranks.elastic.index.writer import IndexWriter
+from tests.checkpoint.kernel_answers import answer_as
+
+answer_as("no locks (Lustre without flock)")
+writer = IndexWriter(Path(sys.argv[1]), 4, {"files": []})
+writer.open()
+writer.close()
+"""
+
+
+def test_a_file_system_without_locks_is_not_another_build(tmp_path: Path) -> None:
+    """Lustre without flock: the build goes on, and says that it cannot be kept from a second one."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LOCKS, str(tmp_path / "index")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0 and "start no second build" in done.stderr, done.stderr

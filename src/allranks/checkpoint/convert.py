@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from allranks.checkpoint.config import CheckpointLoadConfig
 from allranks.checkpoint.restore.into_state import read_state
 from allranks.checkpoint.restore.opened_checkpoint import opened
 from allranks.checkpoint.restore.torch_files import damage_of, is_dcp, read_dcp, read_legacy
-from allranks.checkpoint.state import CheckpointState, state_of
+from allranks.checkpoint.state import CheckpointState, StateDict, state_of
 from allranks.checkpoint.stores import StoreSpec, checkpoint_name, open_store, split_address
 from allranks.checkpoint.stores.backends import Backend
 from allranks.checkpoint.stores.listing import has_manifest
@@ -64,15 +65,21 @@ def import_checkpoint(
     options: Mapping[str, str] | None = None,
     force: bool = False,
 ) -> str:
-    """Turns a `.pt`, a `.safetensors` or a plain DCP folder into a checkpoint of ours; returns its path.
+    """Turns a `.pt`, a `.safetensors`, a plain DCP folder or one of Hugging Face's Trainer into a checkpoint of ours.
 
-    A bare state_dict becomes the model of a state without optimizer. Never replaces one without `force`.
+    Returns its path. A bare state_dict becomes the model of a state without optimizer. Never replaces one without `force`.
     """
     path = Path(source)
     raw = _read(path, config or CheckpointLoadConfig())
     if not isinstance(raw, Mapping):
         raise InputError(f"it holds a {type(raw).__name__}, not a dict of tensors")
     state = state_of(raw)
+    model = state.model_state_dict
+    if model and not any(isinstance(value, torch.Tensor) for value in model.values()):
+        raise InputError(
+            f"'{path}' holds {', '.join(map(repr, list(raw)[:8]))}: none of them is the state_dict of a model",
+            hint='save it as {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": N}',
+        )
     if step is not None:
         state.step = step
     backend = Backend(StoreSpec(store, dict(options or {})))
@@ -85,17 +92,51 @@ def import_checkpoint(
 def _read(path: Path, config: CheckpointLoadConfig) -> Any:
     if is_dcp(path):
         return read_dcp(path)
+    if path.is_dir():
+        return _read_trainer(path, config)
     if not path.is_file():
-        raise InputError(
-            f"'{path}' is neither a file nor a DCP folder",
-            hint="give a .pt, a .safetensors or a folder with .metadata",
-        )
+        raise InputError(f"no such file or folder: '{path}'", hint=f"what is there: ls '{path.parent}'")
     if path.suffix != ".safetensors":
         return read_legacy(path, config)
     from safetensors.torch import load_file
 
     with damage_of(path):
         return load_file(str(path))
+
+
+def _read_trainer(folder: Path, config: CheckpointLoadConfig) -> StateDict:
+    """What Hugging Face's Trainer or `save_pretrained` wrote: weights in one file or several, and what is beside them."""
+    model: StateDict = {}
+    for file in _weight_files(folder):
+        model.update(_read(file, config))
+    state: StateDict = {"model": model}
+    for part, name in (("optimizer", "optimizer.pt"), ("lr_scheduler", "scheduler.pt")):
+        if (folder / name).is_file():
+            state[part] = read_legacy(folder / name, config)
+    facts = folder / "trainer_state.json"
+    if facts.is_file():
+        with damage_of(facts):
+            known = json.loads(facts.read_text())
+            state.update(step=known["global_step"], epoch=known["epoch"])
+    return state
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            with damage_of(index):
+                return [
+                    folder / Path(file).name
+                    for file in dict.fromkeys(json.loads(index.read_text())["weight_map"].values())
+                ]
+    raise InputError(
+        f"'{folder}' is neither a DCP folder nor one of Hugging Face's Trainer",
+        hint="give a .pt, a .safetensors, a folder with .metadata, or one with model.safetensors; a checkpoint of ours is "
+        "copied: allranks checkpoint copy",
+    )
 
 
 def _write(state: CheckpointState, path: Path, kind: str) -> None:

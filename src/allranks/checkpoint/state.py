@@ -63,27 +63,36 @@ _KEYS = tuple(f.name for f in fields(CheckpointState) if f.name != "rank_states"
 REQUIRED_KEYS = ("step", "model_state_dict", "optimizer_state_dict")
 
 
-#: What other savers call the parts of a state.
+#: What other savers call the parts of a state: torch's tutorials and examples, DCP's, Lightning, Megatron, nanoGPT.
 _OTHER_NAMES = {
-    "model": "model_state_dict",
-    "optimizer": "optimizer_state_dict",
-    "lr_scheduler": "lr_scheduler_state_dict",
+    "model_state_dict": ("model", "state_dict"),
+    "optimizer_state_dict": ("optimizer", "optim", "optimizer_states"),
+    "lr_scheduler_state_dict": ("lr_scheduler", "scheduler", "scheduler_state_dict", "lr_schedulers"),
+    "step": ("global_step", "iteration", "iter_num"),
 }
 
 
 def state_of(raw: SavedDict) -> CheckpointState:
     """Any saved dict as a state: ours, `{"model": …, "optimizer": …}` as people write it, or a bare state_dict."""
-    if "model_state_dict" in raw:
-        return CheckpointState.from_dict(raw)
-    if isinstance(raw.get("model"), Mapping):
-        plain = {key: raw[key] for key in ("step", "epoch") if isinstance(raw.get(key), int)}
-        renamed = {
-            new: dict(raw[old]) for old, new in _OTHER_NAMES.items() if isinstance(raw.get(old), Mapping)
-        }
-        return CheckpointState.from_dict({**plain, **renamed})
-    bare = dict(raw)
-    step = bare.pop("step") if isinstance(bare.get("step"), int) else 0
-    return CheckpointState(step=step, model_state_dict=bare)
+    if len(raw) == 1 and isinstance(inner := next(iter(raw.values())), Mapping) and "model" in inner:
+        raw = inner  # {"app": …} of DCP's tutorial
+    known = {name: raw[name] for name in _KEYS if name in raw}
+    for ours, names in _OTHER_NAMES.items():
+        found = next((_one(raw[name]) for name in names if name in raw), None)
+        if ours not in known and isinstance(found, int if ours == "step" else Mapping):
+            known[ours] = found
+    step, epoch = known.pop("step", 0), known.pop("epoch", 0)
+    known["step"] = step if isinstance(step, int) else 0
+    if "model_state_dict" in known:
+        known["epoch"] = int(epoch) if isinstance(epoch, (int, float)) else 0  # a Trainer's may be 1.5
+        return CheckpointState.from_dict(known)
+    bare = {name: value for name, value in raw.items() if name != "step" or not isinstance(value, int)}
+    return CheckpointState(step=known["step"], model_state_dict=bare)
+
+
+def _one(value: object) -> object:
+    """Lightning keeps a list of optimizers; the only one of them."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _copied(value: Any) -> Any:

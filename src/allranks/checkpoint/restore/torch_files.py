@@ -110,7 +110,8 @@ def _load(path: Path, tier: str, weights_only: bool) -> Any:
                 "it holds more than tensors and plain containers, and loading that runs code",
                 tier=tier,
                 path=str(path),
-                hint="if you made this file yourself: CheckpointLoadConfig(trusted_source=True)",
+                hint="if you made this file yourself: CheckpointLoadConfig(trusted_source=True), or on the command line "
+                "--trusted-source",
             ) from error
 
 

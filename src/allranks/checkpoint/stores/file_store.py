@@ -26,7 +26,10 @@ QUARANTINE = "quarantine"
 WRITE_BYTES = 32 << 20
 #: A hidden folder younger than this may belong to a rank that has not locked it yet.
 LEFT_BEHIND_S = 60.0
-_HIDDEN = (".saving-", ".removing-", ".replaced-")
+_REPLACED = ".replaced-"
+_HIDDEN = (".saving-", ".removing-", _REPLACED)
+#: What flock says on file systems without locks. NFS 4 says EBADF for an exclusive lock on what cannot be written.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 
 
 class FileStore:
@@ -49,7 +52,7 @@ class FileStore:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock_attempt(attempt, folder)
         space = os.statvfs(folder)
-        if length > space.f_bavail * space.f_frsize:
+        if space.f_blocks and length > space.f_bavail * space.f_frsize:  # without blocks it is unknown
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / file))
         unfinished = folder / f"{file}.part"
         _write_file(unfinished, pieces)
@@ -72,7 +75,7 @@ class FileStore:
             leftover.unlink()
         _sync_folder(folder)
         self.leave(attempt)
-        _rename_over(folder, final, self.root / f".replaced-{attempt.name}-{attempt.token}")
+        _rename_over(folder, final, self.root / f"{_REPLACED}{attempt.name}-{attempt.token}")
         _sync_folder(self.root)
 
     def abandon(self, attempt: Attempt) -> None:
@@ -89,7 +92,7 @@ class FileStore:
         removed = []
         hidden = {path: _changed(path) for path in self._hidden_folders()}
         # the folder itself changes with every commit; this machine's clock may differ from a file server's
-        now = max(filter(math.isfinite, [_changed(self.root), *hidden.values()]), default=0.0)
+        now = max(filter(math.isfinite, [self.root.stat().st_mtime, *hidden.values()]), default=0.0)
         for folder, changed in hidden.items():
             old = changed < now - LEFT_BEHIND_S
             if old and _unlocked(folder) and _unlocked(folder / MANIFEST):
@@ -104,12 +107,10 @@ class FileStore:
             if self.root.is_symlink():  # its target is not mounted: not the same as empty
                 raise
             return []
-        found = [
-            entry.name
-            for entry in entries
-            if not entry.name.startswith(".") and entry.is_dir() and (Path(entry.path) / MANIFEST).is_file()
-        ]
-        return sorted(found)
+        names = {self._brought_back(entry.name) for entry in entries if entry.is_dir()}
+        return sorted(
+            name for name in names if not name.startswith(".") and (self.root / name / MANIFEST).is_file()
+        )
 
     def read(self, name: str, file: str) -> bytes:
         return (self.root / name / file).read_bytes()
@@ -160,7 +161,7 @@ class FileStore:
     def reading(self, name: str) -> Iterator[None]:
         fd = os.open(self.root / name / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH)
+            _lock(fd, fcntl.LOCK_SH)
             yield
         finally:
             os.close(fd)
@@ -184,9 +185,19 @@ class FileStore:
         """Holds a shared lock on the folder for as long as this saver lives or until commit."""
         if attempt.token not in self._locks:
             fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-            with contextlib.suppress(OSError):  # a filesystem without locks still has the age rule
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            _lock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             self._locks[attempt.token] = fd
+
+    def _brought_back(self, name: str) -> str:
+        """The name itself; what a saver had moved aside to replace it, and then died, gets its own name again."""
+        own = name.removeprefix(_REPLACED).rpartition("-")[0] if name.startswith(_REPLACED) else name
+        if own == name or (self.root / own).exists():
+            return name
+        try:
+            (self.root / name).rename(self.root / own)
+        except OSError:  # a read-only disk, or another process was first
+            return own
+        return own
 
     def _hidden_folders(self) -> list[Path]:
         if not self.root.is_dir():
@@ -195,9 +206,9 @@ class FileStore:
 
     @contextlib.contextmanager
     def _exclusive(self, name: str) -> Iterator[bool]:
-        fd = os.open(self.root / name / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+        fd = _open_to_lock(self.root / name / MANIFEST)
         try:
-            yield _try_lock(fd)
+            yield _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         finally:
             os.close(fd)
 
@@ -312,9 +323,9 @@ def _address(piece: memoryview) -> int:
 
 
 def _changed(path: Path) -> float:
-    """When the filesystem says that a folder changed last; one that is gone just did."""
+    """When the filesystem says that a folder, or a file in it, changed last; one that is gone just did."""
     try:
-        return path.stat().st_mtime
+        return max(one.stat().st_mtime for one in (path, *path.iterdir()))
     except FileNotFoundError:
         return math.inf
 
@@ -323,6 +334,9 @@ def _sync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a filesystem that cannot, as CIFS
+            raise
     finally:
         os.close(fd)
 
@@ -336,23 +350,36 @@ def _remove_tree(folder: Path) -> None:
         folder.rmdir()
 
 
-def _try_lock(fd: int) -> bool:
-    """Takes the exclusive lock unless somebody else holds one."""
+def _lock(fd: int, how: int) -> bool:
+    """Takes a lock; False while somebody else holds one. On a filesystem without locks the age rules have to do."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
+        fcntl.flock(fd, how)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
+def _open_to_lock(path: Path) -> int:
+    """For writing where that is possible: NFS gives an exclusive lock for nothing else."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError:  # a folder, or not ours to write
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _unlocked(path: Path) -> bool:
     """Whether nobody holds a lock on a file or folder (or it is not there)."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = _open_to_lock(path)
     except FileNotFoundError:
         return True
     try:
-        return _try_lock(fd)
+        return _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     finally:
         os.close(fd)
 

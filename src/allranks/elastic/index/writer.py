@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import struct
 import zlib
@@ -25,6 +26,7 @@ from typing import BinaryIO
 from allranks.elastic.index.file import BLOCK, HEADER_BYTES, IndexHeader
 from allranks.errors import InputError
 
+log = logging.getLogger("allranks.elastic")
 _CHUNK = 1 << 20
 
 
@@ -64,9 +66,11 @@ class IndexWriter:
             raise InputError(f"cannot write {self.path}: {error.strerror or error}") from error
         try:
             fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             self.close()
             raise InputError(f"another build is writing {self.path}") from None
+        except OSError as error:  # a file system without locks
+            log.warning("%s cannot be locked (%s): start no second build of it", self.path, error.strerror)
         self._tokens = self._files.enter_context(_open(self._part()))
         self._docs = self._files.enter_context(_open(self._part(".docs")))
         self._journal.seek(0)
