@@ -1,6 +1,7 @@
 """How much training time a checkpoint costs, how long until it is safe, and how fast it comes back.
 
     python benchmarks/checkpoint.py [--quick] [--json] [--sizes 256 2048] [--parts saves loads memory tiers store]
+    python benchmarks/checkpoint.py --against TREE [--rounds 3]     our saves and loads, this version and another one in turns
 
 Model and Adam state of 256 MiB and 2 GiB (`--quick`: 256 MiB) in one process with one compute thread. Peers in
 the same run: torch.save, safetensors, DCP (save, async_save with a thread and with a process, its default and its
@@ -34,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from _checkpoint_against import compare
 from _checkpoint_floors import drop_cache, raw_read, raw_read_fresh, raw_read_in_place, save_floors
 from _checkpoint_job import MB, Job, Method, build, timed
 from _checkpoint_ours import to_disk, to_memory, to_object_store, to_peer
@@ -61,7 +63,20 @@ def main() -> int:
     parser.add_argument("--sizes", type=int, nargs="+", help="MiB of state")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="measure only these")
     parser.add_argument("--folder", help="where to write (default: a temporary folder here)")
+    parser.add_argument(
+        "--against", type=Path, metavar="TREE", help="checkout of another version: only compare with it"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="of --against")
     args = parser.parse_args()
+    if args.against is not None:
+        found = compare(
+            args.against.resolve(),
+            args.sizes or [256, 2048],
+            args.rounds,
+            os.path.abspath(args.folder or "."),
+        )
+        print(json.dumps({"name": "checkpoint_against", "numbers": found, "machine": _machine()}))
+        return 0
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from allranks.drill.ranks import signal as reached
 from allranks.errors import InputError
 from allranks.model.trace import CALL, Flag, State
 from allranks.record.row_writer import make_ring
+from allranks.stacks.boxes import find_boxes
 
 
 def _box(path: Path, capacity: int = 32, heap: int = 1 << 16) -> Box:
@@ -234,6 +237,31 @@ def test_runs_that_start_at_once_may_remove_the_same_finished_jobs(
         assert sum(len(one.result(60)) for one in removed) >= 60
     assert not place._in_use(tmp_path / "gone")
     assert place.job_folders() == []
+
+
+def test_a_folder_that_is_removed_while_it_is_listed_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another job ends between two reads: `allranks watch` and the next recorder see one folder less."""
+    monkeypatch.setattr(place, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    removed = []
+
+    def removing(real: Any) -> Any:
+        def listed(path: Any = ".") -> Any:
+            if not isinstance(path, int) and Path(path).name.startswith("allranks-"):
+                removed.append(path)
+                shutil.rmtree(path, ignore_errors=True)
+            return real(path)
+
+        return listed
+
+    monkeypatch.setattr(os, "listdir", removing(os.listdir))
+    monkeypatch.setattr(os, "scandir", removing(os.scandir))
+    for act in (place.job_folders, place.remove_old, find_boxes):
+        place.job_folder("job").mkdir(parents=True)
+        act()
+    assert len(removed) >= 3
 
 
 def test_a_folder_that_somebody_else_made_in_our_name_is_not_read(

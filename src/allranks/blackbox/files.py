@@ -100,29 +100,34 @@ def fallback_folder(job: str) -> Path:
 
 def job_folders() -> list[Path]:
     """Every folder of this machine that may hold boxes of this user's jobs; none that somebody else made in our name."""
-    bases = {base_folder(), fallback_folder("job").parent}
-    ours = [base for base in bases if base.is_dir() and base.lstat().st_uid == os.getuid()]
-    return sorted(path for base in ours for path in base.iterdir() if path.is_dir())
+    found = []
+    for base in {base_folder(), fallback_folder("job").parent}:
+        with contextlib.suppress(FileNotFoundError):
+            found += subfolders(base) if base.lstat().st_uid == os.getuid() else []
+    return sorted(found)
+
+
+def subfolders(folder: Path) -> list[Path]:
+    """The folders in a folder; none of one that cannot be listed, or that somebody removes meanwhile."""
+    try:
+        return [path for path in folder.iterdir() if path.is_dir()]
+    except OSError:
+        return []
 
 
 def remove_old(now: float | None = None) -> None:
     """Removes boxes of processes that are gone from this user's default folders, so that they do not eat memory."""
     limit = (time.time() if now is None else now) - KEEP_S
     for folder in job_folders():
-        for path in folder.rglob("*"):
-            pid = re.search(r"\.p(\d+)\.", path.name)
+        for place, _, names in os.walk(folder, topdown=False):
+            for path in (Path(place, name) for name in names):
+                pid = re.search(r"\.p(\d+)\.", path.name)
+                ended = not (pid and Path(f"/proc/{pid[1]}").exists())
+                with contextlib.suppress(OSError):
+                    if ended and path.is_file() and path.stat().st_mtime < limit:
+                        path.unlink()
             with contextlib.suppress(OSError):
-                if (
-                    path.is_file()
-                    and path.stat().st_mtime < limit
-                    and not (pid and Path(f"/proc/{pid[1]}").exists())
-                ):
-                    path.unlink()
-        for path in sorted((p for p in folder.rglob("*") if p.is_dir()), reverse=True):
-            with contextlib.suppress(OSError):
-                path.rmdir()  # only when empty
-        with contextlib.suppress(OSError):
-            folder.rmdir()
+                os.rmdir(place)  # only when empty
 
 
 def remove_finished(keep: Path | None = None, max_bytes: int = MAX_LEFT_BYTES) -> list[Path]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from allranks.blackbox.files import subfolders
 from allranks.blackbox.header import Header, find_header
 from allranks.blackbox.reader import read_rows
 from allranks.errors import InputError
@@ -33,8 +34,9 @@ class LiveBox:
 def find_boxes(folders: tuple[Path, ...] = ()) -> list[LiveBox]:
     """Boxes in the default folders of every user and in the given ones; what is no box is passed over."""
     roots = {Path("/dev/shm"), Path(tempfile.gettempdir())}
-    places = [place for root in roots if root.is_dir() for place in root.glob("allranks-*/*")]
-    places += [path for folder in folders for path in (folder, *_subfolders(folder))]
+    bases = [base for root in roots if root.is_dir() for base in root.glob("allranks-*")]
+    places = [place for base in (*bases, *folders) for place in subfolders(base)]
+    places += folders
     found = {}
     for place in places:
         try:
@@ -44,13 +46,6 @@ def find_boxes(folders: tuple[Path, ...] = ()) -> list[LiveBox]:
         except OSError:
             continue
     return list(found.values())
-
-
-def _subfolders(folder: Path) -> list[Path]:
-    try:
-        return [path for path in folder.iterdir() if path.is_dir()]
-    except OSError:
-        return []
 
 
 def read_box(path: Path) -> LiveBox | None:

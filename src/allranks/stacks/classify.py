@@ -127,7 +127,7 @@ def _tell_one(state: RankState, subject: bool = True) -> str:
     name = f"rank {state.rank} " if subject else "first of them "
     line = f" in {_swap(state.where)}" if state.where else ""
     child = next((c for c in state.children if c.cause not in ("healthy", "queue_wait")), None)
-    tail = f" (child process {child.child}: {child.cause} at {child.where})" if child else ""
+    tail = f" (child process {child.child}: {_at(child)})" if child else ""
     verb = (
         f"cannot be read ({state.evidence})"
         if state.cause == "unknown"
@@ -316,7 +316,11 @@ def _child_tail(cause: Cause, children: tuple[ChildState, ...]) -> str:
     if cause.cause not in ("dataloader_wait", "child_process_wait", "shutdown_join", "queue_wait"):
         return ""
     busy = [child for child in children if child.cause not in ("queue_wait", "healthy", "unknown")]
-    return "".join(f"; child {c.child} (pid {c.pid}): {c.cause} at {c.where}" for c in busy[:4])
+    return "".join(f"; child {c.child} (pid {c.pid}): {_at(c)}" for c in busy[:4])
+
+
+def _at(child: ChildState) -> str:
+    return f"{child.cause} at {child.where}" if child.where else child.cause
 
 
 def _children(children: Sequence[ProcessCapture], table: Sequence[StackPattern]) -> tuple[ChildState, ...]:

@@ -106,7 +106,7 @@ def collect(
         for number in range(1, settings.rounds + 1):
             if number > 1:
                 time.sleep(settings.interval_s)
-            say(f"look {number} of {settings.rounds}")
+            say(f"sample {number} of {settings.rounds}")
             collection.look(number, pool)
         collection.look_closer(pool)
     return collection.finish()
@@ -214,7 +214,8 @@ class _Collection:
                 raise ProcessLookupError(f"process {target.pid} ended and its number is used by another one")
             row = read_facts(target.pid)
         except OSError as error:
-            case.note(f"process {target.pid} could not be read: {error}")
+            if target.child is None or not isinstance(error, (FileNotFoundError, ProcessLookupError)):
+                case.note(f"process {target.pid} could not be read: {error}")  # children come and go
             return None, ()
         text = json.dumps(row)
         self._keep(case, f"proc.s{number}.json", text)

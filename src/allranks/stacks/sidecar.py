@@ -114,8 +114,8 @@ class Sidecar:
                 try:
                     state = self._glance(time.monotonic() - self._began_s, state)
                 except Exception as error:  # the job must not suffer from its observer
-                    self._say(f"this look failed: {type(error).__name__}: {error}")
-                    log.debug("a look failed", exc_info=True)
+                    self._say(f"this sample failed: {type(error).__name__}: {error}")
+                    log.debug("a sample failed", exc_info=True)
                 self._pause()
         finally:
             self._release()
