@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -169,6 +172,29 @@ def test_settings_that_make_no_sense_are_refused(setting: dict[str, object], tex
     """At construction, with the value and the choices."""
     with pytest.raises(ConfigurationError, match=text):
         CheckpointConfig(**setting)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", [np.int64(2), torch.tensor(2)])
+def test_steps_may_be_counted_by_numpy_and_torch(tmp_path: Path, step: Any) -> None:
+    """Loops that count in arrays and tensors."""
+    model, optimizer = make_job()
+    with CheckpointManager(CheckpointConfig(nvme_path=tmp_path, checkpoint_interval=1)) as manager:
+        manager.step(step, model, optimizer, epoch=step)
+        assert manager.wait_for_pending_saves(60)
+    assert os.listdir(tmp_path) == ["checkpoint_step_00000002"]
+    with pytest.raises(TypeError, match=r"step must be a whole number, not 2\.5"):
+        CheckpointState(step=2.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"), [("", "is empty"), ("s3://bucket/run", "s3_bucket"), ("$SCRATCH/run", "expandvars")]
+)
+def test_a_path_that_would_become_a_folder_of_an_odd_name_is_refused(path: str, hint: str) -> None:
+    """Checkpoints in ./$SCRATCH/run of some node are as good as lost."""
+    with pytest.raises(ConfigurationError, match="nvme_path") as caught:
+        CheckpointConfig(nvme_path=path)
+    assert hint in (caught.value.hint or "")
+    assert CheckpointConfig(nvme_path="~/run").nvme_path == Path.home() / "run"
 
 
 def test_one_line_per_step_saves_at_the_intervals_and_restores_everything(tmp_path: Path) -> None:

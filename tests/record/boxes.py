@@ -1,13 +1,20 @@
-"""Reads the black boxes that a test's ranks left behind."""
+"""Records a function in ranks, reads the black boxes that they left behind, and stands in for works that finish later."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+import allranks
+from allranks.blackbox.file_writer import Box
 from allranks.blackbox.reader import find_boxes, read_trace
-from allranks.model.trace import RankTrace
+from allranks.drill.ranks import Ranks
+from allranks.model.trace import RankTrace, State
+from allranks.record.options import RecorderOptions
+from allranks.record.writer import CallWriter
 
 
 def traces(folder: Path) -> dict[int, RankTrace]:
@@ -29,3 +36,44 @@ def last(trace: RankTrace, op: str) -> np.void:
 def where(trace: RankTrace, row: np.void) -> list[str]:
     """Function names of a call's stack, innermost first."""
     return [frame.name for frame in trace.stacks[int(row["stack"])]]
+
+
+def states(trace: RankTrace) -> list[State]:
+    """The states of its calls in order."""
+    return [State(int(value)) for value in trace.calls["state"]]
+
+
+def record_ranks(function: Any, folder: Path, world: int = 2, **options: Any) -> dict[int, RankTrace]:
+    """Runs a function in recorded ranks; their traces."""
+    with Ranks(record_one, world, (function,), **options) as ranks:
+        ranks.values(timeout_s=90)
+    return traces(folder)
+
+
+def record_one(rank: int, world: int, function: Any) -> None:
+    """Body of such a rank."""
+    warnings.simplefilter("ignore")
+    recorder = allranks.record()
+    assert recorder.active
+    function(rank, world)
+    recorder.close()
+
+
+class LateWork:
+    """Stands for a Work of a library that finishes later, as NCCL's."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self.error: Exception | None = None
+
+    def is_completed(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.over
+
+
+def make_writer(tmp_path: Path, engine: str) -> CallWriter:
+    """A writer of calls to a small box, in C or in Python."""
+    box = Box(tmp_path / "x.box", 32, 1 << 16)
+    box.open()
+    return CallWriter(box, RecorderOptions(stack_depth=0, accelerate=engine == "c"))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import _thread
 import importlib
 import threading
-import time
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,33 +17,18 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.fsdp  # as above
 
 import allranks
-from allranks.blackbox.header import read_header
 from allranks.blackbox.reader import read_trace
 from allranks.drill.ranks import Ranks
 from allranks.model.trace import REDUCE_OPS, Flag, State
 from allranks.record.groups import describe_group
 
-from .boxes import last, ops, traces, where
+from .boxes import last, ops, record_ranks, traces, where
 
 WORLD = 2
 try:
     DIST2: Any = importlib.import_module("torch.distributed._dist2")
 except ImportError:  # torch 2.15 has it no more
     DIST2 = None
-
-
-def _run(function: Any, folder: Path, world: int = WORLD, **options: Any) -> dict[int, Any]:
-    with Ranks(_recorded, world, (function,), **options) as ranks:
-        ranks.values(timeout_s=90)
-    return traces(folder)
-
-
-def _recorded(rank: int, world: int, function: Any) -> None:
-    warnings.simplefilter("ignore")
-    recorder = allranks.record()
-    assert recorder.active
-    function(rank, world)
-    recorder.close()
 
 
 def _all_ops(rank: int, world: int) -> None:
@@ -72,7 +54,7 @@ def _all_ops(rank: int, world: int) -> None:
 
 def test_every_collective_is_recorded_with_its_particulars(folder: Path, engine: str) -> None:
     """One row per call, in order, with root, operator, sizes and splits."""
-    found = _run(_all_ops, folder)
+    found = record_ranks(_all_ops, folder)
     assert ops(found[0]) == [
         "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter",
         "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single", "barrier", "monitored_barrier",
@@ -122,7 +104,7 @@ def _repeats(rank: int, world: int) -> None:
 
 def test_a_call_made_again_is_recorded_as_the_first_one_was(folder: Path, engine: str) -> None:
     """The first call of a kind is read in Python, the next ones in C: operator, root, sizes, timeout, stack agree."""
-    for rank, trace in _run(_repeats, folder, world=3).items():
+    for rank, trace in record_ranks(_repeats, folder, world=3).items():
         columns = [
             "op",
             "group",
@@ -174,62 +156,6 @@ def test_in_a_group_with_two_backends_calls_on_cpu_tensors_end_with_their_wait(
         assert (trace.calls["started_ns"] > 0).all()
 
 
-def _without_frames(rank: int, world: int) -> None:
-    recorder = allranks.record.current()
-    assert recorder is not None and recorder.path is not None
-    for done in range(1, 4):
-        arguments = ([torch.ones(1)], dist.AllreduceOptions())
-        _thread.start_new_thread(dist.group.WORLD.allreduce, arguments)
-        deadline = time.monotonic() + 60
-        while read_header(recorder.path).calls_completed < done:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
-
-def test_a_thread_of_cpp_has_the_stack_of_the_main_thread(folder: Path, engine: str) -> None:
-    """As autograd's threads on a GPU: they have no Python frames at all."""
-    for trace in _run(_without_frames, folder).values():
-        assert ops(trace) == ["all_reduce"] * 3
-        assert all("_without_frames" in where(trace, row) for row in trace.calls)
-        assert all(int(row["thread"]) != trace.header.pid for row in trace.calls)
-
-
-def _in_library(file: str) -> Any:
-    """A function of a library, which calls torch.distributed."""
-    space: dict[str, Any] = {"dist": dist, "torch": torch}
-    lines = ["def outer(depth):", "    return outer(depth - 1) if depth else dist.all_reduce(torch.ones(1))"]
-    exec(compile("\n".join(lines), file, "exec"), space)
-    return space["outer"]
-
-
-def _hooks_of_autograd(rank: int, world: int) -> None:
-    recorder = allranks.record.current()
-    assert recorder is not None and recorder.path is not None
-    function = _in_library("/opt/env/lib/python3/site-packages/sharded/hooks.py")
-    for done, start in enumerate((_thread.start_new_thread, _python_thread, _thread.start_new_thread), 1):
-        start(function, (200,))
-        deadline = time.monotonic() + 60
-        while read_header(recorder.path).calls_completed < done:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-    function(200)
-
-
-def _python_thread(function: Any, args: tuple[int]) -> None:
-    threading.Thread(target=function, args=args).start()
-
-
-def test_a_hook_of_a_library_on_a_thread_of_cpp_has_the_line_of_the_main_thread(
-    folder: Path, engine: str
-) -> None:
-    """As FSDP's hooks in backward on a GPU, however deep; a thread that Python started has its own frames only."""
-    for trace in _run(_hooks_of_autograd, folder).values():
-        frames = [[frame.name for frame in trace.stacks[int(row["stack"])]] for row in trace.calls]
-        assert [names[:3] for names in frames] == [["outer"] * 3] * 4
-        assert ["_hooks_of_autograd" in names for names in frames] == [True, False, True, True]
-        assert len(frames[1]) == 3
-
-
 def _p2p(rank: int, world: int) -> None:
     dist.new_group([1, 0])
     group = dist.new_group([2, 1])
@@ -249,7 +175,7 @@ def _p2p(rank: int, world: int) -> None:
 
 def test_send_and_recv_know_their_partner_by_global_rank(folder: Path, engine: str) -> None:
     """Also in a subgroup, where torch counts from 0; a recv from anybody has no partner."""
-    found = _run(_p2p, folder, world=3)
+    found = record_ranks(_p2p, folder, world=3)
     sent, received = found[1].calls[0], found[2].calls[0]
     assert int(sent["peer"]) == 2
     assert int(received["peer"]) == 1
@@ -272,7 +198,7 @@ def _ddp(rank: int, world: int) -> None:
 
 def test_ddp_is_recorded_though_its_reducer_is_cpp(folder: Path, engine: str) -> None:
     """Buckets reduced by C++ have their step and the line that called backward()."""
-    found = _run(_ddp, folder)
+    found = record_ranks(_ddp, folder)
     for trace in found.values():
         buckets = [row for row in trace.calls if trace.names[int(row["op"])] == "all_reduce"]
         assert [int(row["step"]) for row in buckets] == [0, 1, 2]
@@ -296,7 +222,6 @@ class _FromAnotherThread(torch.autograd.Function):
 
 
 def _in_backward(rank: int, world: int) -> None:
-    import threading
 
     x = torch.ones(3, requires_grad=True)
     _FromAnotherThread.apply(x).sum().backward()
@@ -307,7 +232,7 @@ def _in_backward(rank: int, world: int) -> None:
 
 def test_calls_of_other_threads_carry_their_thread(folder: Path) -> None:
     """Calls from backward() and from a second thread are recorded with the thread that made them."""
-    found = _run(_in_backward, folder)
+    found = record_ranks(_in_backward, folder)
     for trace in found.values():
         assert ops(trace) == ["all_reduce", "all_reduce"]
         main, side = (int(row["thread"]) for row in trace.calls)
@@ -326,7 +251,7 @@ def _functional(rank: int, world: int) -> None:
 
 def test_functional_collectives_are_recorded_to_their_end(folder: Path) -> None:
     """C++ looks their group up by name; the proxy registered there records them."""
-    found = _run(_functional, folder)
+    found = record_ranks(_functional, folder)
     for trace in found.values():
         assert ops(trace) == [
             "all_reduce", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced",
@@ -350,7 +275,7 @@ def _mesh_and_fsdp(rank: int, world: int) -> None:
 
 def test_device_meshes_and_fsdp2_are_recorded(folder: Path) -> None:
     """Sharded parameters are gathered and gradients scattered; the user's line is on the stack."""
-    found = _run(_mesh_and_fsdp, folder)
+    found = record_ranks(_mesh_and_fsdp, folder)
     for trace in found.values():
         seen = ops(trace)
         assert seen[0] == "all_reduce"
@@ -376,7 +301,7 @@ def _coalesced(rank: int, world: int) -> None:
 
 def test_coalesced_and_object_collectives_are_recorded_once(folder: Path) -> None:
     """A coalesced group is one call with several tensors; objects show as the tensors that carry them."""
-    found = _run(_coalesced, folder)
+    found = record_ranks(_coalesced, folder)
     trace = found[0]
     seen = [
         op.replace("all_gather_into_tensor", "all_gather") for op in ops(trace)
@@ -418,7 +343,7 @@ def _other_doors(rank: int, world: int) -> None:
 
 def test_bare_backends_python_groups_and_dist2_are_recorded_once_each(folder: Path) -> None:
     """Groups that never pass through init_process_group are seen, and none of them twice."""
-    found = _run(_other_doors, folder)
+    found = record_ranks(_other_doors, folder)
     for trace in found.values():
         assert ops(trace) == ["all_reduce", "all_reduce"] + ["broadcast"] * (DIST2 is not None)
         assert [int(row["in_numel"]) for row in trace.calls] == [5, 6, 7][: len(trace.calls)]
@@ -451,7 +376,7 @@ def test_members_that_we_know_ourselves_are_believed() -> None:
 @pytest.mark.soak  # gloo's own split sometimes fails to connect on a busy machine
 def test_a_group_that_was_split_off_knows_its_members(folder: Path) -> None:
     """By their global ranks, also a part of a part; torch itself forgets them."""
-    found = _run(_split, folder, world=3)
+    found = record_ranks(_split, folder, world=3)
     members = {
         rank: [trace.groups[int(row["group"])].ranks for row in trace.calls] for rank, trace in found.items()
     }
@@ -461,7 +386,7 @@ def test_a_group_that_was_split_off_knows_its_members(folder: Path) -> None:
 
 def test_recording_started_after_the_group_was_made_still_sees_cpp(folder: Path) -> None:
     """`record()` may come after init_process_group; groups that exist are registered again."""
-    found = _run(_functional, folder)  # Ranks makes the group before the recorder starts
+    found = record_ranks(_functional, folder)  # Ranks makes the group before the recorder starts
     assert "all_gather_into_tensor_coalesced" in ops(found[0])
 
 
@@ -481,7 +406,7 @@ def _stop(rank: int, world: int) -> None:
 
 def test_closing_gives_torch_back_as_it_was(folder: Path) -> None:
     """After close() nothing is recorded and every collective works."""
-    found = _run(_stop, folder)
+    found = record_ranks(_stop, folder)
     assert ops(found[0]) == ["all_reduce"]
     assert found[0].progress.closed == "closed"
 
@@ -498,7 +423,7 @@ def _compiled(rank: int, world: int) -> None:
 
 def test_compiled_code_is_recorded_and_the_recorder_is_not_compiled(folder: Path) -> None:
     """dynamo looks at every frame that starts under compiled code, also at those that C++ starts for us."""
-    found = _run(_compiled, folder)
+    found = record_ranks(_compiled, folder)
     assert ops(found[0]) == ["all_reduce"]
     assert any("double_and_sum" in name for name in where(found[0], found[0].calls[0]))
 
@@ -507,7 +432,7 @@ def test_compiled_code_is_recorded_and_the_recorder_is_not_compiled(folder: Path
 def test_the_depth_of_stacks_is_settable(folder: Path, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     """0 records none."""
     monkeypatch.setenv("ALLRANKS_STACK_DEPTH", str(depth))
-    found = _run(_all_ops, folder)
+    found = record_ranks(_all_ops, folder)
     lengths = {len(found[0].stacks[int(row["stack"])]) for row in found[0].calls}
     assert max(lengths) <= depth
     assert (lengths == {0}) == (depth == 0)

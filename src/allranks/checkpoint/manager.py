@@ -32,7 +32,12 @@ from allranks.checkpoint.restore.candidates import RestoreRules
 from allranks.checkpoint.restore.into_state import Live
 from allranks.checkpoint.restore.loader import Loader
 from allranks.checkpoint.save.coordinator import SaveCoordinator
-from allranks.checkpoint.state import CheckpointState, create_checkpoint_state, restore_rng_states
+from allranks.checkpoint.state import (
+    CheckpointState,
+    create_checkpoint_state,
+    restore_rng_states,
+    whole_number,
+)
 from allranks.checkpoint.stores.backends import Backend, NVMeBackend, S3Backend
 from allranks.checkpoint.stores.memory import MemorySnapshotBackend
 
@@ -92,6 +97,7 @@ class CheckpointManager:
     ) -> tuple[CheckpointTier, ...]:
         """Call after `optimizer.step()` number `step`: saves to every tier that is due, and says which."""
         self.saves.raise_failures()
+        step = whole_number("step", step)
         due = self.due(step)
         if optimizer is not None:
             self.attach(optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import time
 from collections.abc import Mapping
@@ -44,6 +45,11 @@ class CheckpointState:
     timestamp: float = field(default_factory=time.time)
     rank_states: dict[int, StateDict] = field(default_factory=dict, repr=False, compare=False)
 
+    def __post_init__(self) -> None:
+        self.step = whole_number("step", self.step)
+        epoch = int(self.epoch) if isinstance(self.epoch, float) else self.epoch  # a Trainer's may be 1.5
+        self.epoch = whole_number("epoch", epoch)
+
     def to_dict(self) -> StateDict:
         """The ten known keys; tensors are not copied."""
         return {name: getattr(self, name) for name in _KEYS}
@@ -57,6 +63,14 @@ class CheckpointState:
         """A copy that shares no memory with this one, all tensors on the CPU."""
         copied = {name: _copied(getattr(self, name)) for name in _KEYS}
         return CheckpointState(**copied)
+
+
+def whole_number(name: str, value: object) -> int:
+    """An int of what counts as one, numpy's and a tensor's too; TypeError names the rest."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, not {value!r:.80}") from None
 
 
 _KEYS = tuple(f.name for f in fields(CheckpointState) if f.name != "rank_states")
@@ -84,7 +98,7 @@ def state_of(raw: SavedDict) -> CheckpointState:
     step, epoch = known.pop("step", 0), known.pop("epoch", 0)
     known["step"] = step if isinstance(step, int) else 0
     if "model_state_dict" in known:
-        known["epoch"] = int(epoch) if isinstance(epoch, (int, float)) else 0  # a Trainer's may be 1.5
+        known["epoch"] = epoch if isinstance(epoch, (int, float)) else 0
         return CheckpointState.from_dict(known)
     bare = {name: value for name, value in raw.items() if name != "step" or not isinstance(value, int)}
     return CheckpointState(step=known["step"], model_state_dict=bare)

@@ -1,0 +1,186 @@
+"""How calls on a device end: events of CUDA's driver, recorded and asked from C."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allranks.blackbox.reader import read_trace
+from allranks.model.trace import Flag, State
+from allranks.record.groups import GroupState
+from allranks.record.writer import CallWriter
+
+from .boxes import LateWork, make_writer, states
+
+
+class _Driver:
+    """Stands in for CUDA's driver, which no test machine has: the addresses of its functions, and what they were told."""
+
+    _events = itertools.count(0x1000)  # those of one test are used again by the next
+    CREATE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint)
+    RECORD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    QUERY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+    CAPTURING = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
+
+    def __init__(self) -> None:
+        self.created, self.recorded, self.asked = 0, list[tuple[int, int]](), list[int]()
+        self.answers: dict[int, int] = {}  # by event: 0 passed, 600 not yet
+        self.capturing = 0
+        kinds = (self.CREATE, self.RECORD, self.QUERY, self.CAPTURING)
+        methods = (self._create, self._record, self._query, self._is_capturing)
+        self.functions = [kind(method) for kind, method in zip(kinds, methods, strict=True)]
+        addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in self.functions]
+        self.parts = (lambda: True, lambda: 3, lambda device: 0xABC0 + device, *addresses)
+
+    def _create(self, event: Any, flags: int) -> int:
+        self.created += 1
+        event[0] = next(self._events)
+        return 0 if flags == 2 else 1
+
+    def _record(self, event: int, stream: int) -> int:
+        self.recorded.append((event, stream))
+        self.answers[event] = 600
+        return 0
+
+    def _query(self, event: int) -> int:
+        self.asked.append(event)
+        return self.answers[event]
+
+    def _is_capturing(self, stream: int, status: Any) -> int:
+        status[0] = self.capturing
+        return 0
+
+
+@pytest.fixture
+def driver() -> _Driver:
+    """What the part in C takes for CUDA's driver."""
+    return _Driver()
+
+
+def _marking(tmp_path: Path, driver: _Driver) -> tuple[CallWriter, GroupState]:
+    module = pytest.importorskip("allranks.record._fast", reason="the part in C was not built")
+    writer = make_writer(tmp_path, "c")
+    writer.markers = module.Markers(writer.ring, *driver.parts)
+    return writer, GroupState(1, "g", (0, 1), "nccl", 0)
+
+
+def _method(writer: CallWriter, group: GroupState, original: Callable[..., Any]) -> tuple[object, Any]:
+    """A group and its send(), recorded in C."""
+    from allranks.record import _fast
+    from allranks.record.torch_internals import FAST, NO_OPTIONS
+
+    target = object()
+    groups = {id(target): group.counters}
+
+    def learn(known: Any, key: Any, args: Any) -> tuple[int, int, int]:
+        return (0, 1, 1)
+
+    def slow(*args: Any) -> None:
+        raise AssertionError("not in C")
+
+    return target, _fast.Collective(
+        original, slow, writer.failed, writer.pending, writer.ring, writer.markers, groups, {}, learn,
+        writer.sweep, writer.no_work, None, 1, FAST["send"][1], NO_OPTIONS,
+    )  # fmt: skip
+
+
+def test_events_of_the_driver_follow_calls_without_a_work(tmp_path: Path, driver: _Driver) -> None:
+    """Each call is over when the device has passed its event, in any order; events are used again."""
+    writer, group = _marking(tmp_path, driver)
+    target, send = _method(writer, group, lambda *args: None)
+    for _ in range(3):
+        assert send(target, [torch.ones(1)], 1, 7) is None
+    assert [stream for _, stream in driver.recorded] == [0xABC3] * 3
+    first, second, third = (event for event, _ in driver.recorded)
+    writer.sweep(everything=True)
+    assert states(read_trace(writer.box.path)) == [State.SCHEDULED] * 3
+    driver.answers.update({first: 0, third: 0})
+    writer.sweep(everything=True)
+    trace = read_trace(writer.box.path)
+    assert states(trace) == [State.COMPLETED, State.SCHEDULED, State.COMPLETED]
+    assert trace.progress.calls_completed == 2
+    driver.answers[second] = 700  # the device is broken
+    writer.sweep(everything=True)
+    assert states(read_trace(writer.box.path)) == [State.COMPLETED, State.FAILED, State.COMPLETED]
+    assert len(writer.markers) == 0
+    made = driver.created
+    send(target, [torch.ones(1)], 1, 7)
+    assert driver.created == made and driver.recorded[-1][0] in {first, second, third}
+
+
+def test_a_work_that_was_waited_for_in_c_is_let_go_and_its_event_followed(
+    tmp_path: Path, driver: _Driver
+) -> None:
+    """The call made last and those before it, whatever their order; a wait that fails is a failed call."""
+    from allranks.record import _fast
+
+    writer, group = _marking(tmp_path, driver)
+    works = [LateWork() for _ in range(4)]
+    target, send = _method(writer, group, lambda *args: works[writer.box.get("next_id") - 1])
+
+    def original(work: LateWork) -> bool:
+        if work.error is not None:
+            raise work.error
+        return True
+
+    wait = _fast.Wait(
+        original, writer.wait_failed, writer.waited, writer.pending, writer.ring, writer.markers
+    )
+    for _ in works:
+        send(target, [torch.ones(1)], 1, 7)
+    works[1].error = RuntimeError("broken")
+    assert wait(works[3]) and wait(works[0])
+    with pytest.raises(RuntimeError, match="broken"):
+        wait(works[1])
+    assert len(driver.recorded) == len(writer.markers) == 2
+    assert [entry[0] for entry in writer.pending.values()] == [works[2]]
+    driver.answers = dict.fromkeys(driver.answers, 0)
+    works[2].over = True
+    writer.sweep(everything=True)
+    trace = read_trace(writer.box.path)
+    assert states(trace) == [State.COMPLETED, State.FAILED, State.COMPLETED, State.COMPLETED]
+    assert trace.progress.calls_completed == 3
+
+
+def test_no_event_is_recorded_or_asked_while_a_graph_is_captured(tmp_path: Path, driver: _Driver) -> None:
+    """Neither one that our hooks have seen, nor one that only the stream knows of."""
+    writer, group = _marking(tmp_path, driver)
+    target, send = _method(writer, group, lambda *args: None)
+    send(target, [torch.ones(1)], 1, 7)
+    driver.asked.clear()
+    writer.begin_capture()
+    send(target, [torch.ones(1)], 1, 7)
+    writer.sweep(everything=True)
+    assert (len(driver.recorded), driver.asked) == (1, [])
+    writer.end_capture()
+    driver.capturing = 1
+    assert not writer.markers.mark(1, ())
+    assert len(driver.recorded) == 1
+    driver.capturing, driver.answers = 0, dict.fromkeys(driver.answers, 0)
+    writer.sweep(everything=True)
+    assert states(read_trace(writer.box.path)) == [State.COMPLETED, State.SCHEDULED]
+
+
+def test_the_event_of_a_batch_ends_its_parts(tmp_path: Path, driver: _Driver) -> None:
+    """As one call that is counted once."""
+    writer, group = _marking(tmp_path, driver)
+    target, send = _method(writer, group, lambda *args: None)
+    group.counters.open_batch()
+    for _ in range(2):
+        send(target, [torch.ones(1)], 1, 7)
+    assert driver.recorded == []
+    number, parts = writer.begin_end(group, 1, None)
+    assert parts == (1, 2)
+    writer.returned(None, number, group, parts)
+    driver.answers = dict.fromkeys(driver.answers, 0)
+    writer.sweep(everything=True)
+    trace = read_trace(writer.box.path)
+    assert states(trace) == [State.COMPLETED] * 3
+    assert trace.progress.calls_completed == 1
+    assert [int(flags) & ~Flag.RETIRED for flags in trace.calls["flags"]] == [3, 3, 5]
