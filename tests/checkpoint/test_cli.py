@@ -7,7 +7,9 @@ import enum
 import json
 import os
 import pickle
+import re
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +25,7 @@ from allranks.checkpoint.restore.opened_checkpoint import opened
 from allranks.checkpoint.restore.torch_files import read_dcp
 from allranks.checkpoint.stores.file_store import FileStore
 from allranks.cli import main
-from allranks.errors import CheckpointValidationError, InputError
+from allranks.errors import CheckpointLoadError, CheckpointValidationError, InputError
 
 from .jobs import flip, make_state, same, same_state
 from .s3server import S3Server
@@ -270,6 +272,21 @@ def test_import_refuses_what_holds_no_model(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(InputError, match="neither a DCP folder nor one of Hugging Face"):
         import_checkpoint(tmp_path / "folder", str(tmp_path / "run"))
+
+
+def test_a_checkpoint_of_another_program_is_told_how_to_be_imported(tmp_path: Path) -> None:
+    """DCP's own folder, given to our manager; the command in the hint makes it loadable."""
+    dcp.save(
+        {"model": make_state(9).model_state_dict, "step": 9},
+        checkpoint_id=str(tmp_path / "dcp"),
+        no_dist=True,
+    )
+    with pytest.raises(CheckpointLoadError) as caught:
+        NVMeBackend(tmp_path).load("dcp")
+    command = re.search(r"allranks (checkpoint import .*) STORE", caught.value.hint or "")
+    assert command is not None
+    assert main([*shlex.split(command[1]), str(tmp_path / "run")]) == 0
+    assert NVMeBackend(tmp_path / "run").load("checkpoint_step_00000009").step == 9
 
 
 class Evil:

@@ -29,7 +29,7 @@ from allranks.checkpoint.manifest import (
     decode_index,
     decode_manifest,
 )
-from allranks.checkpoint.stores import Attempt, DataReader, Store, store_arguments
+from allranks.checkpoint.stores import Attempt, DataReader, Store, quoted, store_arguments
 from allranks.errors import CheckpointDamaged
 
 #: Requests under way at once towards a store where each read is a request, and the bytes of each.
@@ -214,6 +214,7 @@ def opened(store: Store, name: str, progress: Callable[[int], None] | None = Non
                 missing_keys=(MANIFEST,),
                 tier=store.tier,
                 path=store.path_of(name),
+                hint=f"of another program? allranks checkpoint import {quoted(store.path_of(name))} STORE",
             ) from error
         checkpoint = Opened(store, name, manifest, _read_indexes(store, name, manifest), progress)
         stack.callback(checkpoint.close)
