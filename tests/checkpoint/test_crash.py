@@ -148,8 +148,13 @@ def _calls_until(limit: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def test_a_crash_after_any_system_call_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exchange", [True, False], ids=["local", "NFS"])
+def test_a_crash_after_any_system_call_leaves_the_old_or_the_new_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
     """Every prefix of the calls of a save: the checkpoint of that name is whole, old or new, never between."""
+    if not exchange:
+        monkeypatch.setattr("allranks.checkpoint.stores.file_store._exchange", lambda one, other: False)
     outcomes = set()
     limit = 0
     while True:
@@ -162,8 +167,8 @@ def test_a_crash_after_any_system_call_leaves_the_old_or_the_new_checkpoint(tmp_
                 finished = True
             except Cut:
                 finished = False
-        manifest = decode_manifest(FileStore(folder).read("same", MANIFEST), "same")
         loaded = NVMeBackend(folder).load("same")
+        manifest = decode_manifest(FileStore(folder).read("same", MANIFEST), "same")
         assert loaded.step == manifest.step in (1, 2)
         assert torch.equal(loaded.model_state_dict["w0"], _state(loaded.step).model_state_dict["w0"])
         outcomes.add(loaded.step)

@@ -159,6 +159,8 @@ class FileStore:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[None]:
+        if not (self.root / name).exists():
+            self.names()  # brings it back if it was moved aside when its saver died
         fd = os.open(self.root / name / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
         try:
             _lock(fd, fcntl.LOCK_SH)
