@@ -13,7 +13,7 @@ import pytest
 
 from allranks.stacks import read_bundle
 from allranks.stacks.debuggers import find_pyspy
-from allranks.stacks.triggers import Pulse
+from allranks.stacks.triggers import MainThreadWork
 
 from . import victims as v
 
@@ -153,15 +153,15 @@ def test_a_look_that_fails_does_not_touch_the_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_hang_of_ranks_without_black_boxes_is_noticed_when_one_of_them_does_not_work(busy: bool) -> None:
     """The other one waits by burning CPU, or not. Work of all is progress; a poll now and then is none."""
-    pulse, now = Pulse(), 0.0
+    work, now = MainThreadWork(), 0.0
     for second in range(10):  # both work
-        pulse = pulse.after(now := float(second), {0: (50 * second, 0), 1: (0, 100 * second)})
-    beats = pulse.beats
-    assert beats >= 3
+        work = work.after(now := float(second), {0: (50 * second, 0), 1: (0, 100 * second)})
+    rounds = work.rounds
+    assert rounds >= 3
     for second in range(10, 100):
         other = 50 * second if busy else 450
-        pulse = pulse.after(now := float(second), {0: (other, 0), 1: (0, 900 + second)})
-    assert now == 99 and pulse.beats <= beats + 1
+        work = work.after(now := float(second), {0: (other, 0), 1: (0, 900 + second)})
+    assert now == 99 and work.rounds <= rounds + 1
 
 
 def test_a_hang_of_a_plain_job_is_collected_and_what_cannot_be_seen_is_said(tmp_path: Path) -> None:

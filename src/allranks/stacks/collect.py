@@ -1,8 +1,8 @@
-"""Looks at live ranks, least intrusive first: marks, /proc, NCCL RAS, py-spy without stopping anybody, again after
+"""Samples live ranks, least intrusive first: marks, /proc, NCCL RAS, py-spy without stopping anybody, again after
 a pause; only then native stacks of suspects, and debuggers where they were asked for.
 
 Runs outside the ranks. The first passes stop no process and send no signal; every tool has its own limit; a
-process that cannot be looked at is a note in the capture.
+process that cannot be read is a note in the capture.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from allranks.model.stacks import (
 from allranks.stacks import debuggers, ras, tool_output
 from allranks.stacks.boxes import read_marks
 from allranks.stacks.classify import classify
-from allranks.stacks.debuggers import ask_faulthandler, dump_gpu_core, look_with_gdb
+from allranks.stacks.debuggers import ask_faulthandler, debug_with_gdb, dump_gpu_core
 from allranks.stacks.facts import SourceLines, choose_suspects, parse_facts, renumber
 from allranks.stacks.find import MAX_CHILDREN, Target, make_target
 from allranks.stacks.procfs import descendants, read_entry, read_facts
@@ -38,7 +38,7 @@ from allranks.stacks.procfs import descendants, read_entry, read_facts
 
 @dataclass(frozen=True)
 class CollectOptions:
-    """How to look. Times in seconds."""
+    """How to sample. Times in seconds."""
 
     rounds: int = 2
     interval_s: float = 1.0  # between two rounds
@@ -52,7 +52,7 @@ class CollectOptions:
     raw_folder: Path | None = None  # raw files of every tool are kept here
     timeout_guard_s: float = 30.0  # no debugger this close to a collective's timeout
     pyspy: str = ""  # "": found
-    pyspy_limit_s: float = debuggers.PYSPY_LIMIT_S  # one look of py-spy at one process
+    pyspy_limit_s: float = debuggers.PYSPY_LIMIT_S  # of one run of py-spy
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.interval_s < 0:
@@ -62,8 +62,8 @@ class CollectOptions:
 
 
 @dataclass
-class ProcessLook:
-    """One process while it is being looked at."""
+class ProcessSamples:
+    """One process while it is sampled."""
 
     target: Target
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
@@ -99,7 +99,7 @@ def collect(
     options: CollectOptions | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Capture:
-    """Looks at the targets and returns all that was seen; `say` hears what is going on."""
+    """Samples the targets and returns all that was seen; `say` gets a line for people now and then."""
     settings = options or CollectOptions()
     collection = _Collection(targets, settings, say)
     with ThreadPoolExecutor(settings.workers or min(8, 2 * (os.cpu_count() or 1)), "allranks-stacks") as pool:
@@ -107,13 +107,13 @@ def collect(
             if number > 1:
                 time.sleep(settings.interval_s)
             say(f"sample {number} of {settings.rounds}")
-            collection.look(number, pool)
-        collection.look_closer(pool)
+            collection.sample(number, pool)
+        collection.inspect(pool)
     return collection.finish()
 
 
 class _Collection:
-    """The state of one collection. Constructors only store; `look` and `look_closer` do the work."""
+    """The state of one collection. Constructors only store; `sample` and `inspect` do the work."""
 
     def __init__(
         self, targets: Sequence[Target], options: CollectOptions, say: Callable[[str], None]
@@ -121,14 +121,14 @@ class _Collection:
         self.options = options
         self.say = say
         self.host = socket.gethostname()
-        self.cases = [ProcessLook(target) for target in targets]
+        self.cases = [ProcessSamples(target) for target in targets]
         self.marks: dict[int, RankMarks] = {}
         self.ras: list[RasReply] = []
         self.notes: list[str] = []
         self.pyspy = options.pyspy or debuggers.find_pyspy()
         self.sources = SourceLines()
 
-    def look(self, number: int, pool: ThreadPoolExecutor) -> None:
+    def sample(self, number: int, pool: ThreadPoolExecutor) -> None:
         """One round that disturbs nobody."""
         if number > 1:
             self._find_new_children()
@@ -141,7 +141,7 @@ class _Collection:
             if threads or found:
                 case.snapshots[number] = Snapshot(number, at, found, threads)
 
-    def look_closer(self, pool: ThreadPoolExecutor) -> None:
+    def inspect(self, pool: ThreadPoolExecutor) -> None:
         """What stops a process for a moment, or longer: only suspects, only when asked."""
         if self.options.native != "never" and self.pyspy:
             chosen = self._suspects()
@@ -191,19 +191,19 @@ class _Collection:
                 entry = read_entry(pid) if pid not in known and pid != os.getpid() else None
                 if entry is not None and number < MAX_CHILDREN:
                     known.add(pid)
-                    self.cases.append(ProcessLook(make_target(entry, rank, number)))
+                    self.cases.append(ProcessSamples(make_target(entry, rank, number)))
                     number += 1
 
     # one process at a time
 
-    def _read_marks(self, case: ProcessLook) -> None:
+    def _read_marks(self, case: ProcessSamples) -> None:
         target = case.target
         if target.child is None and target.box is not None:
             found = read_marks(target.box, target.rank, time.time())
             if found is not None:
                 self.marks[target.rank] = found
 
-    def _read_facts(self, case: ProcessLook, number: int) -> tuple[float | None, tuple[ThreadFacts, ...]]:
+    def _read_facts(self, case: ProcessSamples, number: int) -> tuple[float | None, tuple[ThreadFacts, ...]]:
         target = case.target
         try:
             if (
@@ -231,7 +231,7 @@ class _Collection:
             )
         return facts.at_s, facts.threads
 
-    def _read_stacks(self, case: ProcessLook, number: int) -> tuple[ThreadStack, ...]:
+    def _read_stacks(self, case: ProcessSamples, number: int) -> tuple[ThreadStack, ...]:
         target = case.target
         if not self.pyspy or not target.python or process_state(target.pid) in ("", "Z", "X"):
             return ()
@@ -247,7 +247,7 @@ class _Collection:
             return ()
         return renumber(self.sources.attach(stacks, target.pid), case.inner)
 
-    def _suspects(self) -> list[ProcessLook]:
+    def _suspects(self) -> list[ProcessSamples]:
         able = [c for c in self.cases if c.target.python and any(s.stacks for s in c.snapshots.values())]
         if self.options.native == "all":
             return able
@@ -255,7 +255,7 @@ class _Collection:
         wanted = choose_suspects(classify(capture))
         return [case for case in able if (case.target.rank, case.target.child) in wanted]
 
-    def _read_native(self, case: ProcessLook) -> None:
+    def _read_native(self, case: ProcessSamples) -> None:
         """Native frames; a stopped or uninterruptible process would hang the tool, so it is left alone."""
         if not self.pyspy or process_state(case.target.pid) not in ("R", "S"):
             return
@@ -269,7 +269,7 @@ class _Collection:
         except (ValueError, RecursionError) as error:
             case.note(f"py-spy printed something unreadable: {str(error)[:100]}")
 
-    def _ask_faulthandler(self, case: ProcessLook, number: int) -> None:
+    def _ask_faulthandler(self, case: ProcessSamples, number: int) -> None:
         stacks, problem = ask_faulthandler(case.target.pid, number)
         case.note(problem)
         if stacks and not any(snapshot.stacks for snapshot in case.snapshots.values()):
@@ -277,14 +277,14 @@ class _Collection:
             shot = case.snapshots.get(last, Snapshot(last))
             case.snapshots[last] = replace(shot, stacks=stacks)
 
-    def _debugged(self) -> list[ProcessLook]:
+    def _debugged(self) -> list[ProcessSamples]:
         """All ranks for cuda-gdb; for gdb only those that py-spy could not read."""
         if self.options.cuda_gdb:
             return [case for case in self.cases if case.target.child is None]
         return [c for c in self.cases if c.target.python and not any(s.stacks for s in c.snapshots.values())]
 
-    def _debug(self, case: ProcessLook) -> None:
-        found = look_with_gdb(case.target, self.options.cuda_gdb, self.options.timeout_guard_s)
+    def _debug(self, case: ProcessSamples) -> None:
+        found = debug_with_gdb(case.target, self.options.cuda_gdb, self.options.timeout_guard_s)
         case.note(found.problem)
         case.native = case.native or found.stacks
         case.kernels = found.kernels
@@ -305,7 +305,7 @@ class _Collection:
 
     # raw files
 
-    def _keep(self, case: ProcessLook, name: str, text: str, also: str = "") -> None:
+    def _keep(self, case: ProcessSamples, name: str, text: str, also: str = "") -> None:
         target = case.target
         child = "" if target.child is None else f".child{target.child}"
         self._keep_file(f"rank{target.rank}{child}.{name}", text)

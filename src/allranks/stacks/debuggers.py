@@ -183,7 +183,7 @@ CORE_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
-class DebuggerLook:
+class DebuggerOutput:
     """What a debugger gave; `problem` says why it gave nothing."""
 
     text: str = ""
@@ -192,19 +192,21 @@ class DebuggerLook:
     problem: str = ""
 
 
-def look_with_gdb(target: Target, cuda: bool, guard_s: float) -> DebuggerLook:
+def debug_with_gdb(target: Target, cuda: bool, guard_s: float) -> DebuggerOutput:
     """Backtraces by gdb or cuda-gdb, unless a collective is about to time out or the process cannot be stopped."""
     name = "cuda-gdb" if cuda else "gdb"
     state = process_state(target.pid)
     if state not in ("R", "S"):
-        return DebuggerLook(problem=f"{name} left process {target.pid} alone: its state is {state or 'gone'}")
+        return DebuggerOutput(
+            problem=f"{name} left process {target.pid} alone: its state is {state or 'gone'}"
+        )
     due = timeout_due_s(target.box, time.time()) if target.box is not None else None
     if due is not None and due < guard_s:
-        return DebuggerLook(
+        return DebuggerOutput(
             problem=f"{name} left process {target.pid} alone: a collective times out in {due:.0f} s (less than {guard_s:.0f} s)"
         )
     run = run_gdb(target.pid, cuda=cuda)
-    return DebuggerLook(
+    return DebuggerOutput(
         text=run.output,
         stacks=parse_gdb(run.output),
         kernels=parse_kernels(run.output) if cuda else (),

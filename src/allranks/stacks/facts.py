@@ -18,7 +18,7 @@ _KERNEL_FRAME = re.compile(r"(?:\[<[^>]*>\] )?([A-Za-z_][\w.]*)(?:\+0x|$)")
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """One look at /proc/PID."""
+    """One sample of /proc/PID."""
 
     pid: int | None
     title: str

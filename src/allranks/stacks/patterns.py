@@ -198,7 +198,7 @@ _TESTS: dict[str, Test] = {
     "main": _flag(lambda view, process: view.main),
     # the innermost Python frame is the user's own code
     "user_top": _flag(lambda view, process: bool(view.python) and is_user_file(view.python[0].file)),
-    # a native look was taken of this thread; /proc was read for it; some look saw its Python frames, or who owns the GIL
+    # a native sample was taken of this thread; /proc was read for it; some sample has its Python frames, or who owns the GIL
     "leaf_known": _flag(lambda view, process: bool(view.leaf)),
     "facts_known": _flag(lambda view, process: bool(view.facts)),
     "python_known": _flag(lambda view, process: bool(view.python)),

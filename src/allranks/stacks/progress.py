@@ -86,11 +86,11 @@ def _by_clock(one: RankMarks, stillness: Stillness) -> bool | None:
     if age > limit:
         return False
     recent = stillness.gaps * max(median(gaps), 0.05) if gaps else 0.0
-    return True if age <= recent or _changed_at_last_look(one) else None
+    return True if age <= recent or _changed_at_last_sample(one) else None
 
 
-def _changed_at_last_look(one: RankMarks) -> bool:
-    """Marks taken between the first and the last look mean that the rank moved while we watched."""
+def _changed_at_last_sample(one: RankMarks) -> bool:
+    """Marks taken between the first and the last sample mean that the rank moved while we watched."""
     return len(one.marks) > 1 and one.marks[-1].at_s > (one.seen_s or 0.0) - 1.0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -32,6 +32,8 @@ _PLAIN = re.compile(r"^(?:stack|traceback|faulthandler)s?[_.-]?(?:rank[_-]?)?(\d
 #: One file per process, as `allranks stacks` and serving stacks write them: the rank is not in the name.
 _BY_PID = re.compile(r"^(pyspy|cudagdb)_(.+)_(\d{1,10})\.txt$")
 _SNAPSHOT = re.compile(r"\.s(\d{1,4})\.json$")
+#: Files of tools that we understand; whatever else is named like them is not read.
+_KNOWN = re.compile(r"(pyspy|proc).*\.json|(pyspy|pystack|faulthandler|gdb|cuda[_-]?gdb).*\.txt")
 
 
 @dataclass
@@ -122,85 +124,48 @@ def _pids_of_captures(folder: Path) -> Iterator[tuple[int, int]]:
 
 def _read_into(process: _Process, path: Path, kind: str) -> None:
     """Puts one file where it belongs; a file that cannot be read leaves a note."""
-    reader = _reader(kind)
-    if reader is None:
+    if not _KNOWN.fullmatch(kind):
         return
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             process.notes.append(f"{path.name}: larger than {MAX_FILE_BYTES >> 20} MiB, not read")
             return
         text = read_regular(path, MAX_FILE_BYTES).decode("utf-8", "replace")
-        reader(process, text, kind)
+        _take_json(process, text, kind) if kind.endswith(".json") else _take_text(process, text, kind)
     except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         process.notes.append(f"{path.name}: damaged ({str(error)[:120]})")
 
 
-def _reader(kind: str) -> Callable[[_Process, str, str], None] | None:
-    """The function that understands a file with this end of name."""
-    if kind.startswith("pyspy") and kind.endswith(".json"):
-        return _take_native_json if "native" in kind else _take_json
-    if kind.startswith("proc") and kind.endswith(".json"):
-        return _take_facts
-    for start, take in _TEXTS:
-        if kind.startswith(start) and kind.endswith(".txt"):
-            return take
-    return None
-
-
-def _number(kind: str) -> int:
-    match = _SNAPSHOT.search(kind)
-    return int(match.group(1)) if match else 1
-
-
 def _take_json(process: _Process, text: str, kind: str) -> None:
-    process.stacks[_number(kind)] = tool_output.parse_json(text)
+    match = _SNAPSHOT.search(kind)
+    number = int(match.group(1)) if match else 1
+    if kind.startswith("proc"):
+        facts = parse_facts(text)
+        process.facts[number] = facts.threads
+        process.pid = process.pid or facts.pid
+        process.title = process.title or facts.title
+        process.inner.update(facts.inner)
+        if facts.at_s is not None:
+            process.times[number] = facts.at_s
+    elif "native" in kind:
+        process.native = tool_output.parse_json(text)
+    else:
+        process.stacks[number] = tool_output.parse_json(text)
 
 
-def _take_native_json(process: _Process, text: str, kind: str) -> None:
-    process.native = tool_output.parse_json(text)
-
-
-def _take_facts(process: _Process, text: str, kind: str) -> None:
-    facts = parse_facts(text)
-    process.facts[_number(kind)] = facts.threads
-    process.pid = process.pid or facts.pid
-    process.title = process.title or facts.title
-    process.inner.update(facts.inner)
-    if facts.at_s is not None:
-        process.times[_number(kind)] = facts.at_s
-
-
-def _take_pyspy_text(process: _Process, text: str, kind: str) -> None:
-    process.title = process.title or tool_output.process_title(text)
-    process.texts["native" if "native" in kind else kind] = tool_output.parse_text(text)
-
-
-def _take_pystack(process: _Process, text: str, kind: str) -> None:
-    process.texts["pystack_native" if "native" in kind else "pystack"] = tool_output.parse_pystack(text)
-
-
-def _take_faulthandler(process: _Process, text: str, kind: str) -> None:
-    process.texts["faulthandler"] = tool_output.parse_faulthandler(text)
-
-
-def _take_gdb(process: _Process, text: str, kind: str) -> None:
-    process.texts["gdb"] = tool_output.parse_gdb(text)
-
-
-def _take_cuda_gdb(process: _Process, text: str, kind: str) -> None:
-    process.kernels = tool_output.parse_kernels(text)
-    process.texts.setdefault("gdb", tool_output.parse_gdb(text))
-
-
-_TEXTS = (
-    ("pyspy", _take_pyspy_text),
-    ("pystack", _take_pystack),
-    ("faulthandler", _take_faulthandler),
-    ("gdb", _take_gdb),
-    ("cudagdb", _take_cuda_gdb),
-    ("cuda_gdb", _take_cuda_gdb),
-    ("cuda-gdb", _take_cuda_gdb),
-)
+def _take_text(process: _Process, text: str, kind: str) -> None:
+    if kind.startswith("pyspy"):
+        process.title = process.title or tool_output.process_title(text)
+        process.texts["native" if "native" in kind else kind] = tool_output.parse_text(text)
+    elif kind.startswith("pystack"):
+        process.texts["pystack_native" if "native" in kind else "pystack"] = tool_output.parse_pystack(text)
+    elif kind.startswith("faulthandler"):
+        process.texts["faulthandler"] = tool_output.parse_faulthandler(text)
+    elif kind.startswith("gdb"):
+        process.texts["gdb"] = tool_output.parse_gdb(text)
+    else:
+        process.kernels = tool_output.parse_kernels(text)
+        process.texts.setdefault("gdb", tool_output.parse_gdb(text))
 
 
 def _finish(process: _Process) -> ProcessCapture:

@@ -32,7 +32,7 @@ from allranks.stacks.html import render_html
 from allranks.stacks.procfs import main_thread_work, scan
 from allranks.stacks.progress import Stillness
 from allranks.stacks.text import grow_tree, render_text, report_json
-from allranks.stacks.triggers import Observation, Pulse, TriggerState, decide_trigger
+from allranks.stacks.triggers import MainThreadWork, Observation, TriggerState, decide_trigger
 
 log = logging.getLogger("allranks.stacks")
 
@@ -59,27 +59,27 @@ class Collection:
 
 
 class Sidecar:
-    """One watched job. `say` hears a line for people; `told` every finished collection."""
+    """One watched job. `say` gets a line for people, `on_collection` every finished collection."""
 
     def __init__(
         self,
         options: DebugOptions,
         folder: Path,
         say: Callable[[str], None] = lambda text: None,
-        told: Callable[[Collection], None] = lambda done: None,
+        on_collection: Callable[[Collection], None] = lambda done: None,
     ) -> None:
         self.options = options
         self.folder = folder
         self.collections: list[Collection] = []
         self._say = say
-        self._told = told
+        self._on_collection = on_collection
         self._child: subprocess.Popen[bytes] | None = None
         self._roots: tuple[int, ...] = ()
         self._targets: list[Target] = []
         self._scanned_s = -RESCAN_S
         self._asked = False
-        self._pulse = Pulse()
-        self._born_s = self._began_s = time.monotonic()
+        self._work = MainThreadWork()
+        self._made_s = self._began_s = time.monotonic()
         self._said: set[str] = set()
         self._ras: tuple[RasReply, ...] = ()  # the last two answers
         self._gpus: tuple[tuple[gpus.GpuUse, ...], ...] = ()  # the last two answers
@@ -112,7 +112,7 @@ class Sidecar:
                 if code is not None:
                     return code
                 try:
-                    state = self._glance(time.monotonic() - self._began_s, state)
+                    state = self._sample(time.monotonic() - self._began_s, state)
                 except Exception as error:  # the job must not suffer from its observer
                     self._say(f"this sample failed: {type(error).__name__}: {error}")
                     log.debug("a sample failed", exc_info=True)
@@ -120,7 +120,7 @@ class Sidecar:
         finally:
             self._release()
 
-    def _glance(self, now: float, state: TriggerState) -> TriggerState:
+    def _sample(self, now: float, state: TriggerState) -> TriggerState:
         """One turn of the loop: observe, decide, collect."""
         reason, state = decide_trigger(self._observe(now), state, self.options)
         if self._asked:
@@ -138,7 +138,7 @@ class Sidecar:
         return None if any(process_state(pid) not in ("", "Z", "X") for pid in self._roots) else 0
 
     def _pause(self) -> None:
-        """Until the next glance, or the end of the command."""
+        """Until the next sample, or the end of the command."""
         if self._child is None:
             time.sleep(POLL_S)
             return
@@ -158,19 +158,19 @@ class Sidecar:
         oldest = max((p.oldest_call_s for p in known.values() if p.oldest_call_s is not None), default=None)
         silent = now + max((p.expected_s for p in known.values()), default=0.0)
         plain = [t for t in ranks if t.rank not in marks and t.rank in alive]
-        self._feel_pulse(now, plain)
+        self._sample_main_threads(now, plain)
         self._say_once(ranks, plain)
-        marks.update({target.rank: (self._pulse.beats,) for target in plain})
+        marks.update({target.rank: (self._work.rounds,) for target in plain})
         output = {t.rank: size for t in ranks if (size := _log_size(t.pid)) is not None}
         return Observation(now, marks, output, oldest, alive, silent)
 
-    def _feel_pulse(self, now: float, plain: Sequence[Target]) -> None:
+    def _sample_main_threads(self, now: float, plain: Sequence[Target]) -> None:
         """Of ranks without a black box. Waits of NCCL burn CPU: its own counts and the GPUs know better."""
         if plain and now - self._asked_ras_s >= RESCAN_S:
             self._asked_ras_s = now
             self._ask_others([target.pid for target in plain])
         if not self._stalled():
-            self._pulse = self._pulse.after(now, {t.rank: main_thread_work(t.pid) for t in plain})
+            self._work = self._work.after(now, {t.rank: main_thread_work(t.pid) for t in plain})
 
     def _ask_others(self, pids: Sequence[int]) -> None:
         """NCCL's RAS service and the GPUs, where they answer."""
@@ -198,7 +198,7 @@ class Sidecar:
             )
         else:
             return
-        if text not in self._said and (ranks or self._said or time.monotonic() - self._born_s > RESCAN_S):
+        if text not in self._said and (ranks or self._said or time.monotonic() - self._made_s > RESCAN_S):
             self._said.add(text)
             self._say(text)
 
@@ -221,7 +221,7 @@ class Sidecar:
     def _collect(self, reason: str) -> None:
         self._targets = self._find()
         if not self._targets:
-            self._say(f"{reason}: no rank to look at")
+            self._say(f"{reason}: no rank was found")
             return
         stamp = time.strftime("%Y%m%d-%H%M%S")
         folder = (
@@ -236,20 +236,20 @@ class Sidecar:
             cuda_gdb=self.options.cuda_gdb,
             raw_folder=folder,
         )
-        capture = self._with_pulse(collect(self._targets, how))
+        capture = self._with_main_threads(collect(self._targets, how))
         report = classify(capture, stillness=Stillness(still_s=self.options.no_progress_s or 10.0))
         write_report(folder, report, capture)
         done = Collection(reason, folder, report)
         self.collections.append(done)
-        self._told(done)
+        self._on_collection(done)
 
-    def _with_pulse(self, capture: Capture) -> Capture:
+    def _with_main_threads(self, capture: Capture) -> Capture:
         """Ranks without a black box made progress when all main threads had last worked: that is their mark."""
         known = {one.rank for one in capture.marks}
-        quiet = time.monotonic() - self._began_s - self._pulse.beat_s
+        quiet = time.monotonic() - self._began_s - self._work.round_s
         now = time.time()
         mark = Mark(at_s=now - quiet, step=-1)
-        plain = {p.rank for p in capture.processes if p.child is None} & self._pulse.before.keys() - known
+        plain = {p.rank for p in capture.processes if p.child is None} & self._work.before.keys() - known
         added = tuple(RankMarks(rank, (mark,), seen_s=now) for rank in sorted(plain))
         return replace(capture, marks=(*capture.marks, *added))
 

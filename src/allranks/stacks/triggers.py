@@ -39,27 +39,26 @@ class TriggerState:
 
 
 #: A main thread that works switches or burns this much; one that waits wakes up now and then (polls with a timeout).
-LOOK_S, SWITCHES_PER_S, TICKS_PER_S = 2.0, 5.0, 3.0
+SAMPLE_S, SWITCHES_PER_S, TICKS_PER_S = 2.0, 5.0, 3.0
 
 
 @dataclass(frozen=True)
-class Pulse:
-    """Progress of ranks without a black box: `beats` grows when every one of them has worked since the last beat."""
+class MainThreadWork:
+    """Progress of ranks without a black box: `rounds` grows when every one of them has worked since the last round."""
 
-    beats: int = 0
-    before: Mapping[int, tuple[float, int, int]] = field(
-        default_factory=dict
-    )  # rank -> when, ticks, switches
+    rounds: int = 0
+    # rank -> when, ticks, switches
+    before: Mapping[int, tuple[float, int, int]] = field(default_factory=dict)
     worked: frozenset[int] = frozenset()
-    beat_s: float = 0.0  # of the last beat
+    round_s: float = 0.0  # of the last round
 
-    def after(self, now_s: float, work: Mapping[int, tuple[int, int]]) -> Pulse:
-        """After one more look at the main threads: rank -> (clock ticks, context switches)."""
+    def after(self, now_s: float, work: Mapping[int, tuple[int, int]]) -> MainThreadWork:
+        """After one more sample of the main threads: rank -> (clock ticks, context switches)."""
         before, worked = dict(self.before), set(self.worked & work.keys())
         for rank, (ticks, switches) in work.items():
             since, old_ticks, old_switches = before.setdefault(rank, (now_s, ticks, switches))
             passed = now_s - since
-            if passed < LOOK_S:
+            if passed < SAMPLE_S:
                 continue
             if (
                 switches - old_switches >= SWITCHES_PER_S * passed
@@ -67,9 +66,8 @@ class Pulse:
             ):
                 worked.add(rank)
             before[rank] = (now_s, ticks, switches)
-        beat = bool(work) and worked >= work.keys()
-        if beat:
-            return Pulse(self.beats + 1, before, frozenset(), now_s)
+        if work and worked >= work.keys():
+            return MainThreadWork(self.rounds + 1, before, frozenset(), now_s)
         return replace(self, before=before, worked=frozenset(worked))
 
 

@@ -132,12 +132,12 @@ class ThreadView:
 
     @cached_property
     def active(self) -> tuple[bool, ...]:
-        """Whether it ran, at each look that could tell."""
+        """Whether it ran, in each sample that could tell."""
         return tuple(one.active for one in self.stacks if one.active is not None)
 
     @cached_property
     def gil(self) -> tuple[bool, ...]:
-        """Whether it owned the GIL, at each look that could tell."""
+        """Whether it owned the GIL, in each sample that could tell."""
         return tuple(one.owns_gil for one in self.stacks if one.owns_gil is not None)
 
     @property
