@@ -71,6 +71,10 @@ def test_every_mistake_is_reported_at_once_with_line_and_column(tmp_path: Path) 
         ({"elastic": {"min_nodes": 8, "max_nodes": 4}}, "min_nodes cannot exceed max_nodes"),
         ({"checkpoint": {"checkpoint_interval": 0}}, "checkpoint_interval (0) must be positive"),
         (
+            {"checkpoint": {"nvme_path": "$SCRATCH/run"}},
+            "nvme_path is '$SCRATCH/run': variables are not written out",
+        ),
+        (
             {"scaling": {"strategy": "constant_batch"}},
             "target_global_batch_size is required for 'constant_batch' strategy",
         ),

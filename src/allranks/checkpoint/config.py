@@ -103,25 +103,24 @@ class CheckpointConfig:
         check_options(self)
         object.__setattr__(self, "async_save_policy", AsyncSavePolicy(self.async_save_policy))
         object.__setattr__(self, "busy_policy", BusyPolicy(self.busy_policy))
-        if self.nvme_path is not None:
-            object.__setattr__(self, "nvme_path", _folder(self.nvme_path))
+        path = None if self.nvme_path is None else str(self.nvme_path)
+        if path is not None and (problem := folder_problem(path)):
+            raise ConfigurationError(f"nvme_path is {path!r}", hint=problem)
+        if path is not None and path.startswith("~"):
+            object.__setattr__(self, "nvme_path", Path(path).expanduser())
         if self.peers and not self.peer_token:
             raise ConfigurationError("peers need a peer_token", hint="the same secret for every node's agent")
 
 
-def _folder(path: str | Path) -> str | Path:
-    """A home folder is written out; what would become a folder of an odd name is refused."""
-    text = str(path)
-    problem = ""
-    if not text:
-        problem = "it is empty: name a folder, or leave it out"
-    elif "://" in text and not text.startswith("file://"):
-        problem = "it is a URL: an object store goes into s3_bucket"
-    elif any(part.startswith("$") for part in text.split("/")):
-        problem = "variables are not written out here: use os.path.expandvars, or name the folder"
-    if problem:
-        raise ConfigurationError(f"nvme_path is {text!r}", hint=problem)
-    return Path(path).expanduser() if text.startswith("~") else path
+def folder_problem(path: str) -> str:
+    """Why a path would become a folder of an odd name; "": it is one."""
+    if not path:
+        return "it is empty: name a folder, or leave it out"
+    if "://" in path and not path.startswith("file://"):
+        return "it is a URL: an object store goes into s3_bucket"
+    if any(part.startswith("$") for part in path.split("/")):
+        return "variables are not written out here: name the folder (in Python: os.path.expandvars)"
+    return ""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from allranks.checkpoint.config import folder_problem
+
 Get = Callable[[str], Any]  # dotted path -> value, default included; None: absent or invalid
 
 
@@ -91,6 +93,9 @@ def _scaling(get: Get) -> Iterator[Breach]:
 
 
 def _checkpoint(get: Get) -> Iterator[Breach]:
+    path = get("checkpoint.nvme_path")
+    if path is not None and (problem := folder_problem(path)):
+        yield Breach("checkpoint.nvme_path", f"nvme_path is {path!r}: {problem}")
     disk, memory = get("checkpoint.checkpoint_interval"), get("checkpoint.memory_snapshot_interval")
     if disk is None or not memory or disk % memory == 0:
         return
