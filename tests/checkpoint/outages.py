@@ -36,7 +36,7 @@ from allranks.drill.ranks import Ranks
 from allranks.elastic.topology import ElasticJob
 from allranks.errors import AllranksError, CheckpointLoadError, CheckpointUnreachable, TopologyChangeError
 from checkpoint.jobs import flip, make_job, make_state
-from checkpoint.s3server import GUEST_KEY, GUEST_SECRET, Proxy, S3Server
+from checkpoint.s3server import GUEST_KEY, GUEST_SECRET, PAGES, Proxy, S3Server, http_answer
 from checkpoint.slow_disk import SlowFiles
 
 TOKEN = "a secret of the job"
@@ -58,7 +58,8 @@ def make(
 ) -> Setup:
     """Stores in which the outage has happened (or will, at the first read), and the job's settings for them."""
     # a busy machine is slow: only where the store stays away is waiting of no use
-    wait_s = 0.3 if outage in ("down at start", "down in the middle") else 60.0
+    away = ("down at start", "down in the middle", "a web page in its place")
+    wait_s = 0.3 if outage in away else 60.0
     setup = Setup(
         {
             "memory_snapshot_interval": 0,
@@ -270,6 +271,10 @@ _BREAKS: dict[tuple[str, str], Any] = {
     ("S3", "wrong key"): _s3_options(secret_access_key="wrong"),
     ("NVME", "no permission"): _without_rights(0),
     ("S3", "no permission"): _s3_options(access_key_id=GUEST_KEY, secret_access_key=GUEST_SECRET),
+    ("S3", "keys ran out"): _s3_behind(
+        lambda line: http_answer("400 Bad Request", "<Error><Code>ExpiredToken</Code></Error>")
+    ),
+    ("S3", "a web page in its place"): _s3_behind(lambda line: PAGES[1]),
     ("NVME", "slow"): _slow_files,
     ("PEER", "slow"): _peer_behind(delay_s=0.02),
     ("S3", "slow"): _s3_behind(delay_s=0.02),

@@ -225,3 +225,15 @@ class Proxy:
                 client.sendall(data)
         with contextlib.suppress(OSError):
             client.shutdown(socket.SHUT_RDWR)
+
+
+def http_answer(status: str, body: str, headers: str = "") -> bytes:
+    """What a `judge` may have sent in the server's place."""
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{headers}\r\n"
+    return (head + body).encode()
+
+
+_SIGN_IN = "<!DOCTYPE html><html><head><title>Sign in</title></head><body>Please sign in.</body></html>"
+_OBJECT = 'ETag: "page"\r\nLast-Modified: Mon, 16 Nov 2026 06:00:00 GMT\r\nContent-Type: text/html\r\n'
+#: What proxies answer who want a password: without and with the headers that an object has.
+PAGES = [http_answer("200 OK", _SIGN_IN), http_answer("200 OK", _SIGN_IN, _OBJECT)]

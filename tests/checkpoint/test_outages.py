@@ -44,6 +44,8 @@ OUTAGES = (
     "down in the middle",
     "wrong key",
     "no permission",
+    "keys ran out",
+    "a web page in its place",
     "empty",
     "newest damaged",
     "all damaged",
@@ -55,6 +57,7 @@ IMPOSSIBLE = {
     *(("MEMORY", outage) for outage in OUTAGES if outage not in ("empty", "newest damaged", "all damaged")),
     ("NVME", "wrong key"),
     ("PEER", "no permission"),
+    *((tier, outage) for tier in ("PEER", "NVME") for outage in ("keys ran out", "a web page in its place")),
 }
 
 

@@ -12,7 +12,7 @@ from allranks.checkpoint.stores.object_store import ObjectBlobs
 from allranks.errors import CheckpointUnreachable, ConfigurationError
 
 from .jobs import make_state
-from .s3server import KEY, SECRET, Proxy, S3Server
+from .s3server import KEY, PAGES, SECRET, Proxy, S3Server, http_answer
 
 
 def _manager(s3: S3Server, bucket: str, endpoint: str = "", wait_s: float = 0.0) -> CheckpointManager:
@@ -38,19 +38,6 @@ def _newest(s3: S3Server, bucket: str) -> int:
     with _manager(s3, bucket) as manager:
         loaded = manager.load_checkpoint()
         return loaded.step if loaded is not None else 0
-
-
-def _answer(status: str, body: str, headers: str = "") -> bytes:
-    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{headers}\r\n"
-    return (head + body).encode()
-
-
-#: With and without the headers that an object has.
-_SIGN_IN = "<!DOCTYPE html><html><head><title>Sign in</title></head><body>Please sign in.</body></html>"
-_OBJECT_HEADERS = (
-    'ETag: "page"\r\nLast-Modified: Mon, 16 Nov 2026 06:00:00 GMT\r\nContent-Type: text/html\r\n'
-)
-PAGES = [_answer("200 OK", _SIGN_IN), _answer("200 OK", _SIGN_IN, _OBJECT_HEADERS)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=["plain", "as an object"])
@@ -95,13 +82,18 @@ def _error(code: str, message: str) -> str:
 @pytest.mark.parametrize(
     ("answer", "hint"),
     [
-        (_answer("400 Bad Request", _error("ExpiredToken", "The provided token has expired.")), "new keys"),
-        (_answer("400 Bad Request", _error("InvalidToken", "The token is malformed.")), "new keys"),
         (
-            _answer("400 Bad Request", _error("AuthorizationHeaderMalformed", "expecting 'eu-central-1'")),
+            http_answer("400 Bad Request", _error("ExpiredToken", "The provided token has expired.")),
+            "new keys",
+        ),
+        (http_answer("400 Bad Request", _error("InvalidToken", "The token is malformed.")), "new keys"),
+        (
+            http_answer(
+                "400 Bad Request", _error("AuthorizationHeaderMalformed", "expecting 'eu-central-1'")
+            ),
             "s3_region",
         ),
-        (_answer("301 Moved Permanently", _error("PermanentRedirect", "use its endpoint")), "s3_region"),
+        (http_answer("301 Moved Permanently", _error("PermanentRedirect", "use its endpoint")), "s3_region"),
     ],
     ids=["expired", "invalid token", "wrong region", "redirect to another region"],
 )
