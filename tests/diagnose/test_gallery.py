@@ -30,6 +30,12 @@ _LIKE_OTHERS = """
     stages_in_other_order wrong_mesh_dimension killed_in_a_subgroup other_model_on_one_rank detections_of_every_rank
     store_barrier uneven_reduce_scatter async_never_waited ok_groups_of_uneven_work ok_async_over_groups ok_different_lines
     groups_made_in_other_order error_swallowed_in_backward
+    barrier_of_all clipping_where_needed data_for_the_tensor_group detached_features expert_capacity
+    full_state_on_rank_0 gathered_dtypes gradients_in_two_buckets keys_of_the_state leaves_the_vote loader_thread_died
+    loader_worker_stuck local_sgd_counter no_gradient_sync_on_one object_to_tensor ok_groups_come_and_go
+    ok_leave_one_by_one ok_messages_in_flight ok_rank_0_alone ok_root_runs_ahead old_version_of_the_model one_f_one_b
+    parameter_server preempted_node reduce_against_all_reduce scatter_list_too_short set_of_parameters tied_embeddings
+    wrapped_model_bypassed
 """
 LIKE_OTHERS = frozenset(_LIKE_OTHERS.split())
 NAMES = [pytest.param(name, marks=pytest.mark.soak) if name in LIKE_OTHERS else name for name in TRUTH]

@@ -177,22 +177,28 @@ def taken_ns(traces: list[RankTrace], roots: list[str]) -> int:
     """When black boxes were as they are: now, where one of them is still written to; the time of the copies where
     none is; 0 when nothing tells (a copy that kept the time of the original)."""
     boxes = [trace for trace in traces if trace.kind.startswith("black box")]
-    files = {trace.path: file for trace in boxes if (file := _file_of(trace.path, roots)) is not None}
+    files = {trace.path: place for trace in boxes if (place := _place_of(trace.path, roots))}
     for trace in _local_boxes(boxes):
         if _is_running(trace) and trace.path in files and _is_mapped(trace.header.pid, files[trace.path]):
             return time.time_ns()
     newest = max((trace.header.written_ns for trace in boxes), default=0)
-    copied = max((file.stat().st_mtime_ns for file in files.values()), default=0)
+    copied = max((os.stat(place).st_mtime_ns for place in files.values()), default=0)
     return copied if copied > newest else 0
 
 
 def _file_of(path: str, roots: list[str]) -> Path | None:
     """The file of a trace, whose path may be as seen from one of the `roots`."""
-    places = [Path(path), *(Path(root) / path for root in roots)]
-    return next((place for place in places if place.is_file()), None)
+    place = _place_of(path, roots)
+    return Path(place) if place else None
 
 
-def _is_mapped(pid: int, file: Path) -> bool:
+def _place_of(path: str, roots: list[str]) -> str:
+    """As `_file_of`, without a Path, of which there may be very many; "" when there is none."""
+    places = (path, *(os.path.join(root, path) for root in roots))
+    return next((place for place in places if os.path.isfile(place)), "")
+
+
+def _is_mapped(pid: int, file: str) -> bool:
     """Whether the process writes to this very file; True where we may not look."""
     from allranks.blackbox.reader import boxes_of_process
 
@@ -228,7 +234,7 @@ def _bundles(loaded: LoadResult, roots: list[str], used: dict[str, str]) -> list
     named = {
         note.path: file
         for note in loaded.files
-        if _CAPTURE.search(Path(note.path).name) and (file := _file_of(note.path, roots))
+        if _CAPTURE.search(os.path.basename(note.path)) and (file := _file_of(note.path, roots))
     }
     folders = {Path(path).parent for path in loaded.other} | {file.parent for file in named.values()}
     if not folders:
@@ -258,7 +264,7 @@ def _is_in(path: str, folder: Path, roots: list[str]) -> bool:
 
 def _plain_texts(paths: Iterable[str], roots: list[str], used: dict[str, str]) -> list[StacksReport]:
     """Reports of texts that faulthandler wrote, one file per rank."""
-    named = [(path, match) for path in paths if (match := _PLAIN.search(Path(path).name.lower()))]
+    named = [(path, match) for path in paths if (match := _PLAIN.search(os.path.basename(path).lower()))]
     if not named:
         return []
     from allranks.model.stacks import Capture, ProcessCapture, Snapshot

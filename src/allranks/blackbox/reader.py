@@ -18,7 +18,7 @@ import numpy as np
 from allranks.blackbox.header import HEADER_BYTES, STRUCT, Header, parse_header
 from allranks.blackbox.heap import Heap, HeapCache
 from allranks.blackbox.layout import Item, as_current
-from allranks.blackbox.ring_copy import Arena, BytesFile, File, OpenFile, read_ring
+from allranks.blackbox.ring_copy import Arena, BytesFile, File, OpenFile, read_newest, read_ring
 from allranks.blackbox.tables import Tables
 from allranks.errors import InputError
 from allranks.model.trace import CALL, REDUCE_OPS, Group, Progress, RankTrace, Raw, Shapes, State, TraceHeader
@@ -86,23 +86,31 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _rows(file: File, header: Header, max_bytes: int, notes: list[str]) -> tuple[np.ndarray, int, int]:
-    """(whole rows in record order, torn rows, slots that are there)."""
+def _rows(
+    file: File, header: Header, max_bytes: int, notes: list[str], newest: int = 0
+) -> tuple[np.ndarray, int, int]:
+    """(whole rows in record order, torn rows, slots that are there); only so many of the newest rows, if that is given."""
     slots = _capacity(header, file.size, max_bytes, notes)
 
     def now() -> int:
         return min(parse_header(file.read(0, STRUCT.size)).next_id, _HUGE)
 
-    next_id, closed = min(header.next_id, _HUGE), header.closed_ns != 0
-    rows, torn = read_ring(file, min(header.capacity, _HUGE), slots, next_id, None if closed else now)
+    next_id, again = min(header.next_id, _HUGE), now if header.closed_ns == 0 else None
+    if newest and slots == header.capacity:
+        found = read_newest(file, slots, next_id, again, newest)
+        if found is not None:
+            return found, 0, slots
+    rows, torn = read_ring(file, min(header.capacity, _HUGE), slots, next_id, again)
     return rows, torn, slots
 
 
-def read_box(file: File, cache: HeapCache, max_bytes: int = MAX_BYTES) -> Raw:
-    """The content of a black box. Raises InputError when not even the header can be used."""
+def read_box(file: File, cache: HeapCache, max_bytes: int = MAX_BYTES, newest: int = 0) -> Raw:
+    """The content of a black box, or only so many of its newest calls. Raises InputError when not even the header can
+    be used."""
     head = parse_header(file.read(0, STRUCT.size))
     notes: list[str] = []
-    rows, torn, _ = _rows(file, head, max_bytes, notes)
+    rows, torn, slots = _rows(file, head, max_bytes, notes, newest)
+    older = max(0, min(slots, head.next_id) - len(rows) - torn) if len(rows) == newest else 0
     if (
         not head.closed_ns
     ):  # the heap is read behind the rows, so that every id that they mention has been published
@@ -127,6 +135,7 @@ def read_box(file: File, cache: HeapCache, max_bytes: int = MAX_BYTES) -> Raw:
         notes=tuple(notes),
         torn=torn,
     )
+    raw.older = older
     raw.progress = _progress(head, phase, inside)
     raw.threads = heap.threads
     raw.destroyed = {order[number]: when for number, when in heap.destroyed.items() if number in order}

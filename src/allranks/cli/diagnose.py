@@ -96,7 +96,8 @@ def main(args: argparse.Namespace) -> int:
     options = read_flags(DiagnoseFlags, args)
     for name in (options.html, options.perfetto, options.output):
         check_target(name, options.force)
-    loaded = _load(args.paths, options)
+    all_calls = bool(options.just_print_entries or options.html or options.perfetto)
+    loaded = _load(args.paths, options, all_calls)
     traces = _transformed(options, loaded.traces)
     if options.just_print_entries:
         return _print_entries(options, traces)
@@ -121,6 +122,7 @@ def _diagnose(
             pg_filters=frozenset(options.pg_filters),
             allow_incomplete_ranks=options.allow_incomplete_ranks or bool(options.selected_ranks),
             consequences=max(0, options.mismatch_cap),
+            whole=lambda: _transformed(options, _load(paths, options, all_calls=True).traces),
         )
     if not traces and not options.json and all(note.status != "ok" for note in found.files):
         raise InputError("no dump among the files could be read", hint="\n".join(_unreadable(found.files)))
@@ -143,8 +145,9 @@ def _judge_incident(paths: list[str], options: DiagnoseFlags) -> Diagnosis | Non
     return result
 
 
-def _load(paths: list[str], options: DiagnoseFlags) -> LoadResult:
+def _load(paths: list[str], options: DiagnoseFlags, all_calls: bool) -> LoadResult:
     from allranks.api.functions import load_dumps
+    from allranks.diagnose.verdict import LARGE_JOB
     from allranks.load import LoadOptions
 
     bar = ProgressBar()
@@ -156,6 +159,7 @@ def _load(paths: list[str], options: DiagnoseFlags) -> LoadResult:
             bar.show(done, total, f"{done:,}/{total:,} files") if total >= 32 else None
         ),
         allow_nothing=True,
+        newest_calls=0 if all_calls else LARGE_JOB,
     )
     try:
         return load_dumps(paths, how)

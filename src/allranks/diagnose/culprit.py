@@ -203,12 +203,16 @@ def _left_round(case: _Case) -> Culprit | None:
     )
     mine, theirs = (int(view.stack[row]) for view, row in zip(views, rows, strict=True))
     fixed = case.mismatch.part or case.mismatch.cause == "type_mismatch"
-    if fixed or not mine or not theirs or bool((views[0].stack[: rows[0]] == mine).any()):
+    if fixed or not mine or not theirs or mine == theirs:
         return Culprit(odd[0], 0.7, reason)
-    # Not one call with other arguments, but one of a line where this rank has never called before.
-    return Culprit(
-        odd[0], 0.7, reason, divergence=Divergence(rank, other, seq, "extra", 1, 0.7, reason, True)
-    )
+    # Not one call with other arguments, but one of another line.
+    astray = Divergence(rank, other, seq, "extra", 1, 0.7, reason, True)
+    groups = views[0].group[: rows[0]][views[0].stack[: rows[0]] == mine]
+    if not len(groups):
+        return Culprit(odd[0], 0.7, reason, divergence=astray)
+    own = bool((groups == case.group.index).all())  # else it is the right call in the wrong group
+    known = find_divergence(case.job, case.group, rank, other, seq, outvoted=False) if own else None
+    return Culprit(odd[0], 0.7, reason, divergence=known)
 
 
 def _changed(job: Job, group: GroupView, rank: int, seq: int) -> bool | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from allranks.diagnose.absent import left_out, shifted
 from allranks.diagnose.call_habits import step_keys, successors
 from allranks.diagnose.context import Context
 from allranks.diagnose.crossed import crossed, one_left_out
+from allranks.diagnose.lacking import draft, settled, waiting_text
 from allranks.diagnose.ops import is_p2p
-from allranks.diagnose.phrasing import ranks_text, ranks_wait, who
+from allranks.diagnose.phrasing import place, ranks_text, ranks_wait, who
 from allranks.diagnose.shift import find_stack_shift
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding
@@ -52,7 +55,29 @@ def _left_out(
         return None
     missed = [call for call, rank in skipped if rank == guilty[0]]
     call = min(missed, key=lambda c: (context.began_ns(c), c.index))
-    return left_out(context, call, tuple(rank for c, rank in skipped if c is call))
+    added = _added(context, call, guilty[0]) if len(guilty) == 1 else None
+    return added or left_out(context, call, tuple(rank for c, rank in skipped if c is call))
+
+
+def _added(context: Context, call: Blocked, rank: int) -> Finding | None:
+    """The rank does not come to a call because it waits in one that it has never made before."""
+    view, row = context.job.ranks[rank], context.first_open(rank)
+    mine = next((b for b in context.blocked if b.rows.get(rank) == row), None)
+    peers = view.trace.calls["peer"]
+    known = (view.stack[:row] == view.stack[row]) & (peers[:row] == peers[row])
+    if mine is None or row < 1 or not view.stack[row] or bool(known.any()):
+        return None
+    at, missed = place(context.job.frames(rank, row)), context.place(call)
+    verb = "made an extra" if mine.p2p is None else "posted an extra"
+    sentence = (
+        f"{who(context.job, (rank,))} {verb} {context.call(mine)}{f' at {at}' if at else ''}, as never before, and does not "
+        f"come to {context.call(call)}{f' ({missed})' if missed else ''}; {waiting_text(context, call, (rank,))}"
+    )
+    cause = "extra_collective" if mine.p2p is None else "p2p_mismatch"
+    advice = f"make the call at {at or 'that line'} on all ranks that it needs, or on none"
+    base = draft(context, call, (rank,))
+    evidence = (*base.evidence, f"in all earlier rounds rank {rank} came to that call at this point")
+    return replace(settled(base, sentence, 0.75, advice, cause), where=at, evidence=evidence)
 
 
 def _late(context: Context, call: Blocked, ranks: tuple[int, ...]) -> list[int]:

@@ -225,7 +225,14 @@ def by_habit(pair: CallPair, at: int, outvoted: bool = False) -> Divergence | No
     always = bool((expected == them).all())
     if not always and not (outvoted and bool((expected == them).any())):
         return None
-    return _skipped(pair, at, usual, always) or _added(pair, at, len(usual), always, made_mine)
+    again = me == pair.mine[at - 1]
+    if always:
+        return _skipped(pair, at, usual, always) or _added(pair, at, len(usual), always, made_mine)
+    # Rounds with and without these calls: the two took different branches, or a loop was longer.
+    skipped = _skipped(pair, at, usual[expected == them], always) if not again else None
+    if skipped is not None and skipped.kind == "skipped":
+        return skipped
+    return _added(pair, at, len(usual), always, made_mine and not again)
 
 
 def _added(pair: CallPair, at: int, rounds: int, always: bool, known: bool) -> Divergence:
@@ -241,6 +248,7 @@ def _added(pair: CallPair, at: int, rounds: int, always: bool, known: bool) -> D
 def _skipped(pair: CallPair, at: int, usual: np.ndarray, always: bool) -> Divergence | None:
     """The rank is in the call that has always come behind those which the others make now: it left these out."""
     known, me = pair.theirs[:at], pair.mine[at]
+    often = "in all rounds before" if always else "in rounds before"
     for count in range(1, MAX_CALLS + 1):
         starts = usual[usual + count < at]
         ends, between = starts + count, pair.theirs[usual[0] : usual[0] + count]
@@ -250,9 +258,9 @@ def _skipped(pair: CallPair, at: int, usual: np.ndarray, always: bool) -> Diverg
         if not alike or not _in_usual_step(pair, at, starts, ends):
             continue
         if likely:
-            reason = f"in all rounds before, rank {pair.rank} made the call too, and then the one that it went on to"
+            reason = f"{often}, rank {pair.rank} made the call too, and then the one that it went on to"
             sure = 0.7 if not always else 0.9 if len(ends) > 1 else 0.85
             return Divergence(pair.rank, pair.reference, pair.low + at, "skipped", count, sure, reason)
-        reason = f"in all rounds before, rank {pair.rank} made {counted(count, 'call')} more before the one it is in now"
+        reason = f"{often}, rank {pair.rank} made {counted(count, 'call')} more before the one it is in now"
         return Divergence(pair.rank, pair.reference, pair.low + at, "extra", 1, 0.7, reason, True)
     return None

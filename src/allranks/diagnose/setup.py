@@ -7,10 +7,11 @@ many it has left; without black boxes the stacks of the ranks tell. Pure.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from allranks.diagnose.context import Context
 from allranks.diagnose.liveness import BELIEVABLE_S
-from allranks.diagnose.phrasing import count_ranks, ranks_text, seconds, who
+from allranks.diagnose.phrasing import count_ranks, place, ranks_text, seconds, who
 from allranks.model.diagnosis import Finding, RankNow
 from allranks.model.trace import Progress
 
@@ -40,10 +41,19 @@ def _from_boxes(context: Context) -> Finding | None:
     absent = late or gone or lost
     if absent:
         sentence = f"{who(job, absent)} never called {function}; {_waiting(waiting)}{times}"
-        sure = 0.9 if late else 0.7
-        return _finding(context, absent, tuple(sorted(waiting)), function, sentence, sure, bool(late))
+        sure, last = 0.9 if late else 0.7, context.last_call(late[0]) if len(late) == 1 else ""
+        if last:
+            sentence += f"; the last call of rank {late[0]} was {last}"
+        found = _finding(context, absent, tuple(sorted(waiting)), function, sentence, sure, bool(late))
+        return found if found.where or not last else replace(found, where=_line(context, late[0]))
     everybody = function == "new_group" and len(inside) == len(job.ranks)
     return _all_inside(context, inside, waiting, times) if everybody else None
+
+
+def _line(context: Context, rank: int) -> str:
+    """Where a rank made the call in which it still waits; "" when it waits in none."""
+    row = context.first_open(rank)
+    return place(context.job.frames(rank, row)) if row >= 0 else ""
 
 
 def _inside(context: Context) -> dict[int, Progress]:

@@ -6,7 +6,7 @@ an eye.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from allranks.diagnose.absent import explain_ranks
@@ -49,6 +49,7 @@ class DiagnoseOptions:
     pg_filters: frozenset[str] = frozenset()  # names or descriptions; empty: all groups
     allow_incomplete_ranks: bool = False  # a rank without a file is not evidence of its death
     consequences: int = 10  # how many folded findings to list
+    whole: Callable[[], Iterable[RankTrace]] | None = None  # reads all calls, where traces lack older ones
 
 
 def diagnose(
@@ -65,15 +66,21 @@ def diagnose(
     """
     options = options or DiagnoseOptions()
     seen = {now.rank: now for now in stacks}
-    every = forget_past_quorums(list(traces))
+    given = list(traces)
+    every = forget_past_quorums(given)
+    older = sum(trace.older for trace in every)
+    calls = sum(len(trace.calls) for trace in every)
+    forgot = older > 0 and calls < sum(len(trace.calls) for trace in given)
     newest = LARGE_JOB // max(1, len(every))
-    if sum(len(trace.calls) for trace in every) > LARGE_JOB and newest >= MIN_WINDOW:
-        window = [replace(trace, calls=trace.calls[-newest:]) for trace in every]
+    if calls + older > LARGE_JOB and newest >= MIN_WINDOW and not forgot:
+        window = [t if len(t.calls) <= newest else replace(t, calls=t.calls[-newest:]) for t in every]
         result = _diagnose(window, files, seen, options)
         if result.verdict is not None and result.verdict.confidence >= SETTLED:
             return replace(
                 result, summary=(*result.summary, f"the newest {newest} calls of every rank were examined")
             )
+    if older and options.whole is not None:
+        every = forget_past_quorums(list(options.whole()))
     return _diagnose(every, files, seen, options)
 
 

@@ -16,7 +16,7 @@ from allranks.load.result import LoadOptions, LoadResult, Raw
 from allranks.load.share import Share, processes_for, read_here, take_within
 from allranks.load.sources import DumpSource, find_sources
 from allranks.model.diagnosis import FileNote
-from allranks.model.trace import RankTrace
+from allranks.model.trace import CALL, RankTrace
 
 #: A dump's modification time is when it was taken only if it lies so close behind the last timeout; else it was copied.
 MAX_DUMP_DELAY_NS = 300 * 10**9
@@ -27,7 +27,17 @@ def load_paths(paths: Sequence[str], options: LoadOptions | None = None) -> Load
     options = options or LoadOptions()
     sources = _find([str(path) for path in paths], options)
     with _no_collector():
-        return _settle(_read(options, sources), paths)
+        each = _newest_of_each(options.newest_calls, sources)
+        result = _settle(_read(replace(options, newest_calls=each), sources), paths)
+        if each and options.newest_calls // max(1, len(result.traces)) != each:  # not every file was one of the job
+            result = _settle(_read(replace(options, newest_calls=0), sources), paths)
+        return result
+
+
+def _newest_of_each(calls: int, sources: list[DumpSource]) -> int:
+    """How many calls of each black box to read; 0: all."""
+    room = sum(source.size for source in sources) // CALL.itemsize
+    return calls // len(sources) if 0 < calls < room else 0
 
 
 def _find(paths: list[str], options: LoadOptions) -> list[DumpSource]:
@@ -138,7 +148,7 @@ def _trace(candidate: TraceFile, frozen: Frozen) -> RankTrace:
         header = replace(header, rank=candidate.rank, attempt=attempt)
     tables = (frozen.names, frozen.shapes, frozen.stacks)
     found = (raw.calls, raw.groups, *tables, raw.progress, candidate.path, raw.kind, raw.notes, raw.torn)
-    return RankTrace(header, *found, raw.last_completed, raw.threads, raw.destroyed)
+    return RankTrace(header, *found, raw.last_completed, raw.threads, raw.destroyed, raw.older)
 
 
 def _note(candidate: TraceFile) -> FileNote:

@@ -65,7 +65,7 @@ class Reader:
 
     def _read_box(self, file: File) -> Raw:
         try:
-            return read_box(file, self.heap, self.options.max_box_bytes)
+            return read_box(file, self.heap, self.options.max_box_bytes, self.options.newest_calls)
         except InputError as error:
             raise Unreadable(str(error), kind="black box") from error
 

@@ -23,6 +23,7 @@ class LoadOptions:
     read_limit_s: float = 60.0  # one file, or one step of looking for files, may take so long
     allow_nothing: bool = False  # return notes alone instead of raising InputError when nothing was readable
     number_unknown: bool = False  # give files whose rank is not known a free number instead of skipping them
+    newest_calls: int = 0  # of black boxes with more calls in all read only so many, as many of each; 0: all
     progress: Callable[[int, int], None] | None = None  # called with (files done, files in all)
 
 

@@ -163,6 +163,7 @@ class RankTrace:
     destroyed: dict[int, int] = field(
         default_factory=dict
     )  # index of a group -> when destroy_process_group was called
+    older: int = 0  # earlier calls that are in the file and were not read
 
     def parts(self, index: int) -> np.ndarray:
         """Indices of the calls inside the coalesced batch that ends with call `index`, in order; empty for others."""
@@ -195,6 +196,7 @@ class Raw:
     damaged: bool = False
     threads: dict[int, str] = field(default_factory=dict)
     destroyed: dict[int, int] = field(default_factory=dict)
+    older: int = 0
     rank_hint: int | None = None  # the rank that its own sends and receives give away
 
     def last_event_ns(self) -> int:
