@@ -12,6 +12,8 @@ from allranks.diagnose.phrasing import count, place, ranks_text, ranks_wait, who
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding
 
+#: As sure as this at most where the files of other ranks might tell otherwise.
+TURNABLE = 0.6
 CAUSES = {"skipped": "missing_rank", "extra": "extra_collective", "swapped": "order_inversion"}
 
 
@@ -56,7 +58,7 @@ class _Telling:
             "root",
             self.group.label,
             seq,
-            self.divergence.confidence,
+            self._sure(),
             at,
             context.waiting_but(self.ranks),
             context.waited_in(self.group),
@@ -64,6 +66,12 @@ class _Telling:
             self._evidence(),
             advice=(_advice(self.divergence, at),),
         )
+
+    def _sure(self) -> float:
+        """The confidence; lower where ranks without a file might turn the majority."""
+        absent = len(self.group.members) - len(self.group.lanes)
+        turned = absent and len(self.others) - len(self.ranks) < absent
+        return min(TURNABLE, self.divergence.confidence) if turned else self.divergence.confidence
 
     def _sentence(self, maker: int, at: str) -> str:
         found, subject = self.divergence, who(self.context.job, self.ranks)

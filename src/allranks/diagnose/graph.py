@@ -41,6 +41,13 @@ class Graph:
                 leaves.discard(number)
         return sorted(tuple(sorted(members[number])) for number in leaves)
 
+    def circles(self) -> list[tuple[int, ...]]:
+        """Strongly connected components of several nodes, whatever else they wait for."""
+        members: dict[int, list[int]] = {}
+        for node, number in _components(self.edges).items():
+            members.setdefault(number, []).append(node)
+        return sorted(tuple(sorted(nodes)) for nodes in members.values() if len(nodes) > 1)
+
     @cached_property
     def waits_for_me(self) -> dict[int, list[int]]:
         """The edges turned round."""

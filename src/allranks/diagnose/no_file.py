@@ -33,9 +33,10 @@ def explain_without_file(context: Context, blocked: Blocked, ranks: tuple[int, .
     boxes = all(is_box(context.job.ranks[rank].trace) for rank in blocked.rows)
     sure = 0.9 if seen else 0.3 if many else 0.45 if boxes or several else 0.6
     known = f": {seen[0].evidence}" if seen and seen[0].evidence else ""
+    others = f"which {ranks_text(blocked.missing)} did not enter either" if blocked.missing else ""
     sentence = (
-        f"there is no file of {ranks_text(ranks)}{known}; {waiting_text(context, blocked, ranks)} in {context.call(blocked)}, in "
-        "which nobody else is missing"
+        f"there is no file of {ranks_text(ranks)}{known}; {waiting_text(context, blocked, ranks)} in {context.call(blocked)}, "
+        f"{others or 'in which nobody else is missing'}"
     )
     advice = f"look for the last log lines of {ranks_text(ranks)} (killed, out of memory, node down)"
     missing = f"the black box, dump or log of {ranks_text(ranks)}: run `allranks diagnose` with it"
@@ -83,9 +84,9 @@ def _difference(context: Context, rank: int, row: int, usual: int) -> tuple[str,
     before = f"where in all rounds before it called {ops[1]}{f' at {at}' if at else ''}"
     if is_p2p(view.family[[row, usual]]).any():
         return "p2p_mismatch", before
+    if ops[0] != ops[1] and at and at == place(job.frames(rank, row)):
+        return "type_mismatch", before
     if view.stack[row] == view.stack[usual] and view.stack[row]:
-        if ops[0] != ops[1]:
-            return "type_mismatch", before
         cause = _changed(context, rank, usual, row)
         shapes = [job.shapes(rank, at) for at in (row, usual)]
         texts = [

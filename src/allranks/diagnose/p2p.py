@@ -194,7 +194,8 @@ def _waits(job: Job, side: Side, other: Side | None) -> list[P2PWait]:
         at, row = int(partners[index]), int(side.rows[index])
         if side.now[index] not in (Now.OPEN, Now.FAILED):
             continue
-        if other is not None and at >= 0 and side.doubtful[index] and other.now[at] == Now.DONE:
+        arrived = other is not None and at >= 0 and other.now[at] == Now.DONE
+        if arrived and (side.sends or side.doubtful[index]):  # gloo ends a send when somebody waits for it
             continue
         partner = int(other.rows[at]) if other is not None and at >= 0 else -1
         number = index + 1 if exact else 0

@@ -29,6 +29,8 @@ from allranks.model.trace import RankTrace
 SURE_ENOUGH = 0.4
 #: What is left of the confidence when a wait may have lasted a moment or an hour.
 UNTIMED = 0.6
+#: As sure as this is a finding at most that the file of another rank might change.
+LACKING_FILE = 0.75
 #: Causes that rest on nothing but a wait.
 WAITING = frozenset({"missing_rank", "not_started", "p2p_mismatch", "order_inversion"})
 #: Jobs with more calls than this are examined by their newest calls first, at least so many of each rank; a verdict
@@ -156,13 +158,33 @@ def _roots(context: Context, mismatches: list[Mismatch]) -> list[Finding]:
             lacking.setdefault(context.first_for(sink[0]).index, []).append(sink[0])
         elif (finding := _of_calls(context, sink)) is not None:
             weighed.append((context.graph.weight(sink), 0, finding))
-    for index, ranks in lacking.items():
+    circles = _circles(context) if lacking and not weighed and _only_without_file(context, lacking) else []
+    for index, ranks in lacking.items() if not circles else ():
         weighed += _lacking(context, context.blocked[index], sorted(ranks))
+    weighed += circles
     weighed += _mismatched(context, mismatches, weights)
     weighed.sort(
         key=lambda i: (i[2].confidence < SURE_ENOUGH, -i[0], -i[1], -i[2].confidence, i[2].group, i[2].ranks)
     )
     return [finding for _, _, finding in weighed]
+
+
+def _only_without_file(context: Context, lacking: dict[int, list[int]]) -> bool:
+    return all(rank not in context.job.ranks for ranks in lacking.values() for rank in ranks)
+
+
+def _circles(context: Context) -> list[Weighed]:
+    """Ranks with a file that wait for each other: they would, even if those without a file came."""
+    found = []
+    for circle in context.graph.circles():
+        messages = any(context.blocked[-1 - node].p2p is not None for node in circle if node < 0)
+        finding = _of_calls(context, circle) if not messages else None
+        if finding is not None:
+            asked = (*finding.missing_evidence, f"the file of {ranks_text(context.job.missing_ranks)}")
+            sure = min(LACKING_FILE, finding.confidence)
+            finding = replace(finding, confidence=sure, missing_evidence=asked)
+            found.append((context.graph.weight(circle), 0, finding))
+    return found
 
 
 def _of_calls(context: Context, sink: tuple[int, ...]) -> Finding | None:
