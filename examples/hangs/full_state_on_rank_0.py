@@ -13,9 +13,8 @@ model = torch.nn.Sequential(*[torch.nn.Linear(12, 12) for _ in range(3)])
 for layer in model:
     fully_shard(layer)
 fully_shard(model)
+whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
 for step in range(20):
     model(torch.ones(2, 12)).sum().backward()
     if rank == 0 and step == 5:
-        get_model_state_dict(
-            model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-        )  # <- here
+        get_model_state_dict(model, options=whole)  # <- here

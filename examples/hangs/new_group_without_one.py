@@ -11,4 +11,4 @@ for _ in range(8):
 if rank != 2:
     everybody = dist.new_group([0, 1, 2])
     dist.all_reduce(torch.ones(8), group=everybody)
-dist.barrier()
+dist.barrier()  # <- here

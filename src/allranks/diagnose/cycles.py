@@ -65,8 +65,11 @@ def _added(context: Context, call: Blocked, rank: int) -> Finding | None:
     mine = next((b for b in context.blocked if b.rows.get(rank) == row), None)
     peers = view.trace.calls["peer"]
     known = (view.stack[:row] == view.stack[row]) & (peers[:row] == peers[row])
-    if mine is None or row < 1 or not view.stack[row] or bool(known.any()):
+    if mine is None or row < 1 or not view.stack[row] or bool(known.any()) or len(mine.rows) > 1:
         return None
+    others = (other for r, other in context.job.ranks.items() if r != rank and mine.p2p is None)
+    if any(bool((other.stack == view.stack[row]).any()) for other in others):
+        return None  # others make it too: this rank came to it too early
     at, missed = place(context.job.frames(rank, row)), context.place(call)
     verb = "made an extra" if mine.p2p is None else "posted an extra"
     sentence = (

@@ -229,7 +229,7 @@ def by_habit(pair: CallPair, at: int, outvoted: bool = False) -> Divergence | No
     if always:
         return _skipped(pair, at, usual, always) or _added(pair, at, len(usual), always, made_mine)
     # Rounds with and without these calls: the two took different branches, or a loop was longer.
-    skipped = _skipped(pair, at, usual[expected == them], always) if not again else None
+    skipped = _skipped(pair, at, usual if again else usual[expected == them], always)
     if skipped is not None and skipped.kind == "skipped":
         return skipped
     return _added(pair, at, len(usual), always, made_mine and not again)

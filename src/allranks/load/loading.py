@@ -29,7 +29,9 @@ def load_paths(paths: Sequence[str], options: LoadOptions | None = None) -> Load
     with _no_collector():
         each = _newest_of_each(options.newest_calls, sources)
         result = _settle(_read(replace(options, newest_calls=each), sources), paths)
-        if each and options.newest_calls // max(1, len(result.traces)) != each:  # not every file was one of the job
+        if (
+            each and options.newest_calls // max(1, len(result.traces)) != each
+        ):  # not every file was one of the job
             result = _settle(_read(replace(options, newest_calls=0), sources), paths)
         return result
 
