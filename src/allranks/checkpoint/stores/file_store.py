@@ -192,13 +192,12 @@ class FileStore:
 
     def _brought_back(self, name: str) -> str:
         """The name itself; what a saver had moved aside to replace it, and then died, gets its own name again."""
-        own = name.removeprefix(_REPLACED).rpartition("-")[0] if name.startswith(_REPLACED) else name
-        if own == name or (self.root / own).exists():
+        if not name.startswith(_REPLACED):
             return name
-        try:
-            (self.root / name).rename(self.root / own)
-        except OSError:  # a read-only disk, or another process was first
-            return own
+        own = name.removeprefix(_REPLACED).rpartition("-")[0]
+        if not (self.root / own).exists():
+            with contextlib.suppress(OSError):  # a read-only disk, or another process was first
+                (self.root / name).rename(self.root / own)
         return own
 
     def _hidden_folders(self) -> list[Path]:
@@ -368,8 +367,6 @@ def _open_to_lock(path: Path) -> int:
     """For writing where that is possible: NFS gives an exclusive lock for nothing else."""
     try:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise
     except OSError:  # a folder, or not ours to write
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
