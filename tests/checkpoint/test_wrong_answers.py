@@ -89,7 +89,8 @@ def _error(code: str, message: str) -> str:
         (http_answer("400 Bad Request", _error("InvalidToken", "The token is malformed.")), "new keys"),
         (
             http_answer(
-                "400 Bad Request", _error("AuthorizationHeaderMalformed", "expecting 'eu-central-1'")
+                "400 Bad Request",
+                _error("AuthorizationHeaderMalformed", "Credential: expecting 'eu-central-1'"),
             ),
             "s3_region",
         ),

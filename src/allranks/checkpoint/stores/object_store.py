@@ -219,6 +219,8 @@ def _os_error(error: BaseException) -> OSError:
     kind, text = type(error).__name__, str(error)
     found = _STATUS.search(text)  # what the server answered; elsewhere digits may be a port, a name or a time
     status = int(found[1]) if found else 0
+    if any(refusal in text for refusal in _REFUSALS):
+        return PermissionError(errno.EACCES, _short(text))
     if any(host in text for host in _METADATA_HOSTS) or "credential" in text.lower():
         return PermissionError(errno.EACCES, f"NoCredentialsError: no credentials found ({_short(text)})")
     if isinstance(error, FileNotFoundError) or kind == "NotFoundError" or status == 404:
@@ -227,8 +229,6 @@ def _os_error(error: BaseException) -> OSError:
         return FileExistsError(errno.EEXIST, "another saver has written this checkpoint's manifest")
     if kind in {"PermissionDeniedError", "UnauthenticatedError"} or status in (401, 403):
         return PermissionError(errno.EACCES, f"403 Forbidden: {_short(text)}")
-    if any(refusal in text for refusal in _REFUSALS):
-        return PermissionError(errno.EACCES, _short(text))
     return OSError(errno.EIO, _short(text))
 
 
