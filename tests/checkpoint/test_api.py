@@ -195,6 +195,8 @@ def test_a_path_that_would_become_a_folder_of_an_odd_name_is_refused(path: str, 
         CheckpointConfig(nvme_path=path)
     assert hint in (caught.value.hint or "")
     assert CheckpointConfig(nvme_path="~/run").nvme_path == Path.home() / "run"
+    with pytest.raises(ConfigurationError, match="names no bucket"):
+        CheckpointConfig(s3_bucket="s3://")
 
 
 def test_one_line_per_step_saves_at_the_intervals_and_restores_everything(tmp_path: Path) -> None:

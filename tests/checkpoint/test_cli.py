@@ -289,6 +289,25 @@ def test_a_checkpoint_of_another_program_is_told_how_to_be_imported(tmp_path: Pa
     assert NVMeBackend(tmp_path / "run").load("checkpoint_step_00000009").step == 9
 
 
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("s3://", "'s3://' names no store"),
+        ("", "'' names no store"),
+        ("s3:/bucket/run", "two slashes: s3://bucket/run"),
+        ("peer://keeper", "'keeper' in 'peer://keeper' is not HOST:PORT"),
+        ("file:///nowhere/run", "no such folder: '/nowhere/run'"),
+        ("ftp://host/run", "no store for 'ftp://host/run'"),
+    ],
+)
+def test_an_address_that_is_none_is_not_an_empty_store(
+    address: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`s3://$BUCKET` of an empty variable was a folder of the name "s3:", without checkpoints."""
+    assert main(["checkpoint", "ls", address]) == 2
+    assert says in capsys.readouterr().err
+
+
 class Evil:
     """Unpickling it touches a file."""
 

@@ -108,6 +108,10 @@ class CheckpointConfig:
             raise ConfigurationError(f"nvme_path is {path!r}", hint=problem)
         if path is not None and path.startswith("~"):
             object.__setattr__(self, "nvme_path", Path(path).expanduser())
+        if self.s3_bucket and not self.s3_bucket.rpartition(":")[2].strip("/"):
+            raise ConfigurationError(
+                f"s3_bucket is {self.s3_bucket!r}: it names no bucket", hint="is a variable empty?"
+            )
         if self.peers and not self.peer_token:
             raise ConfigurationError("peers need a peer_token", hint="the same secret for every node's agent")
 

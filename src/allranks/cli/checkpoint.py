@@ -322,9 +322,10 @@ def _options(given: list[str]) -> dict[str, str]:
 
 @contextmanager
 def _store(address: str, options: list[str], must_exist: bool = True) -> Iterator[Store]:
-    if "://" not in address and must_exist and not Path(address).is_dir():
-        raise _not_a_store(Path(address))
     store = open_store(StoreSpec(address, _options(options)))
+    folder = address.removeprefix("file://")
+    if must_exist and "://" not in folder and not Path(folder).is_dir():
+        raise _not_a_store(Path(folder))
     try:
         yield store
     finally:

@@ -116,24 +116,30 @@ class Store(Protocol):
         """Lets go of connections and locks; the store may be used again."""
 
 
+_SCHEMES = ("file", "peer", "s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "https", "http")
+_STORES = "give a folder, file://, peer://HOST:PORT, s3://, gs:// or az://"
+
+
 def open_store(spec: StoreSpec) -> Store:
     """Opens the store of an address: a path, file://, peer://HOST:PORT, or any object store URL."""
-    scheme, _, rest = spec.url.partition("://")
-    if not rest or scheme == "file":
+    scheme, colon, rest = spec.url.partition(":")
+    if not spec.url or (colon and scheme in _SCHEMES and not rest.strip("/")):
+        raise InputError(f"'{spec.url}' names no store", hint="is a variable empty? " + _STORES)
+    if colon and scheme in _SCHEMES and not rest.startswith("//"):
+        raise InputError(f"no store for '{spec.url}'", hint=f"two slashes: {scheme}://{rest.strip('/')}")
+    if "://" not in spec.url or scheme == "file":
         from allranks.checkpoint.stores.file_store import FileStore
 
-        return FileStore(Path(rest or spec.url), spec)
+        return FileStore(Path(spec.url.removeprefix("file://")), spec)
     if scheme == "peer":
         from allranks.checkpoint.stores.peer_store import open_peers
 
         return open_peers(spec)
-    if scheme in {"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "https", "http"}:
+    if scheme in _SCHEMES:
         from allranks.checkpoint.stores.object_store import open_object_store
 
         return open_object_store(spec)
-    raise InputError(
-        f"no store for '{spec.url}'", hint="give a folder, file://, peer://HOST:PORT, s3://, gs:// or az://"
-    )
+    raise InputError(f"no store for '{spec.url}'", hint=_STORES)
 
 
 def checkpoint_name(step: int) -> str:

@@ -22,6 +22,7 @@ from allranks.checkpoint.checksum import best_algorithm
 from allranks.checkpoint.stores import Pieces, StoreSpec
 from allranks.checkpoint.stores.keyed_store import KeyedStore
 from allranks.checkpoint.stores.snapshot_server import PURPOSE, Message, receive_bytes, send_bytes
+from allranks.errors import InputError
 
 log = logging.getLogger("allranks.checkpoint")
 CONNECT_S = 3.0
@@ -35,6 +36,9 @@ def open_peers(spec: StoreSpec) -> KeyedStore:
     number of this node's keeper."""
     addresses, _, job = spec.url.removeprefix("peer://").partition("/")
     node = int(spec.options.get("node", "0"))
+    for address in addresses.split(","):
+        if not address.rpartition(":")[2].isdigit():
+            raise InputError(f"'{address}' in '{spec.url}' is not HOST:PORT", hint="peer://HOST:PORT/JOB")
     blobs = PeerBlobs(addresses.split(","), job or "job", spec.options.get("token", ""), node)
     return KeyedStore(blobs, spec, "PEER", references=False)
 
