@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allranks.channel.frames import HeldPort
+from allranks.lighthouse import state, training
 from allranks.lighthouse.codec import PREAMBLE, encode
 from allranks.lighthouse.connection import Listener
 from allranks.lighthouse.grpc_relay import PREFACE, Relay
@@ -162,6 +163,26 @@ def test_names_without_end_fill_no_memory() -> None:
         for port in range(5, 50):
             await server.heartbeat(_heartbeat("r0"), Caller(port))
         assert server.peers["r0"].ports == {5, 6, 7, 8}  # the others may be closed when too many are there
+        service.close()
+
+    asyncio.run(asyncio.wait_for(play(), 60))
+
+
+def test_names_that_come_and_go_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that comes and goes all the time costs no more than a few numbers."""
+    monkeypatch.setattr(training, "MAX_DEPARTED", 50)
+    monkeypatch.setattr(state, "MAX_LOSERS", 50)
+
+    async def play() -> None:
+        service = Service(Options(), asyncio.get_running_loop())
+        server, view = TorchftServer(service), service.training
+        for number in range(400):
+            await server.heartbeat(_heartbeat(f"r{number}" if number % 2 else "again"), Caller())
+            server.closed(5)
+            service._lose(f"r{number}" if number % 2 else "again", "gone", certain=True)
+        books = (service.state.losses, view.departed, view._left_at, view._disconnected)
+        assert all(0 < len(book) <= 50 for book in books), [len(book) for book in books]
+        assert max(map(len, service.state.losses.values())) < 100
         service.close()
 
     asyncio.run(asyncio.wait_for(play(), 60))

@@ -17,6 +17,8 @@ from allranks.lighthouse.members import Gone, Replica, assign_healing
 from allranks.lighthouse.options import Options
 from allranks.model.cluster import Member, Quorum
 
+MAX_LOSERS = 20_000  # names whose losses are remembered, beyond the largest job
+_MORE_LOSSES = 64  # beyond the limit; the back-off is longest long before
 _WORD_S = 1.0  # how long the word of a client that was in a later quorum is waited for
 
 
@@ -87,7 +89,10 @@ class QuorumState:
     def lose(self, now: float, name: str, reason: str, certain: bool) -> None:
         """It died, froze or was cut off."""
         replica = self.replicas.pop(name)
-        self.losses[name] = (*self._recent_losses(now, name), now)
+        recent = self._recent_losses(now, name)[-self.options.flap_limit - _MORE_LOSSES :]
+        self.losses[name] = (*recent, now)
+        if len(self.losses) > MAX_LOSERS:
+            del self.losses[next(iter(self.losses))]
         self._depart(now, replica, reason, certain)
 
     def leave(self, now: float, name: str, reason: str, step: int = -1) -> None:

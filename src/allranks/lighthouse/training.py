@@ -123,7 +123,10 @@ class TrainingView:
         self.departed[name] = Departed(name, event.kind, reason, event.at, step)
         self._left_at.setdefault(name, self.now())
         if len(self.departed) > MAX_DEPARTED:
-            del self.departed[next(iter(self.departed))]
+            oldest = next(iter(self.departed))
+            del self.departed[oldest]
+            self._left_at.pop(oldest, None)
+            self._disconnected.discard(oldest)
 
     def look(self, scene: Scene) -> TrainingStatus:
         """The sentence, its colour, and the numbers in it."""
