@@ -6,7 +6,7 @@ Measured: server CPU per paced heartbeat at 1,000 connections; quorum latency; p
 1,000 connections; memory per 1,000 connections; kill -9, SIGSTOP and a line gone silent until every survivor
 has the notice. With --soak, 10,000 replicas are held under load while strangers crowd the door, and false deaths
 are counted. Clients and server share the machine, for both sides alike; CPU times are the server's only. The push
-is measured beside its floor, a bare loop that writes the same bytes to the same clients.
+is measured in turns with its floor, a bare loop that writes the same bytes to the same clients.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +98,8 @@ def ours(quick: bool, say: Any) -> dict[str, Any]:
         numbers["memory_mb_per_1000"] = round(rss_mb(pid) - before, 2)
         numbers["heartbeat_cpu_us"] = round(paced(crowd, pid, 4.0 if quick else 20.0), 2)
         say("heartbeats done")
-        numbers.update(push(crowd, 10 if quick else 30))
+        numbers.update(push(crowd, pid, 10 if quick else 30))
         crowd.close()
-    numbers.update(push_floor(10 if quick else 30))
     say("pushes done")
     for size in (10, 100, 1000, 2000):
         with lighthouse("--min-replicas", str(size), "--heartbeat-timeout-ms", "60000") as (address, pid):
@@ -128,35 +129,42 @@ def paced(crowd: Crowd, pid: int, seconds: float, per_second: int = 1000) -> flo
     return (cpu_s(pid) - start_cpu) / sent * 1e6
 
 
-def push(crowd: Crowd, rounds: int) -> dict[str, Any]:
-    """One member closes its line; milliseconds until the 990th and the last of 999 others has read the notice."""
-    found = []
-    for step in range(rounds):
-        name, times = one_push(crowd)
-        found.append(times)
-        crowd.connect(name)
-        crowd.join_all(step + 1)
+def push(crowd: Crowd, pid: int, rounds: int) -> dict[str, Any]:
+    """One member closes its line; milliseconds until the 990th and the last of 999 others has read the notice, in turns
+    with the same clients on a bare epoll loop that does nothing but write the same bytes."""
+    found, floors, spent = [], [], 0.0
+    with bare_loop() as bare:
+        for step in range(rounds):
+            began = cpu_s(pid)
+            name, times = one_push(crowd)
+            found.append(times)
+            crowd.settle(0.05)
+            spent += cpu_s(pid) - began
+            crowd.connect(name)
+            crowd.join_all(step + 1)
+            name, times = one_push(bare)
+            floors.append(times)
+            bare.wait(WELCOME, {bare.connect(name).sock.fileno()}, 30.0)
+            bare.settle(0.05)
     return {
-        "push_1000_p99_ms": round(statistics.median(p99(times) for times in found), 2),
+        "push_1000_p99_ms": round(statistics.median(map(p99, found)), 2),
         "push_1000_last_ms": round(statistics.median(times[-1] for times in found), 2),
+        "push_1000_server_cpu_ms": round(1000 * spent / rounds, 2),
+        "push_1000_floor_p99_ms": round(statistics.median(map(p99, floors)), 2),
     }
 
 
-def push_floor(rounds: int) -> dict[str, Any]:
-    """The same clients on a bare epoll loop that does nothing but write the same bytes."""
+@contextmanager
+def bare_loop() -> Iterator[Crowd]:
+    """1,000 clients of the floor."""
     script = Path(__file__).with_name("_lighthouse_floor.py")
     floor = subprocess.Popen(
         [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert floor.stdout is not None
-    crowd, found = Crowd(floor.stdout.readline().strip(), 1000), []
+    crowd = Crowd(floor.stdout.readline().strip(), 1000)
     try:
-        for _ in range(rounds):
-            name, times = one_push(crowd)
-            found.append(times)
-            crowd.wait(WELCOME, {crowd.connect(name).sock.fileno()}, 30.0)
-            crowd.settle(0.05)
-        return {"push_1000_floor_p99_ms": round(statistics.median(p99(times) for times in found), 2)}
+        yield crowd
     finally:
         floor.communicate(timeout=20)
         crowd.close()
