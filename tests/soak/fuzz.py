@@ -12,6 +12,7 @@ import atexit
 import gzip
 import json
 import multiprocessing
+import os
 import pickle
 import random
 import re
@@ -140,9 +141,12 @@ def read_torchft_manager(data: bytes) -> None:
     decode_result(data)
 
 
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a disk would write each input out
+
+
 def from_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], None]:
     """For readers of a file of this name in a folder."""
-    folder = Path(tempfile.mkdtemp(prefix="allranks-fuzz-"))
+    folder = Path(tempfile.mkdtemp(prefix="allranks-fuzz-", dir=MEMORY))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
     def write_and_read(data: bytes) -> None:
@@ -156,7 +160,7 @@ def from_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], No
 
 def read_evidence(data: bytes) -> None:
     """What another node sent for an incident."""
-    with tempfile.TemporaryDirectory(prefix="allranks-fuzz-") as folder:
+    with tempfile.TemporaryDirectory(prefix="allranks-fuzz-", dir=MEMORY) as folder:
         unpack_part(data, Path(folder), limit=1 << 20)
 
 
@@ -166,7 +170,7 @@ def read_doctor_answers(data: bytes) -> None:
 
 
 def _evidence() -> bytes:
-    with tempfile.TemporaryDirectory(prefix="allranks-fuzz-") as made:
+    with tempfile.TemporaryDirectory(prefix="allranks-fuzz-", dir=MEMORY) as made:
         folder = Path(made)
         for name, data in (("boxes/rank-0.box", bytes(range(256))), ("stacks/rank0.txt", PYSPY)):
             (folder / name).parent.mkdir()
