@@ -37,8 +37,13 @@ class Handshake(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Takes the socket over before anything is read from it."""
-        self._socket = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
-        cast(asyncio.Transport, transport).abort()
+        try:
+            self._socket = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        except OSError as error:  # no descriptor is free
+            self._door.throttle.warn("tls", "no TLS: %s", error)
+            return
+        finally:
+            cast(asyncio.Transport, transport).abort()
         self._door.let_in(self)
         self._task = asyncio.get_running_loop().create_task(self._agree(self._socket))
 
