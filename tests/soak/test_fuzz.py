@@ -45,6 +45,14 @@ def test_aliases_of_aliases_do_not_take_all_memory(target: str, section: str) ->
         TARGETS[target].read(f"{section}: &itself [*itself]\n".encode())
 
 
+@pytest.mark.parametrize("target", ["drill plan", "debug section", "doctor: job file"])
+def test_brackets_inside_one_another_are_refused_before_they_are_read(target: str) -> None:
+    """Reading them takes time by the square of their number."""
+    for text in ("faults: " + "[" * 5000, "debug: " + '{"a":' * 3000):
+        with pytest.raises(AllranksError, match="brackets inside one another"):
+            TARGETS[target].read(text.encode())
+
+
 @pytest.mark.parametrize("target", sorted(TARGETS))
 def test_inputs_are_good_before_they_are_changed(target: str) -> None:
     """Or the fuzzing would not get far into a reader."""

@@ -7,7 +7,9 @@ time does it.
 
 from __future__ import annotations
 
+import re
 import threading
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _first_use = threading.Lock()
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
-MAX_YAML_VALUES = 100_000
+MAX_YAML_DEPTH, MAX_YAML_VALUES = 100, 100_000
 
 
 def printable(text: str, limit: int = 2000) -> str:
@@ -29,6 +31,11 @@ def read_yaml(text: str) -> object:
     """Plain data; ValueError for what is no YAML, is nested too deep, or unfolds without end (aliases of aliases)."""
     import yaml
 
+    brackets = (1 if mark in "[{" else -1 for mark in re.findall(r"[][{}]", text))
+    if (
+        max(accumulate(brackets), default=0) > MAX_YAML_DEPTH
+    ):  # each level costs the reader time for every word
+        raise ValueError(f"more than {MAX_YAML_DEPTH} brackets inside one another")
     try:
         value: object = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
