@@ -56,6 +56,12 @@ def bits(output: str) -> dict[str, str]:
     return dict(re.findall(r"SAYS rank=(\d) (.*)", output))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def built(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """DeepSpeed's operators are built once, and not in the home folder: a lock left there by a killed build hangs every later run."""
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("built")))
+
+
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path, Path]]:
     """One healthy run of each program, shared by the tests of it."""
