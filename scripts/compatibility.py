@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass
 from pathlib import Path
+from string import ascii_lowercase
 
 COLUMNS = (
     "runs unmodified",
@@ -63,44 +64,70 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def read_results(paths: list[Path]) -> dict[str, str]:
-    """test (module::name and name) -> passed, failed, or why it was skipped."""
-    found: dict[str, str] = {}
+@dataclass(frozen=True)
+class Result:
+    """How a test ended, and what its run said about its machine: "where", and the version of each package."""
+
+    outcome: str  # passed, failed, or why it was skipped
+    machine: Mapping[str, str]
+
+
+def read_results(paths: list[Path]) -> dict[str, Result]:
+    """test (module::name and name) -> its result; of several the last one that is not a skip."""
+    found: dict[str, Result] = {}
     for path in paths:
-        for case in ElementTree.parse(path).getroot().iter("testcase"):
-            outcome = "passed"
-            if case.find("failure") is not None or case.find("error") is not None:
-                outcome = "failed"
-            elif (skipped := case.find("skipped")) is not None:
-                outcome = f"not run: {skipped.get('message', '')}"
-            name, module = case.get("name", ""), case.get("classname", "").rpartition(".")[2]
-            found[name] = found[f"{module}::{name}"] = outcome
+        for suite in ElementTree.parse(path).getroot().iter("testsuite"):
+            machine = {
+                one.get("name", ""): one.get("value", "") for one in suite.findall("properties/property")
+            }
+            machine["where"] = (
+                f"{machine.get('where', 'machine not recorded')}, {suite.get('timestamp', '')[:10]}"
+            )
+            for case in suite.iter("testcase"):
+                result = Result(outcome_of(case), machine)
+                name, module = case.get("name", ""), case.get("classname", "").rpartition(".")[2]
+                if name not in found or not result.outcome.startswith("not run"):
+                    found[name] = found[f"{module}::{name}"] = result
     return found
 
 
-def cell(wanted: str, results: Mapping[str, str]) -> str:
-    """One cell of the table."""
+def outcome_of(case: ElementTree.Element) -> str:
+    if case.find("failure") is not None or case.find("error") is not None:
+        return "failed"
+    skipped = case.find("skipped")
+    return "passed" if skipped is None else f"not run: {skipped.get('message', '')}"
+
+
+def cell(wanted: str, results: Mapping[str, Result], places: list[str]) -> str:
+    """One cell of the table; the letter after it says where the test ran."""
     if " " in wanted:
         return wanted
-    outcome = results.get(wanted, "not run")
-    return {"passed": "✓", "failed": "**✗**"}.get(outcome, outcome)
+    if (result := results.get(wanted)) is None:
+        return "not run"
+    if (where := result.machine["where"]) not in places:
+        places.append(where)
+    mark = {"passed": "✓", "failed": "**✗**"}.get(result.outcome, result.outcome)
+    return f"{mark} {ascii_lowercase[places.index(where)]}"
 
 
-def installed(package: str) -> str:
-    try:
-        return f"{package} {version(package).partition('+')[0]}"
-    except PackageNotFoundError:
-        return package
+def versions(package: str, tests: tuple[str, ...], results: Mapping[str, Result]) -> str:
+    """The package and its versions in the runs of these tests."""
+    ran = [results[one].machine.get(package, "") for one in tests if one in results]
+    return f"{package} {', '.join(sorted(set(filter(None, ran))))}".strip()
 
 
 def main(paths: list[Path]) -> None:
     results = read_results(paths)
+    places: list[str] = []
     lines = [f"| program | version | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
     for row, (package, tests) in ROWS.items():
-        lines.append(f"| {row} | {installed(package)} | {' | '.join(cell(one, results) for one in tests)} |")
+        cells = " | ".join(cell(one, results, places) for one in tests)
+        lines.append(f"| {row} | {versions(package, tests, results)} | {cells} |")
+    legend = "\n".join(f"- {letter}: {place}" for letter, place in zip(ascii_lowercase, places, strict=False))
     page = Path(__file__).parents[1] / "docs" / "compatibility.md"
-    page.write_text(PAGE.format(table="\n".join(lines)))
-    print(f"wrote {page}: {sum(one == 'passed' for one in results.values()) // 2} tests passed")
+    page.write_text(PAGE.format(table="\n".join(lines), legend=legend))
+    passed = sum(one.outcome == "passed" for name, one in results.items() if "::" not in name)
+    print(f"wrote {page}: {passed} tests passed")
 
 
 PAGE = """# Compatibility: which programs were run, and through what
@@ -109,6 +136,10 @@ Written by `scripts/compatibility.py` from test results; do not edit. The progra
 nothing of ours and run under `allranks run --standalone --nproc-per-node 2` on gloo and CPU.
 
 {table}
+
+The letter is the machine that the test ran on:
+
+{legend}
 
 - **runs unmodified, healthy verdict**: the program ends well, no incident is opened, and `allranks diagnose` on its black boxes finds
   nothing wrong (exit code 0).

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import platform
+from collections.abc import Callable
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -15,3 +19,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ALLRANKS_JOB_ID", "test")
     monkeypatch.delenv("ALLRANKS_RECORD", raising=False)
     return place
+
+
+@pytest.fixture(scope="session", autouse=True)
+def machine(record_testsuite_property: Callable[[str, object], None]) -> None:
+    """What these tests ran on, for scripts/compatibility.py."""
+    versions = {one.metadata["Name"]: one.version for one in distributions()}
+    where = f"{os.cpu_count()} {platform.machine()} cores, Python {platform.python_version()}, torch {versions.get('torch')}"
+    record_testsuite_property("where", where.partition("+")[0])
+    for name in (
+        "transformers",
+        "lightning",
+        "accelerate",
+        "torch",
+        "deepspeed",
+        "megatron-core",
+        "torchtitan",
+        "ray",
+    ):
+        if name in versions:
+            record_testsuite_property(name, versions[name].partition("+")[0])
