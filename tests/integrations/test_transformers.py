@@ -20,7 +20,7 @@ from allranks.lighthouse.server import Lighthouse  # noqa: E402
 
 MODEL = """
 import sys, torch
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 class Data(torch.utils.data.Dataset):
     def __len__(self): return 100
     def __getitem__(self, i):
@@ -40,14 +40,18 @@ class Lives(TrainerCallback):
         lives(trainer.manager)
 args = TrainingArguments(
     sys.argv[1], per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=600, use_cpu=True,
-    logging_steps=50, save_steps=300, save_total_limit=1, report_to=[], disable_tqdm=True, warmup_steps=20)
-trainer = FaultTolerantTrainer(model=model, args=args, train_dataset=Data(), callbacks=[Lives()])
+    logging_steps=50, save_steps=300, save_total_limit=1, report_to=[], disable_tqdm=True, warmup_steps=20,
+    eval_strategy="steps", eval_steps=20, metric_for_best_model="loss", greater_is_better=True)
+stopping = EarlyStoppingCallback(1000)  # counts, and never stops
+trainer = FaultTolerantTrainer(model=model, args=args, train_dataset=Data(), callbacks=[Lives(), stopping],
+                               eval_dataset=torch.utils.data.Subset(Data(), range(4)))
 trainer.train()
 bits = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()
 import hashlib
 print("SAYS", f"name={NAME}", f"step={trainer.state.global_step}", f"lr={trainer.lr_scheduler.get_last_lr()[0]!r}",
       f"scheduler={trainer.lr_scheduler.last_epoch}", f"epoch={trainer.state.epoch:.4f}",
       f"logged={[row['step'] for row in trainer.state.log_history if 'loss' in row][-3:]!r}".replace(" ", ""),
+      f"patience={stopping.early_stopping_patience_counter}",
       f"bits={hashlib.sha256(bits).hexdigest()}", flush=True)
 """
 )
@@ -55,7 +59,7 @@ print("SAYS", f"name={NAME}", f"step={trainer.state.global_step}", f"lr={trainer
 
 @pytest.mark.parametrize("kills", KILLS)
 def test_trainers_are_replicas_with_equal_bits_after_kills(tmp_path: Path, kills: int) -> None:
-    """Two changed lines: after the kills steps, rates, epochs, logs and parameters are equal at the end."""
+    """Two changed lines: after the kills steps, rates, epochs, logs, callbacks and parameters are equal at the end."""
     said = run(REPLICA, tmp_path, kills, str(tmp_path / "out"))
     assert said["replica-0"] == said["replica-1"]
     facts = said["replica-0"]

@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import _update_dataloader
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, RandomSampler
 
@@ -36,6 +37,7 @@ class _ReplicaState(TypedDict):
     model: dict[str, torch.Tensor]
     optimizer: dict[str, object]
     schedulers: list[dict[str, object]]
+    callbacks: dict[str, dict[str, object]]  # EarlyStopping's patience, ModelCheckpoint's best
 
 
 class AllranksCallback(pl.Callback):
@@ -95,6 +97,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         self._sampler: ReplicaSampler | None = None
         self._batch_size = 1
         self._healed = False
+        self._accumulated: list[tuple[object, ...]] = []  # arguments of this step's batches but the last
 
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
@@ -134,11 +137,28 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
             result = self.precision_plugin._wrap_closure(self.lightning_module, optimizer, closure)
             if self.manager.should_commit():
                 break
+            self._accumulate_again(optimizer)
+        self._accumulated.clear()
         optimizer.step(**named)
         if self._healed:
             self._healed = False
             self._align(self.manager.current_step())
         return result
+
+    def training_step(self, *args: object) -> object:
+        if self._trainer.fit_loop._should_accumulate():
+            self._accumulated.append(args)
+        return super().training_step(*args)
+
+    def _accumulate_again(self, optimizer: torch.optim.Optimizer) -> None:
+        """The gradients of the batches before the last one: the step that was not committed had mixed them with others."""
+        optimizer.zero_grad()
+        for args in self._accumulated:
+            result = self._trainer.fit_loop.epoch_loop.automatic_optimization._training_step(
+                dict(enumerate(args))
+            )
+            if result.closure_loss is not None:
+                self.backward(result.closure_loss, optimizer)
 
     def process_dataloader(self, dataloader: object) -> object:
         """A shuffled loader is given a sampler over the replicas."""
@@ -167,6 +187,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
             "model": self.lightning_module.state_dict(),
             "optimizer": self.optimizers[0].state_dict(),
             "schedulers": schedulers,
+            "callbacks": call._call_callbacks_state_dict(self._trainer),
         }
 
     def _load_replica_state(self, given: _ReplicaState) -> None:
@@ -174,6 +195,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         self.optimizers[0].load_state_dict(given["optimizer"])
         for config, state in zip(self.lr_scheduler_configs, given["schedulers"], strict=True):
             config.scheduler.load_state_dict(state)
+        call._call_callbacks_load_state_dict(self._trainer, {"callbacks": given["callbacks"]})
         self._healed = True
 
     def _steps_per_epoch(self) -> int:

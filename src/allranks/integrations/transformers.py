@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput
 
 from allranks import record
@@ -48,6 +49,7 @@ class _ReplicaState(TypedDict):
     optimizer: dict[str, object]
     scheduler: dict[str, object]
     trainer: str  # the TrainerState as JSON
+    callbacks: list[dict[str, object]]  # of each stateful one, in order: EarlyStoppingCallback's patience
 
 
 class AllranksCallback(TrainerCallback):
@@ -251,7 +253,11 @@ class FaultTolerantTrainer(Trainer):
             "optimizer": self.committing.optim.state_dict(),
             "scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else {},
             "trainer": json.dumps(state, default=str),
+            "callbacks": [one.state()["attributes"] for one in self._stateful()],
         }
+
+    def _stateful(self) -> list[ExportableState]:
+        return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
 
     def _load_replica_state(self, given: _ReplicaState) -> None:
         self.model.load_state_dict(given["model"])
@@ -262,6 +268,9 @@ class FaultTolerantTrainer(Trainer):
         for name, value in json.loads(given["trainer"]).items():
             if name in known:
                 setattr(self.state, name, value)
+        for callback, attributes in zip(self._stateful(), given["callbacks"], strict=True):
+            for name, value in attributes.items():
+                setattr(callback, name, value)
         self._globalstep_last_logged = self.state.global_step
         self._seek(
             self.state.global_step + 1
