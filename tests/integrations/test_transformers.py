@@ -34,25 +34,27 @@ model = GPT2LMHeadModel(GPT2Config(
 REPLICA = (
     MODEL
     + """
+import hashlib
 from allranks.integrations.transformers import FaultTolerantTrainer
 class Lives(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         lives(trainer.manager)
+        state.trained = bits() if state.global_step == 600 else None
+def bits():
+    return hashlib.sha256(torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()).hexdigest()
 args = TrainingArguments(
     sys.argv[1], per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=600, use_cpu=True,
-    logging_steps=50, save_steps=300, save_total_limit=1, report_to=[], disable_tqdm=True, warmup_steps=20,
-    eval_strategy="steps", eval_steps=20, metric_for_best_model="loss", greater_is_better=True)
+    logging_steps=50, save_steps=20, save_total_limit=1, load_best_model_at_end=True, report_to=[], disable_tqdm=True,
+    warmup_steps=20, eval_strategy="steps", eval_steps=20, metric_for_best_model="loss", greater_is_better=True)
 stopping = EarlyStoppingCallback(1000)  # counts, and never stops
 trainer = FaultTolerantTrainer(model=model, args=args, train_dataset=Data(), callbacks=[Lives(), stopping],
                                eval_dataset=torch.utils.data.Subset(Data(), range(4)))
 trainer.train()
-bits = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()
-import hashlib
 print("SAYS", f"name={NAME}", f"step={trainer.state.global_step}", f"lr={trainer.lr_scheduler.get_last_lr()[0]!r}",
       f"scheduler={trainer.lr_scheduler.last_epoch}", f"epoch={trainer.state.epoch:.4f}",
       f"logged={[row['step'] for row in trainer.state.log_history if 'loss' in row][-3:]!r}".replace(" ", ""),
       f"patience={stopping.early_stopping_patience_counter}",
-      f"bits={hashlib.sha256(bits).hexdigest()}", flush=True)
+      f"trained={trainer.state.trained}", f"best={bits()}", flush=True)
 """
 )
 
@@ -65,7 +67,9 @@ def test_trainers_are_replicas_with_equal_bits_after_kills(tmp_path: Path, kills
     facts = said["replica-0"]
     assert (facts["step"], facts["scheduler"], facts["lr"]) == ("600", "600", "0.0")
     assert facts["logged"] == "[500,550,600]"
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-600"], "one replica saves"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-20"], (
+        "one replica saves and keeps the best"
+    )
 
 
 def test_a_step_that_is_not_committed_is_made_again_with_the_same_batch(

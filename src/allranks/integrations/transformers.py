@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import time
 from collections.abc import Iterator, Sized
 from typing import TypedDict
 
@@ -20,8 +22,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from allranks import record
 from allranks.errors import ConfigurationError
@@ -39,6 +42,7 @@ _OWN = frozenset(
 Batches = tuple[
     list[dict[str, torch.Tensor]], torch.Tensor | int | None
 ]  # of one step, and their number of items
+_PAUSE_S = 1800.0  # for an evaluation or a save
 _NEVER_ENDING = 1 << 20  # passes over the data: the number of steps ends a training, not the loops around it
 
 
@@ -55,7 +59,7 @@ class _ReplicaState(TypedDict):
 class AllranksCallback(TrainerCallback):
     """Marks every step, and announces evaluation and saving as pauses of up to `pause_s` seconds."""
 
-    def __init__(self, pause_s: float = 1800.0) -> None:
+    def __init__(self, pause_s: float = _PAUSE_S) -> None:
         self._silences = Silences(pause_s)
 
     def on_step_begin(
@@ -234,13 +238,31 @@ class FaultTolerantTrainer(Trainer):
         if self.is_world_process_zero():
             super().save_model(*args, **named)
 
-    def _save_checkpoint(self, *args: object, **named: object) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         if self.is_world_process_zero():
-            with record.expect("save", up_to_s=1800.0):
-                super()._save_checkpoint(*args, **named)
+            with record.expect("save", up_to_s=_PAUSE_S):
+                super()._save_checkpoint(model, trial)
+        elif step := self.state.best_global_step:  # another replica saves; we know where the best one is
+            best = os.path.join(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{step}")
+            if step == self.state.global_step or os.path.exists(best):
+                self.state.best_model_checkpoint = best
+
+    def _finalize_training(self, *args: object, **named: object) -> TrainOutput:
+        """The replica that saves also deletes; the others wait until it has written the best model that they load."""
+        if not self.is_world_process_zero():
+            self.args.save_total_limit = None
+            if self.args.load_best_model_at_end and (best := self.state.best_model_checkpoint):
+                self._wait_for(os.path.join(best, TRAINER_STATE_NAME))
+        return super()._finalize_training(*args, **named)
+
+    def _wait_for(self, path: str) -> None:
+        deadline = time.monotonic() + _PAUSE_S
+        with record.expect("another replica saves", up_to_s=_PAUSE_S):
+            while not os.path.exists(path) and time.monotonic() < deadline:
+                time.sleep(0.1)
 
     def _evaluate(self, *args: object, **named: object) -> dict[str, float]:
-        with record.expect("evaluate", up_to_s=1800.0):
+        with record.expect("evaluate", up_to_s=_PAUSE_S):
             measured: dict[str, float] = super()._evaluate(*args, **named)
         return measured
 
