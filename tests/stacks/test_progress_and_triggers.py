@@ -69,7 +69,7 @@ def test_only_what_ras_says_twice_is_told() -> None:
     assert [(one.rank, one.pid, one.operation) for one in behind] == [(7, 4711, 60)]
     assert (
         "rank 7 (process 4711) has launched up to operation 60, others up to 64"
-        in ras.tell(_replies(60, 60))[0]
+        in ras.describe(_replies(60, 60))[0]
     )
 
 

@@ -227,7 +227,7 @@ def _copy(args: argparse.Namespace) -> int:
 
 def _prune(args: argparse.Namespace) -> int:
     from allranks.checkpoint.inspect import verify_checkpoint
-    from allranks.checkpoint.stores.listing import decide, look_closely, remove
+    from allranks.checkpoint.stores.listing import decide, list_verified, remove
 
     with _store(args.store, args.option) as store:
 
@@ -237,7 +237,7 @@ def _prune(args: argparse.Namespace) -> int:
             with _bar(f"verify {name}", _bytes_of(store, name), args.json) as progress:
                 return not verify_checkpoint(store, name, progress).problems
 
-        decision = decide(look_closely(store, good), args.keep)
+        decision = decide(list_verified(store, good), args.keep)
         removed, left = ([], []) if args.dry_run else remove(store, decision)
     if args.json:
         print(

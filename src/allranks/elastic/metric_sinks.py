@@ -39,11 +39,11 @@ class LogSink:
             100 * training["efficiency"],
         )
         shares = {key[6:]: part for key, part in summary["goodput"].items() if key.startswith("share_")}
-        stolen = ", ".join(
+        lost = ", ".join(
             f"{what} {part:.1%}" for what, part in shares.items() if what != "useful" and part > 0.0005
         )
         log.info(
-            "goodput %.1f %%%s", 100 * summary["goodput"]["ratio"], f"; the rest: {stolen}" if stolen else ""
+            "goodput %.1f %%%s", 100 * summary["goodput"]["ratio"], f"; the rest: {lost}" if lost else ""
         )
         if saves["total_saves"]:
             log.info(

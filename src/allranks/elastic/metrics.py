@@ -1,4 +1,4 @@
-"""The metrics of a rank: what training did and what stole its time. Everything is a counter, a sum or a short window: nothing grows with the run."""
+"""The metrics of a rank: what training did and what took its time. Everything is a counter, a sum or a short window: nothing grows with the run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Goodput:
         self.useful_s += seconds
         self._steps.append((step, seconds))
 
-    def add_stolen(self, what: str, seconds: float) -> None:
+    def add_lost(self, what: str, seconds: float) -> None:
         """Time in which nothing was learned."""
         self.stolen_s[what] = self.stolen_s.get(what, 0.0) + seconds
 
@@ -61,7 +61,7 @@ class Goodput:
         while self._steps and self._steps[-1][0] >= from_step:
             _, seconds = self._steps.pop()
             self.useful_s -= seconds
-            self.add_stolen("redone", seconds)
+            self.add_lost("redone", seconds)
 
     def shares(self, now_s: float) -> dict[str, float]:
         """What part of all time went where; "useful" first, they sum to 1."""
@@ -254,7 +254,7 @@ class TrainingMetrics:
         """That part of the time since the last step was no training: "data", "checkpoint", "evaluation" ..."""
         now = self.clock()
         seconds = min(max(0.0, seconds), now - self._mark_s)
-        self.goodput.add_stolen(what, seconds)
+        self.goodput.add_lost(what, seconds)
         self._mark_s += seconds
 
     def _recovered(self, event: RecoveryEvent) -> None:

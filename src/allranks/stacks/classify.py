@@ -106,24 +106,24 @@ def find_straggler(ranks: Mapping[int, RankState], waited: Mapping[int, float]) 
     return tuple(sorted(others))
 
 
-def tell(
+def write_summary(
     capture: Capture, progress: HangDecision, culprits: Sequence[int], ranks: Mapping[int, RankState]
 ) -> str:
     """The one sentence of the report."""
     if not ranks:
         return "no rank could be looked at"
     if progress.hung is False:
-        return _tell_moving(progress, culprits, ranks)
+        return _describe_moving(progress, culprits, ranks)
     lead = "" if progress.hung else "cannot tell stuck from slow (" + progress.reason + "): "
     if not culprits:
-        return lead + _tell_nobody(capture, ranks)
-    parts = [_tell_one(ranks[rank]) for rank in culprits[:3]]
+        return lead + _describe_no_culprit(capture, ranks)
+    parts = [_describe_one(ranks[rank]) for rank in culprits[:3]]
     if len(culprits) > 3:
-        parts = [f"ranks {compress(culprits)}: {_tell_one(ranks[culprits[0]], subject=False)}"]
-    return lead + "; ".join(parts) + _tell_waiters(culprits, ranks)
+        parts = [f"ranks {compress(culprits)}: {_describe_one(ranks[culprits[0]], subject=False)}"]
+    return lead + "; ".join(parts) + _describe_waiters(culprits, ranks)
 
 
-def _tell_one(state: RankState, subject: bool = True) -> str:
+def _describe_one(state: RankState, subject: bool = True) -> str:
     name = f"rank {state.rank} " if subject else "first of them "
     line = f" in {_swap(state.where)}" if state.where else ""
     child = next((c for c in state.children if c.cause not in ("healthy", "queue_wait")), None)
@@ -142,7 +142,7 @@ def _swap(where: str) -> str:
     return f"{name} ({line})" if name else where
 
 
-def _tell_waiters(culprits: Sequence[int], ranks: Mapping[int, RankState]) -> str:
+def _describe_waiters(culprits: Sequence[int], ranks: Mapping[int, RankState]) -> str:
     waiting = [state for rank, state in ranks.items() if rank not in culprits]
     if not waiting:
         return ""
@@ -155,7 +155,7 @@ def _wait_name(state: RankState) -> str:
     return state.operation or {"collective_wait": "a collective"}.get(state.cause, state.cause)
 
 
-def _tell_nobody(capture: Capture, ranks: Mapping[int, RankState]) -> str:
+def _describe_no_culprit(capture: Capture, ranks: Mapping[int, RankState]) -> str:
     world = capture.world_size
     missing = sorted(set(range(world)) - set(ranks)) if world else []
     if missing:
@@ -166,8 +166,8 @@ def _tell_nobody(capture: Capture, ranks: Mapping[int, RankState]) -> str:
     if set(causes) == {"rendezvous_wait"}:
         return f"all {len(ranks)} ranks wait for ranks that have not come: was a process not started, or is WORLD_SIZE too large?"
     if not any(_TIERS.get(state.cause, 0) >= 2 for state in ranks.values()):
-        told = "; ".join(_tell_one(ranks[rank]) for rank in sorted(ranks)[:3])
-        return f"no rank waits for another one; {told}"
+        parts = "; ".join(_describe_one(ranks[rank]) for rank in sorted(ranks)[:3])
+        return f"no rank waits for another one; {parts}"
     sites = Counter((state.operation or state.cause, state.where) for state in ranks.values())
     if len(sites) == 1:
         (operation, where), _ = sites.most_common(1)[0]
@@ -182,10 +182,10 @@ def _tell_nobody(capture: Capture, ranks: Mapping[int, RankState]) -> str:
     return f"every rank waits for others, in different places: {groups}; allranks diagnose on the dumps tells who is wrong"
 
 
-def _tell_moving(progress: HangDecision, culprits: Sequence[int], ranks: Mapping[int, RankState]) -> str:
+def _describe_moving(progress: HangDecision, culprits: Sequence[int], ranks: Mapping[int, RankState]) -> str:
     if not culprits:
         return f"not hung: {progress.reason}"
-    names = "; ".join(_tell_one(replace(ranks[rank], cause="slow")) for rank in culprits[:3])
+    names = "; ".join(_describe_one(replace(ranks[rank], cause="slow")) for rank in culprits[:3])
     return f"not hung: {progress.reason}; {names} while the others wait for it"
 
 
@@ -197,7 +197,7 @@ def classify(
 ) -> StacksReport:
     """The report of a capture; a rank that cannot be read is `unknown` with the reason."""
     table = load_patterns() if patterns is None else patterns
-    causes, views, states = _look_at_ranks(capture, table)
+    causes, views, states = _classify_ranks(capture, table)
     limits = stillness or Stillness()
     progress = decide_progress({one.rank: one for one in capture.marks}, views, causes, limits)
     if progress.hung is None:
@@ -210,15 +210,15 @@ def classify(
     return StacksReport(
         hung=progress.hung,
         culprits=culprits,
-        sentence=tell(capture, progress, culprits, states),
+        sentence=write_summary(capture, progress, culprits, states),
         ranks=states,
         reason=progress.reason,
-        ras=ras.tell(capture.ras),
+        ras=ras.describe(capture.ras),
         notes=(*capture.notes, *(f"rank {p.rank}: {note}" for p in capture.processes for note in p.notes)),
     )
 
 
-def _look_at_ranks(
+def _classify_ranks(
     capture: Capture, table: Sequence[StackPattern]
 ) -> tuple[dict[int, Cause], dict[int, ProcessView], dict[int, RankState]]:
     """What each rank does, with its child processes, by rank."""

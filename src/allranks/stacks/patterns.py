@@ -157,7 +157,7 @@ def _state_holds(letters: str, view: ThreadView, process: ProcessView) -> bool:
     return bool(view.facts) and all(fact.state and fact.state in letters for fact in view.facts)
 
 
-def _kernel_says(words: Sequence[str], view: ThreadView, process: ProcessView) -> bool:
+def _kernel_matches(words: Sequence[str], view: ThreadView, process: ProcessView) -> bool:
     seen = () if view.now is None else (view.now.wchan, *view.now.kernel_stack)
     return any(word in name for word in words for name in seen)
 
@@ -190,7 +190,7 @@ _TESTS: dict[str, Test] = {
     "first_arg": _argument(0),
     "second_arg": _argument(1),
     # words in wchan or in the kernel stack
-    "wchan": _kernel_says,
+    "wchan": _kernel_matches,
     "gil": _flag(lambda view, process: view.holds_gil),
     "busy": _flag(lambda view, process: view.busy),
     # the opposite of busy, but where nothing tells it counts as idle

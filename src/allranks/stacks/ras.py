@@ -102,7 +102,7 @@ def stood_still_s(replies: Sequence[RasReply]) -> float | None:
     return replies[-1].at_s - replies[0].at_s if same else 0.0
 
 
-def tell(replies: Sequence[RasReply]) -> tuple[str, ...]:
+def describe(replies: Sequence[RasReply]) -> tuple[str, ...]:
     """What RAS said, in sentences."""
     lines = []
     if replies and not find_laggards(replies):

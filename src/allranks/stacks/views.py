@@ -66,7 +66,7 @@ def user_frame(frames: Sequence[StackFrame]) -> StackFrame | None:
 _PLUMBING = frozenset({"torch", "zmq", "uvloop", "numpy", "grpc", "urllib3", "requests", "httpx", "httpcore"})
 
 
-def _tells(frame: StackFrame) -> bool:
+def _is_framework(frame: StackFrame) -> bool:
     """Whether a library frame belongs to a framework rather than to its plumbing."""
     for part in _LIBRARY_PARTS[:2]:
         if part in frame.file:
@@ -79,7 +79,9 @@ def where(frames: Sequence[StackFrame]) -> str:
     """The user's line that a stack stands on, else a framework's, else the innermost Python line, or ""."""
     python = [one for one in frames if not one.native]
     frame = (
-        user_frame(python) or next((one for one in python if _tells(one)), None) or next(iter(python), None)
+        user_frame(python)
+        or next((one for one in python if _is_framework(one)), None)
+        or next(iter(python), None)
     )
     return place(frame) if frame is not None else ""
 

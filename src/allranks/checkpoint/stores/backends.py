@@ -22,7 +22,7 @@ from allranks.checkpoint.save.writer import SaveJob, write_checkpoint
 from allranks.checkpoint.state import CheckpointState
 from allranks.checkpoint.stores import Attempt, Store, StoreSpec, hint_for, open_store, reason_of
 from allranks.checkpoint.stores.file_store import FileStore
-from allranks.checkpoint.stores.listing import decide, list_checkpoints, look_closely, remove
+from allranks.checkpoint.stores.listing import decide, list_checkpoints, list_verified, remove
 from allranks.errors import CheckpointSaveError
 
 
@@ -111,7 +111,7 @@ class Backend:
         """
         self.settle("")
         store = self.store
-        found = look_closely(store, lambda name: not verify_checkpoint(store, name).problems)
+        found = list_verified(store, lambda name: not verify_checkpoint(store, name).problems)
         return remove(store, decide(found, max(1, keep_last)))[0]
 
     def _name(self, path: str) -> str:

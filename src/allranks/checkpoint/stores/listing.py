@@ -103,7 +103,7 @@ def remove(store: Store, decision: PruneDecision) -> tuple[list[str], list[str]]
     return removed, left
 
 
-def look_closely(store: Store, good: Callable[[str], bool]) -> list[Listed]:
+def list_verified(store: Store, good: Callable[[str], bool]) -> list[Listed]:
     """As `list_checkpoints`, but `good` is asked about the newest, and the next older, until one is: others do not count."""
     found = {one.name: one for one in list_checkpoints(store)}
     for one in sorted((one for one in found.values() if not one.problem), key=lambda one: -one.step):

@@ -57,7 +57,7 @@ _STARTS = {
 def explain(text: str, error: yaml.YAMLError) -> list[ConfigProblem]:
     """Every mistake found, first to last; at least one problem."""
     lines = text.splitlines()
-    found = {problem.line: problem for problem in _glance(lines)}
+    found = {problem.line: problem for problem in _obvious_mistakes(lines)}
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is None:
         return [_unreadable(text, error), *found.values()]
@@ -77,7 +77,7 @@ def _write_space(match: re.Match[str]) -> str:
     return f"missing space after the colon: write '{match['key']}: {match['value'].strip()}'"
 
 
-def _glance(lines: list[str]) -> Iterator[ConfigProblem]:
+def _obvious_mistakes(lines: list[str]) -> Iterator[ConfigProblem]:
     for number, line in enumerate(lines, 1):
         indent = line[: len(line) - len(line.lstrip())]
         if "\t" in indent and line.strip():
