@@ -112,6 +112,21 @@ def test_a_refusal_is_not_waited_for_and_has_its_hint(
     assert hint in (caught.value.hint or "")
 
 
+def test_a_store_without_conditional_puts_is_told_so(
+    s3: S3Server, bucket: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The manifest is put on condition; older servers answer that they do not know how."""
+    answer = http_answer("501 Not Implemented", _error("NotImplemented", "A header is not implemented"))
+
+    def judge(line: str) -> bytes | None:
+        return answer if line.startswith("PUT") and "manifest.json" in line else None
+
+    with Proxy(s3.ports["s3"], judge) as proxy:
+        assert not _save(s3, bucket, 1, proxy.endpoint)
+        assert proxy.judged
+    assert "cannot put an object on condition" in caplog.text
+
+
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:9000", "minio", "ftp://minio:21"])
 def test_an_endpoint_without_its_scheme_is_named(endpoint: str) -> None:
     """obstore panics at the first request, in the thread that saves."""

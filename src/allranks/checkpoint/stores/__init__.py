@@ -220,6 +220,11 @@ def _object_store_hint(text: str, number: int | None, store: str, options: Mappi
         return f"set {_KEYS}, or give the machine a role; then try: allranks checkpoint ls {store}"
     if "TimeTooSkewed" in text or "request time" in text.lower():
         return f"the clock of this machine is wrong: date -u; set it (chronyd, ntpd), then try: allranks checkpoint ls {store}{keys}"
+    if "NotImplemented" in text:
+        return (
+            "this store cannot put an object on condition (If-None-Match), which keeps two savers of one checkpoint apart: "
+            "use a newer version of it, or a store that can"
+        )
     if "ExpiredToken" in text or "InvalidToken" in text:
         return (
             "new keys are needed: renew them in ~/.aws/credentials (the next save reads it again) or start the job with "
