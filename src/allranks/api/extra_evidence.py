@@ -140,11 +140,11 @@ def _texts(
         ends = list(_ENDED.finditer(text))
         if counts:
             from allranks.model.stacks import RasReply
-            from allranks.stacks.ras import read_counts, tell
+            from allranks.stacks.ras import describe, read_counts
 
             if read_counts(text):
                 used[note.path] = "NCCL RAS answer"
-                reported += tell((RasReply("", 0.0, text), RasReply("", 0.0, text)))
+                reported += describe((RasReply("", 0.0, text), RasReply("", 0.0, text)))
         elif ends:
             named = _LOG_RANK.search(note.path)
             for end in ends:
