@@ -41,7 +41,7 @@ TWO = Scene(members=2, alive=("replica-0", "replica-1"))
 def test_steps_that_come_are_green_with_their_speed() -> None:
     """As in "Training: step 1,650, 6.6 steps/s, 3 of 4 replicas"."""
     view, _ = trained()
-    found = view.look(ALL)
+    found = view.describe(ALL)
     assert (found.sentence, found.mood) == ("Training: step 20, 2.0 steps/s, 3 of 3 replicas", "good")
 
 
@@ -49,13 +49,13 @@ def test_a_stall_of_seconds_is_amber_and_of_a_minute_red() -> None:
     """Whatever the quorum thinks of it; the next step is green again."""
     view, clock = trained()
     clock.at += 33
-    found = view.look(ALL)
+    found = view.describe(ALL)
     assert (found.sentence, found.mood) == ("Stalled: no step for 33 s, at step 20, 3 of 3 replicas", "warn")
     assert (found.stalled_s, found.steps_per_s) == (33.0, None)
     clock.at += 60
-    assert view.look(ALL).mood == "bad"
+    assert view.describe(ALL).mood == "bad"
     view.note_step("replica-0", 21, clock.at)
-    assert view.look(ALL).mood == "good"
+    assert view.describe(ALL).mood == "good"
 
 
 WHOLE = Scene(members=0, agents=2)
@@ -66,23 +66,23 @@ def test_a_script_without_step_marks_is_judged_by_its_calls() -> None:
     clock = Clock()
     view = TrainingView(clock)
     view.note_calls("agent-a", 0, clock.at)
-    assert view.look(WHOLE).sentence == "Starting, 2 nodes"
+    assert view.describe(WHOLE).sentence == "Starting, 2 nodes"
     for calls in range(100, 2100, 100):
         clock.at += 1.0
         view.note_calls("agent-a", calls, clock.at)
         view.note_calls("agent-b", calls, clock.at)
-    found = view.look(WHOLE)
+    found = view.describe(WHOLE)
     assert (found.sentence, found.mood) == ("Running: 4,000 calls finished, 2 nodes", "good")
     clock.at += 33
-    found = view.look(replace(WHOLE, waits="rank 0 waits for rank 1 in all_reduce"))
+    found = view.describe(replace(WHOLE, waits="rank 0 waits for rank 1 in all_reduce"))
     assert (
         found.sentence == "Stalled: no call finished for 33 s, 2 nodes; rank 0 waits for rank 1 in all_reduce"
     )
     assert (found.mood, found.stalled_s) == ("warn", 33.0)
     clock.at += 60
-    assert view.look(WHOLE).mood == "bad"
+    assert view.describe(WHOLE).mood == "bad"
     view.note_calls("agent-b", 5, clock.at)  # started again
-    assert view.look(WHOLE).mood == "good"
+    assert view.describe(WHOLE).mood == "good"
 
 
 def test_calls_far_apart_are_no_stall() -> None:
@@ -93,21 +93,21 @@ def test_calls_far_apart_are_no_stall() -> None:
         clock.at += 60.0
         view.note_calls("agent-a", calls, clock.at)
     clock.at += 100
-    assert view.look(WHOLE).sentence == "Running: 9 calls finished, 2 nodes"
+    assert view.describe(WHOLE).sentence == "Running: 9 calls finished, 2 nodes"
 
 
 def test_steps_win_over_calls() -> None:
     """Where there are marks, calls say nothing more."""
     view, clock = trained()
     view.note_calls("agent-a", 7, clock.at)
-    assert view.look(ALL).sentence.startswith("Training: step 20")
+    assert view.describe(ALL).sentence.startswith("Training: step 20")
 
 
 def test_slow_steps_are_no_stall() -> None:
     """What is usual for this job counts."""
     view, clock = trained(6, pause_s=30.0)
     clock.at += 45
-    found = view.look(ALL)
+    found = view.describe(ALL)
     assert (found.sentence, found.mood) == ("Training: step 6, 30.0 s per step, 3 of 3 replicas", "good")
 
 
@@ -117,7 +117,7 @@ def test_a_lost_replica_is_amber_and_named_until_it_is_back() -> None:
     view.happened(StatusEvent(1.0, "lost", "replica-2 lost: connection closed", "replica-2"))
     clock.at += 1
     view.note_step("replica-0", 22, clock.at)
-    found = view.look(TWO)
+    found = view.describe(TWO)
     assert found.mood == "warn" and found.sentence.endswith("2 of 3 replicas, replica-2 lost 1 s ago")
     assert view.departed["replica-2"].reason == "connection closed"
     clock.at += 19
@@ -125,7 +125,7 @@ def test_a_lost_replica_is_amber_and_named_until_it_is_back() -> None:
     assert view.departed == {}
     view.happened(StatusEvent(3.0, "lost", "replica-2 lost: connection closed", "replica-2"))
     view.note_step("replica-0", 60, clock.at)
-    assert view.look(TWO).sentence.endswith("2 of 3 replicas, replica-2 back in about 20 s")
+    assert view.describe(TWO).sentence.endswith("2 of 3 replicas, replica-2 back in about 20 s")
 
 
 def test_an_evicted_replica_is_missing_until_its_process_is_back() -> None:
@@ -134,10 +134,10 @@ def test_an_evicted_replica_is_missing_until_its_process_is_back() -> None:
     told = [("lost", "stopped"), ("evicted", "stuck"), ("returned", ""), ("lost", "exited"), ("let_in", "")]
     for kind, why in told:
         view.happened(StatusEvent(1.0, kind, f"replica-2 {kind}: {why}", "replica-2"))
-    found = view.look(TWO)
+    found = view.describe(TWO)
     assert found.mood == "warn" and found.sentence.endswith(", 2 of 3 replicas, replica-2 lost 1 s ago")
     view.happened(StatusEvent(2.0, "connected", "replica-2 connected", "replica-2"))
-    found = view.look(Scene(2, ALL.alive, joining=("replica-2",)))
+    found = view.describe(Scene(2, ALL.alive, joining=("replica-2",)))
     assert found.mood == "warn" and found.sentence.endswith(", 2 of 3 replicas, replica-2 joining")
 
 
@@ -145,30 +145,30 @@ def test_a_replica_that_is_evicted_and_readmitted_while_connected_is_there_at_on
     """By hand, without a restart between; a later loss is counted from that loss."""
     view, clock = trained()
     view.happened(StatusEvent(1.0, "evicted", "replica-2 evicted: by hand", "replica-2"))
-    assert view.look(Scene(2, ALL.alive)).sentence.endswith(", 2 of 3 replicas, replica-2 evicted")
+    assert view.describe(Scene(2, ALL.alive)).sentence.endswith(", 2 of 3 replicas, replica-2 evicted")
     view.happened(StatusEvent(1.0, "let_in", "replica-2 may rejoin", "replica-2"))
-    assert view.look(ALL).mood == "good" and view.departed == {}
+    assert view.describe(ALL).mood == "good" and view.departed == {}
     clock.at += 100
     view.note_step("replica-0", 21, clock.at)
     view.happened(StatusEvent(2.0, "lost", "replica-2 lost: gone", "replica-2"))
-    assert view.look(TWO).sentence.endswith("replica-2 lost 1 s ago")
+    assert view.describe(TWO).sentence.endswith("replica-2 lost 1 s ago")
 
 
 def test_agents_are_no_replicas() -> None:
     """A job without replicas speaks of its nodes; an agent that goes is not missed as a replica."""
     view, _ = trained()
     view.happened(StatusEvent(1.0, "lost", "node n1 lost: gone", "agent-n1"))
-    assert view.look(Scene(members=0, agents=2)).sentence == "Training: step 20, 2.0 steps/s, 2 nodes"
+    assert view.describe(Scene(members=0, agents=2)).sentence == "Training: step 20, 2.0 steps/s, 2 nodes"
 
 
 def test_before_the_first_step_and_after_the_last() -> None:
     """Starting is amber, nobody left is red, the end is green."""
-    assert TrainingView(Clock()).look(Scene(1, ("replica-0",), waiting="waiting for replica-1")).sentence == (
-        "Starting, 1 of 1 replicas: waiting for replica-1"
-    )
+    assert TrainingView(Clock()).describe(
+        Scene(1, ("replica-0",), waiting="waiting for replica-1")
+    ).sentence == ("Starting, 1 of 1 replicas: waiting for replica-1")
     view, _ = trained()
-    assert view.look(Scene(0)).mood == "bad"
-    found = view.look(Scene(3, over=True))
+    assert view.describe(Scene(0)).mood == "bad"
+    found = view.describe(Scene(3, over=True))
     assert (found.sentence, found.mood) == ("Finished at step 20", "good")
 
 
@@ -177,7 +177,7 @@ def test_a_restart_from_a_checkpoint_counts_from_there() -> None:
     view, clock = trained()
     clock.at += 1
     view.note_step("replica-0", 10, clock.at)
-    assert view.look(ALL).step == 10 and view.look(ALL).steps_per_s is None
+    assert view.describe(ALL).step == 10 and view.describe(ALL).steps_per_s is None
 
 
 def test_every_metric_is_documented_and_dashboard_and_alerts_use_what_exists() -> None:
@@ -200,7 +200,9 @@ def test_a_stall_says_who_waits_for_whom_when_an_agent_knows() -> None:
     """The reason stands in the first line."""
     view, clock = trained()
     clock.at += 10
-    found = view.look(Scene(0, agents=1, waits="ranks 0, 1 wait for rank 2 in all_reduce #9 of default_pg"))
+    found = view.describe(
+        Scene(0, agents=1, waits="ranks 0, 1 wait for rank 2 in all_reduce #9 of default_pg")
+    )
     assert found.sentence == (
         "Stalled: no step for 10 s, at step 20, 1 node; ranks 0, 1 wait for rank 2 in all_reduce #9 of default_pg"
     )
@@ -210,7 +212,7 @@ def test_replicas_that_left_do_not_train() -> None:
     """Between their good-bye and the end of the job."""
     view, _ = trained()
     view.happened(StatusEvent(1.0, "left", "replica-0 left: done", "replica-0"))
-    found = view.look(Scene(0, agents=1))
+    found = view.describe(Scene(0, agents=1))
     assert (found.sentence, found.mood) == ("No replica trains: they have left; the last step was 20", "warn")
 
 
@@ -218,4 +220,4 @@ def test_before_the_first_quorum_the_job_starts() -> None:
     """A replica that has only asked makes no steps."""
     view = TrainingView(Clock())
     view.note_step("replica-0", 0, 1.0)
-    assert view.look(Scene(0, ("replica-0",))).sentence == "Starting, 0 of 1 replicas"
+    assert view.describe(Scene(0, ("replica-0",))).sentence == "Starting, 0 of 1 replicas"

@@ -40,7 +40,7 @@ def take_snapshot(service: Service) -> Status:
         events=dict(service.event_log.counts),
         job=service.job,
         version=__version__,
-        training=service.training.look(_scene(service)),
+        training=service.training.describe(_scene(service)),
         pace=tuple(service.training.samples),
         departed=tuple(one for name, one in service.training.departed.items() if name not in state.replicas),
     )

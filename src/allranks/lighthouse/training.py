@@ -128,30 +128,31 @@ class TrainingView:
             self._left_at.pop(oldest, None)
             self._disconnected.discard(oldest)
 
-    def look(self, scene: Scene) -> TrainingStatus:
+    def describe(self, scene: Scene) -> TrainingStatus:
         """The sentence, its colour, and the numbers in it."""
-        now = self.now()
-        gone = [
+        now, gone = self.now(), self._absent(scene)
+        total = len({*scene.alive, *(one.replica for one in gone)})
+        if self.step < 0 and not total and scene.agents and scene.leading and any(self._calls.values()):
+            return self._by_calls(scene, now)
+        stalled = self._stalled_s(scene, now)
+        rate = None if stalled else self._rate(now)
+        sentence, mood = self._sentence(scene, gone, total, rate, stalled, now)
+        speed = None if rate is None else round(rate, 3)
+        members = min(scene.members, total)
+        return TrainingStatus(sentence, mood, self.step, speed, round(stalled, 1), members, total)
+
+    def _absent(self, scene: Scene) -> list[Departed]:
+        """Those who should be here."""
+        return [
             one
             for name, one in self.departed.items()
             if one.kind == "evicted" or (one.kind == "lost" and name not in scene.alive)
         ]
-        total = len({*scene.alive, *(one.replica for one in gone)})
-        if self.step < 0 and not total and scene.agents and scene.leading and any(self._calls.values()):
-            return self._by_calls(scene, now)
-        stalled = max(0.0, now - self._moved) if self.step >= 0 else 0.0
-        still = self.step >= 0 and stalled >= self._limit() and not scene.over
-        rate = None if still else self._rate(now)
-        sentence, mood = self._sentence(scene, gone, total, rate, stalled if still else 0.0, now)
-        return TrainingStatus(
-            sentence,
-            mood,
-            self.step,
-            None if rate is None else round(rate, 3),
-            round(stalled, 1) if still else 0.0,
-            min(scene.members, total),
-            total,
-        )
+
+    def _stalled_s(self, scene: Scene, now: float) -> float:
+        """For how long there was no step; 0 while that is usual."""
+        silent = now - self._moved
+        return silent if self.step >= 0 and silent >= self._limit() and not scene.over else 0.0
 
     def _by_calls(self, scene: Scene, now: float) -> TrainingStatus:
         """The same of a whole job without step marks."""
