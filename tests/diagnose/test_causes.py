@@ -313,6 +313,17 @@ def test_a_live_job_between_two_calls_has_nothing_wrong() -> None:
     assert "have waited 31 s" in _expect(late, "missing_rank", 5).sentence
 
 
+def test_a_hang_after_a_long_pause_is_one_when_the_caller_knows_that_nothing_moves() -> None:
+    """The agent has watched the job; one long pause before (a checkpoint) does not hide who is waited for."""
+    traces = _traces(with_change(LAYOUT.programs(8), 5, AT, STUCK), "nccl")
+    boxes = [replace(t, kind="black box 1", calls=t.calls.copy()) for t in traces]
+    for box in boxes:
+        box.calls["created_ns"][len(box.calls) // 2 :] += 20_000_000_000
+    now = max(int(t.calls["created_ns"].max()) for t in boxes) + 5_000_000_000
+    assert diagnose(boxes, options=DiagnoseOptions(now_ns=now)).status == "ok"
+    _expect(diagnose(boxes, options=DiagnoseOptions(now_ns=now, quiet_s=4.0)), "missing_rank", 5)
+
+
 def test_a_declared_pause_is_no_hang() -> None:
     """The rank said that it would be silent, and for how long."""
     traces = _traces(with_change(LAYOUT.programs(8), 5, AT, STUCK), "nccl")

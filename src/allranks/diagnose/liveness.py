@@ -27,8 +27,8 @@ class Patience:
     reason: str
 
 
-def usual_pause(job: Job) -> Patience:
-    """Twice the longest pause between two calls of a rank, within limits."""
+def usual_pause(job: Job, quiet_s: float = 0.0) -> Patience:
+    """Twice the longest pause between two calls of a rank, within limits; half of a silence that is known to be too long."""
     longest = 0.0
     count = 0
     for rank in list(job.ranks)[:SAMPLED_RANKS]:
@@ -42,6 +42,8 @@ def usual_pause(job: Job) -> Patience:
             UNTRAINED_WAIT_S, f"too few calls to know this job's pauses; {UNTRAINED_WAIT_S:.0f} s assumed"
         )
     limit = min(max(2 * longest, MIN_WAIT_S), MAX_WAIT_S)
+    if 0 < quiet_s / 2 < limit:
+        return Patience(quiet_s / 2, f"nothing has moved for {quiet_s:.3g} s, which is too long for this job")
     return Patience(limit, f"the longest pause between two calls was {longest:.3g} s")
 
 

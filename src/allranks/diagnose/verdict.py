@@ -47,6 +47,7 @@ class DiagnoseOptions:
     """What the caller knows and wants."""
 
     now_ns: int = 0  # when live black boxes were read; 0: the traces are all there is
+    quiet_s: float = 0.0  # the caller knows that nothing has moved for so long, and that it is too long
     ended: bool = False  # all processes are gone, and nothing tells since when
     pg_filters: frozenset[str] = frozenset()  # names or descriptions; empty: all groups
     allow_incomplete_ranks: bool = False  # a rank without a file is not evidence of its death
@@ -98,7 +99,7 @@ def _diagnose(
     job = reopen(job, doubts)
     mismatches = find_mismatches(job)
     waits, p2p_mismatches = match_p2p(job)
-    patience = usual_pause(job)
+    patience = usual_pause(job, options.quiet_s)
     every = find_blocked(job, waits)
     if options.allow_incomplete_ranks:
         every = [replace(b, absent=(), unsure=tuple(sorted(b.unsure + b.absent))) for b in every]

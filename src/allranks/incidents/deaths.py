@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from allranks.incidents.folder import IncidentFolder
 from allranks.incidents.judge import Observed, read_observed
@@ -81,7 +80,7 @@ class DeathIncidents:
         """The death to report now, with the ranks of its attempt: a broken connection waits for a better cause to show."""
         doubtful, self._doubtful = self._doubtful, None
         if doubtful is not None:  # some or all may have been started again meanwhile
-            samples = [read_sample(Path(sample.path)) or sample for sample in doubtful[2]]
+            samples = [read_sample(sample.path) or sample for sample in doubtful[2]]
         if not deaths and doubtful is not None:
             covered = {s.pid for s in samples if self.pipeline.explained.covers(s)}
             return find_first([d for d in doubtful[1] if d.pid not in covered]), samples

@@ -224,7 +224,7 @@ def _diagnose(boxes: Path, report: StacksReport | None, observed: Observed) -> D
     }
     now.update({rank: RankNow(rank, "gone", "", "its process is gone") for rank in observed.gone})
     loaded = load_paths([str(boxes)], LoadOptions())
-    options = DiagnoseOptions(now_ns=observed.taken_ns)
+    options = DiagnoseOptions(now_ns=observed.taken_ns, quiet_s=observed.quiet_s)
     return diagnose(loaded.traces, loaded.files, stacks=now.values(), options=options)
 
 

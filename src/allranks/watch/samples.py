@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -59,8 +60,12 @@ def read_samples(folder: Path) -> list[RankSample]:
     One whose process lives is newer than any of a dead one, whatever their clocks said when they started.
     """
     newest: dict[int, RankSample] = {}
-    for path in sorted(folder.glob("*.box")):
-        sample = read_sample(path)
+    try:
+        names = sorted(name for name in os.listdir(folder) if name.endswith(".box"))
+    except OSError:
+        names = []
+    for name in names:
+        sample = read_sample(f"{folder}/{name}")
         if sample is None:
             continue
         known = newest.get(sample.rank)
@@ -69,7 +74,7 @@ def read_samples(folder: Path) -> list[RankSample]:
     return [newest[rank] for rank in sorted(newest)]
 
 
-def read_sample(path: Path) -> RankSample | None:
+def read_sample(path: str | Path) -> RankSample | None:
     """Reads one header; None when the file is no whole black box of a version that we know."""
     head = find_header(path)
     if head is None:
