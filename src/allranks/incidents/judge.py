@@ -95,20 +95,24 @@ def _correct(
 ) -> Finding | None:
     """What the agent knows better than the boxes; None when it does not."""
     if observed.told is not None:
-        if found is not None and _explains(found, observed.told):
-            return None
-        own = (f for f in findings if _is_own_mistake(f, observed.told))
-        return next(own, observed.told)
+        return _of_death(found, findings, observed.told)
     if observed.looping:
         return Finding(NO_STEP, (), observed.reason, confidence=0.5)
     if observed.behind:
         return accuse(observed.behind, report, observed.reason)
     if observed.unmoved or (found is not None and found.ranks and found.cause in _DOUBTFUL):
         return _unmoved(found, report, observed) or _own_line(found, report)
-    if report is not None and report.culprits and (found is None or not found.ranks):
-        better = _from_stacks(report)
-        return better if found is None or better.confidence > found.confidence else None
-    return None
+    if found is not None and found.ranks:
+        return None
+    better = _from_stacks(report)
+    return better if better is not None and (found is None or better.confidence > found.confidence) else None
+
+
+def _of_death(found: Finding | None, findings: tuple[Finding, ...], told: Finding) -> Finding | None:
+    """A death that was seen, unless the calls explain it."""
+    if found is not None and _explains(found, told):
+        return None
+    return next((f for f in findings if _is_own_mistake(f, told)), told)
 
 
 def _explains(found: Finding, told: Finding) -> bool:
@@ -186,8 +190,10 @@ def _own_line(found: Finding | None, report: StacksReport | None) -> Finding | N
     return replace(found, where=line, sentence=where)
 
 
-def _from_stacks(report: StacksReport) -> Finding:
+def _from_stacks(report: StacksReport | None) -> Finding | None:
     """A verdict from stacks alone, when the black boxes show no open call. Who waits elsewhere is only odd."""
+    if report is None or not report.culprits:
+        return None
     culprit = report.ranks[report.culprits[0]]
     confidence = 0.5 if culprit.cause in WAITS else 0.6
     return Finding(

@@ -111,14 +111,18 @@ class Watch:
             self.hangs.note(now, samples)
             return None
         suspicion, examine = self.hangs.suspect(now, samples)
-        if examine is not None and self._thread is None:
-            examine()
-        elif examine is not None:
-            self._examining = threading.Thread(
-                target=_carefully, args=(examine,), name="allranks-examine", daemon=True
-            )
-            self._examining.start()
+        if examine is not None:
+            self._examine(examine)
         return suspicion
+
+    def _examine(self, work: Callable[[], None]) -> None:
+        if self._thread is None:
+            work()
+            return
+        self._examining = threading.Thread(
+            target=_carefully, args=(work,), name="allranks-examine", daemon=True
+        )
+        self._examining.start()
 
     def _is_ours(self, sample: RankSample) -> bool:
         """Whether it is a process of this agent: two agents of one host share the job's folder."""
