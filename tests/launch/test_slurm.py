@@ -27,6 +27,8 @@ from allranks.launch.slurm import (
     srun_words,
 )
 
+pytestmark = pytest.mark.timeout(600)  # a real Slurm and several jobs take two minutes on a busy machine
+
 
 @pytest.mark.parametrize(
     ("text", "names"),
@@ -190,7 +192,7 @@ def _sinfo() -> str:
     return done.stdout.strip()
 
 
-def _wait(condition: object, limit_s: float = 60.0) -> None:
+def _wait(condition: object, limit_s: float = 200.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, "Slurm did not come up in time"
@@ -236,7 +238,7 @@ def test_a_job_over_two_real_slurm_nodes_meets_and_ends_well(slurm: Path, tmp_pa
             subprocess.run(["squeue", "-h"], capture_output=True, text=True, check=False).stdout.strip() == ""
         )
 
-    _wait(done, 110)
+    _wait(done)
     log = "\n".join(path.read_text() for path in tmp_path.glob("out-*"))
     assert sorted(path.name for path in seen.iterdir()) == ["0", "1"], log
     assert {path.read_text().split()[0] for path in seen.iterdir()} == {"2"}
@@ -290,14 +292,14 @@ def test_the_batch_scripts_to_copy_run_on_a_real_slurm(slurm: Path, tmp_path: Pa
     (tmp_path / "replica.py").write_text(REPLICA)
     (tmp_path / "waits.py").write_text(WAITS)
     replicas = _sbatch("replicas.sbatch", ["replica.py", str(tmp_path)], tmp_path, REPLICAS_PER_NODE="1")
-    _wait(lambda: "JobState=COMPLETED" in _show(replicas) or "JobState=FAILED" in _show(replicas), 100)
+    _wait(lambda: "JobState=COMPLETED" in _show(replicas) or "JobState=FAILED" in _show(replicas))
     nodes = {path.name: path.read_text() for path in tmp_path.glob("replica-?")}
     assert nodes == {"replica-0": "fn1", "replica-1": "fn2"}, _said(tmp_path)
     endpoint = ["--rdzv-endpoint", f"127.0.0.1:{held_port()}", "--local-addr", "127.0.0.1"]
     whole = _sbatch("whole_job.sbatch", [*endpoint, "waits.py", str(tmp_path)], tmp_path)
-    _wait(lambda: (tmp_path / "begun").exists(), 100)
+    _wait(lambda: (tmp_path / "begun").exists())
     subprocess.run(["scancel", "--signal=TERM", whole], check=True)
-    _wait(lambda: "Restarts=1" in _show(whole), 60)
+    _wait(lambda: "Restarts=1" in _show(whole))
     subprocess.run(["scancel", whole], check=True)
 
 
@@ -316,7 +318,7 @@ def test_the_prolog_drains_a_node_that_fails_its_health_check(slurm: Path, tmp_p
         asked = ["sinfo", "--noheader", "--states=drain", "--format=%E"]
         return "Prolog error" in subprocess.run(asked, capture_output=True, text=True, check=False).stdout
 
-    _wait(drained, 60)
+    _wait(drained)
     assert "/proc/nothing/here" in (tmp_path / "allranks-prolog.log").read_text()
 
 
@@ -351,7 +353,7 @@ def test_collect_asks_all_nodes_of_the_job_and_no_other_job(
         )
         jobs[name] = done.stdout.strip()
     try:
-        _wait(lambda: len(list(tmp_path.glob("[ab].[01]"))) == 4, 100)
+        _wait(lambda: len(list(tmp_path.glob("[ab].[01]"))) == 4)
         out = tmp_path / "stacks"
         command = [sys.executable, "-m", "allranks", "slurm", "collect", jobs["a"], "-o", f"{out}/{{host}}"]
         found = subprocess.run(
@@ -359,7 +361,7 @@ def test_collect_asks_all_nodes_of_the_job_and_no_other_job(
         )
     finally:
         subprocess.run(["scancel", *jobs.values()], check=False)
-        _wait(lambda: _squeue() == "", 60)
+        _wait(lambda: _squeue() == "")
     text = found.stdout + found.stderr
     assert found.returncode in (0, 1), text
     assert text.count("stuck_in_job_a") >= 2 and "stuck_in_job_b" not in text, text
