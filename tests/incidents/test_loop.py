@@ -203,6 +203,23 @@ def test_the_story_says_once_why_a_rank_got_more_time(
     assert told == ["rank 1 burns CPU in train.py:7 in loop: sampling once more"]
 
 
+def test_native_stacks_are_read_from_the_second_sample_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take seconds on a busy node, and the first sample never settles a hang."""
+    asked: list[str] = []
+
+    def collect(self: object, folder: Path, samples: object, missing: object, native: str) -> None:
+        asked.append(native)
+
+    monkeypatch.setattr(pipeline.IncidentPipeline, "_collect_stacks", collect)
+    answer_with(monkeypatch, VERDICT)
+    watch = trained(tmp_path, Hand())
+    for tenths in range(31, 200, 4):
+        look(watch, tenths / 10)
+    assert asked == ["never", "suspects"]
+
+
 def test_a_loop_of_collectives_inside_one_step_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -183,7 +183,9 @@ class IncidentPipeline:
             self._collect_stacks(folder / "stacks" / name, samples, missing)
         return missing
 
-    def _collect_stacks(self, folder: Path, samples: Sequence[RankSample], missing: list[str]) -> None:
+    def _collect_stacks(
+        self, folder: Path, samples: Sequence[RankSample], missing: list[str], native: str = "suspects"
+    ) -> None:
         """The stacks of these ranks of this node; those that could not be read are added to `missing`."""
         pids = {s.rank: s.pid for s in samples if s.alive}
         if not pids or not self.options.collect_stacks:
@@ -191,7 +193,7 @@ class IncidentPipeline:
         chosen = Selection(pids=tuple(pids.values()), box_folders=(self.options.folder,))
 
         def work() -> set[int | None]:
-            capture = collect(find_targets(chosen), CollectOptions(raw_folder=folder))
+            capture = collect(find_targets(chosen), CollectOptions(raw_folder=folder, native=native))
             folder.mkdir(parents=True, exist_ok=True)
             write_bundle(capture, folder)
             return {process.rank for process in capture.processes if process.snapshots}
@@ -210,13 +212,14 @@ class IncidentPipeline:
         observed: Observed,
         *,
         stacks_of: Sequence[RankSample] = (),
+        native: str = "suspects",
         gathering: Gathering | None = None,
     ) -> Examination:
         """Stacks of some ranks and the parts of other nodes, judged together with the boxes; the incident knows it then."""
         missing: list[str] = []
         folder = opened.path / "stacks"
         peers = self.peers if gathering is not None else None
-        self._collect_stacks(folder / peers.name if peers is not None else folder, stacks_of, missing)
+        self._collect_stacks(folder / peers.name if peers is not None else folder, stacks_of, missing, native)
         if peers is not None and gathering is not None:
             missing += peers.wait(gathering)
         replace(
