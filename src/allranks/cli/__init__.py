@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = next((word for word in words if not word.startswith("-")), None)
     program = f"allranks {name}" if name in COMMANDS else "allranks"
     try:
-        code = _with_one_thread(words, name) if name in READING else _main(words, name)
+        code = _main(words, name)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -100,7 +100,10 @@ def _explain(program: str, error: Exception) -> int:
         traceback.print_exc()
         print(f"{program}: this is a bug in allranks; please report it with the lines above", file=sys.stderr)
         return 2
-    for line in f"{program}: {error}\n{hint}".rstrip().split("\n"):
+    said = f"{program}: {error}".replace(
+        f"{program}: {program} ", f"{program} "
+    )  # "allranks run needs the extra …"
+    for line in f"{said}\n{hint}".rstrip().split("\n"):
         print(printable(line), file=sys.stderr)
     return 2
 
@@ -112,10 +115,12 @@ def _drop_output() -> None:
 
 def run() -> None:
     """Console entry point. A reading command never collects garbage and ends without taking apart what it has read:
-    with the rings of a thousand ranks in memory both take longer than the diagnosis."""
+    with the rings of a thousand ranks in memory both take longer than the diagnosis. The threads of numpy's linear
+    algebra would spin for longer than a small diagnosis takes."""
     _prepare_output()
     if sys.argv[1:2] == [] or sys.argv[1] not in READING:
         sys.exit(main())
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.disable()
     code = main()
     sys.stderr.flush()
@@ -155,19 +160,6 @@ def _as_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
     if "\udc80" <= sign <= "\udcff":
         return bytes([ord(sign) - 0xDC00]), error.start + 1
     return ASCII.get(sign) or f"\\u{ord(sign):04x}", error.start + 1
-
-
-def _with_one_thread(words: list[str], name: str | None) -> int:
-    """Lets numpy be imported without the threads of its linear algebra: they spin for longer than a small diagnosis
-    takes."""
-    variable = "OPENBLAS_NUM_THREADS"
-    before = os.environ.get(variable)
-    os.environ[variable] = before or "1"
-    try:
-        return _main(words, name)
-    finally:
-        if before is None:
-            del os.environ[variable]
 
 
 def program_help() -> str:

@@ -11,7 +11,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "This machine": ("demo", "doctor", "etcd", "completion"),
 }
 
-#: "command" or "command action" -> lines to copy.
+#: command -> lines to copy; the help of an action shows those of its own.
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "diagnose": (
         "allranks diagnose dumps/                     # the rank, the line, the cause",
@@ -75,29 +75,26 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "checkpoint": (
         "allranks checkpoint ls /nvme/run-7",
+        "allranks checkpoint show /nvme/run-7 --tensors",
         "allranks checkpoint verify s3://bucket/run-7",
-        "allranks checkpoint copy s3://bucket/run-7 /nvme/run-7",
-    ),
-    "checkpoint ls": ("allranks checkpoint ls /nvme/run-7",),
-    "checkpoint show": ("allranks checkpoint show /nvme/run-7 --tensors",),
-    "checkpoint verify": (
-        "allranks checkpoint verify s3://bucket/run-7  # the newest",
         "allranks checkpoint verify /nvme/run-7/checkpoint_step_00000500",
+        "allranks checkpoint copy /nvme/run-7 s3://bucket/run-7",
+        "allranks checkpoint prune /nvme/run-7 --keep 3",
+        "allranks checkpoint set-aside /nvme/run-7",
+        "allranks checkpoint export /nvme/run-7 model.safetensors",
+        "allranks checkpoint import model.safetensors /nvme/run-8 --step 0",
     ),
-    "checkpoint copy": ("allranks checkpoint copy /nvme/run-7 s3://bucket/run-7",),
-    "checkpoint prune": ("allranks checkpoint prune /nvme/run-7 --keep 3",),
-    "checkpoint export": ("allranks checkpoint export /nvme/run-7 model.safetensors",),
-    "checkpoint import": ("allranks checkpoint import model.safetensors /nvme/run-8 --step 0",),
-    "checkpoint set-aside": ("allranks checkpoint set-aside /nvme/run-7",),
     "etcd": ("allranks etcd start", "allranks etcd status --json"),
-    "config": ("allranks config check job.yaml", "allranks config show job.yaml"),
-    "config check": ("allranks config check job.yaml",),
-    "config show": ("allranks config show job.yaml",),
-    "config schema": ("allranks config schema > job.schema.json",),
-    "index": ("allranks index build a.jsonl b.jsonl -o tokens.idx", "allranks index show tokens.idx"),
-    "index build": ("allranks index build a.jsonl b.jsonl -o tokens.idx",),
-    "index show": ("allranks index show tokens.idx",),
-    "index verify": ("allranks index verify tokens.idx",),
+    "config": (
+        "allranks config check job.yaml",
+        "allranks config show job.yaml",
+        "allranks config schema > job.schema.json",
+    ),
+    "index": (
+        "allranks index build a.jsonl b.jsonl -o tokens.idx",
+        "allranks index show tokens.idx",
+        "allranks index verify tokens.idx",
+    ),
     "completion": (
         "allranks completion bash > ~/.local/share/bash-completion/completions/allranks",
         "allranks completion zsh > ~/.zfunc/_allranks",

@@ -76,7 +76,8 @@ def make_parser(chosen: str | None, *, alone: bool) -> argparse.ArgumentParser:
 
 def _examples(prog: str) -> tuple[str, ...]:
     """Lines to copy, of a command or one of its actions."""
-    return EXAMPLES.get(prog.removeprefix("allranks "), ())
+    lines = EXAMPLES.get(prog.split()[1], ()) if " " in prog else ()
+    return tuple(line for line in lines if line.startswith(prog))
 
 
 def _add_examples(parser: argparse.ArgumentParser, about: str) -> None:
