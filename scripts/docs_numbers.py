@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
-TABLE = re.compile(r"(<!-- numbers: (\w+) -->\n)(?:\|.*\n)*")
+TABLE = re.compile(r"(<!-- numbers: (\w+) -->\n)((?:\|.*\n)*)")
 Text = Callable[[Any], str]  # makes a cell from the numbers of a result
 
 
@@ -128,27 +128,34 @@ ROWS = (
 
 
 def with_numbers(text: str) -> str:
-    """The text of a page with its tables of numbers written anew."""
-    kinds = {"readme": _readme, "measured": _measured}
-    return TABLE.sub(lambda match: match[1] + "\n".join(kinds[match[2]]()) + "\n", text)
+    """The text of a page with its tables of numbers written anew. A line whose benchmark has no kept result stays."""
+    return TABLE.sub(lambda match: match[1] + "\n".join(KINDS[match[2]](match[3])) + "\n", text)
 
 
-def _readme() -> Iterator[str]:
+def _readme(before: str) -> Iterator[str]:
     yield from ("| | allranks | peer |", "|---|---|---|")
     for row in ROWS:
-        if row.short:
-            numbers = _read(row.result)["numbers"]
-            ours = row.ours(numbers).partition(" (")[0]
-            yield f"| {row.short} | {ours} | {row.peer(numbers)} |"
+        if row.short and (result := _read(row.result)):
+            ours = row.ours(result["numbers"]).partition(" (")[0]
+            yield f"| {row.short} | {ours} | {row.peer(result['numbers'])} |"
+        elif row.short:
+            yield from (line for line in before.splitlines() if line.startswith(f"| {row.short} |"))
 
 
-def _measured() -> Iterator[str]:
-    yield from ("| what | allranks | beside it | command | date |", "|---|---|---|---|---|")
+def _measured(before: str) -> Iterator[str]:
+    yield from ("| what | allranks | beside it | command | when |", "|---|---|---|---|---|")
     for row in ROWS:
-        result = _read(row.result)
-        numbers, command = result["numbers"], result["command"].removeprefix("benchmarks/")
-        yield f"| {row.what} | {row.ours(numbers)} | {row.peer(numbers)} | `{command}` | {result['date']} |"
+        if result := _read(row.result):
+            command = result["command"].removeprefix("benchmarks/")
+            when = f"{result['date']}, load {result['machine'].get('load', 0):.0f}"
+            cells = (row.ours(result["numbers"]), row.peer(result["numbers"]), f"`{command}`", when)
+            yield f"| {' | '.join((row.what, *cells))} |"
 
 
 def _read(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    """The result of a benchmark; None before it was measured."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+KINDS = {"readme": _readme, "measured": _measured}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -128,6 +129,34 @@ def test_the_numbers_of_the_readme_are_in_the_table_of_benchmarks() -> None:
         if number not in benchmarks
     ]
     assert missing == []
+
+
+def test_numbers_come_from_kept_results_and_others_stay(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A benchmark that is measured replaces its lines; one that was not leaves them alone."""
+    numbers = script.docs_numbers
+    page = "<!-- numbers: readme -->\n| | allranks | peer |\n|---|---|---|\n"
+    kept = "| recording one collective | 1.8 µs | 3.2 µs |\n"
+    killed = "| kill -9 of a replica until the next committed step | {} | torchft 5.07 s{} |\n"
+    monkeypatch.setattr(numbers, "RESULTS", tmp_path)
+    assert numbers.with_numbers(f"{page}{killed.format('9 s', '')}{kept}\nend") == (
+        f"{page}{killed.format('9 s', '')}{kept}\nend"
+    )
+    found = {"allranks_kill_s": 0.0281, "allranks_kill_worst_s": 0.05, "allranks_leave_s": 0.01}
+    steps = {"step_allranks_ms": 1.9, "step_plain_ms": 1.5}
+    result = {
+        "command": "benchmarks/recovery.py --quick",
+        "date": "2026-11-16",
+        "numbers": {**found, **steps},
+        "machine": {"load": 0.3},
+    }
+    (tmp_path / "recovery.json").write_text(json.dumps(result))
+    assert numbers.with_numbers(f"{page}{killed.format('9 s', '')}{kept}\nend") == (
+        f"{page}{killed.format('0.028 s', ' (with 0.1.0)')}{kept}\nend"
+    )
+    table = numbers.with_numbers("<!-- numbers: measured -->\n")
+    assert "| 0.028 s (0.050) |" in table and "`recovery.py --quick` | 2026-11-16, load 0 |" in table
 
 
 _RUNS_ANYWHERE = re.compile(
