@@ -38,6 +38,11 @@ def _best_dcp(numbers: Any, what: str) -> float:
     return min(entry[what] for name, entry in saves.items() if name.startswith("dcp"))
 
 
+def _torchfrtrace(world: Any) -> str:
+    peer = f"torchfrtrace {world['torchfrtrace']['cpu_s']:.1f} s, " if "torchfrtrace" in world else ""
+    return f"{peer}unpickling alone {world['floor_cpu_s']:.1f} s"
+
+
 ROWS = (
     Row(
         "recovery",
@@ -79,10 +84,7 @@ ROWS = (
         lambda n: (
             f"{n['ranks']['256']['pickles']['cpu_s']:.1f} / {n['ranks']['256']['boxes']['cpu_s']:.2f} s"
         ),
-        lambda n: (
-            f"torchfrtrace {n['ranks']['256']['torchfrtrace']['cpu_s']:.1f} s, "
-            f"unpickling alone {n['ranks']['256']['floor_cpu_s']:.1f} s"
-        ),
+        lambda n: _torchfrtrace(n["ranks"]["256"]),
         short="verdict on 256 ranks × 2,000 calls, CPU",
     ),
     Row(
@@ -147,7 +149,8 @@ def _measured(before: str) -> Iterator[str]:
     for row in ROWS:
         if result := _read(row.result):
             command = result["command"].removeprefix("benchmarks/")
-            when = f"{result['date']}, load {result['machine'].get('load', 0):.0f}"
+            load = result.get("load", result["machine"].get("load"))
+            when = result["date"] + ("" if load is None else f", load {load:.0f}")
             cells = (row.ours(result["numbers"]), row.peer(result["numbers"]), f"`{command}`", when)
             yield f"| {' | '.join((row.what, *cells))} |"
 

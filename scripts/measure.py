@@ -8,6 +8,7 @@ The numbers in README.md come from these files (scripts/docs.py writes them ther
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -23,6 +24,7 @@ def measure(line: str) -> int:
     from allranks import __version__
 
     name, *flags = shlex.split(line)
+    load = round(os.getloadavg()[0], 1)  # what else the machine did before
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *flags, "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     print(done.stdout)
@@ -36,6 +38,7 @@ def measure(line: str) -> int:
         "command": " ".join([f"benchmarks/{name}.py", *flags]),
         "version": __version__,
         "date": date,
+        "load": load,
         **found,
     }
     RESULTS.mkdir(exist_ok=True)
