@@ -99,7 +99,7 @@ def test_ten_kills_and_a_hang(name: str, clean: dict[str, tuple[str, Path, Path]
     wanted = bits(healthy(name, clean, tmp_path)[0])
     begin = time.monotonic()
     output, _, incidents = run(
-        name, tmp_path / "troubled", "--max-restarts", "30", "--recovery", "on", "--notice-s", "3", TROUBLE=str(tmp_path)
+        name, tmp_path / "troubled", "--max-restarts", "30", "--recovery", "on", "--notice-s", "10", TROUBLE=str(tmp_path)
     )  # fmt: skip
     print(f"{name}: {time.monotonic() - begin:.0f} s with {KILLS} kills and a hang")
     assert len(list(tmp_path.glob("kill-*"))) == KILLS and (tmp_path / "hung").exists()
