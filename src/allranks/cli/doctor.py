@@ -56,12 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder whose space and speed are measured; repeatable",
     )
     parser.add_argument(
-        "--port",
-        action="append",
-        type=int,
-        default=[],
-        metavar="N",
-        help="port that must be free; repeatable",
+        "--port", action="append", type=int, default=[], help="port that must be free; repeatable"
     )
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks that will run here")
     parser.add_argument(
