@@ -24,25 +24,52 @@ CASES = Path(__file__).parent / "nccl_hangs"
 NAMES = sorted(path.name.removesuffix(".tar.xz") for path in CASES.iterdir())
 TRUTH = gallery.truth()
 #: Kinds that are no such hang on NCCL, which has no tags and no monitored_barrier, or of which too little was caught.
-NOT_SO = frozenset(("message_tags", "barrier_kinds"))
+NOT_SO = frozenset(
+    [
+        "barrier_kinds",
+        "batch_without_partner",  # NCCL keeps small messages: the job went on
+        "dtensor_on_one_rank",  # its scatter failed
+        "lost_receive",
+        "message_tags",
+        "stopped",  # before its first call had ended
+        "tensor_parallel_skipped_block",  # its scatter failed
+    ]
+)
 #: Kinds whose calls, being only enqueued, tell the guilty rank, but not cause or line as on gloo.
-LESS_EXACT = frozenset(("async_save_beside_ddp", "wrong_group", "fsdp_skipped_module"))
+LESS_EXACT = frozenset(
+    ("async_save_beside_ddp", "wrong_group", "fsdp_skipped_module", "fsdp_skipped_in_loop")
+)
 #: Kinds of which torch's own dumps tell less: no roots, reduce operations and steps, and nothing of ranks that have ended.
 DUMPS_TELL_LESS = frozenset(
     [
         "async_save_beside_ddp",
+        "batch_norm_eval_on_rank_0",
+        "broadcast_objects_from_two",
         "broadcast_roots",
+        "clip_on_one_rank",
+        "ddp_models_in_other_order",
+        "ddp_unused_layer",
         "different_operations",
         "dropped_layer_same_sizes",
+        "error_swallowed_in_backward",
+        "fewer_micro_batches",
         "fsdp_eval_on_rank_0",
+        "fsdp_skipped_in_loop",
         "fsdp_skipped_module",
+        "gather_object_roots",
+        "gather_roots",
         "killed",
         "left_early",
         "message_sizes",
+        "more_micro_batches",
+        "never_called",
         "new_group_without_one",
         "reduce_operations",
+        "reduce_roots",
         "scatter_sizes",
+        "two_extra_calls",
         "uncaught_exception",
+        "unused_parameters_on_one_rank",
         "wrong_group",
     ]
 )
@@ -102,4 +129,4 @@ def test_dumps_that_tell_less_accuse_nobody_with_confidence(name: str, folder: P
 
 def test_the_jobs_are_all_there() -> None:
     """An emptied folder would pass every other test."""
-    assert len(NAMES) >= 39 and set(NAMES) <= set(TRUTH)
+    assert len(NAMES) >= 88 and set(NAMES) <= set(TRUTH)

@@ -246,7 +246,7 @@ def shifted(context: Context, blocked: Blocked | None, group: GroupView, shift: 
         "root",
         group.label,
         shift.seq,
-        min(0.95, 0.75 + 0.05 * shift.agreeing),
+        min(0.95, 0.75 + 0.05 * shift.agreeing) if shift.told else 0.55,
         at,
         waiting,
         context.waited(blocked) if blocked else None,

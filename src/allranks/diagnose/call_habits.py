@@ -106,6 +106,8 @@ def _rounds(view: RankCalls, row: int) -> np.ndarray:
     collective = np.flatnonzero(~messages & ~is_p2p(view.family[:row]))
     own = step_keys(view)[:row][collective]
     keys, counts = np.unique(own, return_counts=True)
+    if (counts > 1).any():  # one that was made once parts nothing: torch's first call takes other lines
+        keys, counts = keys[counts > 1], counts[counts > 1]
     begins: np.ndarray = collective[own == keys[np.argmin(counts)]] if len(keys) else collective
     whole = int(view.trace.calls["begin"][0]) == 1
     return np.insert(begins, 0, 0) if whole else begins

@@ -28,6 +28,7 @@ class CallPair:
     theirs: np.ndarray
     my_steps: np.ndarray
     their_steps: np.ndarray
+    their_lines: np.ndarray
     one_line: np.ndarray  # per number that both know: whether they called from the same line
 
     @staticmethod
@@ -40,7 +41,7 @@ class CallPair:
             return None
         (mine, my_steps, my_lines), (theirs, their_steps, their_lines) = (p for p in parts if p is not None)
         one_line = ~differences(my_lines, their_lines)
-        return CallPair(rank, reference, low, mine, theirs, my_steps, their_steps, one_line)
+        return CallPair(rank, reference, low, mine, theirs, my_steps, their_steps, their_lines, one_line)
 
     @staticmethod
     def over_groups(job: Job, group: GroupView, rank: int, reference: int) -> CallPair | None:
@@ -75,6 +76,7 @@ class CallPair:
             theirs,
             my_steps,
             their_steps,
+            their_lines,
             ~differences(my_lines, their_lines),
         )
 

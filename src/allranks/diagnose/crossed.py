@@ -23,7 +23,10 @@ def one_left_out(context: Context, ranks: tuple[int, ...], calls: list[Blocked])
             odd = tuple(rank for rank in ranks if _left_round(context, rank))
     if len(odd) != 1 or not any(odd[0] in call.missing for call in calls):
         return None
-    finding = explain_ranks(context, context.first_for(odd[0]), odd)
+    first = context.first_for(odd[0])
+    if len(ranks) == 1 and _exceeds_round(context, first):
+        return _one_too_many(context, first)
+    finding = explain_ranks(context, first, odd)
     return replace(finding, cause="p2p_mismatch") if finding.cause == "missing_rank" else finding
 
 
@@ -62,10 +65,12 @@ def _exceeds_round(context: Context, call: Blocked) -> bool:
         messages_per_round(context.job.ranks[wait.peer], end, wait.rank, not wait.sends) if end > 0 else []
     )
     usual = len(mine) > 1 and len(theirs) > 1 and theirs[-1] in theirs[:-1]
-    return usual and mine[-1] >= max(mine[:-1]) > 0
+    earlier = mine[1:-1] if len(mine) > 3 else mine[:-1]  # the first round may be more than one
+    return usual and mine[-1] >= max(earlier) > 0
 
 
 def _one_too_many(context: Context, call: Blocked) -> Finding:
+    """The waiter posts a message that its partner has never had in a round."""
     wait = call.p2p
     assert wait is not None
     verb = "receives from" if not wait.sends else "sends to"

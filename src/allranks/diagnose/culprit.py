@@ -112,7 +112,8 @@ def _shifted(case: _Case) -> Culprit | None:
         return None
     more = "more" if shift.extra else "fewer"
     reason = f"moved by {shift.count}, its next {shift.agreeing} calls fit the others': it made {shift.count} {more}"
-    return Culprit(_all_shifted(case, shift), 0.93 if case.odd is not None else 0.8, reason, shift)
+    sure = 0.93 if case.odd is not None else 0.8 if shift.told else 0.55
+    return Culprit(_all_shifted(case, shift), sure, reason, shift)
 
 
 def _exchanged(case: _Case) -> Culprit | None:

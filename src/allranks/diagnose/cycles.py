@@ -162,13 +162,16 @@ def _came_directly(context: Context, call: Blocked, rank: int, went_on: int) -> 
 
 def _inversion(context: Context, ranks: tuple[int, ...], calls: list[Blocked]) -> Finding:
     ranks = ranks or tuple(sorted({rank for call in calls for rank in _opposed(calls, call)}))
+    ranks = ranks or tuple(sorted({rank for call in calls for rank in call.rows}))
     calls = sorted(calls, key=lambda call: (context.began_ns(call), call.index))
     steps = []
     for call in calls[:6]:
         lacking = tuple(rank for rank in call.missing if rank in ranks)
         order = f", which lacks {ranks_text(lacking)}" if lacking else " first"
-        waiters = ranks_wait(rank for rank in call.waiters if rank in ranks)
-        steps.append(f"{waiters} in {context.call(call)}{context.at(call)}{order}")
+        waiters = [rank for rank in call.waiters if rank in ranks]
+        if not lacking:  # they are in all of these calls: in which of them first
+            waiters = [rank for rank in waiters if call.rows[rank] == context.first_open(rank)] or waiters
+        steps.append(f"{ranks_wait(waiters)} in {context.call(call)}{context.at(call)}{order}")
     groups = " and ".join(list(dict.fromkeys(context.group(call).label for call in calls))[:4])
     subject, first = who(context.job, ranks), calls[0]
     inside = [[(rank, row) for rank, row in call.rows.items() if rank in ranks] for call in calls[:6]]

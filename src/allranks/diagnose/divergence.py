@@ -19,6 +19,8 @@ from allranks.diagnose.phrasing import count as counted
 
 #: At most so many calls are skipped, added or swapped in a row.
 MAX_CALLS = 4
+#: One line of a program makes so many calls at most.
+MAX_BLOCK = 256
 #: So many differences between two whole programs are looked at.
 MAX_DIFFERENCES = 64
 
@@ -227,7 +229,8 @@ def by_habit(pair: CallPair, at: int, outvoted: bool = False) -> Divergence | No
         return None
     again = me == pair.mine[at - 1]
     if always:
-        return _skipped(pair, at, usual, always) or _added(pair, at, len(usual), always, made_mine)
+        line = _skipped_line(pair, at, usual)
+        return line or _skipped(pair, at, usual, always) or _added(pair, at, len(usual), always, made_mine)
     # Rounds with and without these calls: the two took different branches, or a loop was longer.
     skipped = _skipped(pair, at, usual if again else usual[expected == them], always)
     if skipped is not None and skipped.kind == "skipped":
@@ -264,3 +267,20 @@ def _skipped(pair: CallPair, at: int, usual: np.ndarray, always: bool) -> Diverg
         reason = f"{often}, rank {pair.rank} made {counted(count, 'call')} more before the one it is in now"
         return Divergence(pair.rank, pair.reference, pair.low + at, "extra", 1, 0.7, reason, True)
     return None
+
+
+def _skipped_line(pair: CallPair, at: int, usual: np.ndarray) -> Divergence | None:
+    """The rank left out one line of its program, with all its calls, and is at the next."""
+    me, known, lines = pair.mine[at], pair.theirs[:at], pair.their_lines
+    for count in range(2, MAX_BLOCK + 1):
+        ends = usual + count
+        if int(ends[-1]) >= at:
+            return None
+        if bool((known[ends] == me).any()):
+            break
+    start, line = int(usual[-1]), lines[int(usual[-1])]
+    alone = line and line != lines[start - 1] and bool((lines[start : start + count] == line).all())
+    if count == MAX_BLOCK or not alone or not bool((known[ends] == me).all()) or lines[start + count] == line:
+        return None
+    reason = f"in all rounds before, rank {pair.rank} made here {counted(count, 'call')} of one line and then the one it is in"
+    return Divergence(pair.rank, pair.reference, pair.low + at, "skipped", count, 0.8, reason)

@@ -111,8 +111,11 @@ def _some_left(context: Context, blocked: Blocked) -> Finding | None:
     if lasting and (went_on or certain):
         sentence = f"{ended}, {seconds(wait or 0)} later: look at the network or device of the latter"
         return _finding(context, blocked, "none_finished", blocked.waiters, sentence, 0.55)
-    if wait is not None or not (went_on and certain) or context.job.ended:
-        return None
+    told = wait is None and went_on and certain and not context.job.ended
+    return _maybe_older(context, blocked, ended) if told else None
+
+
+def _maybe_older(context: Context, blocked: Blocked, ended: str) -> Finding:
     sentence = f"{ended}: it hangs there, or that dump is a moment older"
     finding = _finding(context, blocked, "none_finished", blocked.waiters, sentence, 0.35)
     again = "a second dump of all ranks: where nothing has moved, the job hangs"

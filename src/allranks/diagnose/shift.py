@@ -27,6 +27,7 @@ class Shift:
     count: int
     extra: bool
     agreeing: int  # calls behind the shift that fit when moved
+    told: bool = True  # False: of two ranks, nothing shows which one left its round
 
 
 def keys(job: Job, lane: Lane, with_stacks: bool = True) -> np.ndarray:
@@ -192,8 +193,13 @@ def by_habit(job: Job, shift: Shift, lane: Lane, other: Lane) -> Shift:
     made = keys(job, maker)[int(np.searchsorted(maker.seqs, shift.seq))]
     rows = [(job.ranks[each.rank], each.row(shift.seq)) for each in (maker, avoider)]
     left = [row >= 0 and breaks_habit(view, row) for view, row in rows]
-    skipped = bool((keys(job, avoider) == made).any()) and left != [True, False]
-    return Shift(avoider.rank if skipped else maker.rank, shift.seq, shift.count, not skipped, shift.agreeing)
+    own, at = keys(job, avoider), int(np.searchsorted(avoider.seqs, shift.seq))
+    skipped = bool((own == made).any()) and left != [True, False]
+    told = left == [True, False] or not skipped
+    if left == [False, True]:  # a call that it never made before may be the end of its loop
+        told = bool((own[:at] == own[at]).any())
+    rank = avoider.rank if skipped else maker.rank
+    return Shift(rank, shift.seq, shift.count, not skipped, shift.agreeing, told)
 
 
 def _from(job: Job, lane: Lane, seq: int, with_stacks: bool) -> np.ndarray:
