@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -26,9 +28,8 @@ def pair(mine: str, theirs: str, my_steps: str = "", their_steps: str = "") -> C
     letters = [np.array([ord(c) for c in text], np.uint64) for text in (mine, theirs)]
     length = min(map(len, letters))
     one_line = letters[0][:length] == letters[1][:length]
-    return CallPair(
-        1, 0, 1, *letters, numbers(my_steps, len(mine)), numbers(their_steps, len(theirs)), one_line
-    )
+    steps = numbers(my_steps, len(mine)), numbers(their_steps, len(theirs))
+    return CallPair(1, 0, 1, *letters, *steps, letters[1], one_line)
 
 
 def _told(found: Divergence | None) -> tuple[str, int, int] | None:
@@ -85,3 +86,12 @@ def test_a_long_exception_is_one_line_of_a_sentence() -> None:
     """The first line, cut."""
     assert one_line("exception: X: a\nb") == "exception: X: a"
     assert len(one_line("x" * 500)) == 200
+
+
+def test_a_line_that_is_skipped_with_all_its_calls_is_one_skip() -> None:
+    """However many calls it makes: rank 1 is in the call that has always come behind it."""
+    usual, line = "ABCDEFG", np.array([ord(c) for c in "ABBBBBG"])
+    calls = pair(usual * 3 + "AG", usual * 4)
+    lines = np.tile(line, 4)
+    assert _told(by_habit(replace(calls, their_lines=lines), 22, True)) == ("skipped", 23, 5)
+    assert _told(by_habit(calls, 22, True)) == ("extra", 23, 1)  # five lines: rather was the last one added

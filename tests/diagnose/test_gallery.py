@@ -36,7 +36,7 @@ _LIKE_OTHERS = """
     ok_leave_one_by_one ok_messages_in_flight ok_rank_0_alone ok_root_runs_ahead old_version_of_the_model one_f_one_b
     parameter_server preempted_node reduce_against_all_reduce scatter_list_too_short set_of_parameters tied_embeddings
     wrapped_model_bypassed
-    actor_and_critic coalesced_call_left_out first_message hook_on_one_module hook_that_reduces_twice
+    actor_and_critic coalesced_call_left_out hook_on_one_module hook_that_reduces_twice
     ok_pipelines_of_other_depth retry_without_the_others ring_in_both_directions sampler_without_seed
     six_ranks_two_stages skipped_send_after_error work_never_waited
 """

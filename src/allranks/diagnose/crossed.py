@@ -7,7 +7,6 @@ from dataclasses import replace
 from allranks.diagnose.absent import explain_ranks
 from allranks.diagnose.call_habits import breaks_habit, messages_per_round, owes_message
 from allranks.diagnose.context import Context, p2p_text
-from allranks.diagnose.ops import is_p2p
 from allranks.diagnose.partners import wrong_peer
 from allranks.diagnose.phrasing import place, ranks_wait, who
 from allranks.diagnose.waits import Blocked
@@ -70,40 +69,6 @@ def _exceeds_round(context: Context, call: Blocked) -> bool:
     return usual and mine[-1] >= max(earlier) > 0
 
 
-def _is_first_message(context: Context, call: Blocked) -> bool:
-    """Whether no rank has sent or received before, and all others, of two or more, wait in one collective."""
-    rank, job = next(iter(call.rows)), context.job
-    others = [r for r in job.ranks if r != rank]
-    posted = sum(int(is_p2p(view.family).sum()) for view in job.ranks.values() if view.has_p2p)
-    first = {
-        b.index
-        for b in context.blocked
-        for r in others
-        if b.p2p is None and b.rows.get(r) == context.first_open(r)
-    }
-    return posted == 1 and len(others) > 1 and len(first) == 1 and not job.missing_ranks
-
-
-def _only_message(context: Context, call: Blocked, finding: Finding) -> Finding:
-    wait = call.p2p
-    assert wait is not None
-    at = place(context.job.frames(wait.rank, wait.row))
-    posts, other = ("a send to", "receive") if wait.sends else ("a receive from", "send")
-    sentence = (
-        f"{who(context.job, (wait.rank,))} posted {posts} rank {wait.peer}{f' at {at}' if at else ''}, the only message of the "
-        f"job, while all other ranks wait in one collective; rank {wait.peer} may have left out the {other} instead"
-    )
-    return replace(
-        finding,
-        cause="p2p_mismatch",
-        ranks=(wait.rank,),
-        sentence=sentence,
-        confidence=0.6,
-        where=at,
-        waiting=tuple(sorted(set(finding.waiting) - {wait.rank})),
-    )
-
-
 def _one_too_many(context: Context, call: Blocked) -> Finding:
     """The waiter posts a message that its partner has never had in a round."""
     wait = call.p2p
@@ -141,8 +106,6 @@ def crossed(context: Context, ranks: tuple[int, ...], p2p: list[Blocked], calls:
         return _one_too_many(context, p2p[0])
     if len(p2p) == 1 and _went_on(context, p2p[0], calls):
         finding = explain_ranks(context, p2p[0], p2p[0].missing)
-        if _is_first_message(context, p2p[0]):
-            return _only_message(context, p2p[0], finding)
         return replace(finding, cause="p2p_mismatch", confidence=0.7)
     return _no_partner(context, ranks, p2p, calls)
 
