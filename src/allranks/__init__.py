@@ -8,7 +8,7 @@ TYPE_CHECKING = False  # as type checkers know it, without the cost of importing
 if TYPE_CHECKING:
     from typing import Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Public name -> module that defines it. Imported on first use: the base install has no torch.
 _PUBLIC = {
