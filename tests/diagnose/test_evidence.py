@@ -104,6 +104,15 @@ def test_stacks_alone_show_who_is_absent_in_init(tmp_path: Path, capsys: pytest.
     assert "data.py:12" in verdict["sentence"]
 
 
+def test_the_stack_of_the_survivor_does_not_hide_how_the_other_ended(tmp_path: Path) -> None:
+    """It waits at its end, which says nothing of the rank that gloo aborted."""
+    dumps = Path(shutil.copytree(CASES / "flight_recorder_crash_seed_async" / "dumps", tmp_path / "dumps"))
+    (dumps / "rank_1.log").write_text("gloo::EnforceNotMet: op.preamble.length <= op.nbytes. 20 vs 12.\n")
+    write_bundle(Capture((_stack(0, ("sleep", "time.py", 1), ("finish", "/home/u/job.py", 58)),)), dumps)
+    verdict = diagnose(dumps).diagnosis.verdict
+    assert verdict is not None and (verdict.cause, verdict.ranks) == ("extra_collective", (0,))
+
+
 @pytest.mark.parametrize(
     ("log", "causes", "ranks"),
     [

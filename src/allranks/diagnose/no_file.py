@@ -104,9 +104,8 @@ def _aborted_partner(context: Context, group: GroupView, blocked: Blocked) -> Fi
     if group.backend != "gloo" or len(group.lanes) != 1 or len(group.members) != 2:
         return None
     lane = next(iter(group.lanes.values()))
-    if any(
-        context.seen[r].evidence and not _was_aborted(context, r) for r in group.members if r in context.seen
-    ):
+    gone = next(rank for rank in group.members if rank != lane.rank)
+    if gone in context.seen and context.seen[gone].evidence and not _was_aborted(context, gone):
         return None  # it is known to have ended otherwise
     view = context.job.ranks[lane.rank]
     sig, now = view.sig[lane.rows], view.now[lane.rows]
