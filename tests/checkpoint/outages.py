@@ -32,6 +32,7 @@ from allranks.checkpoint import (
 from allranks.checkpoint.stores import StoreSpec, checkpoint_name, open_store
 from allranks.checkpoint.stores.backends import Backend
 from allranks.checkpoint.stores.keyed_store import KeyedStore
+from allranks.checkpoint.stores.object_store import ObjectBlobs
 from allranks.drill.ranks import Ranks
 from allranks.elastic.topology import ElasticJob
 from allranks.errors import AllranksError, CheckpointLoadError, CheckpointUnreachable, TopologyChangeError
@@ -139,6 +140,8 @@ def _nvme(setup: Setup, folder: Path, s3: S3Server, stack: contextlib.ExitStack)
 def _s3(setup: Setup, folder: Path, s3: S3Server, stack: contextlib.ExitStack) -> StoreSpec:
     prefix = "/".join(folder.parts[-2:])
     quick = {"timeout_s": "60", "max_retries": "0"}
+    bucket = ObjectBlobs(StoreSpec("s3://outages", {**s3.options(), **quick}))
+    bucket.put("made", [memoryview(b"x")], 1)  # SeaweedFS makes a bucket with its first object
     setup.config |= {"s3_bucket": "outages", "s3_prefix": prefix, "s3_options": {**s3.options(), **quick}}
     return StoreSpec(f"s3://outages/{prefix}", {**s3.options(), **quick})
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 import socket
 import urllib.request
 from pathlib import Path
@@ -16,15 +15,10 @@ from allranks.channel.handshake import ChannelError, greet_as_client
 from allranks.channel.keys import Credential, Keyring
 from allranks.lighthouse.options import Options
 
-from .cluster import Cluster, Job, LighthouseProcess, train
+from .cluster import Cluster, Job, LighthouseProcess
 
 TOKEN = "a-job-token-that-nobody-else-knows"
 OPEN = ("/", "/api/status", "/metrics", "/status", "/healthz", "/openapi.json", "/favicon.ico")
-
-
-def logging_everything(rank: int, world: int, address: str, name: str, job: Job, folder: str) -> Any:
-    logging.basicConfig(level=logging.DEBUG, filename=f"{folder}/{name}.log", force=True)
-    return train(rank, world, address, name, job, folder)
 
 
 def secrets_of_the_job(epoch: int) -> set[str]:
@@ -63,7 +57,7 @@ def test_no_open_answer_and_no_log_tells_a_secret(tmp_path: Path) -> None:
     log = tmp_path / "lighthouse.log"
     lighthouse = LighthouseProcess(Options(), token=TOKEN, log=str(log))
     job = Job(until_told=True, min_replicas=2, options={"token": TOKEN})
-    with lighthouse, Cluster(lighthouse, job, function=logging_everything) as cluster:
+    with lighthouse, Cluster(lighthouse, job) as cluster:
         cluster.start("a", "b")
         cluster.wait_for_progress("a", 2)
         answers = open_answers(lighthouse.address)
@@ -74,9 +68,10 @@ def test_no_open_answer_and_no_log_tells_a_secret(tmp_path: Path) -> None:
         for member in status["quorum"]["members"]:
             _refused_with(member["address"], strings(status), status["epoch"])
         cluster.tell_to_stop()
-        logs = {name: Path(cluster.folder.name, f"{name}.log") for name in ("a", "b", "c")}
         cluster.results()
-        answers |= {f"log of {name}": path.read_text() for name, path in logs.items()}
+        for name in ("a", "b", "c"):
+            logs = Path(cluster.folder.name).glob(f"{name}-*.log")
+            answers[f"log of {name}"] = "".join(path.read_text() for path in logs)
         answers["log of the lighthouse"] = log.read_text()
     assert all(answers.values()) and "quorum" in answers["log of a"]
     for where, text in answers.items():
