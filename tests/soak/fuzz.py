@@ -146,8 +146,13 @@ MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a disk would 
 
 def from_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], None]:
     """For readers of a file of this name in a folder."""
-    folder = Path(tempfile.mkdtemp(prefix="allranks-fuzz-", dir=MEMORY))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder, maker = Path(tempfile.mkdtemp(prefix="allranks-fuzz-", dir=MEMORY)), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == maker:  # not in a process that another test has forked
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
 
     def write_and_read(data: bytes) -> None:
         path = folder / name
