@@ -68,7 +68,7 @@ ROWS = (
         "recording one gloo all_reduce, without / with 8-frame stacks",
         lambda n: f"{n['added by ours']:.1f} / {n['added by ours with stacks']:.1f} µs",
         lambda n: f"torch's own ring {n[TORCHS_RING]:.1f} µs, lost with the process",
-        short="recording one collective",
+        short="recording one collective, without / with stacks",
     ),
     Row(
         "record_overhead",

@@ -137,7 +137,7 @@ def test_numbers_come_from_kept_results_and_others_stay(
     """A benchmark that is measured replaces its lines; one that was not leaves them alone."""
     numbers = script.docs_numbers
     page = "<!-- numbers: readme -->\n| | allranks | peer |\n|---|---|---|\n"
-    kept = "| recording one collective | 1.8 µs | 3.2 µs |\n"
+    kept = "| recording one collective, without / with stacks | 1.8 µs | 3.2 µs |\n"
     killed = "| kill -9 of a replica until the next committed step | {} | torchft 5.07 s{} |\n"
     monkeypatch.setattr(numbers, "RESULTS", tmp_path)
     assert numbers.with_numbers(f"{page}{killed.format('9 s', '')}{kept}\nend") == (

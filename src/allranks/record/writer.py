@@ -279,7 +279,8 @@ class CallWriter:
     def given_up(self, works: Iterable[object], error: BaseException) -> None:
         """The group of these works is about to be aborted: notes how each stands, and asks none of them again.
 
-        NCCL's abort keeps a lock that `is_completed` waits for, with the interpreter.
+        Most likely NCCL's abort keeps a lock that `is_completed` waits for without letting other threads run: kills were
+        faster once works were no longer asked during it (docs/gpu.md).
         """
         self.ring.hand_over(self.pending)
         taken = self.asking.acquire(timeout=0.1)
