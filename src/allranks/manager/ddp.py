@@ -145,6 +145,7 @@ class DistributedDataParallel(nn.Module):
         self._home = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._synchronises = True
         self._open = False  # a backward is running
+        self._warm = False  # the first backward loads kernels: collectives in flight would slow that down
         self._reduced = False  # this step's gradients have been reduced
         self._next = 0  # bucket to be reduced next: always in order, in every replica
         self._pass = object()  # names one backward among the step's collectives
@@ -177,7 +178,7 @@ class DistributedDataParallel(nn.Module):
         _place_like(parameter)
         self._home[parameter].missing -= 1
         while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
-            if not training.may_launch(training.attempt):
+            if not self._warm or not training.may_launch(training.attempt):
                 break  # the backward goes on; its next gradient, or its end, launches what is due
             self._reduce_next()
 
@@ -209,7 +210,7 @@ class DistributedDataParallel(nn.Module):
 
     def _finish(self) -> None:
         """At the end of the backward: what is left, then wait; once more if a member went; then write back."""
-        self._open = False
+        self._open, self._warm = False, True
         manager = self._manager[0]
         attempt = manager.training.attempt
         manager.training.times.mark_first("backward done")
