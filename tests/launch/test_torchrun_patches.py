@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,13 +82,15 @@ def closed_door() -> Iterator[Any]:
         torchrun_patches.WAITING,
         torchrun_patches.STARTING,
         torchrun_patches.STOPPING,
+        torchrun_patches.CHOOSING,
     ],
 )
 def test_every_door_is_there_and_is_left_as_it_was(door: str) -> None:
     """A new torch without one is noticed here first."""
     module, _, place = door.partition(":")
-    owner_name, name = place.split(".")
-    owner = getattr(importlib.import_module(module), owner_name)
+    owner_name, _, name = place.rpartition(".")
+    found = importlib.import_module(module)
+    owner = getattr(found, owner_name) if owner_name else found
     ordinary = getattr(owner, name)
     with torchrun_patches.replaced(door, lambda method: (method, "replaced"), "nothing"):
         assert getattr(owner, name) == (ordinary, "replaced")
@@ -142,3 +146,28 @@ def test_a_node_that_left_counts_unless_the_job_is_over() -> None:
     assert [count_departed(3, present, closed=False) for present in (3, 2, 4)] == [0, 1, 0]
     assert count_departed(3, 1, closed=True) == 0
     assert count_departed(0, 2, closed=False) == 0, "before the first meeting"
+
+
+@contextlib.contextmanager
+def _taken(port: int) -> Iterator[bool]:
+    """Another process that wants this port and may have it if the system would give it away."""
+    with socket.socket() as other:
+        try:
+            other.bind(("127.0.0.1", port))
+            other.listen()
+        except OSError:
+            yield False
+        else:
+            yield True
+
+
+@pytest.mark.parametrize("round_", [1, 2])
+def test_nobody_takes_the_port_of_the_ranks_store_before_rank_0_binds_it(round_: int) -> None:
+    with torchrun_patches.holding_master_port():
+        for _ in range(round_):  # each restart chooses again
+            port = RendezvousStoreInfo.build(0, dist.HashStore(), "127.0.0.1").master_port
+        with _taken(port) as taken:
+            assert not taken
+            store = dist.TCPStore("127.0.0.1", port, world_size=1, is_master=True)  # as rank 0 does
+            store.set("key", "value")
+            assert store.get("key") == b"value"

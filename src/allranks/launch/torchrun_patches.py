@@ -1,4 +1,4 @@
-"""The private methods of torchrun's agent that we replace, and what is lost where torch no longer has one. Runs in the agent.
+"""The private methods and functions of torchrun's agent that we replace, and what is lost where torch no longer has one. Runs in the agent.
 
 All of them are there, in the same shape, from torch 2.4 to 2.13; the tests run on 2.13. One that a later torch no
 longer has costs one warning and the comfort behind it: the job runs as it does under plain torchrun.
@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from allranks.channel.frames import HeldPort
 from allranks.supervise.orphans import Guard, sweep
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ WAITING = "torch.distributed.elastic.rendezvous.dynamic_rendezvous:DynamicRendez
 STARTING = "torch.distributed.elastic.multiprocessing.subprocess_handler:SubprocessHandler._popen"
 MONITORING = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._monitor_workers"
 STOPPING = "torch.distributed.elastic.multiprocessing.api:SubprocessContext._close"
+CHOOSING = "torch.distributed.elastic.rendezvous.api:get_free_port"
 
 
 @contextlib.contextmanager
@@ -40,7 +42,8 @@ def replaced(method: str, make: Callable[[Callable[P, R]], Callable[P, R]], with
     module, _, place = method.partition(":")
     owner_name, _, name = place.rpartition(".")
     try:
-        owner = getattr(importlib.import_module(module), owner_name)
+        found = importlib.import_module(module)
+        owner = getattr(found, owner_name) if owner_name else found
         ordinary = getattr(owner, name)
     except (ImportError, AttributeError):
         log.warning("this torch has no %s: %s", place, without)
@@ -93,3 +96,30 @@ def ending_ranks(grace_s: int | None, on_stop: Callable[[set[int]], object]) -> 
             yield
         finally:
             guard.close()
+
+
+@contextlib.contextmanager
+def holding_master_port() -> Iterator[None]:
+    """While it is open, nobody else gets the port that the agent chose for the ranks' store.
+
+    torchrun finds a free port and lets it go; rank 0 binds it seconds later, after its imports. Until then the system
+    may give it to any other process, and the job ends with "address already in use".
+    """
+    held: list[HeldPort] = []
+
+    def choosing(ordinary: Callable[[], int]) -> Callable[[], int]:
+        def get_free_port() -> int:
+            try:
+                port = HeldPort("::")  # every address of both families
+            except OSError:
+                port = HeldPort("0.0.0.0")
+            held[:] = [port]
+            return port.number
+
+        return get_free_port
+
+    with replaced(CHOOSING, choosing, "another process may take MASTER_PORT before rank 0 does"):
+        try:
+            yield
+        finally:
+            held.clear()

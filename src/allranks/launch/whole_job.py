@@ -30,7 +30,7 @@ from allranks.launch.rendezvous import (
     watching_members,
 )
 from allranks.launch.spares import RANK_MODULE, Spares, serving
-from allranks.launch.torchrun_patches import MONITORING, ending_ranks, replaced
+from allranks.launch.torchrun_patches import MONITORING, ending_ranks, holding_master_port, replaced
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup
@@ -82,7 +82,7 @@ def launch(job: Launch) -> int:
         if at_a_host(args):
             find_host(args)
         with (
-            serving(spares), ending_ranks(grace(args), job.on_stop), repeating_rendezvous() as retry,
+            serving(spares), ending_ranks(grace(args), job.on_stop), holding_master_port(), repeating_rendezvous() as retry,
             watching_members(retry, restarts=may_restart(args)), sensible_restarts(job.why_not_again),
         ):  # fmt: skip
             run_through_losses(args, retry)
