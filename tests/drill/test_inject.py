@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from allranks.drill.run import find_identical, read_marks
 
 SPARE = """
 import os
+import signal
 import allranks.drill.preload as inject          # a warm process imports this before it knows its rank
 os.environ["RANK"] = "2"
 from allranks.record.options import RecorderOptions
@@ -43,3 +46,27 @@ def test_replicas_are_compared_by_what_they_report_of_the_same_part_and_step() -
     shards = {0: [{"at_step": 1, "state": "a", "part": 0}], 1: [{"at_step": 1, "state": "b", "part": 1}]}
     assert find_identical(shards) is None
     assert find_identical({**same, 2: [{"at_step": 1, "state": "b"}]}) is False
+
+
+CUT_OFF = """
+import os, subprocess
+from allranks.drill.self_faults import inject
+subprocess.Popen(["cat"])                        # a helper, as the liveness proxy is one
+inject("partition", 0.2)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_helpers_of_a_rank_that_dies_while_it_is_cut_off_run_again() -> None:
+    rank = subprocess.Popen(
+        [sys.executable, "-c", CUT_OFF],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        out, _ = rank.communicate(b"the helper runs", timeout=60)  # until the helper has read its end, too
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
+    assert rank.returncode == -signal.SIGKILL and out == b"the helper runs"

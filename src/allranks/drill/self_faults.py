@@ -44,11 +44,10 @@ def _raise(for_s: float) -> None:
 
 
 def _stop(for_s: float) -> None:
-    if for_s:  # somebody must wake us: a child that is not stopped with us
-        subprocess.Popen(
-            [sys.executable, "-c", f"import time,os; time.sleep({for_s}); os.kill({os.getpid()}, 18)"]
-        )
-    os.kill(os.getpid(), signal.SIGSTOP)
+    if for_s:
+        _stop_for([os.getpid()], for_s)
+    else:
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _hang(for_s: float) -> None:
@@ -173,9 +172,11 @@ def _partition(for_s: float) -> None:
 
     Connections that the rank makes anew are cut again; helpers are stopped first, so that they make none.
     """
-    deadline = time.monotonic() + (for_s or PARTITION_S)
+    length_s = for_s or PARTITION_S
+    deadline = time.monotonic() + length_s
     helpers = _children()
-    _signal_all(helpers, signal.SIGSTOP)
+    if helpers:
+        _stop_for(helpers, length_s)
     for pid in (*helpers, os.getpid()):
         _cut_connections(pid)
 
@@ -183,15 +184,17 @@ def _partition(for_s: float) -> None:
         while time.monotonic() < deadline:
             _cut_connections(os.getpid())
             time.sleep(0.02)
-        _signal_all(helpers, signal.SIGCONT)
 
     threading.Thread(target=keep_cutting, name="partition", daemon=True).start()
 
 
-def _signal_all(pids: list[int], number: int) -> None:
+def _stop_for(pids: list[int], seconds: float) -> None:
+    """Stops processes; another one wakes them, also when this rank has ended meanwhile."""
+    names = " ".join(map(str, pids))
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {names} 2>/dev/null"], start_new_session=True)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+            os.kill(pid, signal.SIGSTOP)
 
 
 def _cut_connections(pid: int) -> int:
