@@ -82,6 +82,19 @@ def test_a_rank_that_could_not_record_the_end_of_its_call_is_no_case_for_the_net
     assert named(judge(boxes, None, observed))[0] == "none_finished"
 
 
+@pytest.mark.parametrize(
+    ("others", "cause"),
+    [("collective_wait", "store_wait"), ("store_wait", "not_started"), ("rendezvous_wait", "not_started")],
+)
+def test_a_rank_in_a_store_wait_of_its_own_is_named_for_it_unless_others_make_a_group_too(
+    others: str, cause: str
+) -> None:
+    absent = Finding("not_started", (1,), "rank 1 never came to its first collective", severity="root")
+    observed = Observed(reason="silent", quiet_s=12.0, marked=(0, 1, 2))
+    found = judge(Diagnosis("fault", absent, (absent,)), stacks(others, "store_wait", others), observed)
+    assert named(found) == (cause, (1,))
+
+
 def test_a_rank_that_never_came_to_its_first_call_is_named_with_the_line_of_its_stack() -> None:
     """The boxes know only where the others wait for it."""
     found = Finding("not_started", (1,), "rank 1 never came to its first collective", where="train.py:50")

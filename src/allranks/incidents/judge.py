@@ -140,6 +140,7 @@ def accuse(ranks: tuple[int, ...], report: StacksReport | None, reason: str) -> 
     if not states:
         return None
     guilty = [s for s in states if s.cause not in WAITS and s.cause not in ("healthy", "unknown")]
+    guilty = guilty or [s for s in states if report is not None and _waits_alone(s, report)]
     state = (guilty or states)[0]
     where = nearest_line(state)
     what = f"{state.cause} at {where}" if where else state.cause
@@ -150,6 +151,12 @@ def accuse(ranks: tuple[int, ...], report: StacksReport | None, reason: str) -> 
         confidence=0.9 if guilty else 0.5,
         where=where,
     )
+
+
+def _waits_alone(state: RankState, report: StacksReport) -> bool:
+    """Whether a rank waits for a key of a store and no other rank does: nobody is making a group, the wait is its own."""
+    others = {s.cause for rank, s in report.ranks.items() if rank != state.rank}
+    return state.cause == "store_wait" and not others & {"store_wait", "rendezvous_wait"}
 
 
 def nearest_line(state: RankState) -> str:
