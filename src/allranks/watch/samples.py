@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from allranks.blackbox.header import find_header, is_alive, read_header
+from allranks.blackbox.header import STRUCT, is_alive, parse_header, read_header, read_regular
 from allranks.blackbox.reader import read_rows
 from allranks.errors import InputError
 
@@ -76,8 +76,9 @@ def read_samples(folder: Path) -> list[RankSample]:
 
 def read_sample(path: str | Path) -> RankSample | None:
     """Reads one header; None when the file is no whole black box of a version that we know."""
-    head = find_header(path)
-    if head is None:
+    try:
+        head = parse_header(read_regular(path, STRUCT.size))
+    except (OSError, InputError):
         return None
     return RankSample(
         rank=head.rank,
