@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from allranks.stacks import gpus
 from allranks.stacks.debuggers import dump_gpu_core
 from allranks.stacks.find import Target
 from allranks.stacks.gpus import GpuUse, all_wait, ask
@@ -34,6 +35,22 @@ def test_only_the_gpus_of_the_job_count(smi: Path) -> None:
     smi.write_text("0, 0")
     assert ask([101, 102]) == (GpuUse("GPU-a", 100, 0), GpuUse("GPU-b", 0, 0))
     assert ask([7]) == ()
+
+
+def test_where_the_driver_lists_no_process_the_open_device_files_tell(
+    smi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container; the second card belongs to a process whose files may not be read, or to nobody."""
+    smi.write_text("0, 0")
+    for minor, name in enumerate("ab"):
+        card = tmp_path / "cards" / f"0000:0{minor}:00.0" / "information"
+        card.parent.mkdir(parents=True)
+        card.write_text(f"Model: \t NVIDIA H200\nGPU UUID: \t GPU-{name}\nDevice Minor: \t {minor}\n")
+    monkeypatch.setattr(gpus, "CARDS", tmp_path / "cards")
+    monkeypatch.setattr(gpus, "DEVICE", str(tmp_path / "nvidia"))
+    assert ask([os.getpid()]) == ()
+    with open(tmp_path / "nvidia0", "w"):
+        assert ask([os.getpid(), 2**22]) == (GpuUse("GPU-a", 100, 0),)
 
 
 def test_a_job_whose_gpus_move_no_data_waits(smi: Path) -> None:

@@ -6,12 +6,15 @@ CPU in the wait for it: neither CPU nor "busy" tells that from training. Work of
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 LIMIT_S = 5.0
+CARDS, DEVICE = Path("/proc/driver/nvidia/gpus"), "/dev/nvidia"
 
 
 @dataclass(frozen=True)
@@ -29,16 +32,37 @@ class GpuUse:
 
 
 def ask(pids: Collection[int]) -> tuple[GpuUse, ...]:
-    """The GPUs that these processes use; () without a driver, and in a container that hides who uses them."""
+    """The GPUs that these processes use; () without a driver, or when it cannot be told which ones they are."""
     if shutil.which("nvidia-smi") is None:
         return ()
-    used = {row[1] for row in _query("--query-compute-apps=pid,gpu_uuid") if row[0] in set(map(str, pids))}
+    listed = _query("--query-compute-apps=pid,gpu_uuid")
+    used = {row[1] for row in listed if row[0] in set(map(str, pids))} or _opened(pids)
     rows = _query("--query-gpu=uuid,utilization.gpu,utilization.memory") if used else []
     return tuple(
         GpuUse(row[0], int(row[1]), int(row[2]))
         for row in rows
         if row[0] in used and row[1].isdigit() and row[2].isdigit()  # "[N/A]" where a card is divided
     )
+
+
+def _opened(pids: Collection[int]) -> set[str]:
+    """By the device files that the processes have open: inside a container nvidia-smi lists no process."""
+    devices = {}
+    for path in CARDS.glob("*/information"):
+        lines = (line.partition(":") for line in path.read_text().splitlines())
+        card = {name.strip(): value.strip() for name, _, value in lines}
+        devices[f"{DEVICE}{card.get('Device Minor', '')}"] = card.get("GPU UUID", "")
+    return {devices[path] for pid in pids for path in _open_files(pid) if path in devices}
+
+
+def _open_files(pid: int) -> set[str]:
+    found = set()
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            found.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+    except OSError:  # gone, or another user's
+        pass
+    return found
 
 
 def all_wait(before: Collection[GpuUse], now: Collection[GpuUse]) -> bool:
