@@ -14,7 +14,7 @@ from allranks.model.trace import CALL, Group, Progress, RankTrace, TraceHeader
 SECOND, START = 10**9, 10**18
 
 
-def life(folder: Path, rank: int, attempt: int, begin_s: int, end_s: int) -> None:
+def life(folder: Path, rank: int, attempt: int, begin_s: int, end_s: int, group: str = "") -> None:
     """A box of a rank that lived from `begin_s` to `end_s`."""
     calls = np.zeros(1, CALL)
     calls["begin"] = calls["end"] = 1
@@ -23,7 +23,7 @@ def life(folder: Path, rank: int, attempt: int, begin_s: int, end_s: int) -> Non
         rank=rank, world_size=2, pid=100 + 10 * attempt + rank, attempt=attempt, start_ns=START + begin_s * SECOND
     )  # fmt: skip
     progress = Progress(step=end_s, step_ns=START + end_s * SECOND)
-    trace = RankTrace(header, calls, groups=(Group(""),), progress=progress)
+    trace = RankTrace(header, calls, groups=(Group(""), Group(group)), progress=progress)
     (folder / file_name("job", attempt, rank, header.pid)).write_bytes(box_bytes(trace))
 
 
@@ -50,3 +50,11 @@ def test_a_restart_of_the_whole_job_leaves_the_old_attempt_out(tmp_path: Path) -
     life(tmp_path, 1, 0, 0, 20)
     life(tmp_path, 0, 1, 25, 60)
     assert steps(tmp_path) == {0: 60}
+
+
+def test_a_replica_that_hangs_since_before_another_began_again_is_read_too(tmp_path: Path) -> None:
+    """Nothing in the box of rank 0 is later than the new life of rank 1, for which it waits."""
+    life(tmp_path, 0, 0, 0, 20, group="replicas/2")
+    life(tmp_path, 1, 0, 0, 20, group="replicas/1")
+    life(tmp_path, 1, 1, 21, 22)
+    assert steps(tmp_path) == {0: 20, 1: 22}

@@ -62,12 +62,16 @@ def choose(candidates: list[TraceFile], wanted: int | None) -> FileChoice:
 
 
 def lives_overlap(candidates: list[TraceFile], numbered: dict[str, int]) -> bool:
-    """Whether replicas were restarted one by one: a rank lived on after another one's next attempt had begun.
+    """Whether replicas were restarted one by one: they have groups of replicas, or a rank lived on after another one's
+    next attempt had begun.
 
-    A restart of the whole job ends every rank before any begins again. Only black boxes tell when they began.
+    A restart of the whole job ends every rank before any begins again. Only black boxes tell when they began. A rank may
+    live on without a trace of it: it hangs since before the other began again.
     """
     if not all(c.raw.kind.startswith("black box") and c.raw.header.start_ns for c in candidates):
         return False
+    if any(group.name.startswith("replicas/") for c in candidates for group in c.raw.groups):
+        return True
     begun: dict[int, int] = {}
     ended: dict[int, int] = {}
     for candidate in candidates:
