@@ -16,9 +16,14 @@ RENAME_EXCHANGE = 2
 FILE_SYSTEMS = {
     "no locks (Lustre without flock)": [("flock", 0, 1, errno.ENOSYS)],
     "no lock server (NFS 3)": [("flock", 0, 1, errno.ENOLCK)],
+    "a file server that is gone": [("getdents64", 0, 1, errno.EIO)],
+    "a file server that was replaced": [("getdents64", 0, 1, errno.ESTALE)],
     "NFS 4": [("flock", LOCK_EX, 1, errno.EBADF), ("renameat2", RENAME_EXCHANGE, 4, errno.EINVAL)],
 }
-_NUMBERS = {"x86_64": {"flock": 73, "renameat2": 316}, "aarch64": {"flock": 32, "renameat2": 276}}
+_NUMBERS = {
+    "x86_64": {"flock": 73, "renameat2": 316, "getdents64": 217},
+    "aarch64": {"flock": 32, "renameat2": 276, "getdents64": 61},
+}
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _FILTER = 38, 22, 2
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06

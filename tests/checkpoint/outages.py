@@ -32,12 +32,13 @@ from allranks.checkpoint import (
 from allranks.checkpoint.stores import StoreSpec, checkpoint_name, open_store
 from allranks.checkpoint.stores.backends import Backend
 from allranks.checkpoint.stores.keyed_store import KeyedStore
+from allranks.checkpoint.stores.mounts import KnownMount
 from allranks.checkpoint.stores.object_store import ObjectBlobs
 from allranks.drill.ranks import Ranks
 from allranks.elastic.topology import ElasticJob
 from allranks.errors import AllranksError, CheckpointLoadError, CheckpointUnreachable, TopologyChangeError
 from checkpoint.jobs import flip, make_job, make_state
-from checkpoint.s3server import GUEST_KEY, GUEST_SECRET, PAGES, Proxy, S3Server, http_answer
+from checkpoint.s3server import EMPTY_LIST, GUEST_KEY, GUEST_SECRET, PAGES, Proxy, S3Server, http_answer
 from checkpoint.slow_disk import SlowFiles
 
 TOKEN = "a secret of the job"
@@ -59,7 +60,7 @@ def make(
 ) -> Setup:
     """Stores in which the outage has happened (or will, at the first read), and the job's settings for them."""
     # a busy machine is slow: only where the store stays away is waiting of no use
-    away = ("down at start", "down in the middle", "a web page in its place")
+    away = ("down at start", "down in the middle", "not mounted", "a web page in its place", "an untrue list")
     wait_s = 0.3 if outage in away else 60.0
     setup = Setup(
         {
@@ -236,6 +237,17 @@ def _no_folder(setup: Setup, folder: Path, *_: Any) -> None:
     (folder / "disk" / "nvme").symlink_to(folder / "not-mounted")
 
 
+def _not_mounted(setup: Setup, folder: Path, *_: Any) -> None:
+    """The share is gone, and what it was mounted on is an empty folder; that it was mounted there is noted."""
+    _no_folder(setup, folder)
+    point = folder / "disk" / "nvme"
+    point.unlink()
+    point.mkdir()
+    mount = KnownMount(Path(setup.config["nvme_path"]))
+    mount.note.parent.mkdir(parents=True, exist_ok=True)
+    mount.note.write_text(json.dumps({"mounted_at": setup.config["nvme_path"]}))
+
+
 def _unreadable_data(setup: Setup, folder: Path, *_: Any) -> None:
     """Manifests can be read, data cannot: a link to itself, as root and as anybody else."""
     for step in STEPS:
@@ -277,7 +289,9 @@ _BREAKS: dict[tuple[str, str], Any] = {
     ("S3", "keys ran out"): _s3_behind(
         lambda line: http_answer("400 Bad Request", "<Error><Code>ExpiredToken</Code></Error>")
     ),
+    ("NVME", "not mounted"): _not_mounted,
     ("S3", "a web page in its place"): _s3_behind(lambda line: PAGES[1]),
+    ("S3", "an untrue list"): _s3_behind(lambda line: EMPTY_LIST if "list-type=2" in line else None),
     ("NVME", "slow"): _slow_files,
     ("PEER", "slow"): _peer_behind(delay_s=0.02),
     ("S3", "slow"): _s3_behind(delay_s=0.02),

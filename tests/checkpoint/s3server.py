@@ -233,6 +233,11 @@ def http_answer(status: str, body: str, headers: str = "") -> bytes:
     return (head + body).encode()
 
 
+#: A bucket's list without entries, whatever is in it.
+EMPTY_LIST = http_answer(
+    "200 OK",
+    "<ListBucketResult><Name>b</Name><KeyCount>0</KeyCount><IsTruncated>false</IsTruncated></ListBucketResult>",
+)
 _SIGN_IN = "<!DOCTYPE html><html><head><title>Sign in</title></head><body>Please sign in.</body></html>"
 _OBJECT = 'ETag: "page"\r\nLast-Modified: Mon, 16 Nov 2026 06:00:00 GMT\r\nContent-Type: text/html\r\n'
 #: What proxies answer who want a password: without and with the headers that an object has.

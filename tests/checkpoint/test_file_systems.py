@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from allranks.checkpoint.stores import Attempt
+from allranks.checkpoint import CheckpointConfig, CheckpointManager, NVMeBackend
+from allranks.checkpoint.stores import Attempt, mounts
 from allranks.checkpoint.stores.file_store import FileStore, _sync_folder
+from allranks.errors import CheckpointLoadError, CheckpointSaveError, CheckpointUnreachable
 
+from .jobs import make_job, make_state
 from .kernel_answers import FILE_SYSTEMS
 
 SAVE_READ_REMOVE = """
@@ -32,7 +39,7 @@ with store.reading("two"):
 """
 
 
-@pytest.mark.parametrize("file_system", FILE_SYSTEMS)
+@pytest.mark.parametrize("file_system", [name for name in FILE_SYSTEMS if "file server" not in name])
 def test_a_file_system_without_locks_or_exchange_is_saved_to_read_and_kept_in_order(
     tmp_path: Path, file_system: str
 ) -> None:
@@ -101,3 +108,142 @@ def test_a_disk_that_does_not_tell_its_size_is_not_full(tmp_path: Path) -> None:
 def test_a_file_system_that_cannot_sync_folders_is_no_failure() -> None:
     """CIFS and some FUSE file systems answer EINVAL; so does /proc."""
     _sync_folder(Path("/proc"))
+
+
+LOOK = """
+import sys
+from allranks.checkpoint import CheckpointConfig, CheckpointManager
+from allranks.errors import CheckpointUnreachable
+from tests.checkpoint.jobs import make_job
+from tests.checkpoint.kernel_answers import answer_as
+
+model, optimizer = make_job()
+def restore():
+    config = CheckpointConfig(nvme_path=sys.argv[2], memory_snapshot_interval=0, wait_for_stores_s=0.1)
+    return CheckpointManager(config).restore(model, optimizer)
+
+assert restore() is None  # and every module is loaded
+answer_as(sys.argv[1])
+try:
+    print("step 1" if restore() is None else "restored")
+except CheckpointUnreachable as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("file_system", "answer"),
+    [
+        ("a file server that is gone", "Input/output error"),
+        ("a file server that was replaced", "Stale file handle"),
+    ],
+)
+def test_a_folder_that_cannot_be_listed_is_not_empty(tmp_path: Path, file_system: str, answer: str) -> None:
+    """The folder can be opened, but the kernel has no list of what is in it."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK, file_system, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[2],
+    )
+    assert f"[NVME] {tmp_path} did not answer: {answer}" in done.stdout, (done.stdout, done.stderr)
+
+
+def _restored(folder: Path, wait_s: float = 0.1) -> int:
+    model, optimizer = make_job()
+    config = CheckpointConfig(nvme_path=folder, memory_snapshot_interval=0, wait_for_stores_s=wait_s)
+    with CheckpointManager(config) as manager:
+        state = manager.restore(model, optimizer)
+    return 0 if state is None else state.step
+
+
+@pytest.fixture
+def share(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system of its own, mounted."""
+    point = tmp_path / "a share"
+    point.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "none", str(point)], check=True)
+    yield point / "run"
+    subprocess.run(["umount", "-l", str(point)], check=False, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.needs_root
+def test_a_share_that_is_not_mounted_is_not_an_empty_folder(share: Path) -> None:
+    """Neither is it saved to: what lies below would be hidden when the share is back."""
+    NVMeBackend(share).save(make_state(3), "checkpoint_step_00000003")
+    assert _restored(share) == 3
+    subprocess.run(["umount", "-l", str(share.parent)], check=True)
+    with pytest.raises(CheckpointUnreachable, match=f"{share.parent} is not mounted") as caught:
+        _restored(share)
+    assert f"mount '{share.parent}'" in (caught.value.hint or "")
+    with pytest.raises(CheckpointSaveError, match="is not mounted"):
+        NVMeBackend(share).save(make_state(4), "checkpoint_step_00000004")
+    FileStore(share).set_aside()  # the user's word
+    assert _restored(share) == 0
+
+
+@pytest.mark.needs_root
+def test_a_folder_that_its_owner_has_emptied_is_empty(share: Path) -> None:
+    """The share is mounted: whoever removes checkpoints there knows it."""
+    NVMeBackend(share).save(make_state(3), "checkpoint_step_00000003")
+    shutil.rmtree(share)
+    assert _restored(share) == 0
+
+
+@pytest.mark.needs_root
+def test_a_share_that_is_mounted_while_the_job_waits_is_read(share: Path) -> None:
+    """After a power cut jobs may start before their file server is there."""
+    NVMeBackend(share).save(make_state(3), "checkpoint_step_00000003")
+    kept = share.parent.parent / "kept"
+    shutil.copytree(share, kept / "run")
+    subprocess.run(["umount", "-l", str(share.parent)], check=True)
+    asked = threading.Event()
+
+    class Mounting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "is not mounted" in record.getMessage() and not asked.is_set():
+                asked.set()
+                subprocess.run(["mount", "--bind", str(kept), str(share.parent)], check=True)
+
+    handler = Mounting()
+    logging.getLogger("allranks.checkpoint").addHandler(handler)
+    try:
+        assert _restored(share, wait_s=60) == 3
+    finally:
+        logging.getLogger("allranks.checkpoint").removeHandler(handler)
+    assert asked.is_set()
+
+
+def test_a_mount_point_of_fstab_that_is_not_mounted_is_not_an_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a machine that has never saved there."""
+    table = tmp_path / "fstab"
+    point = tmp_path / "a share"
+    table.write_text(
+        f"# what\nserver:/x {str(point).replace(' ', chr(92) + '040')} nfs defaults 0 0\nnone none swap\n"
+    )
+    monkeypatch.setattr(mounts, "FSTAB", table)
+    with pytest.raises(CheckpointUnreachable, match=f"{point} is not mounted"):
+        _restored(point / "run")
+    assert _restored(tmp_path / "elsewhere") == 0
+
+
+def test_a_checkpoint_without_its_manifest_is_not_nothing(tmp_path: Path) -> None:
+    """A copy that was cut short: it was there once, so the start is no first one; nor is it moved away."""
+    NVMeBackend(tmp_path).save(make_state(3), "checkpoint_step_00000003")
+    (tmp_path / "checkpoint_step_00000003" / "manifest.json").unlink()
+    for _ in range(2):
+        with pytest.raises(CheckpointLoadError, match=r"checkpoint_step_00000003: it has no manifest.json"):
+            _restored(tmp_path)
+    assert (tmp_path / "checkpoint_step_00000003" / "rank-00000.safetensors").exists()
+
+
+def test_a_manifest_that_cannot_be_looked_at_is_not_missing(tmp_path: Path) -> None:
+    """A link to itself stands for what a file server may answer about one file."""
+    manifest = tmp_path / "checkpoint_step_00000003" / "manifest.json"
+    manifest.parent.mkdir()
+    manifest.symlink_to(manifest)
+    with pytest.raises(CheckpointUnreachable, match="Too many levels of symbolic links"):
+        _restored(tmp_path)

@@ -46,18 +46,22 @@ OUTAGES = (
     "no permission",
     "keys ran out",
     "a web page in its place",
+    "an untrue list",
+    "not mounted",
     "empty",
     "newest damaged",
     "all damaged",
     "slow",
     "down while training",
 )
+OF_OBJECT_STORES = ("keys ran out", "a web page in its place", "an untrue list")
 #: What a tier cannot suffer; the documentation says why.
 IMPOSSIBLE = {
     *(("MEMORY", outage) for outage in OUTAGES if outage not in ("empty", "newest damaged", "all damaged")),
     ("NVME", "wrong key"),
     ("PEER", "no permission"),
-    *((tier, outage) for tier in ("PEER", "NVME") for outage in ("keys ran out", "a web page in its place")),
+    *((tier, outage) for tier in ("PEER", "NVME") for outage in OF_OBJECT_STORES),
+    *((tier, "not mounted") for tier in ("PEER", "S3")),
 }
 
 

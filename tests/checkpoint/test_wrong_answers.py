@@ -156,3 +156,67 @@ def test_keys_that_are_renewed_in_the_credentials_file_are_used_by_the_next_save
         write(SECRET)
         manager.save_checkpoint(make_state(2), CheckpointTier.S3)
         assert manager.wait_for_pending_saves(60)
+
+
+XML = "Content-Type: application/xml\r\n"
+
+
+def _listing(keys: list[str], truncated: bool = False) -> bytes:
+    """A page of ListObjectsV2, without a token to continue with."""
+    entries = "".join(
+        f"<Contents><Key>{key}</Key><LastModified>2026-11-16T06:00:00.000Z</LastModified><ETag>&quot;x&quot;</ETag>"
+        "<Size>1</Size><StorageClass>STANDARD</StorageClass></Contents>"
+        for key in keys
+    )
+    head = f"<Name>b</Name><Prefix>run/</Prefix><KeyCount>{len(keys)}</KeyCount><MaxKeys>1000</MaxKeys>"
+    flag = f"<IsTruncated>{str(truncated).lower()}</IsTruncated>"
+    return http_answer("200 OK", f"<ListBucketResult>{head}{flag}{entries}</ListBucketResult>", XML)
+
+
+def _is_list(line: str) -> bool:
+    return line.startswith("GET") and "list-type=2" in line
+
+
+FIRST = "run/checkpoint_step_00000001/manifest.json"
+NO_LISTS = {
+    "an empty page that says there is more": _listing([], truncated=True),
+    "an empty page that is out of date": _listing([]),
+    "the same page again and again": _listing([FIRST], truncated=True),
+    "nothing": http_answer("200 OK", "", XML),
+    "no content": http_answer("204 No Content", ""),
+    "part of something": http_answer("206 Partial Content", "", XML),
+    "a list of buckets": http_answer(
+        "200 OK", "<ListAllMyBucketsResult><Buckets/></ListAllMyBucketsResult>", XML
+    ),
+    "an error with status 200": http_answer("200 OK", _error("InternalError", "try again"), XML),
+    "JSON": http_answer("200 OK", "{}", "Content-Type: application/json\r\n"),
+    "a redirect to nowhere": http_answer("302 Found", "", "Location: http://127.0.0.1:1/login\r\n"),
+    "a redirect without a place": http_answer(
+        "307 Temporary Redirect", _error("TemporaryRedirect", "x"), XML
+    ),
+    "not modified": http_answer("304 Not Modified", ""),
+}
+
+
+@pytest.mark.parametrize("answer", NO_LISTS.values(), ids=NO_LISTS)
+def test_a_list_that_cannot_be_true_is_no_empty_store(s3: S3Server, bucket: str, answer: bytes) -> None:
+    """Objects can be read, the list of them cannot be trusted: never step 1, nor an older step."""
+    assert _save(s3, bucket, 1) and _save(s3, bucket, 2)
+    with Proxy(s3.ports["s3"], lambda line: answer if _is_list(line) else None) as proxy:
+        with _manager(s3, bucket, proxy.endpoint) as manager, pytest.raises(CheckpointUnreachable):
+            manager.load_checkpoint()
+        assert proxy.judged
+    assert _newest(s3, bucket) == 2
+
+
+def test_a_list_that_says_there_is_more_and_not_how_is_continued(s3: S3Server, bucket: str) -> None:
+    """The first page names step 1 only, and has no token; the next request asks for what follows."""
+    assert _save(s3, bucket, 1) and _save(s3, bucket, 2)
+
+    def judge(line: str) -> bytes | None:
+        return _listing([FIRST], truncated=True) if _is_list(line) and "start-after" not in line else None
+
+    with Proxy(s3.ports["s3"], judge) as proxy, _manager(s3, bucket, proxy.endpoint) as manager:
+        state = manager.load_checkpoint()
+        assert proxy.judged
+    assert state is not None and state.step == 2

@@ -209,6 +209,11 @@ def hint_for(error: BaseException, tier: str, url: str, options: Mapping[str, st
         return (
             f"is a disk not mounted? What is there: ls -ld {there}\ncreate the folder: mkdir -p {quoted(url)}"
         )
+    if number == errno.ENODEV and isinstance(error, OSError):
+        return (
+            f"mount it: mount {quoted(str(error.strerror).removesuffix(' is not mounted'))}\n"
+            f"if checkpoints are to lie on the disk below: another path, or allranks checkpoint set-aside {store}"
+        )
     if number in {errno.ENOTDIR, errno.ELOOP, errno.EEXIST}:
         return f"it must be a folder, or a link to one: ls -ld {there}"
     return f"is the disk in order? Space: df -h {there}\nerrors of the kernel: dmesg | tail"

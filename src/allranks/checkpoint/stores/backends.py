@@ -22,7 +22,7 @@ from allranks.checkpoint.save.writer import SaveJob, write_checkpoint
 from allranks.checkpoint.state import CheckpointState
 from allranks.checkpoint.stores import Attempt, Store, StoreSpec, hint_for, open_store, reason_of
 from allranks.checkpoint.stores.file_store import FileStore
-from allranks.checkpoint.stores.listing import decide, list_checkpoints, list_verified, remove
+from allranks.checkpoint.stores.listing import decide, has_manifest, list_checkpoints, list_verified, remove
 from allranks.errors import CheckpointSaveError
 
 
@@ -86,7 +86,7 @@ class Backend:
         """Whether a complete checkpoint of that name is there."""
         name = self._name(path)
         self.settle(self.store.path_of(name))
-        return name in self.store.names()
+        return has_manifest(self.store, name)
 
     def list_checkpoints(self, prefix: str = "") -> list[str]:
         """The names of all complete checkpoints, oldest step first."""

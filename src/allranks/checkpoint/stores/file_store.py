@@ -13,6 +13,8 @@ import errno
 import fcntl
 import math
 import os
+import re
+import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -21,11 +23,13 @@ from pathlib import Path
 from allranks.checkpoint.layout import PAGE_BYTES
 from allranks.checkpoint.manifest import MANIFEST
 from allranks.checkpoint.stores import Attempt, Pieces, StoreSpec
+from allranks.checkpoint.stores.mounts import KnownMount
 
 QUARANTINE = "quarantine"
 WRITE_BYTES = 32 << 20
 #: A hidden folder younger than this may belong to a rank that has not locked it yet.
 LEFT_BEHIND_S = 60.0
+_NAME = re.compile(r"checkpoint_step_\d{8,}")
 _REPLACED = ".replaced-"
 _HIDDEN = (".saving-", ".removing-", _REPLACED)
 #: What flock says on file systems without locks. NFS 4 says EBADF for an exclusive lock on what cannot be written.
@@ -43,12 +47,14 @@ class FileStore:
         self.root = root
         self.spec = spec or StoreSpec(str(root))
         self._locks: dict[str, int] = {}
+        self._mount = KnownMount(root)
 
     def path_of(self, name: str) -> str:
         return str(self.root / name)
 
     def write(self, attempt: Attempt, file: str, pieces: Pieces, length: int) -> None:
         folder = self._folder(attempt)
+        self._mount.check()
         folder.mkdir(parents=True, exist_ok=True)
         self._lock_attempt(attempt, folder)
         space = os.statvfs(folder)
@@ -77,6 +83,7 @@ class FileStore:
         self.leave(attempt)
         _rename_over(folder, final, self.root / f"{_REPLACED}{attempt.name}-{attempt.token}")
         _sync_folder(self.root)
+        self._mount.remember()
 
     def abandon(self, attempt: Attempt) -> None:
         self.leave(attempt)
@@ -106,11 +113,12 @@ class FileStore:
         except FileNotFoundError:
             if self.root.is_symlink():  # its target is not mounted: not the same as empty
                 raise
-            return []
+            entries = []
         names = {self._brought_back(entry.name) for entry in entries if entry.is_dir()}
-        return sorted(
-            name for name in names if not name.startswith(".") and (self.root / name / MANIFEST).is_file()
-        )
+        found = [name for name in names if not name.startswith(".") and _is_checkpoint(self.root / name)]
+        if not found:
+            self._mount.check()
+        return sorted(found)
 
     def read(self, name: str, file: str) -> bytes:
         return (self.root / name / file).read_bytes()
@@ -147,6 +155,7 @@ class FileStore:
         return [(str(self.root / QUARANTINE / name), self._reason(name)) for name in entries]
 
     def set_aside(self) -> list[str]:
+        self._mount.forget()
         names = [*self.names(), *([QUARANTINE] if self.quarantined() else [])]
         if not names:
             return []
@@ -317,6 +326,15 @@ def _write_direct(path: Path, piece: memoryview) -> int:
     finally:
         os.close(fd)
     return done
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether it has a manifest, or the name of a checkpoint: what lost its manifest was there once. Raises OSError if
+    the disk does not say."""
+    try:
+        return stat.S_ISREG(os.stat(folder / MANIFEST).st_mode) or bool(_NAME.fullmatch(folder.name))
+    except FileNotFoundError:
+        return bool(_NAME.fullmatch(folder.name))
 
 
 def _address(piece: memoryview) -> int:

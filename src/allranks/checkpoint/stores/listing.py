@@ -38,6 +38,8 @@ def read_manifests(store: Store) -> Iterator[tuple[str, Manifest | CheckpointVal
         try:
             found = decode_manifest(store.read(name, MANIFEST), store.path_of(name))
         except FileNotFoundError:
+            if name in store.names():
+                yield name, CheckpointValidationError(f"it has no {MANIFEST}", missing_keys=(MANIFEST,))
             continue
         except CheckpointValidationError as error:
             yield name, error

@@ -7,7 +7,7 @@ import errno
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _REFUSALS = ("ExpiredToken", "InvalidToken", "AuthorizationHeaderMalformed", "incorrectly configured region")
 #: A proxy or a login page answers every request alike; obstore takes a page for a list without entries.
 _PAGE = "a web page came instead of an answer of the store: is a proxy or a login page in between?"
+#: Written with every commit: a list without entries beside it is wrong, or late.
+_MARK = ".allranks.json"
+_UNTRUE = "the store's list of objects is not complete"
 _KEY_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -68,6 +71,8 @@ class ObjectBlobs:
         mode: object = "create" if expected is None else {"e_tag": expected}
         with _as_os_errors():
             self._obstore.put(self._store, key, data, mode=mode)
+        with suppress(OSError), _as_os_errors():
+            self._obstore.put(self._store, _MARK, b"{}\n", use_multipart=False)
 
     def get(self, key: str) -> tuple[bytes, str]:
         with _as_os_errors():
@@ -90,17 +95,30 @@ class ObjectBlobs:
             return int(self._obstore.head(self._store, key)["size"])
 
     def keys(self, prefix: str) -> list[tuple[str, float]]:
+        found = self._list(prefix)
+        while found and not prefix:  # an answer may say that there is more, and not how to go on
+            more = self._list(prefix, after=max(key for key, _ in found))
+            if not more:
+                break
+            if {key for key, _ in found} & {key for key, _ in more}:
+                raise OSError(errno.EIO, f"{_UNTRUE}: it repeats itself")
+            found += more
+        if not found and not prefix:
+            if self._has("allranks-never-writes-this"):
+                raise OSError(errno.EIO, _PAGE)
+            if self._has(_MARK):
+                raise OSError(errno.EIO, f"{_UNTRUE}: it is empty, but {_MARK} is there")
+        return found
+
+    def _list(self, prefix: str, after: str | None = None) -> list[tuple[str, float]]:
         with _as_os_errors():
-            pages = self._obstore.list(self._store, prefix=prefix.rstrip("/") or None)
-            found = [
+            pages = self._obstore.list(self._store, prefix=prefix.rstrip("/") or None, offset=after)
+            return [
                 (meta["path"], meta["last_modified"].timestamp())
                 for page in pages
                 for meta in page
                 if meta["path"].startswith(prefix)
             ]
-        if not found and not prefix and self._has("allranks-never-writes-this"):
-            raise OSError(errno.EIO, _PAGE)
-        return found
 
     def _has(self, key: str) -> bool:
         try:
