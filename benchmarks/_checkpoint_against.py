@@ -29,7 +29,9 @@ def compare(against: Path, sizes: list[int], rounds: int, folder: str) -> dict[s
         times: Times = {}
         for number in range(rounds):
             for version in ("before", "now") if number % 2 == 0 else ("now", "before"):
-                for what, seconds in _measure_in(trees[version], size, folder).items():
+                measured = _measure_in(trees[version], size, folder)
+                print(size, version, json.dumps(measured), file=sys.stderr, flush=True)
+                for what, seconds in measured.items():
                     times.setdefault((version, what), []).append(seconds)
         medians = {key: statistics.median(values) for key, values in times.items()}
         found[f"{size}mb"] = {
@@ -89,7 +91,7 @@ def measure(size_mb: int, folder: Path) -> dict[str, float]:
     measured("load_cold", lambda: manager.restore(job.model, job.optimizer))
     for _ in range(LOADS):
         measured("load_warm", lambda: manager.restore(job.model, job.optimizer))
-    for _ in range(2):
+    for _ in range(3):
         measured("restart_warm", partial(manager.restore, *build(size_mb)))
     method.close()
     return {what: statistics.median(values) for what, values in times.items()}

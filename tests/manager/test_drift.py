@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 from allranks.drill.ranks import Ranks
-from allranks.errors import ConfigurationError, StateDiffers
+from allranks.errors import ConfigurationError, GroupAborted, StateDiffers
 from allranks.lighthouse.options import Options
 from allranks.manager import regroup
 from allranks.manager.ddp import DistributedDataParallel
 from allranks.manager.diloco import DiLoCo
 from allranks.manager.drift import (
+    Batches,
     StateSums,
-    _sum_rows,
-    as_words,
     bit_sum,
     find_difference,
     first_difference,
-    together,
 )
 from allranks.manager.groups import generation
 from allranks.manager.local_sgd import LocalSGD
 from allranks.manager.manager import Manager
 from allranks.manager.optimizer import Optimizer
 from allranks.manager.registered_state import missing_parts, named_parts
+from allranks.manager.votes import Tally
 
 from .cluster import LIMIT_S, LighthouseProcess, batch, fingerprint
 
@@ -49,15 +49,37 @@ def test_every_single_bit_of_a_tensor_changes_its_sum() -> None:
             assert bit_sum(flipped) != before
 
 
-def test_tensors_that_are_summed_together_have_the_sums_of_each() -> None:
-    """Equal sizes, small and too large to be copied together, and one with bytes after its last word."""
-    tensors = [torch.randn(n) for n in (64, 512, 20_000, 64, 64, 5, 512, 20_000, 5_000_000, 5_000_000)]
-    order, rows = together([as_words(tensor) for tensor in tensors])
-    sums = _sum_rows(rows)
-    assert sorted(order) == list(range(len(tensors)))
-    assert {number: int(value) for number, value in zip(order, sums, strict=True)} == {
-        number: bit_sum(tensor) for number, tensor in enumerate(tensors)
-    }
+@pytest.mark.parametrize("copied_bytes", [1 << 14, 1 << 18, 64 << 20])
+def test_tensors_that_are_summed_together_have_the_sums_of_each(copied_bytes: int) -> None:
+    """Equal sizes and others, empty, single numbers, halves, too large to be copied, not at a whole word of memory."""
+    sizes = (64, 512, 20_000, 64, 1, 0, 64, 5, 512, 20_000, 40_000, 40_001, 1, 16_384)
+    tensors = [torch.randn(n) for n in sizes]
+    tensors += [torch.randn(40_000)[1:], torch.randn(7).to(torch.bfloat16), torch.tensor(3.0)]
+    batches = Batches(enumerate(tensors), copied_bytes)
+    found = dict(batches.of_tensors(batches.row_sums()))
+    assert found == {place: _words(tensor) for place, tensor in enumerate(tensors)}
+    assert batches.bytes == sum(tensor.nbytes for tensor in tensors)
+
+
+def _words(tensor: torch.Tensor) -> int:
+    """The sum of a tensor's bytes as the largest words that it can be cut into, as a signed number of 64 bits."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    size = next(n for n in (8, 4, 2, 1) if (flat.numel() | flat.storage_offset()) % n == 0)
+    data = bytes(flat.tolist())
+    total = sum(
+        int.from_bytes(data[at : at + size], "little", signed=size > 1) for at in range(0, len(data), size)
+    )
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def test_many_small_tensors_are_summed_with_few_kernels() -> None:
+    """Launching is what a checksum costs: 600 tensors of a model and its optimizer, in three copies and three sums."""
+    tensors = [torch.randn(n) for n in (768, 768 * 16, 768 * 768 // 16, 1) * 150]
+    batches = Batches(enumerate(tensors))
+    with torch.profiler.profile() as profile:
+        batches.row_sums()
+    calls = Counter(event.name for event in profile.events())
+    assert (calls["aten::sum"], calls["aten::cat"]) == (3, 4)  # and one copy of the sums
 
 
 def test_tensors_that_take_the_place_of_others_are_summed() -> None:
@@ -194,11 +216,31 @@ def test_one_of_three_replicas_with_a_flipped_bit_is_named_and_healed(lighthouse
 
 def test_of_two_replicas_a_difference_is_reported(lighthouse: LighthouseProcess) -> None:
     """Nobody can tell which is right: they train on, and the log says so."""
-    with Ranks(_train, 2, args=(lighthouse.address, EVERY * 2 + 1, {}), backend=None) as ranks:
+    with Ranks(_train, 2, args=(lighthouse.address, EVERY * 2 + 2, {}), backend=None) as ranks:
         found = ranks.values(LIMIT_S)
     assert len({state for state, _, _ in found}) == 2
     sentence = "step 8: the states of r0 and r1 differ, first in 2.weight; nobody can tell which is right"
     assert all(sentence in lines for _, lines, _ in found), found
+
+
+def test_a_difference_is_reported_although_a_member_has_left_after_its_vote(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It was its last step: which tensor differs can no longer be told, that the states do can."""
+
+    class Left:
+        counterparts = ((0, 1),)
+
+        def replica_of(self, place: int) -> str:
+            return f"r{place}"
+
+        def exchange_sums(self, *_: object) -> list[list[int]]:
+            raise GroupAborted("r0 is gone: finished")
+
+    tally = Tally(2, 2, 0, (1, 1), (7, 8))
+    with pytest.raises(GroupAborted):
+        StateSums().compare(cast(generation.Generation, Left()), tally, 8)
+    assert "step 8: the states of r0 and r1 differ; nobody can tell which is right" in caplog.text
 
 
 def test_a_difference_ends_the_training_if_that_was_chosen(lighthouse: LighthouseProcess) -> None:

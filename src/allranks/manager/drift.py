@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from allranks.errors import GroupAborted
 from allranks.manager.groups.generation import Generation
 from allranks.manager.heal.state import local_of
 from allranks.manager.votes import Tally
@@ -117,7 +118,7 @@ class StateSums:
 
     def begin(self) -> None:
         """Starts to sum the state as it is now; it must not change before `finish`."""
-        tensors = [local_of(tensor) for _, _, tensor in self._tensors()]
+        tensors = [t if type(t) in _PLAIN else local_of(t) for _, _, t in self._tensors()]
         if not self._layout.is_of(tensors):
             self._layout = _Layout(tensors)
         self._running = _Summing(self._layout)
@@ -153,15 +154,19 @@ class StateSums:
         replicas, odd = _replicas(generation, found.places), found.places[0]
         counterparts = next(group for group in generation.counterparts if odd in group)
         other = next(place for place in counterparts if tally.state[place] != tally.state[odd])
-        theirs, others = generation.exchange_sums(self.sums, (odd, other))
-        where = first_difference(theirs, others, self.names)
         who, verb = " and ".join(replicas), "differs" if len(replicas) == 1 else "differ"
         if found.majority:
-            sentence = f"the state of {who} {verb} from that of the other replicas, first in {where}"
+            sentence, end = f"step {step}: the state of {who} {verb} from that of the other replicas", ""
         else:
-            sentence = f"the states of {who} differ, first in {where}; nobody can tell which is right"
+            sentence, end = f"step {step}: the states of {who} differ", "; nobody can tell which is right"
+        try:
+            theirs, others = generation.exchange_sums(self.sums, (odd, other))
+        except GroupAborted:  # a member has gone after its vote: perhaps this was its last step
+            log.error("%s%s", sentence, end)
+            raise
+        where = first_difference(theirs, others, self.names)
         healable = bool(found.majority) and 2 * len(replicas) < len(generation.quorum.members)
-        return StateFinding(f"step {step}: {sentence}", replicas, healable)
+        return StateFinding(f"{sentence}, first in {where}{end}", replicas, healable)
 
     def examine_small(self, generation: Generation, tally: Tally, step: int) -> str:
         """A sentence when learning rates and the like differ; else ""."""
@@ -201,20 +206,20 @@ class StateSums:
         found = ((key, of[p] if p is not None else "") for key, p, _ in self._tensors())
         return [f"{key} of {name}" if key and name else key or name for key, name in found]
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor | None, torch.Tensor]]:
+    def _tensors(self) -> list[tuple[str, torch.Tensor | None, torch.Tensor]]:
         """(what it is, "" for a parameter itself; the parameter; the tensor)"""
-        for kept in self.kept:
-            for name, tensor in kept().items():
-                yield name, None, tensor
-        for module in self.modules:
-            for p in module.parameters():
-                yield "", p, p
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for p in group["params"]:
-                    for key, value in optimizer.state.get(p, {}).items():
-                        if isinstance(value, torch.Tensor):
-                            yield key, p, value
+        found: list[tuple[str, torch.Tensor | None, torch.Tensor]] = []
+        found += [(name, None, tensor) for kept in self.kept for name, tensor in kept().items()]
+        found += [("", p, p) for module in self.modules for p in module.parameters()]
+        found += [
+            (key, p, value)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+            for key, value in optimizer.state.get(p, {}).items()
+            if isinstance(value, torch.Tensor)
+        ]
+        return found
 
 
 def _replicas(generation: Generation, places: Sequence[int]) -> tuple[str, ...]:
@@ -230,39 +235,43 @@ class _Summing:
 
     def __init__(self, layout: _Layout) -> None:
         self._layout = layout
-        self._sums = [0] * len(layout.tensors)
-        for index in layout.numbers:
-            self._sums[index] = _digest(repr(layout.tensors[index].item()).encode())
-        self._on_device = [(places, *_launch(device, rows)) for device, places, rows in layout.on_device]
-        self._thread = threading.Thread(target=self._sum_on_host, name="allranks-checksum", daemon=True)
-        if layout.on_host:
+        self._on_device = [(batches, *_launch(device, batches)) for device, batches in layout.on_device]
+        self._on_host = torch.zeros(0, dtype=torch.int64)
+        self._thread: threading.Thread | None = None
+        if layout.on_host.bytes > _SUMMED_AT_ONCE_BYTES:
+            self._thread = threading.Thread(target=self._sum_on_host, name="allranks-checksum", daemon=True)
             self._thread.start()
 
     def _sum_on_host(self) -> None:
-        for index, view in self._layout.on_host:
-            self._sums[index] = int(_bit_sum(view))
+        self._on_host = self._layout.on_host.row_sums()
 
     def result(self) -> list[int]:
-        if self._layout.on_host:
+        if self._thread is not None:
             self._thread.join()
-        for places, stream, sums in self._on_device:
-            with torch.cuda.stream(stream):
-                for index, value in zip(places, sums.tolist(), strict=True):
-                    self._sums[index] = int(value)
-        return self._sums
+        else:
+            self._sum_on_host()
+        found = dict(self._layout.on_host.of_tensors(self._on_host))
+        for batches, copied, rows in self._on_device:
+            copied.synchronize()
+            found.update(batches.of_tensors(rows))
+        return [found[place] for place in range(len(found))]
 
 
-def _launch(device: torch.device, rows: Rows) -> tuple[torch.cuda.Stream, torch.Tensor]:
+def _launch(device: torch.device, batches: Batches) -> tuple[torch.cuda.Event, torch.Tensor]:
+    """(when they have arrived, the sums of the rows in this machine's memory)"""
     stream = _streams.setdefault(device, torch.cuda.Stream(device))
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        return stream, _sum_rows(rows)
+        rows = batches.row_sums().to("cpu", non_blocking=True)
+        return stream.record_event(), rows
 
 
-_COPIED_WORDS = 1 << 22  # 32 MiB
+_COPIED_BYTES = 64 << 20
+_LARGE_BYTES, _ROW_BYTES, _SMALL_ROW_BYTES = 64 << 10, 64 << 10, 1 << 10
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_SUMMED_AT_ONCE_BYTES = 1 << 20  # less is not worth a thread
+_PLAIN = (torch.Tensor, nn.Parameter)
 _streams: dict[torch.device, torch.cuda.Stream] = {}
-View = tuple[torch.Tensor | None, torch.Tensor | None]  # whole words, and the bytes after them
-Rows = list[View | list[torch.Tensor]]  # one tensor; or several of equal size, which are summed by one kernel
 
 
 class _Layout:
@@ -272,20 +281,14 @@ class _Layout:
         self.tensors = tensors
         self._pointers = [tensor.data_ptr() for tensor in tensors]
         self._in_place = all(tensor.is_contiguous() for tensor in tensors)  # else views are of copies
-        self.numbers: list[int] = []  # AdamW counts the steps of each parameter in a tensor on the CPU
-        self.on_host: list[tuple[int, View]] = []
-        devices: dict[torch.device, list[int]] = {}
-        for index, tensor in enumerate(tensors):
-            if tensor.is_cuda:
-                devices.setdefault(tensor.device, []).append(index)
-            elif tensor.numel() == 1:
-                self.numbers.append(index)
-            else:
-                self.on_host.append((index, as_words(tensor)))
-        self.on_device: list[tuple[torch.device, list[int], Rows]] = []
-        for device, places in devices.items():
-            order, rows = together([as_words(tensors[index]) for index in places])
-            self.on_device.append((device, [places[number] for number in order], rows))
+        self.on_host = Batches(
+            [(n, t) for n, t in enumerate(tensors) if not t.is_cuda], copied_bytes=_LARGE_BYTES
+        )
+        devices = dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda)
+        self.on_device = [
+            (device, Batches([(n, t) for n, t in enumerate(tensors) if t.device == device]))
+            for device in devices
+        ]
 
     def is_of(self, tensors: list[torch.Tensor]) -> bool:
         return (
@@ -296,54 +299,89 @@ class _Layout:
         )
 
 
-def as_words(tensor: torch.Tensor) -> View:
-    """The bits of a tensor as 8-byte words and the bytes that are left over."""
+class Batches:
+    """Tensors of one device whose bits are summed as words, with as few kernels as possible: launching is what costs.
+
+    Many are copied into one block, each filled up with zeros to whole rows, and one kernel sums the rows. What is larger
+    than half of `copied_bytes` is summed where it lies.
+    """
+
+    def __init__(
+        self, tensors: Iterable[tuple[int, torch.Tensor]], copied_bytes: int = _COPIED_BYTES
+    ) -> None:
+        self.bytes = 0
+        self._blocks: list[tuple[int, list[torch.Tensor]]] = []  # words of a row, what is copied
+        self._places: list[int] = []
+        ends: list[int] = []  # rows up to the end of each tensor
+        for row_bytes, block in _blocks(tensors, copied_bytes):
+            parts: list[torch.Tensor] = []
+            for place, flat in block:
+                size = flat.numel() * flat.element_size()
+                rows = -(-size // row_bytes) if size else 0
+                missing = (rows * row_bytes - size) // flat.element_size()
+                parts += [part for part in (flat, flat.new_zeros(missing)) if part.numel()]
+                self._places.append(place)
+                ends.append(rows + (ends[-1] if ends else 0))
+                self.bytes += size
+            if parts:
+                self._blocks.append((row_bytes // parts[0].element_size(), parts))
+        self._ends = torch.tensor(ends, dtype=torch.int64)
+        self._one_row_each = ends == list(range(1, len(ends) + 1))
+
+    def row_sums(self) -> torch.Tensor:
+        """Of all rows, where the tensors lie."""
+        found = []
+        for words, parts in self._blocks:
+            block = parts[0] if len(parts) == 1 else torch.cat(parts)
+            found.append(block.view(-1, words).sum(1))
+        return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
+
+    def of_tensors(self, rows: torch.Tensor) -> Iterator[tuple[int, int]]:
+        """(place, sum) of each tensor."""
+        if not self._one_row_each:
+            total = torch.cat([rows.new_zeros(1), rows.cumsum(0)])
+            rows = total[self._ends].diff(prepend=rows.new_zeros(1))
+        return zip(self._places, rows.tolist(), strict=True)
+
+
+def _blocks(
+    tensors: Iterable[tuple[int, torch.Tensor]], copied_bytes: int
+) -> Iterator[tuple[int, list[tuple[int, torch.Tensor]]]]:
+    """(bytes of a row, places and flat views that are summed together)"""
+    open_blocks: dict[tuple[int, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+    lengths: Counter[tuple[int, torch.dtype]] = Counter()
+    for place, tensor in tensors:
+        flat = _flat(tensor)
+        if 2 * tensor.nbytes > copied_bytes:
+            yield tensor.nbytes, [(place, flat)]
+            continue
+        key = (_row_bytes(tensor.nbytes), flat.dtype)
+        length = -(-tensor.nbytes // key[0]) * key[0]
+        if lengths[key] and lengths[key] + length > copied_bytes:
+            yield key[0], open_blocks.pop(key)
+            lengths[key] = 0
+        open_blocks.setdefault(key, []).append((place, flat))
+        lengths[key] += length
+    yield from ((key[0], block) for key, block in open_blocks.items())
+
+
+def _row_bytes(size: int) -> int:
+    if size <= 8:  # AdamW counts the steps of each parameter in a tensor
+        return max(size, 1)
+    return _ROW_BYTES if size >= _LARGE_BYTES else _SMALL_ROW_BYTES
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor as words, the largest that it and its place in memory are whole numbers of."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = flat.numel() // 8 * 8 if flat.storage_offset() % 8 == 0 else 0
-    return (
-        flat[:whole].view(torch.int64) if whole else None,
-        flat[whole:] if whole < flat.numel() or not whole else None,
-    )
-
-
-def together(views: Sequence[View]) -> tuple[list[int], Rows]:
-    """(numbers of the views in the order of the rows, rows). Those of equal size are copied and summed together, as many
-    as make a copy of reasonable size: launching kernels is what costs."""
-    alike: dict[int, list[int]] = {}
-    for number, (words, tail) in enumerate(views):
-        whole = words is not None and tail is None
-        alike.setdefault(words.numel() if whole and words is not None else -1 - number, []).append(number)
-    order: list[int] = []
-    rows: Rows = []
-    for size, numbers in alike.items():
-        count = max(1, _COPIED_WORDS // size) if size > 0 else 1
-        for some in (numbers[at : at + count] for at in range(0, len(numbers), count)):
-            alone = len(some) == 1
-            rows.append(views[some[0]] if alone else [w for n in some if (w := views[n][0]) is not None])
-            order += some
-    return order, rows
-
-
-def _sum_rows(rows: Rows) -> torch.Tensor:
-    parts = [
-        torch.cat(row).view(len(row), -1).sum(1) if isinstance(row, list) else _bit_sum(row).reshape(1)
-        for row in rows
-    ]
-    return torch.cat(parts)
+    at = flat.numel() | flat.storage_offset()
+    return flat.view(next(dtype for dtype in _WORDS if at % dtype.itemsize == 0))
 
 
 def bit_sum(tensor: torch.Tensor) -> int:
     """Changes with every single bit of the tensor."""
-    return int(_bit_sum(as_words(tensor)))
-
-
-def _bit_sum(view: View) -> torch.Tensor:
-    words, tail = view
-    total = words.sum() if words is not None else torch.zeros((), dtype=torch.int64)
-    if tail is None:
-        return total
-    weights = torch.arange(1, tail.numel() + 1, device=tail.device)
-    return total.to(tail.device) + tail.to(torch.int64).mul_(weights).sum()
+    one = Batches([(0, tensor)])
+    return dict(one.of_tensors(one.row_sums().cpu()))[0]
 
 
 def _digest(data: bytes) -> int:
