@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,24 @@ def test_keys_that_are_renewed_in_the_credentials_file_are_used_by_the_next_save
         write(SECRET)
         manager.save_checkpoint(make_state(2), CheckpointTier.S3)
         assert manager.wait_for_pending_saves(60)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "reason"),
+    [
+        ("http://127.0.0.1:1", "Connection refused"),
+        ("http://no-such-host.invalid", "failed to lookup address information"),
+        ("silent", "no answer in time"),
+    ],
+)
+def test_why_a_store_cannot_be_reached_is_said(endpoint: str, reason: str) -> None:
+    """Of "error sending request" nobody learns whether the name, the port or the firewall is wrong."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}" if endpoint == "silent" else endpoint
+        options = {"endpoint": address, "access_key_id": "a", "secret_access_key": "b"}
+        blobs = ObjectBlobs(StoreSpec("s3://bucket", {**options, "timeout_s": "1", "max_retries": "0"}))
+        with pytest.raises(OSError, match=reason):
+            blobs.keys("")
 
 
 XML = "Content-Type: application/xml\r\n"

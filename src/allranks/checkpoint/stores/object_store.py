@@ -28,6 +28,7 @@ _CLIENT_OPTIONS = (
     "http2_keep_alive_timeout http2_keep_alive_while_idle http2_max_frame_size http2_only pool_idle_timeout "
     "pool_max_idle_per_host proxy_ca_certificate proxy_excludes proxy_url randomize_addresses timeout user_agent"
 )
+_INNER = re.compile(r'\b(?:message|error): "([^"\\]+)"')
 _STATUS = re.compile(r"status code: (\d{3})")
 #: Answers with other statuses than 401 and 403 that are refusals all the same: keys that ran out, another region.
 _REFUSALS = ("ExpiredToken", "InvalidToken", "AuthorizationHeaderMalformed", "incorrectly configured region")
@@ -258,5 +259,9 @@ def _short(text: str) -> str:
     status = re.search(r"status code: (\d{3}[^:\n]*)", text)
     if status:
         return status.group(1).strip()
-    first = text.splitlines()[0] if text else "unknown error"
-    return first.rpartition(" - ")[2][:240]  # what comes before is the request
+    first = (text.splitlines()[0] if text else "unknown error").rpartition(" - ")[
+        2
+    ]  # before it is the request
+    inner = _INNER.findall(text)  # "error sending request" alone says nothing
+    reason = inner[-1] if inner else "no answer in time" if "TimedOut" in text else ""
+    return f"{first}: {reason}"[:240] if reason else first[:240]
