@@ -125,6 +125,8 @@ def _start(manager: CheckpointManager, mode: str, trains: bool) -> str:
     if trains and step == STEPS[-1]:
         manager.step(4, model, optimizer)
         assert not manager.wait_for_pending_saves(60), "the save should have failed"
+        failed = str(manager.saves.failures[-1])
+        assert sys.executable not in failed, "the store must fail, not the start of the helper"
         return "training goes on"
     return {0: "step 1", OLDER: "the other tier's", STEPS[0]: "next older", STEPS[1]: "newest"}[step]
 
@@ -266,13 +268,22 @@ def _assert_waited(count: int) -> None:
     assert count, "no file was slow"
 
 
-def _without_rights(mode: int) -> Any:
-    def change(setup: Setup, folder: Path, s3: S3Server, stack: contextlib.ExitStack) -> None:
-        (folder / "disk" / "nvme").chmod(mode)
-        stack.callback((folder / "disk" / "nvme").chmod, 0o755)
-        setup.nobody = True
+def _without_rights(setup: Setup, folder: Path, s3: S3Server, stack: contextlib.ExitStack) -> None:
+    (folder / "disk" / "nvme").chmod(0)
+    stack.callback((folder / "disk" / "nvme").chmod, 0o755)
+    setup.nobody = True
 
-    return change
+
+def _read_only(setup: Setup, folder: Path, s3: S3Server, stack: contextlib.ExitStack) -> None:
+    """As a disk becomes after errors; for whoever is not root, a folder that cannot be written."""
+    path = folder / "disk" / "nvme"
+    if os.geteuid() == 0:
+        subprocess.run(["mount", "--bind", path.resolve(), path.resolve()], check=True)
+        stack.callback(subprocess.run, ["umount", "-l", path.resolve()], check=True)
+        subprocess.run(["mount", "-o", "remount,ro,bind", path.resolve()], check=True)
+    else:
+        path.chmod(0o555)
+        stack.callback(path.chmod, 0o755)
 
 
 _BREAKS: dict[tuple[str, str], Any] = {
@@ -284,7 +295,7 @@ _BREAKS: dict[tuple[str, str], Any] = {
     ("S3", "down in the middle"): _s3_behind(lambda line: "cut" if ".safetensors" in line else None),
     ("PEER", "wrong key"): lambda setup, *_: setup.config.update(peer_token="another secret"),
     ("S3", "wrong key"): _s3_options(secret_access_key="wrong"),
-    ("NVME", "no permission"): _without_rights(0),
+    ("NVME", "no permission"): _without_rights,
     ("S3", "no permission"): _s3_options(access_key_id=GUEST_KEY, secret_access_key=GUEST_SECRET),
     ("S3", "keys ran out"): _s3_behind(
         lambda line: http_answer("400 Bad Request", "<Error><Code>ExpiredToken</Code></Error>")
@@ -295,7 +306,7 @@ _BREAKS: dict[tuple[str, str], Any] = {
     ("NVME", "slow"): _slow_files,
     ("PEER", "slow"): _peer_behind(delay_s=0.02),
     ("S3", "slow"): _s3_behind(delay_s=0.02),
-    ("NVME", "down while training"): _without_rights(0o555),
+    ("NVME", "down while training"): _read_only,
     ("PEER", "down while training"): _peer_behind(cut_on=checkpoint_name(4).encode()),
     ("S3", "down while training"): _s3_behind(
         lambda line: "cut" if line.startswith(("PUT", "POST")) else None

@@ -20,7 +20,7 @@ from allranks.manager import regroup
 from allranks.manager.ddp import DistributedDataParallel
 from allranks.manager.diloco import DiLoCo
 from allranks.manager.drift import (
-    Batches,
+    BitSums,
     StateSums,
     bit_sum,
     find_difference,
@@ -55,7 +55,7 @@ def test_tensors_that_are_summed_together_have_the_sums_of_each(copied_bytes: in
     sizes = (64, 512, 20_000, 64, 1, 0, 64, 5, 512, 20_000, 40_000, 40_001, 1, 16_384)
     tensors = [torch.randn(n) for n in sizes]
     tensors += [torch.randn(40_000)[1:], torch.randn(7).to(torch.bfloat16), torch.tensor(3.0)]
-    batches = Batches(enumerate(tensors), copied_bytes)
+    batches = BitSums(enumerate(tensors), copied_bytes)
     found = dict(batches.of_tensors(batches.row_sums()))
     assert found == {place: _words(tensor) for place, tensor in enumerate(tensors)}
     assert batches.bytes == sum(tensor.nbytes for tensor in tensors)
@@ -75,7 +75,7 @@ def _words(tensor: torch.Tensor) -> int:
 def test_many_small_tensors_are_summed_with_few_kernels() -> None:
     """Launching is what a checksum costs: 600 tensors of a model and its optimizer, in three copies and three sums."""
     tensors = [torch.randn(n) for n in (768, 768 * 16, 768 * 768 // 16, 1) * 150]
-    batches = Batches(enumerate(tensors))
+    batches = BitSums(enumerate(tensors))
     with torch.profiler.profile() as profile:
         batches.row_sums()
     calls = Counter(event.name for event in profile.events())

@@ -252,13 +252,16 @@ class _Summing:
             self._sum_on_host()
         found = dict(self._layout.on_host.of_tensors(self._on_host))
         for batches, copied, rows in self._on_device:
-            copied.synchronize()
+            if copied is not None:
+                copied.synchronize()
             found.update(batches.of_tensors(rows))
         return [found[place] for place in range(len(found))]
 
 
-def _launch(device: torch.device, batches: Batches) -> tuple[torch.cuda.Event, torch.Tensor]:
+def _launch(device: torch.device, batches: BitSums) -> tuple[torch.cuda.Event | None, torch.Tensor]:
     """(when they have arrived, the sums of the rows in this machine's memory)"""
+    if device.type != "cuda":
+        return None, batches.row_sums().cpu()
     stream = _streams.setdefault(device, torch.cuda.Stream(device))
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -281,12 +284,10 @@ class _Layout:
         self.tensors = tensors
         self._pointers = [tensor.data_ptr() for tensor in tensors]
         self._in_place = all(tensor.is_contiguous() for tensor in tensors)  # else views are of copies
-        self.on_host = Batches(
-            [(n, t) for n, t in enumerate(tensors) if not t.is_cuda], copied_bytes=_LARGE_BYTES
-        )
-        devices = dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda)
+        self.on_host = BitSums([(n, t) for n, t in enumerate(tensors) if t.is_cpu], copied_bytes=_LARGE_BYTES)
+        devices = dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_cpu)
         self.on_device = [
-            (device, Batches([(n, t) for n, t in enumerate(tensors) if t.device == device]))
+            (device, BitSums([(n, t) for n, t in enumerate(tensors) if t.device == device]))
             for device in devices
         ]
 
@@ -299,7 +300,7 @@ class _Layout:
         )
 
 
-class Batches:
+class BitSums:
     """Tensors of one device whose bits are summed as words, with as few kernels as possible: launching is what costs.
 
     Many are copied into one block, each filled up with zeros to whole rows, and one kernel sums the rows. What is larger
@@ -380,7 +381,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def bit_sum(tensor: torch.Tensor) -> int:
     """Changes with every single bit of the tensor."""
-    one = Batches([(0, tensor)])
+    one = BitSums([(0, tensor)])
     return dict(one.of_tensors(one.row_sums().cpu()))[0]
 
 

@@ -117,8 +117,13 @@ def _start() -> _Running:
         (os.POSIX_SPAWN_DUP2, theirs.fileno(), SOCKET_FD),
     ]
     # a session of its own: a Ctrl-C in the terminal must not cut a save in half
-    pid = os.posix_spawn(sys.executable, command, env, file_actions=actions, setsid=True)
-    theirs.close()
+    try:
+        pid = os.posix_spawn(sys.executable, command, env, file_actions=actions, setsid=True)
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
     running = _Running(ours, pid)
     thread = threading.Thread(target=_listen, args=(running,), name="allranks-checkpoint-helper", daemon=True)
     thread.start()
