@@ -73,6 +73,41 @@ def test_a_launcher_is_no_rank_and_workers_are_not_its_children() -> None:
     assert [(t.pid, t.rank, t.child) for t in chosen] == [(11, 0, None), (12, 1, None), (13, 1, 0)]
 
 
+def test_ranks_of_lightnings_own_launcher_are_found_though_no_rank_is_set() -> None:
+    """`python train.py`: the typed process is rank 0 and starts the others with LOCAL_RANK, from 1."""
+    common = {"WORLD_SIZE": "3", "NODE_RANK": "0"}
+    entries = [
+        _entry(10, 1),
+        _entry(11, 10, LOCAL_RANK="1", **common),
+        _entry(12, 10, LOCAL_RANK="2", **common),
+        _entry(13, 10, "pt_data_worker"),
+        _entry(14, 12, "pt_data_worker", LOCAL_RANK="2", **common),
+    ]
+    chosen = choose(entries, [], Selection())
+    assert [(t.pid, t.rank, t.child) for t in chosen] == [
+        (10, 0, None), (13, 0, 0), (11, 1, None), (12, 2, None), (14, 2, 0),
+    ]  # fmt: skip
+
+
+def test_ranks_that_multiprocessing_spawns_are_found_in_their_order() -> None:
+    """No variable names them: they talk to each other, which a data loader's worker does not, or is named as such."""
+    title = "python -c from multiprocessing.spawn import spawn_main; spawn_main(tracker_fd=5)"
+    rank = replace(_entry(11, 10, title), spawned=True)
+    entries = [
+        _entry(10, 1),
+        rank,
+        replace(rank, pid=12),
+        replace(rank, pid=13, spawned=False),
+        replace(rank, pid=14, comm="pt_data_worker"),
+        replace(rank, pid=15, ppid=12, comm="pt_data_worker"),
+        _entry(20, 1, RANK="0", LOCAL_RANK="0"),
+        replace(rank, pid=21, ppid=20),
+    ]
+    chosen = choose(entries[:6], [], Selection())
+    assert [(t.pid, t.rank, t.child) for t in chosen] == [(11, 0, None), (12, 1, None), (15, 1, 0)]
+    assert [(t.pid, t.child) for t in choose(entries[6:], [], Selection())] == [(20, None), (21, 0)]
+
+
 def test_a_rank_in_a_folder_named_allranks_is_found_and_our_own_tools_are_not() -> None:
     """`git clone` makes a folder of that name; only the program itself is a tool, wherever it is installed."""
     ranks = [

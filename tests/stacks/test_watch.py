@@ -103,6 +103,22 @@ def test_a_standstill_of_the_black_box_is_collected_and_judged(tmp_path: Path) -
         process.communicate(timeout=60)
 
 
+DELEGATES = """
+import subprocess, sys
+busy = "import time; end = time.monotonic() + 8\\nwhile time.monotonic() < end: pass"
+subprocess.run([sys.executable, "-c", busy], check=True)
+"""
+
+
+def test_a_program_that_leaves_the_work_to_its_children_is_not_taken_for_a_hang(tmp_path: Path) -> None:
+    """It waits for them all the time: what they do is its progress."""
+    words = watch(
+        "--wait", "0", "--no-progress", "3", "-o", str(tmp_path), "--", sys.executable, "-c", DELEGATES
+    )
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and list(tmp_path.iterdir()) == [], done.stderr
+
+
 def test_running_processes_are_watched_by_pid_and_asked_on_demand(tmp_path: Path) -> None:
     """--pid takes a running job; SIGQUIT collects at once; the watch ends with the job, with code 0."""
     out = tmp_path / "out"

@@ -196,6 +196,8 @@ def choose(
     entries: Sequence[ProcessEntry], boxes: Sequence[LiveBox], selection: Selection, own_pid: int = 0
 ) -> list[Target]:
     """The targets among all processes: pure. The looking process and its ancestors are never targets."""
+    unnamed = _unnamed_ranks(entries)
+    entries = [_with_rank(e, unnamed[e.pid]) if e.pid in unnamed else e for e in entries]
     by_pid = {entry.pid: entry for entry in entries}
     excluded = _ancestors(own_pid, by_pid) | {own_pid}
     boxed = _match_boxes(entries, boxes)
@@ -206,7 +208,9 @@ def choose(
     roots = [
         e
         for e in chosen
-        if e.pid in selection.pids or not (_ancestors(e.pid, by_pid) & {c.pid for c in chosen})
+        if e.pid in selection.pids
+        or e.pid in unnamed
+        or not (_ancestors(e.pid, by_pid) & {c.pid for c in chosen})
     ]
     ranks = _numbers(roots, boxed)
     others = {own_pid, *(entry.pid for entry in roots)}
@@ -290,6 +294,44 @@ def _env_rank(entry: ProcessEntry) -> int | None:
         if value.isdigit():
             return int(value)
     return None
+
+
+def _unnamed_ranks(entries: Sequence[ProcessEntry]) -> dict[int, int]:
+    """pid -> rank for launchers that set no RANK: Lightning's ddp and torch.multiprocessing.spawn.
+
+    In Lightning the process that was typed is rank 0; it starts the others with LOCAL_RANK, from 1. spawn starts its
+    processes in the order of their ranks; a data loader's workers are known by their name.
+    """
+    by_pid = {entry.pid: entry for entry in entries}
+    groups: dict[int, list[ProcessEntry]] = {}
+    for entry in entries:
+        parent = by_pid.get(entry.ppid)
+        alone = parent is not None and _env_rank(parent) is None and "LOCAL_RANK" not in parent.environ
+        if alone and _env_rank(entry) is None and (_local_rank(entry) > 0 or _is_spawned(entry)):
+            groups.setdefault(entry.ppid, []).append(entry)
+    found: dict[int, int] = {}
+    for pid, group in groups.items():
+        local = {_local_rank(entry): entry.pid for entry in group if _local_rank(entry) > 0}
+        if sorted(local) == list(range(1, len(local) + 1)) and local:
+            node = group[0].environ.get("NODE_RANK", "")
+            first = (len(local) + 1) * (int(node) if node.isdigit() else 0)
+            found.update({pid: first, **{one: first + rank for rank, one in local.items()}})
+        elif not local:
+            found.update({one.pid: rank for rank, one in enumerate(sorted(group, key=lambda e: e.pid))})
+    return found
+
+
+def _with_rank(entry: ProcessEntry, rank: int) -> ProcessEntry:
+    return replace(entry, environ={"LOCAL_RANK": str(rank), **entry.environ, "RANK": str(rank)})
+
+
+def _local_rank(entry: ProcessEntry) -> int:
+    value = entry.environ.get("LOCAL_RANK", "")
+    return int(value) if value.isdigit() else -1
+
+
+def _is_spawned(entry: ProcessEntry) -> bool:
+    return entry.spawned and entry.comm != "pt_data_worker"
 
 
 def _launchers(entries: Sequence[ProcessEntry], boxed: Mapping[int, LiveBox]) -> set[int]:

@@ -18,7 +18,7 @@ _WANTED_TEXT = (
     "RANK LOCAL_RANK WORLD_SIZE SLURM_PROCID SLURM_NTASKS SLURM_JOB_ID SLURM_LOCALID "
     "TORCHELASTIC_RUN_ID ALLRANKS_JOB_ID ALLRANKS_DIR ALLRANKS_RANK NCCL_RAS_ADDR NCCL_RAS_ENABLE "
     "CUDA_ENABLE_USER_TRIGGERED_COREDUMP CUDA_COREDUMP_PIPE CUDA_COREDUMP_FILE "
-    "OMPI_COMM_WORLD_RANK PMI_RANK GROUP_RANK ROLE_RANK"
+    "OMPI_COMM_WORLD_RANK PMI_RANK GROUP_RANK ROLE_RANK NODE_RANK"
 )
 _WANTED = frozenset(_WANTED_TEXT.split())
 
@@ -36,6 +36,7 @@ class ProcessEntry:
     environ: Mapping[str, str] = field(default_factory=dict)
     inner_pid: int = 0  # pid in its own PID namespace; 0 unknown
     python: bool = False
+    spawned: bool = False  # by multiprocessing's spawn, and talks over TCP with torch loaded: a rank, or a worker that loads data
 
 
 def scan(pids: list[int] | None = None) -> list[ProcessEntry]:
@@ -66,7 +67,23 @@ def read_entry(pid: int) -> ProcessEntry | None:
         environ=_environ(pid),
         inner_pid=int(inner[-1]) if inner else 0,
         python=_is_python(pid, comm, title),
+        spawned="multiprocessing.spawn import spawn_main" in title and _talks(pid),
     )
+
+
+def _talks(pid: int) -> bool:
+    """Whether a process has torch and a TCP connection, as every rank has."""
+    if "libtorch" not in _read(pid, "maps"):
+        return False
+    rows = [line.split() for name in ("net/tcp", "net/tcp6") for line in _read(pid, name).splitlines()[1:]]
+    connected = {f"socket:[{row[9]}]" for row in rows if row[3] == "01"}
+    try:
+        return any(
+            os.readlink(PROC / str(pid) / "fd" / one) in connected
+            for one in os.listdir(PROC / str(pid) / "fd")
+        )
+    except OSError:
+        return False
 
 
 def _read(pid: int, name: str) -> str:

@@ -29,7 +29,7 @@ from allranks.stacks.collect import CollectOptions, collect
 from allranks.stacks.debug_config import DebugOptions
 from allranks.stacks.find import RANK_TITLES, Selection, Target, choose, family
 from allranks.stacks.html import render_html
-from allranks.stacks.procfs import main_thread_work, scan
+from allranks.stacks.procfs import descendants, main_thread_work, scan
 from allranks.stacks.progress import Stillness
 from allranks.stacks.text import grow_tree, render_text, report_json
 from allranks.stacks.triggers import MainThreadWork, Observation, TriggerState, decide_trigger
@@ -170,7 +170,14 @@ class Sidecar:
             self._asked_ras_s = now
             self._ask_others([target.pid for target in plain])
         if not self._stalled():
-            self._work = self._work.after(now, {t.rank: main_thread_work(t.pid) for t in plain})
+            self._work = self._work.after(now, {t.rank: self._work_done(t) for t in plain})
+
+    def _work_done(self, rank: Target) -> tuple[int, int]:
+        """Of its main thread; a program in which no rank was recognised may leave the work to its children."""
+        known = rank.pid not in self._roots or rank.reason == "RANK"
+        pids = [rank.pid] if known else [rank.pid, *descendants(rank.pid)]
+        done = [main_thread_work(pid) for pid in pids]
+        return sum(ticks for ticks, _ in done), sum(switches for _, switches in done)
 
     def _ask_others(self, pids: Sequence[int]) -> None:
         """NCCL's RAS service and the GPUs, where they answer."""
