@@ -10,13 +10,15 @@ import signal
 import torch
 
 KILLS = 10
-RANK = int(os.environ.get("RANK", "0"))
+RANK = int(
+    os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+)  # Lightning's own launcher sets the second
 FOLDER = pathlib.Path(os.environ["TROUBLE"]) if "TROUBLE" in os.environ else None
 
 
-def trouble(step: int) -> bool:
+def trouble(step: int, rank: int = RANK) -> bool:
     """With $TROUBLE: rank 1 kills itself ten times, each a little later, and then is to hang once (True)."""
-    if FOLDER is None or RANK != 1:
+    if FOLDER is None or rank != 1:
         return False
     kills = len(list(FOLDER.glob("kill-*")))
     if kills < KILLS and step >= 2 * kills + 2:
@@ -28,7 +30,7 @@ def trouble(step: int) -> bool:
     return False
 
 
-def say(parameters: list[torch.Tensor], step: int) -> None:
+def say(parameters: list[torch.Tensor], step: int, rank: int = RANK) -> None:
     """Bits of this rank's parameters."""
     whole = torch.cat([p.detach().double().flatten() for p in parameters]).numpy().tobytes()
-    print(f"SAYS rank={RANK} step={step} bits={hashlib.sha256(whole).hexdigest()[:16]}", flush=True)
+    print(f"SAYS rank={rank} step={step} bits={hashlib.sha256(whole).hexdigest()[:16]}", flush=True)
