@@ -1,18 +1,26 @@
-"""Writes docs/compatibility.md from the results of the tests that ran (pytest --junitxml).
+"""Keeps the results of tests (pytest --junitxml) in benchmarks/results/compatibility.json and writes docs/compatibility.md from there.
 
 pytest tests/integrations --soak --junitxml=results.xml
 python scripts/compatibility.py results.xml…
+python scripts/compatibility.py --versions FOLDER…     of scripts/test_all.sh: python-3.12.1_torch-2.15.0….xml
+python scripts/compatibility.py                        only writes the page
 """
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from string import ascii_lowercase
+from typing import Any
 
+ROOT = Path(__file__).parents[1]
+KEPT = ROOT / "benchmarks" / "results" / "compatibility.json"
 COLUMNS = (
     "runs unmodified",
     "healthy verdict",
@@ -61,6 +69,31 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("1 changed import", *("test_a_worker_that_hangs_is_named_with_its_line_and_replaced",) * 3,
          "Ray restarts all workers from the checkpoint that your function reports; bits depend on that function"),
     ),
+}  # fmt: skip
+
+LAUNCHER_COLUMNS = ("runs to its end", "hang → right line", "hang, recorded → right line", "kill → continues")
+
+
+def launcher(name: str, *, module: str, restarts: str = "") -> tuple[str, ...]:
+    """The tests of a launcher of tests/integrations/test_launchers.py; what it cannot do is said instead."""
+    hang = f"test_a_hang_is_named_with_its_line[{name}-"
+    return (
+        f"test_runs_to_its_end[{name}]",
+        f"{hang}as_it_is]",
+        f"{hang}recorded]" if module else "takes no module: `allranks.record()` in the script",
+        restarts or f"test_a_launcher_that_restarts_continues_after_ten_kills[{name}]",
+    )
+
+
+#: what is typed after `allranks watch --` -> package and tests
+LAUNCHERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "`torchrun --max-restarts 30 …`": ("torch", launcher("torchrun", module="-m")),
+    "`python -m torch.distributed.run --max-restarts 30 …`": ("torch", launcher("torch.distributed.run", module="-m")),
+    "`accelerate launch --max_restarts 30 …`": ("accelerate", launcher("accelerate", module="-m")),
+    "`deepspeed …`": ("deepspeed", launcher("deepspeed", module="--module", restarts="it ends the job: use `allranks run`")),
+    "`fabric run …`": ("lightning", launcher("fabric", module="", restarts="it ends the job: use `allranks run`")),
+    "`python train.py`, Lightning's ddp": ("lightning", launcher("lightning", module="", restarts="it ends the job: use `allranks run`")),
+    "`python train.py`, torch.multiprocessing.spawn": ("torch", launcher("spawn", module="", restarts="it ends the job: use `allranks run`")),
 }  # fmt: skip
 
 
@@ -116,18 +149,72 @@ def versions(package: str, tests: tuple[str, ...], results: Mapping[str, Result]
     return f"{package} {', '.join(sorted(set(filter(None, ran))))}".strip()
 
 
-def main(paths: list[Path]) -> None:
-    results = read_results(paths)
-    places: list[str] = []
-    lines = [f"| program | version | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
-    for row, (package, tests) in ROWS.items():
+def table(
+    rows: Mapping[str, tuple[str, tuple[str, ...]]], columns: tuple[str, ...], results: Mapping[str, Result], places: list[str]
+) -> str:  # fmt: skip
+    """A table of programs or launchers."""
+    lines = [f"| program | version | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
+    for row, (package, tests) in rows.items():
         cells = " | ".join(cell(one, results, places) for one in tests)
         lines.append(f"| {row} | {versions(package, tests, results)} | {cells} |")
+    return "\n".join(lines)
+
+
+VERSIONS = re.compile(r"python-([\d.]+)_torch-([\d.]+)")
+
+
+def count_versions(folder: Path) -> Iterator[tuple[str, str, dict[str, int]]]:
+    """Pair of versions, folder of tests, and how its tests ended, from the files of scripts/test_all.sh; later files win."""
+    for path in sorted(folder.glob("python-*_torch-*.xml")):
+        named = VERSIONS.match(path.name)
+        assert named, f"{path}: its name should begin with python-X_torch-Y"
+        found: dict[str, Counter[str]] = {}
+        for case in ElementTree.parse(path).getroot().iter("testcase"):
+            part = case.get("classname", "").split(".")[1]
+            found.setdefault(part, Counter())[outcome_of(case).partition(":")[0]] += 1
+        for part, ended in found.items():
+            yield f"Python {named[1]}, torch {named[2]}", part, dict(ended)
+
+
+def version_table(kept: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
+    """Versions × folders of tests: passed, failed, skipped."""
+    parts = sorted({part for row in kept.values() for part in row})
+    lines = [f"| | {' | '.join(parts)} |", "|---|" + "---|" * len(parts)]
+    for pair, row in sorted(kept.items()):
+        cells = [_counts(row[part]) if part in row else "not run" for part in parts]
+        lines.append(f"| {pair} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _counts(ended: Mapping[str, int]) -> str:
+    failed = f", **{ended['failed']} failed**" if ended.get("failed") else ""
+    skipped = f", {ended['not run']} skipped" if ended.get("not run") else ""
+    return f"{ended.get('passed', 0)}{failed}{skipped}"
+
+
+def main(words: list[str]) -> None:
+    kept: dict[str, Any] = json.loads(KEPT.read_text()) if KEPT.exists() else {"tests": {}, "versions": {}}
+    if words[:1] == ["--versions"]:
+        for folder in words[1:]:
+            for pair, part, ended in count_versions(Path(folder)):
+                kept["versions"].setdefault(pair, {})[part] = ended
+    else:
+        wanted = {test for rows in (ROWS, LAUNCHERS) for _, tests in rows.values() for test in tests}
+        found = read_results([Path(word) for word in words])
+        kept["tests"].update({name: asdict(one) for name, one in found.items() if name in wanted})
+    KEPT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    results = {name: Result(**one) for name, one in kept["tests"].items()}
+    places: list[str] = []
+    programs = table(ROWS, COLUMNS, results, places)
+    launchers = table(LAUNCHERS, LAUNCHER_COLUMNS, results, places)
     legend = "\n".join(f"- {letter}: {place}" for letter, place in zip(ascii_lowercase, places, strict=False))
-    page = Path(__file__).parents[1] / "docs" / "compatibility.md"
-    page.write_text(PAGE.format(table="\n".join(lines), legend=legend))
-    passed = sum(one.outcome == "passed" for name, one in results.items() if "::" not in name)
-    print(f"wrote {page}: {passed} tests passed")
+    page = ROOT / "docs" / "compatibility.md"
+    page.write_text(
+        PAGE.format(
+            table=programs, launchers=launchers, legend=legend, versions=version_table(kept["versions"])
+        )
+    )
+    print(f"wrote {page}")
 
 
 PAGE = """# Compatibility: which programs were run, and through what
@@ -137,6 +224,13 @@ nothing of ours and run under `allranks run --standalone --nproc-per-node 2` on 
 
 {table}
 
+## Launchers of other projects
+Typed after `allranks watch --`, with the programs that they are for. A launcher's own restarts are not touched by us;
+recorded: `-m allranks.record train.py` (deepspeed: `--module`) instead of `train.py`.
+
+{launchers}
+
+## How to read these tables
 The letter is the machine that the test ran on:
 
 {legend}
@@ -151,10 +245,17 @@ The letter is the machine that the test ran on:
 - **not run**: the test exists (`tests/integrations/test_programs.py`, about five minutes per program on two cores), and no result of it
   was given to the script. It says nothing for or against the program.
 
+## Versions
+How the tests of each folder ended, by `scripts/test_all.sh` (`make test-all`): number passed, failed, skipped (a program, a right or
+a version that is missing there; the log names each).
+
+{versions}
+
 To make the page again: `pip install transformers accelerate lightning deepspeed megatron-core torchtitan 'ray[train]'`, then
-`pytest tests/integrations --soak --junitxml=results.xml` and `python scripts/compatibility.py results.xml`.
+`pytest tests/integrations --soak --junitxml=results.xml` and `python scripts/compatibility.py results.xml`; `make test-all` adds the
+versions. Results are kept in `benchmarks/results/compatibility.json`.
 """
 
 
 if __name__ == "__main__":
-    main([Path(word) for word in sys.argv[1:]])
+    main(sys.argv[1:])
