@@ -93,18 +93,18 @@ def watch(
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ALLRANKS_DIR": str(folder / "boxes"), "ALLRANKS_JOB_ID": name,
            "DS_ACCELERATOR": "cpu", "PATH": f"{bin_folder}:{os.environ['PATH']}", **variables}  # fmt: skip
     said: list[str] = []
-    job = subprocess.Popen(
-        command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )  # fmt: skip
-    try:
-        assert job.stdout is not None
-        for line in job.stdout:
-            said.append(line)
-            if until_seen and line.startswith(ROW):
-                _kill(job.pid)  # a rank in gloo's C++ runs no handler of SIGTERM
-        code = job.wait(LIMIT_S)
-    finally:
-        _kill(job.pid)
+    with subprocess.Popen(
+        command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as job:
+        try:
+            assert job.stdout is not None
+            for line in job.stdout:
+                said.append(line)
+                if until_seen and line.startswith(ROW):
+                    _kill(job.pid)  # a rank in gloo's C++ runs no handler of SIGTERM
+            code = job.wait(LIMIT_S)
+        finally:
+            _kill(job.pid)
     return Ended(code, "".join(said), [json.loads(one) for one in said if one.startswith(ROW)])
 
 

@@ -7,8 +7,7 @@ import torch
 from faults import say, trouble
 from lightning.fabric import Fabric
 
-fabric = Fabric()
-fabric.launch()
+fabric = Fabric()  # the command has started the processes
 torch.manual_seed(0)
 net = torch.nn.Linear(16, 16)
 model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
