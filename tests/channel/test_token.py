@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 
 import pytest
 
-from allranks.channel.keys import find_token, write_token
+from allranks.channel.keys import MAX_TOKEN_CHARS, find_token, read_token, write_token
 from allranks.errors import ConfigurationError
 
 
@@ -45,3 +47,28 @@ def test_a_token_file_that_somebody_has_open_does_not_get_the_token(tmp_path: Pa
     with path.open() as spy:
         write_token(path, "ours")
         assert spy.read() == ""
+
+
+def test_a_pipe_in_place_of_a_token_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "token")
+    with pytest.raises(ConfigurationError, match="not a regular file"):
+        read_token(tmp_path / "token")
+
+
+@pytest.mark.parametrize("content", [b"x" * (MAX_TOKEN_CHARS + 1), b"one\ntwo\n", b"a\0b", b"\xff\xfe"])
+def test_a_file_that_holds_something_else_is_no_token(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "token").write_bytes(content)
+    with pytest.raises(ConfigurationError, match="token"):
+        read_token(tmp_path / "token")
+
+
+def test_a_token_that_others_may_read_is_used_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said once, with the cure. Secrets that a cluster mounts are readable by all of their container."""
+    path = tmp_path / "token"
+    path.write_text("known to all")
+    path.chmod(0o644)
+    with caplog.at_level(logging.WARNING):
+        assert [read_token(path), read_token(path)] == ["known to all"] * 2
+    assert [f"chmod 600 {path}" in line for line in caplog.messages] == [True]

@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from allranks.lighthouse.http import _is_private
+from allranks.lighthouse.http import (
+    ALL_UNREAD_BYTES,
+    Answer,
+    HttpConnection,
+    HttpSlots,
+    _is_private,
+    _parse_head,
+)
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
 from allranks.lighthouse.web import MAX_CONNECTIONS, http_protocol
@@ -76,6 +83,35 @@ def test_every_pipelined_request_is_answered_once_the_answers_are_read(run_light
     assert answers.count(b"HTTP/1.1 200 OK") == 300
 
 
+def test_many_who_read_a_large_answer_slowly_cost_no_more_memory_than_a_few() -> None:
+    """The status of a large job, asked for by hundreds who hardly read: the slowest are cut off, one who reads has it all."""
+    body = b"x" * (8 << 20)  # the kernel takes a few megabytes of each
+
+    async def play() -> None:
+        made: list[HttpConnection] = []
+
+        def connect() -> HttpConnection:
+            made.append(HttpConnection(lambda request: Answer(body=body), slots))
+            return made[-1]
+
+        slots, loop = HttpSlots(256), asyncio.get_running_loop()
+        server = await loop.create_server(connect, "127.0.0.1", 0)
+        address = "{}:{}".format(*server.sockets[0].getsockname())
+        with ExitStack() as stack:
+            for _ in range(12):
+                slow = stack.enter_context(dial(address, receive_bytes=4096))
+                slow.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            reader, writer = await asyncio.open_connection(*address.split(":"))
+            writer.write(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+            assert (await reader.read()).endswith(body)
+            writer.close()
+            waiting = [each._transport.get_write_buffer_size() for each in made if each._transport]
+            assert len(made) == 13 and 0 < sum(waiting) <= ALL_UNREAD_BYTES
+        server.close()
+
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize(
     "host",
     ["127.0.0.1:{port}", "localhost", "[::1]:{port}", "node-7", "lighthouse.jobs.svc:1", "page.example.org"],
@@ -85,6 +121,15 @@ def test_names_that_no_stranger_can_register_are_answered(host: str) -> None:
     with Lighthouse(Options(), ServerOptions(), http=http_protocol(("page.example.org",))) as lighthouse:
         port = lighthouse.address.rpartition(":")[2]
         assert ask(lighthouse.address, "/api/status", Host=host.format(port=port)) == 200
+
+
+@pytest.mark.parametrize("mark", ["\n", "\r", "\0"])
+@pytest.mark.parametrize("place", ["GET /{}x HTTP/1.1\r\nA: b", "GET / HTTP/1.1\r\nA: b{}Content-Length: 5"])
+def test_half_an_end_of_line_is_refused(mark: str, place: str) -> None:
+    """A proxy that takes it for a whole one would see other headers, and another end of the request, than we do."""
+    assert _parse_head(place.format("").encode())
+    with pytest.raises(ValueError, match="end of line"):
+        _parse_head(place.format(mark).encode())
 
 
 @pytest.mark.parametrize("path", ["/", "/api/status", "/api/events", "/metrics"])

@@ -25,6 +25,7 @@ PIECE_BYTES = (
     512 << 10
 )  # sent or received, and hashed, while it is in the cache: one pass over memory, not two
 BUFFER_BYTES = 4 << 20
+READ_BYTES = 64 << 10  # of one read of small frames: above 128 KiB each costs a new mapping of memory, 15 us
 
 
 class BadFrame(ChannelError, ValueError):

@@ -7,14 +7,20 @@ Each use of a connection has a key of its own, named by its purpose: "quorum 1.7
 from __future__ import annotations
 
 import hmac
+import logging
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from allranks.errors import ConfigurationError
 
+log = logging.getLogger("allranks.channel")
+
 _SALT = b"allranks job token"
+MAX_TOKEN_CHARS = 4096
+_warned: set[str] = set()  # of token files, each once
 
 
 @dataclass(frozen=True)
@@ -64,13 +70,22 @@ def find_token(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def read_token(path: Path) -> str:
-    """What the file holds; an error when that is nothing."""
+    """What the file holds; an error when that is no token. A pipe or a device is not waited for."""
     try:
-        token = path.read_text().strip()
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise ConfigurationError(f"cannot read the job token: {path} is not a regular file")
+            token = file.read(MAX_TOKEN_CHARS + 1).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"cannot read the job token: {error}") from error
     if not token:
         raise ConfigurationError(f"the token file {path} is empty")
+    if len(token) > MAX_TOKEN_CHARS or not token.isprintable():
+        raise ConfigurationError(f"the token file {path} holds no token: more than one line of text")
+    if mode & 0o077 and str(path) not in _warned:
+        _warned.add(str(path))
+        log.warning("other users may read or change the job token in %s: chmod 600 %s", path, path)
     return token
 
 

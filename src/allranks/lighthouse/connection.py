@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from allranks.channel.frames import HEAD, BadFrame, check_length, tune
+from allranks.channel.frames import HEAD, READ_BYTES, BadFrame, check_length, tune
 from allranks.channel.keys import Credential, Keyring, is_proof, prove
 from allranks.lighthouse import messages
 from allranks.lighthouse.codec import ACK, BEAT, PREAMBLE, QUORUM, decode, encode
@@ -78,6 +78,7 @@ class Listener:
     strangers: dict[Stranger, float] = field(default_factory=dict)  # no hello yet; oldest first
     open: set[Connection] = field(default_factory=set)
     throttle: Throttle = field(default_factory=Throttle)
+    buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(READ_BYTES)))  # all share it
     credential: Credential = field(init=False)
     max_strangers: int = field(init=False)
 
@@ -116,7 +117,7 @@ def where(host: str, port: int) -> dict[str, Any]:
     return {"host": "0.0.0.0" if host == "::" else host, "port": port, "reuse_address": True}
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BufferedProtocol):
     """See the module. Implements sessions.Peer."""
 
     __slots__ = ("_door", "_greeting", "_need", "_rest", "_session", "_transport", "address")
@@ -146,7 +147,14 @@ class Connection(asyncio.Protocol):
         door.open.add(self)
         door.let_in(self)
 
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._door.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self._door.buffer[:nbytes]))
+
     def data_received(self, data: bytes) -> None:
+        """What one read brought."""
         session = self._session
         if session is not None:
             service = self._door.service

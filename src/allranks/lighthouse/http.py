@@ -2,8 +2,9 @@
 
 Requests are bounded (head 16 KiB, body 64 KiB, 10 s to arrive); answers are whole or server-sent events. Who
 sends many requests at once shares TURN_S with all others who do, and gets the next answer only after reading the
-last ones: a connection never holds more than one answer and UNREAD_BYTES. When all places are taken, the host that has most
-of them loses its oldest. Everything from outside stays text: routing and JSON are in `web.py`.
+last ones: a connection never holds more than one answer and UNREAD_BYTES, and all together ALL_UNREAD_BYTES: who has
+been reading slowly for longest is cut off. When all places are taken, the host that has most of them loses its oldest.
+Everything from outside stays text: routing and JSON are in `web.py`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _ONCE = frozenset(
     {"content-length", "host", "authorization", "origin"}
 )  # two of them are an attempt to deceive
 UNREAD_BYTES = 64 << 10  # beyond this no further request is read and no event sent
+ALL_UNREAD_BYTES = 16 << 20  # the status of a thousand replicas has half a megabyte
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class HttpSlots:
     limit: int
     _impatient: deque[Callable[[], None]] = field(default_factory=deque)  # have sent more than one request
     _by_host: dict[str, dict[HttpConnection, None]] = field(default_factory=dict)  # oldest first
+    _unread: dict[HttpConnection, int] = field(default_factory=dict)  # bytes of those who read slowly
     _taken: int = 0
 
     def take(self, connection: HttpConnection, host: str) -> None:
@@ -106,8 +109,19 @@ class HttpSlots:
             asyncio.get_running_loop().call_later(TURN_S, self._next_turn)
         self._impatient.popleft()()
 
+    def reads_slowly(self, connection: HttpConnection, size: int) -> None:
+        """So many bytes wait for it."""
+        self._unread[connection] = size
+        while len(self._unread) > 1 and sum(self._unread.values()) > ALL_UNREAD_BYTES:
+            next(iter(self._unread)).abort()
+
+    def has_read(self, connection: HttpConnection) -> None:
+        """It has taken what waited."""
+        self._unread.pop(connection, None)
+
     def free(self, connection: HttpConnection, host: str) -> None:
         """Is gone, or will be in a moment."""
+        self._unread.pop(connection, None)
         here = self._by_host.get(host, {})
         if connection in here:
             del here[connection]
@@ -165,9 +179,12 @@ class HttpConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._unread = True
+        if self._transport is not None:
+            self._places.reads_slowly(self, self._transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         self._unread = False
+        self._places.has_read(self)
         if not self._waiting:
             self._next()
 
@@ -276,6 +293,8 @@ def _is_private(transport: asyncio.Transport | None) -> bool:
 def _parse_head(head: bytes) -> tuple[HttpRequest, int]:
     """The request and the length of its body; ValueError for what is no HTTP."""
     first, *lines = head.decode("latin-1").split("\r\n")
+    if any(mark in line for line in (first, *lines) for mark in "\r\n\0"):
+        raise ValueError("half an end of line: a proxy before us may read other headers than we do")
     method, target, version = first.split(" ")
     if not version.startswith("HTTP/1."):
         raise ValueError("not HTTP/1")

@@ -18,7 +18,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from allranks.channel.frames import HEAD, BadFrame, check_length, split_address, take_frames, tune
+from allranks.channel.frames import (
+    HEAD,
+    READ_BYTES,
+    BadFrame,
+    check_length,
+    split_address,
+    take_frames,
+    tune,
+)
 from allranks.channel.keys import Keyring, is_proof, prove
 from allranks.lighthouse.client.reactor import Reactor, ReactorTimer
 from allranks.lighthouse.codec import EMPTY_BEAT, PREAMBLE, REFUSED, WELCOME, decode, encode
@@ -216,7 +224,7 @@ class Link:
     def _read(self) -> None:
         while self._socket is not None:
             try:
-                data = self._socket.recv(1 << 18)
+                data = self._socket.recv(READ_BYTES)
             except self._again:
                 break
             except OSError as error:
@@ -227,7 +235,7 @@ class Link:
                 return
             self._heard, self._pinged = self._reactor.clock.now, 0.0
             self._in += data
-            if len(data) < 1 << 18 and not self._secure:
+            if len(data) < READ_BYTES and not self._secure:
                 break
         self._parse()
 

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import allranks
-from allranks.channel.frames import HEAD, BadFrame, take_frames
+from allranks.channel.frames import HEAD, READ_BYTES, BadFrame, take_frames
 from allranks.lighthouse.client.link import LinkOptions
 from allranks.lighthouse.client.reactor import Reactor
 from allranks.lighthouse.codec import WELCOME, encode
@@ -135,7 +135,7 @@ class ProxyLink:
         self._flush()
         while self._line is not None:
             try:
-                data = self._line.recv(1 << 18)
+                data = self._line.recv(READ_BYTES)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
@@ -144,7 +144,7 @@ class ProxyLink:
                 self._died()
                 return
             self._in += data
-            if len(data) < 1 << 18:
+            if len(data) < READ_BYTES:
                 break
         try:
             for kind, payload in take_frames(self._in, _MAX_FRAME):
