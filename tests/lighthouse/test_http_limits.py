@@ -7,14 +7,18 @@ import http.client
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from allranks.lighthouse.http import (
     ALL_UNREAD_BYTES,
+    MAX_LINES,
+    TURN_S,
     Answer,
     HttpConnection,
+    HttpRequest,
     HttpSlots,
     _is_private,
     _parse_head,
@@ -110,6 +114,41 @@ def test_many_who_read_a_large_answer_slowly_cost_no_more_memory_than_a_few() ->
         server.close()
 
     asyncio.run(play())
+
+
+def test_requests_of_many_connections_at_once_take_turns() -> None:
+    """Each with a request of its own: members are heard in between, and those that are gone cost no turn."""
+
+    async def play() -> None:
+        slots, loop = HttpSlots(256), asyncio.get_running_loop()
+        handled: list[float] = []
+
+        def handle(request: HttpRequest) -> Answer:
+            handled.append(loop.time())
+            return Answer()
+
+        server = await loop.create_server(lambda: HttpConnection(handle, slots), "127.0.0.1", 0)
+        address = "{}:{}".format(*server.sockets[0].getsockname())
+        with ExitStack() as stack:
+            crowd = [stack.enter_context(dial(address)) for _ in range(40)]
+            for each in crowd:
+                each.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            for each in crowd[20:]:
+                each.close()
+            for each in crowd[:20]:
+                await loop.run_in_executor(None, each.recv, 8)
+        server.close()
+        assert min(after - before for before, after in pairwise(handled)) >= TURN_S / 2
+
+    asyncio.run(play())
+
+
+def test_a_head_of_many_lines_is_refused() -> None:
+    """Reading it costs ten times as much as one of the same size with few."""
+    lines = [f"{number:x}: 1" for number in range(MAX_LINES + 1)]
+    assert _parse_head("\r\n".join(["GET / HTTP/1.1", *lines[:-1]]).encode())
+    with pytest.raises(ValueError, match="more than 100"):
+        _parse_head("\r\n".join(["GET / HTTP/1.1", *lines]).encode())
 
 
 @pytest.mark.parametrize(

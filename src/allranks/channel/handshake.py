@@ -28,26 +28,33 @@ class ChannelError(ConnectionError):
     """The other side closed, lied or sent garbage."""
 
 
-def greet_as_server(
-    sock: socket.socket, keys: Keyring, kind: str, server: str = "", limit_s: float = GREETING_S
-) -> str:
-    """The purpose that the client has proved, of those that begin with the word `kind`; raises otherwise.
+class ServerGreeting:
+    """The server's side of one connection, however its bytes come: send `hello`, then `take` what the client says."""
 
-    `limit_s` is for the whole greeting. The socket's own timeout is as before afterwards.
-    """
-    before, deadline = sock.gettimeout(), time.monotonic() + limit_s
-    nonce = os.urandom(NONCE_BYTES)
-    _send(sock, MAGIC + nonce, deadline)
-    purpose = _read(sock, _read(sock, 1, deadline)[0], deadline).decode("ascii", "replace")
-    answer = _read(sock, NONCE_BYTES + PROOF_BYTES, deadline)
-    credential = keys.for_purpose(purpose)
-    nonces = nonce + answer[:NONCE_BYTES]
-    known = is_proof(answer[NONCE_BYTES:], credential, b"client", nonces, server.encode())
-    if not known or purpose.split(" ")[0] != kind:
-        raise ChannelError("the caller does not know the key")
-    _send(sock, prove(credential, b"server", nonces, server.encode()), deadline)
-    sock.settimeout(before)
-    return purpose
+    def __init__(self, keys: Keyring, kind: str, server: str = "") -> None:
+        self._keys, self._kind, self._server = keys, kind, server.encode()
+        self._nonce = os.urandom(NONCE_BYTES)
+        self._said = b""
+        self.hello = MAGIC + self._nonce
+
+    @property
+    def wanted(self) -> int:
+        """How many bytes of the client to read next, and no more."""
+        return 1 + self._said[0] + NONCE_BYTES + PROOF_BYTES - len(self._said) if self._said else 1
+
+    def take(self, data: bytes) -> tuple[str, bytes] | None:
+        """(the purpose that the client has proved, our own proof for it), once all is there. Raises ChannelError for one
+        that does not know the key, or whose purpose does not begin with the word `kind`."""
+        self._said += data
+        if self.wanted:
+            return None
+        answer = self._said[1 + self._said[0] :]
+        purpose = self._said[1 : 1 + self._said[0]].decode("ascii", "replace")
+        credential, nonces = self._keys.for_purpose(purpose), self._nonce + answer[:NONCE_BYTES]
+        known = is_proof(answer[NONCE_BYTES:], credential, b"client", nonces, self._server)
+        if not known or purpose.split(" ")[0] != self._kind:
+            raise ChannelError("the caller does not know the key")
+        return purpose, prove(credential, b"server", nonces, self._server)
 
 
 def greet_as_client(sock: socket.socket, credential: Credential, server: str = "") -> None:

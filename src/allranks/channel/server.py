@@ -1,30 +1,42 @@
 """A small server for members only: it greets whoever connects and hands on those who proved that they belong here.
 
-Strangers cost little: at most MAX_STRANGERS are being greeted at a time (the oldest goes when one more comes),
-none for longer than the greeting's limit, and they take no place of a member. One named thread accepts, one per
-connection greets and serves; both live in blocking calls.
+Strangers cost little: one thread accepts and greets them all. At most MAX_STRANGERS are being greeted at a time (when one
+more comes, the host with most of them loses its oldest), none for longer than the greeting's limit; they have no thread
+and take no place of a member. Each member is served in a thread of its own.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from allranks.channel.handshake import GREETING_S, ChannelError, greet_as_server
+from allranks.channel.handshake import GREETING_S, ChannelError, ServerGreeting
 from allranks.channel.keys import Keyring
 
 log = logging.getLogger("allranks.channel")
 
-MAX_STRANGERS = 64
+MAX_STRANGERS = 256
 MAX_MEMBERS = 1024
+BACKLOG = 1024
+_AT_ONCE = 64  # connections taken before anybody else is heard
+_CROWDED_PAUSE_S = 0.001  # the process that we are in has other work
 _FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _DEAD = {errno.EBADF, errno.EINVAL, errno.ENOTSOCK}
 _FULL_PAUSE_S = 0.05
+
+
+@dataclass(eq=False)
+class _Stranger:
+    connection: socket.socket
+    host: str
+    greeting: ServerGreeting
+    until: float
 
 
 @dataclass(eq=False)
@@ -38,7 +50,6 @@ class MemberServer:
     greeting_s: float = GREETING_S
     proves: str = ""  # the name that clients expect in our proof
     _listener: socket.socket | None = None
-    _strangers: dict[socket.socket, None] = field(default_factory=dict)  # being greeted; oldest first
     _members: set[socket.socket] = field(default_factory=set)
     _threads: set[threading.Thread] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -49,55 +60,46 @@ class MemberServer:
 
     def start(self, listener: socket.socket) -> None:
         """Accepts from a socket that listens, which is ours from now on."""
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
         self._listener = listener
-        self._spawn(self._accept, "server", listener)
+        self._spawn(lambda: _Reception(self, listener).run(), "server")
 
     def close(self) -> None:
         """Stops listening, cuts every connection, waits for the threads."""
         listener, self._listener = self._listener, None
         if listener is not None:
-            _cut(listener)
-            listener.close()
+            _cut(listener)  # wakes its thread
         with self._lock:
-            connections, threads = [*self._strangers, *self._members], list(self._threads)
+            connections, threads = list(self._members), list(self._threads)
         for connection in connections:
             _cut(connection)
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(5.0)
+        if listener is not None:
+            listener.close()
 
-    def _accept(self, listener: socket.socket) -> None:
-        while self._listener is listener:
-            try:
-                connection, _ = listener.accept()
-            except OSError as error:
-                if self._listener is not listener:
-                    return
-                if error.errno in _DEAD:
-                    log.error("%s: nobody can connect any more: %s", self.name, error)
-                    return
-                if error.errno in _FULL:  # no descriptor is free: strangers go first, then we try again
-                    self._drop_oldest()
-                    time.sleep(_FULL_PAUSE_S)
-                continue
-            with self._lock:
-                self._strangers[connection] = None
-                crowded = len(self._strangers) > MAX_STRANGERS
-            if crowded:
-                self._drop_oldest()
-            try:
-                self._spawn(self._greet, "member", connection)
-            except RuntimeError:  # no thread can be started
-                self._forget(connection)
+    def accepts(self, listener: socket.socket) -> bool:
+        """Whether this listener is still ours."""
+        return self._listener is listener
 
-    def _greet(self, connection: socket.socket) -> None:
-        try:
-            purpose = greet_as_server(connection, self.keys, self.kind, self.proves, self.greeting_s)
-            with self._lock:
-                self._strangers.pop(connection, None)
-                if len(self._members) >= MAX_MEMBERS or self._listener is None:
-                    return
+    def admit(self, connection: socket.socket, purpose: str) -> None:
+        """Serves one that has proved itself, if there is room."""
+        with self._lock:
+            full = len(self._members) >= MAX_MEMBERS or self._listener is None
+            if not full:
                 self._members.add(connection)
+        try:
+            if not full:
+                self._spawn(lambda: self._serve(connection, purpose), "member")
+        except RuntimeError:  # no thread can be started
+            full = True
+        if full:
+            self._forget(connection)
+
+    def _serve(self, connection: socket.socket, purpose: str) -> None:
+        try:
             self.serve(connection, purpose)
         except (OSError, ChannelError, ValueError, KeyError, TypeError, RecursionError) as error:
             log.debug("%s: a connection ended: %s", self.name, error)
@@ -106,21 +108,11 @@ class MemberServer:
 
     def _forget(self, connection: socket.socket) -> None:
         with self._lock:
-            self._strangers.pop(connection, None)
             self._members.discard(connection)
         connection.close()
 
-    def _drop_oldest(self) -> None:
-        with self._lock:
-            oldest = next(iter(self._strangers), None)
-            if oldest is not None:
-                del self._strangers[oldest]
-                _cut(oldest)  # its thread closes it
-
-    def _spawn(self, target: Callable[[socket.socket], None], role: str, sock: socket.socket) -> None:
-        thread = threading.Thread(
-            target=self._run, args=(target, sock), name=f"{self.name}-{role}", daemon=True
-        )
+    def _spawn(self, target: Callable[[], None], role: str) -> None:
+        thread = threading.Thread(target=self._run, args=(target,), name=f"{self.name}-{role}", daemon=True)
         with self._lock:
             self._threads.add(thread)
         try:
@@ -130,12 +122,118 @@ class MemberServer:
                 self._threads.discard(thread)
             raise
 
-    def _run(self, target: Callable[[socket.socket], None], sock: socket.socket) -> None:
+    def _run(self, target: Callable[[], None]) -> None:
         try:
-            target(sock)
+            target()
         finally:
             with self._lock:
                 self._threads.discard(threading.current_thread())
+
+
+class _Reception:
+    """Accepts and greets, in one thread."""
+
+    def __init__(self, server: MemberServer, listener: socket.socket) -> None:
+        self._server, self._listener = server, listener
+        self._selector = selectors.DefaultSelector()
+        self._strangers: dict[_Stranger, None] = {}  # oldest first
+        self._by_host: dict[str, dict[_Stranger, None]] = {}
+
+    def run(self) -> None:
+        with self._selector:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            while self._server.accepts(self._listener):
+                oldest = next(iter(self._strangers), None)
+                wait_s = None if oldest is None else max(0.0, oldest.until - time.monotonic())
+                for key, _ in self._selector.select(wait_s):
+                    if key.data is not None:
+                        self._hear(key.data)
+                    elif not self._accept():
+                        return
+                self._drop_late()
+            for stranger in list(self._strangers):
+                self._drop(stranger)
+
+    def _accept(self) -> bool:
+        """Takes those who wait; False when nobody can come any more."""
+        for _ in range(_AT_ONCE):
+            try:
+                connection, address = self._listener.accept()
+            except BlockingIOError:
+                return True
+            except OSError as error:
+                if error.errno in _DEAD:
+                    if self._server.accepts(self._listener):
+                        log.error("%s: nobody can connect any more: %s", self._server.name, error)
+                    return False
+                if error.errno in _FULL:  # no descriptor is free: strangers go first, then we try again
+                    self._drop_one()
+                    time.sleep(_FULL_PAUSE_S)
+                return True
+            self._greet(connection, str(address[0]))
+        time.sleep(_CROWDED_PAUSE_S)
+        return True
+
+    def _greet(self, connection: socket.socket, host: str) -> None:
+        greeting = ServerGreeting(self._server.keys, self._server.kind, self._server.proves)
+        until = time.monotonic() + self._server.greeting_s
+        stranger = _Stranger(connection, host, greeting, until)
+        self._strangers[stranger] = None
+        self._by_host.setdefault(host, {})[stranger] = None
+        self._selector.register(connection, selectors.EVENT_READ, stranger)
+        try:
+            connection.setblocking(False)
+            connection.send(greeting.hello)
+        except OSError:
+            self._drop(stranger)
+        if len(self._strangers) > MAX_STRANGERS:
+            self._drop_one()
+
+    def _hear(self, stranger: _Stranger) -> None:
+        if stranger not in self._strangers:
+            return  # dropped a moment ago
+        connection = stranger.connection
+        try:
+            data = connection.recv(stranger.greeting.wanted)
+            if not data:
+                raise ChannelError("the other side closed the connection")
+            proved = stranger.greeting.take(data)
+            if proved is None:
+                return
+            connection.send(proved[1])
+            connection.setblocking(True)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.debug("%s: a connection ended: %s", self._server.name, error)
+            self._drop(stranger)
+            return
+        self._forget(stranger)
+        self._server.admit(connection, proved[0])
+
+    def _drop_late(self) -> None:
+        now = time.monotonic()
+        while (oldest := next(iter(self._strangers), None)) is not None and oldest.until <= now:
+            self._drop(oldest)
+
+    def _drop_one(self) -> None:
+        """The oldest of the host that has most."""
+        crowd = max(self._by_host.values(), key=len, default=None)
+        if crowd:
+            self._drop(next(iter(crowd)))
+
+    def _drop(self, stranger: _Stranger) -> None:
+        self._forget(stranger)
+        _cut(stranger.connection)  # a forked process may hold it too
+        stranger.connection.close()
+
+    def _forget(self, stranger: _Stranger) -> None:
+        self._selector.unregister(stranger.connection)
+        del self._strangers[stranger]
+        here = self._by_host[stranger.host]
+        del here[stranger]
+        if not here:
+            del self._by_host[stranger.host]
 
 
 def _cut(sock: socket.socket) -> None:

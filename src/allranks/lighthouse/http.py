@@ -1,8 +1,8 @@
 """HTTP/1.1 on the lighthouse's own port, as little as its page, API and metrics need. On the loop's thread.
 
-Requests are bounded (head 16 KiB, body 64 KiB, 10 s to arrive); answers are whole or server-sent events. Who
-sends many requests at once shares TURN_S with all others who do, and gets the next answer only after reading the
-last ones: a connection never holds more than one answer and UNREAD_BYTES, and all together ALL_UNREAD_BYTES: who has
+Requests are bounded (head 16 KiB and 100 lines, body 64 KiB, 10 s to arrive); answers are whole or server-sent events.
+All connections take turns, one request every TURN_S when many come at once, so that members never wait for more than one;
+and who sends several gets the next answer only after reading the last ones: a connection never holds more than one answer and UNREAD_BYTES, and all together ALL_UNREAD_BYTES: who has
 been reading slowly for longest is cut off. When all places are taken, the host that has most of them loses its oldest.
 Everything from outside stays text: routing and JSON are in `web.py`.
 """
@@ -13,7 +13,6 @@ import asyncio
 import ipaddress
 import logging
 import urllib.parse
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from email.utils import formatdate
@@ -23,6 +22,7 @@ from typing import cast
 log = logging.getLogger("allranks.lighthouse")
 
 MAX_HEAD = 16 << 10
+MAX_LINES = 100
 MAX_BODY = 64 << 10
 ARRIVAL_S = 10.0
 IDLE_S = 60.0
@@ -85,7 +85,9 @@ class HttpSlots:
     """The connections that are open, by host. One that comes when all places are taken has one all the same."""
 
     limit: int
-    _impatient: deque[Callable[[], None]] = field(default_factory=deque)  # have sent more than one request
+    _waiting: dict[HttpConnection, None] = field(default_factory=dict)  # for their turn
+    _last_turn: float = 0.0
+    _timed: bool = False  # the next turn is planned
     _by_host: dict[str, dict[HttpConnection, None]] = field(default_factory=dict)  # oldest first
     _unread: dict[HttpConnection, int] = field(default_factory=dict)  # bytes of those who read slowly
     _taken: int = 0
@@ -98,16 +100,29 @@ class HttpSlots:
             crowd = max(self._by_host.values(), key=len)
             next(iter(crowd)).abort()
 
-    def wait(self, turn: Callable[[], None]) -> None:
-        """Calls back in turn: one every TURN_S, so that many requests at once leave time for everybody else."""
-        self._impatient.append(turn)
-        if len(self._impatient) == 1:
+    def take_turn(self, connection: HttpConnection) -> bool:
+        """Whether it may go on at once; if not, it is told when it is its turn, one every TURN_S."""
+        now = asyncio.get_running_loop().time()
+        if not self._waiting and now - self._last_turn >= TURN_S:
+            self._last_turn = now
+            return True
+        self._waiting[connection] = None
+        self._plan_turn()
+        return False
+
+    def _plan_turn(self) -> None:
+        if self._waiting and not self._timed:
+            self._timed = True
             asyncio.get_running_loop().call_later(TURN_S, self._next_turn)
 
     def _next_turn(self) -> None:
-        if len(self._impatient) > 1:
-            asyncio.get_running_loop().call_later(TURN_S, self._next_turn)
-        self._impatient.popleft()()
+        self._timed = False
+        if self._waiting:
+            connection = next(iter(self._waiting))
+            del self._waiting[connection]
+            self._last_turn = asyncio.get_running_loop().time()
+            connection.take_turn()
+        self._plan_turn()
 
     def reads_slowly(self, connection: HttpConnection, size: int) -> None:
         """So many bytes wait for it."""
@@ -122,6 +137,7 @@ class HttpSlots:
     def free(self, connection: HttpConnection, host: str) -> None:
         """Is gone, or will be in a moment."""
         self._unread.pop(connection, None)
+        self._waiting.pop(connection, None)
         here = self._by_host.get(host, {})
         if connection in here:
             del here[connection]
@@ -171,8 +187,7 @@ class HttpConnection(asyncio.Protocol):
         if self._end_stream is not None:
             return  # nothing more is expected from a listener
         self._rest += data
-        if not self._waiting:
-            self._next()
+        self._plan()
         if len(self._rest) > MAX_HEAD + MAX_BODY:  # nobody honest asks so many questions at once
             self._refuse(413)
             self._rest.clear()
@@ -185,19 +200,27 @@ class HttpConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._unread = False
         self._places.has_read(self)
-        if not self._waiting:
-            self._next()
+        self._plan()
 
-    def _next(self) -> None:
-        """Handles one request, if its answer has room; nothing more is read while one waits for its turn."""
-        self._waiting = False
-        transport = self._transport
-        if transport is None or transport.is_closing():
-            return
-        if not self._unread and self._end_stream is None and self._take_one() and self._rest:
-            self._waiting = True
-            self._places.wait(self._next)
+    def _plan(self) -> None:
+        """The next request, if its answer has room, when it is our turn; nothing more is read before that."""
+        while not (self._waiting or self._unread) and self._rest and self._end_stream is None:
+            self._waiting = not self._places.take_turn(self)
+            if not self._waiting and not self._handle_one():
+                break
         self._read(not self._unread and not self._waiting)
+
+    def take_turn(self) -> None:
+        """It is our turn to be answered."""
+        self._waiting = False
+        if self._unread or self._handle_one():
+            self._plan()
+        else:
+            self._read(True)
+
+    def _handle_one(self) -> bool:
+        transport = self._transport
+        return transport is not None and not transport.is_closing() and self._take_one()
 
     def _read(self, wanted: bool) -> None:
         transport = self._transport
@@ -293,7 +316,9 @@ def _is_private(transport: asyncio.Transport | None) -> bool:
 def _parse_head(head: bytes) -> tuple[HttpRequest, int]:
     """The request and the length of its body; ValueError for what is no HTTP."""
     first, *lines = head.decode("latin-1").split("\r\n")
-    if any(mark in line for line in (first, *lines) for mark in "\r\n\0"):
+    if len(lines) > MAX_LINES:
+        raise ValueError(f"more than {MAX_LINES} headers")
+    if not len(lines) == head.count(b"\r") == head.count(b"\n") or b"\0" in head:
         raise ValueError("half an end of line: a proxy before us may read other headers than we do")
     method, target, version = first.split(" ")
     if not version.startswith("HTTP/1."):
