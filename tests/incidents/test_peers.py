@@ -40,7 +40,7 @@ def test_a_part_arrives_as_it_was_sent_and_names_what_did_not_fit(tmp_path: Path
     assert missing[0] == "stacks of rank 3: gone" and "large.json: left out" in missing[1]
 
 
-@pytest.mark.parametrize("name", ["../evil", "/etc/evil", "incident.json", "boxes/../../evil"])
+@pytest.mark.parametrize("name", ["../evil", "/etc/evil", "incident.json", "boxes/../../evil", "boxes"])
 def test_a_part_cannot_write_outside_its_places(tmp_path: Path, name: str) -> None:
     """A part comes over the network: it may add boxes and stacks, nothing else."""
     data = io.BytesIO()
@@ -49,6 +49,7 @@ def test_a_part_cannot_write_outside_its_places(tmp_path: Path, name: str) -> No
     with pytest.raises(InputError):
         unpack_part(data.getvalue(), tmp_path / "in")
     assert not list(tmp_path.rglob("evil")) and not list(tmp_path.rglob("incident.json"))
+    assert not (tmp_path / "in" / "boxes").is_file()  # or no other node could send any
 
 
 def test_a_part_that_grows_when_unpacked_or_is_none_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from allranks.lighthouse import web
 from allranks.lighthouse.http import (
     ALL_UNREAD_BYTES,
     MAX_LINES,
@@ -25,7 +26,9 @@ from allranks.lighthouse.http import (
 )
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
-from allranks.lighthouse.web import MAX_CONNECTIONS, http_protocol
+from allranks.lighthouse.service import Service
+from allranks.lighthouse.status import Status
+from allranks.lighthouse.web import MAX_CONNECTIONS, Web, http_protocol
 
 from .processes import LighthouseProcess
 
@@ -112,6 +115,8 @@ def test_many_who_read_a_large_answer_slowly_cost_no_more_memory_than_a_few() ->
             waiting = [each._transport.get_write_buffer_size() for each in made if each._transport]
             assert len(made) == 13 and 0 < sum(waiting) <= ALL_UNREAD_BYTES
         server.close()
+        while slots._taken:
+            await asyncio.sleep(0.001)
 
     asyncio.run(play())
 
@@ -138,7 +143,37 @@ def test_requests_of_many_connections_at_once_take_turns() -> None:
             for each in crowd[:20]:
                 await loop.run_in_executor(None, each.recv, 8)
         server.close()
+        while slots._taken:
+            await asyncio.sleep(0.001)
         assert min(after - before for before, after in pairwise(handled)) >= TURN_S / 2
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("path", ["/api/status", "/metrics", "/status"])
+def test_an_answer_about_everybody_is_made_once_for_those_who_ask_at_once(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes milliseconds with thousands of replicas. What has happened in between is in the next answer."""
+    monkeypatch.setattr(web, "KEEP_S", 60.0)
+
+    async def play() -> None:
+        service = Service(Options(), asyncio.get_running_loop())
+        page, made = Web(service, ""), 0
+        snapshot = service.snapshot
+
+        def counted() -> Status:
+            nonlocal made
+            made += 1
+            return snapshot()
+
+        monkeypatch.setattr(service, "snapshot", counted)
+        answers = {page.handle(HttpRequest("GET", path)).body for _ in range(50)}
+        assert (made, len(answers)) == (1, 1)
+        service.event_log.event("evicted", "replica-7 evicted", "replica-7")
+        page.handle(HttpRequest("GET", path))
+        assert made == 2
+        service.close()
 
     asyncio.run(play())
 

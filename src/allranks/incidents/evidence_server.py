@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import logging
+import shutil
 import socket
 import threading
 import time
@@ -190,7 +191,7 @@ def unpack_part(data: bytes, folder: Path, *, limit: int = MAX_BYTES) -> list[st
                 raise InputError(f"a part of more than {limit >> 20} MiB")
             for entry in entries:
                 if entry.filename != FACTS:
-                    _write(folder, entry.filename, pack.read(entry))
+                    _write(folder, pack, entry)
             facts = from_json(pack.read(FACTS), _Facts) if FACTS in pack.namelist() else _Facts()
     except (
         zipfile.BadZipFile,
@@ -205,10 +206,12 @@ def unpack_part(data: bytes, folder: Path, *, limit: int = MAX_BYTES) -> list[st
     return list(facts.missing)
 
 
-def _write(folder: Path, name: str, data: bytes) -> None:
-    place = PurePosixPath(name)
-    if place.is_absolute() or ".." in place.parts or place.parts[:1] not in (("boxes",), ("stacks",)):
-        raise InputError(f"a part with a file {name!r}")
+def _write(folder: Path, pack: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
+    place = PurePosixPath(entry.filename)
+    outside = place.is_absolute() or ".." in place.parts or len(place.parts) < 2
+    if outside or place.parts[0] not in ("boxes", "stacks"):
+        raise InputError(f"a part with a file {entry.filename!r}")
     target = folder / place
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(data)
+    with pack.open(entry) as packed, target.open("wb") as file:  # piece by piece: it may be large
+        shutil.copyfileobj(packed, file)

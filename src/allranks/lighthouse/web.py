@@ -12,6 +12,7 @@ import ipaddress
 import os
 import re
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -31,6 +32,7 @@ from allranks.model.parsing import from_json, printable
 MAX_CONNECTIONS = 256  # of HTTP, beside those of replicas
 PUSH_S = 0.5  # least time between two pushes of the whole status
 REFRESH_S = 2.0  # pushed this often even when nothing happens, for ages and steps
+KEEP_S = 0.1  # an answer that describes everybody is given again for so long, unless something has happened
 
 _ICON = (
     b"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'><circle cx='8' cy='8' r='7' fill='#1a7f37'/>"
@@ -58,6 +60,9 @@ class Web:
     _timer: asyncio.TimerHandle | None = None
     _unsubscribe: Callable[[], None] | None = None
     _last_s: float = 0.0
+    _kept: dict[str, tuple[float, int, bytes]] = field(
+        default_factory=dict
+    )  # path -> when, after how many events, answer
 
     def handle(self, request: HttpRequest) -> Answer:
         """Routes one request."""
@@ -94,12 +99,11 @@ class Web:
         if path.startswith("/incidents/"):
             return self._story(path.removeprefix("/incidents/"))
         if path == "/api/status":
-            return Answer(body=self._status())
+            return Answer(body=self._once(path, self._status))
         if path == "/api/events":
             return Answer(kind="text/event-stream", stream=self._listen)
         if path == "/metrics":
-            text = "\n".join(render_metrics(self.service.snapshot())) + "\n"
-            return Answer(body=text.encode(), kind=METRICS_KIND)
+            return Answer(body=self._once(path, self._metrics), kind=METRICS_KIND)
         if path == "/healthz":
             leading = self.service.leading
             return Answer(body=msgspec.json.encode({"ok": True, "leading": leading}))
@@ -108,8 +112,20 @@ class Web:
         if path == "/favicon.ico":
             return Answer(body=_ICON, kind="image/svg+xml")
         if path == "/status":
-            return Answer(body=self._fragment().encode(), kind="text/html; charset=utf-8")
+            return Answer(body=self._once(path, self._fragment), kind="text/html; charset=utf-8")
         return _error(404, f"there is no {path}")
+
+    def _once(self, path: str, make: Callable[[], bytes]) -> bytes:
+        """With thousands of replicas it takes milliseconds: whoever asks again and again must not keep members waiting."""
+        now, events = time.monotonic(), self.service.event_log.counts.total()
+        made, after, answer = self._kept.get(path, (-KEEP_S, -1, b""))
+        if now - made >= KEEP_S or after != events:
+            answer = make()
+            self._kept[path] = (time.monotonic(), events, answer)
+        return answer
+
+    def _metrics(self) -> bytes:
+        return ("\n".join(render_metrics(self.service.snapshot())) + "\n").encode()
 
     def _status(self) -> bytes:
         status = self.service.snapshot()
@@ -134,16 +150,15 @@ class Web:
             body=story.encode("utf-8", "replace"), kind="text/html; charset=utf-8", headers=(policy,)
         )
 
-    def _fragment(self) -> str:
+    def _fragment(self) -> bytes:
         """What torchft's own lighthouse answers at /status: a piece of HTML with quorum and heartbeats."""
         status = self.service.snapshot()
         rows = "".join(
             f"<li>{escape(row.replica)}: step {row.step}, {escape(row.state)}, heard {row.heard_s:.1f} s ago</li>"
             for row in status.replicas
         )
-        return (
-            f"<h2>Quorum {status.number}</h2><p>{escape(status.waiting or status.reason)}</p><ul>{rows}</ul>"
-        )
+        waits = escape(status.waiting or status.reason)
+        return f"<h2>Quorum {status.number}</h2><p>{waits}</p><ul>{rows}</ul>".encode()
 
     # ---- events -----------------------------------------------------------------------------------------
 
