@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -22,8 +23,8 @@ from allranks.channel.frames import HeldPort
 from allranks.lighthouse import state, training
 from allranks.lighthouse.codec import PREAMBLE, encode
 from allranks.lighthouse.connection import Listener
-from allranks.lighthouse.grpc_relay import PREFACE, Relay
-from allranks.lighthouse.grpc_server import MAX_REPLICAS, GrpcPeer, TorchftServer
+from allranks.lighthouse.grpc_relay import CALL_BYTES, PREFACE, Relay
+from allranks.lighthouse.grpc_server import MAX_REPLICAS, GrpcPeer, TorchftServer, grpc_door
 from allranks.lighthouse.grpc_wire import (
     BadMessage,
     decode_heartbeat_request,
@@ -35,6 +36,7 @@ from allranks.lighthouse.grpc_wire import (
 )
 from allranks.lighthouse.messages import Hello
 from allranks.lighthouse.options import Options, ServerOptions
+from allranks.lighthouse.server import Lighthouse
 from allranks.lighthouse.service import Service
 from allranks.model.cluster import Member, Quorum
 
@@ -129,6 +131,38 @@ def test_connections_to_torchfts_port_that_call_nothing_are_bounded() -> None:
         server.close()
 
     asyncio.run(asyncio.wait_for(play(), 120))
+
+
+def test_headers_without_end_are_cut_off_at_torchfts_port() -> None:
+    """HTTP/2 lets a client go on with the headers of one call for ever, and gRPC keeps them."""
+    pytest.importorskip("grpc")
+    frame = lambda kind, body: len(body).to_bytes(3, "big") + bytes([kind, 0]) + b"\0\0\0\1" + body  # noqa: E731
+    start = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]) + frame(1, b"\0\1a\1b")
+    with ExitStack() as stack:
+        where: list[str] = []
+        door = grpc_door("127.0.0.1", 0, where.append)
+        stack.enter_context(Lighthouse(Options(), ServerOptions(token="t"), doors=(door,)))
+        host, port = where[0].removeprefix("http://").split(":")
+        sock = stack.enter_context(socket.create_connection((host, int(port)), 20))
+        sock.sendall(start)
+        sent = 0
+        with pytest.raises(OSError):
+            while sent < 16 << 20:
+                sent += sock.send(frame(9, (b"\0\1a\x64" + bytes(100)) * 100))
+        assert sent < 16 << 20
+
+
+def test_a_torchft_client_may_call_without_end() -> None:
+    """Its connection sends more than a stranger's may, call by call."""
+    grpc = pytest.importorskip("grpc")
+    with ExitStack() as stack:
+        where: list[str] = []
+        door = grpc_door("127.0.0.1", 0, where.append)
+        stack.enter_context(Lighthouse(Options(), ServerOptions(token="t"), doors=(door,)))
+        channel = stack.enter_context(grpc.insecure_channel(where[0].removeprefix("http://")))
+        beat = channel.unary_unary("/torchft.LighthouseService/Heartbeat")
+        for _ in range(2 * CALL_BYTES // 240):
+            beat(_heartbeat("n" * 240), timeout=20)
 
 
 @dataclass

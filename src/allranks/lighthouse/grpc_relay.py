@@ -13,6 +13,8 @@ from collections.abc import Callable
 from allranks.lighthouse.limits import open_files_limit
 
 CHUNK = 1 << 16
+CALL_BYTES = 64 << 10  # that a connection may send from one call to the next: four times the largest call
+IDLE_BYTES_S = 100.0  # and so much more each second, for the signs of life of a call that waits for hours
 PREFACE = b"PRI "  # how HTTP/2, and so gRPC, begins
 
 
@@ -31,6 +33,7 @@ class Relay:
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle: dict[asyncio.Task[None], None] = {}  # no member's; oldest first
         self._ports: dict[int, tuple[asyncio.Task[None], str]] = {}
+        self._left: dict[int, float] = {}  # bytes that a connection may send until its next call
 
     def take(self, transport: asyncio.Transport, first: bytes) -> None:
         """Goes on with a connection that was accepted elsewhere and has sent `first`."""
@@ -42,6 +45,11 @@ class Relay:
     def address(self, port: int) -> str:
         """Where the client of a call from this port really is."""
         return self._ports[port][1] if port in self._ports else "?"
+
+    def heard(self, port: int) -> None:
+        """A whole call has come from this port."""
+        if port in self._left:
+            self._left[port] = CALL_BYTES
 
     def keep(self, port: int) -> None:
         """The connection of this port is a member's."""
@@ -84,7 +92,7 @@ class Relay:
         peer = writer.get_extra_info("peername")
         self._ports[port] = (task, f"{peer[0]}:{peer[1]}" if peer else "?")
         pumps = [
-            asyncio.ensure_future(_pump(reader, inner_writer)),
+            asyncio.ensure_future(self._take_in(port, reader, inner_writer)),
             asyncio.ensure_future(_pump(inner_reader, writer)),
         ]
         try:
@@ -96,7 +104,21 @@ class Relay:
             with contextlib.suppress(OSError, RuntimeError):
                 inner_writer.close()
             del self._ports[port]
+            self._left.pop(port, None)
             self._closed(port)
+
+    async def _take_in(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Until the client sends CALL_BYTES and no call: gRPC would keep headers without end."""
+        clock = asyncio.get_running_loop().time
+        self._left[port], at = CALL_BYTES, clock()
+        while chunk := await reader.read(CHUNK):
+            now = clock()
+            self._left[port] = min(CALL_BYTES, self._left[port] + (now - at) * IDLE_BYTES_S) - len(chunk)
+            at = now
+            if self._left[port] < 0:
+                return
+            writer.write(chunk)
+            await writer.drain()
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -38,6 +38,9 @@ _OPTIONS = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_receive_message_length", 16 << 10),
+    ("grpc.max_concurrent_streams", 100),  # of one connection; torchft has two calls open at a time
+    ("grpc.max_metadata_size", 4 << 10),
+    ("grpc.absolute_max_metadata_size", 4 << 10),
 )
 MAX_CONNECTIONS_EACH = 4  # of a replica: torchft has two, its manager's and its heartbeats'
 MAX_REPLICAS = 2048  # torchft's protocol has no token: whoever comes may say any number of names
@@ -154,7 +157,10 @@ class TorchftServer:
     def _peer(self, name: str, context: CallContext) -> GrpcPeer | Refused:
         """The replica's peer; says hello to the service when it is new or was declared lost."""
         port = int(context.peer().rsplit(":", 1)[1])
-        address = self.relay.address(port) if self.relay is not None else "?"
+        address = "?"
+        if self.relay is not None:
+            self.relay.heard(port)
+            address = self.relay.address(port)
         peer = self.peers.pop(name, None)
         if peer is None and len(self.peers) >= MAX_REPLICAS:
             return Refused("full", f"{MAX_REPLICAS} replicas are here already")
