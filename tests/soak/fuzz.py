@@ -8,7 +8,6 @@ Prints a table, and writes its rows into a page. A failure names the number of i
 from __future__ import annotations
 
 import argparse
-import atexit
 import gzip
 import json
 import multiprocessing
@@ -17,7 +16,6 @@ import pickle
 import random
 import re
 import resource
-import shutil
 import sys
 import tempfile
 import time
@@ -146,19 +144,13 @@ MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a disk would 
 
 def from_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], None]:
     """For readers of a file of this name in a folder."""
-    folder, maker = Path(tempfile.mkdtemp(prefix="allranks-fuzz-", dir=MEMORY)), os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == maker:  # not in a process that another test has forked
-            shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(remove)
 
     def write_and_read(data: bytes) -> None:
-        path = folder / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(data)
-        read(path)
+        with tempfile.TemporaryDirectory(prefix="allranks-fuzz-", dir=MEMORY) as folder:
+            path = Path(folder, name)
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(data)
+            read(path)
 
     return write_and_read
 
