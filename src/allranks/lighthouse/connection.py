@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from allranks.channel.frames import HEAD, READ_BYTES, BadFrame, check_length, tune
+from allranks.channel.frames import HEAD, BadFrame, check_length, tune
 from allranks.channel.keys import Credential, Keyring, is_proof, prove
 from allranks.lighthouse import messages
 from allranks.lighthouse.codec import ACK, BEAT, PREAMBLE, QUORUM, decode, encode
@@ -52,6 +52,7 @@ class _FastAck(msgspec.Struct, gc=False):
     id: int
 
 
+_HEAD_BYTES, _head = HEAD.size, HEAD.unpack_from
 _read_beat = msgspec.json.Decoder(_FastBeat).decode
 _read_ack = msgspec.json.Decoder(_FastAck).decode
 
@@ -78,7 +79,6 @@ class Listener:
     strangers: dict[Stranger, float] = field(default_factory=dict)  # no hello yet; oldest first
     open: set[Connection] = field(default_factory=set)
     throttle: Throttle = field(default_factory=Throttle)
-    buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(READ_BYTES)))  # all share it
     credential: Credential = field(init=False)
     max_strangers: int = field(init=False)
 
@@ -117,7 +117,7 @@ def where(host: str, port: int) -> dict[str, Any]:
     return {"host": "0.0.0.0" if host == "::" else host, "port": port, "reuse_address": True}
 
 
-class Connection(asyncio.BufferedProtocol):
+class Connection(asyncio.Protocol):
     """See the module. Implements sessions.Peer."""
 
     __slots__ = ("_door", "_greeting", "_need", "_rest", "_session", "_transport", "address")
@@ -147,21 +147,13 @@ class Connection(asyncio.BufferedProtocol):
         door.open.add(self)
         door.let_in(self)
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._door.buffer
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self.data_received(bytes(self._door.buffer[:nbytes]))
-
     def data_received(self, data: bytes) -> None:
-        """What one read brought."""
         session = self._session
         if session is not None:
             service = self._door.service
             session.heard = service.clock() - service.awake.slept_s
-            size = len(data) - HEAD.size
-            if size > 0 and data[4] == BEAT and not self._rest and int.from_bytes(data[:4], "big") == size:
-                self._beat(session, data[HEAD.size :])  # that is all, in most reads
+            if len(data) > _HEAD_BYTES and not self._rest and _head(data) == (len(data) - _HEAD_BYTES, BEAT):
+                self._beat(session, data[_HEAD_BYTES:])  # that is all, in most reads
                 return
         if self._rest:
             data = self._rest + data
@@ -259,11 +251,11 @@ class Connection(asyncio.BufferedProtocol):
 
     def _beat(self, session: Session, payload: bytes) -> None:
         try:
-            beat = _read_beat(payload)
+            beat: Any = _read_beat(payload)
         except (ValueError, RecursionError) as error:
             self._refuse(messages.Refused("garbage", f"Beat: {error}"))
             return
-        self._door.service.beat(session, cast(messages.Beat, beat))
+        self._door.service.beat(session, beat)
 
     def _greet(self, message: object, payload: bytes) -> None:
         """A hello, then the proof that whoever said it knows the job token. Strangers can say nothing else."""
