@@ -60,9 +60,9 @@ class Web:
     _timer: asyncio.TimerHandle | None = None
     _unsubscribe: Callable[[], None] | None = None
     _last_s: float = 0.0
-    _kept: dict[str, tuple[float, int, bytes]] = field(
+    _kept: dict[str, tuple[float, object, bytes]] = field(
         default_factory=dict
-    )  # path -> when, after how many events, answer
+    )  # path -> when, after what, answer
 
     def handle(self, request: HttpRequest) -> Answer:
         """Routes one request."""
@@ -117,11 +117,14 @@ class Web:
 
     def _once(self, path: str, make: Callable[[], bytes]) -> bytes:
         """With thousands of replicas it takes milliseconds: whoever asks again and again must not keep members waiting."""
-        now, events = time.monotonic(), self.service.event_log.counts.total()
-        made, after, answer = self._kept.get(path, (-KEEP_S, -1, b""))
-        if now - made >= KEEP_S or after != events:
+        now, happened = (
+            time.monotonic(),
+            (self.service.event_log.counts.total(), *self.service.agents.incidents),
+        )
+        made, after, answer = self._kept.get(path, (-KEEP_S, None, b""))
+        if now - made >= KEEP_S or after != happened:
             answer = make()
-            self._kept[path] = (time.monotonic(), events, answer)
+            self._kept[path] = (time.monotonic(), happened, answer)
         return answer
 
     def _metrics(self) -> bytes:
