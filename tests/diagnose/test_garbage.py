@@ -8,7 +8,7 @@ import numpy as np
 
 from allranks.diagnose import DiagnoseOptions, diagnose
 from allranks.model.trace import CALL, Frame, Group, RankTrace, Shapes, TraceHeader
-from allranks.report import as_json, entries, html, perfetto, text
+from allranks.report import as_json, html, perfetto, text
 
 NAMES = (
     "",
@@ -80,7 +80,7 @@ def test_random_rows_never_break_diagnosis_or_report() -> None:
         result = diagnose(traces, options=DiagnoseOptions(now_ns=rng.choice((0, 10**18 + 10**10))))
         list(text.render(result, text.TextOptions(verbose=True, full_stacks=True)))
         as_json.render(result)
-        list(entries.render(traces, with_stacks=True))
+        list(text.render_entries(traces, with_stacks=True))
         list(perfetto.render(result, traces))
         if seed % 5 == 0:
             list(html.render(result, traces))

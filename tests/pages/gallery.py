@@ -18,8 +18,7 @@ from allranks.model.incident import Action, Incident, Moment
 from allranks.model.stacks import RankState, StackFrame, StacksReport
 from allranks.model.trace import CALL, Frame, Group, RankTrace, Shapes, State, TraceHeader
 from allranks.report import html
-from allranks.report.rank_evidence import RankEvidence, chosen_ranks, rank_evidence
-from allranks.report.story import render_story
+from allranks.report.story import RankEvidence, chosen_ranks, rank_evidence, render_story
 from allranks.stacks.html import render_html
 from allranks.stacks.text import Node
 

@@ -14,7 +14,7 @@ from allranks.blackbox.encode import box_bytes
 from allranks.cli import main
 from allranks.diagnose import diagnose
 from allranks.report import chrome_trace, perfetto
-from allranks.report.slices import lanes_of
+from allranks.report.timeline import lanes_of
 from pages.gallery import make_traces
 
 

@@ -181,9 +181,9 @@ def _transformed(options: DiagnoseFlags, traces: list[RankTrace]) -> list[RankTr
 
 
 def _print_entries(options: DiagnoseFlags, traces: list[RankTrace]) -> int:
-    from allranks.report import entries
+    from allranks.report.text import render_entries
 
-    for line in entries.render(traces, pg_filters=options.pg_filters, with_stacks=options.print_stack_trace):
+    for line in render_entries(traces, pg_filters=options.pg_filters, with_stacks=options.print_stack_trace):
         print(line)
     return 0
 

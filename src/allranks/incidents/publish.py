@@ -24,8 +24,7 @@ from allranks.load import LoadOptions, load_paths
 from allranks.model.incident import Incident
 from allranks.model.trace import RankTrace
 from allranks.report import as_json
-from allranks.report.rank_evidence import chosen_ranks, rank_evidence
-from allranks.report.story import headline, render_story
+from allranks.report.story import chosen_ranks, headline, rank_evidence, render_story
 
 log = logging.getLogger("allranks.agent")
 

@@ -20,30 +20,11 @@ def to_object(diagnosis: Diagnosis) -> Json:
         "status": diagnosis.status,
         "verdict": None if diagnosis.verdict is None else verdict(diagnosis.verdict),
         "findings": [_finding(finding) for finding in diagnosis.findings],
-        "files": [
-            {
-                "path": note.path,
-                "rank": note.rank,
-                "kind": note.kind,
-                "status": note.status,
-                "note": note.note,
-            }
-            for note in diagnosis.files
-        ],
+        "files": [dict(vars(note)) for note in diagnosis.files],
         "world_size": diagnosis.world_size,
         "ranks": list(diagnosis.ranks),
         "groups": [
-            {
-                "label": group.label,
-                "name": group.name,
-                "desc": group.desc,
-                "backend": group.backend,
-                "members": list(group.members),
-                "members_known": group.members_known,
-                "first_sequence": group.first_sequence,
-                "last_sequence": group.last_sequence,
-                "behind": list(group.behind),
-            }
+            {**vars(group), "members": list(group.members), "behind": list(group.behind)}
             for group in diagnosis.groups
         ],
         "summary": list(diagnosis.summary),

@@ -12,8 +12,8 @@ import numpy as np
 
 from allranks.model.diagnosis import Diagnosis
 from allranks.model.trace import Frame, RankTrace
-from allranks.report.slices import Span, Waiting, ends_of, find_span, find_waiting, lanes_of
 from allranks.report.text import clean, frame_text, headline_text, state_name
+from allranks.report.timeline import Span, Waiting, ends_of, find_span, find_waiting, lanes_of
 
 VERDICT = 10_000_000  # the process that holds the marker
 MAX_LANES = 16

@@ -11,9 +11,8 @@ from allranks import pages
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.trace import RankTrace
 from allranks.pages.cards import Row, StackCard, frame_lines, short, stack_card, without_stale
-from allranks.report.slices import MISSING
 from allranks.report.text import clean, headline_text
-from allranks.report.timeline import Timeline, build_timeline, pack
+from allranks.report.timeline import MISSING, Timeline, build_timeline, pack
 
 MAX_LISTED = 500
 MAX_STACKS = 8

@@ -15,8 +15,8 @@ import numpy as np
 
 from allranks.model.diagnosis import Diagnosis
 from allranks.model.trace import Frame, RankTrace
-from allranks.report.slices import Span, Waiting, ends_of, find_span, find_waiting, lanes_of
 from allranks.report.text import clean, frame_text, headline_text, state_name
+from allranks.report.timeline import Span, Waiting, ends_of, find_span, find_waiting, lanes_of
 
 SEQUENCE = 1  # one writer, one table of interned strings
 CLEARED, NEEDS_STATE = 1, 2

@@ -1,15 +1,19 @@
-"""The diagnosis as lines of text, made for 3 a.m.: the verdict, the evidence, what to do. A generator, no printing."""
+"""The diagnosis as lines of text, made for 3 a.m.: the verdict, the evidence, what to do; and every recorded call, one column
+per rank, rows by position (`-j/--just_print_entries`). Generators, no printing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from allranks.model.diagnosis import Diagnosis, Finding
-from allranks.model.trace import Frame, State
+from allranks.model.trace import Frame, RankTrace, State
 from allranks.pages.cards import is_library, short
 
 MAX_FRAMES, MAX_STACKS, MAX_FILES = 4, 4, 8
+#: Puts text in a style, or leaves it as it is.
+Painter = Callable[[str, str], str]
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class TextOptions:
 def render(diagnosis: Diagnosis, options: TextOptions | None = None) -> Iterator[str]:
     """All lines of the report. The first line alone must be enough to act on."""
     options = options or TextOptions()
-    paint = _painter(options.color)
+    paint = partial(_paint, options.color)
     yield headline(diagnosis, options)
     verdict = diagnosis.verdict
     if verdict is not None:
@@ -47,7 +51,7 @@ def headline(diagnosis: Diagnosis, options: TextOptions) -> str:
     """The first line."""
     word = {"fault": "", "unclear": "unclear: ", "ok": "nothing wrong: "}[diagnosis.status]
     color = {"fault": "red", "unclear": "yellow", "ok": "green"}[diagnosis.status]
-    return _painter(options.color)(color, word + clean(headline_text(diagnosis)))
+    return _paint(options.color, color, word + clean(headline_text(diagnosis)))
 
 
 def headline_text(diagnosis: Diagnosis) -> str:
@@ -144,19 +148,10 @@ def _groups(paint: Painter, diagnosis: Diagnosis) -> Iterator[str]:
     yield from _list(paint, "groups", lines)
 
 
-class Painter:
-    """Puts text in colour, or leaves it as it is."""
-
-    def __init__(self, color: bool) -> None:
-        self._color = color
-
-    def __call__(self, style: str, text: str) -> str:
-        codes = {"red": "1;31", "green": "1;32", "yellow": "1;33", "bold": "1", "dim": "2"}
-        return f"\x1b[{codes[style]}m{text}\x1b[0m" if self._color else text
-
-
-def _painter(color: bool) -> Painter:
-    return Painter(color)
+def _paint(color: bool, style: str, text: str) -> str:
+    """The text in colour, or as it is."""
+    codes = {"red": "1;31", "green": "1;32", "yellow": "1;33", "bold": "1", "dim": "2"}
+    return f"\x1b[{codes[style]}m{text}\x1b[0m" if color else text
 
 
 def _list(paint: Painter, title: str, lines: list[str] | tuple[str, ...]) -> Iterator[str]:
@@ -165,3 +160,56 @@ def _list(paint: Painter, title: str, lines: list[str] | tuple[str, ...]) -> Ite
         yield paint("bold", title)
         for line in lines:
             yield f"  - {clean(line)}"
+
+
+def render_entries(
+    traces: Sequence[RankTrace], *, pg_filters: Iterable[str] = (), with_stacks: bool = False
+) -> Iterator[str]:
+    """The table; then the stacks by number, if asked for."""
+    wanted = set(pg_filters)
+    ordered = sorted(traces, key=lambda trace: trace.header.rank if trace.header.rank is not None else -1)
+    numbers: dict[tuple[int, int], int] = {}
+    columns = [_column(trace, wanted, with_stacks, numbers) for trace in ordered]
+    widths = [max([len(cell) for cell in column] + [8]) for column in columns]
+    yield "  ".join(
+        f"rank {trace.header.rank}".ljust(w) for trace, w in zip(ordered, widths, strict=True)
+    ).rstrip()
+    yield "  ".join("-" * width for width in widths)
+    for row in range(max((len(column) for column in columns), default=0)):
+        cells = (column[row] if row < len(column) else "" for column in columns)
+        yield "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+    if with_stacks:
+        yield from _numbered_stacks(ordered, numbers)
+
+
+def _column(
+    trace: RankTrace, wanted: set[str], with_stacks: bool, numbers: dict[tuple[int, int], int]
+) -> list[str]:
+    cells = []
+    for call in trace.calls:
+        group = trace.groups[int(call["group"])]
+        if wanted and not wanted & {group.name, group.desc}:
+            continue
+        shapes = trace.shapes[int(call["shapes"])]
+        name = trace.names[int(call["op"])]
+        ends = ""
+        if int(call["peer"]) >= 0:
+            own, peer = trace.header.rank, int(call["peer"])
+            source, target = (own, peer) if name.endswith("send") else (peer, own)
+            ends = f"s={source} d={target}, "
+        sizes = [list(size) for size in shapes.inputs]
+        text = f"{name}({ends}input_sizes={sizes}, state={state_name(int(call['state']))}) {group.name}#{int(call['seq'])}"
+        if with_stacks:
+            key = (id(trace.stacks), int(call["stack"]))
+            text += f" stack={numbers.setdefault(key, len(numbers))}"
+        cells.append(clean(text))
+    return cells
+
+
+def _numbered_stacks(traces: Sequence[RankTrace], numbers: dict[tuple[int, int], int]) -> Iterator[str]:
+    tables = {id(trace.stacks): trace.stacks for trace in traces}
+    yield ""
+    for (table, index), number in numbers.items():
+        yield f"stack {number}"
+        for frame in tables[table][index]:
+            yield f"    {frame_text(frame)}"
