@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from allranks.frtrace.config import add_arguments as add_frtrace_arguments
+    from allranks.frtrace.api import add_arguments as add_frtrace_arguments
 
     add_frtrace_arguments(parser)
 
@@ -39,8 +39,13 @@ def main(args: argparse.Namespace) -> int:
 
 def _lines(args: argparse.Namespace, details: Details) -> Iterator[str]:
     from allranks.frtrace.api import analyse_details
-    from allranks.frtrace.blocks import check_filters, render_blocks, render_database, render_entries
-    from allranks.frtrace.database import build_database
+    from allranks.frtrace.database import (
+        build_database,
+        check_filters,
+        render_blocks,
+        render_database,
+        render_entries,
+    )
 
     yield from (f"{note.path}: {note.note}" for note in details.files if note.status == "damaged")
     filters = (frozenset(args.selected_ranks or ()), frozenset(args.pg_filters or ()))

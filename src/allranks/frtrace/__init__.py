@@ -8,8 +8,7 @@ for collective in database.collectives:
         print(collective.profiling_name, collective.missing_ranks)
 """
 
-from allranks.frtrace.api import Details, build_db, read_dir, transform_ft
-from allranks.frtrace.config import JobConfig
+from allranks.frtrace.api import Details, JobConfig, build_db, read_dir, transform_ft
 from allranks.frtrace.events import (
     COLLECTIVES,
     P2P,
