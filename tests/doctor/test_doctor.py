@@ -11,7 +11,7 @@ import pytest
 from tests.ports import held_port
 
 from allranks.cli import main
-from allranks.doctor import Check, DoctorOptions, evidence, machine, run_checks, services, storage
+from allranks.doctor import Check, DoctorOptions, evidence, machine, run_checks, services
 from allranks.launch import etcd_server
 
 
@@ -61,11 +61,11 @@ def test_a_missing_folder_can_be_fixed_and_a_file_is_a_problem(tmp_path: Path) -
     """`--fix` makes the folder; what is not a folder is said."""
     (tmp_path / "file").touch()
     options = DoctorOptions(checkpoint_folders=(str(tmp_path / "new"), str(tmp_path / "file")))
-    missing, file = storage.check_folders(options)
+    missing, file = machine.check_folders(options)
     assert (missing.status, file.status) == ("problem", "problem")
     assert missing.fix is not None
     missing.fix()
-    assert storage.check_folders(options)[0].status in ("ok", "warning")
+    assert machine.check_folders(options)[0].status in ("ok", "warning")
 
 
 def test_settings_that_lose_evidence_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

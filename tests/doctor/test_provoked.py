@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from allranks.cli import main
-from allranks.doctor import Check, DoctorOptions, evidence, services, storage
+from allranks.doctor import Check, DoctorOptions, evidence, machine, services
 from allranks.doctor.nodes import compare
 
 FORBID_READING = """
@@ -85,8 +85,8 @@ def test_a_full_folder_is_told_from_one_that_cannot_be_written(
     def full(path: Path) -> float:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(storage, "_write_speed", full)
-    (found,) = storage.check_folders(DoctorOptions(checkpoint_folders=(str(tmp_path),)))
+    monkeypatch.setattr(machine, "_write_speed", full)
+    (found,) = machine.check_folders(DoctorOptions(checkpoint_folders=(str(tmp_path),)))
     assert (found.status, found.detail) == ("problem", "full: No space left on device")
     assert f"allranks checkpoint prune {tmp_path}" in found.cure
 

@@ -42,24 +42,13 @@ class DoctorOptions:
 
 def run_checks(options: DoctorOptions) -> list[Check]:
     """All checks, in the order in which a person would look."""
-    from allranks.doctor import evidence, machine, services, storage
+    from allranks.doctor import evidence, machine, services
 
     found: list[Check] = []
-    for part in (
-        machine.check_environment, machine.check_python, machine.check_gpus, machine.check_network,
-        machine.check_limits, storage.check_shared_memory, storage.check_folders, services.check_ports,
-        services.check_etcd, services.check_lighthouse, services.check_object_store, services.check_clock,
-        evidence.check_stack_tools, evidence.check_torch_settings, evidence.check_recorder,
-        evidence.check_recorder_folder,
-    ):  # fmt: skip
+    for part in (*machine.CHECKS, *services.CHECKS, *evidence.CHECKS):
         try:
             found += part(options)
         except Exception as error:  # a broken check must not hide the others
-            found.append(
-                Check(
-                    part.__name__.removeprefix("check_"),
-                    "warning",
-                    f"the check itself failed: {type(error).__name__}: {error}",
-                )
-            )
+            text = f"the check itself failed: {type(error).__name__}: {error}"
+            found.append(Check(part.__name__.removeprefix("check_"), "warning", text))
     return found

@@ -4,42 +4,27 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 from allranks.doctor import Check, DoctorOptions, Status
 from allranks.doctor.ptrace import may_read_siblings
+from allranks.stacks.debuggers import CAP_SYS_PTRACE, find_cuda_gdb, find_pyspy, has_capability
 
-CAP_SYS_PTRACE = 19
 MIN_BOX_BYTES = 32 << 20  # a few boxes
 
 
 def check_stack_tools(options: DoctorOptions) -> list[Check]:
     """py-spy is there and may read other processes; cuda-gdb where there are GPUs."""
-    beside = Path(sys.executable).parent / "py-spy"
-    found = []
-    if shutil.which("py-spy") is None and not beside.exists():
-        found.append(
-            Check(
-                "py-spy",
-                "warning",
-                "not found: no Python stacks when a rank hangs",
-                "pip install py-spy",
-            )
-        )
-    else:
-        found.append(Check("py-spy", "ok", "found"))
+    found = [Check("py-spy", "ok", "found")]
+    if find_pyspy() is None:
+        text = "not found: no Python stacks when a rank hangs"
+        found = [Check("py-spy", "warning", text, "pip install py-spy")]
     found.append(_check_ptrace())
-    if shutil.which("nvidia-smi") and not shutil.which("cuda-gdb"):
-        found.append(
-            Check(
-                "cuda-gdb",
-                "warning",
-                "not found: GPU kernels of a hung rank cannot be named",
-                "Install the CUDA toolkit's cuda-gdb on the nodes",
-            )
-        )
+    if shutil.which("nvidia-smi") and not find_cuda_gdb():
+        text = "not found: GPU kernels of a hung rank cannot be named"
+        cure = "Install the CUDA toolkit's cuda-gdb on the nodes"
+        found.append(Check("cuda-gdb", "warning", text, cure))
     return found
 
 
@@ -50,7 +35,7 @@ def _check_ptrace() -> Check:
         scope = 0
     able = may_read_siblings()
     if able is None:
-        able = scope == 0 or _has_capability(CAP_SYS_PTRACE)
+        able = scope == 0 or has_capability(CAP_SYS_PTRACE)
     if able:
         return Check("ptrace", "ok", "stacks of other processes of this user can be read")
     why = f"yama ptrace_scope is {scope}" if scope else "the kernel or the container forbids it"
@@ -61,16 +46,6 @@ def _check_ptrace() -> Check:
         "sysctl kernel.yama.ptrace_scope=0 on the node, or give the container --cap-add=SYS_PTRACE "
         "(Kubernetes: securityContext.capabilities.add: [SYS_PTRACE])",
     )
-
-
-def _has_capability(number: int) -> bool:
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("CapEff:"):
-                return bool(int(line.split()[1], 16) >> number & 1)
-    except (OSError, ValueError):
-        pass
-    return False
 
 
 #: torch reads these words as "no"
@@ -157,15 +132,12 @@ def check_recorder(options: DoctorOptions) -> list[Check]:
 
     if fast(True) is not None:
         return [Check("recorder", "ok", "the hot path is in C")]
-    return [
-        Check(
-            "recorder",
-            "warning",
-            "pure Python: a recorded call costs ten to thirty microseconds instead of two",
-            "install a C compiler and Python's headers (apt install gcc python3-dev), then "
-            "pip install --force-reinstall --no-deps --no-binary allranks allranks",
-        )
-    ]
+    text = "pure Python: a recorded call costs ten to thirty microseconds instead of two"
+    cure = (
+        "install a C compiler and Python's headers (apt install gcc python3-dev), then "
+        "pip install --force-reinstall --no-deps --no-binary allranks allranks"
+    )
+    return [Check("recorder", "warning", text, cure)]
 
 
 def check_recorder_folder(options: DoctorOptions) -> list[Check]:
@@ -178,33 +150,18 @@ def check_recorder_folder(options: DoctorOptions) -> list[Check]:
         return f"made {folder}"
 
     above = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    name = "black box folder"
     if not folder.exists() and os.access(above, os.W_OK | os.X_OK):
-        return [
-            Check(
-                "black box folder",
-                "warning",
-                f"{folder} does not exist yet",
-                f"mkdir -p -m 700 {folder}",
-                make,
-            )
-        ]
+        return [Check(name, "warning", f"{folder} does not exist yet", f"mkdir -p -m 700 {folder}", make)]
     if not os.access(folder, os.W_OK | os.X_OK):
-        return [
-            Check(
-                "black box folder",
-                "problem",
-                f"{folder} cannot be written: nothing will be recorded",
-                "export ALLRANKS_DIR to a folder of this user",
-            )
-        ]
+        text = f"{folder} cannot be written: nothing will be recorded"
+        return [Check(name, "problem", text, "export ALLRANKS_DIR to a folder of this user")]
     free = shutil.disk_usage(folder).free
     if free < MIN_BOX_BYTES:
-        return [
-            Check(
-                "black box folder",
-                "problem",
-                f"{folder} is full ({free >> 20} MiB free): ranks cannot keep black boxes",
-                f"Remove left-over files (du -sh {folder}/*), or export ALLRANKS_DIR to a folder with space",
-            )
-        ]
-    return [Check("black box folder", "ok", str(folder))]
+        text = f"{folder} is full ({free >> 20} MiB free): ranks cannot keep black boxes"
+        cure = f"Remove left-over files (du -sh {folder}/*), or export ALLRANKS_DIR to a folder with space"
+        return [Check(name, "problem", text, cure)]
+    return [Check(name, "ok", str(folder))]
+
+
+CHECKS = (check_stack_tools, check_torch_settings, check_recorder, check_recorder_folder)

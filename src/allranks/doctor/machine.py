@@ -1,7 +1,8 @@
-"""Checks of this node: environment variables, Python packages, GPUs, network interfaces, limits."""
+"""Checks of this node: environment variables, Python packages, GPUs, network interfaces, limits, shared memory, folders."""
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import os
 import platform
@@ -10,11 +11,16 @@ import resource
 import shutil
 import socket
 import subprocess
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from allranks.doctor import Check, DoctorOptions
+from allranks.stacks.gpus import ask_nvidia_smi, csv_cells
 
+PROBE_BYTES = 32 << 20
+SLOW_MB_S = 100.0
 _INTEGERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 
 
@@ -27,28 +33,15 @@ def check_environment(options: DoctorOptions) -> list[Check]:
     missing = [n for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in have]
     if missing:
         cure = "Start through a launcher: allranks run --standalone --nproc-per-node N SCRIPT"
-        found.append(
-            Check("environment", "problem", f"{', '.join(missing)} not set, but {', '.join(have)} is", cure)
-        )
+        text = f"{', '.join(missing)} not set, but {', '.join(have)} is"
+        found.append(Check("environment", "problem", text, cure))
     wrong = [n for n in _INTEGERS if n in have and not have[n].isdigit()]
-    found += [
-        Check(
-            "environment",
-            "problem",
-            f"{n}={have[n]!r} is not a whole number from 0 on",
-            f"unset {n} or set it right",
-        )
-        for n in wrong
-    ]
+    for name in wrong:
+        text = f"{name}={have[name]!r} is not a whole number from 0 on"
+        found.append(Check("environment", "problem", text, f"unset {name} or set it right"))
     if not wrong and {"RANK", "WORLD_SIZE"} <= have.keys() and int(have["RANK"]) >= int(have["WORLD_SIZE"]):
-        found.append(
-            Check(
-                "environment",
-                "problem",
-                f"RANK={have['RANK']} is not below WORLD_SIZE={have['WORLD_SIZE']}",
-                "Check the launcher's node ranks",
-            )
-        )
+        text = f"RANK={have['RANK']} is not below WORLD_SIZE={have['WORLD_SIZE']}"
+        found.append(Check("environment", "problem", text, "Check the launcher's node ranks"))
     if "MASTER_ADDR" in have:
         found.append(_check_master(have["MASTER_ADDR"]))
     return found or [Check("environment", "ok", ", ".join(f"{k}={v}" for k, v in have.items()))]
@@ -58,19 +51,11 @@ def _check_master(name: str) -> Check:
     try:
         address = socket.getaddrinfo(name, None)[0][4][0]
     except OSError as error:
-        return Check(
-            "MASTER_ADDR",
-            "problem",
-            f"{name} does not resolve: {error}",
-            "Use an IP address, or fix DNS or /etc/hosts on this node",
-        )
+        cure = "Use an IP address, or fix DNS or /etc/hosts on this node"
+        return Check("MASTER_ADDR", "problem", f"{name} does not resolve: {error}", cure)
     if str(address).startswith("127.") and os.environ.get("GROUP_WORLD_SIZE", "1") not in ("", "1"):
-        return Check(
-            "MASTER_ADDR",
-            "problem",
-            f"{name} is this machine's loopback, other nodes cannot reach it",
-            "Set MASTER_ADDR to an address that all nodes reach",
-        )
+        text = f"{name} is this machine's loopback, other nodes cannot reach it"
+        return Check("MASTER_ADDR", "problem", text, "Set MASTER_ADDR to an address that all nodes reach")
     return Check("MASTER_ADDR", "ok", f"{name} is {address}")
 
 
@@ -79,24 +64,13 @@ def check_python(options: DoctorOptions) -> list[Check]:
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        return [
-            Check(
-                "torch",
-                "warning",
-                f"Python {platform.python_version()}, torch is not installed",
-                "pip install 'allranks[torch]'",
-            )
-        ]
+        text = f"Python {platform.python_version()}, torch is not installed"
+        return [Check("torch", "warning", text, "pip install 'allranks[torch]'")]
     found = [Check("torch", "ok", f"Python {platform.python_version()}, torch {torch}")]
     if torch.startswith("2.13.0") and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
-        found.append(
-            Check(
-                "torchrun restarts",
-                "warning",
-                "torchrun of torch 2.13.0 fails most restarts and every scale-up",
-                "Start with `allranks run`, which cures it, or: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
-            )
-        )
+        text = "torchrun of torch 2.13.0 fails most restarts and every scale-up"
+        cure = "Start with `allranks run`, which cures it, or: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        found.append(Check("torchrun restarts", "warning", text, cure))
     return found
 
 
@@ -108,17 +82,14 @@ def check_gpus(options: DoctorOptions) -> list[Check]:
     if shutil.which("nvidia-smi") is None:
         return [Check("GPU", "skipped", "no nvidia-smi on this node: CPU only")]
     try:
-        out = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, timeout=max(10.0, options.timeout_s), check=False,
-        )  # fmt: skip
+        out = ask_nvidia_smi(f"--query-gpu={_GPU_FIELDS}", max(10.0, options.timeout_s))
     except (OSError, subprocess.TimeoutExpired) as error:
         fix = "The driver hangs: drain this node and reboot it"
         return [Check("GPU", "problem", f"nvidia-smi does not answer: {error}", fix)]
     if out.returncode:
         said = (out.stdout + out.stderr).strip()[:300]
         return [Check("GPU", "problem", said, "Reload the driver or reboot this node")]
-    rows = [[cell.strip() for cell in line.split(",")] for line in out.stdout.splitlines() if line.strip()]
+    rows = csv_cells(out.stdout)
     found = [Check("GPU", "ok", f"{len(rows)} x {rows[0][1]}, driver {rows[0][2]}")] if rows else []
     found += [check for row in rows for check in _check_gpu(*row)]
     if options.nproc_per_node and options.nproc_per_node > len(rows):
@@ -136,9 +107,8 @@ def _check_gpu(
         yield Check("GPU ECC", "problem", text, "Drain the node; nvidia-smi --gpu-reset, or replace the card")
     if slowed.lower() == "active":
         text = f"GPU {number} is slowed down by hardware (heat or power)"
-        yield Check(
-            "GPU clocks", "warning", text, "Check cooling and power of this node: it will be the straggler"
-        )
+        cure = "Check cooling and power of this node: it will be the straggler"
+        yield Check("GPU clocks", "warning", text, cure)
     if total.isdigit() and used.isdigit() and int(used) > 0.1 * int(total):
         text = f"GPU {number} already has {used} of {total} MiB in use"
         yield Check("GPU memory", "warning", text, "nvidia-smi lists who; end left-over ranks")
@@ -152,9 +122,8 @@ def check_network(options: DoctorOptions) -> list[Check]:
         value = os.environ.get(variable, "")
         if value and not _names_interface(value, names):
             text = f"{value!r} matches no interface of this node ({', '.join(sorted(names))})"
-            found.append(
-                Check(variable, "problem", text, f"export {variable}=NAME with a name from `ip -br addr`")
-            )
+            cure = f"export {variable}=NAME with a name from `ip -br addr`"
+            found.append(Check(variable, "problem", text, cure))
     up = sorted(n for n in names if n != "lo" and _up(n))
     if len(up) > 1 and "NCCL_SOCKET_IFNAME" not in os.environ:
         text = f"several interfaces are up ({', '.join(up)}); nodes may choose different ones"
@@ -183,11 +152,8 @@ def _check_host_name() -> list[Check]:
     if not own.startswith("127."):
         return []
     text = f"{host} resolves to {own}: other nodes cannot connect to that"
-    return [
-        Check(
-            "host name", "warning", text, "Fix /etc/hosts, or export GLOO_SOCKET_IFNAME / pass --local-addr"
-        )
-    ]
+    cure = "Fix /etc/hosts, or export GLOO_SOCKET_IFNAME / pass --local-addr"
+    return [Check("host name", "warning", text, cure)]
 
 
 def _up(name: str) -> bool:
@@ -203,35 +169,20 @@ def check_limits(options: DoctorOptions) -> list[Check]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 16384:
         enough = hard == resource.RLIM_INFINITY or hard > soft
-        found.append(
-            Check(
-                "open files",
-                "warning",
-                f"ulimit -n is {soft}; many ranks and loaders need more",
-                f"ulimit -n {min(65536, hard) if enough else 65536}"
-                + ("" if enough else " (the hard limit too: limits.conf)"),
-            )
-        )
+        cure = f"ulimit -n {min(65536, hard) if enough else 65536}"
+        cure += "" if enough else " (the hard limit too: limits.conf)"
+        text = f"ulimit -n is {soft}; many ranks and loaders need more"
+        found.append(Check("open files", "warning", text, cure))
     tasks = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if tasks != resource.RLIM_INFINITY and tasks < 8192:
-        found.append(
-            Check(
-                "processes",
-                "warning",
-                f"ulimit -u is {tasks}; a rank has dozens of threads and its loaders",
-                "ulimit -u unlimited (limits.conf, or docker --ulimit nproc=-1)",
-            )
-        )
+        text = f"ulimit -u is {tasks}; a rank has dozens of threads and its loaders"
+        cure = "ulimit -u unlimited (limits.conf, or docker --ulimit nproc=-1)"
+        found.append(Check("processes", "warning", text, cure))
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if Path("/sys/class/infiniband").exists() and locked != resource.RLIM_INFINITY:
-        found.append(
-            Check(
-                "locked memory",
-                "problem",
-                f"ulimit -l is {locked}: RDMA cannot register memory",
-                "ulimit -l unlimited (limits.conf, or docker --ulimit memlock=-1)",
-            )
-        )
+        text = f"ulimit -l is {locked}: RDMA cannot register memory"
+        cure = "ulimit -l unlimited (limits.conf, or docker --ulimit memlock=-1)"
+        found.append(Check("locked memory", "problem", text, cure))
     quota = _memory_limit()
     if quota is not None:
         found.append(Check("memory limit", "ok", f"this cgroup may use {quota / 2**30:.1f} GiB"))
@@ -247,3 +198,77 @@ def _memory_limit() -> int | None:
         if re.fullmatch(r"\d+", text) and int(text) < 1 << 50:
             return int(text)
     return None
+
+
+def check_shared_memory(options: DoctorOptions) -> list[Check]:
+    """/dev/shm holds DataLoader tensors and black boxes."""
+    path = Path("/dev/shm")
+    if not path.exists():
+        text = "there is no /dev/shm; black boxes go to the temp folder"
+        return [Check("shared memory", "warning", text, "Mount a tmpfs at /dev/shm")]
+    usage = shutil.disk_usage(path)
+    text = f"/dev/shm has {usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
+    if usage.total <= 64 << 20:
+        text += ": a container's default; DataLoader workers will die of it"
+        cure = "docker run --shm-size=16g (Kubernetes: an emptyDir with medium Memory at /dev/shm)"
+        return [Check("shared memory", "problem", text, cure)]
+    if usage.free < 512 << 20:
+        cure = "Remove left-over files (ls -la /dev/shm), or make it larger"
+        return [Check("shared memory", "warning", text, cure)]
+    return [Check("shared memory", "ok", text)]
+
+
+def check_folders(options: DoctorOptions) -> list[Check]:
+    """Each checkpoint folder can be written, has space, and is not slow."""
+    found = [_check_folder(Path(name)) for name in options.checkpoint_folders]
+    return found or [Check("checkpoint folders", "skipped", "none given (--checkpoint-folder PATH)")]
+
+
+def _check_folder(path: Path) -> Check:
+    name = f"folder {path}"
+    if not path.exists():
+
+        def make() -> str:
+            path.mkdir(parents=True)
+            return f"made {path}"
+
+        return Check(name, "problem", "it does not exist", f"mkdir -p {path}", make)
+    try:
+        speed = _write_speed(path)
+    except OSError as error:
+        what, cure = "cannot be written", f"Check owner and mount: ls -ld {path}; df -h {path}; df -i {path}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            rest = f"remove what is not needed (du -sh {path}/*; df -h {path})"
+            what, cure = "full", f"allranks checkpoint prune {path} --keep-last N, or {rest}"
+        return Check(name, "problem", f"{what}: {error.strerror}", cure)
+    free = shutil.disk_usage(path).free
+    text = f"{free / 2**30:.1f} GiB free, {speed:.0f} MB/s with fsync"
+    if free < 10 << 30:
+        cure = f"allranks checkpoint prune {path} --keep-last N, or a larger disk"
+        return Check(name, "warning", text, cure)
+    if speed < SLOW_MB_S:
+        cure = "Use a local NVMe folder, and the object store as the last tier"
+        return Check(name, "warning", f"{text}: saves will take long", cure)
+    return Check(name, "ok", text)
+
+
+def _write_speed(path: Path) -> float:
+    """MB/s of one file written and fsynced."""
+    block = os.urandom(1 << 20)
+    handle, name = tempfile.mkstemp(prefix=".allranks-doctor-", dir=path)
+    try:
+        begin = time.monotonic()
+        with os.fdopen(handle, "wb") as out:
+            for _ in range(PROBE_BYTES // len(block)):
+                out.write(block)
+            out.flush()
+            os.fsync(out.fileno())
+        return PROBE_BYTES / 1e6 / max(1e-6, time.monotonic() - begin)
+    finally:
+        os.unlink(name)
+
+
+CHECKS = (
+    *(check_environment, check_python, check_gpus, check_network, check_limits),
+    *(check_shared_memory, check_folders),
+)

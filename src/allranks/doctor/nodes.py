@@ -8,14 +8,13 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-import shutil
 import socket
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from allranks.doctor import Check
 from allranks.errors import InputError
+from allranks.stacks.gpus import query_gpus
 
 #: fact -> (what differs costs, the cure)
 _MUST_AGREE = {
@@ -111,19 +110,10 @@ def _version(*packages: str) -> str | None:
 
 
 def _gpus() -> dict[str, str | None]:
-    if shutil.which("nvidia-smi") is None:
-        return {"driver": None, "gpus": None}
-    try:
-        out = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"],
-            capture_output=True, text=True, timeout=10.0, check=False,
-        ).stdout  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return {"driver": None, "gpus": None}
-    rows = [line.split(",", 1) for line in out.splitlines() if "," in line]
+    rows = query_gpus("--query-gpu=driver_version,name", 10.0)
     if not rows:
         return {"driver": None, "gpus": None}
-    return {"driver": rows[0][0].strip(), "gpus": f"{len(rows)} x {rows[0][1].strip()}"}
+    return {"driver": rows[0][0], "gpus": f"{len(rows)} x {rows[0][1]}"}
 
 
 def read_files(paths: Sequence[str], stdin: Iterable[str]) -> list[dict[str, object]]:

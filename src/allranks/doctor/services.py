@@ -26,28 +26,22 @@ def check_ports(options: DoctorOptions) -> list[Check]:
     ports = list(options.ports)
     if os.environ.get("MASTER_PORT", "").isdigit() and os.environ.get("RANK", "0") == "0":
         ports.append(int(os.environ["MASTER_PORT"]))
-    found = []
-    for port in dict.fromkeys(ports):
-        if not 0 < port < 65536:
-            found.append(
-                Check(f"port {port}", "problem", "is no port number", "choose one between 1 and 65535")
-            )
-            continue
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-                found.append(Check(f"port {port}", "ok", "free"))
-            except OSError as error:
-                found.append(
-                    Check(
-                        f"port {port}",
-                        "problem",
-                        f"cannot be used: {error.strerror}",
-                        f"ss -ltnp 'sport = :{port}' shows who holds it; end it or choose another port",
-                    )
-                )
+    found = [_check_port(port) for port in dict.fromkeys(ports)]
     return found or [Check("ports", "skipped", "none given (--port N)")]
+
+
+def _check_port(port: int) -> Check:
+    name = f"port {port}"
+    if not 0 < port < 65536:
+        return Check(name, "problem", "is no port number", "choose one between 1 and 65535")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            cure = f"ss -ltnp 'sport = :{port}' shows who holds it; end it or choose another port"
+            return Check(name, "problem", f"cannot be used: {error.strerror}", cure)
+    return Check(name, "ok", "free")
 
 
 def check_etcd(options: DoctorOptions) -> list[Check]:
@@ -60,32 +54,20 @@ def check_etcd(options: DoctorOptions) -> list[Check]:
         return [_no_address("etcd", options.etcd, str(error))]
     found = []
     for endpoint in endpoints:
-        etcd = Etcd((endpoint,), options.timeout_s)
+        etcd, name = Etcd((endpoint,), options.timeout_s), f"etcd {endpoint}"
         try:
             begin = time.monotonic()
             status = etcd.status()
             took = (time.monotonic() - begin) * 1e3
         except EtcdError as error:
-            found.append(
-                Check(
-                    f"etcd {endpoint}",
-                    "problem",
-                    f"does not answer: {error}",
-                    "allranks etcd start, or check the address and firewalls",
-                )
-            )
+            cure = "allranks etcd start, or check the address and firewalls"
+            found.append(Check(name, "problem", f"does not answer: {error}", cure))
             continue
         if status.get("leader", "0") in ("0", ""):
-            found.append(
-                Check(
-                    f"etcd {endpoint}",
-                    "problem",
-                    "the cluster has no leader",
-                    "More than half of its members must be up",
-                )
-            )
+            cure = "More than half of its members must be up"
+            found.append(Check(name, "problem", "the cluster has no leader", cure))
             continue
-        found.append(Check(f"etcd {endpoint}", "ok", f"version {status.get('version')}, {took:.0f} ms"))
+        found.append(Check(name, "ok", f"version {status.get('version')}, {took:.0f} ms"))
         found += _stale_keys(etcd)
         etcd.close()
         break
@@ -110,25 +92,20 @@ def _stale_keys(etcd: Etcd) -> list[Check]:
     if not old:
         return found
     names = [key.removeprefix(prefix) for key in old]
-    return [
-        *found,
-        Check(
-            "rendezvous keys",
-            "warning",
-            f"stale: nobody has written {', '.join(names[:5])}{' …' if len(names) > 5 else ''} for {STALE_S:g} s; "
-            "a new job with the same --rdzv-id may join what is over",
-            f"Use a new --rdzv-id, or remove it: etcdctl del --prefix {prefix}{names[0]} "
-            "(they expire by themselves within a day)",
-        ),
-    ]
+    text = (
+        f"stale: nobody has written {', '.join(names[:5])}{' …' if len(names) > 5 else ''} for {STALE_S:g} s; "
+        "a new job with the same --rdzv-id may join what is over"
+    )
+    remove = f"etcdctl del --prefix {prefix}{names[0]} (they expire by themselves within a day)"
+    cure = f"Use a new --rdzv-id, or remove it: {remove}"
+    return [*found, Check("rendezvous keys", "warning", text, cure)]
 
 
 def check_lighthouse(options: DoctorOptions) -> list[Check]:
     """The lighthouse answers on its port."""
-    address = options.lighthouse or os.environ.get("ALLRANKS_LIGHTHOUSE", "")
-    if not address:
+    first = _lighthouse(options)
+    if not first:
         return [Check("lighthouse", "skipped", "none given (--lighthouse HOST:PORT)")]
-    first = address.split(",")[0].removeprefix("http://")
     try:
         parts = urllib.parse.urlsplit(f"http://{first}")
         if not (parts.hostname and parts.port):
@@ -139,14 +116,14 @@ def check_lighthouse(options: DoctorOptions) -> list[Check]:
         with urllib.request.urlopen(f"http://{first}/healthz", timeout=options.timeout_s) as answer:
             return [Check("lighthouse", "ok", f"{first} answers {answer.status}")]
     except (OSError, ValueError) as error:
-        return [
-            Check(
-                "lighthouse",
-                "problem",
-                f"{first} does not answer: {getattr(error, 'reason', error)}",
-                f"allranks lighthouse --bind {first}",
-            )
-        ]
+        text = f"{first} does not answer: {getattr(error, 'reason', error)}"
+        return [Check("lighthouse", "problem", text, f"allranks lighthouse --bind {first}")]
+
+
+def _lighthouse(options: DoctorOptions) -> str:
+    """HOST:PORT of the first lighthouse that was given; "" for none."""
+    address = options.lighthouse or os.environ.get("ALLRANKS_LIGHTHOUSE", "")
+    return address.split(",")[0].removeprefix("http://")
 
 
 def check_object_store(options: DoctorOptions) -> list[Check]:
@@ -219,10 +196,9 @@ def check_clock(options: DoctorOptions) -> list[Check]:
     if _unsynchronised():
         text = "the kernel says that nothing keeps this node's clock right"
         found.append(Check("clock", "warning", text, "Start chrony or systemd-timesyncd on this node"))
-    if not (options.lighthouse or os.environ.get("ALLRANKS_LIGHTHOUSE")):
-        return found or [
-            Check("clock", "ok", "kept by NTP (give --lighthouse to compare it with the others)")
-        ]
+    if not _lighthouse(options):
+        text = "kept by NTP (give --lighthouse to compare it with the others)"
+        return found or [Check("clock", "ok", text)]
     offset = clock_offset_s(options)
     if offset is None:
         return [*found, Check("clock", "skipped", "the lighthouse did not tell its time")]
@@ -234,8 +210,7 @@ def check_clock(options: DoctorOptions) -> list[Check]:
 
 def clock_offset_s(options: DoctorOptions) -> float | None:
     """Seconds by which this node is ahead of the lighthouse (its answers tell whole seconds); None without an answer."""
-    address = options.lighthouse or os.environ.get("ALLRANKS_LIGHTHOUSE", "")
-    first = address.split(",")[0].removeprefix("http://")
+    first = _lighthouse(options)
     if not first:
         return None
     try:
@@ -252,3 +227,6 @@ def _unsynchronised() -> bool:
         return bool(ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512)) == 5)
     except (OSError, AttributeError):
         return False
+
+
+CHECKS = (check_ports, check_etcd, check_lighthouse, check_object_store, check_clock)

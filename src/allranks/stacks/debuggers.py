@@ -18,12 +18,13 @@ from allranks.blackbox.header import process_state
 from allranks.model.stacks import ThreadStack
 from allranks.stacks.boxes import timeout_due_s
 from allranks.stacks.find import Target
-from allranks.stacks.procfs import catches
+from allranks.stacks.procfs import catches, signal_set
 from allranks.stacks.tool_output import parse_faulthandler, parse_gdb, parse_kernels
 
 PYSPY_LIMIT_S = 10.0
 NATIVE_LIMIT_S = 30.0
 GDB_LIMIT_S = 60.0
+CAP_SYS_PTRACE = 19
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def ptrace_obstacle(pid: int) -> str:
             parts.append(f"it belongs to uid {uid}, we are uid {os.geteuid()}")
     except OSError:
         pass
-    if not _has_capability(19):
+    if not has_capability(CAP_SYS_PTRACE):
         parts.append("no CAP_SYS_PTRACE")
     try:
         scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
@@ -168,14 +169,9 @@ def ptrace_obstacle(pid: int) -> str:
     return "; ".join(parts) or "a security module refuses ptrace"
 
 
-def _has_capability(bit: int) -> bool:
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("CapEff:"):
-                return bool(int(line.split()[1], 16) >> bit & 1)
-    except OSError:
-        pass
-    return False
+def has_capability(number: int) -> bool:
+    """Whether this process has one of the kernel's capabilities."""
+    return bool(signal_set(os.getpid(), "CapEff") >> number & 1)
 
 
 FAULTHANDLER_LIMIT_S = 3.0

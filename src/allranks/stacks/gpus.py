@@ -35,9 +35,9 @@ def ask(pids: Collection[int]) -> tuple[GpuUse, ...]:
     """The GPUs that these processes use; () without a driver, or when it cannot be told which ones they are."""
     if shutil.which("nvidia-smi") is None:
         return ()
-    listed = _query("--query-compute-apps=pid,gpu_uuid")
+    listed = query_gpus("--query-compute-apps=pid,gpu_uuid")
     used = {row[1] for row in listed if row[0] in set(map(str, pids))} or _opened(pids)
-    rows = _query("--query-gpu=uuid,utilization.gpu,utilization.memory") if used else []
+    rows = query_gpus("--query-gpu=uuid,utilization.gpu,utilization.memory") if used else []
     return tuple(
         GpuUse(row[0], int(row[1]), int(row[2]))
         for row in rows
@@ -71,10 +71,20 @@ def all_wait(before: Collection[GpuUse], now: Collection[GpuUse]) -> bool:
     return bool(now) and same and all(use.waits for use in (*before, *now))
 
 
-def _query(what: str) -> list[list[str]]:
-    command = ["nvidia-smi", what, "--format=csv,noheader,nounits"]
+def ask_nvidia_smi(query: str, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
+    """One query of nvidia-smi; raises OSError or TimeoutExpired when it does not answer."""
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+
+
+def csv_cells(text: str) -> list[list[str]]:
+    """The cells of every row of an answer."""
+    return [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if "," in line]
+
+
+def query_gpus(query: str, limit_s: float = LIMIT_S) -> list[list[str]]:
+    """The rows of an answer; none without a driver, or when it does not answer."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        return csv_cells(ask_nvidia_smi(query, limit_s).stdout)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines() if "," in line]

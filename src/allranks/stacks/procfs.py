@@ -55,8 +55,7 @@ def read_entry(pid: int) -> ProcessEntry | None:
     if len(fields) < 20:
         return None
     title = _read(pid, "cmdline").replace("\0", " ").strip()
-    status = dict(line.split(":\t", 1) for line in _read(pid, "status").splitlines() if ":\t" in line)
-    inner = status.get("NSpid", "").split()
+    inner = status_of(pid).get("NSpid", "").split()
     return ProcessEntry(
         pid=pid,
         ppid=int(fields[1]),
@@ -147,10 +146,10 @@ def _threads(pid: int) -> Iterator[dict[str, object]]:
         fields = stat.rsplit(")", 1)[-1].split()
         if len(fields) < 13:
             continue
-        inner = _inner_number(_read(pid, f"task/{tid}/status"))
+        inner = status_of(pid, tid).get("NSpid", str(tid)).split()[-1]  # in its own PID namespace
         yield {
             "tid": tid,
-            **({"inner_tid": inner} if inner not in (0, tid) else {}),
+            **({"inner_tid": int(inner)} if int(inner) != tid else {}),
             "comm": stat[stat.find("(") + 1 : stat.rfind(")")],
             "state": fields[0],
             "utime": int(fields[11]),
@@ -186,14 +185,6 @@ def _mutex_address(syscall: str) -> int:
     return args[0] if is_mutex else 0
 
 
-def _inner_number(status: str) -> int:
-    """The number of a thread in its own PID namespace; 0 when unknown."""
-    for line in status.splitlines():
-        if line.startswith("NSpid:"):
-            return int(line.split()[-1])
-    return 0
-
-
 def main_thread_work(pid: int) -> tuple[int, int]:
     """Clock ticks and context switches of a process's main thread, ever."""
     fields = _read(pid, f"task/{pid}/stat").rsplit(")", 1)[-1].split()
@@ -204,10 +195,18 @@ def main_thread_work(pid: int) -> tuple[int, int]:
 
 def catches(pid: int, signal_number: int) -> bool:
     """Whether the process has installed a handler for a signal; never signal one that has not."""
-    for line in _read(pid, "status").splitlines():
-        if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (signal_number - 1) & 1)
-    return False
+    return bool(signal_set(pid, "SigCgt") >> (signal_number - 1) & 1)
+
+
+def status_of(pid: int, thread: int = 0) -> dict[str, str]:
+    """The fields of /proc/PID/status of a process or one of its threads; none when it is gone."""
+    text = _read(pid, f"task/{thread}/status" if thread else "status")
+    return dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+
+
+def signal_set(pid: int, field: str) -> int:
+    """A set of signals or capabilities in /proc/PID/status, as bits; 0 when unknown."""
+    return int(status_of(pid).get(field, "0"), 16)
 
 
 def mapped_files(pid: int, suffix: str) -> list[Path]:
