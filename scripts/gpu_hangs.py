@@ -198,7 +198,7 @@ def work(cases: list[tuple[gallery.Truth, str]], backend: str, archive: Path, en
 
 def pack(archive: Path, target: Path) -> None:
     """Each job that got as far as a call as one small archive: what tests/diagnose/nccl_hangs holds."""
-    from allranks.blackbox.encode import box_bytes
+    from allranks.blackbox.file_writer import box_bytes
     from allranks.blackbox.reader import read_trace
 
     target.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.blackbox.encode import box_bytes
+from allranks.blackbox.file_writer import box_bytes
 from allranks.cli import COMMANDS, main, make_parser
 from allranks.cli.catalog import EXAMPLES, GROUPS
 from allranks.cli.status import render

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.blackbox.encode import box_bytes
+from allranks.blackbox.file_writer import box_bytes
 from allranks.blackbox.files import job_folder
 from allranks.cli import COMMANDS, main
 from allranks.model.trace import RankTrace, TraceHeader

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.blackbox.encode import box_bytes
+from allranks.blackbox.file_writer import box_bytes
 from allranks.load import load_paths
 
 from .torch_dumps import entry, number, write

@@ -13,13 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from allranks.blackbox.encode import box_bytes
+from allranks.blackbox.file_writer import box_bytes
 from allranks.blackbox.header import HEADER_BYTES
-from allranks.blackbox.heap import HeapCache
 from allranks.blackbox.layout import HEADER, Item, packed_ranks
 from allranks.blackbox.reader import read_box
 from allranks.blackbox.ring_copy import BytesFile
-from allranks.blackbox.tables import MAX_MEMBERS, Tables
+from allranks.blackbox.tables import MAX_MEMBERS, HeapCache, Tables
 from allranks.drill.ranks import Ranks, signal
 from allranks.errors import InputError
 from allranks.load import LoadOptions, load_paths

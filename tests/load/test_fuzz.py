@@ -21,12 +21,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from allranks.blackbox.encode import box_bytes
-from allranks.blackbox.heap import HeapCache
+from allranks.blackbox.file_writer import box_bytes
 from allranks.blackbox.layout import HEADER
 from allranks.blackbox.reader import read_box
 from allranks.blackbox.ring_copy import BytesFile
-from allranks.blackbox.tables import Tables
+from allranks.blackbox.tables import HeapCache, Tables
 from allranks.errors import InputError
 from allranks.load.reading import Reader
 from allranks.load.result import LoadOptions, Raw, Unreadable

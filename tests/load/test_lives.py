@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from allranks.blackbox.encode import box_bytes
+from allranks.blackbox.file_writer import box_bytes
 from allranks.blackbox.layout import file_name
 from allranks.load import LoadOptions, load_paths
 from allranks.model.trace import CALL, Group, Progress, RankTrace, TraceHeader

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.blackbox.encode import box_bytes
+from allranks.blackbox.file_writer import box_bytes
 from allranks.cli import main
 from allranks.diagnose import verdict
 from allranks.load import LoadOptions, load_paths

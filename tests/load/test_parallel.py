@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.blackbox.encode import box_bytes
+from allranks.blackbox.file_writer import box_bytes
 from allranks.load import LoadOptions, LoadResult, load_paths
 from allranks.load import parallel as parallel_module
 from allranks.load import share as share_module

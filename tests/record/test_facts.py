@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 import allranks
-from allranks.blackbox.encode import box_bytes
-from allranks.blackbox.file_writer import Box
+from allranks.blackbox.file_writer import Box, box_bytes
 from allranks.blackbox.layout import Item
 from allranks.blackbox.reader import read_trace
 from allranks.drill.ranks import Ranks

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from allranks.blackbox.encode import box_bytes
+from allranks.blackbox.file_writer import box_bytes
 from allranks.cli import main
 from allranks.diagnose import diagnose
 from allranks.report import chrome_trace, perfetto

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from allranks.blackbox.encode import box_bytes
+from allranks.blackbox.file_writer import box_bytes
 from allranks.channel.frames import JSON, BadFrame, read_object, take_frames
 from allranks.checkpoint.manifest import (
     DataFile,

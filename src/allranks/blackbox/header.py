@@ -60,9 +60,8 @@ class Header(NamedTuple):
     @property
     def closed(self) -> str:
         """How the rank shut down: "exit", "exception: KIND (FILE:LINE): TEXT", "signal 15"; "" if it did not."""
-        return (
-            (self.exit_message.rstrip(b"\0") or self.closed_bytes).split(b"\0")[0].decode("utf-8", "replace")
-        )
+        message = self.exit_message.rstrip(b"\0") or self.closed_bytes
+        return message.split(b"\0")[0].decode("utf-8", "replace")
 
     @property
     def last_sign_ns(self) -> int:
@@ -71,31 +70,16 @@ class Header(NamedTuple):
 
 
 #: The code of `struct` of every field in the file, in order.
-CODES = (
-    "8s",
-    "I",
-    "I",
-    *["Q"] * 6,
-    *["q"] * 13,
-    "Q",
-    "q",
-    f"{CLOSED_BYTES}s",
-    "Q",
-    "q",
-    "q",
-    f"{EXIT_MESSAGE_BYTES}s",
-)
+CODES = ("8s", "I", "I", *"QQQQQQ", *"qqqqqqqqqqqqq", "Q", "q", f"{CLOSED_BYTES}s", *"Qqq", f"{EXIT_MESSAGE_BYTES}s")
 STRUCT = struct.Struct("<" + "".join(CODES))
 
 
 def parse_header(data: bytes) -> Header:
     """The header in these bytes; InputError when they are not a black box that this version can read."""
-    if len(data) < STRUCT.size or data[:8] != MAGIC:
-        raise InputError(
-            "cut short inside its header"
-            if data[:8] == MAGIC
-            else "not a black box: it does not begin with ALLRANKS"
-        )
+    if data[:8] != MAGIC:
+        raise InputError("not a black box: it does not begin with ALLRANKS")
+    if len(data) < STRUCT.size:
+        raise InputError("cut short inside its header")
     header = Header(*STRUCT.unpack_from(data))
     if header.version not in READABLE:
         raise InputError(f"layout {header.version} is not known, only {READABLE[0]} to {READABLE[-1]}")
@@ -145,9 +129,8 @@ def shorten(text: str, limit: int) -> bytes:
 def process_stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat behind the name; [] when there is no such process or no /proc."""
     try:
-        with open(
-            f"/proc/{pid}/stat", "rb", buffering=0
-        ) as file:  # often: a Path and a text file cost twice as much
+        # Called often: a Path and a text file cost twice as much.
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             return file.read().decode(errors="replace").rsplit(")", 1)[1].split()
     except (OSError, IndexError):
         return []

@@ -1,7 +1,7 @@
 """Reads black boxes, also while their rank writes to them and also cut short. No torch, no help from the rank.
 
 One read of the ring (`ring_copy.py`: rows that changed meanwhile are left out and counted as torn), one of the used heap
-(`heap.py`). Nothing in the bytes is ever executed. `header.py` reads the header alone, several times a second if need be.
+(`tables.py`). Nothing in the bytes is ever executed. `header.py` reads the header alone, several times a second if need be.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import BinaryIO
 import numpy as np
 
 from allranks.blackbox.header import HEADER_BYTES, STRUCT, Header, parse_header
-from allranks.blackbox.heap import Heap, HeapCache
 from allranks.blackbox.layout import Item, as_current
 from allranks.blackbox.ring_copy import Arena, BytesFile, File, OpenFile, read_newest, read_ring
-from allranks.blackbox.tables import Tables
+from allranks.blackbox.tables import Heap, HeapCache, Tables
 from allranks.errors import InputError
 from allranks.model.trace import CALL, REDUCE_OPS, Group, Progress, RankTrace, Raw, Shapes, State, TraceHeader
 
@@ -40,23 +39,7 @@ def read_trace(box: str | os.PathLike[str] | bytes) -> RankTrace:
     else:
         with _opened(box) as file:
             raw, path = read_box(OpenFile(file.fileno(), Arena()), cache), os.fspath(box)
-    frozen = cache.tables.freeze()
-    return RankTrace(
-        raw.header,
-        raw.calls,
-        raw.groups,
-        frozen.names,
-        frozen.shapes,
-        frozen.stacks,
-        raw.progress,
-        path,
-        raw.kind,
-        raw.notes,
-        raw.torn,
-        raw.last_completed,
-        raw.threads,
-        raw.destroyed,
-    )
+    return raw.as_trace(*cache.tables.freeze(), path)
 
 
 def read_rows(path: str | os.PathLike[str], header: Header) -> np.ndarray:
@@ -111,9 +94,8 @@ def read_box(file: File, cache: HeapCache, max_bytes: int = MAX_BYTES, newest: i
     notes: list[str] = []
     rows, torn, slots = _rows(file, head, max_bytes, notes, newest)
     older = max(0, min(slots, head.next_id) - len(rows) - torn) if len(rows) == newest else 0
-    if (
-        not head.closed_ns
-    ):  # the heap is read behind the rows, so that every id that they mention has been published
+    if not head.closed_ns:
+        # The heap is read behind the rows, so that every id that they mention has been published.
         head = parse_header(file.read(0, STRUCT.size))
     heap = _read_heap(file, head, cache, notes)
     as_current(rows, head.version)
@@ -127,20 +109,19 @@ def read_box(file: File, cache: HeapCache, max_bytes: int = MAX_BYTES, newest: i
     phase, inside = (
         cache.tables.names[heap.ids[Item.NAME].get(name, 0)] for name in (head.phase, head.inside)
     )
-    raw = Raw(
+    return Raw(
         _trace_header(head, heap),
         calls,
-        _groups(heap),
+        (Group(""), *(heap.groups[number] for number in order)),
         f"black box {head.version}",
-        notes=tuple(notes),
-        torn=torn,
+        _progress(head, phase, inside),
+        tuple(notes),
+        torn,
+        damaged=any(note.startswith("cut short") for note in notes),
+        threads=heap.threads,
+        destroyed={order[number]: when for number, when in heap.destroyed.items() if number in order},
+        older=older,
     )
-    raw.older = older
-    raw.progress = _progress(head, phase, inside)
-    raw.threads = heap.threads
-    raw.destroyed = {order[number]: when for number, when in heap.destroyed.items() if number in order}
-    raw.damaged = any(note.startswith("cut short") for note in notes)
-    return raw
 
 
 def _capacity(head: Header, size: int, max_bytes: int, notes: list[str]) -> int:
@@ -214,10 +195,6 @@ def _map(rows: np.ndarray, name: str, ids: dict[int, int]) -> None:
     rows[name] = table[np.minimum(rows[name], highest + 1)]
 
 
-def _groups(heap: Heap) -> tuple[Group, ...]:
-    return (Group(""), *(heap.groups[number] for number in sorted(heap.groups)))
-
-
 def _trace_header(head: Header, heap: Heap) -> TraceHeader:
     meta = heap.meta
     versions = meta.get("versions")
@@ -238,17 +215,10 @@ def _trace_header(head: Header, heap: Heap) -> TraceHeader:
 
 
 def _progress(head: Header, phase: str, inside: str) -> Progress:
+    counts = (head.step, head.step_ns, head.calls_started, head.calls_completed)
+    setups = head.setups if head.version > 1 else -1
     return Progress(
-        step=head.step,
-        step_ns=head.step_ns,
-        calls_started=head.calls_started,
-        calls_completed=head.calls_completed,
-        phase=phase,
-        expect_until_ns=head.expect_until_ns,
-        closed=head.closed,
-        inside=inside,
-        inside_ns=head.inside_ns,
-        setups=head.setups if head.version > 1 else -1,
+        *counts, phase, head.expect_until_ns, head.closed, inside, inside_ns=head.inside_ns, setups=setups
     )
 
 

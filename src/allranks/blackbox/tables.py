@@ -3,12 +3,22 @@
 A thousand ranks run the same program: they share a handful of stacks. Interning them over all files keeps
 memory flat and lets `diagnose` compare indices instead of contents. Groups stay per trace, but equal groups
 are one object, so that 16,384 ranks do not hold 16,384 copies of a member list.
+
+The heap of a black box fills them. The ranks of a job write nearly the same items in the same order: groups and the host
+differ, the rest repeats. So a run of items between two of those is decoded once per load, and known again by its bytes.
 """
 
 from __future__ import annotations
 
+import json
+import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain, islice
+from math import prod
+from typing import Any
 
+from allranks.blackbox.layout import ITEM_HEADER_BYTES, Item
 from allranks.model.trace import Frame, Group, Shapes
 
 #: Longest text that is kept of a name; hostile files may hold megabytes.
@@ -76,26 +86,175 @@ class Tables:
         """The one object that stands for all equal groups."""
         return self._groups.setdefault(group, group)
 
-    def freeze(self) -> Frozen:
-        """The tables as the tuples that traces hold."""
-        return Frozen(tuple(self.names), tuple(self.shapes), tuple(self.stacks))
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """What all traces of one load have in common."""
-
-    names: tuple[str, ...]
-    shapes: tuple[Shapes, ...]
-    stacks: tuple[tuple[Frame, ...], ...]
+    def freeze(self) -> tuple[tuple[str, ...], tuple[Shapes, ...], tuple[tuple[Frame, ...], ...]]:
+        """(names, shapes, stacks) as the tuples that traces hold."""
+        return tuple(self.names), tuple(self.shapes), tuple(self.stacks)
 
 
 def _numel(sizes: tuple[tuple[int, ...], ...]) -> int:
     """Elements over all tensors, kept inside 63 bits."""
-    total = 0
-    for size in sizes:
-        count = 1
-        for extent in size:
-            count *= extent
-        total += count
+    total = sum(map(prod, sizes))
     return total if -1 <= total < 1 << 63 else -1
+
+
+_item_header = struct.Struct("<IHHI").unpack_from
+_LAST_KIND = int(max(Item))
+#: What differs from rank to rank; these items end a run.
+_OWN = (int(Item.META), int(Item.GROUP), int(Item.THREAD), int(Item.DESTROYED))
+#: Items longer than this are compared, not hashed: a member list of 16,384 ranks is in every file.
+LONG_ITEM = 2048
+#: Runs remembered behind one and the same first item; hostile files must not make the search long.
+MAX_RUNS = 64
+
+
+@dataclass
+class Run:
+    """Some items in a row: per kind, the file's own id → index into the shared tables."""
+
+    content: bytes = b""
+    ids: dict[int, dict[int, int]] = field(
+        default_factory=lambda: {int(Item.NAME): {}, int(Item.SHAPES): {}, int(Item.STACK): {}}
+    )
+    bad: int = 0  # items that could not be read
+
+
+@dataclass
+class Heap(Run):
+    """One file's whole heap."""
+
+    meta: dict[str, Any] = field(default_factory=dict)
+    groups: dict[int, Group] = field(default_factory=dict)
+    threads: dict[int, str] = field(default_factory=dict)  # native thread id -> name
+    #: the file's own id of a group -> epoch nanoseconds
+    destroyed: dict[int, int] = field(default_factory=dict)
+
+    def add(self, run: Run) -> None:
+        """Takes over what a run holds."""
+        self.bad += run.bad
+        for kind, ids in run.ids.items():
+            self.ids[kind].update(ids)
+
+
+@dataclass
+class HeapCache:
+    """Heap items and runs of them by their bytes, over all files of one load."""
+
+    tables: Tables
+    items: dict[bytes, Any] = field(default_factory=dict)
+    long_items: dict[tuple[int, bytes], list[bytes]] = field(default_factory=dict)
+    runs: dict[bytes, list[Run]] = field(default_factory=dict)  # by the first item
+
+    def read(self, data: bytes) -> Heap:
+        """What the bytes of a heap hold, up to where they are cut or make no sense."""
+        heap = Heap()
+        position, end = 0, len(data)
+        while position + ITEM_HEADER_BYTES <= end:
+            length, kind, _, number = _item_header(data, position)
+            behind = position + ITEM_HEADER_BYTES + length
+            if behind > end:
+                break
+            if kind not in _OWN:
+                run = self._run(data, position)
+                heap.add(run)
+                position += len(run.content)
+                continue
+            value = self._value(data, position, behind, kind)
+            position = (behind + 7) & ~7
+            if value is None:
+                heap.bad += 1
+            elif kind == Item.GROUP:
+                heap.groups[number] = value
+            elif kind == Item.META:
+                heap.meta.update(value)
+            else:
+                table: dict[int, Any] = heap.threads if kind == Item.THREAD else heap.destroyed
+                table[value[0]] = value[1]
+        return heap
+
+    def _run(self, data: bytes, position: int) -> Run:
+        """The run of shared items that begins here: a known one, or a new one that is remembered."""
+        length = _item_header(data, position)[0]
+        first = self._known(data, position, position + ITEM_HEADER_BYTES + length)
+        known = self.runs.setdefault(first, [])
+        for run in known:
+            if data.startswith(run.content, position):
+                return run
+        run = self._decode_run(data, position)
+        if len(known) < MAX_RUNS:
+            known.append(run)
+            known.sort(key=lambda run: -len(run.content))  # the longest that fits saves most
+        return run
+
+    def _decode_run(self, data: bytes, start: int) -> Run:
+        run, position, end = Run(), start, len(data)
+        while position + ITEM_HEADER_BYTES <= end:
+            length, kind, _, number = _item_header(data, position)
+            behind = position + ITEM_HEADER_BYTES + length
+            if behind > end or kind in _OWN:
+                break
+            value = self._value(data, position, behind, kind)
+            position = (behind + 7) & ~7
+            if value is None:
+                run.bad += kind <= _LAST_KIND  # a kind of a later version is not ours to judge
+            else:
+                run.ids[kind][number] = value
+        run.content = data[start:position]
+        return run
+
+    def _known(self, data: bytes, position: int, behind: int) -> bytes:
+        """The item at a place of a heap; a long one that was seen before is not copied."""
+        if behind - position <= LONG_ITEM:
+            return data[position:behind]
+        key = (behind - position, data[behind - 64 : behind])
+        candidates = self.long_items.setdefault(key, [])
+        for candidate in candidates:
+            if data.startswith(candidate, position):
+                return candidate  # its hash is known already
+        candidates.append(data[position:behind])
+        return candidates[-1]
+
+    def _value(self, data: bytes, position: int, behind: int, kind: int) -> Any:
+        """An item decoded: an index into the tables, a Group, or the meta dictionary; None when unreadable."""
+        item = self._known(data, position, behind)
+        value = self.items.get(item)
+        if value is None:
+            try:
+                decode = _DECODERS.get(kind, lambda tables, value: None)  # None: a kind of a later version
+                value = decode(self.tables, json.loads(item[ITEM_HEADER_BYTES:]))
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError):
+                value = None
+            self.items[item] = value
+        return value
+
+
+def _shapes(tables: Tables, value: Any) -> Any:
+    sizes, words = [_lists(part) for part in value[:2]], [tuple(map(str, part)) for part in value[2:4]]
+    splits = [tuple(map(int, part or ())) for part in (*value[4:6], (), ())[:2]]
+    return tables.shape(Shapes(sizes[0], sizes[1], words[0], words[1], splits[0], splits[1]))
+
+
+def _group(tables: Tables, value: Any) -> Any:
+    name, desc, ranks, backend = value
+    parts = (range(*part)[:MAX_MEMBERS] if isinstance(part, list) else (int(part),) for part in ranks)
+    members = tuple(islice(chain.from_iterable(parts), MAX_MEMBERS))
+    return tables.group(Group(str(name)[:MAX_TEXT], str(desc)[:MAX_TEXT], members, str(backend)[:64]))
+
+
+def _stack(tables: Tables, value: Any) -> Any:
+    return tables.stack(tuple(tables.frame(str(n), str(f), int(line)) for n, f, line in value))
+
+
+#: An item's JSON as an index into the shared tables (or a Group, or the meta dictionary); None when it is none.
+_DECODERS: dict[int, Callable[[Tables, Any], Any]] = {
+    Item.NAME: lambda tables, value: tables.name(value) if isinstance(value, str) else None,
+    Item.STACK: _stack,
+    Item.THREAD: lambda tables, value: (int(value[0]), str(value[1])[:MAX_TEXT]),
+    Item.DESTROYED: lambda tables, value: (int(value[0]), int(value[1])),
+    Item.SHAPES: _shapes,
+    Item.GROUP: _group,
+    Item.META: lambda tables, value: value if isinstance(value, dict) else None,
+}
+
+
+def _lists(value: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(extent) for extent in size) for size in value)

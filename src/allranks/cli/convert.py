@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
 def encode(trace: RankTrace, form: str) -> bytes:
     """The bytes of a trace in one of the forms."""
     if form == "box":
-        from allranks.blackbox.encode import box_bytes
+        from allranks.blackbox.file_writer import box_bytes
 
         return box_bytes(trace)
     from allranks.model.torch_dump import to_torch_json, to_torch_pickle

@@ -88,13 +88,11 @@ def as_details(details: Mapping[str, dict[str, Any]]) -> Details:
         (name, dump, read_dump(dict(dump), reader.tables, reader.dumps.members, "pickle"))
         for name, dump in details.items()
     ]
-    frozen = reader.tables.freeze()
-    tables = (frozen.names, frozen.shapes, frozen.stacks)
+    tables = reader.tables.freeze()
     traces = []
     for name, dump, raw in raws:
-        header = replace(raw.header, rank=int(dump["rank"]))
-        trace = RankTrace(header, raw.calls, raw.groups, *tables, path=name, kind=raw.kind, notes=raw.notes)
-        traces.append(replace(trace, last_completed=raw.last_completed))
+        raw.header = replace(raw.header, rank=int(dump["rank"]))
+        traces.append(raw.as_trace(*tables, name))
     return Details(tuple(sorted(traces, key=lambda trace: trace.header.rank or 0)))
 
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
-from allranks.blackbox.tables import Frozen
 from allranks.errors import InputError
 from allranks.load.choose import TraceFile, choose
 from allranks.load.ranks import attempt_of_name, rank_by_prefix, ranks_of_names
@@ -29,9 +28,8 @@ def load_paths(paths: Sequence[str], options: LoadOptions | None = None) -> Load
     with _no_collector():
         each = _newest_of_each(options.newest_calls, sources)
         result = _settle(_read(replace(options, newest_calls=each), sources), paths)
-        if (
-            each and options.newest_calls // max(1, len(result.traces)) != each
-        ):  # not every file was one of the job
+        if each and options.newest_calls // max(1, len(result.traces)) != each:
+            # Not every file was one of the job.
             result = _settle(_read(replace(options, newest_calls=0), sources), paths)
         return result
 
@@ -83,8 +81,10 @@ def _settle(load: Share, paths: Sequence[str]) -> LoadResult:
     """Ranks, attempts and duplicates, then the final traces and notes."""
     files, notes = _ranked(load)
     choice = choose(files, load.options.attempt)
-    frozen = load.reader.tables.freeze()
-    traces = [_trace(file, frozen) for file in choice.chosen]
+    for file in choice.chosen:
+        file.raw.header = replace(file.raw.header, rank=file.rank, attempt=file.attempt or 0)
+    tables = load.reader.tables.freeze()
+    traces = [file.raw.as_trace(*tables, file.path) for file in choice.chosen]
     notes += [_note(file) for file in choice.chosen]
     notes += [FileNote(c.path, c.rank, c.raw.kind, "skipped", reason) for c, reason in choice.dropped]
     notes += _failures(load)
@@ -141,16 +141,6 @@ def _dated(source: DumpSource, raw: Raw) -> Raw:
     if last <= source.mtime_ns <= last + limit:
         raw.header = replace(raw.header, written_ns=source.mtime_ns)
     return raw
-
-
-def _trace(candidate: TraceFile, frozen: Frozen) -> RankTrace:
-    raw = candidate.raw
-    header, attempt = raw.header, candidate.attempt or 0
-    if (header.rank, header.attempt) != (candidate.rank, attempt):
-        header = replace(header, rank=candidate.rank, attempt=attempt)
-    tables = (frozen.names, frozen.shapes, frozen.stacks)
-    found = (raw.calls, raw.groups, *tables, raw.progress, candidate.path, raw.kind, raw.notes, raw.torn)
-    return RankTrace(header, *found, raw.last_completed, raw.threads, raw.destroyed, raw.older)
 
 
 def _note(candidate: TraceFile) -> FileNote:

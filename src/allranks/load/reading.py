@@ -8,10 +8,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from allranks.blackbox.header import MAGIC
-from allranks.blackbox.heap import HeapCache
 from allranks.blackbox.reader import read_box
 from allranks.blackbox.ring_copy import Arena, BytesFile, File, OpenFile
-from allranks.blackbox.tables import Tables
+from allranks.blackbox.tables import HeapCache, Tables
 from allranks.errors import InputError
 from allranks.load.result import LoadOptions, Raw, Unreadable
 from allranks.load.sources import GZIP, ZSTD, DumpSource, read_all, unwrap

@@ -116,9 +116,8 @@ class Progress:
     calls_completed: int = 0
     phase: str = ""  # user's word: "train", "eval", "checkpoint"
     expect_until_ns: int = 0  # silence is declared normal until then
-    closed: str = (
-        ""  # "" while running or killed; "exit", "exception: ...", "signal 15" when it shut down by itself
-    )
+    #: "" while running or killed; "exit", "exception: ...", "signal 15" when it shut down by itself
+    closed: str = ""
     inside: str = ""  # the function that it has entered and not left: see SETUP_CALLS
     inside_ns: int = 0  # when it entered or last left one of them
     setups: int = -1  # how many of them it has finished; -1 unknown
@@ -157,12 +156,8 @@ class RankTrace:
     notes: tuple[str, ...] = ()  # what was wrong with the file: each lowers confidence
     torn: int = 0  # records skipped because they were being written
     last_completed: dict[str, int] = field(default_factory=dict)  # group name -> seq, from pg_status, if any
-    threads: dict[int, str] = field(
-        default_factory=dict
-    )  # native thread id -> name, of threads that made calls
-    destroyed: dict[int, int] = field(
-        default_factory=dict
-    )  # index of a group -> when destroy_process_group was called
+    threads: dict[int, str] = field(default_factory=dict)  # native id -> name, of threads that made calls
+    destroyed: dict[int, int] = field(default_factory=dict)  # group -> when destroy_process_group was called
     older: int = 0  # earlier calls that are in the file and were not read
 
     def parts(self, index: int) -> np.ndarray:
@@ -198,6 +193,18 @@ class Raw:
     destroyed: dict[int, int] = field(default_factory=dict)
     older: int = 0
     rank_hint: int | None = None  # the rank that its own sends and receives give away
+
+    def as_trace(
+        self,
+        names: tuple[str, ...],
+        shapes: tuple[Shapes, ...],
+        stacks: tuple[tuple[Frame, ...], ...],
+        path: str,
+    ) -> RankTrace:
+        """The trace of this file, whose rows refer to these tables."""
+        rows = (self.header, self.calls, self.groups, names, shapes, stacks)
+        known = (self.progress, path, self.kind, self.notes, self.torn, self.last_completed)
+        return RankTrace(*rows, *known, self.threads, self.destroyed, self.older)
 
     def last_event_ns(self) -> int:
         """The latest time mentioned anywhere in the file, 0 when none."""
