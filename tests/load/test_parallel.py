@@ -16,7 +16,7 @@ import pytest
 from allranks.blackbox.file_writer import box_bytes
 from allranks.load import LoadOptions, LoadResult, load_paths
 from allranks.load import parallel as parallel_module
-from allranks.load import share as share_module
+from allranks.load import reading as share_module
 
 from .dumps import dump, entry
 from .test_blackbox import make_trace

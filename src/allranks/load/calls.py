@@ -47,14 +47,11 @@ class Interner:
 
     tables: Tables
     groups: GroupTable
-    sized_all_to_all: bool = True  # False for dumps of 2.3 and older, which recorded wrong all_to_all sizes
     _kinds: dict[tuple[Any, Any], tuple[int, int, int, int]] = field(default_factory=dict)
     _stacks: dict[tuple[int, ...], int] = field(default_factory=dict)
     _frames: dict[int, int] = field(default_factory=dict)
     _threads: dict[str, int] = field(default_factory=dict)
-    own_ranks: set[int] = field(
-        default_factory=set
-    )  # what the names of sends and receives say of the recorder
+    own_ranks: set[int] = field(default_factory=set)  # what names of sends and receives say of the recorder
 
     def kind(self, process_group: object, profiling_name: object) -> tuple[int, int, int, int]:
         """(group index, op index, peer, flags) of an entry's group and "<library>:<op>[ s->d| d<-s]"."""
@@ -71,12 +68,11 @@ class Interner:
         return found
 
     def _read_kind(self, process_group: tuple[Any, ...], profiling_name: object) -> tuple[int, int, int, int]:
-        backend, op, local_peer = split_name(profiling_name if isinstance(profiling_name, str) else "")
+        backend, op, own, local_peer = split_name(profiling_name if isinstance(profiling_name, str) else "")
         texts = [part if isinstance(part, str) else "" for part in (*process_group, "", "")[:2]]
         group = self.groups.index(texts[0], texts[1], backend)
         flags = int(Flag.P2P) if op in P2P_OPS else 0
-        own = own_local_rank(profiling_name) if flags and isinstance(profiling_name, str) else -1
-        if 0 <= own < len(self.groups.groups[group].ranks):
+        if flags and 0 <= own < len(self.groups.groups[group].ranks):
             self.own_ranks.add(self.groups.groups[group].ranks[own])
         return group, self.tables.name(op), self._global_rank(group, local_peer), flags
 
@@ -91,9 +87,8 @@ class Interner:
     def shape(self, sizes: tuple[Any, Any, Any, Any]) -> int:
         """The index of (input sizes, input dtypes, output sizes, output dtypes)."""
         inputs, input_dtypes, outputs, output_dtypes = sizes
-        return self.tables.shape(
-            Shapes(_sizes(inputs), _sizes(outputs), _words(input_dtypes), _words(output_dtypes))
-        )
+        dtypes = (_words(input_dtypes), _words(output_dtypes))
+        return self.tables.shape(Shapes(_sizes(inputs), _sizes(outputs), *dtypes))
 
     def thread(self, text: object) -> int:
         """The low bits of a thread's number, which is text."""
@@ -101,7 +96,8 @@ class Interner:
             return 0
         found = self._threads.get(text)
         if found is None:
-            found = self._threads[text] = _thread(text) & 0xFFFFFFFF
+            number = int(text) if text.isascii() and text.isdigit() and len(text) < 19 else 0
+            found = self._threads[text] = number & 0xFFFFFFFF
         return found
 
     def stack(self, frames: object) -> int:
@@ -132,8 +128,9 @@ def read_frame(tables: Tables, frame: object) -> int:
     return tables.frame(name, file, line if type(line) is int and -_BIG < line < _BIG else 0)
 
 
-def split_name(profiling_name: str) -> tuple[str, str, int]:
-    """("nccl", "send", 1) of "nccl:send 0->1"; the peer is group-local, -1 when there is none."""
+def split_name(profiling_name: str) -> tuple[str, str, int, int]:
+    """("nccl", "send", 0, 1) of "nccl:send 0->1": library, operation, and the group-local ranks of the process that recorded it
+    and of its partner, -1 where the name does not say."""
     backend, colon, rest = profiling_name.partition(":")
     if not colon:
         backend, rest = "", profiling_name
@@ -141,19 +138,13 @@ def split_name(profiling_name: str) -> tuple[str, str, int]:
     for arrow in ("->", "<-"):
         if arrow in ends:
             # "s->d" is the sender's view, "d<-s" the receiver's: the partner always stands on the right.
-            peer = ends.partition(arrow)[2].strip()
-            return backend, op, int(peer) if peer.isascii() and peer.isdigit() and len(peer) < 10 else -1
-    return backend, op, -1
+            own, _, peer = ends.partition(arrow)
+            return backend, op, _local_rank(own.strip()), _local_rank(peer.strip())
+    return backend, op, -1, -1
 
 
-def own_local_rank(profiling_name: str) -> int:
-    """The group-local rank of the process that recorded a send or receive; -1 when it does not say."""
-    ends = profiling_name.partition(":")[2].partition(" ")[2]
-    for arrow in ("->", "<-"):
-        own = ends.partition(arrow)[0].strip() if arrow in ends else ""
-        if own.isascii() and own.isdigit() and len(own) < 10:
-            return int(own)
-    return -1
+def _local_rank(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
 
 
 def read_calls(entries: list[Any], interner: Interner) -> tuple[np.ndarray, int]:
@@ -177,13 +168,10 @@ def _fill(calls: np.ndarray, columns: list[tuple[Any, ...]], interner: Interner)
     for (name, _), column in zip(NUMBERS, columns, strict=False):
         calls[name] = numbers(column, missing=-1 if name == "seq" else 0)
     calls["begin"] = np.maximum(calls["begin"].astype(np.int64), 0)
-    groups, names, inputs, input_dtypes, outputs, output_dtypes, states, retired, p2p = columns[
-        len(NUMBERS) :
-    ]
+    groups, names, *sizes, states, retired, p2p = columns[len(NUMBERS) :]
     kinds = np.array(list(map(interner.kind, groups, names)), np.int64)
     calls["group"], calls["op"], calls["peer"] = kinds[:, 0], kinds[:, 1], kinds[:, 2]
-    sizes = list(zip(inputs, input_dtypes, outputs, output_dtypes, strict=False))
-    calls["shapes"] = _intern_shapes(interner, sizes)
+    calls["shapes"] = _intern_shapes(interner, list(zip(*sizes, strict=False)))
     calls["state"] = [STATES.get(state, 0) if isinstance(state, str) else 0 for state in states]
     flags = kinds[:, 3]
     flags |= np.fromiter((x is True for x in p2p), np.bool_, len(calls)) * int(Flag.P2P)
@@ -235,10 +223,6 @@ def _number(value: object, missing: int) -> int:
     return missing
 
 
-def _thread(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else 0
-
-
 def _intern_shapes(interner: Interner, quads: list[tuple[Any, Any, Any, Any]]) -> list[int]:
     """Indices of sizes and dtypes; anything that is not lists of lists of numbers counts as unknown."""
     seen: dict[Any, int] = {}
@@ -246,13 +230,8 @@ def _intern_shapes(interner: Interner, quads: list[tuple[Any, Any, Any, Any]]) -
     for quad in quads:
         try:
             inputs, input_dtypes, outputs, output_dtypes = quad
-            key = (
-                _size_key(inputs),
-                _size_key(outputs),
-                *input_dtypes[:MAX_TENSORS],
-                0,
-                *output_dtypes[:MAX_TENSORS],
-            )
+            dtypes = (*input_dtypes[:MAX_TENSORS], 0, *output_dtypes[:MAX_TENSORS])
+            key = (_size_key(inputs), _size_key(outputs), *dtypes)
             index = seen.get(key)
             if index is None:
                 index = seen[key] = interner.shape(quad)

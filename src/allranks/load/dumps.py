@@ -23,7 +23,7 @@ class DumpReader:
 
     tables: Tables
     members: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    layouts: LayoutCache = field(default_factory=LayoutCache)
+    layouts: LayoutCache = field(default_factory=lambda: LayoutCache(list))
 
     def read_pickle(self, data: bytes) -> Raw:
         """A pickle: by its repeating bytes where it has them, else the plain way."""

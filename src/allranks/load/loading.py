@@ -9,13 +9,12 @@ from dataclasses import replace
 from typing import Literal
 
 from allranks.errors import InputError
-from allranks.load.choose import TraceFile, choose
-from allranks.load.ranks import attempt_of_name, rank_by_prefix, ranks_of_names
+from allranks.load.choose import TraceFile, attempt_of_name, choose, rank_by_prefix, ranks_of_names
+from allranks.load.reading import Share, processes_for, read_here, take_within
 from allranks.load.result import LoadOptions, LoadResult, Raw
-from allranks.load.share import Share, processes_for, read_here, take_within
 from allranks.load.sources import DumpSource, find_sources
 from allranks.model.diagnosis import FileNote
-from allranks.model.trace import CALL, RankTrace
+from allranks.model.trace import CALL
 
 #: A dump's modification time is when it was taken only if it lies so close behind the last timeout; else it was copied.
 MAX_DUMP_DELAY_NS = 300 * 10**9

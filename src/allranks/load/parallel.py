@@ -24,9 +24,8 @@ import numpy as np
 
 from allranks.blackbox.ring_copy import Arena
 from allranks.blackbox.tables import Tables
-from allranks.load.reading import Reader
+from allranks.load.reading import TICK_S, Reader, Share, read_here
 from allranks.load.result import LoadOptions, Raw, Unreadable
-from allranks.load.share import TICK_S, Share, read_here
 from allranks.load.sources import DumpSource
 from allranks.model.trace import CALL, Group
 
@@ -79,9 +78,7 @@ def _fork(options: LoadOptions, sources: list[DumpSource]) -> _Child:
     memory = mmap.mmap(-1, int(sum(source.size for source in sources) * ROWS_PER_BYTE) + mmap.PAGESIZE)
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # only our own thread exists; see share.processes_for
+        warnings.simplefilter("ignore", DeprecationWarning)  # only our own thread exists: processes_for
         pid = os.fork()
     if pid == 0:
         os.close(reading)
@@ -184,7 +181,8 @@ def _adopt(
     numbers = _merge(load.reader.tables, *tables)
     groups: dict[int, Group] = {}
     for _, raw in raws:
-        _renumber(raw.calls, numbers)
+        for column, ids in numbers.items():
+            raw.calls[column] = ids[raw.calls[column]]
         raw.groups = tuple(_same_group(load.reader.tables, group, groups) for group in raw.groups)
     load.raws += raws
     load.failed += failed
@@ -204,11 +202,6 @@ def _merge(
     return {
         column: np.array(ids, np.uint32) for column, ids in numbers.items() if ids != list(range(len(ids)))
     }
-
-
-def _renumber(calls: np.ndarray, numbers: dict[str, np.ndarray]) -> None:
-    for column, ids in numbers.items():
-        calls[column] = ids[calls[column]]
 
 
 def _same_group(tables: Tables, group: Group, known: dict[int, Group]) -> Group:

@@ -1,11 +1,18 @@
-"""One source → Raw or a note, by its content and never by its name alone."""
+"""One source → Raw or a note, by its content and never by its name alone; then all of them, archives included.
+
+A read from a dead NFS server cannot be interrupted: it is done in a thread, which is left behind after a limit. What comes
+out is settled in `loading.py`.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from allranks.blackbox.header import MAGIC
 from allranks.blackbox.reader import read_box
@@ -13,7 +20,7 @@ from allranks.blackbox.ring_copy import Arena, BytesFile, File, OpenFile
 from allranks.blackbox.tables import HeapCache, Tables
 from allranks.errors import InputError
 from allranks.load.result import LoadOptions, Raw, Unreadable
-from allranks.load.sources import GZIP, ZSTD, DumpSource, read_all, unwrap
+from allranks.load.sources import GZIP, ZSTD, DumpSource, is_tar, read_all, tar_members, unwrap
 
 if TYPE_CHECKING:  # a thousand lines that black boxes do not need
     from allranks.load.dumps import DumpReader
@@ -131,3 +138,144 @@ def _foreign(path: str, head: bytes) -> Unreadable:
             return Unreadable("not a dump", kind=kind, skip=True)
     text = all(byte >= 32 or byte in b"\t\r\n\x1b" for byte in head[:256])
     return Unreadable("not a dump", kind="text" if text else "unknown", skip=True)
+
+
+T = TypeVar("T")
+#: How often progress is shown and looked at, in seconds.
+TICK_S = 0.1
+
+
+#: Below these a second process costs more than it saves: files, and seconds that one process would take.
+MIN_FILES, MIN_WORK_S = 128, 0.5
+#: Bytes read in a second: of black boxes, which are copied, and of dumps, which are taken apart; seconds for each file.
+BOX_BYTES_PER_S, DUMP_BYTES_PER_S, FILE_S = 800 << 20, 48 << 20, 0.0002
+MAX_PROCESSES = 8
+#: So many files may give no answer before the rest is left alone.
+MAX_STALLS = 3
+
+
+@dataclass
+class Share:
+    """Some of the files, and what became of them. Runs in the loading process or in a child of it."""
+
+    options: LoadOptions
+    reader: Reader
+    raws: list[tuple[DumpSource, Raw]] = field(default_factory=list)
+    failed: list[tuple[DumpSource, Unreadable]] = field(default_factory=list)
+
+    def read(self, source: DumpSource) -> None:
+        """Reads one source, looking into archives."""
+        try:
+            members = self._members(source)
+            if members is not None:
+                for member in members:
+                    self.read_member(member)
+                return
+        except Unreadable as error:
+            self.failed.append((source, error))
+            return
+        self.read_member(source)
+
+    def read_member(self, source: DumpSource) -> None:
+        """Reads one source that is not an archive."""
+        try:
+            self.raws.append((source, self.reader.read(source)))
+        except Unreadable as error:
+            self.failed.append((source, error))
+
+    def _members(self, source: DumpSource) -> list[DumpSource] | None:
+        """The members of a tar file, compressed or not; None when the source is none."""
+        name = source.path.lower()
+        if source.problem or not (".tar" in name or name.endswith((".tgz", ".tzst"))):
+            return None
+        try:
+            limit = self.options.max_box_bytes
+            data, problem = unwrap(read_all(source, limit), limit)
+        except OSError as error:
+            raise Unreadable(f"cannot be read: {error.strerror or error}") from error
+        if not is_tar(data):
+            return None
+        members = list(tar_members(source, data, self.options.max_file_bytes))
+        if problem:
+            self.failed.append((source, Unreadable(problem, kind="tar archive")))
+        return members
+
+
+def processes_for(sources: list[DumpSource]) -> int:
+    """How many processes pay for these sources; 1 where forking would be unsafe."""
+    if len(sources) < MIN_FILES or sum(map(_work_s, sources)) < MIN_WORK_S:
+        return 1
+    if threading.active_count() > 1 or not hasattr(os, "fork"):
+        return 1
+    return max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(sources) // (MIN_FILES // 2)))
+
+
+def _work_s(source: DumpSource) -> float:
+    """How long reading a source will take, roughly."""
+    return FILE_S + source.size / (BOX_BYTES_PER_S if source.path.endswith(".box") else DUMP_BYTES_PER_S)
+
+
+def read_here(
+    options: LoadOptions, sources: list[DumpSource], show: Callable[[int], None] | None = None
+) -> Share:
+    """Reads sources in this process. Those that give no answer are noted, and the others read again without them."""
+    silent: list[tuple[DumpSource, Unreadable]] = []
+    for _ in range(MAX_STALLS + 1):
+        load = Share(options, Reader(options))
+        read, all_of_them = take_within(map(load.read, sources), options.read_limit_s, show)
+        if all_of_them:
+            break
+        left = sources[len(read)]
+        silent.append((left, Unreadable(f"cannot be read: no answer within {options.read_limit_s:g} s")))
+        if len(silent) < MAX_STALLS:
+            sources = [source for source in sources if source is not left]
+            continue
+        note = f"not tried, since {MAX_STALLS} other files gave no answer"
+        silent += [(source, Unreadable(note)) for source in sources[len(read) + 1 :]]
+        sources = sources[: len(read)]
+    load.failed += silent
+    return load
+
+
+class _Taking(threading.Thread, Generic[T]):
+    """Takes one step after the other until the last, or for ever."""
+
+    def __init__(self, steps: Iterable[T]) -> None:
+        super().__init__(name="allranks-load", daemon=True)
+        self._steps = steps
+        self.taken: list[T] = []
+        self.error: BaseException | None = None
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        """Collects what the steps give."""
+        try:
+            for item in self._steps:
+                self.taken.append(item)
+        except BaseException as error:  # raised again by whoever waits
+            self.error = error
+        finally:
+            self.ended.set()
+
+
+def take_within(
+    steps: Iterable[T], limit_s: float, show: Callable[[int], None] | None = None
+) -> tuple[list[T], bool]:
+    """(what the steps gave, whether all were taken): gives up when one step takes longer than the limit. What the
+    thread that is left behind works on must not be used by anybody else afterwards."""
+    taking = _Taking(steps)
+    taking.start()
+    done, since, cpu = 0, time.monotonic(), time.process_time()
+    while not taking.ended.wait(TICK_S):
+        count, now = len(taking.taken), time.monotonic()
+        if count > done or time.process_time() - cpu > TICK_S / 2:  # a large file is work, not a wait
+            done, since = count, now
+            if show is not None:
+                show(count)
+        elif now - since > limit_s:
+            return taking.taken[:count], False
+        cpu = time.process_time()
+    taking.join()
+    if taking.error is not None:
+        raise taking.error
+    return taking.taken, True

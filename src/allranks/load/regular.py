@@ -9,13 +9,23 @@ and the plain way reads the whole file: the result is the same, only later.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from allranks.load.calls import NUMBERS
-from allranks.load.entries import Entries, find_entries, without_frames
-from allranks.load.layout import GETS, MEMOIZE, VARYING, Irregular, Layout, learn, scan
+from allranks.load.layout import (
+    GETS,
+    MEMOIZE,
+    VARYING,
+    Entries,
+    Irregular,
+    Layout,
+    find_entries,
+    learn,
+    scan,
+    without_frames,
+)
 from allranks.model.trace import CALL
 
 #: Below this many bytes the plain way is as fast.
@@ -30,13 +40,8 @@ COLUMNS = tuple((column, key) for column, key in NUMBERS if key in VARYING)
 MAX_ENTRY_BYTES = 4096
 
 
-@dataclass
-class LayoutCache:
-    """Layouts learnt from earlier files: the ranks of a job write alike. Keyed by key numbers and length."""
-
-    known: dict[tuple[tuple[tuple[int, str], ...], int], list[Layout]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+#: Layouts learnt from earlier files, by key numbers and length: the ranks of a job write alike.
+LayoutCache = defaultdict[tuple[tuple[tuple[int, str], ...], int], list[Layout]]
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,7 @@ class Regular:
         """The rows of all entries, given those of the small pickle's."""
         if len(calls) != self.small_count:
             raise Irregular("a piece was no entry")
-        words = calls.view(np.uint64).reshape(
-            len(calls), -1
-        )  # rows of words are copied far faster than records
+        words = calls.view(np.uint64).reshape(len(calls), -1)  # copied far faster than records
         full: np.ndarray = words[self.entry_of].view(CALL)[:, 0]
         for column, key in COLUMNS:
             rows, values = self.has[key], self.numbers[key]
@@ -73,9 +76,8 @@ class Regular:
         timed &= ~self.has["time_discovered_started_ns"]
         if timed.any():
             took_ns = np.nan_to_num(self.numbers["duration_ms"][timed] * 1e6, nan=0.0, posinf=0.0, neginf=0.0)
-            full["started_ns"][timed] = full["completed_ns"][timed] - np.clip(took_ns, 0, 1e18).astype(
-                np.int64
-            )
+            took = np.clip(took_ns, 0, 1e18).astype(np.int64)
+            full["started_ns"][timed] = full["completed_ns"][timed] - took
         return full
 
 
@@ -143,7 +145,7 @@ class _Work:
             self.bytes, (len(self.bytes) - words * 8 + 1, words * 8), (1, 1), writeable=False
         )
         content = windows[self.bounds[rows]].view(np.uint64)
-        known = self.cache.known[self.signature, length]
+        known = self.cache[self.signature, length]
         for layout in known:
             if not len(rows):
                 return
@@ -179,10 +181,11 @@ class _Work:
         kept = content & layout.keep
         mixed = kept >> np.uint64(29)
         mixed ^= kept
-        mixed *= _multipliers(kept.shape[1])
-        _, first, inverse = np.unique(
-            mixed.sum(axis=1, dtype=np.uint64), return_index=True, return_inverse=True
-        )
+        if kept.shape[1] > len(_MULTIPLIERS):
+            raise Irregular("an entry is very long")
+        mixed *= _MULTIPLIERS[: kept.shape[1]]  # equality is checked below: nothing rests on the hash
+        hashes = mixed.sum(axis=1, dtype=np.uint64)
+        _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
         if not np.array_equal(kept[first[inverse]], kept):
             raise Irregular("two patterns share a hash")
         self.patterns += len(first)
@@ -243,12 +246,8 @@ class _Work:
             piece = self.bytes[int(self.bounds[row]) : int(self.bounds[row + 1]) + 4].astype(np.int64)
             short = np.flatnonzero(piece[:-4] == GETS[0])
             long = np.flatnonzero(piece[:-4] == GETS[1])
-            found.append(piece[short + 1])
-            found.append(
-                sum(
-                    (piece[long + 1 + byte] << (8 * byte) for byte in range(4)), np.zeros(len(long), np.int64)
-                )
-            )
+            words = [piece[long + 1 + byte] << (8 * byte) for byte in range(4)]
+            found += [piece[short + 1], np.sum(words, axis=0, dtype=np.int64)]
         return np.concatenate(found)
 
     def _memo_numbers(
@@ -271,14 +270,6 @@ class _Work:
                 owners.append(np.repeat(rows, len(offsets)))
                 numbers.append(value)
         return np.concatenate(owners), np.concatenate(numbers)
-
-
-def _multipliers(words: int) -> np.ndarray:
-    """Fixed odd numbers for the hash; equality is checked afterwards, so that nothing rests on them."""
-    found = _MULTIPLIERS[:words]
-    if len(found) < words:
-        raise Irregular("an entry is very long")
-    return found
 
 
 def _odd_numbers(count: int) -> np.ndarray:

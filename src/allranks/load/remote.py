@@ -44,9 +44,8 @@ def _fetch(url: str, item: Listed, get: Callable[[str], bytes], options: LoadOpt
     key, size, mtime_ns = item
     shown = f"{url.partition('://')[0]}://{key}" if "://" not in key else key
     if size > options.max_file_bytes:
-        return DumpSource(
-            shown, shown, problem=f"{size} bytes are beyond the limit of {options.max_file_bytes}"
-        )
+        problem = f"{size} bytes are beyond the limit of {options.max_file_bytes}"
+        return DumpSource(shown, shown, problem=problem)
     try:
         return DumpSource(shown, shown, mtime_ns, size, get(key))
     except Exception as error:  # as above

@@ -9,8 +9,9 @@ import io
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from allranks.errors import InputError, require
@@ -47,7 +48,7 @@ def find_sources(paths: list[str], options: LoadOptions) -> Iterator[DumpSource]
         elif os.path.isdir(path):
             found = _walk(path, alone=len(folders) == 1 and len(paths) == 1, seen=seen)
         elif os.path.lexists(path):
-            found = iter([_on_disk(path, path)])
+            found = filter(None, [_on_disk(path, path, partial(os.stat, path), set())])
         else:
             raise InputError(f"{path}: no such file or folder")
         for source in found:
@@ -66,41 +67,33 @@ def _walk(root: str, alone: bool, seen: set[tuple[int, int]]) -> Iterator[DumpSo
             with os.scandir(folder) as scan:
                 entries = sorted(scan, key=lambda entry: entry.name)
         except OSError as error:
-            yield DumpSource(
-                _shown(root, folder, alone), folder, problem=f"cannot be opened: {error.strerror}"
-            )
+            problem = f"cannot be opened: {error.strerror}"
+            yield DumpSource(_shown(root, folder, alone), folder, problem=problem)
             continue
         folders = []
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 folders.append((entry.path, depth + 1))
-            elif source := _entry(entry, _shown(root, entry.path, alone), seen):
+            elif source := _on_disk(entry.path, _shown(root, entry.path, alone), entry.stat, seen):
                 yield source
         if depth < MAX_DEPTH:
             pending.extend(reversed(folders))
 
 
-def _entry(entry: os.DirEntry[str], shown: str, seen: set[tuple[int, int]]) -> DumpSource | None:
+def _on_disk(
+    path: str, shown: str, look: Callable[[], os.stat_result], seen: set[tuple[int, int]]
+) -> DumpSource | None:
+    """The source of one file; None when it was seen by another name."""
     try:
-        info = entry.stat()
-    except OSError as error:
-        return DumpSource(shown, entry.path, problem=f"cannot be opened: {error.strerror}")
-    if not stat.S_ISREG(info.st_mode):
-        # Reading a named pipe (torch makes one per rank) would wait for a writer.
-        return DumpSource(shown, entry.path, problem="not a regular file")
-    if (info.st_dev, info.st_ino) in seen:
-        return None
-    seen.add((info.st_dev, info.st_ino))
-    return DumpSource(shown, entry.path, info.st_mtime_ns, info.st_size)
-
-
-def _on_disk(path: str, shown: str) -> DumpSource:
-    try:
-        info = os.stat(path)
+        info = look()
     except OSError as error:
         return DumpSource(shown, path, problem=f"cannot be opened: {error.strerror}")
     if not stat.S_ISREG(info.st_mode):
+        # Reading a named pipe (torch makes one per rank) would wait for a writer.
         return DumpSource(shown, path, problem="not a regular file")
+    if (info.st_dev, info.st_ino) in seen:
+        return None
+    seen.add((info.st_dev, info.st_ino))
     return DumpSource(shown, path, info.st_mtime_ns, info.st_size)
 
 
@@ -131,10 +124,8 @@ def unwrap(data: bytes, limit: int) -> tuple[bytes, str]:
             data, problem = _drain(_Gzip(data), len(data), limit, zlib.error)
         elif data.startswith(ZSTD):
             zstandard = require("zstandard", feature="reading zstd files", extra="zstd")
-            reader = zstandard.ZstdDecompressor(max_window_size=1 << 27)
-            data, problem = _drain(
-                reader.stream_reader(io.BytesIO(data)), len(data), limit, zstandard.ZstdError
-            )
+            reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(io.BytesIO(data))
+            data, problem = _drain(reader, len(data), limit, zstandard.ZstdError)
         else:
             return data, ""
         if problem:
@@ -207,14 +198,12 @@ def tar_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
                 if not member.isreg():
                     continue
                 if member.size > limit:
-                    yield DumpSource(
-                        shown, source.location, problem=f"{member.size} bytes are beyond the limit of {limit}"
-                    )
+                    problem = f"{member.size} bytes are beyond the limit of {limit}"
+                    yield DumpSource(shown, source.location, problem=problem)
                     continue
                 file = archive.extractfile(member)
                 content = file.read() if file else b""
                 yield DumpSource(shown, source.location, int(member.mtime * 1e9), member.size, content)
     except (tarfile.TarError, OSError, ValueError, EOFError) as error:
-        yield DumpSource(
-            source.path, source.location, problem=f"archive cut short or damaged ({type(error).__name__})"
-        )
+        problem = f"archive cut short or damaged ({type(error).__name__})"
+        yield DumpSource(source.path, source.location, problem=problem)

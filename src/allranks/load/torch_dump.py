@@ -290,9 +290,8 @@ def renumber(calls: np.ndarray, members: Sequence[tuple[int, ...]] = ()) -> list
         alike = len({tuple(sorted(ranks)) for ranks in members}) == 1 and bool(members[0]) and not p2p.any()
         if len(groups) > 1 and not alike and not _counts_per_group(calls, p2p):
             calls["seq"] = -1
-            return [
-                "the ring wrapped, and torchcomms counts over all communicators: sequence numbers are unknown"
-            ]
+            unknown = "sequence numbers are unknown"
+            return [f"the ring wrapped, and torchcomms counts over all communicators: {unknown}"]
         return []
     for group in groups.tolist():
         mine = calls["group"] == group

@@ -19,16 +19,8 @@ from typing import Any
 _MANY = "*+" if sys.version_info >= (3, 11) else "{0,512}"
 #: What a pickle that is damaged or means harm may raise.
 BROKEN = (
-    *(
-        pickle.UnpicklingError,
-        EOFError,
-        ValueError,
-        TypeError,
-        OverflowError,
-        struct.error,
-        NotImplementedError,
-    ),
-    *(IndexError, KeyError, AttributeError, NameError, MemoryError, RecursionError),
+    *(pickle.UnpicklingError, EOFError, ValueError, TypeError, OverflowError, struct.error),
+    *(LookupError, AttributeError, NameError, MemoryError, RecursionError, NotImplementedError),
 )
 MAX_STEPS = 50_000_000
 #: TUPLE1 to TUPLE3, and how many bytes may look like them; C crashes at some 150,000 inside one another.
