@@ -15,9 +15,8 @@ from allranks.diagnose.divergence import (
 )
 from allranks.diagnose.explain_divergence import explain_divergence
 from allranks.diagnose.job import GroupView
-from allranks.diagnose.lacking import draft, settled, their, waiting_text
+from allranks.diagnose.lacking import draft, settled, their, waiting_text, wrong_peer
 from allranks.diagnose.no_file import explain_without_file
-from allranks.diagnose.partners import wrong_peer
 from allranks.diagnose.phrasing import line_in, one_line, place, ranks_text, ranks_wait, who
 from allranks.diagnose.shift import Shift, find_stack_shift
 from allranks.diagnose.waits import Blocked

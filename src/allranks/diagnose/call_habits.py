@@ -1,10 +1,13 @@
-"""What a rank has always done next: programs repeat themselves, and a step out of the round shows who left it."""
+"""What a rank has always done next: programs repeat themselves, and a step out of the round shows who left it. And the calls
+of two ranks side by side, made comparable. Pure."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from allranks.diagnose.job import RankCalls
+from allranks.diagnose.job import GroupView, Job, Lane, RankCalls
 from allranks.diagnose.ops import Family, is_p2p
 from allranks.model.trace import Flag
 
@@ -19,6 +22,16 @@ def step_keys(view: RankCalls) -> np.ndarray:
     if view.has_p2p:
         keys = keys ^ (view.trace.calls["peer"].astype(np.int64) + 1) * _ODD
     return keys
+
+
+def lane_keys(job: Job, lane: Lane, with_stacks: bool = True) -> np.ndarray:
+    """One number per call of a lane: equal on two ranks when they did the same thing at the same line."""
+    view = job.ranks[lane.rank]
+    sig: np.ndarray = view.sig[lane.rows].astype(np.uint64)
+    if not with_stacks:
+        return sig
+    mixed: np.ndarray = sig ^ (view.stack[lane.rows].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    return mixed
 
 
 def successors(keys: np.ndarray, row: int) -> np.ndarray:
@@ -111,3 +124,77 @@ def _rounds(view: RankCalls, row: int) -> np.ndarray:
     begins: np.ndarray = collective[own == keys[np.argmin(counts)]] if len(keys) else collective
     whole = int(view.trace.calls["begin"][0]) == 1
     return np.insert(begins, 0, 0) if whole else begins
+
+
+def differences(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """Per call of the shorter: whether the two differ."""
+    length = min(len(mine), len(theirs))
+    differences: np.ndarray = mine[:length] != theirs[:length]
+    return differences
+
+
+#: (what the calls are, their steps, their lines), an entry for each call.
+Calls = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class CallPair:
+    """The calls of two ranks in one group from the first number that both know."""
+
+    rank: int
+    reference: int
+    low: int  # sequence number of index 0
+    mine: np.ndarray
+    theirs: np.ndarray
+    my_steps: np.ndarray
+    their_steps: np.ndarray
+    their_lines: np.ndarray
+    one_line: np.ndarray  # per number that both know: whether they called from the same line
+
+    @staticmethod
+    def of(job: Job, group: GroupView, rank: int, reference: int) -> CallPair | None:
+        """None when a number is missing in between or the two know no common call."""
+        lanes = group.lanes[rank], group.lanes[reference]
+        low = max(lane.first for lane in lanes)
+        parts = [calls_from(job, lane, low) for lane in lanes]
+        if any(part is None for part in parts):
+            return None
+        return CallPair._of_parts(rank, reference, low, *(part for part in parts if part is not None))
+
+    @staticmethod
+    def _of_parts(rank: int, reference: int, low: int, one: Calls, two: Calls) -> CallPair:
+        (mine, my_steps, my_lines), (theirs, their_steps, their_lines) = one, two
+        one_line = ~differences(my_lines, their_lines)
+        return CallPair(rank, reference, low, mine, theirs, my_steps, their_steps, their_lines, one_line)
+
+    @staticmethod
+    def over_groups(job: Job, group: GroupView, rank: int, reference: int) -> CallPair | None:
+        """All calls of the two, of any group, from the first call of this group that both know; indices count from 0.
+
+        A group of one rank is taken for the group of the other that it made at the same point of its program.
+        """
+        views = job.ranks[rank], job.ranks[reference]
+        lanes = group.lanes[rank], group.lanes[reference]
+        low = max(lane.first for lane in lanes)
+        starts = [lane.row(low) for lane in lanes]
+        if all(len(view.trace.calls) and int(view.trace.calls["begin"][0]) == 1 for view in views):
+            starts = [0, 0]
+        if min(starts) < 0:
+            return None
+        parts = []
+        for view, start in zip(views, starts, strict=True):
+            calls, stack = view.trace.calls[start:], view.stack[start:]
+            whose = calls["group"].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+            key = view.sig[start:].astype(np.uint64) ^ (stack.astype(np.uint64) << np.uint64(20)) ^ whose
+            parts.append((key, calls["step"].astype(np.int64), stack))
+        return CallPair._of_parts(rank, reference, starts[1], *parts)
+
+
+def calls_from(job: Job, lane: Lane, low: int) -> Calls | None:
+    """The calls of a lane from a number on; None when one is missing."""
+    start = int(np.searchsorted(lane.seqs, low))
+    rows = lane.rows[start:]
+    if not len(rows) or int(lane.seqs[-1]) - low != len(rows) - 1:
+        return None
+    view = job.ranks[lane.rank]
+    return lane_keys(job, lane)[start:], view.trace.calls["step"][rows].astype(np.int64), view.stack[rows]

@@ -12,11 +12,10 @@ from allranks.diagnose.align import is_box
 from allranks.diagnose.call_habits import broken_habit
 from allranks.diagnose.graph import Graph
 from allranks.diagnose.job import GroupView, Job, Now
-from allranks.diagnose.liveness import Patience, waited_s
 from allranks.diagnose.ops import Family
 from allranks.diagnose.p2p import P2PMismatch, P2PWait
 from allranks.diagnose.phrasing import call_text, is_internal, place, ranks_text, user_frame
-from allranks.diagnose.waits import Blocked
+from allranks.diagnose.waits import Blocked, Patience, waited_s
 from allranks.model.diagnosis import RankNow
 from allranks.model.trace import Frame, State
 

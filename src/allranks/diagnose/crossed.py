@@ -7,7 +7,7 @@ from dataclasses import replace
 from allranks.diagnose.absent import explain_ranks
 from allranks.diagnose.call_habits import breaks_habit, messages_per_round, owes_message
 from allranks.diagnose.context import Context, p2p_text
-from allranks.diagnose.partners import wrong_peer
+from allranks.diagnose.lacking import wrong_peer
 from allranks.diagnose.phrasing import place, ranks_wait, who
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from allranks.diagnose.call_habits import breaks_habit
+from allranks.diagnose.cells import Mismatch
 from allranks.diagnose.divergence import Divergence, find_divergence, odd_one
 from allranks.diagnose.job import GroupView, Job
-from allranks.diagnose.match import Mismatch, majority
 from allranks.diagnose.phrasing import count_ranks
 from allranks.diagnose.shift import Shift, by_habit, find_shift
 
@@ -42,7 +42,9 @@ class _Case:
 def judge(job: Job, mismatch: Mismatch) -> Culprit:
     """Names the odd ranks of a mismatch. Ties are broken by shift, own history, other groups, and who was aborted."""
     group, exchange = job.groups[mismatch.group], mismatch.exchange
-    odd = majority(mismatch) if exchange is None else exchange.suspects if exchange.confidence > 0.5 else None
+    odd = (
+        mismatch.minority() if exchange is None else exchange.suspects if exchange.confidence > 0.5 else None
+    )
     divergence = _divergence(job, group, mismatch, odd) if not mismatch.part and exchange is None else None
     case = _Case(job, group, mismatch, odd, divergence)
     for rule in (

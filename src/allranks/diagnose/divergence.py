@@ -12,8 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from allranks.diagnose.call_habits import CONTEXT, usual_next
-from allranks.diagnose.call_pairs import CallPair, differences
+from allranks.diagnose.call_habits import CONTEXT, CallPair, differences, usual_next
 from allranks.diagnose.job import GroupView, Job
 from allranks.diagnose.phrasing import count as counted
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from allranks.diagnose.batches import known_inside
 from allranks.diagnose.context import Context
 from allranks.diagnose.job import Now
+from allranks.diagnose.match import known_inside
 from allranks.diagnose.ops import ROOTED, Family
 from allranks.diagnose.phrasing import is_secondary, one_line, ranks_text, ranks_wait, seconds, who
 from allranks.diagnose.waits import Blocked

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from allranks.diagnose.cells import Mismatch
 from allranks.diagnose.context import Context
 from allranks.diagnose.divergence import Divergence
 from allranks.diagnose.job import GroupView
-from allranks.diagnose.match import Mismatch
 from allranks.diagnose.phrasing import count, place, ranks_text, ranks_wait, who
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding

@@ -1,41 +1,19 @@
-"""Compares the calls of each collective across ranks. Fast path: equal signatures need no look; the rest go by rules.
-
-What must be equal depends on the operation: uneven all_gather, reduce_scatter and all_to_all are valid as long as
-what all ranks give adds up to what each takes. Elements count, not shapes: [4, 4] meets [16].
+"""Compares the calls of each collective across ranks. Fast path: equal signatures need no look; the rest go by the rules of
+`cells.py`. Calls inside coalesced batches lie between the entries that stand for whole batches. Pure.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
 
 import numpy as np
 
-from allranks.diagnose.batches import Batches
-from allranks.diagnose.exchange import Exchange, compare_splits
+from allranks.diagnose.cells import Cells, Mismatch
 from allranks.diagnose.job import GroupView, Job, Lane
-from allranks.diagnose.ops import EVEN_ONLY, REDUCING, ROOTED, TENSOR_BY_TENSOR, Family
-from allranks.model.trace import REDUCE_OPS
+from allranks.diagnose.ops import is_p2p
 
 #: Cells (ranks x collectives) examined at once; bounds memory.
 CHUNK_CELLS = 2_000_000
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """The first collective of a group whose calls do not fit together, and how many later ones do not either."""
-
-    group: int
-    seq: int
-    cause: str
-    classes: tuple[tuple[str, tuple[int, ...]], ...]  # (what they did, ranks), largest class first
-    also: int = 0  # later collectives of this group that do not fit either
-    aspect: str = ""  # "input", "output", "split" for sizes
-    exchange: Exchange | None = None  # of an all_to_all whose splits are known
-    part: int = 0  # which call of a coalesced batch, from 1; 0: the collective itself
-    rows: tuple[tuple[int, int], ...] = ()  # (rank, row) of that call
 
 
 def find_mismatches(job: Job) -> list[Mismatch]:
@@ -127,217 +105,82 @@ def _first(job: Job, group: GroupView, suspects: np.ndarray) -> Mismatch | None:
     first: Mismatch | None = None
     also = 0
     for start in range(0, len(suspects), width):
-        seqs = suspects[start : start + width]
-        cells = Cells.gather(job, group, seqs)
-        for column in cells.bad_columns():
-            if first is None:
-                first = cells.explain(int(column))
-            else:
-                also += 1
-    if first is None:
-        return None
-    return replace(first, also=also)
+        cells = Cells.gather(job, group, suspects[start : start + width])
+        bad = cells.bad_columns()
+        also += len(bad)
+        if first is None and len(bad):
+            first = cells.explain(int(bad[0]))
+    return None if first is None else replace(first, also=also - 1)
 
 
-@dataclass
-class Cells:
-    """The calls of some collectives of one group: rows are ranks, columns are sequence numbers."""
+#: Calls of one batch that are told apart.
+MAX_CALLS = 1 << 16
 
-    job: Job
-    group: GroupView
-    ranks: list[int]
-    seqs: np.ndarray
-    row: np.ndarray  # row of the call in its rank's trace; -1 absent
-    family: np.ndarray
-    given: np.ndarray  # elements; -1 unknown
-    taken: np.ndarray
-    dtype: np.ndarray  # number of the dtypes; 0 unknown
-    root: np.ndarray
-    reduce_op: np.ndarray
 
-    @staticmethod
-    def gather(job: Job, group: GroupView, seqs: np.ndarray) -> Cells:
-        """Fetches the columns of all ranks that have calls in the group."""
-        lanes = [lane for lane in group.lanes.values() if len(lane.seqs)]
-        shape = (len(lanes), len(seqs))
-        row = np.full(shape, -1, np.int64)
-        empty = {"family": 0, "given": -1, "taken": -1, "dtype": 0, "root": -1, "reduce_op": 0}
-        columns = {name: np.full(shape, value, np.int64) for name, value in empty.items()}
-        dtypes = DtypeNumbers(job)
-        for i, lane in enumerate(lanes):
-            at = np.searchsorted(lane.seqs, seqs)
-            at[at >= len(lane.seqs)] = 0
-            here = lane.seqs[at] == seqs
-            rows = lane.rows[at[here]]
-            view = job.ranks[lane.rank]
-            calls = view.trace.calls
-            row[i, here] = rows
-            columns["family"][i, here] = view.family[rows]
-            columns["given"][i, here] = calls["in_numel"][rows]
-            columns["taken"][i, here] = calls["out_numel"][rows]
-            columns["dtype"][i, here] = dtypes.of((view.sig[rows] >> 24) & 0x7FFFFFF)
-            columns["root"][i, here] = calls["root"][rows]
-            columns["reduce_op"][i, here] = calls["reduce_op"][rows]
-        return Cells(job, group, [lane.rank for lane in lanes], seqs, row, **columns)
+class Batches:
+    """The calls inside the batches of one group, as a group of their own: a number per (batch, place in it)."""
 
-    def bad_columns(self) -> np.ndarray:
-        """Columns that break a rule."""
-        return np.flatnonzero(np.array([self._cause(c) is not None for c in range(len(self.seqs))], bool))
+    def __init__(self, job: Job, group: GroupView) -> None:
+        parts = {
+            rank: _parts(job, group, lane)
+            for rank, lane in group.lanes.items()
+            if job.ranks[rank].has_batches
+        }
+        self.parts = {rank: found for rank, found in parts.items() if len(found[0])}
+        keys = [keys for _, keys in self.parts.values()]
+        self._keys = np.unique(np.concatenate(keys)) if keys else np.zeros(0, np.int64)
+        lanes = {rank: self._lane(group.lanes[rank], *found) for rank, found in self.parts.items()}
+        self.group = replace(group, lanes=lanes)
 
-    def explain(self, column: int) -> Mismatch:
-        """The broken rule of a bad column, with the ranks sorted by what they did."""
-        cause = self._cause(column)
-        assert cause is not None
-        kind, aspect, keys = cause
-        here = self.row[:, column] >= 0
-        ranks = [rank for rank, is_here in zip(self.ranks, here, strict=True) if is_here]
-        classes: dict[object, list[int]] = {}
-        for rank, key in zip(ranks, keys.tolist(), strict=True):
-            classes.setdefault(key, []).append(rank)
-        ordered = sorted(classes.items(), key=lambda item: (-len(item[1]), item[1]))
-        texts = tuple((self._class_text(kind, column, members), tuple(members)) for _, members in ordered)
-        exchange = self.exchange(column) if aspect == "split" else False
-        known = exchange if isinstance(exchange, Exchange) else None
-        return Mismatch(self.group.index, int(self.seqs[column]), kind, texts, 0, aspect, known)
+    def _lane(self, lane: Lane, rows: np.ndarray, keys: np.ndarray) -> Lane:
+        return Lane.of(lane.rank, rows, np.searchsorted(self._keys, keys), lane.wrapped, lane.cut)
 
-    def _class_text(self, kind: str, column: int, ranks: list[int]) -> str:
-        """What the ranks of one class did: true of every one of them, also where [4, 4] stands beside [16]."""
-        texts = list(dict.fromkeys(self._words(kind, column, rank) for rank in ranks))
-        return " or ".join(texts[:3]) + (f" or {len(texts) - 3} others" if len(texts) > 3 else "")
+    def sequence(self, number: int) -> tuple[int, int]:
+        """(sequence number of the batch, which call of it, from 1) of one of our numbers."""
+        key = int(self._keys[number])
+        return key // MAX_CALLS, key % MAX_CALLS + 1
 
-    def _cause(self, c: int) -> tuple[str, str, np.ndarray] | None:
-        """(cause, aspect, key per present rank) of the first broken rule of a column, or None."""
-        here = self.row[:, c] >= 0
-        family = self.family[here, c]
-        if (family != family[0]).any():
-            return "type_mismatch", "", family
-        sizes = self._size_keys(c, here, int(family[0]))
-        if sizes is not None:
-            return "size_mismatch", sizes[0], sizes[1]
-        rules: list[tuple[str, np.ndarray, int]] = [("dtype_mismatch", self.dtype, 1)]
-        rules += [("root_mismatch", self.root, 0)] if int(family[0]) in ROOTED else []
-        rules += [("reduce_op_mismatch", self.reduce_op, 1)] if int(family[0]) in REDUCING else []
-        for cause, column, lowest in rules:
-            values = column[here, c]
-            known = values[values >= lowest]
-            if len(known) > 1 and (known != known[0]).any():
-                return cause, "", values
-        return None
+    def rows(self, number: int) -> tuple[tuple[int, int], ...]:
+        """(rank, row) of one of our numbers."""
+        found = ((rank, lane.row(number)) for rank, lane in self.group.lanes.items())
+        return tuple((rank, row) for rank, row in found if row >= 0)
 
-    def _size_keys(self, c: int, here: np.ndarray, family: int) -> tuple[str, np.ndarray] | None:
-        given, taken = self.given[here, c], self.taken[here, c]
-        tensors = self._tensors(c, here)
-        if tensors is not None and _differ(tensors):
-            return "input", tensors
-        known = self.group.members_known or not self.job.missing_ranks
-        complete = known and int(here.sum()) == len(self.group.members)
-        if family in (Family.ALL_REDUCE, Family.BROADCAST, Family.REDUCE, Family.GATHER):
-            return ("input", given) if _differ(given) else None
-        if family == Family.SCATTER:
-            return ("output", taken) if _differ(taken) else None
-        if family == Family.ALL_GATHER:
-            return self._spread(c, here, given, taken, complete, ("input", "output"))
-        if family == Family.REDUCE_SCATTER:
-            return self._spread(c, here, taken, given, complete, ("output", "input"))
-        if family == Family.ALL_TO_ALL and complete and (given > 0).any() and (taken > 0).any():
-            return self._exchange(c, here, given, taken)
-        return None
-
-    def _tensors(self, c: int, here: np.ndarray) -> np.ndarray | None:
-        """For calls with several tensors that must be equal one by one: a number for their sizes."""
-        rows = [(self.ranks[i], int(self.row[i, c])) for i in np.flatnonzero(here).tolist()]
-        if self.job.op(*rows[0]) not in TENSOR_BY_TENSOR:
+    def uneven(self) -> tuple[int, dict[int, list[int]]] | None:
+        """The first batch in which ranks made different numbers of calls: its number, and the ranks by how many."""
+        counts: dict[int, dict[int, list[int]]] = {}
+        if len({keys.tobytes() for _, keys in self.parts.values()}) < 2:
             return None
-        ids: dict[tuple[int, ...], int] = {}
-        sizes = [tuple(map(prod, self.job.shapes(rank, row).inputs)) for rank, row in rows]
-        return np.array([ids.setdefault(size, len(ids)) if size else -1 for size in sizes])
-
-    def _spread(
-        self,
-        c: int,
-        here: np.ndarray,
-        part: np.ndarray,
-        whole: np.ndarray,
-        complete: bool,
-        sides: tuple[str, str],
-    ) -> tuple[str, np.ndarray] | None:
-        """all_gather (and reduce_scatter turned round): every rank's part, everybody's whole, on these sides."""
-        if _differ(whole):
-            return sides[1], whole
-        if not _differ(part):
-            return None
-        i = int(np.flatnonzero(here)[0])
-        rank, row = self.ranks[i], int(self.row[i, c])
-        shapes = self.job.shapes(rank, row)
-        # Only lists of tensors, one for each rank, may be uneven.
-        even_only = self.job.op(rank, row) in EVEN_ONLY or len(shapes.inputs) == len(shapes.outputs) == 1
-        if even_only or (complete and (whole > 0).all() and int(part.sum()) != int(whole[0])):
-            return sides[0], part
-        return None
-
-    def _exchange(
-        self, c: int, here: np.ndarray, given: np.ndarray, taken: np.ndarray
-    ) -> tuple[str, np.ndarray] | None:
-        """all_to_all: what r gives k must be what k takes of r, where splits are known; totals otherwise."""
-        fits = self.exchange(c)
-        if fits is True or (fits is False and int(given.sum()) == int(taken.sum())):
-            return None
-        return "split", given * (1 << 20) + taken
-
-    def exchange(self, c: int) -> Exchange | bool:
-        """Which pairs of an all_to_all disagree; True: none, False: the splits are not known."""
-        rows = {rank: int(self.row[i, c]) for i, rank in enumerate(self.ranks)}
-        return compare_splits(self.job, rows, self.group.order)
-
-    def _words(self, kind: str, column: int, rank: int) -> str:
-        """What one rank did, in the terms of the broken rule."""
-        i = bisect_left(self.ranks, rank)
-        row = int(self.row[i, column])
-        shapes = self.job.shapes(rank, row)
-        if kind == "type_mismatch":
-            return self.job.op(rank, row)
-        if kind == "dtype_mismatch":
-            return "/".join(dict.fromkeys(shapes.input_dtypes or shapes.output_dtypes)) or "unknown dtype"
-        if kind == "root_mismatch":
-            return f"root {int(self.root[i, column])}"
-        if kind == "reduce_op_mismatch":
-            code = int(self.reduce_op[i, column])
-            return REDUCE_OPS[code] if code < len(REDUCE_OPS) else "other"
-        return f"in {sizes_text(shapes.inputs)} out {sizes_text(shapes.outputs)}"
+        for rank, (_, keys) in self.parts.items():
+            seqs, numbers = np.unique(keys // MAX_CALLS, return_counts=True)
+            for seq, count in zip(seqs.tolist(), numbers.tolist(), strict=True):
+                counts.setdefault(seq, {}).setdefault(count, []).append(rank)
+        return next(((seq, counts[seq]) for seq in sorted(counts) if len(counts[seq]) > 1), None)
 
 
-class DtypeNumbers:
-    """Shapes number → number of its dtypes; 0 unknown."""
-
-    def __init__(self, job: Job) -> None:
-        ids: dict[tuple[str, ...], int] = {(): 0}
-        table = []
-        for shapes in job.tables.shapes:
-            words = tuple(dict.fromkeys(shapes.input_dtypes or shapes.output_dtypes))
-            table.append(ids.setdefault(words, len(ids)))
-        self._table = np.array(table, np.int64)
-
-    def of(self, shapes: np.ndarray) -> np.ndarray:
-        numbers: np.ndarray = self._table[shapes]
-        return numbers
+def known_inside(job: Job, group: GroupView, rank: int, row: int) -> bool:
+    """Whether the ring shows what is in the batch that this row stands for."""
+    rows, _ = _parts(job, group, group.lanes[rank])
+    seqs = job.ranks[rank].trace.calls["seq"]
+    return bool(((rows < row) & (seqs[rows] == seqs[row])).any())
 
 
-def sizes_text(sizes: tuple[tuple[int, ...], ...]) -> str:
-    """[3, 4] for one tensor, 5 tensors shown at most."""
-    shown = [str(list(size)) for size in sizes[:5]]
-    more = f" and {len(sizes) - 5} more" if len(sizes) > 5 else ""
-    return (" ".join(shown) or "[]") + more
-
-
-def majority(mismatch: Mismatch) -> tuple[int, ...] | None:
-    """The ranks outside the largest class, or None when there is no single largest one."""
-    sizes = Counter(len(ranks) for _, ranks in mismatch.classes)
-    largest = max(sizes)
-    if sizes[largest] > 1:
-        return None
-    return tuple(sorted(rank for _, ranks in mismatch.classes[1:] for rank in ranks))
-
-
-def _differ(values: np.ndarray) -> bool:
-    known = values[values >= 0]
-    return len(known) > 1 and bool((known != known[0]).any())
+def _parts(job: Job, group: GroupView, lane: Lane) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, keys) of the calls that lie before the entry of their batch and bear its number."""
+    none = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    view = job.ranks[lane.rank]
+    if not len(lane.rows):
+        return none
+    mine = np.flatnonzero((view.group == group.index) & ~is_p2p(view.family))
+    mine = mine[~np.isin(mine, lane.rows)]
+    at = np.searchsorted(lane.rows, mine)
+    # The oldest batch of a ring that has wrapped may have lost its first calls.
+    inside = (at < len(lane.rows)) & (at >= int(lane.wrapped))
+    mine, at = mine[inside], at[inside]
+    same = view.trace.calls["seq"][mine] == lane.seqs[at]
+    mine, at = mine[same], at[same]
+    if not len(mine):
+        return none
+    starts = np.flatnonzero(np.append(True, at[1:] != at[:-1]))
+    place = np.arange(len(mine)) - np.repeat(starts, np.diff(np.append(starts, len(mine))))
+    keep = place < MAX_CALLS
+    return mine[keep], (lane.seqs[at] * MAX_CALLS + place)[keep]

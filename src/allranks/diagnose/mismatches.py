@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from allranks.diagnose.cells import Exchange, Mismatch
 from allranks.diagnose.context import Context
 from allranks.diagnose.culprit import Culprit, judge
-from allranks.diagnose.exchange import Exchange
 from allranks.diagnose.explain_divergence import explain_divergence
 from allranks.diagnose.job import GroupView
-from allranks.diagnose.match import Mismatch
 from allranks.diagnose.p2p import P2PMismatch
 from allranks.diagnose.phrasing import count, place, ranks_text, who
 from allranks.model.diagnosis import Finding

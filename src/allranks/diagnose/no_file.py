@@ -8,10 +8,10 @@ import numpy as np
 
 from allranks.diagnose.align import is_box
 from allranks.diagnose.call_habits import step_keys
+from allranks.diagnose.cells import sizes_text
 from allranks.diagnose.context import Context
 from allranks.diagnose.job import GroupView, Lane, Now
 from allranks.diagnose.lacking import draft, settled, waiting_text
-from allranks.diagnose.match import sizes_text
 from allranks.diagnose.ops import is_p2p
 from allranks.diagnose.phrasing import place, ranks_text, who
 from allranks.diagnose.waits import Blocked

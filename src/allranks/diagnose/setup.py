@@ -10,8 +10,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from allranks.diagnose.context import Context
-from allranks.diagnose.liveness import BELIEVABLE_S
 from allranks.diagnose.phrasing import count_ranks, place, ranks_text, seconds, who
+from allranks.diagnose.waits import BELIEVABLE_S
 from allranks.model.diagnosis import Finding, RankNow
 from allranks.model.trace import Progress
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from allranks.diagnose.call_habits import breaks_habit, is_inserted
+from allranks.diagnose.call_habits import breaks_habit, is_inserted, lane_keys
 from allranks.diagnose.job import GroupView, Job, Lane
 
 #: At most this many extra or skipped calls in a row are looked for.
@@ -28,16 +28,6 @@ class Shift:
     extra: bool
     agreeing: int  # calls behind the shift that fit when moved
     told: bool = True  # False: of two ranks, nothing shows which one left its round
-
-
-def keys(job: Job, lane: Lane, with_stacks: bool = True) -> np.ndarray:
-    """One number per call of a lane: equal on two ranks when they did the same thing at the same line."""
-    view = job.ranks[lane.rank]
-    sig: np.ndarray = view.sig[lane.rows].astype(np.uint64)
-    if not with_stacks:
-        return sig
-    mixed: np.ndarray = sig ^ (view.stack[lane.rows].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    return mixed
 
 
 def find_shift(job: Job, group: GroupView, rank: int, reference: int, seq: int) -> Shift | None:
@@ -97,7 +87,7 @@ def _shift_from(job: Job, mine: Lane, theirs: Lane, seq: int, with_stacks: bool)
 
 def _next_in_history(job: Job, mine: Lane, theirs: Lane, seq: int) -> Shift | None:
     """A skip that hung at once: what the rank called is what has always come after what the others called."""
-    own, other = keys(job, mine), keys(job, theirs)
+    own, other = lane_keys(job, mine), lane_keys(job, theirs)
     at = int(np.searchsorted(theirs.seqs, seq))
     called = own[int(np.searchsorted(mine.seqs, seq))]
     earlier = np.flatnonzero(other[:at] == other[at])
@@ -180,7 +170,7 @@ def _odd_by_habit(job: Job, shift: Shift, one: Lane, two: Lane) -> Shift | None:
     odd = [lane for lane, row in rows if breaks_habit(job.ranks[lane.rank], row)]
     if len(odd) != 1:
         return None
-    own = keys(job, odd[0])
+    own = lane_keys(job, odd[0])
     at = int(np.searchsorted(odd[0].seqs, shift.seq))
     known = bool((own[:at] == own[at]).any())
     return Shift(odd[0].rank, shift.seq, shift.count, not known, shift.agreeing)
@@ -190,10 +180,10 @@ def by_habit(job: Job, shift: Shift, lane: Lane, other: Lane) -> Shift:
     """Between two ranks an extra call of one is a skipped call of the other: skipped, if the other has made it before, and
     it was not the first that left its own round."""
     maker, avoider = (lane, other) if shift.extra else (other, lane)
-    made = keys(job, maker)[int(np.searchsorted(maker.seqs, shift.seq))]
+    made = lane_keys(job, maker)[int(np.searchsorted(maker.seqs, shift.seq))]
     rows = [(job.ranks[each.rank], each.row(shift.seq)) for each in (maker, avoider)]
     left = [row >= 0 and breaks_habit(view, row) for view, row in rows]
-    own, at = keys(job, avoider), int(np.searchsorted(avoider.seqs, shift.seq))
+    own, at = lane_keys(job, avoider), int(np.searchsorted(avoider.seqs, shift.seq))
     skipped = bool((own == made).any()) and left != [True, False]
     told = left == [True, False] or not skipped
     if left == [False, True]:  # a call that it never made before may be the end of its loop
@@ -203,9 +193,9 @@ def by_habit(job: Job, shift: Shift, lane: Lane, other: Lane) -> Shift:
 
 
 def _from(job: Job, lane: Lane, seq: int, with_stacks: bool) -> np.ndarray:
-    return keys(job, lane, with_stacks)[int(np.searchsorted(lane.seqs, seq)) :]
+    return lane_keys(job, lane, with_stacks)[int(np.searchsorted(lane.seqs, seq)) :]
 
 
 def _window(job: Job, lane: Lane, low: int, high: int) -> np.ndarray:
     start, end = np.searchsorted(lane.seqs, [low, high + 1])
-    return keys(job, lane)[int(start) : int(end)]
+    return lane_keys(job, lane)[int(start) : int(end)]

@@ -6,10 +6,9 @@ import numpy as np
 
 from allranks.diagnose.context import Context
 from allranks.diagnose.job import GroupView, Job, Lane
-from allranks.diagnose.liveness import is_hung, is_paused
 from allranks.diagnose.ops import is_synchronising
 from allranks.diagnose.phrasing import place, ranks_text, seconds, who
-from allranks.diagnose.waits import Blocked
+from allranks.diagnose.waits import Blocked, is_hung, is_paused
 from allranks.model.diagnosis import Finding
 from allranks.model.trace import State
 

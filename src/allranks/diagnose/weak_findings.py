@@ -12,11 +12,10 @@ from allranks.diagnose.context import Context
 from allranks.diagnose.false_completions import Doubt
 from allranks.diagnose.graph import wait_graph
 from allranks.diagnose.job import Now
-from allranks.diagnose.liveness import is_paused
 from allranks.diagnose.p2p import newest_ns
 from allranks.diagnose.phrasing import is_secondary, line_in, one_line, ranks_text, seconds, who
 from allranks.diagnose.shift import find_stack_shift
-from allranks.diagnose.waits import Blocked
+from allranks.diagnose.waits import Blocked, is_paused
 from allranks.model.diagnosis import Finding
 
 #: Errors of torch that name the rank they are about.

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from allranks.diagnose.align import align
+from allranks.diagnose.cells import Cells, Mismatch
 from allranks.diagnose.job import GroupView, Job
-from allranks.diagnose.liveness import is_hung, usual_pause
-from allranks.diagnose.match import Cells, Mismatch, find_mismatches, suspect_seqs
+from allranks.diagnose.match import find_mismatches, suspect_seqs
 from allranks.diagnose.p2p import match_p2p
 from allranks.diagnose.verdict import DiagnoseOptions, diagnose
-from allranks.diagnose.waits import Blocked, find_blocked
+from allranks.diagnose.waits import Blocked, find_blocked, is_hung, usual_pause
 from allranks.frtrace.events import state_text
 from allranks.frtrace.types import MatchInfo, MatchState
 from allranks.model.diagnosis import FileNote
