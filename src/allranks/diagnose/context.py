@@ -58,7 +58,11 @@ class Context:
 
     def first_for(self, rank: int) -> Blocked:
         """The blocked call that lacks this rank and has been waited in longest."""
-        return min(self.lacking[rank], key=lambda b: (self.began_ns(b), b.index))
+        return min(self.lacking[rank], key=self.age)
+
+    def age(self, blocked: Blocked) -> tuple[int, int]:
+        """Sorts calls by how long they have been waited in, the longest first."""
+        return self.began_ns(blocked), blocked.index
 
     def first_open(self, rank: int) -> int:
         """The row of the first call that the rank is blocked in, -1 when there is none."""
@@ -164,12 +168,7 @@ class Context:
         row = len(view.trace.calls) - 1
         call, number = view.trace.calls[row], int(view.group[row])
         label = self.job.groups[number].label if number >= 0 else "?"
-        end = {
-            Now.DONE: "finished",
-            Now.LEFT: "ended",
-            Now.FAILED: "failed",
-            Now.OPEN: "not finished",
-        }
+        end = {Now.DONE: "finished", Now.LEFT: "ended", Now.FAILED: "failed", Now.OPEN: "not finished"}
         state = end.get(Now(int(view.now[row])), "")
         frame = user_frame(self.job.frames(rank, row))
         at = f" at {place((frame,))}" if frame is not None and not is_internal(frame) else ""

@@ -47,16 +47,7 @@ def judge(job: Job, mismatch: Mismatch) -> Culprit:
     )
     divergence = _divergence(job, group, mismatch, odd) if not mismatch.part and exchange is None else None
     case = _Case(job, group, mismatch, odd, divergence)
-    for rule in (
-        _diverged,
-        _shifted,
-        _exchanged,
-        _outvoted,
-        _own_history,
-        _left_round,
-        _other_groups,
-        _aborted,
-    ):
+    for rule in _RULES:
         culprit = rule(case)
         if culprit is not None:
             # Without a majority a file that is missing might have told otherwise.
@@ -200,17 +191,15 @@ def _left_round(case: _Case) -> Culprit | None:
     reason = "in all its rounds before it made another call at this point, the others did not"
     rank, seq = odd[0][0], case.mismatch.seq
     other = next(ranks[0] for _, ranks in case.mismatch.classes if rank not in ranks)
-    views, rows = (
-        [case.job.ranks[r] for r in (rank, other)],
-        [case.group.lanes[r].row(seq) for r in (rank, other)],
-    )
-    mine, theirs = (int(view.stack[row]) for view, row in zip(views, rows, strict=True))
+    view, row = case.job.ranks[rank], case.group.lanes[rank].row(seq)
+    mine = int(view.stack[row])
+    theirs = int(case.job.ranks[other].stack[case.group.lanes[other].row(seq)])
     fixed = case.mismatch.part or case.mismatch.cause == "type_mismatch"
     if fixed or not mine or not theirs or mine == theirs:
         return Culprit(odd[0], 0.7, reason)
     # Not one call with other arguments, but one of another line.
     astray = Divergence(rank, other, seq, "extra", 1, 0.7, reason, True)
-    groups = views[0].group[: rows[0]][views[0].stack[: rows[0]] == mine]
+    groups = view.group[:row][view.stack[:row] == mine]
     if not len(groups):
         return Culprit(odd[0], 0.7, reason, divergence=astray)
     own = bool((groups == case.group.index).all())  # else it is the right call in the wrong group
@@ -256,11 +245,12 @@ def _aborted(case: _Case) -> Culprit | None:
     absent = [rank for rank in group.members if rank not in group.lanes]
     if group.backend != "gloo" or not absent or mismatch.cause not in ("size_mismatch", "dtype_mismatch"):
         return None
-    sizes = []
-    for _, ranks in mismatch.classes:
-        row = group.lanes[ranks[0]].row(mismatch.seq)
-        sizes.append(job.input_bytes(ranks[0], row))
+    first = [ranks[0] for _, ranks in mismatch.classes]
+    sizes = [job.input_bytes(rank, group.lanes[rank].row(mismatch.seq)) for rank in first]
     if sizes.count(max(sizes)) > 1:
         return None
     guilty = mismatch.classes[sizes.index(max(sizes))][1]
     return Culprit(guilty, 0.7, "gloo aborts the rank that gets more than it expects, and a rank is gone")
+
+
+_RULES = (_diverged, _shifted, _exchanged, _outvoted, _own_history, _left_round, _other_groups, _aborted)

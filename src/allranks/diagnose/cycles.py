@@ -46,30 +46,24 @@ def _left_out(
 ) -> Finding | None:
     """One rank, or all the guilty ones of one call, went on without it. Where several left their round at once nobody
     skipped a call: they take the groups in another order."""
-    late = [(call, rank) for call in collectives for rank in _late(context, call, ranks)]
-    skipped = [(call, rank) for call, rank in late if _skipped(context, call, rank)]
-    guilty = sorted({rank for _, rank in skipped})
+    skipped = {call.index: found for call in collectives if (found := _skippers(context, call, ranks))}
+    guilty = sorted({rank for found in skipped.values() for rank in found})
     everybody = set(ranks) or {rank for call in calls for rank in call.rows}
-    one_call = len({call.index for call, _ in skipped}) == 1 and len(guilty) < len(everybody)
+    one_call = len(skipped) == 1 and len(guilty) < len(everybody)
     if len(guilty) != 1 and not one_call:
         return None
-    missed = [call for call, rank in skipped if rank == guilty[0]]
-    call = min(missed, key=lambda c: (context.began_ns(c), c.index))
+    missed = [context.blocked[index] for index, found in skipped.items() if guilty[0] in found]
+    call = min(missed, key=context.age)
     added = _added(context, call, guilty[0]) if len(guilty) == 1 else None
-    return added or left_out(context, call, tuple(rank for c, rank in skipped if c is call))
+    return added or left_out(context, call, skipped[call.index])
 
 
 def _added(context: Context, call: Blocked, rank: int) -> Finding | None:
     """The rank does not come to a call because it waits in one that it has never made before."""
-    view, row = context.job.ranks[rank], context.first_open(rank)
+    row = context.first_open(rank)
     mine = next((b for b in context.blocked if b.rows.get(rank) == row), None)
-    peers = view.trace.calls["peer"]
-    known = (view.stack[:row] == view.stack[row]) & (peers[:row] == peers[row])
-    if mine is None or row < 1 or not view.stack[row] or bool(known.any()) or len(mine.rows) > 1:
+    if mine is None or len(mine.rows) > 1 or not _is_new(context, mine, rank, row):
         return None
-    others = (other for r, other in context.job.ranks.items() if r != rank and mine.p2p is None)
-    if any(bool((other.stack == view.stack[row]).any()) for other in others):
-        return None  # others make it too: this rank came to it too early
     at, missed = place(context.job.frames(rank, row)), context.place(call)
     verb = "made an extra" if mine.p2p is None else "posted an extra"
     sentence = (
@@ -83,10 +77,22 @@ def _added(context: Context, call: Blocked, rank: int) -> Finding | None:
     return replace(settled(base, sentence, 0.75, advice, cause), where=at, evidence=evidence)
 
 
-def _late(context: Context, call: Blocked, ranks: tuple[int, ...]) -> list[int]:
-    """Ranks that are not in the call, or came to it only after another one that is blocked."""
+def _is_new(context: Context, call: Blocked, rank: int, row: int) -> bool:
+    """Whether the rank has never made this call before, nor have others: else it came to it too early."""
+    view = context.job.ranks[rank]
+    peers = view.trace.calls["peer"]
+    known = (view.stack[:row] == view.stack[row]) & (peers[:row] == peers[row])
+    if row < 1 or not view.stack[row] or bool(known.any()):
+        return False
+    others = (other for r, other in context.job.ranks.items() if r != rank and call.p2p is None)
+    return not any(bool((other.stack == view.stack[row]).any()) for other in others)
+
+
+def _skippers(context: Context, call: Blocked, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Ranks that are not in the call, or came to it only after another one that is blocked, because they skipped it."""
     missing = [rank for rank in call.missing if rank in ranks]
-    return missing + [rank for rank, row in call.rows.items() if row != context.first_open(rank)]
+    late = missing + [rank for rank, row in call.rows.items() if row != context.first_open(rank)]
+    return tuple(rank for rank in late if _skipped(context, call, rank))
 
 
 def _skipped(context: Context, call: Blocked, rank: int) -> bool:
@@ -128,13 +134,9 @@ def _witnessed(context: Context, call: Blocked, rank: int, went_on: int, deaf: t
         if peer == rank or peer in deaf or not len(view.sig):
             continue
         alike = (view.stack == stack) if stack else (view.sig == sig)
-        at = np.flatnonzero(alike)[-1:]
-        if (
-            len(at)
-            and at[0] > 0
-            and view.stack[at[0] - 1] == before.stack[went_on - 1]
-            and (view.sig[at[0] - 1] == before.sig[went_on - 1])
-        ):
+        at = int(np.flatnonzero(alike)[-1]) if alike.any() else 0
+        same_line = at > 0 and view.stack[at - 1] == before.stack[went_on - 1]
+        if same_line and view.sig[at - 1] == before.sig[went_on - 1]:
             return True
     return False
 
@@ -163,15 +165,8 @@ def _came_directly(context: Context, call: Blocked, rank: int, went_on: int) -> 
 def _inversion(context: Context, ranks: tuple[int, ...], calls: list[Blocked]) -> Finding:
     ranks = ranks or tuple(sorted({rank for call in calls for rank in _opposed(calls, call)}))
     ranks = ranks or tuple(sorted({rank for call in calls for rank in call.rows}))
-    calls = sorted(calls, key=lambda call: (context.began_ns(call), call.index))
-    steps = []
-    for call in calls[:6]:
-        lacking = tuple(rank for rank in call.missing if rank in ranks)
-        order = f", which lacks {ranks_text(lacking)}" if lacking else " first"
-        waiters = [rank for rank in call.waiters if rank in ranks]
-        if not lacking:  # they are in all of these calls: in which of them first
-            waiters = [rank for rank in waiters if call.rows[rank] == context.first_open(rank)] or waiters
-        steps.append(f"{ranks_wait(waiters)} in {context.call(call)}{context.at(call)}{order}")
+    calls = sorted(calls, key=context.age)
+    steps = [_waiting_in(context, call, ranks) for call in calls[:6]]
     groups = " and ".join(list(dict.fromkeys(context.group(call).label for call in calls))[:4])
     subject, first = who(context.job, ranks), calls[0]
     inside = [[(rank, row) for rank, row in call.rows.items() if rank in ranks] for call in calls[:6]]
@@ -190,6 +185,16 @@ def _inversion(context: Context, ranks: tuple[int, ...], calls: list[Blocked]) -
         tuple(steps),
         advice=("let all ranks enter these groups in the same order, or in one batch",),
     )
+
+
+def _waiting_in(context: Context, call: Blocked, ranks: tuple[int, ...]) -> str:
+    """Who of these ranks waits in the call, and for whom of them."""
+    lacking = tuple(rank for rank in call.missing if rank in ranks)
+    order = f", which lacks {ranks_text(lacking)}" if lacking else " first"
+    waiters = [rank for rank in call.waiters if rank in ranks]
+    if not lacking:  # they are in all of these calls: in which of them first
+        waiters = [rank for rank in waiters if call.rows[rank] == context.first_open(rank)] or waiters
+    return f"{ranks_wait(waiters)} in {context.call(call)}{context.at(call)}{order}"
 
 
 def _opposed(calls: list[Blocked], call: Blocked) -> list[int]:

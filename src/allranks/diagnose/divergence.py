@@ -223,18 +223,21 @@ def by_habit(pair: CallPair, at: int, outvoted: bool = False) -> Divergence | No
     if bool((expected == me).all()) and not made_theirs:
         reason = f"rank {pair.rank} went on as in all rounds before, rank {pair.reference} did not"
         return Divergence(pair.rank, pair.reference, seq, "extra", 1, 0.75, reason, True)
-    always = bool((expected == them).all())
-    if not always and not (outvoted and bool((expected == them).any())):
-        return None
-    again = me == pair.mine[at - 1]
-    if always:
+    if bool((expected == them).all()):
         line = _skipped_line(pair, at, usual)
-        return line or _skipped(pair, at, usual, always) or _added(pair, at, len(usual), always, made_mine)
-    # Rounds with and without these calls: the two took different branches, or a loop was longer.
-    skipped = _skipped(pair, at, usual if again else usual[expected == them], always)
+        return line or _skipped(pair, at, usual, True) or _added(pair, at, len(usual), True, made_mine)
+    return (
+        _in_some_rounds(pair, at, usual, made_mine) if outvoted and bool((expected == them).any()) else None
+    )
+
+
+def _in_some_rounds(pair: CallPair, at: int, usual: np.ndarray, made: bool) -> Divergence:
+    """Rounds with and without these calls: the two took different branches, or a loop was longer."""
+    again = pair.mine[at] == pair.mine[at - 1]
+    skipped = _skipped(pair, at, usual if again else usual[pair.theirs[usual] == pair.theirs[at]], False)
     if skipped is not None and skipped.kind == "skipped":
         return skipped
-    return _added(pair, at, len(usual), always, made_mine and not again)
+    return _added(pair, at, len(usual), False, made and not again)
 
 
 def _added(pair: CallPair, at: int, rounds: int, always: bool, known: bool) -> Divergence:

@@ -108,11 +108,13 @@ def _some_left(context: Context, blocked: Blocked) -> Finding | None:
     if _is_rooted(context, blocked) and (went_on or lasting) and not certain:
         return _root_guess(context, blocked)
     ended = f"{context.call(blocked)} ended on {ranks_text(blocked.passed)} but not on {who(context.job, blocked.waiters)}"
-    if lasting and (went_on or certain):
-        sentence = f"{ended}, {seconds(wait or 0)} later: look at the network or device of the latter"
-        return _finding(context, blocked, "none_finished", blocked.waiters, sentence, 0.55)
-    told = wait is None and went_on and certain and not context.job.ended
-    return _maybe_older(context, blocked, ended) if told else None
+    if wait is None:
+        told = went_on and certain and not context.job.ended
+        return _maybe_older(context, blocked, ended) if told else None
+    if not lasting or not (went_on or certain):
+        return None
+    sentence = f"{ended}, {seconds(wait)} later: look at the network or device of the latter"
+    return _finding(context, blocked, "none_finished", blocked.waiters, sentence, 0.55)
 
 
 def _maybe_older(context: Context, blocked: Blocked, ended: str) -> Finding:
@@ -169,25 +171,23 @@ def _none_finished(context: Context, blocked: Blocked) -> Finding:
         sentence += f"; it never started on the device of {who(context.job, few)}"
     confidence = 0.45 if not group.members_known or lost else 0.7 if wait is not None else 0.6
     finding = _finding(context, blocked, "none_finished", few, sentence, confidence)
-    missing = [
-        "which link or device: `allranks doctor`, `dmesg -T | grep -iE 'xid|mlx5|link'`, and NCCL_DEBUG=INFO logs"
-    ]
-    if lost:
-        missing.insert(0, "the calls before: the rings of these ranks were too short to keep them")
-    if not started:
-        missing.append("which rank's kernel started: run with TORCH_NCCL_ENABLE_TIMING=1")
-    if not group.members_known:
-        missing.append(
-            "who belongs to the group: its recorder does not say, so a rank without a dump may be lacking"
-        )
-    if _contents_known(context, blocked):
-        agree = "operation, sizes and types are the same on all ranks: the programs agree"
-        finding = replace(finding, evidence=(*finding.evidence, agree))
-    else:
-        missing.insert(
-            0, "the calls inside the batch: their sizes were not recorded, or the ring has lost them"
-        )
-    return replace(finding, missing_evidence=tuple(missing))
+    agreed = _contents_known(context, blocked)
+    asked = (
+        (not agreed, "the calls inside the batch: their sizes were not recorded, or the ring has lost them"),
+        (lost, "the calls before: the rings of these ranks were too short to keep them"),
+        (
+            True,
+            "which link or device: `allranks doctor`, `dmesg -T | grep -iE 'xid|mlx5|link'`, and NCCL_DEBUG=INFO logs",
+        ),
+        (not started, "which rank's kernel started: run with TORCH_NCCL_ENABLE_TIMING=1"),
+        (
+            not group.members_known,
+            "who belongs to the group: its recorder does not say, so a rank without a dump may be lacking",
+        ),
+    )
+    agree = ("operation, sizes and types are the same on all ranks: the programs agree",) if agreed else ()
+    missing = tuple(text for wanted, text in asked if wanted)
+    return replace(finding, evidence=(*finding.evidence, *agree), missing_evidence=missing)
 
 
 def _started(context: Context, blocked: Blocked) -> tuple[bool, tuple[int, ...]]:

@@ -30,24 +30,42 @@ def _from_boxes(context: Context) -> Finding | None:
         return None
     fewest = min(progress.setups for progress in inside.values())
     waiting = {rank: p for rank, p in inside.items() if p.setups == fewest}
-    waits = [(ns - p.inside_ns) / 1e9 for rank, p in waiting.items() if (ns := job.ranks[rank].snapshot_ns)]
-    waited = max(waits, default=BELIEVABLE_S)
+    waited = _longest_wait(context, waiting)
     if waited < context.patience.limit_s and not job.ended:
         return None
     times = f" for {seconds(waited)}" if 0 < waited < BELIEVABLE_S else ""
     function = next(iter(waiting.values())).inside
     late, gone = _elsewhere(context, inside, fewest)
     lost = job.missing_ranks if function == "init_process_group" else ()
-    absent = late or gone or lost
-    if absent:
-        sentence = f"{who(job, absent)} never called {function}; {_waiting(waiting)}{times}"
-        sure, last = 0.9 if late else 0.7, context.last_call(late[0]) if len(late) == 1 else ""
-        if last:
-            sentence += f"; the last call of rank {late[0]} was {last}"
-        found = _finding(context, absent, tuple(sorted(waiting)), function, sentence, sure, bool(late))
-        return found if found.where or not last else replace(found, where=_line(context, late[0]))
+    if late or gone or lost:
+        return _never_called(context, late, late or gone or lost, tuple(sorted(waiting)), function, times)
     everybody = function == "new_group" and len(inside) == len(job.ranks)
     return _all_inside(context, inside, waiting, times) if everybody else None
+
+
+def _longest_wait(context: Context, waiting: dict[int, Progress]) -> float:
+    """How long the first of these ranks has been inside, in seconds; BELIEVABLE_S when no time is known."""
+    seen = {rank: context.job.ranks[rank].snapshot_ns for rank in waiting}
+    return max(
+        ((seen[rank] - p.inside_ns) / 1e9 for rank, p in waiting.items() if seen[rank]), default=BELIEVABLE_S
+    )
+
+
+def _never_called(
+    context: Context,
+    late: tuple[int, ...],
+    absent: tuple[int, ...],
+    waiting: tuple[int, ...],
+    function: str,
+    times: str,
+) -> Finding:
+    """`absent` ranks, of which the `late` ones still run, have not come to a function in which others wait."""
+    sentence = f"{who(context.job, absent)} never called {function}; {_waiting(waiting)}{times}"
+    last = context.last_call(late[0]) if len(late) == 1 else ""
+    if last:
+        sentence += f"; the last call of rank {late[0]} was {last}"
+    found = _finding(context, absent, waiting, function, sentence, 0.9 if late else 0.7, bool(late))
+    return found if found.where or not last else replace(found, where=_line(context, late[0]))
 
 
 def _line(context: Context, rank: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from allranks.diagnose.absent import explain_ranks
 from allranks.diagnose.align import align
@@ -72,19 +73,23 @@ def diagnose(
     given = list(traces)
     every = forget_past_quorums(given)
     older = sum(trace.older for trace in every)
-    calls = sum(len(trace.calls) for trace in every)
-    forgot = older > 0 and calls < sum(len(trace.calls) for trace in given)
-    newest = LARGE_JOB // max(1, len(every))
-    if calls + older > LARGE_JOB and newest >= MIN_WINDOW and not forgot:
+    if newest := _window(given, every, older):
         window = [t if len(t.calls) <= newest else replace(t, calls=t.calls[-newest:]) for t in every]
         result = _diagnose(window, files, seen, options)
         if result.verdict is not None and result.verdict.confidence >= SETTLED:
-            return replace(
-                result, summary=(*result.summary, f"the newest {newest} calls of every rank were examined")
-            )
+            examined = f"the newest {newest} calls of every rank were examined"
+            return replace(result, summary=(*result.summary, examined))
     if older and options.whole is not None:
         every = forget_past_quorums(list(options.whole()))
     return _diagnose(every, files, seen, options)
+
+
+def _window(given: list[RankTrace], every: list[RankTrace], older: int) -> int:
+    """How many of the newest calls of each rank are examined first; 0: all at once."""
+    calls = sum(len(trace.calls) for trace in every)
+    newest = LARGE_JOB // max(1, len(every))
+    forgot = older > 0 and calls < sum(len(trace.calls) for trace in given)
+    return newest if calls + older > LARGE_JOB and newest >= MIN_WINDOW and not forgot else 0
 
 
 def _diagnose(
@@ -104,9 +109,8 @@ def _diagnose(
     if options.allow_incomplete_ranks:
         every = [replace(b, absent=(), unsure=tuple(sorted(b.unsure + b.absent))) for b in every]
     hung = [replace(b, index=i) for i, b in enumerate(b for b in every if is_hung(job, b, patience))]
-    context = Context(
-        job, patience, tuple(hung), wait_graph(job, hung, p2p_mismatches), seen, tuple(p2p_mismatches)
-    )
+    graph = wait_graph(job, hung, p2p_mismatches)
+    context = Context(job, patience, tuple(hung), graph, seen, tuple(p2p_mismatches))
     roots = _all_roots(context, mismatches, doubts, options)
     warnings = find_warnings(context, every, damaged, options.allow_incomplete_ranks, roots)
     return _compose(context, roots, warnings, files, options)
@@ -144,34 +148,42 @@ def _setup(context: Context) -> Finding | None:
 
 def _roots(context: Context, mismatches: list[Mismatch]) -> list[Finding]:
     """Root causes, the one that most ranks wait for first."""
-    explained = {mismatch.group: mismatch for mismatch in mismatches}
-    weights = dict.fromkeys(explained, -1)
+    weights = {mismatch.group: -1 for mismatch in mismatches}
     weighed: list[Weighed] = []
     lacking: dict[int, list[int]] = {}
     for sink in context.graph.sinks():
         calls = _calls_of(context, sink)
         if all(_misfits(context, b) for b in calls) or all(is_paused(context.job, node) for node in sink):
             continue
-        hit = [b.group for b in calls if b.group in explained and _explains(context, explained[b.group], b)]
-        if hit:
-            weights[hit[0]] = max(weights[hit[0]], context.graph.weight(sink))
+        hit = next((m.group for b in calls for m in mismatches if _explains(context, m, b)), None)
+        if hit is not None:
+            weights[hit] = max(weights[hit], context.graph.weight(sink))
         elif len(sink) == 1 and sink[0] >= 0:
             lacking.setdefault(context.first_for(sink[0]).index, []).append(sink[0])
         elif (finding := _of_calls(context, sink)) is not None:
             weighed.append((context.graph.weight(sink), 0, finding))
-    circles = _circles(context) if lacking and not weighed and _only_without_file(context, lacking) else []
-    for index, ranks in lacking.items() if not circles else ():
-        weighed += _lacking(context, context.blocked[index], sorted(ranks))
-    weighed += circles
+    weighed += _of_absent(context, lacking, alone=not weighed)
     weighed += _mismatched(context, mismatches, weights)
-    weighed.sort(
-        key=lambda i: (i[2].confidence < SURE_ENOUGH, -i[0], -i[1], -i[2].confidence, i[2].group, i[2].ranks)
-    )
+    weighed.sort(key=_order)
     return [finding for _, _, finding in weighed]
 
 
-def _only_without_file(context: Context, lacking: dict[int, list[int]]) -> bool:
-    return all(rank not in context.job.ranks for ranks in lacking.values() for rank in ranks)
+def _order(weighed: Weighed) -> tuple[bool, int, int, float, str, tuple[int, ...]]:
+    """Sorts findings: those that are sure, that most ranks wait for, that come before others, then for a fixed order."""
+    weight, first, finding = weighed
+    unsure = finding.confidence < SURE_ENOUGH
+    return unsure, -weight, -first, -finding.confidence, finding.group, finding.ranks
+
+
+def _of_absent(context: Context, lacking: dict[int, list[int]], alone: bool) -> list[Weighed]:
+    """Findings for ranks that lack in calls (by index). `alone`: nothing else was found; then, where these ranks have no file,
+    those with one that wait for each other come first."""
+    without_file = all(rank not in context.job.ranks for ranks in lacking.values() for rank in ranks)
+    circles = _circles(context) if lacking and alone and without_file else []
+    if circles:
+        return circles
+    found = [_lacking(context, context.blocked[index], sorted(ranks)) for index, ranks in lacking.items()]
+    return list(chain.from_iterable(found))
 
 
 def _circles(context: Context) -> list[Weighed]:
@@ -212,6 +224,8 @@ def _mismatched(context: Context, mismatches: list[Mismatch], weights: dict[int,
 
 def _explains(context: Context, mismatch: Mismatch, blocked: Blocked) -> bool:
     """Whether a call is blocked because of a mismatch: it is that call, or nothing has fitted since."""
+    if blocked.group != mismatch.group:
+        return False
     if blocked.seq <= mismatch.seq or blocked.seq - mismatch.seq - 1 <= mismatch.also:
         return blocked.seq >= mismatch.seq
     if context.group(blocked).backend.startswith("nccl") and not (blocked.missing or blocked.absent):
@@ -227,22 +241,16 @@ def _misfits(context: Context, blocked: Blocked) -> bool:
     wait = blocked.p2p
     if wait is None:
         return False
-    ends = {(m.source, m.send_row) for m in context.p2p_mismatches} | {
-        (m.target, m.recv_row) for m in context.p2p_mismatches
-    }
-    return (wait.rank, wait.row) in ends
+    end = (wait.rank, wait.row)
+    return any(end in ((m.source, m.send_row), (m.target, m.recv_row)) for m in context.p2p_mismatches)
 
 
 def _lacking(context: Context, blocked: Blocked, ranks: list[int]) -> list[Weighed]:
     """Findings for ranks that lack in one call: those with a dump, then those without."""
-    found = []
     here = tuple(rank for rank in ranks if rank in context.job.ranks)
     gone = tuple(rank for rank in ranks if rank not in context.job.ranks)
-    if here:
-        found.append((context.graph.weight(here), 1, explain_ranks(context, blocked, here)))
-    if gone:
-        found.append((context.graph.weight(gone), 0, explain_ranks(context, blocked, gone)))
-    return found
+    both = ((here, 1), (gone, 0))
+    return [(context.graph.weight(r), f, explain_ranks(context, blocked, r)) for r, f in both if r]
 
 
 def _calls_of(context: Context, sink: tuple[int, ...]) -> list[Blocked]:
@@ -259,9 +267,8 @@ def _at_the_end(root: Finding) -> Finding:
     if root.waited_s is not None or root.cause not in WAITING:
         return root
     when = "when the processes ended: had the job run until it was killed, its ranks were merely a few calls apart"
-    return replace(
-        root, confidence=round(root.confidence * UNTIMED, 2), missing_evidence=(*root.missing_evidence, when)
-    )
+    sure, asked = round(root.confidence * UNTIMED, 2), (*root.missing_evidence, when)
+    return replace(root, confidence=sure, missing_evidence=asked)
 
 
 def _with_doubts(context: Context, root: Finding, doubts: list[Doubt]) -> Finding:
@@ -315,7 +322,7 @@ def _consequences(context: Context, roots: list[Finding]) -> list[Finding]:
     """Blocked calls that are not themselves a root: each in one sentence, longest wait first."""
     told = {(root.group, root.sequence) for root in roots}
     found = []
-    for blocked in sorted(context.blocked, key=lambda b: (context.began_ns(b), b.index)):
+    for blocked in sorted(context.blocked, key=context.age):
         group = context.group(blocked)
         sequence = blocked.seq if blocked.seq >= 0 else None
         lacks = blocked.missing + blocked.absent
