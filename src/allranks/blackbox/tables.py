@@ -219,8 +219,8 @@ class HeapCache:
         value = self.items.get(item)
         if value is None:
             try:
-                decode = _DECODERS.get(kind, lambda tables, value: None)  # None: a kind of a later version
-                value = decode(self.tables, json.loads(item[ITEM_HEADER_BYTES:]))
+                decode, payload = _DECODERS.get(kind), json.loads(item[ITEM_HEADER_BYTES:])
+                value = decode(self.tables, payload) if decode is not None else None
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError):
                 value = None
             self.items[item] = value
