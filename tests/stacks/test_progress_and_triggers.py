@@ -17,9 +17,15 @@ from allranks.model.stacks import (
     RasReply,
 )
 from allranks.stacks import Stillness, classify, ras, read_capture
-from allranks.stacks.debug_config import DebugOptions, parse_debug, read_debug_options
+from allranks.stacks.debug_config import (
+    DebugOptions,
+    Observation,
+    TriggerState,
+    decide_trigger,
+    parse_debug,
+    read_debug_options,
+)
 from allranks.stacks.progress import decide_progress
-from allranks.stacks.triggers import Observation, TriggerState, decide_trigger
 
 CASES = Path(__file__).parent / "cases"
 RAS = """Job summary

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from allranks.stacks import read_bundle
+from allranks.stacks.debug_config import MainThreadWork
 from allranks.stacks.debuggers import find_pyspy
-from allranks.stacks.triggers import MainThreadWork
 
 from . import victims as v
 

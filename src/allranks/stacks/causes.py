@@ -23,7 +23,7 @@ from allranks.stacks.views import (
 _SHAPES = ("lock_wait", "thread_wait", "background")
 #: Waits that are telling even in a thread without a line of the user's own.
 _STRONG = frozenset(
-    {
+    [
         "collective_wait",
         "p2p_wait",
         "store_wait",
@@ -32,7 +32,7 @@ _STRONG = frozenset(
         "cuda_wait",
         "dataloader_wait",
         "file_lock_wait",
-    }
+    ]
 )
 
 
@@ -169,16 +169,8 @@ def _lock_cause(view: ProcessView, locked: list[ThreadView], joiner: ThreadView 
     if joiner is not None:
         says += f"; the main thread joins them at {where(joiner.python)}"
     subject = locked[0]
-    return Cause(
-        "lock_deadlock",
-        where(subject.python),
-        says,
-        "lock",
-        subject.name if not subject.main else "",
-        subject.python,
-        0.95 if len(locked) > 1 else 0.85,
-        view.count,
-    )
+    name, sure = subject.name if not subject.main else "", 0.95 if len(locked) > 1 else 0.85
+    return Cause("lock_deadlock", where(subject.python), says, "lock", name, subject.python, sure, view.count)
 
 
 def _mutex_cycle(view: ProcessView) -> Cause | None:
@@ -205,18 +197,13 @@ def _mutex_cycle(view: ProcessView) -> Cause | None:
 
 
 def _thread_name(view: ProcessView, tid: int) -> str:
-    thread = next((one for one in view.threads if one.tid == tid), None)
-    return (
-        f"{thread.name} at {where(thread.python)}"
-        if thread is not None and thread.python
-        else f"thread {tid}"
-    )
+    named = (f"{t.name} at {where(t.python)}" for t in view.threads if t.tid == tid and t.python)
+    return next(named, f"thread {tid}")
 
 
 def _forked(thread: ThreadView) -> bool:
-    return any(
-        frame.file.endswith(("popen_fork.py", "multiprocessing/process.py")) for frame in thread.python
-    )
+    files = ("popen_fork.py", "multiprocessing/process.py")
+    return any(frame.file.endswith(files) for frame in thread.python)
 
 
 def _source(thread: ThreadView) -> str:
@@ -281,10 +268,7 @@ def _evidence_text(match: PatternMatch, thread: ThreadView, view: ProcessView) -
 def _native(thread: ThreadView) -> str:
     """The native call that names the wait best: the innermost with a symbol outside the C library."""
     named = [frame for frame in thread.leaf if not frame.name.startswith("0x")]
-    telling = [
-        frame
-        for frame in named
-        if not library(frame).startswith(("libc.", "libc-", "libpthread", "libstdc++"))
-    ]
+    plain = ("libc.", "libc-", "libpthread", "libstdc++")
+    telling = [frame for frame in named if not library(frame).startswith(plain)]
     frame = next(iter(telling or named), None)
     return f"{frame.name[:80]} in {library(frame).rsplit('/', 1)[-1]}" if frame is not None else ""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from allranks.model.stacks import Capture, ChildState, ProcessCapture, RankState, Snapshot, StacksReport
+from allranks.model.stacks import Capture, ChildState, ProcessCapture, RankState, StacksReport
 from allranks.stacks import ras
 from allranks.stacks.causes import Cause, find_cause
 from allranks.stacks.patterns import StackPattern, load_patterns
@@ -16,12 +16,8 @@ from allranks.stacks.views import Children, ProcessView
 
 #: How much a cause waits for others: 0 not at all, 3 most. The ranks of the lowest tier are to blame.
 _TIERS = {
-    "request_wait": 1,
-    "event_loop_idle": 1,
-    "store_wait": 2,
-    "p2p_wait": 2,
-    "rendezvous_wait": 2,
-    "cuda_wait": 2,
+    **dict.fromkeys(("request_wait", "event_loop_idle"), 1),
+    **dict.fromkeys(("store_wait", "p2p_wait", "rendezvous_wait", "cuda_wait"), 2),
     "collective_wait": 3,
 }
 _VERBS = {
@@ -128,11 +124,8 @@ def _describe_one(state: RankState, subject: bool = True) -> str:
     line = f" in {_swap(state.where)}" if state.where else ""
     child = next((c for c in state.children if c.cause not in ("healthy", "queue_wait")), None)
     tail = f" (child process {child.child}: {_at(child)})" if child else ""
-    verb = (
-        f"cannot be read ({state.evidence})"
-        if state.cause == "unknown"
-        else _VERBS.get(state.cause, state.cause)
-    )
+    unreadable = f"cannot be read ({state.evidence})"
+    verb = unreadable if state.cause == "unknown" else _VERBS.get(state.cause, state.cause)
     return f"{name}{verb}{line}{tail}"
 
 
@@ -146,13 +139,10 @@ def _describe_waiters(culprits: Sequence[int], ranks: Mapping[int, RankState]) -
     waiting = [state for rank, state in ranks.items() if rank not in culprits]
     if not waiting:
         return ""
-    operation, count = Counter(_wait_name(state) for state in waiting).most_common(1)[0]
+    names = (s.operation or s.cause.replace("collective_wait", "a collective") for s in waiting)
+    operation, count = Counter(names).most_common(1)[0]
     noun = "rank waits" if count == 1 else "ranks wait"
     return f" while {count} {noun} in {operation}"
-
-
-def _wait_name(state: RankState) -> str:
-    return state.operation or {"collective_wait": "a collective"}.get(state.cause, state.cause)
 
 
 def _describe_no_culprit(capture: Capture, ranks: Mapping[int, RankState]) -> str:
@@ -171,14 +161,13 @@ def _describe_no_culprit(capture: Capture, ranks: Mapping[int, RankState]) -> st
     sites = Counter((state.operation or state.cause, state.where) for state in ranks.values())
     if len(sites) == 1:
         (operation, where), _ = sites.most_common(1)[0]
-        return (
-            f"all {len(ranks)} ranks wait in {operation} at {where}: no rank is different; "
-            "look at the network, the device or the dumps (allranks diagnose)"
-        )
-    groups = "; ".join(
-        f"{compress([r for r, s in ranks.items() if (s.operation or s.cause, s.where) == site])} in {site[0]} at {site[1]}"
-        for site, _ in sites.most_common(4)
-    )
+        rest = "look at the network, the device or the dumps (allranks diagnose)"
+        return f"all {len(ranks)} ranks wait in {operation} at {where}: no rank is different; {rest}"
+    parts = []
+    for site, _ in sites.most_common(4):
+        there = [rank for rank, s in ranks.items() if (s.operation or s.cause, s.where) == site]
+        parts.append(f"{compress(there)} in {site[0]} at {site[1]}")
+    groups = "; ".join(parts)
     return f"every rank waits for others, in different places: {groups}; allranks diagnose on the dumps tells who is wrong"
 
 
@@ -265,9 +254,8 @@ def _judge(
 
 def _in_motion(state: RankState, slow: bool, somebody_slow: bool) -> RankState:
     if slow:
-        return replace(
-            state, cause="slow", evidence=f"the others wait for it in every look; it {state.evidence}"
-        )
+        evidence = f"the others wait for it in every look; it {state.evidence}"
+        return replace(state, cause="slow", evidence=evidence)
     if somebody_slow and state.cause in WAITS:
         return state
     return replace(state, cause="healthy", evidence=f"makes progress; at the last look: {state.evidence}")
@@ -278,37 +266,17 @@ def _waited(capture: Capture, table: Sequence[StackPattern]) -> dict[int, float]
     shares = {}
     for process in capture.processes:
         if process.child is None and process.snapshots:
-            waits = [_snapshot_waits(process, snapshot, table) for snapshot in process.snapshots]
+            looks = [replace(process, snapshots=(snapshot,)) for snapshot in process.snapshots]
+            waits = [find_cause(look, table)[0].cause in WAITS for look in looks]
             shares[process.rank] = sum(waits) / len(waits)
     return shares
 
 
-def _snapshot_waits(process: ProcessCapture, snapshot: Snapshot, table: Sequence[StackPattern]) -> bool:
-    cause, _ = find_cause(replace(process, snapshots=(snapshot,)), table)
-    return cause.cause in WAITS
-
-
 def _state(process: ProcessCapture, cause: Cause, children: tuple[ChildState, ...]) -> RankState:
-    return RankState(
-        rank=process.rank,
-        cause=cause.cause,
-        where=cause.where,
-        evidence=cause.evidence + _child_tail(cause, children) + _kernel_tail(process),
-        children=children,
-        threads=cause.threads,
-        operation=cause.operation,
-        thread=cause.thread,
-        stack=cause.stack,
-        host=process.host,
-        pid=process.pid,
-        confidence=cause.confidence,
-        notes=process.notes,
-    )
-
-
-def _kernel_tail(process: ProcessCapture) -> str:
-    """The kernels that cuda-gdb saw on the device."""
-    return f"; on the device: {', '.join(process.kernels[:3])}" if process.kernels else ""
+    kernels = f"; on the device: {', '.join(process.kernels[:3])}" if process.kernels else ""
+    evidence = cause.evidence + _child_tail(cause, children) + kernels
+    known = {"host": process.host, "pid": process.pid, "notes": process.notes, "children": children}
+    return RankState(**{**vars(cause), "rank": process.rank, "evidence": evidence, **known})
 
 
 def _child_tail(cause: Cause, children: tuple[ChildState, ...]) -> str:

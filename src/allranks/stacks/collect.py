@@ -79,19 +79,9 @@ class ProcessSamples:
 
     def freeze(self, host: str) -> ProcessCapture:
         """The finished capture of this process."""
-        target = self.target
-        return ProcessCapture(
-            target.rank,
-            target.child,
-            target.pid,
-            host,
-            target.title,
-            tuple(self.snapshots[number] for number in sorted(self.snapshots)),
-            self.native,
-            self.kernels,
-            tuple(self.notes),
-            target.parallel,
-        )
+        t, snapshots = self.target, tuple(self.snapshots[number] for number in sorted(self.snapshots))
+        seen = (snapshots, self.native, self.kernels, tuple(self.notes))
+        return ProcessCapture(t.rank, t.child, t.pid, host, t.title, *seen, t.parallel)
 
 
 def collect(
@@ -179,14 +169,8 @@ class _Collection:
         known = {case.target.pid for case in self.cases}
         for case in [one for one in self.cases if one.target.child is None]:
             rank = case.target.rank
-            number = 1 + max(
-                (
-                    c.target.child or 0
-                    for c in self.cases
-                    if c.target.rank == rank and c.target.child is not None
-                ),
-                default=-1,
-            )
+            mine = [c.target.child for c in self.cases if c.target.rank == rank]
+            number = 1 + max((child for child in mine if child is not None), default=-1)
             for pid in descendants(case.target.pid):
                 entry = read_entry(pid) if pid not in known and pid != os.getpid() else None
                 if entry is not None and number < MAX_CHILDREN:
@@ -206,11 +190,8 @@ class _Collection:
     def _read_facts(self, case: ProcessSamples, number: int) -> tuple[float | None, tuple[ThreadFacts, ...]]:
         target = case.target
         try:
-            if (
-                target.start_ticks
-                and (entry := read_entry(target.pid))
-                and entry.start_ticks != target.start_ticks
-            ):
+            entry = read_entry(target.pid) if target.start_ticks else None
+            if entry is not None and entry.start_ticks != target.start_ticks:
                 raise ProcessLookupError(f"process {target.pid} ended and its number is used by another one")
             row = read_facts(target.pid)
         except OSError as error:
@@ -221,14 +202,10 @@ class _Collection:
         self._keep(case, f"proc.s{number}.json", text)
         facts = parse_facts(text)
         case.inner.update(facts.inner)
-        if (
-            facts.threads
-            and not any(thread.syscall for thread in facts.threads)
-            and facts.threads[0].state not in "ZX"
-        ):
-            case.note(
-                f"system calls of process {target.pid} are not readable ({debuggers.ptrace_obstacle(target.pid)})"
-            )
+        hidden = facts.threads and not any(thread.syscall for thread in facts.threads)
+        if hidden and facts.threads[0].state not in "ZX":
+            obstacle = debuggers.ptrace_obstacle(target.pid)
+            case.note(f"system calls of process {target.pid} are not readable ({obstacle})")
         return facts.at_s, facts.threads
 
     def _read_stacks(self, case: ProcessSamples, number: int) -> tuple[ThreadStack, ...]:
@@ -239,13 +216,17 @@ class _Collection:
         if run.problem:
             case.note(run.problem)
             return ()
-        self._keep(case, f"pyspy.s{number}.json", run.output)
+        stacks = self._parse(case, f"pyspy.s{number}.json", run.output)
+        return renumber(self.sources.attach(stacks, target.pid), case.inner)
+
+    def _parse(self, case: ProcessSamples, name: str, output: str) -> tuple[ThreadStack, ...]:
+        """Keeps and reads what py-spy printed."""
+        self._keep(case, name, output)
         try:
-            stacks = tool_output.parse_json(run.output)
+            return tool_output.parse_json(output)
         except (ValueError, RecursionError) as error:
             case.note(f"py-spy printed something unreadable: {str(error)[:100]}")
             return ()
-        return renumber(self.sources.attach(stacks, target.pid), case.inner)
 
     def _suspects(self) -> list[ProcessSamples]:
         able = [c for c in self.cases if c.target.python and any(s.stacks for s in c.snapshots.values())]
@@ -263,11 +244,7 @@ class _Collection:
         if run.problem:
             case.note(f"no native frames: {run.problem}")
             return
-        self._keep(case, "pyspy_native.json", run.output)
-        try:
-            case.native = renumber(tool_output.parse_json(run.output), case.inner)
-        except (ValueError, RecursionError) as error:
-            case.note(f"py-spy printed something unreadable: {str(error)[:100]}")
+        case.native = renumber(self._parse(case, "pyspy_native.json", run.output), case.inner)
 
     def _ask_faulthandler(self, case: ProcessSamples, number: int) -> None:
         stacks, problem = ask_faulthandler(case.target.pid, number)
@@ -334,7 +311,6 @@ class _Collection:
         for case in self.cases:
             shots = [case.snapshots[number] for number in sorted(case.snapshots)]
             if shots and shots[-1].stacks:
-                name = f"pyspy_{self.host}_{case.target.pid}.txt"
-                self._keep_file(
-                    name, tool_output.format_text(case.target.pid, case.target.title, shots[-1].stacks)
-                )
+                pid, title = case.target.pid, case.target.title
+                text = tool_output.format_text(pid, title, shots[-1].stacks)
+                self._keep_file(f"pyspy_{self.host}_{pid}.txt", text)

@@ -45,11 +45,9 @@ def _docker(tool: str) -> Callable[[str, Callable[[list[str], float], ToolRun]],
             return 0, ""
         answer = run([tool, "inspect", "--format", "{{.State.Pid}}", name], LIMIT_S)
         text = answer.output.strip()
-        return (
-            (int(text), "")
-            if text.isdigit() and text != "0"
-            else (0, f"{tool}: {answer.problem or 'it does not run'}")
-        )
+        if text.isdigit() and text != "0":
+            return int(text), ""
+        return 0, f"{tool}: {answer.problem or 'it does not run'}"
 
     return find
 

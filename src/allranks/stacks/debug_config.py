@@ -1,4 +1,5 @@
-"""The `debug:` section that people know, with triggers beyond the fixed wait. Reading is the only I/O.
+"""The `debug:` section that people know, with triggers beyond the fixed wait, and the decision when to collect: pure, over what
+was observed. Reading the section is the only I/O.
 
 debug:
   enabled: true
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -31,7 +32,10 @@ from allranks.errors import ConfigurationError, InputError
 from allranks.model.options import check_options, key_of, meanings, option
 from allranks.model.parsing import convert, read_yaml
 
-_TIME: dict[str, Any] = {"unit": "s", "at_least": 0}
+
+def _seconds(default: Any, help: str, key: str, flags: str) -> Any:
+    """An option that is a time in seconds, or several."""
+    return option(default, help, key=key, flags=flags, unit="s", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,8 @@ class DebugOptions:
     """When and how to collect by itself. Times in seconds; 0 turns a trigger off."""
 
     enabled: bool = option(True, "collect stacks at all")
-    wait_s: float = option(
-        600.0,
-        "collect once, this long after the start; 0: never",
-        key="wait_seconds",
-        flags="--wait",
-        **_TIME,
+    wait_s: float = _seconds(
+        600.0, "collect once, this long after the start; 0: never", "wait_seconds", "--wait"
     )
     output_dir: str = option(
         "{log_dir}/backtraces",
@@ -52,37 +52,32 @@ class DebugOptions:
         metavar="DIR",
         flags="-o --output",
     )
-    at_s: tuple[float, ...] = option(
-        (), "collect this long after the start, too", key="triggers.at_seconds", flags="--at", **_TIME
+    at_s: tuple[float, ...] = _seconds(
+        (), "collect this long after the start, too", "triggers.at_seconds", "--at"
     )
-    no_progress_s: float = option(
+    no_progress_s: float = _seconds(
         60.0,
         "collect when the ranks make no progress for this long, by their black boxes or, without, by the CPU and "
         "context switches of their main threads; 0: never",
-        key="triggers.no_progress_seconds",
-        flags="--no-progress",
-        **_TIME,
+        "triggers.no_progress_seconds",
+        "--no-progress",
     )
-    collective_overdue_s: float = option(
+    collective_overdue_s: float = _seconds(
         0.0,
         "collect when a collective is open for this long; 0: never",
-        key="triggers.collective_overdue_seconds",
-        flags="--overdue",
-        **_TIME,
+        "triggers.collective_overdue_seconds",
+        "--overdue",
     )
-    no_output_s: float = option(
+    no_output_s: float = _seconds(
         0.0,
         "collect when the ranks' log files do not grow for this long; 0: never",
-        key="triggers.no_output_seconds",
-        flags="--no-output",
-        **_TIME,
+        "triggers.no_output_seconds",
+        "--no-output",
     )
     rank_lost: bool = option(True, "collect when a rank ended while others run", key="triggers.rank_lost")
     repeats: int = option(3, "collections of one stall, each after twice the time", at_least=1)
     rounds: int = option(2, "samples of each collection: one cannot tell stuck from slow", at_least=1)
-    interval_s: float = option(
-        5.0, "between two samples", key="interval_seconds", flags="--interval", **_TIME
-    )
+    interval_s: float = _seconds(5.0, "between two samples", "interval_seconds", "--interval")
     native: str = option(
         "suspects", "ranks of which native frames are taken", choices=("suspects", "all", "never")
     )
@@ -101,11 +96,8 @@ class DebugOptions:
         """The output folder; {log_dir} is $LOG_DIR, else ./logs."""
         values = os.environ if environment is None else environment
         log_dir = values.get("LOG_DIR") or values.get("ALLRANKS_LOG_DIR") or "logs"
-        return Path(
-            self.output_dir.replace("{log_dir}", log_dir).replace(
-                "{job_id}", values.get("SLURM_JOB_ID", "job")
-            )
-        )
+        named = self.output_dir.replace("{log_dir}", log_dir)
+        return Path(named.replace("{job_id}", values.get("SLURM_JOB_ID", "job")))
 
 
 #: Keys of the same section that `allranks run` reads: one job file serves every command.
@@ -148,3 +140,106 @@ def _convert(value: object, kind: Any, name: str) -> Any:
         return convert(value, kind)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"{name} is {value!r}: {str(error)[0].lower()}{str(error)[1:]}") from None
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a glance at the job gave. Times are seconds since the watch began."""
+
+    now_s: float
+    #: rank -> (step, calls started, calls completed)
+    marks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    output_bytes: Mapping[int, int] = field(default_factory=dict)  # rank -> size of its log files
+    oldest_call_s: float | None = None  # age of the oldest open collective
+    alive: frozenset[int] = frozenset()  # ranks whose process runs
+    silent_until_s: float = 0.0  # the ranks declared silence normal until then
+
+
+@dataclass(frozen=True)
+class TriggerState:
+    """What is remembered between glances."""
+
+    marks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    moved_s: float = 0.0
+    output: Mapping[int, int] = field(default_factory=dict)
+    wrote_s: float = 0.0
+    points_done: int = 0
+    stalls_done: int = 0  # collections of the present standstill
+    silences_done: int = 0
+    overdue_done: bool = False
+    seen: frozenset[int] = frozenset()  # ranks that were alive once
+    lost: frozenset[int] = frozenset()  # ranks whose end was reported
+
+
+#: A main thread that works switches or burns this much; one that waits wakes up now and then (polls with a timeout).
+SAMPLE_S, SWITCHES_PER_S, TICKS_PER_S = 2.0, 5.0, 3.0
+
+
+@dataclass(frozen=True)
+class MainThreadWork:
+    """Progress of ranks without a black box: `rounds` grows when every one of them has worked since the last round."""
+
+    rounds: int = 0
+    # rank -> when, ticks, switches
+    before: Mapping[int, tuple[float, int, int]] = field(default_factory=dict)
+    worked: frozenset[int] = frozenset()
+    round_s: float = 0.0  # of the last round
+
+    def after(self, now_s: float, work: Mapping[int, tuple[int, int]]) -> MainThreadWork:
+        """After one more sample of the main threads: rank -> (clock ticks, context switches)."""
+        before, worked = dict(self.before), set(self.worked & work.keys())
+        for rank, (ticks, switches) in work.items():
+            since, old_ticks, old_switches = before.setdefault(rank, (now_s, ticks, switches))
+            passed = now_s - since
+            if passed < SAMPLE_S:
+                continue
+            switched = switches - old_switches >= SWITCHES_PER_S * passed
+            if switched or ticks - old_ticks >= TICKS_PER_S * passed:
+                worked.add(rank)
+            before[rank] = (now_s, ticks, switches)
+        if work and worked >= work.keys():
+            return MainThreadWork(self.rounds + 1, before, frozenset(), now_s)
+        return replace(self, before=before, worked=frozenset(worked))
+
+
+def decide_trigger(seen: Observation, state: TriggerState, options: DebugOptions) -> tuple[str, TriggerState]:
+    """The reason to collect now, "" for none, and what to remember."""
+    now = _remember(seen, state)
+    points = options.fixed_points()
+    if now.points_done < len(points) and seen.now_s >= points[now.points_done]:
+        reason = f"{points[now.points_done]:.0f} s after the start"
+        return reason, replace(now, points_done=now.points_done + 1)
+    gone = now.seen - seen.alive - now.lost
+    if options.rank_lost and gone and seen.alive:
+        names = ", ".join(str(rank) for rank in sorted(gone))
+        return f"rank {names} ended while {len(seen.alive)} others run", replace(now, lost=now.lost | gone)
+    if seen.now_s >= seen.silent_until_s:
+        return _standstill(seen, now, options)
+    return "", now
+
+
+def _standstill(seen: Observation, now: TriggerState, options: DebugOptions) -> tuple[str, TriggerState]:
+    quiet = seen.now_s - now.moved_s
+    limit = options.no_progress_s * 2**now.stalls_done
+    if options.no_progress_s and seen.marks and now.stalls_done < options.repeats and quiet >= limit:
+        return f"no progress for {quiet:.0f} s", replace(now, stalls_done=now.stalls_done + 1)
+    age = seen.oldest_call_s or 0.0
+    if options.collective_overdue_s and age >= options.collective_overdue_s and not now.overdue_done:
+        return f"a collective is open for {age:.0f} s", replace(now, overdue_done=True)
+    silence = seen.now_s - now.wrote_s
+    limit = options.no_output_s * 2**now.silences_done
+    if options.no_output_s and seen.output_bytes and now.silences_done < options.repeats and silence >= limit:
+        return f"no output for {silence:.0f} s", replace(now, silences_done=now.silences_done + 1)
+    return "", now
+
+
+def _remember(seen: Observation, state: TriggerState) -> TriggerState:
+    """Progress resets the standstill, output resets the silence."""
+    now = replace(state, seen=state.seen | seen.alive)
+    if dict(seen.marks) != dict(state.marks):
+        now = replace(now, marks=dict(seen.marks), moved_s=seen.now_s, stalls_done=0)
+    if dict(seen.output_bytes) != dict(state.output):
+        now = replace(now, output=dict(seen.output_bytes), wrote_s=seen.now_s, silences_done=0)
+    if seen.oldest_call_s is None:
+        now = replace(now, overdue_done=False)
+    return now

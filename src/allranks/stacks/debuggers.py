@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from allranks.blackbox.header import process_state
 from allranks.model.stacks import ThreadStack
@@ -69,72 +70,54 @@ def run_gdb(pid: int, *, cuda: bool = False, limit_s: float = GDB_LIMIT_S) -> To
 
 def find_cuda_gdb() -> str | None:
     """cuda-gdb from the PATH or the usual places of the toolkit."""
-    found = shutil.which("cuda-gdb")
-    homes = [
-        os.environ.get("CUDA_HOME", ""),
-        "/usr/local/cuda",
-        *map(str, sorted(Path("/usr/local").glob("cuda-*"))),
-    ]
-    return found or next(
-        (f"{h}/bin/cuda-gdb" for h in homes if h and os.access(f"{h}/bin/cuda-gdb", os.X_OK)), None
-    )
+    toolkits = ("/usr/local/cuda", *sorted(Path("/usr/local").glob("cuda-*")))
+    homes = [Path(home) for home in (os.environ.get("CUDA_HOME"), *toolkits) if home]
+    usual = (str(home / "bin/cuda-gdb") for home in homes if os.access(home / "bin/cuda-gdb", os.X_OK))
+    return shutil.which("cuda-gdb") or next(usual, None)
 
 
 def run_tool(words: list[str], limit_s: float, ok_codes: tuple[int, ...] = (0,)) -> ToolRun:
     """Runs a command to its end or its limit; its whole process group is killed then."""
-    begin = time.monotonic()
+    begin, name, pipe = time.monotonic(), Path(words[0]).name, subprocess.PIPE
+    how: dict[str, Any] = {"text": True, "encoding": "utf-8", "errors": "replace", "start_new_session": True}
     try:
-        child = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, **how)
     except OSError as error:
-        return ToolRun("", f"{Path(words[0]).name} could not be started: {error}", 0.0)
+        return ToolRun("", f"{name} could not be started: {error}", 0.0)
     try:
         out, err = child.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         out, _ = child.communicate()
-        took = time.monotonic() - begin
-        return ToolRun(
-            _text(out), f"{Path(words[0]).name} did not finish in {limit_s:.0f} s and was ended", took
-        )
-    except BaseException:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.communicate()
-        raise
+        problem = f"{name} did not finish in {limit_s:.0f} s and was ended"
+        return ToolRun(out, problem, time.monotonic() - begin)
+    finally:
+        if child.returncode is None:  # interrupted
+            os.killpg(child.pid, signal.SIGKILL)
+            child.communicate()
     took = time.monotonic() - begin
-    useful = child.returncode in ok_codes and bool(out.strip())
-    if child.returncode == 0 or useful:
-        return ToolRun(_text(out), "", took)
-    lines = [line for line in _text(err).splitlines() if line.strip()]
+    if child.returncode == 0 or (child.returncode in ok_codes and out.strip()):
+        return ToolRun(out, "", took)
+    lines = [line for line in err.splitlines() if line.strip()]
     reason = next((line for line in lines if line.startswith("Error")), lines[0] if lines else "no message")
     causes = [line.strip() for line in lines if line.lstrip()[:2] in ("0:", "1:", "2:") and "::" not in line]
-    return ToolRun(_text(out), " ".join([reason.strip(), *causes])[:400] or f"exit {child.returncode}", took)
+    return ToolRun(out, " ".join([reason.strip(), *causes])[:400] or f"exit {child.returncode}", took)
 
 
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "replace")
-
-
-_PTRACE_CURE = (
+_PTRACE_FIX = (
     "run as the same user or as root, with CAP_SYS_PTRACE: docker run --cap-add=SYS_PTRACE, Kubernetes "
     "securityContext.capabilities.add: [SYS_PTRACE], Slurm with pyxis: srun --container-name of the job's own container"
 )
 
 
 def explain_pyspy(message: str, pid: int) -> str:
-    """py-spy's message with what it means and the exact cure; its own words can mislead."""
-    gone = not Path(f"/proc/{pid}").exists()
-    if gone:
+    """py-spy's message with what it means and the exact fix; its own words can mislead."""
+    if not Path(f"/proc/{pid}").exists():
         return f"process {pid} ended while it was looked at"
     denied = ("permission denied", "operation not permitted", "eperm", "os error 1", "os error 13")
     refused = any(word in message.lower() for word in (*denied, "failed to get process executable name"))
     if refused and not may_ptrace(pid):
-        return f"py-spy may not look into process {pid} ({ptrace_obstacle(pid)}): {_PTRACE_CURE}"
+        return f"py-spy may not look into process {pid} ({ptrace_obstacle(pid)}): {_PTRACE_FIX}"
     if "Failed to find python version" in message or "not a python process" in message.lower():
         return f"process {pid} is not a Python process, or its interpreter cannot be recognised"
     return f"py-spy: {message}"
@@ -191,16 +174,13 @@ class DebuggerOutput:
 def debug_with_gdb(target: Target, cuda: bool, guard_s: float) -> DebuggerOutput:
     """Backtraces by gdb or cuda-gdb, unless a collective is about to time out or the process cannot be stopped."""
     name = "cuda-gdb" if cuda else "gdb"
-    state = process_state(target.pid)
+    state, alone = process_state(target.pid), f"{name} left process {target.pid} alone"
     if state not in ("R", "S"):
-        return DebuggerOutput(
-            problem=f"{name} left process {target.pid} alone: its state is {state or 'gone'}"
-        )
+        return DebuggerOutput(problem=f"{alone}: its state is {state or 'gone'}")
     due = timeout_due_s(target.box, time.time()) if target.box is not None else None
     if due is not None and due < guard_s:
-        return DebuggerOutput(
-            problem=f"{name} left process {target.pid} alone: a collective times out in {due:.0f} s (less than {guard_s:.0f} s)"
-        )
+        soon = f"a collective times out in {due:.0f} s (less than {guard_s:.0f} s)"
+        return DebuggerOutput(problem=f"{alone}: {soon}")
     run = run_gdb(target.pid, cuda=cuda)
     return DebuggerOutput(
         text=run.output,
@@ -248,21 +228,19 @@ def _named(target: Target, variable: str) -> str:
 
 def dump_gpu_core(target: Target, folder: Path | None) -> str:
     """Triggers CUDA's user core dump; the process does not survive it. Returns what happened as a note."""
+    none = f"no GPU core dump of process {target.pid}"
     if target.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
-        return (
-            f"no GPU core dump of process {target.pid}: it was started without "
-            "CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1 and CUDA_COREDUMP_PIPE"
-        )
+        needed = "CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1 and CUDA_COREDUMP_PIPE"
+        return f"{none}: it was started without {needed}"
     pipe = _named(target, "CUDA_COREDUMP_PIPE")
     try:
         fd = os.open(f"/proc/{target.pid}/root{pipe}", os.O_WRONLY | os.O_NONBLOCK)
     except OSError as error:
-        return f"no GPU core dump of process {target.pid}: its pipe {pipe} does not open ({error.strerror})"
+        return f"{none}: its pipe {pipe} does not open ({error.strerror})"
     try:
-        if not stat.S_ISFIFO(
-            os.fstat(fd).st_mode
-        ):  # the process chose the name: it must not make us write to a file
-            return f"no GPU core dump of process {target.pid}: {pipe} is no pipe"
+        # The process chose the name: it must not make us write to a file.
+        if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+            return f"{none}: {pipe} is no pipe"
         os.write(fd, b"\0" * 4096)
     finally:
         os.close(fd)

@@ -32,23 +32,14 @@ def parse_facts(text: str) -> ProcessFacts:
     row = json.loads(text)
     if not isinstance(row, dict):
         raise ValueError("not an object")
-    machine = str(row.get("machine") or "x86_64")
-    threads = row.get("threads")
-    at = row.get("at_s")
+    machine, listed, at = str(row.get("machine") or "x86_64"), row.get("threads"), row.get("at_s")
+    threads = [item for item in listed if _is_thread(item)] if isinstance(listed, list) else []
     return ProcessFacts(
         pid=row["pid"] if isinstance(row.get("pid"), int) else None,
         title=str(row.get("cmdline") or ""),
-        threads=tuple(
-            _thread(item, machine)
-            for item in (threads if isinstance(threads, list) else [])
-            if _is_thread(item)
-        ),
+        threads=tuple(_thread(item, machine) for item in threads),
         at_s=float(at) if isinstance(at, int | float) else None,
-        inner={
-            item["inner_tid"]: item["tid"]
-            for item in (threads if isinstance(threads, list) else [])
-            if _is_thread(item) and isinstance(item.get("inner_tid"), int)
-        },
+        inner={t["inner_tid"]: t["tid"] for t in threads if isinstance(t.get("inner_tid"), int)},
     )
 
 
@@ -97,11 +88,8 @@ def _symbol(wchan: str) -> str:
 
 def kernel_functions(text: str) -> tuple[str, ...]:
     """Function names of a kernel stack, innermost first."""
-    names = []
-    for line in text.splitlines():
-        if match := _KERNEL_FRAME.search(line.strip()):
-            names.append(match.group(1).split(".")[0])
-    return tuple(names)
+    found = (_KERNEL_FRAME.search(line.strip()) for line in text.splitlines())
+    return tuple(match[1].split(".")[0] for match in found if match)
 
 
 MAX_BYTES = 4 << 20

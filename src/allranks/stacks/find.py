@@ -68,10 +68,7 @@ def number_ranks(coords: list[tuple[tuple[str, int], ...]]) -> list[int]:
     if len(set(numbers)) == len(numbers) and all(rows):
         return numbers
     order = sorted(range(len(rows)), key=lambda i: (numbers[i], sorted(rows[i].items()), i))
-    result = [0] * len(rows)
-    for rank, index in enumerate(order):
-        result[index] = rank
-    return result
+    return [order.index(index) for index in range(len(rows))]
 
 
 MAX_CHILDREN = 64
@@ -112,9 +109,7 @@ def find_targets(selection: Selection) -> list[Target]:
     """The ranks and their children on this machine; InputError when there is none."""
     entries = scan()
     if selection.container:
-        from allranks.stacks.containers import (
-            container_pids,
-        )  # which knows the debuggers, and they the targets
+        from allranks.stacks.containers import container_pids  # knows the debuggers, and they the targets
 
         inside = container_pids(selection.container, [entry.pid for entry in entries])
         entries = [entry for entry in entries if entry.pid in inside]
@@ -205,13 +200,8 @@ def choose(
     if not selection.pids:
         excluded |= _launchers(entries, boxed)
     chosen = _chosen(candidates, boxed, selection, excluded)
-    roots = [
-        e
-        for e in chosen
-        if e.pid in selection.pids
-        or e.pid in unnamed
-        or not (_ancestors(e.pid, by_pid) & {c.pid for c in chosen})
-    ]
+    pids, kept = {entry.pid for entry in chosen}, {*selection.pids, *unnamed}
+    roots = [e for e in chosen if e.pid in kept or not (_ancestors(e.pid, by_pid) & pids)]
     ranks = _numbers(roots, boxed)
     others = {own_pid, *(entry.pid for entry in roots)}
     targets = []
@@ -234,11 +224,7 @@ def _chosen(
         pattern = _compile(selection.name)
         return [e for e in named if pattern.search(e.title) or pattern.search(e.comm)]
     found = _without_idle_ray([e for e in named if e.pid in boxed or _looks_like_rank(e, selection)], boxed)
-    return found or [e for e in named if _falls_back(e)]
-
-
-def _falls_back(entry: ProcessEntry) -> bool:
-    return re.search(FALLBACK, entry.title) is not None and not is_frontend(entry.title)
+    return found or [e for e in named if is_rank_title(e.title, (FALLBACK,))]
 
 
 def _without_idle_ray(found: list[ProcessEntry], boxed: Mapping[int, LiveBox]) -> list[ProcessEntry]:
@@ -289,11 +275,8 @@ def _match_boxes(entries: Sequence[ProcessEntry], boxes: Sequence[LiveBox]) -> d
 
 def _env_rank(entry: ProcessEntry) -> int | None:
     """The rank that the environment names. Slurm's number only where nothing says that it is a launcher's."""
-    for name in _RANK_VARIABLES:
-        value = entry.environ.get(name, "")
-        if value.isdigit():
-            return int(value)
-    return None
+    values = (entry.environ.get(name, "") for name in _RANK_VARIABLES)
+    return next((int(value) for value in values if value.isdigit()), None)
 
 
 def _unnamed_ranks(entries: Sequence[ProcessEntry]) -> dict[int, int]:

@@ -11,7 +11,7 @@ from html import escape
 from allranks import pages
 from allranks.model.stacks import RankState, StacksReport
 from allranks.pages.cards import Row, StackCard, frame_lines, read_source
-from allranks.stacks.text import Node, compress
+from allranks.stacks.text import Node, compress, same_states
 from allranks.stacks.views import is_user_file, short_name
 
 ROW = 20  # pixels of one level of a flame graph
@@ -25,16 +25,11 @@ def render_html(report: StacksReport, roots: Sequence[Node], *, job: str = "", m
     from markupsafe import Markup
 
     culprits = frozenset(report.culprits)
-    status, mood = {True: ("Hung", "bad"), False: ("Not hung", "good"), None: ("Unclear", "warn")}[
-        report.hung
-    ]
+    moods = {True: ("Hung", "bad"), False: ("Not hung", "good"), None: ("Unclear", "warn")}
+    status, mood = moods[report.hung]
     hosts = list(dict.fromkeys(state.host for state in report.ranks.values() if state.host))
     host = ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
-    guilty = [
-        _card(report.ranks[rank])
-        for rank in report.culprits[:4]
-        if rank in report.ranks and report.ranks[rank].stack
-    ]
+    first = [report.ranks[rank] for rank in report.culprits[:4] if rank in report.ranks]
     return pages.render(
         "stacks.html",
         script="stacks.js",
@@ -45,10 +40,10 @@ def render_html(report: StacksReport, roots: Sequence[Node], *, job: str = "", m
         headline=pages.upper(report.sentence),
         reason=report.reason if report.reason not in report.sentence else "",
         about=pages.About(job, host, made_s=made_s, facts=(("Ranks", f"{len(report.ranks):,}"),)).rows(),
-        advice=_advice(report),
+        advice=[_advice(state) for state in first if state.where],
         commands=[],
         guilty_title=f"The guilty rank{'s' if len(report.culprits) > 1 else ''}",
-        guilty_stacks=guilty,
+        guilty_stacks=[_card(state) for state in first if state.stack],
         ras=report.ras,
         ranks=list(_rows(report)),
         tree=Markup("\n".join(line for root in roots for line in _tree(root, culprits))),
@@ -57,43 +52,23 @@ def render_html(report: StacksReport, roots: Sequence[Node], *, job: str = "", m
     )
 
 
-def _advice(report: StacksReport) -> list[str]:
-    """Where to look, for each culprit whose line is known."""
-    states = [report.ranks[rank] for rank in report.culprits[:4] if rank in report.ranks]
-    return [
-        f"look at {state.where}: rank {state.rank} is there ({state.cause.replace('_', ' ')})"
-        for state in states
-        if state.where
-    ]
+def _advice(state: RankState) -> str:
+    return f"look at {state.where}: rank {state.rank} is there ({state.cause.replace('_', ' ')})"
 
 
 def _card(state: RankState) -> StackCard:
     lines = frame_lines((short_name(f.name), f.file, f.line) for f in state.stack)
     thread = f", thread {state.thread}" if state.thread else ""
     pid = f", process {state.pid}" if state.pid else ""
-    return StackCard(
-        f"Rank {state.rank}{pid}{thread}",
-        "live stack",
-        "bad",
-        lines,
-        True,
-        state.evidence,
-        read_source(lines),
-    )
+    title = f"Rank {state.rank}{pid}{thread}"
+    return StackCard(title, "live stack", "bad", lines, True, state.evidence, read_source(lines))
 
 
 def _rows(report: StacksReport) -> Iterator[Row]:
-    groups: dict[tuple[str, str, str], list[RankState]] = {}
-    for state in report.ranks.values():
-        groups.setdefault((state.cause, state.where, state.operation), []).append(state)
-    ordered = sorted(groups.values(), key=lambda g: (g[0].rank not in report.culprits, g[0].rank))
-    for states in ordered:
-        first = states[0]
+    for states in same_states(report):
+        first, ranks = states[0], compress(s.rank for s in states)
         mood = "bad" if first.rank in report.culprits else ""
-        yield Row(
-            (compress(s.rank for s in states), first.cause.replace("_", " "), first.where, first.evidence),
-            mood,
-        )
+        yield Row((ranks, first.cause.replace("_", " "), first.where, first.evidence), mood)
         for child in first.children[:16]:
             yield Row((f"└ child {child.child}", child.cause.replace("_", " "), child.where, child.evidence))
 
@@ -120,9 +95,8 @@ def _tree(root: Node, culprits: frozenset[int]) -> Iterator[str]:
         open_ = " open" if depth <= OPEN_LEVELS else ""
         yield f"<details{open_}><summary>{_ranks(one, culprits)} {_frame(one)}</summary>"
         if len(chain) > 1:
-            yield (
-                '<div class="chain">' + "".join(f"<div>{_frame(node)}</div>" for node in chain[1:]) + "</div>"
-            )
+            inner = "".join(f"<div>{_frame(node)}</div>" for node in chain[1:])
+            yield f'<div class="chain">{inner}</div>'
         todo.append("</details>")
         todo.extend(reversed(chain[-1].children))
 
@@ -162,19 +136,12 @@ def _flame(root: Node, culprits: frozenset[int]) -> Iterator[str]:
 
 
 def _bar(node: Node, x: float, width: float, depth: int, culprits: frozenset[int]) -> str:
-    frame = node.frame
-    text = (
-        f"{short_name(frame.name)} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})"
-        if frame
-        else _role_name(node.role)
-    )
-    look = (
-        "bad"
-        if culprits and set(node.ranks) <= culprits
-        else ""
-        if frame and is_user_file(frame.file)
-        else "lib"
-    )
+    frame, text = node.frame, _role_name(node.role)
+    if frame:
+        text = f"{short_name(frame.name)} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})"
+    look = "" if frame and is_user_file(frame.file) else "lib"
+    if culprits and set(node.ranks) <= culprits:
+        look = "bad"
     tip = f"{text} · ranks {compress(node.ranks)} · {node.looks} samples"
     thin = " thin" if width < THIN else ""
     return (

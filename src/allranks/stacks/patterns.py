@@ -77,13 +77,11 @@ def _pattern(row: object, index: int) -> StackPattern:
     known = {"cause", "says", "when", "any_of", "threads", "confidence"}
     if unknown := set(row) - known:
         raise ConfigurationError(f"pattern {index} ({row['cause']}) has unknown keys {sorted(unknown)}")
-    any_of = row.get("any_of") or []
-    when = row.get("when") or {}
     return StackPattern(
         cause=str(row["cause"]),
         says=str(row.get("says") or row["cause"]),
-        when=_condition(when, index),
-        any_of=tuple(_condition(item, index) for item in any_of),
+        when=_condition(row.get("when") or {}, index),
+        any_of=tuple(_condition(item, index) for item in row.get("any_of") or []),
         threads=str(row.get("threads") or "main"),
         confidence=float(row.get("confidence") or 0.9),
     )
@@ -209,18 +207,14 @@ _TESTS: dict[str, Test] = {
     # the process has threads of gloo or NCCL
     "torch_threads": _flag(lambda view, process: _has_torch_threads(process)),
     # the native frames lead out of the interpreter and the C library
-    "foreign_leaf": _flag(lambda view, process: _foreign(view.leaf)),
+    "foreign_leaf": _flag(lambda view, process: any(map(_is_foreign, view.leaf))),
     "starves": _flag(lambda view, process: _starves(view, process)),
     "contends": _flag(lambda view, process: _contends(view, process)),
     # some thread of the process bears a kernel name that begins so
-    "comm": lambda words, view, process: any(
-        comm.startswith(word) for comm in process.comms for word in words
-    ),
+    "comm": lambda words, view, process: any(comm.startswith(words) for comm in process.comms),
     # regular expressions: for the process title, a device kernel seen by cuda-gdb, the thread's name
     "title": lambda expression, view, process: bool(re.search(expression, process.capture.title)),
-    "kernels": lambda expression, view, process: any(
-        re.search(expression, one) for one in process.capture.kernels
-    ),
+    "kernels": lambda wanted, view, process: any(re.search(wanted, one) for one in process.capture.kernels),
     "name": lambda expression, view, process: bool(re.search(expression, view.name)),
     # frame patterns: for the innermost Python frame; for none of them; for any, beside `frame`
     "top": _top_matches,
@@ -263,14 +257,11 @@ _INTERPRETER = re.compile(
 )
 
 
-def _foreign(frames: Sequence[StackFrame]) -> bool:
-    """Whether native frames belong to some library that is neither the interpreter nor the C library."""
-    return any(
-        not _INTERPRETER.search(library(frame))
-        and library(frame).split(".")[0] not in sys.stdlib_module_names
-        for frame in frames
-        if library(frame)
-    )
+def _is_foreign(frame: StackFrame) -> bool:
+    """Whether a native frame belongs to some library that is neither the interpreter nor the C library."""
+    name = library(frame)
+    known = _INTERPRETER.search(name) or name.split(".")[0] in sys.stdlib_module_names
+    return bool(name) and not known
 
 
 def library(frame: StackFrame) -> str:
@@ -303,10 +294,8 @@ def _seen_in_user_code(process: ProcessView) -> list[ThreadView]:
 
 def _stands_in_line(view: ThreadView) -> bool:
     """Seen in the GIL's wait, and otherwise only ready to run (on a busy machine even the wait waits for a CPU)."""
-    waits = [_waits_for_gil(fact) for fact in view.facts]
-    return any(waits) and all(
-        wait or fact.syscall == "running" for wait, fact in zip(waits, view.facts, strict=True)
-    )
+    ready = all(_waits_for_gil(fact) or fact.syscall == "running" for fact in view.facts)
+    return ready and any(map(_waits_for_gil, view.facts))
 
 
 def _waits_for_gil(fact: ThreadFacts) -> bool:

@@ -58,13 +58,10 @@ def decide_by_counts(told: HangDecision, still_s: float | None, stillness: Still
         return told
     if still_s == 0.0:
         return HangDecision(False, "NCCL's operation counts move")
+    stood = f"stood still for {still_s:.0f} s"
     if still_s >= stillness.still_s:
-        return HangDecision(
-            True, f"NCCL's operation counts have differed and stood still for {still_s:.0f} s"
-        )
-    return HangDecision(
-        None, f"{told.reason}; NCCL's operation counts stood still for {still_s:.0f} s between the looks"
-    )
+        return HangDecision(True, f"NCCL's operation counts have differed and {stood}")
+    return HangDecision(None, f"{told.reason}; NCCL's operation counts {stood} between the looks")
 
 
 def _by_clock(one: RankMarks, stillness: Stillness) -> bool | None:
@@ -79,9 +76,8 @@ def _by_clock(one: RankMarks, stillness: Stillness) -> bool | None:
     if seen < one.expect_until_s:
         return None
     gaps = [later - earlier for earlier, later in pairwise(times)]
-    usual = (
-        sorted(gaps)[int(0.95 * (len(gaps) - 1))] if gaps else 0.0
-    )  # one long checkpoint must not blind us
+    # Not the longest: one long checkpoint must not blind us.
+    usual = sorted(gaps)[int(0.95 * (len(gaps) - 1))] if gaps else 0.0
     limit = max(stillness.still_s, stillness.gaps * usual)
     if age > limit:
         return False

@@ -242,33 +242,22 @@ def _with_source(frame: StackFrame, sources: dict[tuple[str, int], str]) -> Stac
 
 def _read_marks(path: Path, rank: int, notes: list[str]) -> RankMarks:
     """Progress marks, one JSON object a line; lines that are not are counted and passed over."""
-    marks, bad = [], 0
     try:
         lines = read_regular(path, MAX_FILE_BYTES).decode("utf-8", "replace").splitlines()
     except OSError as error:
         notes.append(f"{path.name}: {error}")
         return RankMarks(rank)
-    for line in lines:
-        mark = _mark(line)
-        if mark is not None:
-            marks.append(mark)
-        elif line.strip():
-            bad += 1
-    if bad:
-        notes.append(f"{path.name}: {bad} lines are not progress marks")
-    marks.sort(key=lambda mark: mark.at_s)
-    return RankMarks(rank, tuple(marks))
+    marks = [_mark(line) for line in lines if line.strip()]
+    known = [mark for mark in marks if mark is not None]
+    if len(known) < len(marks):
+        notes.append(f"{path.name}: {len(marks) - len(known)} lines are not progress marks")
+    return RankMarks(rank, tuple(sorted(known, key=lambda mark: mark.at_s)))
 
 
 def _mark(line: str) -> Mark | None:
     try:
         row = json.loads(line)
-        calls = row.get("calls")
-        return Mark(
-            float(row["t"]),
-            int(row["step"]),
-            str(row.get("phase") or ""),
-            -1 if calls is None else int(calls),
-        )
+        calls = -1 if row.get("calls") is None else int(row["calls"])
+        return Mark(float(row["t"]), int(row["step"]), str(row.get("phase") or ""), calls)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None

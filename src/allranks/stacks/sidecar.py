@@ -26,13 +26,18 @@ from allranks.stacks.boxes import find_boxes, read_progress
 from allranks.stacks.bundle import write_bundle
 from allranks.stacks.classify import classify
 from allranks.stacks.collect import CollectOptions, collect
-from allranks.stacks.debug_config import DebugOptions
+from allranks.stacks.debug_config import (
+    DebugOptions,
+    MainThreadWork,
+    Observation,
+    TriggerState,
+    decide_trigger,
+)
 from allranks.stacks.find import RANK_TITLES, Selection, Target, choose, family
 from allranks.stacks.html import render_html
 from allranks.stacks.procfs import descendants, main_thread_work, scan
 from allranks.stacks.progress import Stillness
 from allranks.stacks.text import grow_tree, render_text, report_json
-from allranks.stacks.triggers import MainThreadWork, Observation, TriggerState, decide_trigger
 
 log = logging.getLogger("allranks.stacks")
 
@@ -230,19 +235,11 @@ class Sidecar:
         if not self._targets:
             self._say(f"{reason}: no rank was found")
             return
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        folder = (
-            self.folder
-            / f"{stamp}-{len(self.collections) + 1}-{re.sub(r'[^a-z0-9]+', '_', reason.lower())[:40]}"
-        )
+        stamp, number = time.strftime("%Y%m%d-%H%M%S"), len(self.collections) + 1
+        folder = self.folder / f"{stamp}-{number}-{re.sub(r'[^a-z0-9]+', '_', reason.lower())[:40]}"
         self._say(f"{reason}: collecting stacks of {sum(t.child is None for t in self._targets)} ranks")
-        how = CollectOptions(
-            rounds=self.options.rounds,
-            interval_s=self.options.interval_s,
-            native=self.options.native,
-            cuda_gdb=self.options.cuda_gdb,
-            raw_folder=folder,
-        )
+        o = self.options
+        how = CollectOptions(o.rounds, o.interval_s, o.native, cuda_gdb=o.cuda_gdb, raw_folder=folder)
         capture = self._with_main_threads(collect(self._targets, how))
         report = classify(capture, stillness=Stillness(still_s=self.options.no_progress_s or 10.0))
         write_report(folder, report, capture)
@@ -288,11 +285,13 @@ def write_report(folder: Path, report: StacksReport, capture: Capture) -> None:
     """Bundle, page, text and JSON side by side."""
     roots = grow_tree(capture)
     write_bundle(capture, folder)
-    (folder / "report.txt").write_text(
-        "\n".join(render_text(report, roots)) + "\n", encoding="utf-8", errors="replace"
-    )
-    (folder / "report.json").write_text(json.dumps(report_json(report, roots), indent=1), encoding="utf-8")
-    (folder / "report.html").write_text(render_html(report, roots), encoding="utf-8", errors="replace")
+    texts = {
+        "report.txt": "\n".join(render_text(report, roots)) + "\n",
+        "report.json": json.dumps(report_json(report, roots), indent=1),
+        "report.html": render_html(report, roots),
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8", errors="replace")
 
 
 def _log_size(pid: int) -> int | None:

@@ -78,10 +78,8 @@ def _insert(root: _Growing, frames: list[StackFrame], ranks: list[int]) -> None:
     """Adds one stack, outermost frame first, for all the ranks that stand on it."""
     distinct = set(ranks)
     node = root
-    node.ranks |= distinct
-    node.looks += len(ranks)
-    for frame in reversed(frames):
-        node = node.children.setdefault(frame, _Growing(frame))
+    for frame in (None, *reversed(frames)):
+        node = node if frame is None else node.children.setdefault(frame, _Growing(frame))
         node.ranks |= distinct
         node.looks += len(ranks)
 
@@ -150,25 +148,23 @@ def _verdict(report: StacksReport) -> Iterator[str]:
         yield f"  and {len(report.notes) - 20} more notes (--json has them all)"
 
 
-def _table(report: StacksReport) -> Iterator[str]:
-    """One line for each group of ranks that do the same at the same place."""
+def same_states(report: StacksReport) -> list[list[RankState]]:
+    """Ranks that do the same at the same place, the culprits first."""
     groups: dict[tuple[str, str, str], list[RankState]] = {}
     for state in report.ranks.values():
         groups.setdefault((state.cause, state.where, state.operation), []).append(state)
+    return sorted(groups.values(), key=lambda g: (g[0].rank not in report.culprits, g[0].rank))
+
+
+def _table(report: StacksReport) -> Iterator[str]:
+    """One line for each group of ranks that do the same at the same place."""
     rows = [("RANKS", "CAUSE", "WHERE", "EVIDENCE")]
-    ordered = sorted(
-        groups.values(), key=lambda states: (states[0].rank not in report.culprits, states[0].rank)
-    )
-    for states in ordered:
+    for states in same_states(report):
         first = states[0]
-        mark = "*" if first.rank in report.culprits else ""
-        rows.append(
-            (compress(s.rank for s in states) + mark, first.cause, first.where or "-", first.evidence)
-        )
-        rows += [
-            (f"  └ child {child.child}", child.cause, child.where or "-", child.evidence)
-            for child in first.children[:8]
-        ]
+        ranks = compress(s.rank for s in states) + ("*" if first.rank in report.culprits else "")
+        rows.append((ranks, first.cause, first.where or "-", first.evidence))
+        children = ((f"  └ child {child.child}", child) for child in first.children[:8])
+        rows += [(name, child.cause, child.where or "-", child.evidence) for name, child in children]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     widths = [min(width, limit) for width, limit in zip(widths, (32, 20, 48), strict=True)]
     for row in rows:

@@ -65,32 +65,19 @@ def _flag(value: object) -> bool | None:
 
 def parse_text(text: str) -> tuple[ThreadStack, ...]:
     """Threads of py-spy's plain text. It hides the GIL of a sleeping thread, so `owns_gil` is True or None."""
-    threads: list[ThreadStack] = []
-    head: tuple[int | None, str, bool | None, bool | None] | None = None
-    frames: list[StackFrame] = []
+    found: list[tuple[re.Match[str], list[StackFrame]]] = []
     for line in text.splitlines():
-        match = _THREAD.match(line)
-        if match:
-            if head is not None:
-                threads.append(_text_thread(head, frames))
-            head, frames = _text_head(match), []
-        elif head is not None and len(frames) < MAX_FRAMES and (found := _FRAME.match(line)):
-            frames.append(_text_frame(found.group(1), found.group(2)))
-    if head is not None:
-        threads.append(_text_thread(head, frames))
-    return tuple(threads)
+        if head := _THREAD.match(line):
+            found.append((head, []))
+        elif found and len(found[-1][1]) < MAX_FRAMES and (match := _FRAME.match(line)):
+            found[-1][1].append(_text_frame(match.group(1), match.group(2)))
+    return tuple(_text_thread(head, tuple(frames)) for head, frames in found)
 
 
-def _text_head(match: re.Match[str]) -> tuple[int | None, str, bool | None, bool | None]:
-    number, status, name = match.groups()
+def _text_thread(head: re.Match[str], frames: tuple[StackFrame, ...]) -> ThreadStack:
+    number, status, name = head.groups()
     tid = int(number) if number.isdigit() and len(number) <= 8 else None
-    return tid, name or "", "active" in status, True if "gil" in status else None
-
-
-def _text_thread(
-    head: tuple[int | None, str, bool | None, bool | None], frames: list[StackFrame]
-) -> ThreadStack:
-    return ThreadStack(head[0], head[1], tuple(frames), head[2], head[3])
+    return ThreadStack(tid, name or "", frames, "active" in status, True if "gil" in status else None)
 
 
 def _text_frame(name: str, place: str) -> StackFrame:
@@ -129,24 +116,21 @@ _KERNEL = re.compile(r"^\*?\s*\d+\s+\S+\s+\d+\s+\d+\s+.*?\s(\S.*)$")
 
 def parse_pystack(text: str) -> tuple[ThreadStack, ...]:
     """Threads of `pystack remote`; it prints the source line under each frame, outermost first."""
-    threads: list[ThreadStack] = []
-    tid, name, gil = 0, "", False
+    found: list[tuple[re.Match[str], list[StackFrame]]] = []
     frames: list[StackFrame] = []
-    started = False
     for line in text.splitlines():
         if match := _PYSTACK_THREAD.match(line):
-            if started:
-                threads.append(ThreadStack(tid, name, tuple(reversed(frames)), None, gil))
-            tid, name, gil = int(match.group(1)), match.group(2) or "", "Has the GIL" in match.group(3)
-            frames, started = [], True
+            frames = []
+            found.append((match, frames))
         elif match := _PYSTACK_FRAME.match(line):
             kind, file, number, function = match.groups()
             frames.append(StackFrame(function, file, int(number), kind == "C"))
         elif frames and line.startswith("        ") and not frames[-1].native:
-            last = frames[-1]
-            frames[-1] = StackFrame(last.name, last.file, last.line, False, line.strip()[:400])
-    if started:
-        threads.append(ThreadStack(tid, name, tuple(reversed(frames)), None, gil))
+            frames[-1] = replace(frames[-1], source=line.strip()[:400])
+    threads = [
+        ThreadStack(int(head[1]), head[2] or "", tuple(reversed(lines)), None, "Has the GIL" in head[3])
+        for head, lines in found
+    ]
     first = min((thread.tid or 0 for thread in threads), default=0)  # the main thread is the oldest
     return tuple(replace(one, name="MainThread") if one.tid == first else one for one in threads)
 

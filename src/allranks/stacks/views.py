@@ -10,13 +10,8 @@ from functools import cached_property, lru_cache
 from allranks.model.stacks import ProcessCapture, StackFrame, ThreadFacts, ThreadStack
 
 _LIBRARY_PARTS = (
-    "/site-packages/",
-    "/dist-packages/",
-    "/lib/python3",
-    "/lib64/python3",
-    "<frozen",
-    "/_pytest/",
-    "/src/allranks/",
+    *("/site-packages/", "/dist-packages/", "/lib/python3", "/lib64/python3"),
+    *("<frozen", "/_pytest/", "/src/allranks/"),
 )
 # They stand in for a user's script: in a drill or the demo their lines are what a user would want to read.
 _STAND_INS = ("/allranks/drill/demo_train.py", "/allranks/drill/self_faults.py")
@@ -78,11 +73,7 @@ def _is_framework(frame: StackFrame) -> bool:
 def where(frames: Sequence[StackFrame]) -> str:
     """The user's line that a stack stands on, else a framework's, else the innermost Python line, or ""."""
     python = [one for one in frames if not one.native]
-    frame = (
-        user_frame(python)
-        or next((one for one in python if _is_framework(one)), None)
-        or next(iter(python), None)
-    )
+    frame = user_frame(python) or next(iter((*filter(_is_framework, python), *python)), None)
     return place(frame) if frame is not None else ""
 
 
