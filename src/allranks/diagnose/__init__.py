@@ -1,14 +1,20 @@
 """Dumps of all ranks in, the guilty rank and the cause out. Pure functions: no torch, files, sockets or clock.
 
-align    RankTrace per rank → Job: groups as the whole job knows them, one lane per (group, rank)
-program  what ranks of one program share, worked out once
-disbelief  completions that cannot be, taken back
-match    calls of one collective compared across ranks, by what the operation demands
-p2p      sends and receives paired by peer and order
-shift    an extra or a skipped call, found by aligning sequences and stacks
-waits    who waits in which call for whom
-graph    the wait-for graph and its sinks
-absent, entered, misfit, cycles, crossed, quiet  from sinks to findings; verdict puts the root cause first
+verdict  diagnose(): all steps in order; the root cause first. Read this one first
+
+What the job is:
+align    RankTrace per rank → Job (job): groups as the whole job knows them, one lane per (group, rank)
+program  what ranks of one program share, worked out once; ops: what each operation demands
+false_completions  completions that cannot be, taken back
+
+What does not fit, and who waits:
+match    calls of one collective compared across ranks, by the rules of cells; p2p: sends and receives paired
+waits    who waits in which call for whom, and whether that is a hang; graph: the wait-for graph and its sinks
+
+Why, as findings (context: what every rule may ask):
+absent, lacking, no_file, entered, cycles, setup  what a sink of the graph means
+mismatches, culprit, shift, divergence, call_habits, explain_divergence  who is the odd one where calls differ
+weak_findings, warnings  what is worth saying when nothing hangs
 """
 
 import sys
