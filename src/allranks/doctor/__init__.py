@@ -45,7 +45,14 @@ def run_checks(options: DoctorOptions) -> list[Check]:
     from allranks.doctor import evidence, machine, services
 
     found: list[Check] = []
-    for part in (*machine.CHECKS, *services.CHECKS, *evidence.CHECKS):
+    for part in (
+        *(machine.check_environment, machine.check_python, machine.check_gpus, machine.check_network),
+        *(machine.check_limits, machine.check_shared_memory, machine.check_folders),
+        *(services.check_ports, services.check_etcd, services.check_lighthouse),
+        *(services.check_object_store, services.check_clock),
+        *(evidence.check_stack_tools, evidence.check_torch_settings),
+        *(evidence.check_recorder, evidence.check_recorder_folder),
+    ):
         try:
             found += part(options)
         except Exception as error:  # a broken check must not hide the others

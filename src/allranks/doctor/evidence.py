@@ -162,6 +162,3 @@ def check_recorder_folder(options: DoctorOptions) -> list[Check]:
         cure = f"Remove left-over files (du -sh {folder}/*), or export ALLRANKS_DIR to a folder with space"
         return [Check(name, "problem", text, cure)]
     return [Check(name, "ok", str(folder))]
-
-
-CHECKS = (check_stack_tools, check_torch_settings, check_recorder, check_recorder_folder)

@@ -266,9 +266,3 @@ def _write_speed(path: Path) -> float:
         return PROBE_BYTES / 1e6 / max(1e-6, time.monotonic() - begin)
     finally:
         os.unlink(name)
-
-
-CHECKS = (
-    *(check_environment, check_python, check_gpus, check_network, check_limits),
-    *(check_shared_memory, check_folders),
-)

@@ -227,6 +227,3 @@ def _unsynchronised() -> bool:
         return bool(ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512)) == 5)
     except (OSError, AttributeError):
         return False
-
-
-CHECKS = (check_ports, check_etcd, check_lighthouse, check_object_store, check_clock)
