@@ -27,26 +27,26 @@ class Graph:
     edges: dict[int, tuple[int, ...]]
     blocked: tuple[Blocked, ...]
 
-    def node(self, blocked: Blocked) -> int:
-        return -1 - blocked.index
-
     def sinks(self) -> list[tuple[int, ...]]:
         """Strongly connected components that wait for nothing outside themselves."""
-        component = _components(self.edges)
-        members: dict[int, list[int]] = {}
-        leaves: set[int] = set(component.values())
-        for node, number in component.items():
-            members.setdefault(number, []).append(node)
-            if any(component[target] != number for target in self.edges[node]):
-                leaves.discard(number)
-        return sorted(tuple(sorted(members[number])) for number in leaves)
+        number = self._components
+        leaving = {number[n] for n, targets in self.edges.items() if any(number[t] != number[n] for t in targets)}
+        return sorted(nodes for nodes in self._members() if number[nodes[0]] not in leaving)
 
     def circles(self) -> list[tuple[int, ...]]:
         """Strongly connected components of several nodes, whatever else they wait for."""
+        return sorted(nodes for nodes in self._members() if len(nodes) > 1)
+
+    @cached_property
+    def _components(self) -> dict[int, int]:
+        return _components(self.edges)
+
+    def _members(self) -> list[tuple[int, ...]]:
+        """The nodes of every strongly connected component, in order."""
         members: dict[int, list[int]] = {}
-        for node, number in _components(self.edges).items():
+        for node, number in self._components.items():
             members.setdefault(number, []).append(node)
-        return sorted(tuple(sorted(nodes)) for nodes in members.values() if len(nodes) > 1)
+        return [tuple(sorted(nodes)) for nodes in members.values()]
 
     @cached_property
     def waits_for_me(self) -> dict[int, list[int]]:
@@ -96,11 +96,8 @@ def wait_graph(job: Job, blocked: list[Blocked], misfits: Sequence[P2PMismatch] 
 
 def _earlier(call: Blocked, calls_of: dict[int, list[Blocked]]) -> list[int]:
     """Blocked calls that a member of this one issued before it."""
-    found = []
-    for rank, row in call.rows.items():
-        found += [
-            -1 - other.index for other in calls_of[rank] if other is not call and other.rows[rank] < row
-        ]
+    others = ((other, rank, row) for rank, row in call.rows.items() for other in calls_of[rank])
+    found = (-1 - o.index for o, rank, row in others if o is not call and o.rows[rank] < row)
     return list(dict.fromkeys(found))
 
 

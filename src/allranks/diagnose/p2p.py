@@ -94,14 +94,9 @@ def match_p2p(job: Job) -> tuple[list[P2PWait], list[P2PMismatch]]:
 
 def _outnumbered(sides: dict[tuple[int, int, int, bool], Side], group: int, receiver: int) -> bool:
     """Whether more messages were sent to a rank than it has posted receives."""
-    sent = sum(
-        len(side.rows)
-        for side in sides.values()
-        if side.sends and (side.group, side.peer) == (group, receiver)
-    )
-    mine = [
-        side for side in sides.values() if not side.sends and (side.group, side.rank) == (group, receiver)
-    ]
+    here = [side for side in sides.values() if side.group == group]
+    sent = sum(len(side.rows) for side in here if side.sends and side.peer == receiver)
+    mine = [side for side in here if not side.sends and side.rank == receiver]
     return sent > sum(len(side.rows) for side in mine) and all(side.reliable for side in mine)
 
 
@@ -114,24 +109,24 @@ def _partners(job: Job, side: Side, other: Side, first: int, other_first: int) -
         job.ranks[one.rank].trace.calls["tag"][one.rows[start:]]
         for one, start in ((side, first), (other, other_first))
     )
-    common = min(count, other_count)
-    unknown = min(tags.min(initial=0), theirs.min(initial=0)) < 0
-    if (
-        unknown
-        or job.groups[side.group].backend.startswith("nccl")
-        or (tags[:common] == theirs[:common]).all()
-    ):
+    if not _tags_count(job, side, tags, theirs):
         return found
     waiting: dict[int, list[int]] = {}
     for index in range(other_count - 1, -1, -1):
         waiting.setdefault(int(theirs[index]), []).append(index + other_first)
     found = np.array([waiting[tag].pop() if waiting.get(tag) else -1 for tag in tags.tolist()], np.int64)
-    left = sorted(
-        index for indices in waiting.values() for index in indices
-    )  # of other tags: `_tags_apart` tells
+    left = sorted(index for indices in waiting.values() for index in indices)  # other tags: `_tags_apart`
     lonely = np.flatnonzero(found < 0)[: len(left)]
     found[lonely] = left[: len(lonely)]
     return found
+
+
+def _tags_count(job: Job, side: Side, mine: np.ndarray, theirs: np.ndarray) -> bool:
+    """Whether messages are paired by their tags: these are known, and not the same in order. NCCL knows no tags."""
+    common = min(len(mine), len(theirs))
+    known = min(mine.min(initial=0), theirs.min(initial=0)) >= 0
+    nccl = job.groups[side.group].backend.startswith("nccl")
+    return known and not nccl and not (mine[:common] == theirs[:common]).all()
 
 
 def p2p_states(view: RankCalls) -> np.ndarray:
@@ -170,9 +165,8 @@ def _sides(view: RankCalls) -> list[Side]:
     if not len(mine):
         return []
     now, doubtful = p2p_states(view), _doubtful(view)
-    key = (
-        (view.group[mine].astype(np.int64) << 33) | (calls["peer"][mine].astype(np.int64) << 1) | sends[mine]
-    )
+    group, peer = view.group[mine].astype(np.int64), calls["peer"][mine].astype(np.int64)
+    key = (group << 33) | (peer << 1) | sends[mine]
     order = np.argsort(key, kind="stable")
     mine, key = mine[order], key[order]
     wrapped = view.trace.header.dropped > 0 or int(calls["begin"][0]) > 1
@@ -229,9 +223,7 @@ def _without_false_end(job: Job, side: Side, other: Side | None) -> Side:
     row = int(side.rows[last])
     batch = calls[row:]
     ended = int(batch["completed_ns"].max())
-    alone = bool(
-        (batch["p2p_seq"] == batch["p2p_seq"][0]).all() and (batch["group"] == batch["group"][0]).all()
-    )
+    alone = all((batch[name] == batch[name][0]).all() for name in ("p2p_seq", "group"))
     if not alone or not ended or newest_ns(peer) < ended + CLOCKS_NS:
         return side
     now = side.now.copy()
@@ -281,12 +273,9 @@ def _misfit(send: Side, receive: Side, row: int, other: int, number: int, aspect
 
 def _tags_apart(job: Job, send: Side, receive: Side, first: int, behind: int) -> P2PMismatch | None:
     """An open receive and a message sent, neither of which has a partner of its own tag. NCCL knows no tags."""
-    if job.groups[send.group].backend.startswith("nccl"):
-        return None
     sent = job.ranks[send.rank].trace.calls["tag"][send.rows[first:]]
     taken = job.ranks[receive.rank].trace.calls["tag"][receive.rows[behind:]]
-    common = min(len(sent), len(taken))
-    if (sent[:common] == taken[:common]).all() or min(sent.min(initial=0), taken.min(initial=0)) < 0:
+    if not _tags_count(job, send, sent, taken):
         return None
     lone_send, lone_receive = _without_partner(sent, taken), _without_partner(taken, sent)
     lone_receive = [at for at in lone_receive if receive.now[behind + at] in (Now.OPEN, Now.FAILED)]
@@ -310,14 +299,12 @@ def _without_partner(mine: np.ndarray, theirs: np.ndarray) -> list[int]:
 def _dtype_differs(
     job: Job, source: int, send_rows: np.ndarray, target: int, receive_rows: np.ndarray
 ) -> np.ndarray:
+    """The index of the first pair whose dtypes differ, if there is one."""
     shapes_a = job.ranks[source].sig[send_rows] >> 24 & 0x7FFFFFF
     shapes_b = job.ranks[target].sig[receive_rows] >> 24 & 0x7FFFFFF
-    candidates = np.flatnonzero(shapes_a != shapes_b)
-    bad = []
-    for index in candidates.tolist():
+    for index in np.flatnonzero(shapes_a != shapes_b).tolist():
         a, b = job.tables.shapes[int(shapes_a[index])], job.tables.shapes[int(shapes_b[index])]
         one, two = a.input_dtypes or a.output_dtypes, b.output_dtypes or b.input_dtypes
         if one and two and set(one) != set(two):
-            bad.append(index)
-            break
-    return np.array(bad, np.int64)
+            return np.array([index])
+    return np.zeros(0, np.int64)

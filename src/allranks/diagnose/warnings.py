@@ -55,11 +55,8 @@ def _pause(context: Context) -> Finding | None:
         return None
     phase = context.job.ranks[paused[0]].trace.progress.phase
     named = f" ({phase})" if phase else ""
-    return Finding(
-        "pause",
-        (),
-        f"{ranks_text(paused)} declared a pause{named} that has not ended: waiting for it is no hang",
-    )
+    text = f"{ranks_text(paused)} declared a pause{named} that has not ended: waiting for it is no hang"
+    return Finding("pause", (), text)
 
 
 def find_straggler(job: Job) -> Finding | None:
@@ -78,35 +75,20 @@ def _late_in(job: Job, group: GroupView) -> Finding | None:
     low = max(low, high - WINDOW + 1)
     if high - low + 1 < MIN_COLLECTIVES:
         return None
-    waits = _waits(job, lanes, low, high)
-    if waits is None or waits.shape[1] < MIN_COLLECTIVES:
+    late = _waits(job, lanes, low, high)
+    if late is None or late.shape[1] < MIN_COLLECTIVES:
         return None
-    late, period = waits, _period(job, lanes[0], low, high)
+    period = _period(job, lanes[0], low, high)
     typical = np.median(late, axis=1)
     slowest = int(np.argmax(typical))
     share = float((np.argmax(late, axis=0) == slowest).mean())
     behind = float(typical[slowest] - np.median(np.delete(typical, slowest)))
     if behind < max(MIN_LATE_S, LATE_SHARE * period) or share < LAST_SHARE:
         return None
-    round_share = behind / max(period, 1e-9)
-    return _straggler(job, group, lanes, (slowest, high), typical, share, behind, round_share, late.shape[1])
-
-
-def _straggler(
-    job: Job,
-    group: GroupView,
-    lanes: list[Lane],
-    at: tuple[int, int],
-    typical: np.ndarray,
-    share: float,
-    behind: float,
-    round_share: float,
-    count: int,
-) -> Finding:
-    rank, high = lanes[at[0]].rank, at[1]
+    rank, count = lanes[slowest].rank, late.shape[1]
     sentence = (
         f"{who(job, (rank,))} is slow, not stuck: in {share:.0%} of the last {count} collectives of group {group.label} it "
-        f"came last, {seconds(behind)} behind the others ({round_share:.0%} of a round)"
+        f"came last, {seconds(behind)} behind the others ({behind / max(period, 1e-9):.0%} of a round)"
     )
     advice = f"compare the node of rank {rank} with the others: data loading, clocks, temperature, other jobs"
     return Finding(

@@ -83,14 +83,11 @@ def _no_progress(context: Context) -> Finding | None:
     boxes = [view for view in job.ranks.values() if is_box(view.trace) and not view.trace.progress.closed]
     if not job.now_ns or len(boxes) < 2 or len(boxes) < len(job.ranks):
         return None
-    marks = (
-        max(newest_ns(v), v.trace.progress.step_ns, v.trace.progress.inside_ns, v.trace.header.start_ns)
-        for v in boxes
-    )
-    idle = (job.now_ns - max(marks)) / 1e9
-    if idle < max(MIN_IDLE_S, 5 * context.patience.limit_s) or any(
-        is_paused(job, rank) for rank in job.ranks
-    ):
+    said = [(v.trace.progress, v.trace.header.start_ns, newest_ns(v)) for v in boxes]
+    newest = max(max(start, call, mark.step_ns, mark.inside_ns) for mark, start, call in said)
+    idle = (job.now_ns - newest) / 1e9
+    paused = any(is_paused(job, rank) for rank in job.ranks)
+    if paused or idle < max(MIN_IDLE_S, 5 * context.patience.limit_s):
         return None
     sentence = (
         f"no rank is in a collective, and none has made a call for {seconds(idle)} ({context.patience.reason}): all of them "
@@ -105,20 +102,28 @@ def _no_progress(context: Context) -> Finding | None:
 def _doubtful(context: Context, doubt: Doubt) -> Finding:
     """A coalesced call said to be over that a rank never entered: it hangs there, or that dump is older."""
     blocked = Blocked(0, doubt.group, doubt.seq, doubt.rows, missing=doubt.late)
-    alone = Context(
-        context.job, context.patience, (blocked,), wait_graph(context.job, [blocked]), context.seen
-    )
+    alone = _of_one_call(context, blocked)
     finding = explain_ranks(alone, blocked, doubt.late)
     sentence = (
         f"{ranks_text(doubt.late)} is not seen in {alone.call(blocked)}, in which {ranks_text(doubt.rows)} stand; NCCL marks "
         f"coalesced calls completed too early: either it never entered, or its dump is older than the others"
     )
     again = "a second dump of all ranks: where nothing has moved, the job hangs"
-    asked = (again, *finding.missing_evidence)
-    finding = replace(
-        finding, cause="missing_rank", ranks=doubt.late, sentence=sentence, missing_evidence=asked
+    return replace(
+        finding,
+        cause="missing_rank",
+        ranks=doubt.late,
+        sentence=sentence,
+        confidence=0.35,
+        waited_s=None,
+        missing_evidence=(again, *finding.missing_evidence),
     )
-    return replace(finding, confidence=0.35, waited_s=None)
+
+
+def _of_one_call(context: Context, blocked: Blocked) -> Context:
+    """The same job with this call alone blocked."""
+    graph = wait_graph(context.job, [blocked])
+    return Context(context.job, context.patience, (blocked,), graph, context.seen)
 
 
 def _gone_unnoticed(context: Context) -> Finding | None:
@@ -141,9 +146,7 @@ def _gone_unnoticed(context: Context) -> Finding | None:
 
 def _left_no_dump(context: Context, blocked: Blocked, told: bool) -> Finding:
     """What is known of ranks without a dump; `told`: the last call of the others was put away, finished or failed."""
-    alone = Context(
-        context.job, context.patience, (blocked,), wait_graph(context.job, [blocked]), context.seen
-    )
+    alone = _of_one_call(context, blocked)
     finding, gone = explain_ranks(alone, blocked, blocked.absent), blocked.absent
     if finding.cause != "rank_died":
         return replace(finding, confidence=round(finding.confidence * 0.9, 2))

@@ -132,6 +132,7 @@ def check_object_store(options: DoctorOptions) -> list[Check]:
         return [Check("object store", "skipped", "none given (--s3 BUCKET)")]
     try:
         import obstore
+        from obstore.exceptions import BaseError
         from obstore.store import S3Store
     except ImportError:
         return [Check("object store", "problem", "the client is not installed", "pip install 'allranks[s3]'")]
@@ -156,7 +157,7 @@ def check_object_store(options: DoctorOptions) -> list[Check]:
             action()
         except StopIteration:
             continue
-        except Exception as error:  # of any store and any layer below it
+        except (BaseError, OSError, ValueError) as error:
             return [_store_problem(error, permission, f"{bucket}/{prefix}" if prefix else bucket, options)]
     return [Check(f"object store {options.s3}", "ok", "can put, get, list and delete")]
 
@@ -174,7 +175,7 @@ _STORE_CURES = (
 )  # fmt: skip
 
 
-def _store_problem(error: Exception, permission: str, place: str, options: DoctorOptions) -> Check:
+def _store_problem(error: BaseException, permission: str, place: str, options: DoctorOptions) -> Check:
     """What the error itself says, else the permission that is missing."""
     text = " ".join(str(error).split()).split(" Debug source:")[0]
     bucket = place.partition("/")[0]

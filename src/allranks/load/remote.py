@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from allranks.errors import InputError, require
 from allranks.load.result import LoadOptions
@@ -17,20 +17,17 @@ from allranks.load.sources import DumpSource
 
 OBSTORE_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "azure", "http", "https")
 PARALLEL = 16
+T = TypeVar("T")
 
 
 def fetch_sources(url: str, options: LoadOptions) -> Iterator[DumpSource]:
     """Every object under the URL, with its bytes. Raises MissingExtra without a library, InputError on no answer."""
     scheme = url.partition("://")[0].lower()
     fetch = _open_obstore if scheme in OBSTORE_SCHEMES else _open_fsspec
-    try:
-        listed, get = fetch(url)
-    except (ImportError, InputError):
-        raise
-    except Exception as error:  # each store library has its own tree of errors, without a common base
-        if type(error).__module__.startswith("allranks"):
-            raise
-        raise InputError(f"{url}: {_short(error)}") from error
+    opened, problem = _attempt(lambda: fetch(url))
+    if opened is None:
+        raise InputError(f"{url}: {problem}")
+    listed, get = opened
     if not listed:
         raise InputError(f"{url}: nothing is stored there")
     with ThreadPoolExecutor(PARALLEL, thread_name_prefix="allranks-fetch") as pool:
@@ -46,10 +43,10 @@ def _fetch(url: str, item: Listed, get: Callable[[str], bytes], options: LoadOpt
     if size > options.max_file_bytes:
         problem = f"{size} bytes are beyond the limit of {options.max_file_bytes}"
         return DumpSource(shown, shown, problem=problem)
-    try:
-        return DumpSource(shown, shown, mtime_ns, size, get(key))
-    except Exception as error:  # as above
-        return DumpSource(shown, shown, problem=f"cannot be fetched: {_short(error)}")
+    data, problem = _attempt(lambda: get(key))
+    if data is None:
+        return DumpSource(shown, shown, problem=f"cannot be fetched: {problem}")
+    return DumpSource(shown, shown, mtime_ns, size, data)
 
 
 def _open_obstore(url: str) -> tuple[list[Listed], Callable[[str], bytes]]:
@@ -80,6 +77,11 @@ def _open_fsspec(url: str) -> tuple[list[Listed], Callable[[str], bytes]]:
     return sorted(listed), lambda key: bytes(system.cat_file(key))
 
 
-def _short(error: Exception) -> str:
-    """The first line of an error of a store library, which may print whole responses."""
-    return str(error).strip().split("\n")[0][:300] or type(error).__name__
+def _attempt(call: Callable[[], T]) -> tuple[T | None, str]:
+    """(what the call gave, None when it failed; the first line of the error, which may print whole responses)."""
+    try:
+        return call(), ""
+    except Exception as error:  # each store library has its own tree of errors, without a common base
+        if isinstance(error, ImportError) or type(error).__module__.startswith("allranks"):
+            raise
+        return None, str(error).strip().split("\n")[0][:300] or type(error).__name__

@@ -42,13 +42,10 @@ class Quorum:
     epoch: int  # which life of the lighthouse (leader term) formed it
     members: tuple[Member, ...]  # sorted by replica; the index is the replica's rank
     reason: str = ""
-    round: int = (
-        0  # grows with every answer, also while the number stays: who missed an answer is sent it again
-    )
+    #: grows with every answer, also while the number stays: who missed an answer is sent it again
+    round: int = 0
     max_step: int = 0
-    heal: dict[str, str] = field(
-        default_factory=dict
-    )  # replica that must heal -> replica to take the state from
+    heal: dict[str, str] = field(default_factory=dict)  # replica that must heal -> whose state it takes
     spares: tuple[str, ...] = ()  # asked too, but left over; they are notified and wait
     evicted: tuple[str, ...] = ()  # kept by the members, so that a restarted lighthouse still knows
 

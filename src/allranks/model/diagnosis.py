@@ -29,9 +29,8 @@ class Finding:
     evidence: tuple[str, ...] = ()
     missing_evidence: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()  # what to do, exact commands
-    stack_labels: tuple[
-        str, ...
-    ] = ()  # "live", "last finished call", …: what each of `stacks` is; () all unknown
+    #: what each of `stacks` is: "live", "last finished call", …; () all unknown
+    stack_labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -82,16 +82,14 @@ def check_options(options: Any, of: str = "") -> None:
         value = getattr(options, one.name)
         if value is None and default_of(one) is None:
             continue
-        shown = value.value if isinstance(value, enum.Enum) else value
+        shown, what = value.value if isinstance(value, enum.Enum) else value, ""
         if meaning.choices and shown not in meaning.choices:
             what = f"is {shown!r}. Valid options: {list(meaning.choices)}"
-        elif (
-            meaning.choices or isinstance(value, str | tuple) or not (bound := _missed_bound(value, meaning))
-        ):
-            continue
-        else:
-            what = f"({value}) must {bound}"
-        raise ConfigurationError(f"{of}{key_of(one)} {what}", hint=meaning.help)
+        elif not meaning.choices and not isinstance(value, str | tuple):
+            bound = _missed_bound(value, meaning)
+            what = f"({value}) must {bound}" if bound else ""
+        if what:
+            raise ConfigurationError(f"{of}{key_of(one)} {what}", hint=meaning.help)
 
 
 def _missed_bound(value: Any, meaning: Meaning) -> str:

@@ -32,9 +32,8 @@ def read_yaml(text: str) -> object:
     import yaml
 
     brackets = (1 if mark in "[{" else -1 for mark in re.findall(r"[][{}]", text))
-    if (
-        max(accumulate(brackets), default=0) > MAX_YAML_DEPTH
-    ):  # each level costs the reader time for every word
+    if max(accumulate(brackets), default=0) > MAX_YAML_DEPTH:
+        # Each level costs the reader time for every word.
         raise ValueError(f"more than {MAX_YAML_DEPTH} brackets inside one another")
     try:
         value: object = yaml.safe_load(text)

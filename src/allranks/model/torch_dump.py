@@ -15,9 +15,8 @@ import numpy as np
 from allranks.model.trace import Flag, Group, RankTrace, Shapes, State
 
 VERSION = "2.10"
-BACKENDS = frozenset(
-    {"nccl", "ncclx", "xccl", "gloo", "rccl", "rcclx", "mccl", "hccl"}
-)  # that torchfrtrace accepts
+#: Those that torchfrtrace accepts.
+BACKENDS = frozenset({"nccl", "ncclx", "xccl", "gloo", "rccl", "rcclx", "mccl", "hccl"})
 OPS = {
     "all_gather_into_tensor": "_all_gather_base",
     "reduce_scatter_tensor": "_reduce_scatter_base",
@@ -43,19 +42,17 @@ def to_torch_dump(
             for group in trace.groups[1:]
         },
         "comm_lib_version": dict(trace.header.versions).get("nccl", ""),
-        "pg_status": _status(trace),
+        # by pg_id: torch counts groups from 0, `trace.groups` from 1
+        "pg_status": {str(index - 1): _group_status(trace, index) for index in range(1, len(trace.groups))},
     }
     if collectives:
         dump["entries"] = [_entry(trace, row, frames) for row in rows]
     return dump
 
 
-def to_torch_pickle(
-    trace: RankTrace, *, include_completed: bool = True, stacks: bool = True, collectives: bool = True
-) -> bytes:
-    """The dump as torch writes it: pickle protocol 2 of plain values."""
-    dump = to_torch_dump(trace, include_completed=include_completed, stacks=stacks, collectives=collectives)
-    return pickle.dumps(dump, protocol=2)
+def to_torch_pickle(trace: RankTrace, **content: bool) -> bytes:
+    """The dump, of which `content` tells as in `to_torch_dump`, as torch writes it: pickle protocol 2 of plain values."""
+    return pickle.dumps(to_torch_dump(trace, **content), protocol=2)
 
 
 def to_torch_json(trace: RankTrace, *, include_completed: bool = True, collectives: bool = True) -> str:
@@ -77,11 +74,6 @@ def _active(rows: np.ndarray) -> np.ndarray:
     """Calls that are not over: neither completed nor put away."""
     mask: np.ndarray = (rows["state"] < State.COMPLETED) & (rows["flags"] & Flag.RETIRED == 0)
     return mask
-
-
-def _status(trace: RankTrace) -> dict[str, dict[str, int]]:
-    """By pg_id: torch counts groups from 0, `trace.groups` from 1."""
-    return {str(index - 1): _group_status(trace, index) for index in range(1, len(trace.groups))}
 
 
 def _group_status(trace: RankTrace, index: int) -> dict[str, int]:
