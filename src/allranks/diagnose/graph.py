@@ -30,7 +30,9 @@ class Graph:
     def sinks(self) -> list[tuple[int, ...]]:
         """Strongly connected components that wait for nothing outside themselves."""
         number = self._components
-        leaving = {number[n] for n, targets in self.edges.items() if any(number[t] != number[n] for t in targets)}
+        leaving = {
+            number[n] for n, targets in self.edges.items() if any(number[t] != number[n] for t in targets)
+        }
         return sorted(nodes for nodes in self._members() if number[nodes[0]] not in leaving)
 
     def circles(self) -> list[tuple[int, ...]]:

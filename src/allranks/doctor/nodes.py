@@ -16,18 +16,19 @@ from allranks.doctor import Check
 from allranks.errors import InputError
 from allranks.stacks.gpus import query_gpus
 
-#: fact -> (what differs costs, the cure)
+_ONE_IMAGE = "Use one image or environment"
+#: fact -> (what differs costs, the fix)
 _MUST_AGREE = {
     "nccl": (
         "ncclCommInitRank fails or hangs between different NCCL versions",
         "pip install the same nvidia-nccl package everywhere, or use one image",
     ),
-    "torch": ("ranks of different torch versions do not talk to each other", "Use one image or environment"),
-    "allranks": ("agents and lighthouse of different versions may refuse each other", "Use one image or environment"),
-    "cuda": ("kernels differ between nodes", "Use one image or environment"),
-}  # fmt: skip
+    "torch": ("ranks of different torch versions do not talk to each other", _ONE_IMAGE),
+    "allranks": ("agents and lighthouse of different versions may refuse each other", _ONE_IMAGE),
+    "cuda": ("kernels differ between nodes", _ONE_IMAGE),
+}
 _SHOULD_AGREE = {
-    "python": ("pickled objects may not be read elsewhere", "Use one image or environment"),
+    "python": ("pickled objects may not be read elsewhere", _ONE_IMAGE),
     "driver": ("the slowest or oldest driver decides what works", "Install the same driver on all nodes"),
     "gpus": ("ranks get different hardware: the slowest decides", "Choose nodes of one kind"),
 }
