@@ -163,12 +163,12 @@ def _describe_no_culprit(capture: Capture, ranks: Mapping[int, RankState]) -> st
         (operation, where), _ = sites.most_common(1)[0]
         rest = "look at the network, the device or the dumps (allranks diagnose)"
         return f"all {len(ranks)} ranks wait in {operation} at {where}: no rank is different; {rest}"
-    parts = []
+    groups = []
     for site, _ in sites.most_common(4):
         there = [rank for rank, s in ranks.items() if (s.operation or s.cause, s.where) == site]
-        parts.append(f"{compress(there)} in {site[0]} at {site[1]}")
-    groups = "; ".join(parts)
-    return f"every rank waits for others, in different places: {groups}; allranks diagnose on the dumps tells who is wrong"
+        groups.append(f"{compress(there)} in {site[0]} at {site[1]}")
+    rest = "allranks diagnose on the dumps tells who is wrong"
+    return f"every rank waits for others, in different places: {'; '.join(groups)}; {rest}"
 
 
 def _describe_moving(progress: HangDecision, culprits: Sequence[int], ranks: Mapping[int, RankState]) -> str:

@@ -70,8 +70,9 @@ def run_gdb(pid: int, *, cuda: bool = False, limit_s: float = GDB_LIMIT_S) -> To
 
 def find_cuda_gdb() -> str | None:
     """cuda-gdb from the PATH or the usual places of the toolkit."""
-    toolkits = ("/usr/local/cuda", *sorted(Path("/usr/local").glob("cuda-*")))
-    homes = [Path(home) for home in (os.environ.get("CUDA_HOME"), *toolkits) if home]
+    named = os.environ.get("CUDA_HOME")
+    homes = [Path(named)] if named else []
+    homes += [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"))]
     usual = (str(home / "bin/cuda-gdb") for home in homes if os.access(home / "bin/cuda-gdb", os.X_OK))
     return shutil.which("cuda-gdb") or next(usual, None)
 
