@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import InputError
-from allranks.load import LoadOptions, load_paths
+from allranks.load import LoadOptions, load_paths, reading
 
 from .dumps import dump, entry
 
@@ -79,6 +79,24 @@ def test_a_gzip_cut_short_gives_its_readable_part(tmp_path: Path) -> None:
     result = load_paths([str(tmp_path)])
     assert 0 < len(result.traces[0].calls) < 300
     assert result.files[0].status == "damaged"
+
+
+def test_an_archive_of_very_many_foreign_files_is_left_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A megabyte of headers of empty members would take a minute to list; an archive that has a dump is read to its end."""
+    monkeypatch.setattr(reading, "MAX_FOREIGN", 10)
+    foreign = {f"log_{i}": b"" for i in range(100)}
+    (tmp_path / "all.tar").write_bytes(make_tar("", foreign))
+    result = load_paths([str(tmp_path)], LoadOptions(allow_nothing=True))
+    assert len(result.files) == 11
+    assert [note.note for note in result.files if note.path == "all.tar"] == [
+        "none of its first 10 members is a dump: the others were not read"
+    ]
+    (tmp_path / "all.tar").write_bytes(
+        make_tar("", {"trace_0": content(0), **foreign, "trace_1": content(1)})
+    )
+    assert [trace.header.rank for trace in load_paths([str(tmp_path)]).traces] == [0, 1]
 
 
 def test_member_names_are_never_written_to(tmp_path: Path) -> None:

@@ -150,6 +150,8 @@ MIN_FILES, MIN_WORK_S = 128, 0.5
 #: Bytes read in a second: of black boxes, which are copied, and of dumps, which are taken apart; seconds for each file.
 BOX_BYTES_PER_S, DUMP_BYTES_PER_S, FILE_S = 800 << 20, 48 << 20, 0.0002
 MAX_PROCESSES = 8
+#: So many members of an archive are read while none of them is a dump.
+MAX_FOREIGN = 10_000
 #: So many files may give no answer before the rest is left alone.
 MAX_STALLS = 3
 
@@ -168,13 +170,21 @@ class Share:
         try:
             members = self._members(source)
             if members is not None:
-                for member in members:
-                    self.read_member(member)
+                self._read_members(source, members)
                 return
         except Unreadable as error:
             self.failed.append((source, error))
             return
         self.read_member(source)
+
+    def _read_members(self, archive: DumpSource, members: Iterable[DumpSource]) -> None:
+        before = len(self.raws)
+        for number, member in enumerate(members):
+            if number >= MAX_FOREIGN and len(self.raws) == before:
+                note = f"none of its first {MAX_FOREIGN:,} members is a dump: the others were not read"
+                self.failed.append((archive, Unreadable(note, kind="tar archive")))
+                return
+            self.read_member(member)
 
     def read_member(self, source: DumpSource) -> None:
         """Reads one source that is not an archive."""
@@ -183,7 +193,7 @@ class Share:
         except Unreadable as error:
             self.failed.append((source, error))
 
-    def _members(self, source: DumpSource) -> list[DumpSource] | None:
+    def _members(self, source: DumpSource) -> Iterable[DumpSource] | None:
         """The members of a tar file, compressed or not; None when the source is none."""
         name = source.path.lower()
         if source.problem or not (".tar" in name or name.endswith((".tgz", ".tzst"))):
@@ -195,10 +205,9 @@ class Share:
             raise Unreadable(f"cannot be read: {error.strerror or error}") from error
         if not is_tar(data):
             return None
-        members = list(tar_members(source, data, self.options.max_file_bytes))
         if problem:
             self.failed.append((source, Unreadable(problem, kind="tar archive")))
-        return members
+        return tar_members(source, data, self.options.max_file_bytes)
 
 
 def processes_for(sources: list[DumpSource]) -> int:
