@@ -99,10 +99,13 @@ def parse_header(data: bytes) -> Header:
 
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
     """The first bytes of a file; OSError for anything else: a pipe or a device that somebody laid there never ends."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-        return file.read(limit)
+        return os.read(fd, limit)
+    finally:
+        os.close(fd)
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:

@@ -327,6 +327,8 @@ class Link:
         if ping and not self._pinged:
             self._pinged = now
         beat = self._beat()
+        if not self.up:  # the proxy has seen that its rank is stopped, and ended this
+            return
         if ping:
             self._out += encode(Beat(beat.step, beat.progress, beat.idle_s, beat.health, ping=True))
         else:

@@ -17,8 +17,9 @@ import sys
 import time
 from dataclasses import dataclass
 
-from allranks.blackbox.header import find_header
+from allranks.blackbox.header import STRUCT, parse_header, process_state, read_regular
 from allranks.channel.frames import HEAD, BadFrame, take_frames
+from allranks.errors import InputError
 from allranks.lighthouse.client.held_sockets import HeldSockets
 from allranks.lighthouse.client.link import Link, LinkOptions
 from allranks.lighthouse.client.reactor import Reactor
@@ -39,7 +40,8 @@ from allranks.model.cluster import Evicted, MemberLeft, MemberLost
 
 _MAX_FRAME = 256 << 20
 _MAX_FDS = 250  # per message; the kernel's limit is 253
-_LOOK_S = 0.1  # how often the rank's process state is looked at
+_LOOK_S = 0.1  # how often the rank's process state is looked at while it is stopped; else with every beat
+_NO_BEAT_S = 0.5  # the same while beats are rare or the line is down
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,9 @@ class RankProgress:
 
 def read_mark(path: str) -> RankProgress | None:
     """The rank's mark; None when there is no black box (yet) or it is not one."""
-    head = find_header(path)
-    if head is None:
+    try:
+        head = parse_header(read_regular(path, STRUCT.size))
+    except (OSError, InputError):
         return None
     return RankProgress(head.step, max(head.step, 0) + head.calls_started + head.calls_completed, head.closed)
 
@@ -183,6 +186,7 @@ class LivenessProxy:
         self._send(kind, payload)
 
     def _beat(self) -> Beat:
+        self._check()  # here, since a wake-up of its own costs as much as the beat
         report, mark = self._report, read_mark(self._box) if self._box else None
         step = max(report.step, mark.step) if mark else report.step
         count = report.progress if report.progress >= 0 else (mark.count if mark else -1)
@@ -197,9 +201,13 @@ class LivenessProxy:
     # ---- a stopped rank ---------------------------------------------------------------------------------
 
     def _look(self) -> None:
+        self._check()
+        self._reactor.later(_LOOK_S if self._asleep else _NO_BEAT_S, self._look)
+
+    def _check(self) -> None:
         """We beat although the rank is stopped: so we must tell. Thawed, the line is made anew."""
         now = time.monotonic()
-        if not _stopped(self._pid):
+        if process_state(self._pid) != "T":  # a debugger's stop ("t") ends by itself
             self._seen_running = now
             if self._asleep:
                 self._asleep = False
@@ -211,7 +219,6 @@ class LivenessProxy:
             silent = now - self._seen_running
             self._link.send(encode(Died(f"process {self._pid} is stopped (SIGSTOP) for {silent:.2f} s")))
             self._link.close()
-        self._reactor.later(_LOOK_S, self._look)
 
     # ---- the end ----------------------------------------------------------------------------------------
 
@@ -222,15 +229,6 @@ class LivenessProxy:
             mark = read_mark(self._box) if self._box else None
             self._link.send(encode(Died(f"{reason} ({mark.closed})" if mark and mark.closed else reason)))
         self._reactor.stop()
-
-
-def _stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal; a debugger's stop ("t") does not count, it ends by itself."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] == b"T"
-    except (OSError, IndexError):
-        return False
 
 
 def main() -> None:
