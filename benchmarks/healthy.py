@@ -25,8 +25,8 @@ JOB = Path(__file__).with_name("_healthy_job.py")
 ALARMS = ("hang", "death", "partition")
 
 
-def run_job(number: int, seconds: float, folder: Path) -> dict[str, Any]:
-    """One job to its end, and what it was accused of."""
+def run_job(number: int, seconds: float, folder: Path, results: Path) -> dict[str, Any]:
+    """One job to its end, and what it was accused of; kept at once."""
     out = folder / str(number)
     out.mkdir()
     replicas = number % 3 == 2
@@ -60,6 +60,8 @@ def run_job(number: int, seconds: float, folder: Path) -> dict[str, Any]:
     }
     if code or alarms:
         row["log"] = (out / "log").read_text(errors="replace")[-3000:]
+    with open(results, "a") as file:
+        file.write(json.dumps(row) + "\n")
     return row
 
 
@@ -78,13 +80,11 @@ def main() -> int:
     busy = [subprocess.Popen(loop) for _ in range(args.busy)]
     try:
         with ThreadPoolExecutor(args.jobs) as pool:
-            rows = list(pool.map(lambda n: run_job(n, 60 * args.minutes, folder), range(args.jobs)))
+            rows = list(pool.map(lambda n: run_job(n, 60 * args.minutes, folder, args.out), range(args.jobs)))
     finally:
         for process in busy:
             process.kill()
             process.wait()
-    with open(args.out, "a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
     for row in rows:
         print({key: value for key, value in row.items() if key != "log"})
     minutes = sum(row["seconds"] for row in rows) / 60

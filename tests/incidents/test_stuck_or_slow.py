@@ -82,3 +82,14 @@ def test_a_pause_of_all_ranks_is_a_hang_after_a_minute_and_work_of_all_at_the_ca
     assert judge(looks("busy_python", "sleep", "busy_python", quiet_s=299), 300)[0] is None
     assert judge(looks("busy_python", "sleep", "busy_python", quiet_s=300), 300)[0] is True
     assert judge(looks("collective_wait", "sleep", "sleep"), 300)[0] is True
+
+
+def test_ranks_that_wait_in_a_cuda_call_are_not_busy_on_their_own_when_the_boxes_name_another() -> None:
+    """NCCL: the others block wherever they need the GPU next, here in a copy for a checkpoint and in the optimizer."""
+    causes = {0: "checkpoint_io", 1: "sleep", 2: "native_call"}
+    ranks = {rank: RankState(rank, cause, "train.py:61 in train", "") for rank, cause in causes.items()}
+    report = StacksReport(hung=True, culprits=(0, 1, 2), sentence="", ranks=ranks)
+    looks = [Look(0, 10, report, False), Look(5, 15, report, False)]
+    assert judge(looks, 300)[0] is None
+    hung, reason = judge([replace(look, blamed=(1,)) for look in looks], 300)
+    assert hung is True and "rank 1 (sleep" in reason and "rank 0" not in reason

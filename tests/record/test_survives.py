@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import mmap
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import allranks
+from allranks.blackbox.file_writer import Box
 from allranks.blackbox.header import is_alive, read_header
 from allranks.blackbox.reader import find_boxes, read_trace
 from allranks.drill.ranks import Ranks
@@ -101,7 +103,6 @@ def test_gloo_aborts_the_innocent_rank_and_its_box_tells_why(folder: Path) -> No
 
 
 def _write_for_ever(rank: int, world: int, path: str) -> None:
-    from allranks.blackbox.file_writer import Box
     from allranks.record.row_writer import make_ring
 
     box = Box(Path(path), 64, 1 << 16)
@@ -170,3 +171,27 @@ def test_the_box_says_how_the_process_ended(folder: Path, tmp_path: Path) -> Non
     assert read_header(first).closed == "exit"
     dump = folder / "dumps" / "exception.a0.1" / "rank_0"
     assert dump.stat().st_mode & 0o777 == 0o600
+
+
+def test_whoever_reads_while_a_rank_says_how_it_ended_never_gets_the_short_text(tmp_path: Path) -> None:
+    """The agent reads at once when a rank ends; a text cut short hides that another rank had ended first."""
+    box = Box(tmp_path / "0.box", 4, 4096)
+    box.open()
+    how = "exception: RuntimeError (train.py:58): " + "; ".join(["Connection closed by peer"] * 3)
+    seen = set()
+
+    class Watched:
+        """The mapping, read after every store."""
+
+        def __init__(self, memory: mmap.mmap) -> None:
+            self.memory = memory
+
+        def __setitem__(self, where: slice, data: bytes) -> None:
+            self.memory[where] = data
+            seen.add(read_header(box.path).closed)
+
+    memory, box.memory = box.memory, Watched(box.memory)  # type: ignore[assignment]
+    box.mark_closed(how, 1)
+    box.memory = memory
+    box.close()
+    assert seen == {how}

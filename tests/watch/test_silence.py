@@ -295,6 +295,18 @@ def test_a_process_that_waits_for_its_first_call_gets_the_warm_up_whatever_was_a
     assert limit_s(state, options) == 60
 
 
+@pytest.mark.parametrize(
+    ("calls", "limit"), [([1, 1, 1], 60), ([1, 1, 0], 5), ([1, 0, 0], 5)], ids=["all", "two", "one"]
+)
+def test_the_first_call_may_take_long_when_all_are_in_it_and_not_when_one_never_came(
+    calls: list[int], limit: float
+) -> None:
+    """NCCL connects all ranks there: seconds for a few of them, a minute for thousands. Also after a restart."""
+    options = replace(OPTIONS, floor_s=5, asked=True)
+    ranks = [sample(r, -1, calls_started=n, calls_completed=0) for r, n in enumerate(calls)]
+    assert limit_s(observe(0.0, NoticeState(), ranks, options), options) == limit
+
+
 def test_the_managers_timeout_is_the_one_that_managers_have() -> None:
     """Two parts that do not import each other agree."""
     from allranks.manager.options import ManagerOptions

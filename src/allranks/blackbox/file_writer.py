@@ -71,7 +71,8 @@ class Box:
     def mark_closed(self, how: str, now_ns: int) -> None:
         """Marks the box as closed on purpose; the first reason is kept."""
         if self.words[FIELD["closed_ns"]] == 0:
-            for field, size in (("closed", CLOSED_BYTES), ("exit_message", EXIT_MESSAGE_BYTES)):
+            # the whole text first: an agent may read in between
+            for field, size in (("exit_message", EXIT_MESSAGE_BYTES), ("closed", CLOSED_BYTES)):
                 offset = HEADER.fields[field][1]  # type: ignore[index]
                 self.memory[offset : offset + size] = shorten(how, size - 1).ljust(size, b"\0")
             self.words[FIELD["closed_ns"]] = now_ns

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from allranks.incidents.deaths import DeathIncidents
 from allranks.incidents.folder import IncidentFolder
-from allranks.incidents.judge import Observed
+from allranks.incidents.judge import TRUSTED, Observed
 from allranks.incidents.pipeline import Examination, IncidentPipeline
 from allranks.incidents.policy import HangFacts, PolicyState, back_off_left_s, decide_action
 from allranks.incidents.stuck_or_slow import Look, judge
@@ -285,7 +285,9 @@ class HangInvestigator:
         else:
             moved = any(progress(a) != progress(b) for a, b in pairs)
         calling = any(a.calls_completed != b.calls_completed and a.step_ns == b.step_ns for a, b in pairs)
-        case.looks.append(Look(time.monotonic(), suspicion.quiet_s, found.stacks, moved, calling))
+        sure = found.verdict is not None and found.verdict.confidence >= TRUSTED
+        blamed = found.ranks if sure else ()
+        case.looks.append(Look(time.monotonic(), suspicion.quiet_s, found.stacks, moved, calling, blamed))
         hung, reason = judge(case.looks, self.options.notice.cap_s)
         case.hung = hung is True
         known = {moment.text for moment in case.opened.current.timeline}

@@ -36,6 +36,7 @@ class Look:
     report: StacksReport | None
     moved: bool  # some rank made progress while we looked
     calling: bool = False  # some rank completed calls of the same attempt at its step
+    blamed: tuple[int, ...] = ()  # the ranks that the others wait for, by the verdict on all evidence
 
 
 def judge(looks: list[Look], cap_s: float) -> tuple[bool | None, str]:
@@ -53,6 +54,8 @@ def judge(looks: list[Look], cap_s: float) -> tuple[bool | None, str]:
             f"no progress for {last.quiet_s:.1f} s over {len(looks)} samples (no stacks could be read)",
         )
     guilty = [last.report.ranks[rank] for rank in last.report.culprits if rank in last.report.ranks]
+    # a collective of NCCL is waited for in whatever CUDA call comes next: in a stack that looks like work
+    guilty = [state for state in guilty if state.rank in last.blamed] or guilty
     if not guilty:
         return (
             True,

@@ -78,8 +78,13 @@ class RankHistory:
 
     @property
     def begun(self) -> bool:
-        """Whether it has come to its first step or completed a call."""
-        return self.changes > 0 or self.mark[0] >= 0 or self.mark[2] > 0
+        """Whether it has come to its first step or its first call."""
+        return self.mark[0] >= 0 or self.mark[1] > 0
+
+    @property
+    def connects(self) -> bool:
+        """Whether it is in its first call, which makes the connections of NCCL and may take long in a large job."""
+        return self.mark[0] < 0 and self.mark[1] > 0 and self.mark[2] == 0
 
     def after(self, sample: RankSample, now_s: float, cured_s: float, options: NoticeOptions) -> RankHistory:
         """With one more change of the mark."""
@@ -166,7 +171,8 @@ def _young_limit_s(
     known = [rhythm.pauses_s for rhythm in rhythms if rhythm.known]
     if known:
         return max(_allowed_s(pauses, options) for pauses in known)
-    if options.asked and any(h.begun for h in state.ranks.values()):
+    ranks = state.ranks.values()
+    if options.asked and any(h.begun for h in ranks) and not all(h.connects for h in ranks):
         return base_s
     return max(base_s, options.warm_up_s)
 
