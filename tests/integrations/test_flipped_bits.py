@@ -18,7 +18,7 @@ FLIP_AT, STEPS = 6, 14
 # All replicas see the same data, so that a step without one of them has the same result.
 COMMON = f"""
 import json, os, torch
-from allranks.manager.groups import ProcessGroupGloo
+from allranks.manager.groups.group import ProcessGroupGloo
 from allranks.manager.manager import Manager
 NAME, WORLD = os.environ["ALLRANKS_REPLICA"], int(os.environ["WORLD"])
 manager = Manager(pg=ProcessGroupGloo(), min_replica_size=WORLD, check_every=1)

@@ -30,10 +30,11 @@ class KnownMount:
 
     def check(self) -> None:
         """Raises OSError (ENODEV) if what should be mounted is not: it may be a moment later."""
-        expected = [self._from_note(), _nearest(self.folder, _points(FSTAB))]
-        mounted = _points(MOUNTS)
-        for point in filter(None, expected):
-            if mounted and point not in mounted:
+        for point in filter(None, (self._from_note(), _nearest(self.folder, _points(FSTAB)))):
+            with contextlib.suppress(OSError):  # an automounter mounts what is opened
+                os.close(os.open(os.path.join(point, "."), os.O_RDONLY | os.O_DIRECTORY))
+            mounted = _points(MOUNTS)
+            if mounted and not mounted & {point, os.path.realpath(point)}:
                 raise OSError(errno.ENODEV, f"{point} is not mounted", str(self.folder))
 
     def remember(self) -> None:
@@ -49,7 +50,8 @@ class KnownMount:
 
     def forget(self) -> None:
         """The user wants to start from scratch, wherever the folder lies."""
-        self.note.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.note.unlink()
 
     def _from_note(self) -> str:
         try:
