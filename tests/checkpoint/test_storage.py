@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import signal
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from allranks.checkpoint import (
     CheckpointConfig,
+    CheckpointLoadConfig,
     CheckpointManager,
     CheckpointState,
     CheckpointTier,
@@ -23,6 +25,7 @@ from allranks.checkpoint.checksum import best_algorithm
 from allranks.checkpoint.inspect import verify_checkpoint
 from allranks.checkpoint.manifest import MANIFEST
 from allranks.checkpoint.restore.opened_checkpoint import opened
+from allranks.checkpoint.restore.torch_files import load_legacy
 from allranks.checkpoint.save.plan import find_pieces, local_tensors, make_plan
 from allranks.checkpoint.save.snapshot import flatten_state
 from allranks.checkpoint.save.writer import SaveJob, write_checkpoint
@@ -412,3 +415,27 @@ def test_a_file_has_its_name_only_once_it_is_on_the_disk(
     store.write(attempt, "rank-00001.json", [memoryview(b"index")], 5)
     assert seen == [None] and store.staged(attempt, "rank-00001.json") == b"index"
     store.abandon(attempt)
+
+
+@pytest.mark.parametrize("kind", ["packed", "overlapping"])
+def test_a_pt_file_that_unpacks_to_more_than_it_holds_is_refused_before_torch_opens_it(
+    kind: str, tmp_path: Path
+) -> None:
+    """300 KB took 600 MB before they were refused; many entries over the same bytes do it without compression."""
+    path = tmp_path / "bomb.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED if kind == "packed" else zipfile.ZIP_STORED) as file:
+        file.writestr("archive/data.pkl", bytes(100 << 10))
+        if kind == "overlapping":
+            file.filelist += file.filelist
+    with pytest.raises(CheckpointLoadError, match=r"'archive/data\.pkl' unpacks to more than the file holds"):
+        load_legacy(path, CheckpointLoadConfig())
+
+
+def test_a_pt_file_that_torch_saved_is_no_such_file(tmp_path: Path) -> None:
+    """Large and empty tensors, shared memory: what torch stores is never larger than its file."""
+    weight = torch.randn(300, 300)
+    state = {"step": 1, "model_state_dict": {"a": weight, "b": weight.t(), "c": torch.empty(0)}}
+    torch.save({**state, "optimizer_state_dict": {}}, tmp_path / "whole.pt")
+    assert torch.equal(
+        load_legacy(tmp_path / "whole.pt", CheckpointLoadConfig()).model_state_dict["b"], weight.t()
+    )

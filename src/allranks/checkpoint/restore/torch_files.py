@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import logging
 import pickle
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,6 +101,7 @@ def _load(path: Path, tier: str, weights_only: bool) -> Any:
     copies = "a .pt file has no checksums of its own: take another copy of it, or an older one"
     with damage_of(path, tier, copies):
         try:
+            _refuse_packed(path, path.stat().st_size, str(path))
             with torch.serialization.safe_globals(_numpy_types()):
                 return torch.load(path, map_location="cpu", weights_only=weights_only)
         except FileNotFoundError as error:
@@ -113,6 +115,22 @@ def _load(path: Path, tier: str, weights_only: bool) -> Any:
                 hint="if you made this file yourself: CheckpointLoadConfig(trusted_source=True), or on the command line "
                 "--trusted-source",
             ) from error
+
+
+def _refuse_packed(file: Path | io.BytesIO, size: int, path: str) -> None:
+    """torch.save stores its entries as they are; torch.load unpacks whatever it is given, to any size."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+    except zipfile.BadZipFile:
+        return  # an older format, or damage: torch says which
+    packed = next((entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED), "")
+    if packed or sum(entry.file_size for entry in entries) > size:
+        raise CheckpointLoadError(
+            f"its entry '{packed or entries[0].filename}' unpacks to more than the file holds: torch.save makes no such file",
+            path=path,
+            hint=f"if you packed it yourself, unpack it and pack it again without compression: unzip '{path}'; zip -0 -r",
+        )
 
 
 @contextmanager
@@ -255,6 +273,7 @@ def _read_item(folder: Path, info: Any) -> Any:
         raise CheckpointValidationError(
             f"{path.name} is cut short", invalid_keys=(path.name,), path=str(folder)
         )
+    _refuse_packed(io.BytesIO(data), len(data), str(path))
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
