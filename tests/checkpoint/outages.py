@@ -279,7 +279,7 @@ def _read_only(setup: Setup, folder: Path, s3: S3Server, stack: contextlib.ExitS
     path = folder / "disk" / "nvme"
     if os.geteuid() == 0:
         subprocess.run(["mount", "--bind", path.resolve(), path.resolve()], check=True)
-        stack.callback(subprocess.run, ["umount", "-l", path.resolve()], check=True)
+        stack.callback(lambda: subprocess.run(["umount", "-l", path.resolve()], check=True))
         subprocess.run(["mount", "-o", "remount,ro,bind", path.resolve()], check=True)
     else:
         path.chmod(0o555)
