@@ -119,6 +119,11 @@ LINES = [
     ('checkpoint_load', 'EOFError: Ran out of input'),
     ('etcd_unwell', 'etcdserver: requested lease not found'),
     ('etcd_denied', 'etcdserver: invalid auth token'),
+    ('watchdog_timeout', '[rank0]:[E1116 10:10:48.527671029 ProcessGroupNCCL.cpp:2303] [PG ID 0 PG GUID 0(default_pg) Rank 0]  failure detected by watchdog at work sequence id: 1074 PG status: last enqueued work: 1074, last completed work: 1073'),
+    ('watchdog_timeout', '[E1116 01:34:08.015080754 ProcessGroupNCCL.cpp:750] [Rank 2] Some NCCL operations have failed or timed out. Due to the asynchronous nature of CUDA kernels, subsequent GPU operations might run on corrupted/incomplete data.'),
+    ('watchdog_timeout', 'torch.distributed.DistBackendError: NCCL timeout in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3780'),
+    ('ended_in_use', "[rank 2] [2026-11-16 01:37:59] vm:21270:22733 [0] include/alloc.h:335 NCCL WARN Cuda failure 'driver shutting down'"),
+    ('ended_in_use', '[rank 0] terminate called without an active exception'),
 ]  # fmt: skip
 
 
