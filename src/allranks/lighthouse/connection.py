@@ -143,7 +143,6 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
             return
         self._transport.set_write_buffer_limits(high=_WRITE_LIMIT)
-        tune(transport.get_extra_info("socket"), door.service.options.heartbeat_timeout_s)
         door.open.add(self)
         door.let_in(self)
 
@@ -290,6 +289,12 @@ class Connection(asyncio.Protocol):
             return
         self._door.strangers.pop(self, None)
         self._session = entered
+        self._tune()
+
+    def _tune(self) -> None:
+        """Not for strangers: thousands may come at once."""
+        if self._transport is not None:
+            tune(self._transport.get_extra_info("socket"), self._door.service.options.heartbeat_timeout_s)
 
     def _message(self, session: Session, message: object) -> None:
         service = self._door.service
@@ -331,6 +336,7 @@ class Connection(asyncio.Protocol):
             raise BadFrame(f"neither our frames nor HTTP: {what}")
         door.strangers.pop(self, None)
         if start in door.takers:
+            self._tune()
             door.open.discard(self)
             door.takers[start](transport, data)
         elif door.http is not None:
