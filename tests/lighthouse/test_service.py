@@ -14,7 +14,7 @@ from allranks.lighthouse.agents import MAX_STORIES, MAX_STORIES_CHARS
 from allranks.lighthouse.messages import Hello, Refused, Welcome
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.quorum_coordinator import _TOGETHER_S
-from allranks.lighthouse.service import Service
+from allranks.lighthouse.service import PROXY_BACK_S, Service
 from allranks.lighthouse.sessions import Session
 from allranks.lighthouse.status import PersistedState
 from allranks.model.cluster import (
@@ -321,6 +321,51 @@ async def test_a_returning_session_gets_what_it_did_not_acknowledge() -> None:
     _, third = desk.enter("a")
     assert [type(each).__name__ for each in third.got] == ["Welcome"]
     assert again.closed  # one connection per session
+
+
+@on_loop
+async def test_who_has_older_steps_waits_for_a_member_whose_proxy_was_killed() -> None:
+    """Its rank lives and has the newest state: nobody begins another training from an older one before it is back."""
+    desk = Desk(min_replicas=1, grace_s=0.0)
+    (a, a_peer), (b, b_peer) = desk.enter("a", proxy=True), desk.enter("b", proxy=True)
+    for session in (a, b):
+        desk.service.join(session, Member(session.replica, step=5))
+    await desk.settle()
+    desk.service.disconnected(a, a_peer, clean=True)
+    await until(lambda: bool(b_peer.of(MemberLost)))
+    desk.service.join(b, Member("b", step=5))
+    await desk.settle()
+    assert b_peer.of(Quorum)[-1].names == ("b",)  # one of two goes on at once
+    desk.service.disconnected(b, b_peer, clean=True)
+    await until(lambda: "b" not in desk.service.state.replicas)
+    again, a_peer = desk.enter("a", proxy=True)
+    desk.service.join(again, Member("a", step=5))
+    await desk.settle()
+    assert not a_peer.of(Quorum) and "waiting for b" in desk.service.snapshot().waiting
+    back, b_peer = desk.enter("b", proxy=True)
+    desk.service.join(back, Member("b", step=9))
+    await desk.settle()
+    assert (a_peer.of(Quorum)[-1].names, a_peer.of(Quorum)[-1].max_step) == (("a", "b"), 9)
+
+
+@on_loop
+async def test_who_has_older_steps_goes_on_when_a_member_does_not_come_back_after_its_proxy() -> None:
+    """Both were killed together: that is presumed after PROXY_BACK_S, not after presume_dead_s."""
+    desk = Desk(min_replicas=1, grace_s=0.0)
+    a, a_peer = desk.enter("a", proxy=True)
+    desk.service.join(a, Member("a", step=5))
+    await desk.settle()
+    desk.service.disconnected(a, a_peer, clean=True)
+    await until(lambda: "a" not in desk.service.state.replicas)
+    b, b_peer = desk.enter("b")
+    desk.service.join(b, Member("b", step=2))
+    await desk.settle()
+    state = desk.service.state
+    assert state.silent == {"a"} and state.next_change() <= desk.service.now() + PROXY_BACK_S
+    state.advance(desk.service.now() + PROXY_BACK_S)
+    desk.service.former.soon()
+    await desk.settle()
+    assert b_peer.of(Quorum)[-1].names == ("b",)
 
 
 @on_loop

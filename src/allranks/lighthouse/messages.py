@@ -29,6 +29,7 @@ class Hello:
     number: int = 0
     round: int = 0
     pid: int = 0
+    proxy: bool = False  # a liveness proxy speaks, which says so (Died) when its rank is dead
 
 
 @dataclass(frozen=True)

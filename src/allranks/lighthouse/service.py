@@ -36,6 +36,8 @@ T = TypeVar("T")
 MAX_NAME = 256  # characters of the name of a replica or a node
 _REMEMBERED = 10_000  # sessions of the past that are still known
 _PONG = encode(Pong())
+#: A rank whose liveness proxy was killed starts another, and is back within this time.
+PROXY_BACK_S = 5.0
 
 
 @dataclass
@@ -184,6 +186,7 @@ class Service:
                 previous.close()
         else:
             session = Session(name, key, hello.rank, observer, hello.node, hello.connections, peer, now)
+            session.proxy = hello.proxy
             self.sessions.add(session)
         if known is not None or len(self.sessions.of(name)) >= hello.connections:
             self.state.connect(
@@ -377,7 +380,9 @@ class Service:
         reason = f"process{where} exited without shutting down"
         if session.cut:
             reason = f"connection{where} was cut and did not come back"
-        self._lose(session.replica, reason, certain=not session.cut)
+        proxy = session.proxy and not session.cut
+        certain = not session.cut and not proxy
+        self._lose(session.replica, reason, certain, PROXY_BACK_S if proxy else None)
 
     def _sweep(self) -> None:
         """Looks for the silent when somebody may have become so; keeps the clock awake in between."""
@@ -405,7 +410,7 @@ class Service:
         since = replica.since if replica is not None and expected else session.heard
         self._lose(session.replica, f"{what} for {now - since:.2f} s", certain=False)
 
-    def _lose(self, name: str, reason: str, certain: bool) -> None:
+    def _lose(self, name: str, reason: str, certain: bool, back_s: float | None = None) -> None:
         """A replica is gone: note it, tell the others (its own other ranks too), decide again."""
         now = self.now()
         number, targets = self._number_of(name), self._concerned(name)
@@ -413,7 +418,7 @@ class Service:
         key = sessions[0].session if sessions else ""
         heard = min((each.heard for each in sessions), default=now)
         if name in self.state.replicas:
-            self.state.lose(now, name, reason, certain)
+            self.state.lose(now, name, reason, certain, back_s)
         notice = MemberLost(name, reason, key, number, round((now - heard) * 1000, 3), certain)
         _note(self._lost, key, notice)
         frame = encode(notice)

@@ -51,6 +51,7 @@ class Session:
     health: str = ""
     deaf: bool = False  # acknowledges nothing; said once
     cut: bool = False  # the last connection ended by an error, not by an orderly close
+    proxy: bool = False  # held by a liveness proxy: when that is killed the rank lives, and starts another
     pending: dict[int, tuple[Notice, bytes]] = field(default_factory=dict)
 
 

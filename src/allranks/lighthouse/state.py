@@ -86,14 +86,16 @@ class QuorumState:
             replica.asking = None
             self._index(name)
 
-    def lose(self, now: float, name: str, reason: str, certain: bool) -> None:
-        """It died, froze or was cut off."""
+    def lose(self, now: float, name: str, reason: str, certain: bool, back_s: float | None = None) -> None:
+        """It died, froze or was cut off. If that is not certain it may train on, and come back: within `back_s`, or
+        else presume_dead_s."""
         replica = self.replicas.pop(name)
         recent = self._recent_losses(now, name)[-self.options.flap_limit - _MORE_LOSSES :]
         self.losses[name] = (*recent, now)
         if len(self.losses) > MAX_LOSERS:
             del self.losses[next(iter(self.losses))]
-        self._depart(now, replica, reason, certain)
+        early = 0.0 if back_s is None else max(0.0, self.options.presume_dead_s - back_s)
+        self._depart(now - early, replica, reason, certain)
 
     def leave(self, now: float, name: str, reason: str, step: int = -1) -> None:
         """It left in good order, with a state of `step` steps."""

@@ -61,6 +61,7 @@ class LinkOptions:
     certificate: str = ""  # mTLS
     key: str = ""
     server_name: str = ""  # expected in the certificate; "": the host of the address
+    proxy: bool = False  # we are a rank's liveness proxy
 
 
 class Link:
@@ -191,6 +192,7 @@ class Link:
             number=number,
             round=round_,
             pid=os.getpid(),
+            proxy=options.proxy,
         )
         frame = encode(hello)
         self._said, self._proved = (frame[HEAD.size :],), False

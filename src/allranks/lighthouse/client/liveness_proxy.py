@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from allranks.blackbox.header import STRUCT, parse_header, process_state, read_regular
 from allranks.channel.frames import HEAD, BadFrame, take_frames
@@ -142,7 +142,7 @@ class LivenessProxy:
 
     def _start(self, start: Start) -> None:
         self._pid, self._box = start.pid, start.black_box
-        self._where = load(LinkOptions, start.link.encode())
+        self._where = replace(load(LinkOptions, start.link.encode()), proxy=True)
         self._link = Link(self._where, self._reactor, self._from_lighthouse, self._beat)
         try:
             self._pidfd = os.pidfd_open(self._pid)
