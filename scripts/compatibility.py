@@ -13,7 +13,7 @@ import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from string import ascii_lowercase
@@ -163,17 +163,20 @@ def table(
 VERSIONS = re.compile(r"python-([\d.]+)_torch-([\d.]+)")
 
 
-def count_versions(folder: Path) -> Iterator[tuple[str, str, dict[str, int]]]:
-    """Pair of versions, folder of tests, and how its tests ended, from the files of scripts/test_all.sh; later files win."""
-    for path in sorted(folder.glob("python-*_torch-*.xml")):
+def count_versions(folders: list[Path]) -> dict[str, dict[str, dict[str, int]]]:
+    """Pair of versions -> folder of tests -> how its tests ended, from the files of scripts/test_all.sh; a test's last result counts."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for path in sorted(path for folder in folders for path in folder.glob("python-*_torch-*.xml")):
         named = VERSIONS.match(path.name)
         assert named, f"{path}: its name should begin with python-X_torch-Y"
-        found: dict[str, Counter[str]] = {}
+        row = found.setdefault(f"Python {named[1]}, torch {named[2].rstrip('.')}", {})
         for case in ElementTree.parse(path).getroot().iter("testcase"):
-            part = case.get("classname", "").split(".")[1]
-            found.setdefault(part, Counter())[outcome_of(case).partition(":")[0]] += 1
-        for part, ended in found.items():
-            yield f"Python {named[1]}, torch {named[2]}", part, dict(ended)
+            test = f"{case.get('classname')}.{case.get('name')}"
+            row.setdefault(test.split(".")[1], {})[test] = outcome_of(case).partition(":")[0]
+    return {
+        pair: {part: dict(Counter(tests.values())) for part, tests in row.items()}
+        for pair, row in found.items()
+    }
 
 
 def version_table(kept: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
@@ -193,28 +196,29 @@ def _counts(ended: Mapping[str, int]) -> str:
 
 
 def main(words: list[str]) -> None:
+    """Adds what was given to the kept results, and writes the page."""
     kept: dict[str, Any] = json.loads(KEPT.read_text()) if KEPT.exists() else {"tests": {}, "versions": {}}
     if words[:1] == ["--versions"]:
-        for folder in words[1:]:
-            for pair, part, ended in count_versions(Path(folder)):
-                kept["versions"].setdefault(pair, {})[part] = ended
+        for pair, row in count_versions([Path(word) for word in words[1:]]).items():
+            kept["versions"].setdefault(pair, {}).update(row)
     else:
         wanted = {test for rows in (ROWS, LAUNCHERS) for _, tests in rows.values() for test in tests}
         found = read_results([Path(word) for word in words])
         kept["tests"].update({name: asdict(one) for name, one in found.items() if name in wanted})
     KEPT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    (ROOT / "docs" / "compatibility.md").write_text(page(kept))
+
+
+def page(kept: Mapping[str, Any]) -> str:
+    """docs/compatibility.md."""
     results = {name: Result(**one) for name, one in kept["tests"].items()}
     places: list[str] = []
     programs = table(ROWS, COLUMNS, results, places)
     launchers = table(LAUNCHERS, LAUNCHER_COLUMNS, results, places)
     legend = "\n".join(f"- {letter}: {place}" for letter, place in zip(ascii_lowercase, places, strict=False))
-    page = ROOT / "docs" / "compatibility.md"
-    page.write_text(
-        PAGE.format(
-            table=programs, launchers=launchers, legend=legend, versions=version_table(kept["versions"])
-        )
+    return PAGE.format(
+        table=programs, launchers=launchers, legend=legend, versions=version_table(kept["versions"])
     )
-    print(f"wrote {page}")
 
 
 PAGE = """# Compatibility: which programs were run, and through what
