@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -152,6 +154,18 @@ def test_a_folder_without_permission_stops_the_start(tmp_path: Path) -> None:
     assert named and str(folder).startswith(
         named[1]
     )  # the folder, or the one above it that is closed already
+
+
+def test_the_place_where_a_disk_is_mounted_is_a_store() -> None:
+    """ext4 has a folder there that only root may look into: it holds no checkpoints."""
+    folder = Path(tempfile.mkdtemp(prefix="allranks-look-"))  # where nobody may look, too
+    try:
+        folder.chmod(0o777)
+        (folder / "lost+found").mkdir(mode=0o700)
+        with _as_nobody():
+            assert FileStore(folder).names() == []
+    finally:
+        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("what", ["a file", "a link to nowhere", "a link to itself"])

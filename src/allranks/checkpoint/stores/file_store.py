@@ -26,6 +26,7 @@ from allranks.checkpoint.stores import Attempt, Pieces, StoreSpec
 from allranks.checkpoint.stores.mounts import KnownMount
 
 QUARANTINE = "quarantine"
+LOST_AND_FOUND = "lost+found"  # where a disk is mounted; only root may look into it
 WRITE_BYTES = 32 << 20
 #: A hidden folder younger than this may belong to a rank that has not locked it yet.
 LEFT_BEHIND_S = 60.0
@@ -114,7 +115,8 @@ class FileStore:
             if self.root.is_symlink():  # its target is not mounted: not the same as empty
                 raise
             entries = []
-        names = {self._brought_back(entry.name) for entry in entries if entry.is_dir()}
+        folders = [entry.name for entry in entries if entry.name != LOST_AND_FOUND and entry.is_dir()]
+        names = {self._brought_back(name) for name in folders}
         found = [name for name in names if not name.startswith(".") and _is_checkpoint(self.root / name)]
         if not found:
             self._mount.check()
