@@ -93,6 +93,17 @@ def test_the_limit_is_for_the_whole_greeting() -> None:
     running.close()
 
 
+@pytest.mark.filterwarnings("error")  # of sockets that nobody closed
+def test_strangers_are_closed_with_the_server() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    running = MemberServer(KEYS, "quorum", echo)
+    running.start(listener)
+    with socket.create_connection(listener.getsockname(), 20) as sock:
+        assert len(sock.recv(100)) == 32  # its greeting: it has been accepted
+        running.close()
+        assert sock.recv(100) == b""
+
+
 def test_a_stranger_is_closed(server: tuple[str, int]) -> None:
     sock = socket.create_connection(server, 20)
     with sock, pytest.raises((ChannelError, OSError)):

@@ -141,18 +141,23 @@ class _Reception:
 
     def run(self) -> None:
         with self._selector:
-            self._selector.register(self._listener, selectors.EVENT_READ)
-            while self._server.accepts(self._listener):
-                oldest = next(iter(self._strangers), None)
-                wait_s = None if oldest is None else max(0.0, oldest.until - time.monotonic())
-                for key, _ in self._selector.select(wait_s):
-                    if key.data is not None:
-                        self._hear(key.data)
-                    elif not self._accept():
-                        return
-                self._drop_late()
-            for stranger in list(self._strangers):
-                self._drop(stranger)
+            try:
+                self._attend()
+            finally:
+                for stranger in list(self._strangers):
+                    self._drop(stranger)
+
+    def _attend(self) -> None:
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        while self._server.accepts(self._listener):
+            oldest = next(iter(self._strangers), None)
+            wait_s = None if oldest is None else max(0.0, oldest.until - time.monotonic())
+            for key, _ in self._selector.select(wait_s):
+                if key.data is not None:
+                    self._hear(key.data)
+                elif not self._accept():
+                    return
+            self._drop_late()
 
     def _accept(self) -> bool:
         """Takes those who wait; False when nobody can come any more."""
