@@ -85,7 +85,7 @@ ROWS = (
             f"{n['ranks']['256']['pickles']['cpu_s']:.1f} / {n['ranks']['256']['boxes']['cpu_s']:.2f} s"
         ),
         lambda n: _torchfrtrace(n["ranks"]["256"]),
-        short="verdict on 256 ranks × 2,000 calls, CPU",
+        short="verdict on 256 ranks × 2,000 calls, CPU: pickles / black boxes",
     ),
     Row(
         "checkpoint",
@@ -97,7 +97,7 @@ ROWS = (
             f"DCP async_save at its best {_best_dcp(n, 'lost_s'):.2f} / {_best_dcp(n, 'total_s'):.1f} s, "
             f"raw write + fsync {n['2048mb']['raw_write_fsync_s']:.1f} s"
         ),
-        short="training time lost by a 2 GB checkpoint",
+        short="2 GB checkpoint: training time lost / until durable",
     ),
     Row(
         "startup",

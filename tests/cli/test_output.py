@@ -154,6 +154,13 @@ def test_dump_takes_the_job_that_runs_among_ended_ones(
     _write_box("mine", replace(trace.header, pid=os.getpid()), trace)
     assert main(["dump", "-o", str(tmp_path / "out")]) == 0
     assert f"p{os.getpid()}.box" in capsys.readouterr().out
+    assert main(["dump", "older", "-o", str(tmp_path / "named")]) == 0
+    assert "p4000001.box" in capsys.readouterr().out
+    assert main(["diagnose", "older"]) in (0, 1)
+    assert "1 of 1 ranks" in capsys.readouterr().out
+    for name in ("dump", "diagnose"):
+        assert main([name, "oldest"]) == 2
+        assert "Did you mean older or old?" in capsys.readouterr().err
     _write_box("other", replace(trace.header, pid=os.getpid()), trace)
     assert main(["dump", "-o", str(tmp_path / "out")]) == 2
     assert "2 jobs run here: mine, other" in capsys.readouterr().err

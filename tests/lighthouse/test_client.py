@@ -229,9 +229,9 @@ def test_an_evicted_replica_stays_out_until_it_is_let_in(embedded: Embedded, con
     reborn = connect(address, "b")
     with pytest.raises(ReplicaEvicted, match="bad GPU") as caught:
         reborn.join(Member("b"), 30)
-    assert "let-in" in caught.value.hint
+    assert "readmit" in caught.value.hint
     assert a.join(Member("a", step=1), 30).names == ("a",)
-    a.let_in("b")
+    a.readmit("b")
     told_a.wait(LetIn, replica="b")
     ticket = reborn.request_quorum(Member("b"))
     told_a.wait(QuorumWanted)

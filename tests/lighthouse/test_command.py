@@ -114,7 +114,7 @@ def test_a_restarted_lighthouse_has_the_same_token_and_lets_members_come_first(
     assert token_file.exists()  # they are still there, and know no other
 
 
-def test_status_evict_let_in_and_collect(
+def test_status_evict_readmit_and_collect(
     run_lighthouse: Callable[..., LighthouseProcess],
     connect: Callable[..., Client],
     capsys: pytest.CaptureFixture[str],
@@ -133,13 +133,17 @@ def test_status_evict_let_in_and_collect(
     assert main(["lighthouse", "evict", lighthouse.address, "r0", "--reason", "bad GPU"]) == 0
     assert main(["lighthouse", "status", lighthouse.address, "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["evicted"] == {"r0": "bad GPU"}
-    assert main(["lighthouse", "let-in", lighthouse.address, "r0", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"replica": "r0", "done": "let-in"}
-    assert main(["lighthouse", "let-in", lighthouse.address, "r0"]) == 2
-    assert "neither evicted nor pausing" in capsys.readouterr().err
+    assert main(["lighthouse", "readmit", lighthouse.address, "r0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"replica": "r0", "done": "readmit"}
+    assert main(["lighthouse", "let-in", lighthouse.address, "r0"]) == 2  # the name until 0.3
+    warning, error, *_ = capsys.readouterr().err.splitlines()
+    assert warning == "warning: `lighthouse let-in` is now `lighthouse readmit`"
+    assert "neither evicted nor in back-off" in error
+    assert main(["lighthouse", "readmitt", lighthouse.address, "r0"]) == 2
+    assert "Did you mean readmit?" in capsys.readouterr().err
     assert main(["lighthouse", "collect", lighthouse.address, "r0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["incident"]
-    for words in (["evict"], ["let-in"], ["collect"]):
+    for words in (["evict"], ["readmit"], ["collect"]):
         assert main(["lighthouse", *words, lighthouse.address, "nosuch"]) == 2
         assert capsys.readouterr().err.splitlines() == [
             "allranks lighthouse: no replica 'nosuch' is known",

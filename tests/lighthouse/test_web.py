@@ -94,7 +94,7 @@ def test_actions_need_the_token(lighthouse: Lighthouse, replica: Client) -> None
     assert lighthouse.status().evicted == {}
     assert post(lighthouse, path, {"reason": "too slow"}) == (200, {"evicted": "r<b>&1"})
     assert lighthouse.status().evicted == {"r<b>&1": "too slow"}
-    assert post(lighthouse, "/api/replicas/r%3Cb%3E%261/let_in") == (200, {"let_in": True})
+    assert post(lighthouse, "/api/replicas/r%3Cb%3E%261/readmit") == (200, {"readmit": True})
     assert post(lighthouse, "/api/replicas/nobody/evict")[0] == 404
     code, answer = post(lighthouse, "/api/collect", {"reason": "look"})
     assert code == 200 and answer["incident"]

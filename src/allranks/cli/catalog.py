@@ -43,7 +43,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allranks lighthouse status 127.0.0.1:29510 --json",
         "allranks lighthouse collect my-job    # by the name of a job on this node",
         "allranks lighthouse evict my-job replica-3 --reason 'bad GPU'",
-        "allranks lighthouse let-in my-job replica-3",
+        "allranks lighthouse readmit my-job replica-3",
     ),
     "watch": (
         "allranks watch -- torchrun --nproc-per-node 8 train.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -86,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "paths",
         nargs="+",
         metavar="PATH",
-        help="folders, files or URLs: black boxes, torch or torchcomms dumps, stack captures, in any mix",
+        help="folders, files or URLs: black boxes, torch or torchcomms dumps, stack captures, in any mix; or the name of a job that was recorded here",
     )
     add_flags(parser, DiagnoseFlags)
 
@@ -96,6 +97,7 @@ def main(args: argparse.Namespace) -> int:
     options = read_flags(DiagnoseFlags, args)
     for name in (options.html, options.perfetto, options.output):
         check_target(name, options.force)
+    args.paths = [_box_folder(path) for path in args.paths]
     all_calls = bool(options.just_print_entries or options.html or options.perfetto)
     loaded = _load(args.paths, options, all_calls)
     traces = _transformed(options, loaded.traces)
@@ -127,6 +129,18 @@ def _diagnose(
     if not traces and not options.json and all(note.status != "ok" for note in found.files):
         raise InputError("no dump among the files could be read", hint="\n".join(_unreadable(found.files)))
     return found
+
+
+def _box_folder(name: str) -> str:
+    """A path as it is; for the name of a job of this node, the folder of its black boxes."""
+    if "/" in name or os.path.lexists(name):
+        return name
+    from allranks.incidents.job_overview import find_job
+
+    try:
+        return str(find_job(name))
+    except InputError as error:
+        raise InputError(f"{name}: no such file, folder or job", hint=error.hint) from None
 
 
 def _judge_incident(paths: list[str], options: DiagnoseFlags) -> Diagnosis | None:

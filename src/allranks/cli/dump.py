@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path",
         nargs="?",
-        metavar="PATH",
-        help="folder with black boxes, or one box (default: the job that runs on this machine)",
+        metavar="JOB",
+        help="name of a job, folder with black boxes, or one box (default: the job that runs on this machine)",
     )
     parser.add_argument(
         "--job", metavar="ID", help="of this job (ALLRANKS_JOB_ID, TORCHELASTIC_RUN_ID, SLURM_JOB_ID)"
@@ -155,11 +155,10 @@ def _sources(args: argparse.Namespace) -> list[Path]:
 
     from allranks.blackbox.files import job_folders
     from allranks.blackbox.reader import boxes_of_process, processes
+    from allranks.incidents.job_overview import find_job
 
     if args.path:
-        if not Path(args.path).exists():
-            raise InputError(f"{args.path} does not exist")
-        return [Path(args.path)]
+        return [Path(args.path) if Path(args.path).exists() else find_job(args.path)]
     chosen = os.environ.get("ALLRANKS_DIR")
     folders = [Path(chosen)] if chosen else []
     folders += job_folders() if args.job or not chosen else []

@@ -1,10 +1,11 @@
-"""`allranks lighthouse`: runs a lighthouse, or talks to one that runs (status, evict, let-in, collect)."""
+"""`allranks lighthouse`: runs a lighthouse, or talks to one that runs (status, evict, readmit, collect)."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,8 @@ from allranks.model.parsing import printable
 if TYPE_CHECKING:
     from allranks.lighthouse.client.client import Client
 
-ACTIONS = ("serve", "status", "evict", "let-in", "collect")
+ACTIONS = ("serve", "status", "evict", "readmit", "collect")
+RENAMED = {"let-in": "readmit"}  # names of older versions, taken with a warning
 
 
 @dataclass(frozen=True)
@@ -79,21 +81,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Serves until a signal, or does one action."""
-    action = args.action
-    if action not in ACTIONS:
-        raise InputError(f"unknown action {action!r}", hint=f"One of: {', '.join(ACTIONS)}")
+    action = _action(args.action)
     options = read_flags(LighthouseFlags, args)
     if action == "serve":
         from allranks.cli.lighthouse_serve import serve
 
         return serve(options, args)
-    if action in ("evict", "let-in") and len(args.replica) != 1:
+    if action in ("evict", "readmit") and len(args.replica) != 1:
         raise InputError(
             f"{action} needs a job and one replica",
             hint=f"For example: allranks lighthouse {action} my-job replica-3. `allranks lighthouse status my-job` lists the replicas.",
         )
     address, token_file = _find_lighthouse(args.address, options.token_file)
     return _act(action, options, read_flags(ServerOptions, args), address, token_file, args.replica)
+
+
+def _action(given: str) -> str:
+    if given in RENAMED:
+        print(f"warning: `lighthouse {given}` is now `lighthouse {RENAMED[given]}`", file=sys.stderr)
+        return RENAMED[given]
+    if given not in ACTIONS:
+        from difflib import get_close_matches
+
+        near = get_close_matches(given, ACTIONS, n=1)
+        meant = f"Did you mean {near[0]}? " if near else ""
+        raise InputError(f"unknown action {given!r}", hint=f"{meant}One of: {', '.join(ACTIONS)}")
+    return given
 
 
 def _act(
@@ -138,7 +151,7 @@ def _change(client: Client, action: str, replicas: list[str], reason: str) -> tu
     if action == "evict":
         client.evict(name, reason)
     else:
-        client.let_in(name)
+        client.readmit(name)
     return {"replica": name, "done": action}, f"{name} {'evicted' if action == 'evict' else 'readmitted'}"
 
 

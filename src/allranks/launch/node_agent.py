@@ -210,7 +210,7 @@ class NodeAgent:
             self._turn_away_latecomers()
         elif event.kind == "started" and event.replica in self._evicted:
             self._evicted.discard(event.replica)
-            self._ask(lambda client: client.let_in(replica_name(event.replica)))
+            self._ask(lambda client: client.readmit(replica_name(event.replica)))
 
     def has_trained(self, replica: int) -> bool:
         """Whether the newest processes of a replica trained for a while; from their black boxes."""

@@ -49,7 +49,7 @@ def _evict(service: Service, command: Command) -> object:
 
 def _let_in(service: Service, command: Command) -> object:
     if not service.let_in(command.replica):
-        raise LighthouseError(f"{command.replica} is neither evicted nor pausing nor too late")
+        raise LighthouseError(f"{command.replica} is neither evicted nor in back-off nor too late")
     return {"let_in": command.replica}
 
 

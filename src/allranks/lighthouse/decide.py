@@ -101,7 +101,7 @@ def _finished(now: float, state: QuorumState, options: Options) -> tuple[Wait, s
     return Wait("finished", until=_earliest(until, state), refused=refused), (
         f"the training is over ({listed(state.finishers)} finished{at} in quorum {state.number}): "
         f"{listed(state.asking)} {'is' if len(state.asking) == 1 else 'are'} too late; "
-        f"a new one begins when {enough} ask, or one is readmitted (`allranks lighthouse let-in`)"
+        f"a new one begins when {enough} ask, or one is readmitted (`allranks lighthouse readmit`)"
     )
 
 

@@ -220,12 +220,12 @@ class Web:
         except (ValueError, RecursionError) as error:
             return _error(400, f"the body must be JSON with a reason: {error}")
         reason = printable(asked.reason) or "asked for on the page"
-        found = re.fullmatch(r"/api/replicas/(.+)/(evict|let_in)", request.path)
+        found = re.fullmatch(r"/api/replicas/(.+)/(evict|readmit|let_in)", request.path)
         if found and found.group(2) == "evict":
             return self._evict(found.group(1), reason)
         if found:
             done = self.service.let_in(found.group(1))
-            return _done({"let_in": done}) if done else _error(404, f"{found.group(1)} is not evicted")
+            return _done({found.group(2): done}) if done else _error(404, f"{found.group(1)} is not evicted")
         if request.path == "/api/collect":
             return _done({"incident": self.service.agents.collect(reason, asked.replicas)})
         return _error(404, f"there is no action {request.path}")

@@ -3,7 +3,7 @@
   const $ = (id) => document.getElementById(id);
   const MAX_ROWS = 100, STRIP_ROWS = 24, SHOWN_INCIDENTS = 3, RECENT_S = 5;  // heartbeats come every second: a row that is well does not change
   const MOODS = { member: "good", asking: "good", spare: "", connected: "", finished: "good", running: "good", left: "", lost: "bad", evicted: "bad", cooling: "warn", expected: "warn" };
-  const NAMES = { asking: "waiting for quorum", cooling: "back-off", expected: "expected back", let_in: "readmit" };
+  const NAMES = { asking: "waiting for quorum", cooling: "back-off", expected: "expected back" };
   const names = new Intl.Collator("en", { numeric: true }), digits = new Intl.NumberFormat("en");  // made once: a thousand rows use them
   const opened = new Set(), fetched = new Map();  // evidence by its address
   let status = null, all = false, skew = 0;
@@ -88,7 +88,7 @@
       const button = row.cells[7].firstChild;
       button.hidden = r.nodeOnly || ["lost", "left", "finished", "expected"].includes(r.state) && !out;
       text(button, out ? "Readmit" : "Evict");
-      button.dataset.replica = r.replica; button.dataset.action = out ? "let_in" : "evict";
+      button.dataset.replica = r.replica; button.dataset.action = out ? "readmit" : "evict";
     });
   }
 

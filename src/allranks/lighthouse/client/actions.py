@@ -63,12 +63,17 @@ class Actions:
         self._command("accuse", replica, reason)
 
     def evict(self, replica: str, reason: str) -> None:
-        """Throws a replica out until it is let in."""
+        """Evicts a replica until it is readmitted."""
         self._command("evict", replica, reason)
 
-    def let_in(self, replica: str) -> None:
+    def readmit(self, replica: str) -> None:
         """Takes an eviction or a back-off back."""
         self._command("let_in", replica)
+
+    def let_in(self, replica: str) -> None:
+        """The name of `readmit()` until 0.3."""
+        warnings.warn("let_in() is readmit() now", DeprecationWarning, stacklevel=2)
+        self.readmit(replica)
 
     def finish(self, replica: str) -> None:
         """Says that a replica which has left was through with its training, for those who saw it end well."""

@@ -441,8 +441,8 @@ _alive: weakref.WeakSet[Client] = weakref.WeakSet()
 _HINTS = {
     "token": "Give every process of the job the same ALLRANKS_TOKEN or ALLRANKS_TOKEN_FILE as the lighthouse.",
     "superseded": "Two processes use one replica name, or this one was replaced by a restart.",
-    "finished": "To begin a new training here: allranks lighthouse let-in ADDRESS REPLICA",
-    "evicted": "Let it in again: allranks lighthouse let-in ADDRESS REPLICA",
+    "finished": "To begin a new training here: allranks lighthouse readmit ADDRESS REPLICA",
+    "evicted": "To readmit it: allranks lighthouse readmit ADDRESS REPLICA",
 }
 
 
