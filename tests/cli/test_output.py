@@ -13,7 +13,9 @@ import pytest
 
 from allranks.blackbox.file_writer import box_bytes
 from allranks.blackbox.files import job_folder
+from allranks.blackbox.header import read_header
 from allranks.cli import COMMANDS, main
+from allranks.cli.dump import _of_these_processes
 from allranks.model.trace import RankTrace, TraceHeader
 from pages.gallery import make_traces
 
@@ -161,6 +163,9 @@ def test_dump_takes_the_job_that_runs_among_ended_ones(
     for name in ("dump", "diagnose"):
         assert main([name, "oldest"]) == 2
         assert "Did you mean older or old?" in capsys.readouterr().err
+    mine = read_header(job_folder("mine") / f"mine.a0.r0.p{os.getpid()}.box")
+    reused = mine._replace(start_ticks=1)  # of an ended process that had this number before
+    assert _of_these_processes([reused, mine]) == [mine] and _of_these_processes([reused]) == [reused]
     _write_box("other", replace(trace.header, pid=os.getpid()), trace)
     assert main(["dump", "-o", str(tmp_path / "out")]) == 2
     assert "2 jobs run here: mine, other" in capsys.readouterr().err
