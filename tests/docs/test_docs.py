@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 
 from allranks.cli import COMMANDS, main, make_parser
+from allranks.cli.catalog import EXAMPLES
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -180,3 +181,42 @@ def test_a_shown_command_that_needs_only_dumps_runs(
     (tmp_path / "logs" / "rank0.log").write_text("[rank0]: torch.OutOfMemoryError: CUDA out of memory.\n")
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(line)[1:]) in (0, 1)
+
+
+def _room(folder: Path) -> None:
+    """What the examples of the help name: a job file, texts, a box, and a store of checkpoints."""
+
+    from allranks.blackbox.file_writer import box_bytes
+    from allranks.checkpoint import NVMeBackend
+    from checkpoint.jobs import make_state
+    from pages.gallery import make_traces
+
+    (folder / "job.yaml").write_text((ROOT / "examples" / "job.yaml").read_text())
+    for name in ("a.jsonl", "b.jsonl"):
+        (folder / name).write_text('{"text": "abc"}\n')
+    (folder / "dumps").mkdir()
+    (folder / "dumps" / "rank3.box").write_bytes(box_bytes(make_traces(1, 30)[0]))
+    for step in (400, 500):
+        NVMeBackend(folder / "nvme" / "run-7").save(make_state(step), f"checkpoint_step_{step:08d}")
+
+
+@pytest.mark.parametrize("command", ["checkpoint", "config", "index", "dump-info", "doctor"])
+def test_the_examples_of_the_help_run_in_their_order(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that need no job; folders stand for a disk of ours and for a bucket."""
+    _room(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for line in EXAMPLES[command]:
+        if "explain" in line:
+            continue  # needs logs: run with the commands of the pages
+        if "node1.json" in line:
+            assert main(["doctor", "--json"]) in (0, 1)
+            checked = capsys.readouterr().out
+            for name in ("node1.json", "node2.json"):
+                Path(name).write_text(checked)
+        bare = re.split(r"\s+(?:#|>)", line)[0]
+        here = bare.replace("/nvme/", f"{tmp_path}/nvme/").replace("s3://bucket/", f"{tmp_path}/bucket/")
+        code = main(shlex.split(here)[1:])
+        assert code == 0 or (code == 1 and command == "doctor"), (line, capsys.readouterr().err)
+        capsys.readouterr()

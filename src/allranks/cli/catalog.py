@@ -76,13 +76,13 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "checkpoint": (
         "allranks checkpoint ls /nvme/run-7",
         "allranks checkpoint show /nvme/run-7 --tensors",
-        "allranks checkpoint verify s3://bucket/run-7",
         "allranks checkpoint verify /nvme/run-7/checkpoint_step_00000500",
         "allranks checkpoint copy /nvme/run-7 s3://bucket/run-7",
+        "allranks checkpoint verify s3://bucket/run-7",
         "allranks checkpoint prune /nvme/run-7 --keep 3",
-        "allranks checkpoint set-aside /nvme/run-7",
         "allranks checkpoint export /nvme/run-7 model.safetensors",
         "allranks checkpoint import model.safetensors /nvme/run-8 --step 0",
+        "allranks checkpoint set-aside /nvme/run-7",
     ),
     "etcd": ("allranks etcd start", "allranks etcd status --json"),
     "config": (
