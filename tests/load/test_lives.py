@@ -40,7 +40,7 @@ def test_a_replica_restarted_by_itself_is_read_beside_the_others(tmp_path: Path)
     life(tmp_path, 1, 1, 30, 50)
     assert steps(tmp_path) == {0: 60, 1: 50}
     notes = [note.note for note in load_paths([str(tmp_path)]).files if note.status == "skipped"]
-    assert notes == ["of an earlier life of rank 1, which was restarted by itself"]
+    assert notes == ["of an earlier process of rank 1, which was restarted by itself"]
     assert steps(tmp_path, attempt=0) == {0: 60, 1: 20}
 
 

@@ -1,5 +1,5 @@
 """The header of a black box: who writes it and how far that rank is. Read with `struct` alone, so that processes
-which must start in no time need no numpy. Also: whether the writer still lives.
+which must start in no time need no numpy. Also: whether the writer still runs.
 
 Eight-byte fields are written with single aligned stores; a reader sees the old value or the new one.
 """

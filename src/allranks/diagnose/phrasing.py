@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from allranks.diagnose.job import Job
+from allranks.model.parsing import rank_runs
 from allranks.model.trace import Frame
 
 #: Parts of paths of torch and of the machinery around a call.
@@ -52,20 +53,12 @@ def place(frames: Sequence[Frame]) -> str:
 
 def ranks_text(ranks: Iterable[int], *, limit: int = 12) -> str:
     """ "rank 5", "ranks 0, 2", "ranks 0-7, 9": runs of three and more are drawn together."""
-    ordered = sorted(set(ranks))
-    if not ordered:
+    named = set(ranks)
+    if not named:
         return "no rank"
-    runs: list[tuple[int, int]] = []
-    for rank in ordered:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1] = (runs[-1][0], rank)
-        else:
-            runs.append((rank, rank))
-    parts = []
-    for low, high in runs:
-        parts += [f"{low}-{high}"] if high - low >= 2 else [str(rank) for rank in range(low, high + 1)]
-    shown = ", ".join(parts[:limit]) + (f", … ({len(ordered)} in all)" if len(parts) > limit else "")
-    return f"rank{'s' if len(ordered) > 1 else ''} {shown}"
+    parts = rank_runs(named)
+    shown = ", ".join(parts[:limit]) + (f", … ({len(named)} in all)" if len(parts) > limit else "")
+    return f"rank{'s' if len(named) > 1 else ''} {shown}"
 
 
 def ranks_wait(ranks: Iterable[int]) -> str:

@@ -16,7 +16,7 @@ from allranks.diagnose.job import JobTables
 from allranks.diagnose.ops import is_p2p
 from allranks.model.trace import CALL, Flag, RankTrace
 
-#: A sequence number that falls by more than this begins a new life of the group (reset, new quorum).
+#: A sequence number that falls by more than this means that the group began anew (reset, new quorum).
 RESET_DROP = 64
 #: So many programs, those used last, are compared with a rank before it is given one of its own.
 COMPARED = 8
@@ -144,7 +144,7 @@ class Program:
         if found is None:
             cut = slice(start, end)
             found = self._parts[key] = tuple(
-                (number, *current_life(rows, seqs))
+                (number, *since_reset(rows, seqs))
                 for number, rows, seqs in _split(
                     self.local[cut], self._seqs[cut], self._collective[cut], groups
                 )
@@ -213,7 +213,7 @@ def _split(
         start = end
 
 
-def current_life(rows: np.ndarray, seqs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def since_reset(rows: np.ndarray, seqs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Only the calls since the group last began anew; ascending, the last record of each number kept."""
     if bool((seqs[1:] <= seqs[:-1]).any()):
         steps = np.diff(seqs)

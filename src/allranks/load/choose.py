@@ -45,8 +45,8 @@ def choose(candidates: list[TraceFile], wanted: int | None) -> FileChoice:
     attempts = tuple(sorted(set(numbered.values())))
     if wanted is not None and wanted not in attempts:
         raise InputError(f"no attempt {wanted} here; found {', '.join(map(str, attempts)) or 'none'}")
-    if wanted is None and len(attempts) > 1 and lives_overlap(candidates, numbered):
-        return _newest_lives(candidates, attempts)
+    if wanted is None and len(attempts) > 1 and attempts_overlap(candidates, numbered):
+        return _newest_processes(candidates, attempts)
     picked = wanted if wanted is not None else _newest(candidates, numbered)
     dropped = []
     by_rank: dict[int, list[TraceFile]] = defaultdict(list)
@@ -68,7 +68,7 @@ def choose(candidates: list[TraceFile], wanted: int | None) -> FileChoice:
     return FileChoice(tuple(chosen), tuple(dropped), attempts, picked)
 
 
-def lives_overlap(candidates: list[TraceFile], numbered: dict[str, int]) -> bool:
+def attempts_overlap(candidates: list[TraceFile], numbered: dict[str, int]) -> bool:
     """Whether replicas were restarted one by one: they have groups of replicas, or a rank lived on after another one's
     next attempt had begun.
 
@@ -90,23 +90,23 @@ def lives_overlap(candidates: list[TraceFile], numbered: dict[str, int]) -> bool
     return any(ended[earlier] > begun[later] + OVERLAP_NS for earlier, later in pairs)
 
 
-def _newest_lives(candidates: list[TraceFile], attempts: tuple[int, ...]) -> FileChoice:
+def _newest_processes(candidates: list[TraceFile], attempts: tuple[int, ...]) -> FileChoice:
     """Of every rank the file of its newest process, whatever its attempt."""
     newest: dict[int, TraceFile] = {}
     for candidate in candidates:
         known = newest.get(candidate.rank)
-        if known is None or _born(candidate) > _born(known):
+        if known is None or _started(candidate) > _started(known):
             newest[candidate.rank] = candidate
     chosen = tuple(newest[rank] for rank in sorted(newest))
     dropped = [
-        (c, f"of an earlier life of rank {c.rank}, which was restarted by itself")
+        (c, f"of an earlier process of rank {c.rank}, which was restarted by itself")
         for c in candidates
         if newest[c.rank] is not c
     ]
     return FileChoice(chosen, tuple(dropped), attempts, attempts[-1])
 
 
-def _born(candidate: TraceFile) -> tuple[int, str]:
+def _started(candidate: TraceFile) -> tuple[int, str]:
     return (candidate.raw.header.start_ns, candidate.path)
 
 

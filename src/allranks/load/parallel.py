@@ -88,7 +88,7 @@ def _fork(options: LoadOptions, sources: list[DumpSource]) -> _Child:
 
 
 def _work(options: LoadOptions, sources: list[DumpSource], memory: mmap.mmap, writing: int) -> None:
-    """The child's whole life."""
+    """What the child does, from its start to its end."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         rows = _SharedRows(memory)

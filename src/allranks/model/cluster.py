@@ -2,7 +2,7 @@
 
 Every class here is a frozen dataclass of plain values, so that a rank without msgspec can read and write it
 with the standard library. Words: a *replica* holds one whole model (one or more ranks); a *member* is a
-replica inside the current *quorum*; a *session* is one life of a replica, new at every restart.
+replica inside the current *quorum*; a *session* is one incarnation of a replica, new at every restart.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Quorum:
     """Who trains together now. (epoch, number) only ever grows; a higher number means: reconfigure."""
 
     number: int
-    epoch: int  # which life of the lighthouse (leader term) formed it
+    epoch: int  # leader term of the lighthouse that formed it
     members: tuple[Member, ...]  # sorted by replica; the index is the replica's rank
     reason: str = ""
     #: grows with every answer, also while the number stays: who missed an answer is sent it again

@@ -61,7 +61,7 @@ class JobView:
 
     @property
     def running(self) -> bool:
-        """Whether any rank lives."""
+        """Whether any rank runs."""
         return any(row.alive for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:

@@ -292,16 +292,19 @@ def _unnamed_ranks(entries: Sequence[ProcessEntry]) -> dict[int, int]:
         alone = parent is not None and _env_rank(parent) is None and "LOCAL_RANK" not in parent.environ
         if alone and _env_rank(entry) is None and (_local_rank(entry) > 0 or _is_spawned(entry)):
             groups.setdefault(entry.ppid, []).append(entry)
-    found: dict[int, int] = {}
-    for pid, group in groups.items():
-        local = {_local_rank(entry): entry.pid for entry in group if _local_rank(entry) > 0}
-        if sorted(local) == list(range(1, len(local) + 1)) and local:
-            node = group[0].environ.get("NODE_RANK", "")
-            first = (len(local) + 1) * (int(node) if node.isdigit() else 0)
-            found.update({pid: first, **{one: first + rank for rank, one in local.items()}})
-        elif not local:
-            found.update({one.pid: rank for rank, one in enumerate(sorted(group, key=lambda e: e.pid))})
-    return found
+    return {pid: rank for parent, group in groups.items() for pid, rank in _ranks_of(parent, group).items()}
+
+
+def _ranks_of(parent: int, group: list[ProcessEntry]) -> dict[int, int]:
+    """pid -> rank of what one process has started, and of itself in Lightning; {} when the numbers do not fit."""
+    local = {_local_rank(entry): entry.pid for entry in group if _local_rank(entry) > 0}
+    if not local:
+        return {one.pid: rank for rank, one in enumerate(sorted(group, key=lambda e: e.pid))}
+    if sorted(local) != list(range(1, len(local) + 1)):
+        return {}
+    node = group[0].environ.get("NODE_RANK", "")
+    first = (len(local) + 1) * (int(node) if node.isdigit() else 0)
+    return {parent: first, **{pid: first + rank for rank, pid in local.items()}}
 
 
 def _with_rank(entry: ProcessEntry, rank: int) -> ProcessEntry:

@@ -43,25 +43,25 @@ def decide_progress(
     stillness: Stillness,
 ) -> HangDecision:
     """Whether the job is hung, and the reason as a sentence."""
-    told = {rank: one for rank, one in marks.items() if one.marks or one.seen_s is not None}
-    if not told:
+    marked = {rank: one for rank, one in marks.items() if one.marks or one.seen_s is not None}
+    if not marked:
         return HangDecision(None, "there are no progress marks")
-    timed = {rank: _by_clock(one, stillness) for rank, one in told.items() if one.seen_s is not None}
+    timed = {rank: _by_clock(one, stillness) for rank, one in marked.items() if one.seen_s is not None}
     if timed:
-        return _join_timed(timed, told)
-    return _by_snapshots(told, views, causes)
+        return _join_timed(timed, marked)
+    return _by_snapshots(marked, views, causes)
 
 
-def decide_by_counts(told: HangDecision, still_s: float | None, stillness: Stillness) -> HangDecision:
+def decide_by_counts(decided: HangDecision, still_s: float | None, stillness: Stillness) -> HangDecision:
     """Where marks cannot tell: NCCL's operation counts, which stood still for `still_s` (0: they moved)."""
     if still_s is None:
-        return told
+        return decided
     if still_s == 0.0:
         return HangDecision(False, "NCCL's operation counts move")
     stood = f"stood still for {still_s:.0f} s"
     if still_s >= stillness.still_s:
         return HangDecision(True, f"NCCL's operation counts have differed and {stood}")
-    return HangDecision(None, f"{told.reason}; NCCL's operation counts {stood} between the looks")
+    return HangDecision(None, f"{decided.reason}; NCCL's operation counts {stood} between the looks")
 
 
 def _by_clock(one: RankMarks, stillness: Stillness) -> bool | None:
@@ -90,11 +90,11 @@ def _changed_at_last_sample(one: RankMarks) -> bool:
     return len(one.marks) > 1 and one.marks[-1].at_s > (one.seen_s or 0.0) - 1.0
 
 
-def _join_timed(timed: Mapping[int, bool | None], told: Mapping[int, RankMarks]) -> HangDecision:
+def _join_timed(timed: Mapping[int, bool | None], marked: Mapping[int, RankMarks]) -> HangDecision:
     still = [rank for rank, moves in timed.items() if moves is False]
     moving = sum(1 for moves in timed.values() if moves)
     if still:
-        ages = [(told[rank].seen_s or 0.0) - told[rank].marks[-1].at_s for rank in still]
+        ages = [(marked[rank].seen_s or 0.0) - marked[rank].marks[-1].at_s for rank in still]
         how = f"{len(still)} of {len(timed)} ranks have made no progress for {max(ages):.0f} s"
         return HangDecision(True, how)
     if moving and moving == len(timed):
@@ -106,7 +106,7 @@ def _join_timed(timed: Mapping[int, bool | None], told: Mapping[int, RankMarks])
 
 
 def _by_snapshots(
-    told: Mapping[int, RankMarks], views: Mapping[int, ProcessView], causes: Mapping[int, Cause]
+    marked: Mapping[int, RankMarks], views: Mapping[int, ProcessView], causes: Mapping[int, Cause]
 ) -> HangDecision:
     """Without a clock: what moved between the snapshots?"""
     waiting, others, ticks = _movements(views, causes)
@@ -118,7 +118,7 @@ def _by_snapshots(
         return HangDecision(False, f"the waiting ranks ran for {ticks} clock ticks between the snapshots")
     if waiting or all(how == "none" for how in others.values()):
         return HangDecision(True, "no rank got further between the snapshots, and the marks have ended")
-    return _only_busy(told, others)
+    return _only_busy(marked, others)
 
 
 def _movements(
@@ -142,9 +142,9 @@ def _movements(
     return waiting, others, ticks
 
 
-def _only_busy(told: Mapping[int, RankMarks], others: Mapping[int, str]) -> HangDecision:
+def _only_busy(marked: Mapping[int, RankMarks], others: Mapping[int, str]) -> HangDecision:
     """Nobody waits for anybody, and some rank spent CPU time: are they new steps or the same one?"""
-    steps = {rank: len({mark.step for mark in one.marks}) for rank, one in told.items()}
+    steps = {rank: len({mark.step for mark in one.marks}) for rank, one in marked.items()}
     if max(steps.values(), default=0) <= 1:
         return HangDecision(True, "no rank has finished its first step")
     if any(how != "heavy" for how in others.values()):

@@ -6,19 +6,14 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from allranks.model.parsing import rank_runs
 from allranks.model.stacks import Capture, ProcessCapture, RankState, StackFrame, StacksReport, ThreadStack
 from allranks.stacks.views import cut_fork, is_user_file, place, short_name
 
 
 def compress(ranks: Iterable[int]) -> str:
     """`0-3,5,7-1023` for a set of ranks; "" for none."""
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+    return ",".join(rank_runs(ranks))
 
 
 @dataclass(frozen=True)
