@@ -95,6 +95,24 @@ def test_a_rank_in_a_store_wait_of_its_own_is_named_for_it_unless_others_make_a_
     assert named(found) == (cause, (1,))
 
 
+@pytest.mark.parametrize(
+    ("causes", "verdict"),
+    [
+        (("checkpoint_io", "busy_python", "checkpoint_io"), ("busy_python", (1,))),
+        (("native_call", "stopped", "native_call"), ("stopped", (1,))),
+        (("collective_wait", "sleep", "collective_wait"), ("none_finished", (0, 2))),  # a network that is cut
+        (("checkpoint_io", "collective_wait", "checkpoint_io"), ("checkpoint_io", (0,))),
+    ],
+)
+def test_ranks_that_block_in_cuda_calls_are_not_named_for_the_one_they_wait_for(
+    causes: tuple[str, ...], verdict: tuple[str, tuple[int, ...]]
+) -> None:
+    """They keep the GIL meanwhile and cannot record that their last call ended."""
+    late = Finding("none_finished", (0, 2), "all_reduce #20 ended on rank 1 but not on ranks 0, 2")
+    observed = Observed(reason="silent", quiet_s=5.0, marked=(0, 1, 2))
+    assert named(judge(Diagnosis("fault", late, (late,)), stacks(*causes), observed)) == verdict
+
+
 def test_a_rank_that_never_came_to_its_first_call_is_named_with_the_line_of_its_stack() -> None:
     """The boxes know only where the others wait for it."""
     found = Finding("not_started", (1,), "rank 1 never came to its first collective", where="train.py:50")

@@ -178,12 +178,26 @@ def _unmoved(found: Finding | None, report: StacksReport | None, observed: Obser
         doubtful = found.cause == "none_finished" or (
             found.cause == "not_started" and named <= set(observed.marked)
         )
-        suspects = tuple(sorted(named)) if doubtful else ()
+        suspects = (_odd_one(named, report) or tuple(sorted(named))) if doubtful else ()
     better = accuse(suspects, report, observed.reason)
     if better is None or better.confidence < TRUSTED:
         return None
     quiet = f"rank {better.ranks[0]} has not moved for {observed.quiet_s:.1f} s while others wait for it"
     return replace(better, sentence=f"{quiet}: {better.cause} at {better.where or 'an unknown line'}")
+
+
+def _odd_one(named: set[int], report: StacksReport | None) -> tuple[int, ...]:
+    """The one rank that is not among several which could not record the end of a call, and waits for nobody.
+
+    Ranks that wait for it in NCCL may block in a CUDA call that keeps the GIL, a copy for a checkpoint, say: nothing is
+    recorded then, and no wait is seen.
+    """
+    ranks = report.ranks if report is not None else {}
+    if len(named) < 2 or any(ranks[rank].cause in WAITS for rank in named if rank in ranks):
+        return ()
+    idle = {*WAITS, "healthy", "unknown"}
+    others = tuple(rank for rank, state in ranks.items() if rank not in named and state.cause not in idle)
+    return others if len(others) == 1 else ()
 
 
 def _own_line(found: Finding | None, report: StacksReport | None) -> Finding | None:
