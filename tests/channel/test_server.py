@@ -49,11 +49,11 @@ def test_members_are_served_with_their_purpose(server: tuple[str, int]) -> None:
 
 
 def test_silent_strangers_hold_no_place_of_a_member(server: tuple[str, int]) -> None:
-    """Ten times as many as may be greeted at a time; who is inside stays, who comes later gets in."""
+    """Three times as many as may be greeted at a time; who is inside stays, who comes later gets in."""
     with ExitStack() as stack:
         before = threading.active_count()
         early = stack.enter_context(member(server))
-        for _ in range(10 * MAX_STRANGERS):
+        for _ in range(3 * MAX_STRANGERS):
             stack.enter_context(socket.create_connection(server, 20))
         assert talk(early) == b"quorum 1.2:x"
         assert talk(stack.enter_context(member(server))) == b"quorum 1.2:x"

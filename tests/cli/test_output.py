@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -75,7 +76,7 @@ def test_a_full_disk_is_an_error_and_not_a_fault_of_the_job() -> None:
 @pytest.mark.parametrize("words", [["diagnose", str(DUMPS)], ["--help"], ["config", "schema"]])
 def test_a_closed_output_is_no_error(words: list[str]) -> None:
     """`allranks diagnose dumps/ --html page.html >&-`."""
-    line = " ".join([*ALLRANKS, *words, ">&-"])
+    line = shlex.join([*ALLRANKS, *words]) + " >&-"
     done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (1 if words[0] == "diagnose" else 0, b"")
 

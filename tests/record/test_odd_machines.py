@@ -134,7 +134,13 @@ def test_a_clock_that_is_set_back_does_not_stop_the_notice_of_ends(
     subprocess.run(
         ["cc", "-shared", "-fPIC", str(tmp_path / "clock.c"), "-o", str(library), "-ldl"], check=True
     )
-    env = {**os.environ, "LD_PRELOAD": str(library), "JUMPED": str(tmp_path / "jumped")}
+    # by its name, looked for in the folder: a path in LD_PRELOAD would end at a space
+    env = {
+        **os.environ,
+        "LD_PRELOAD": library.name,
+        "LD_LIBRARY_PATH": str(tmp_path),
+        "JUMPED": str(tmp_path / "jumped"),
+    }
     done = subprocess.run([sys.executable, "-c", JUMPS], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     states = [int(state) for state in read_trace(done.stdout.strip()).calls["state"]]

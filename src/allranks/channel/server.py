@@ -21,7 +21,7 @@ from allranks.channel.keys import Keyring
 
 log = logging.getLogger("allranks.channel")
 
-MAX_STRANGERS = 256
+MAX_STRANGERS = 128
 MAX_MEMBERS = 1024
 BACKLOG = 1024
 _AT_ONCE = 64  # connections taken before anybody else is heard
