@@ -173,10 +173,14 @@ def count_versions(folders: list[Path]) -> dict[str, dict[str, dict[str, int]]]:
         for case in ElementTree.parse(path).getroot().iter("testcase"):
             test = f"{case.get('classname')}.{case.get('name')}"
             row.setdefault(test.split(".")[1], {})[test] = outcome_of(case).partition(":")[0]
-    return {
-        pair: {part: dict(Counter(tests.values())) for part, tests in row.items()}
-        for pair, row in found.items()
-    }
+    return {pair: {part: _sum(part, tests) for part, tests in row.items()} for pair, row in found.items()}
+
+
+def _sum(part: str, tests: Mapping[str, str]) -> dict[str, int]:
+    """How many ended how, in how many files of the folder, and how many files it has."""
+    files = {test.split(".")[2] for test in tests}
+    whole = len(list((ROOT / "tests" / part).glob("test_*.py")))
+    return {**Counter(tests.values()), "files": len(files), "of": whole}
 
 
 def version_table(kept: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
@@ -192,7 +196,8 @@ def version_table(kept: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
 def _counts(ended: Mapping[str, int]) -> str:
     failed = f", **{ended['failed']} failed**" if ended.get("failed") else ""
     skipped = f", {ended['not run']} skipped" if ended.get("not run") else ""
-    return f"{ended.get('passed', 0)}{failed}{skipped}"
+    part = f" ({ended['files']} of {ended['of']} files)" if ended["files"] < ended["of"] else ""
+    return f"{ended.get('passed', 0)}{failed}{skipped}{part}"
 
 
 def main(words: list[str]) -> None:
@@ -250,7 +255,7 @@ The letter is the machine that the test ran on:
   was given to the script. It says nothing for or against the program.
 
 ## Versions
-How the tests of each folder ended, by `scripts/test_all.sh` (`make test-all`): number passed, failed, skipped (a program, a right or
+How the tests of each folder ended, by the commands of `scripts/test_all.sh` (`make test-all`; a test's last result counts, and a row that was run in part says so): number passed, failed, skipped (a program, a right or
 a version that is missing there; the log names each).
 
 {versions}
