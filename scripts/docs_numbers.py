@@ -110,8 +110,10 @@ ROWS = (
     ),
     Row(
         "startup",
-        "`import allranks` beyond the interpreter, CPU",
-        lambda n: f"{n['import_beyond_python']['cpu_s'] * 1000:.1f} ms",
+        "`import allranks` beyond the interpreter: wall time, best / median",
+        lambda n: (
+            f"{n['import_beyond_python']['best_s'] * 1000:.1f} / {n['import_beyond_python']['median_s'] * 1000:.1f} ms"
+        ),
         lambda n: "promise 30 ms",
     ),
     Row(
