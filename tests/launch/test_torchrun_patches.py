@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import logging
 import socket
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -171,3 +172,18 @@ def test_nobody_takes_the_port_of_the_ranks_store_before_rank_0_binds_it(round_:
             store = dist.TCPStore("127.0.0.1", port, world_size=1, is_master=True)  # as rank 0 does
             store.set("key", "value")
             assert store.get("key") == b"value"
+
+
+def test_who_is_waited_for_is_said_with_the_limit(caplog: pytest.LogCaptureFixture) -> None:
+    """One of two ranks does not end; nothing is said when none is left."""
+    ranks = [subprocess.Popen(["sleep", "60"]), subprocess.Popen(["true"])]
+    ranks[1].wait()
+    try:
+        torchrun_patches._say_who_is_left(ranks, 30)
+    finally:
+        ranks[0].kill()
+        ranks[0].wait()
+    torchrun_patches._say_who_is_left(ranks, 30)
+    assert [record.getMessage() for record in caplog.records] == [
+        "waiting for 1 of 2 ranks to end; they are killed after 30 s (--shutdown-timeout)"
+    ]

@@ -9,7 +9,7 @@ from allranks.manager.groups.generation import RegroupTimes
 
 
 def test_parts_are_listed_in_order_of_time_and_only_the_first_of_a_repeated_one():
-    times = RegroupTimes(quorum=3)
+    times = RegroupTimes(wanted=True, quorum=3)
     times.mark("quorum requested")
     times.mark_first("launched")
     times.mark_first("launched")

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from allranks.model.trace import CALL, Flag
-from allranks.watch.samples import Rhythm, measure_rhythm, read_rhythm
+from allranks.model.trace import CALL, Flag, Group, RankTrace, State, TraceHeader
+from allranks.watch.samples import OpenCall, Rhythm, contradict, measure_rhythm, read_rhythm, unfinished
 
 
 def calls(*places: tuple[int, float]) -> np.ndarray:
@@ -48,3 +48,31 @@ def test_the_rhythm_is_read_from_a_recorders_black_box(tmp_path: Path) -> None:
     rows = calls((1, 0), (2, 0.1), (1, 0.5), (2, 0.2), (1, 0.5))
     path.write_bytes(path.read_bytes().ljust(4096, b"\0") + rows.tobytes().ljust(8 * CALL.itemsize, b"\0"))
     assert read_rhythm(str(path)).known
+
+
+WORLD = ("world", (0, 1))
+
+
+def waits(*found: OpenCall) -> Rhythm:
+    """A rank that waits in these."""
+    return Rhythm(waits=frozenset(found))
+
+
+def test_ranks_that_wait_in_different_calls_of_one_number_contradict_each_other() -> None:
+    """A barrier in rank 0's callback, while DDP of the others reduces; several buckets may be under way."""
+    reducing = waits(OpenCall(WORLD, 7, "all_reduce"), OpenCall(WORLD, 8, "all_reduce"))
+    assert contradict([reducing, waits(OpenCall(WORLD, 7, "barrier"))])
+    assert not contradict([reducing, waits(OpenCall(WORLD, 7, "all_reduce"))])
+    assert not contradict([reducing, waits(OpenCall(WORLD, 9, "barrier"))])  # one is ahead
+    assert not contradict([reducing, waits(OpenCall(("world", (2, 3)), 7, "barrier"))])  # of another group
+    assert not contradict([])
+
+
+def test_only_collectives_that_have_not_ended_and_have_a_number_are_waits() -> None:
+    """Messages, parts of batches and captured calls are left out."""
+    rows = calls(*[(1, 0.1)] * 5)
+    rows["group"], rows["op"], rows["seq"] = 1, 1, np.arange(1, 6)
+    rows["state"] = [State.COMPLETED, State.STARTED, State.SCHEDULED, State.STARTED, State.FAILED]
+    rows["flags"] = [0, Flag.P2P, 0, Flag.CAPTURED, 0]
+    trace = RankTrace(TraceHeader(rank=0), rows, (Group(""), Group("world", ranks=(0, 1))), ("", "barrier"))
+    assert unfinished(trace) == {OpenCall(WORLD, 3, "barrier")}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.boxes import write_box
 
-from allranks.watch.samples import RankSample, Rhythm, read_samples
+from allranks.watch.samples import OpenCall, RankSample, Rhythm, read_samples
 from allranks.watch.silence import (
     MANAGER_TIMEOUT_S,
     NoticeOptions,
@@ -399,3 +399,14 @@ def test_a_replica_that_hangs_while_it_starts_is_noticed_before_the_others_give_
     state = observe(now + 1, state, waiting, REPLICAS)
     assert notice(now + 40, 10**18, state, waiting, REPLICAS)[0] is None
     assert notice(now + 43, 10**18, state, waiting, REPLICAS)[0] is not None
+
+
+def test_ranks_in_different_calls_get_no_more_time_than_the_floor() -> None:
+    """They will never meet: neither a first step nor long steps are a reason to wait."""
+    group = ("world", (0, 1))
+    crossed = [Rhythm(waits=frozenset({OpenCall(group, 3, op)})) for op in ("barrier", "all_reduce")]
+    slow = trained(step_s=20.0)[1]
+    assert limit_s(slow, OPTIONS) == 80.0
+    for state in (NoticeState(), slow):
+        assert limit_s(state, OPTIONS, crossed) == OPTIONS.floor_s
+        assert limit_s(state, OPTIONS, crossed[:1] * 2) > OPTIONS.floor_s

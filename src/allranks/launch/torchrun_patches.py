@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -33,6 +34,7 @@ WAITING = "torch.distributed.elastic.rendezvous.dynamic_rendezvous:DynamicRendez
 STARTING = "torch.distributed.elastic.multiprocessing.subprocess_handler:SubprocessHandler._popen"
 MONITORING = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._monitor_workers"
 STOPPING = "torch.distributed.elastic.multiprocessing.api:SubprocessContext._close"
+_NOTE_S = 3.0  # after this the user is told what is waited for
 CHOOSING = "torch.distributed.elastic.rendezvous.api:get_free_port"
 
 
@@ -80,7 +82,12 @@ def ending_ranks(grace_s: int | None, on_stop: Callable[[set[int]], object]) -> 
             ranks = [handler.proc for handler in context.subprocess_handlers.values()]
             asked = {rank.pid for rank in ranks if rank.poll() is None}
             on_stop(asked)
-            ordinary(context, death_sig, timeout if grace_s is None else grace_s)
+            limit_s = timeout if grace_s is None else grace_s
+            note = threading.Timer(_NOTE_S, _say_who_is_left, (ranks, limit_s))
+            note.daemon = True
+            note.start()
+            ordinary(context, death_sig, limit_s)
+            note.cancel()
             for rank in ranks:
                 # one that ended well may have left an upload running
                 if rank.pid in asked or rank.poll() != 0:
@@ -96,6 +103,13 @@ def ending_ranks(grace_s: int | None, on_stop: Callable[[set[int]], object]) -> 
             yield
         finally:
             guard.close()
+
+
+def _say_who_is_left(ranks: list[subprocess.Popen[bytes]], limit_s: int) -> None:
+    left = sum(1 for rank in ranks if rank.poll() is None)
+    if left:
+        how = "they are killed after %d s (--shutdown-timeout)"
+        log.warning(f"waiting for %d of %d ranks to end; {how}", left, len(ranks), limit_s)
 
 
 @contextlib.contextmanager

@@ -254,7 +254,9 @@ def _same_place(gradient: torch.Tensor | None, part: torch.Tensor) -> bool:
 def _place_like(p: nn.Parameter) -> None:
     """A sharded parameter's gradient may come as partial sums of its replica's ranks: it is placed as the parameter."""
     gradient = p.grad
-    if gradient is not None and getattr(gradient, "placements", None) != getattr(p, "placements", None):
+    if type(gradient) is torch.Tensor or gradient is None:
+        return
+    if getattr(gradient, "placements", None) != getattr(p, "placements", None):
         with torch.no_grad():
             p.grad = gradient.redistribute(p.device_mesh, p.placements)
 

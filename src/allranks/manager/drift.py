@@ -43,6 +43,8 @@ class Difference:
 
 def find_difference(values: Sequence[int], groups: Iterable[Sequence[int]]) -> Difference | None:
     """Compares the values of the voters of each group; 0 stands for "not computed" and differs from nothing."""
+    if len(set(values)) == 1:  # nearly every vote
+        return None
     differ: list[int] = []
     agree: list[int] = []
     for group in groups:

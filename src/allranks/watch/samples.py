@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from allranks.blackbox.header import STRUCT, is_alive, parse_header, read_header, read_regular
-from allranks.blackbox.reader import read_rows
+from allranks.blackbox.header import STRUCT, is_alive, parse_header, read_regular
+from allranks.blackbox.reader import read_trace
 from allranks.errors import InputError
+from allranks.model.trace import Flag, RankTrace, State
 
 PASSED = 2  # times that a place must have been passed before
+_UNCERTAIN = Flag.P2P | Flag.COALESCED_PART | Flag.COALESCED_END | Flag.CAPTURED | Flag.STATE_UNKNOWN
 _PLACE = ("op", "group", "stack", "peer")  # sizes may differ from step to step
 
 
@@ -98,6 +101,14 @@ def read_sample(path: str | Path) -> RankSample | None:
     )
 
 
+class OpenCall(NamedTuple):
+    """A collective, equal in all ranks of its group unless they have taken different ways through the program."""
+
+    group: tuple[str, tuple[int, ...]]  # name and members
+    number: int  # in this group
+    op: str
+
+
 @dataclass(frozen=True)
 class Rhythm:
     """How long it took from earlier calls at the rank's place to the call after them, in seconds.
@@ -107,6 +118,7 @@ class Rhythm:
     """
 
     pauses_s: tuple[float, ...] = ()
+    waits: frozenset[OpenCall] = frozenset()  # collectives that the rank has begun and that have not ended
 
     @property
     def known(self) -> bool:
@@ -117,9 +129,25 @@ class Rhythm:
 def read_rhythm(path: str) -> Rhythm:
     """Of the rank that writes this black box; an unreadable one knows nothing."""
     try:
-        return measure_rhythm(read_rows(path, read_header(path)))
+        trace = read_trace(path)
     except InputError:
         return Rhythm()
+    return replace(measure_rhythm(trace.calls), waits=unfinished(trace))
+
+
+def unfinished(trace: RankTrace) -> frozenset[OpenCall]:
+    """The collectives under way; not those whose end cannot be seen, and no batches and messages, which have no number."""
+    calls = trace.calls
+    waiting = calls[(calls["state"] <= State.STARTED) & (calls["flags"] & _UNCERTAIN == 0)]
+    found = [(trace.groups[row["group"]], int(row["seq"]), trace.names[row["op"]]) for row in waiting]
+    return frozenset(OpenCall((group.name, group.ranks), number, op) for group, number, op in found)
+
+
+def contradict(rhythms: Sequence[Rhythm]) -> bool:
+    """Whether two ranks wait in different collectives at the same place of a group: neither will ever end."""
+    ops: dict[tuple[object, int], str] = {}
+    waits = (wait for rhythm in rhythms for wait in rhythm.waits)
+    return any(ops.setdefault((wait.group, wait.number), wait.op) != wait.op for wait in waits)
 
 
 def measure_rhythm(rows: np.ndarray) -> Rhythm:

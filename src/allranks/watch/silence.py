@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from allranks.model.options import option
-from allranks.watch.samples import ProcessId, RankSample, Rhythm, read_rhythm
+from allranks.watch.samples import ProcessId, RankSample, Rhythm, contradict, read_rhythm
 
 MANAGER_TIMEOUT_S = 60.0  # `retry_s` of replica mode unless the job sets another
 FIRST_LOOK, SECOND_LOOK = 0.7, 0.85  # of `retry_s`: both samples of a hang see the calls that wait for it
@@ -152,6 +152,8 @@ def limit_s(state: NoticeState, options: NoticeOptions, rhythms: Sequence[Rhythm
     # a rank that has just been restarted does not make the others slow
     if not histories or not _tells(state, rhythms):
         base = _young_limit_s(base, state, options, rhythms)
+    if contradict(rhythms):
+        base = options.floor_s
     limit = min(base, _before_retry_s(FIRST_LOOK, usual, options)) * (1 + state.excused / 2)
     if state.excused == 1:
         limit = min(limit, _before_retry_s(SECOND_LOOK, usual, options))

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from allranks.manager.groups.group import ReconfigurableGroup
 from allranks.manager.plan import QuorumPlan
@@ -51,7 +52,7 @@ class Generation:
         """Ours among the voters."""
         return sum(member.world_size for member in self.quorum.members[: self.index]) + self.rank
 
-    @property
+    @cached_property
     def counterparts(self) -> list[list[int]]:
         """The voters that must hold the same state: the ranks of equal number in each replica."""
         places: dict[int, list[int]] = {}
@@ -78,8 +79,9 @@ class Generation:
     @property
     def participants(self) -> tuple[int, ...]:
         """Whose gradients count in this step."""
-        late = () if self.together else self.plan.late
-        return tuple(index for index in self.plan.participants if index not in late)
+        if self.together or not self.plan.late:
+            return self.plan.participants
+        return tuple(index for index in self.plan.participants if index not in self.plan.late)
 
     @property
     def participates(self) -> bool:
@@ -147,19 +149,21 @@ class StepAttempt:
 
 @dataclass(eq=False)
 class RegroupTimes:
-    """Marks since the last commit, from any thread. Appending is cheap enough for every step."""
+    """Marks since the last commit, from any thread; none unless they will be logged."""
 
     began: float = field(default_factory=time.monotonic)
+    wanted: bool = field(default_factory=lambda: log.isEnabledFor(logging.DEBUG))
     quorum: int = 0  # of the group that was made since the last commit; 0: none, and nothing is logged
     _marks: list[tuple[float, str]] = field(default_factory=list)
 
     def mark(self, part: str) -> None:
         """This part is behind us, now."""
-        self._marks.append((time.monotonic(), part))
+        if self.wanted:
+            self._marks.append((time.monotonic(), part))
 
     def mark_first(self, part: str) -> None:
         """As `mark`, for a part that happens several times: the first counts."""
-        if all(known != part for _, known in self._marks):
+        if self.wanted and all(known != part for _, known in self._marks):
             self.mark(part)
 
     def parts(self) -> str:
@@ -168,5 +172,5 @@ class RegroupTimes:
 
     def log_if_regrouped(self, step: int) -> None:
         """At a commit: a group was made since the one before, and this is what took so long."""
-        if self.quorum and log.isEnabledFor(logging.DEBUG):
+        if self.quorum and self.wanted:
             log.debug("quorum %d, step %d; ms since the last commit: %s", self.quorum, step, self.parts())
