@@ -38,6 +38,11 @@ def _best_dcp(numbers: Any, what: str) -> float:
     return min(entry[what] for name, entry in saves.items() if name.startswith("dcp"))
 
 
+def _saves_and_loads(numbers: Any, which: str) -> str:
+    parts = ("save", "load_cold", "load_warm", "restart_warm")
+    return " / ".join(f"{numbers['2048mb'][part + which]:.2f}" for part in parts) + " s"
+
+
 def _torchfrtrace(world: Any) -> str:
     peer = f"torchfrtrace {world['torchfrtrace']['cpu_s']:.1f} s, " if "torchfrtrace" in world else ""
     return f"{peer}unpickling alone {world['floor_cpu_s']:.1f} s"
@@ -98,6 +103,12 @@ ROWS = (
             f"raw write + fsync {n['2048mb']['raw_write_fsync_s']:.1f} s"
         ),
         short="2 GB checkpoint: training time lost / until durable",
+    ),
+    Row(
+        "checkpoint_against",
+        "2 GB against 0.1.0, in turns: until durable / back in place, cold / warm / into a new model, warm",
+        lambda n: _saves_and_loads(n, "_s"),
+        lambda n: f"0.1.0: {_saves_and_loads(n, '_before_s')}",
     ),
     Row(
         "startup",
