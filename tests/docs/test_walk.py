@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.docs.test_docs import _shown_commands
+from tests.ports import held_port
 
 ROOT = Path(__file__).parent.parent.parent
 TASKS = ROOT / "docs" / "tasks"
@@ -167,3 +169,45 @@ def test_every_command_of_the_task_pages_is_run_by_the_walk() -> None:
         blocks = re.findall(r"(<!-- [^\n]*-->\n)?```console\n(.*?)```", page.read_text(), re.S)
         unmarked = [text for mark, text in blocks if not mark.startswith("<!-- run")]
         assert all("$ pip install" in text or "$ export" in text for text in unmarked), (page.name, unmarked)
+
+
+ABOUT_A_JOB = re.compile(
+    r"allranks (stacks|dump( |$)|status|top|page|watch --pid|lighthouse (status|collect|evict|readmit))"
+)
+TRAINING = """
+import time, torch
+from allranks import DistributedDataParallel, Manager, Optimizer
+model = torch.nn.Linear(4, 4)
+inner = torch.optim.SGD(model.parameters(), lr=0.1)
+with Manager(state=[model, inner], min_replica_size=1) as manager:
+    ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
+    while True:
+        optimizer.zero_grad()
+        ddp(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not _alone(), reason="needs namespaces of its own")
+def test_every_shown_command_about_a_running_job_runs(tmp_path: Path) -> None:
+    """From all pages; with the job's own port, process and replica in place of the pages'."""
+    (tmp_path / "train.py").write_text(TRAINING)
+    port = held_port()
+    shown = [re.split(r"\s+(?:#|\|)|\s{3,}", line)[0] for _, line in _shown_commands()]
+    lines = list(dict.fromkeys(line for line in shown if ABOUT_A_JOB.match(line) and "JOB" not in line))
+    assert len(lines) > 20
+    with typing_in(tmp_path, BROWSER="true", ALLRANKS_TOKEN="a-token-of-this-test") as shell:
+        shell.run(f"allranks run --job my-job --replicas 2 --bind 127.0.0.1:{port} train.py &")
+        ranks = _until(shell, "allranks status my-job", "Training")
+        pid = re.findall(r"^ +0 +(\d+) ", ranks, re.M)[0]
+        _until(shell, "allranks dump --list", "my-job")
+        for line in lines:
+            here = re.sub(r"\b(4711|12345|PID)\b", "my-job" if "--job" in line else pid, line)
+            here = here.replace("29510", str(port)).replace("replica-3", "replica-1")
+            here = here.replace("/mnt/scratch/boxes", f"/dev/shm/allranks-{os.getuid()}/my-job")
+            stays = re.search(r"allranks (watch|top|page)", here) is not None  # until Ctrl-C
+            code, output = shell.run(f"(cd $(mktemp -d -p .) && timeout -s INT {5 if stays else 90} {here})")
+            assert code in ((0, 124) if stays else (0, 1)), (here, code, output)
+            assert "Traceback" not in output, (here, output)
