@@ -189,6 +189,7 @@ with Manager(state=[model, inner], min_replica_size=1) as manager:
 """
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not _alone(), reason="needs namespaces of its own")
 def test_every_shown_command_about_a_running_job_runs(tmp_path: Path) -> None:

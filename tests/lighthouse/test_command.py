@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.ports import held_port
 
 from allranks.blackbox.files import job_folder
 from allranks.channel.keys import write_token
@@ -228,6 +229,18 @@ def test_a_token_that_cannot_be_left_is_an_error_that_names_folder_and_cure(tmp_
     assert done.returncode == 2
     assert str(tmp_path / "file") in done.stderr and "--token-file" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_token_of_a_killed_lighthouse_is_not_used_for_one_without(
+    run_lighthouse: Callable[..., LighthouseProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    port = held_port()
+    left = tmp_path / f"lighthouse-{port}.token"
+    left.write_text("of-a-lighthouse-that-was-killed")
+    lighthouse = run_lighthouse(port=port)
+    assert main(["lighthouse", "status", lighthouse.address]) == 0
+    assert not left.exists()
 
 
 def test_evicting_a_replica_that_does_not_exist_is_an_error_that_names_the_others(

@@ -135,6 +135,9 @@ def _left_token(path: Path) -> str:
 def _announce(
     options: LighthouseFlags, lighthouse: Lighthouse, token: str, token_file: Path | None, grpc: str
 ) -> None:
+    if not token:  # one that was killed at this port may have left its own, which commands would use
+        with suppress(OSError):
+            default_token_file(lighthouse.address).unlink()
     if token and token_file is None:
         token_file = default_token_file(lighthouse.address)
         _leave_token(token_file, token)
