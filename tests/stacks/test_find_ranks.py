@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from allranks.errors import InputError
+from allranks.stacks import procfs
 from allranks.stacks.boxes import LiveBox
 from allranks.stacks.find import Selection, choose, coordinates, is_rank_title, number_ranks, split_jobs
 from allranks.stacks.procfs import ProcessEntry
@@ -183,3 +186,24 @@ def test_the_processes_of_a_named_container_are_those_of_its_namespace(
     assert asked[-1] == words
     with pytest.raises(InputError, match="no running container named 'other'"):
         container_pids("other", [], lambda line, limit_s: ToolRun("", "no such object", 0.0))
+
+
+@pytest.mark.needs_root
+def test_a_mapped_file_below_a_folder_of_another_user_is_looked_for_in_the_container(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A container has a /dev/shm of its own; on the host the same path may belong to somebody who lets nobody in."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        folder.chmod(0o755)
+        (folder / "7").mkdir()
+        (folder / "closed").mkdir(mode=0o700)
+        box = folder / "closed" / "rank.box"
+        (folder / "7" / "maps").write_text(f"7f00-7f01 rw-s 00000000 00:1a 9 {box}\n")
+        monkeypatch.setattr(procfs, "PROC", folder)
+        os.seteuid(65534)
+        try:
+            found = procfs.mapped_files(7, ".box")
+        finally:
+            os.seteuid(0)
+        assert found == [folder / "7" / "root" / str(box).lstrip("/")]

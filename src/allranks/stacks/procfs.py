@@ -214,8 +214,11 @@ def mapped_files(pid: int, suffix: str) -> list[Path]:
     found: dict[Path, None] = {}
     for line in _read(pid, "maps").splitlines():
         if line.endswith(suffix):
-            path = Path(line.split(None, 5)[-1])
-            found.setdefault(path if path.exists() else PROC / str(pid) / "root" / str(path).lstrip("/"))
+            path = line.split(None, 5)[-1]
+            here = os.path.exists(
+                path
+            )  # Path.exists() raises where another user's folder has the name of a container's
+            found.setdefault(Path(path) if here else PROC / str(pid) / "root" / path.lstrip("/"))
     return list(found)
 
 
