@@ -29,6 +29,17 @@ def load_batch(index: int) -> None:
     time.sleep(0.05)
 
 
+class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Without a hang."""
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        x = torch.randn(WIDTH)
+        return {"x": x, "labels": x * 2}
+
+
 class Numbers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Endless for our purposes; the sample that hangs is known by its turn, not by its index."""
 
@@ -64,6 +75,21 @@ def trainer() -> None:
     options: dict[str, Any] = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
     args = TrainingArguments(str(OUT / "hf"), max_steps=10_000, per_device_train_batch_size=1, **options)
     Trainer(model=Model(), args=args, train_dataset=Numbers()).train()
+
+
+def callback() -> None:
+    """Hugging Face Trainer with a barrier in a callback of one rank."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Report(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == HANG_AT and dist.get_rank() == 1:
+                (OUT / "hung").write_text(str(time.time()))
+                dist.barrier()
+
+    options: dict[str, Any] = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    args = TrainingArguments(str(OUT / "hf"), max_steps=10_000, per_device_train_batch_size=1, **options)
+    Trainer(model=Model(), args=args, train_dataset=Samples(), callbacks=[Report()]).train()
 
 
 def lightning() -> None:

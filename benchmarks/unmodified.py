@@ -3,7 +3,8 @@
     benchmarks/unmodified.py [--only trainer,fsdp2,…] [--hang-at 40] [--jobs N] [--json]
 
 Hugging Face Trainer, Lightning, Accelerate, plain DDP, FSDP2, a pipeline and ZeRO, with the real packages (those that are not
-installed are left out and named). Rank 1 of 3 sleeps in its data code. Promise: the verdict names that rank and the user's
+installed are left out and named). Rank 1 of 3 sleeps in its data code; `callback` is a Trainer in which a callback of rank 1
+alone calls a barrier. Promise: the verdict names that rank and the user's
 line at most 25 s after the hang.
 """
 
@@ -24,8 +25,13 @@ from typing import Any
 from allranks.incidents.folder import read_incidents
 
 JOBS = Path(__file__).with_name("_unmodified_jobs.py")
-PACKAGES = {"trainer": "transformers", "lightning": "lightning", "accelerate": "accelerate"}
-NAMES = ("trainer", "lightning", "accelerate", "ddp", "fsdp2", "pipeline", "zero")
+PACKAGES = {
+    "trainer": "transformers",
+    "callback": "transformers",
+    "lightning": "lightning",
+    "accelerate": "accelerate",
+}
+NAMES = ("trainer", "callback", "lightning", "accelerate", "ddp", "fsdp2", "pipeline", "zero")
 PROMISE_S, LIMIT_S, HUNG_RANK = 25.0, 300.0, 1
 
 
@@ -58,7 +64,7 @@ def measure(name: str, hang_at: int) -> dict[str, Any]:
         "noticed_s": round(at["noticed"] - hung, 1),
         "verdict_s": round(at["verdict"] - hung, 1),
         "right_rank": verdict.get("ranks") == [HUNG_RANK],
-        "right_line": "load_batch" in str(verdict.get("where")),
+        "right_line": ("on_step_end" if name == "callback" else "load_batch") in str(verdict.get("where")),
         "cause": verdict.get("cause"),
         "where": verdict.get("where"),
     }

@@ -113,7 +113,7 @@ def _first(job: Job, group: GroupView, suspects: np.ndarray) -> Mismatch | None:
     return None if first is None else replace(first, also=also - 1)
 
 
-#: Calls of one batch that are told apart.
+#: Calls of one batch that are distinguished.
 MAX_CALLS = 1 << 16
 
 

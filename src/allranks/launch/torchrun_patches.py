@@ -34,7 +34,7 @@ WAITING = "torch.distributed.elastic.rendezvous.dynamic_rendezvous:DynamicRendez
 STARTING = "torch.distributed.elastic.multiprocessing.subprocess_handler:SubprocessHandler._popen"
 MONITORING = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._monitor_workers"
 STOPPING = "torch.distributed.elastic.multiprocessing.api:SubprocessContext._close"
-_NOTE_S = 3.0  # after this the user is told what is waited for
+_NOTE_S = 3.0  # after this a line says what is waited for
 CHOOSING = "torch.distributed.elastic.rendezvous.api:get_free_port"
 
 
@@ -86,8 +86,10 @@ def ending_ranks(grace_s: int | None, on_stop: Callable[[set[int]], object]) -> 
             note = threading.Timer(_NOTE_S, _say_who_is_left, (ranks, limit_s))
             note.daemon = True
             note.start()
-            ordinary(context, death_sig, limit_s)
-            note.cancel()
+            try:
+                ordinary(context, death_sig, limit_s)
+            finally:
+                note.cancel()
             for rank in ranks:
                 # one that ended well may have left an upload running
                 if rank.pid in asked or rank.poll() != 0:

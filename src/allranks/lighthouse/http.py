@@ -101,7 +101,7 @@ class HttpSlots:
             next(iter(crowd)).abort()
 
     def take_turn(self, connection: HttpConnection) -> bool:
-        """Whether it may go on at once; if not, it is told when it is its turn, one every TURN_S."""
+        """Whether it may go on at once; if not, its `take_turn` is called later, one every TURN_S."""
         now = asyncio.get_running_loop().time()
         if not self._waiting and now - self._last_turn >= TURN_S:
             self._last_turn = now
