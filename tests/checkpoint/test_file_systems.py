@@ -225,9 +225,12 @@ def test_a_mount_point_of_fstab_that_is_not_mounted_is_not_an_empty_folder(
         f"# what\nserver:/x {str(point).replace(' ', chr(92) + '040')} nfs defaults 0 0\nnone none swap\n"
     )
     monkeypatch.setattr(mounts, "FSTAB", table)
-    with pytest.raises(CheckpointUnreachable, match=f"{point} is not mounted"):
+    with pytest.raises(CheckpointUnreachable, match=f"{point} is not mounted") as caught:
         _restored(point / "run")
+    assert f"allranks checkpoint set-aside '{point}/run'" in (caught.value.hint or "")
     assert _restored(tmp_path / "elsewhere") == 0
+    FileStore(point / "run").set_aside()  # as the hint says
+    assert _restored(point / "run") == 0
 
 
 def test_a_checkpoint_without_its_manifest_is_not_nothing(tmp_path: Path) -> None:

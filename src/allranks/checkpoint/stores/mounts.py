@@ -30,7 +30,9 @@ class KnownMount:
 
     def check(self) -> None:
         """Raises OSError (ENODEV) if what should be mounted is not: it may be a moment later."""
-        for point in filter(None, (self._from_note(), _nearest(self.folder, _points(FSTAB)))):
+        noted = self._from_note()
+        point = _nearest(self.folder, _points(FSTAB)) if noted is None else noted
+        if point:
             with contextlib.suppress(OSError):  # an automounter mounts what is opened
                 os.close(os.open(os.path.join(point, "."), os.O_RDONLY | os.O_DIRECTORY))
             mounted = _points(MOUNTS)
@@ -40,24 +42,30 @@ class KnownMount:
     def remember(self) -> None:
         """Notes where the folder lies now, once; nothing where that is the root of all, or no note can be written."""
         point = _nearest(Path(os.path.realpath(self.folder)), _points(MOUNTS))
-        if point == self._from_note():
-            return
+        if point != (self._from_note() or ""):
+            self._write(point)
+
+    def forget(self) -> None:
+        """The user wants to start from scratch, wherever the folder lies, also below a mount point of /etc/fstab."""
+        if _nearest(self.folder, _points(FSTAB)):
+            self._write("")
+        else:
+            with contextlib.suppress(OSError):
+                self.note.unlink()
+
+    def _write(self, point: str) -> None:
         with contextlib.suppress(OSError):
             self.note.parent.mkdir(parents=True, exist_ok=True)
             unfinished = self.note.with_suffix(f".{os.getpid()}")
             unfinished.write_text(json.dumps({"folder": str(self.folder), "mounted_at": point}))
             unfinished.replace(self.note)
 
-    def forget(self) -> None:
-        """The user wants to start from scratch, wherever the folder lies."""
-        with contextlib.suppress(OSError):
-            self.note.unlink()
-
-    def _from_note(self) -> str:
+    def _from_note(self) -> str | None:
+        """The mount point of the last save, "" for none; None without a note."""
         try:
             return str(json.loads(self.note.read_text())["mounted_at"])
         except (OSError, ValueError, KeyError, TypeError):
-            return ""
+            return None
 
 
 def _nearest(folder: Path, points: set[str]) -> str:
