@@ -186,7 +186,7 @@ def _moves() -> dict[str, Callable[[], object]]:
         "all_gather": lambda: dist.all_gather(halves, t),
         "reduce_scatter": lambda: dist.reduce_scatter(t, halves),
         "all_to_all_single": lambda: dist.all_to_all_single(torch.empty_like(parts), parts),
-        "barrier": lambda: dist.barrier(),
+        "barrier, async": lambda: dist.barrier(async_op=True),  # its wait spins for milliseconds
         "batch_isend_irecv of 2": exchange,
     }
 
@@ -199,9 +199,8 @@ KINDS = (("without stacks", 0), ("with stacks", 8))
 
 
 def costs(rank: int, world: int) -> None:
-    """CPU microseconds of the calling thread per call, by op and kind of recording: medians over single calls, each recorded
-    one beside one that goes straight to torch. Rank 0 writes what it has to a file after each op: ranks that share a GPU
-    are slow, and time may run out."""
+    """CPU microseconds of the calling thread per call, by op and kind of recording. Rank 0 writes what it has to a file
+    after each op: ranks that share a GPU are slow, and time may run out."""
     found: dict[str, dict[str, float]] = {}
     moves = _moves()
     for kind, depth in KINDS:
@@ -209,37 +208,42 @@ def costs(rank: int, world: int) -> None:
         assert recorder._hook is not None
         replaced = list(recorder._hook._replaced)
         for name, move in moves.items():
-            plain, recorded = _in_turns(replaced, move, 8 if name == "barrier" else COST_ROUNDS)
+            plain, added = _in_turns(replaced, move)
             calls = CALLS.get(name, 1)
             numbers = found.setdefault(name, {})
-            numbers["none"] = statistics.median(plain) / calls
-            numbers[kind] = (statistics.median(recorded) - statistics.median(plain)) / calls
+            numbers["none"] = plain / calls
+            numbers[kind] = added / calls
             if rank == 0:
                 (OUT / "costs.json").write_text(json.dumps(found))
         settle()
         recorder.close()
 
 
-def _in_turns(
-    replaced: list[Any], move: Callable[[], object], rounds: int
-) -> tuple[list[float], list[float]]:
-    """(microseconds of single calls without, with the recorder between the program and torch)"""
-    took: dict[bool, list[float]] = {False: [], True: []}
-    clock = time.thread_time_ns
-    for number in range(2 * rounds):
-        with_recorder = number % 4 in (1, 2)
-        for owner, name, wrapper, original in replaced:
-            setattr(owner, name, wrapper if with_recorder else original)
-        for count in range(4):
-            begin = clock()
-            move()
-            cost = clock() - begin
-            if count:  # the first one fills Python's caches
-                took[with_recorder].append(cost / 1000)
-        settle()  # a queue that is full would be waited for in a call
+def _in_turns(replaced: list[Any], move: Callable[[], object]) -> tuple[float, float]:
+    """(microseconds of a call without the recorder, what it adds): medians over rounds of four blocks (without, with, with,
+    without), so that what drifts or disturbs for longer than a round is in both."""
+    plain, added = [], []
+    for _ in range(COST_ROUNDS):
+        without, first, second, again = (_block(replaced, move, on) for on in (False, True, True, False))
+        plain += [without, again]
+        added.append((first + second - without - again) / 2)
     for owner, name, wrapper, _ in replaced:
         setattr(owner, name, wrapper)
-    return took[False], took[True]
+    return statistics.median(plain), statistics.median(added)
+
+
+def _block(replaced: list[Any], move: Callable[[], object], with_recorder: bool) -> float:
+    """CPU microseconds of a call: the median of some that are made one after the other."""
+    for owner, name, wrapper, original in replaced:
+        setattr(owner, name, wrapper if with_recorder else original)
+    move()  # fills Python's caches
+    took = []
+    for _ in range(5):
+        begin = time.thread_time_ns()
+        move()
+        took.append((time.thread_time_ns() - begin) / 1000)
+    settle()  # a queue that is full would be waited for in a call
+    return statistics.median(took)
 
 
 # -- the claims ----------------------------------------------------------------------------------------------------

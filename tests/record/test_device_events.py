@@ -148,6 +148,52 @@ def test_a_work_that_was_waited_for_in_c_is_let_go_and_its_event_followed(
     assert trace.progress.calls_completed == 3
 
 
+def test_a_batch_in_c_ends_with_its_work_its_event_or_its_error(tmp_path: Path, driver: _Driver) -> None:
+    """Its row stands for its parts, however the library answers; the next call is none of them."""
+    from allranks.record import _fast
+
+    writer, group = _marking(tmp_path, driver)
+    target, send = _method(writer, group, lambda *args: None)
+    answers: list[Any] = [LateWork(), None, RuntimeError("broken")]
+
+    def finish(*args: Any) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    start, end = (
+        _fast.Batch(
+            original, None, writer.failed, writer.pending, writer.ring, writer.markers,
+            {id(target): group.counters}, writer.sweep, writer.no_work, None, 2, original is finish,
+        )
+        for original in (lambda *args: None, finish)
+    )  # fmt: skip
+    wait = _fast.Wait(
+        lambda work: True, writer.wait_failed, writer.waited, writer.pending, writer.ring, writer.markers
+    )
+
+    def batch() -> Any:
+        start(target)
+        send(target, [torch.ones(1)], 1, 7)
+        send(target, [torch.ones(1)], 1, 7)
+        return end(target)
+
+    wait(batch())
+    assert batch() is None
+    with pytest.raises(RuntimeError, match="broken"):
+        batch()
+    send(target, [torch.ones(1)], 1, 7)
+    assert len(driver.recorded) == 3 and not writer.pending
+    driver.answers.update({driver.recorded[0][0]: 0, driver.recorded[1][0]: 0})
+    writer.sweep(everything=True)
+    trace = read_trace(writer.box.path)
+    assert states(trace) == [State.COMPLETED] * 6 + [State.FAILED] * 3 + [State.SCHEDULED]
+    assert [int(row["flags"]) & 7 for row in trace.calls] == [3, 3, 5] * 3 + [1]
+    assert [int(row["p2p_seq"]) for row in trace.calls] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4]
+    assert trace.progress.calls_completed == 2
+
+
 def test_no_event_is_recorded_or_asked_while_a_graph_is_captured(tmp_path: Path, driver: _Driver) -> None:
     """Neither one that our hooks have seen, nor one that only the stream knows of."""
     writer, group = _marking(tmp_path, driver)

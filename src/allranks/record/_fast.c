@@ -8,8 +8,8 @@
  * Stacks capture(frame) looks a stack up by its code objects and instructions.
  * Counters numbers the calls of one process group.
  * Markers puts CUDA events behind calls that leave no Work, and asks which of them the device has passed.
- * Collective, Wait  stand in for methods of ProcessGroup and Work in their most frequent form, and hand every other
- *        form to the wrapper written in Python. They hold the GIL throughout, except inside torch.
+ * Collective, Batch, Wait  stand in for methods of ProcessGroup and Work in their most frequent form, and hand every
+ *        other form to the wrapper written in Python. They hold the GIL throughout, except inside torch.
  * Forward  is a method of a proxy, which C++ calls.
  *
  * Other threads and processes run between two calls and leave the caches cold: what counts here is how few cache
@@ -38,7 +38,7 @@
 
 enum { HEADER_BYTES = 4096, ROW_BYTES = 136 };
 enum { SCHEDULED = 0, STARTED = 1, COMPLETED = 2, FAILED = 3 };
-enum { P2P = 1, PART = 2, RETIRED = 8 }; /* as Flag of model/trace.py */
+enum { P2P = 1, PART = 2, BATCH_END = 4, RETIRED = 8 }; /* as Flag of model/trace.py */
 
 typedef struct {
     uint64_t begin;
@@ -309,21 +309,27 @@ static PyObject *Ring_set_step(Ring *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Puts the call made last among the others, as (work, number, group, no parts) under the identity of the work. */
+/* Puts a call among the others that are under way, as (work, number, group, parts) under the identity of the work. */
+static int keep(PyObject *pending, PyObject *work, uint64_t begin, PyObject *group, PyObject *parts) {
+    PyObject *key = PyLong_FromVoidPtr(work), *number = PyLong_FromUnsignedLongLong(begin);
+    PyObject *entry = key && number ? PyTuple_Pack(4, work, number, group, parts) : NULL;
+    int failed = !entry || PyDict_SetItem(pending, key, entry) < 0;
+    Py_XDECREF(entry);
+    Py_XDECREF(number);
+    Py_XDECREF(key);
+    return failed ? -1 : 0;
+}
+
+/* The same for the call made last. */
 static int hand_over(Ring *self, PyObject *pending) {
     PyObject *work = self->last_work, *group = self->last_group;
     if (!work)
         return 0;
     self->last_work = self->last_group = NULL;
-    PyObject *key = PyLong_FromVoidPtr(work), *number = PyLong_FromUnsignedLongLong(self->last_begin);
-    PyObject *entry = key && number ? PyTuple_Pack(4, work, number, group, no_parts) : NULL;
-    int failed = !entry || PyDict_SetItem(pending, key, entry) < 0;
-    Py_XDECREF(entry);
-    Py_XDECREF(number);
-    Py_XDECREF(key);
+    int failed = keep(pending, work, self->last_begin, group, no_parts);
     Py_DECREF(work);
     Py_DECREF(group);
-    return failed ? -1 : 0;
+    return failed;
 }
 
 static PyObject *Ring_hand_over(Ring *self, PyObject *pending) {
@@ -729,23 +735,40 @@ static PyObject *Counters_add_part(Counters *self, PyObject *number) {
     Py_RETURN_NONE;
 }
 
-static PyObject *Counters_open_batch(Counters *self, PyObject *unused) {
+/* The calls from now on are parts of one batch. */
+static int open_batch(Counters *self) {
     PyObject *parts = PyList_New(0);
     if (!parts)
-        return NULL;
+        return -1;
     self->batch_seq = self->batch_p2p = 0;
     Py_XSETREF(self->parts, parts);
-    Py_RETURN_NONE;
+    return 0;
 }
 
-static PyObject *Counters_close_batch(Counters *self, PyObject *unused) {
+/* Draws the numbers of the open batch and ends it; returns a tuple of its calls' numbers, NULL with an exception. */
+static PyObject *close_batch(Counters *self, Call *call) {
     PyObject *parts = self->parts ? PyList_AsTuple(self->parts) : Py_NewRef(no_parts);
     if (!parts)
         return NULL;
     Py_CLEAR(self->parts);
-    long long seq = self->batch_seq ? self->batch_seq : self->seq, p2p_seq = self->batch_p2p;
+    call->seq = self->batch_seq ? self->batch_seq : self->seq;
+    call->p2p_seq = self->batch_p2p;
+    call->op_id = ++self->op_id;
+    call->flags = BATCH_END | (call->p2p_seq ? P2P : 0);
     self->batch_seq = self->batch_p2p = 0;
-    return Py_BuildValue("LLLN", seq, p2p_seq, ++self->op_id, parts);
+    return parts;
+}
+
+static PyObject *Counters_open_batch(Counters *self, PyObject *unused) {
+    if (open_batch(self) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *Counters_close_batch(Counters *self, PyObject *unused) {
+    Call call;
+    PyObject *parts = close_batch(self, &call);
+    return parts ? Py_BuildValue("LLLN", call.seq, call.p2p_seq, call.op_id, parts) : NULL;
 }
 
 static PyMethodDef Counters_methods[] = {
@@ -914,13 +937,18 @@ static int mark_device(Markers *self, uint64_t begin, PyObject *parts) {
     return 1;
 }
 
+static void finish_parts(Ring *ring, PyObject *parts, int state) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(parts); i++)
+        mark_finished(ring, PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(parts, i)), state, 0);
+}
+
 static void end_marked(Markers *self, Mark *mark, int state) {
     spare_event(mark->device, mark->event);
     if (!self->ring->view.obj)
         return;
     mark_finished(self->ring, mark->begin, state, 1);
-    for (Py_ssize_t i = 0; mark->parts && i < PyTuple_GET_SIZE(mark->parts); i++)
-        mark_finished(self->ring, PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(mark->parts, i)), state, 0);
+    if (mark->parts)
+        finish_parts(self->ring, mark->parts, state);
 }
 
 /* Asks `count` marks from the one at `at` on, and notes what has ended; returns how many are still there. A short look
@@ -1065,12 +1093,12 @@ static void ask(PyObject *answer) {
     Py_XDECREF(answer);
 }
 
-/* Tells `failed(number, error)` of the exception that is set, and sets it again. */
-static void tell_failure(Method *self, unsigned long long number) {
+/* Tells `failed(number, error, parts)` of the exception that is set, and sets it again. */
+static void tell_failure(Method *self, unsigned long long number, PyObject *parts) {
     PyObject *kind, *error, *trace;
     PyErr_Fetch(&kind, &error, &trace);
     PyErr_NormalizeException(&kind, &error, &trace);
-    ask(PyObject_CallFunction(self->failed, "KO", number, error ? error : Py_None));
+    ask(PyObject_CallFunction(self->failed, "KOO", number, error ? error : Py_None, parts));
     PyErr_Restore(kind, error, trace);
 }
 
@@ -1231,15 +1259,21 @@ static void look_around(Method *self) {
         ask(PyObject_CallNoArgs(self->sweep));
 }
 
+/* The library has returned no Work: the call and its parts are over, or queued on the device. */
+static void follow_device(Method *self, Counters *group, uint64_t begin, PyObject *parts) {
+    if (group->blocking) {
+        mark_finished(self->ring, begin, COMPLETED, 1);
+        finish_parts(self->ring, parts, COMPLETED);
+    } else if (!self->markers || !mark_device(self->markers, begin, parts))
+        ask(PyObject_CallFunction(self->no_work, "KOO", (unsigned long long)begin, (PyObject *)group, parts));
+}
+
 /* The library has answered. */
 static void follow(Method *self, Counters *group, PyObject *work, uint64_t begin) {
     Ring *ring = self->ring;
-    if (work == Py_None) { /* over, or queued on the device */
-        if (group->blocking)
-            mark_finished(ring, begin, COMPLETED, 1);
-        else if (!self->markers || !mark_device(self->markers, begin, NULL))
-            ask(PyObject_CallFunction(self->no_work, "KO", (unsigned long long)begin, (PyObject *)group));
-    } else {
+    if (work == Py_None)
+        follow_device(self, group, begin, no_parts);
+    else {
         if (group->blocking)
             mark_started(ring, begin, now_ns());
         if (hand_over(ring, self->pending) < 0)
@@ -1280,9 +1314,58 @@ static PyObject *Collective_call(PyObject *callable, PyObject *const *args, size
         PyErr_Clear();
     PyObject *work = PyObject_Vectorcall(self->original, args, flags, names);
     if (!work)
-        tell_failure(self, begin);
+        tell_failure(self, begin, no_parts);
     else if (self->ring->view.obj && !group->parts)
         follow(self, form->out || form->in ? side_of(group, args[form->in ? form->in : form->out]) : group, work, begin);
+    Py_DECREF(group);
+    return work;
+}
+
+/* The start of a batch. */
+static PyObject *Start_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
+    Method *self = (Method *)callable;
+    Counters *group = self->enabled && PyVectorcall_NARGS(flags) ? known_group(self, args[0]) : NULL;
+    int fine = group && open_batch(group) == 0;
+    PyErr_Clear();
+    Py_XDECREF(group);
+    return PyObject_Vectorcall(fine || !self->enabled ? self->original : self->slow, args, flags, names);
+}
+
+/* The end of a batch: its row stands for all of its calls, and the Work that it returns for their end. */
+static PyObject *End_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
+    Method *self = (Method *)callable;
+    if (!self->enabled)
+        return PyObject_Vectorcall(self->original, args, flags, names);
+    Ring *ring = self->ring;
+    int usable = self->direct && PyVectorcall_NARGS(flags) && ring->view.obj;
+    Counters *group = usable ? known_group(self, args[0]) : NULL;
+    Call call = {.op = self->op, .root = -1, .peer = -1, .tag = -1};
+    call.stack = group && self->stacks ? find_stack(self->stacks) : 0;
+    native_thread(ring);
+    PyObject *parts = group && call.stack >= 0 ? close_batch(group, &call) : NULL;
+    if (!parts) {
+        PyErr_Clear();
+        Py_XDECREF(group);
+        return PyObject_Vectorcall(self->slow, args, flags, names);
+    }
+    call.group = group->number;
+    call.timeout_ms = group->timeout_ms;
+    uint64_t begin = write_row(ring, &call);
+    PyObject *work = PyObject_Vectorcall(self->original, args, flags, names);
+    if (!work)
+        tell_failure(self, begin, parts);
+    else if (ring->view.obj) {
+        if (work == Py_None)
+            follow_device(self, group, begin, parts);
+        else {
+            if (group->blocking)
+                mark_started(ring, begin, now_ns());
+            if (keep(self->pending, work, begin, (PyObject *)group, parts) < 0)
+                PyErr_Clear();
+        }
+        look_around(self);
+    }
+    Py_DECREF(parts);
     Py_DECREF(group);
     return work;
 }
@@ -1410,6 +1493,18 @@ static int Collective_init(Method *self, PyObject *args, PyObject *kwargs) {
     return take_parts(self, &given, Collective_call);
 }
 
+/* Batch(original, slow, failed, pending, ring, markers or None, groups, sweep, no_work, stacks or None, op, whether this is
+ *       its end) */
+static int Batch_init(Method *self, PyObject *args, PyObject *kwargs) {
+    Method given = {.op = 0};
+    int end;
+    if (self->original || !PyArg_ParseTuple(args, "OOOOOOOOOOLp", &given.original, &given.slow, &given.failed,
+                                            &given.pending, &given.ring, &given.markers, &given.groups, &given.sweep,
+                                            &given.no_work, &given.stacks, &given.op, &end))
+        return -1;
+    return take_parts(self, &given, end ? End_call : Start_call);
+}
+
 /* Wait(original, failed, waited, pending, ring, markers or None) */
 static int Wait_init(Method *self, PyObject *args, PyObject *kwargs) {
     Method given = {.op = 0};
@@ -1433,10 +1528,12 @@ static PyMemberDef Method_members[] = {
     }
 
 static PyType_Slot Collective_slots[] = METHOD_SLOTS(Collective_init, "A collective of ProcessGroup or Backend, recorded.");
+static PyType_Slot Batch_slots[] = METHOD_SLOTS(Batch_init, "The start or the end of a batch, recorded.");
 static PyType_Slot Wait_slots[] = METHOD_SLOTS(Wait_init, "Work.wait, recorded.");
 
 enum { METHOD_FLAGS = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR };
 static PyType_Spec Collective_spec = {"allranks.record._fast.Collective", sizeof(Method), 0, METHOD_FLAGS, Collective_slots};
+static PyType_Spec Batch_spec = {"allranks.record._fast.Batch", sizeof(Method), 0, METHOD_FLAGS, Batch_slots};
 static PyType_Spec Wait_spec = {"allranks.record._fast.Wait", sizeof(Method), 0, METHOD_FLAGS, Wait_slots};
 
 /* A method of a proxy (recording_group.py): calls the method of the same name of `self.original`. */
@@ -1514,8 +1611,8 @@ PyMODINIT_FUNC PyInit__fast(void) {
     str_opts = PyUnicode_InternFromString("opts");
     no_parts = PyTuple_New(0);
     if (!ring_type || !stacks_type || !counters_type || !markers_type || !str_shape || !str_dtype || !str_is_cpu ||
-        !str_original || !str_opts || !no_parts || PyModule_AddIntConstant(made, "VERSION", 5) < 0 || !add_type(made, "Collective", &Collective_spec) ||
-        !add_type(made, "Wait", &Wait_spec) || !add_type(made, "Forward", &Forward_spec))
+        !str_original || !str_opts || !no_parts || PyModule_AddIntConstant(made, "VERSION", 6) < 0 || !add_type(made, "Collective", &Collective_spec) ||
+        !add_type(made, "Batch", &Batch_spec) || !add_type(made, "Wait", &Wait_spec) || !add_type(made, "Forward", &Forward_spec))
         return NULL;
     return made;
 }

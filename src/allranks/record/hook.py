@@ -40,6 +40,7 @@ OURS = (
     *(f"allranks.record.{name}" for name in ("groups", "dtypes", "marker", "torch_internals")),
     "allranks.blackbox.file_writer",
 )
+BATCH = "coalesced"  # what the row of a whole batch is called
 MAX_SHAPES = 100_000  # distinct sizes remembered; further ones are worked out on every call
 
 
@@ -91,7 +92,8 @@ class Hook:
                     self._replace(owner, method, self._fast_collective(original, wrapper, method))
             for method, wrap in wrappers:
                 if method in vars(owner):
-                    self._replace(owner, method, wrap(getattr(owner, method)))
+                    original = getattr(owner, method)
+                    self._replace(owner, method, self._fast_batch(original, wrap(original), method))
         for kind in internals.work_classes():
             self._replace(kind, "wait", self._fast_wait(kind.wait))
         self._watch_cuda()
@@ -320,6 +322,28 @@ class Hook:
             layout,
         )
 
+    def _fast_batch(self, original: Function, slow: Function, method: str) -> Any:
+        """The start and the end of a batch, in C where that was built."""
+        writer = self.writer
+        assert writer is not None
+        module = fast(writer.accelerate)
+        if module is None or method not in (internals.START_BATCH, internals.END_BATCH):
+            return slow
+        return module.Batch(
+            original,
+            slow,
+            writer.failed,
+            writer.pending,
+            writer.ring,
+            writer.markers,
+            self._counters,
+            writer.sweep,
+            writer.no_work,
+            writer.stacks.engine if writer.stacks is not None else None,
+            writer.box.intern(Item.NAME, BATCH),
+            method == internals.END_BATCH,
+        )
+
     def _fast_wait(self, original: Function) -> Any:
         """Work.wait, in C where that was built."""
         writer = self.writer
@@ -352,7 +376,7 @@ class Hook:
     def _wrap_end(self, original: Function) -> Function:
         writer = self.writer
         assert writer is not None
-        op = writer.box.intern(Item.NAME, "coalesced")
+        op = writer.box.intern(Item.NAME, BATCH)
 
         def before(owner: Any, args: object, kwargs: object) -> tuple[GroupState, int, tuple[int, ...]]:
             group = self.group(owner)
