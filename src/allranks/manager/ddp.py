@@ -12,6 +12,7 @@ are the others': clipping and unscaling do there what they do.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -49,6 +50,7 @@ class Bucket:
     parameters: list[nn.Parameter]
     buffer: torch.Tensor | None = None
     slices: list[torch.Tensor] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)  # addresses of the slices
     clean: bool = False  # nothing but zeros in the buffer
     spent: list[torch.Tensor | None] = field(default_factory=list)  # local gradients that were reduced
     missing: int = 0  # gradients not yet there in this backward
@@ -56,19 +58,24 @@ class Bucket:
 
     def fill(self, divisor: int) -> torch.Tensor:
         """Copies the local gradients (zeros where there are none), divided, into the flat buffer."""
-        if any(_same_place(p.grad, part) for p, part in zip(self.parameters, self.slices, strict=False)):
+        gradients = [None if (gradient := p.grad) is None else local_of(gradient) for p in self.parameters]
+        if any(
+            gradient is not None and place and gradient.data_ptr() == place
+            for gradient, place in zip(gradients, self.places, strict=False)
+        ):
             self.forget()  # gradients that add up over steps or backwards: the reduction must not touch them
         buffer = self._allocate()
         self.clean = False
         self.spent.clear()
-        present: list[torch.Tensor] = []
-        local: list[torch.Tensor] = []
-        for part, p in zip(self.slices, self.parameters, strict=True):
-            if p.grad is None:
-                part.zero_()
-            else:
-                present.append(part)
-                local.append(local_of(p.grad))
+        local = [gradient for gradient in gradients if gradient is not None]
+        present = self.slices
+        if len(local) < len(gradients):
+            present = []
+            for part, gradient in zip(self.slices, gradients, strict=True):
+                if gradient is None:
+                    part.zero_()
+                else:
+                    present.append(part)
         if divisor > 1 and buffer.device.type == "cpu" and buffer.nbytes > _LARGE_BYTES * len(present):
             for part, gradient in zip(present, local, strict=True):
                 torch.div(gradient, divisor, out=part)  # one pass over memory
@@ -98,6 +105,7 @@ class Bucket:
         self.buffer = None
         self.clean = False
         self.slices.clear()
+        self.places.clear()
 
     def spread(self) -> None:
         """The reduced gradients become `param.grad`, where they lie: no copy.
@@ -119,7 +127,19 @@ class Bucket:
             for part in parts:
                 self.slices.append(_shaped_like(part, self.buffer[offset : offset + part.numel()]))
                 offset += part.numel()
+            self.places = [part.data_ptr() if part.numel() else 0 for part in self.slices]
         return self.buffer
+
+
+@dataclass(eq=False)
+class Backward:
+    """Where the backward of a wrapped module stands. Not in the module itself: setting a module's attribute is slow."""
+
+    running: bool = False
+    warm: bool = False  # the first one loads kernels: collectives in flight would slow that down
+    reduced: bool = False  # this step's gradients have been reduced
+    next: int = 0  # bucket to be reduced next: always in order, in every replica
+    issuer: object = None  # names this one among the step's collectives
 
 
 class DistributedDataParallel(nn.Module):
@@ -142,14 +162,13 @@ class DistributedDataParallel(nn.Module):
         )
         for bucket in self._buckets:
             bucket.prepare()
-        self._home = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._synchronises = True
-        self._open = False  # a backward is running
-        self._warm = False  # the first backward loads kernels: collectives in flight would slow that down
-        self._reduced = False  # this step's gradients have been reduced
-        self._next = 0  # bucket to be reduced next: always in order, in every replica
-        self._pass = object()  # names one backward among the step's collectives
-        self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self._home]
+        self._backward = Backward()
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(functools.partial(self._ready, bucket))
+            for bucket in self._buckets
+            for p in bucket.parameters
+        ]
         manager._before_vote.append(self._reduce_missing)
         manager._wrapped.append(module)
         manager.sums.modules.append(module)
@@ -170,34 +189,31 @@ class DistributedDataParallel(nn.Module):
 
     # ---- called by autograd ----
 
-    def _ready(self, parameter: nn.Parameter) -> None:
-        training = self._manager[0].training
+    def _ready(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        training, backward = self._manager[0].training, self._backward
         if not self._synchronises or not training.in_step:
             return
-        self._enter()
+        if not backward.running:
+            self._begin()
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         _place_like(parameter)
-        self._home[parameter].missing -= 1
-        while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
-            if not self._warm or not training.may_launch(training.attempt):
+        bucket.missing -= 1
+        while backward.next < len(self._buckets) and self._buckets[backward.next].missing <= 0:
+            if not backward.warm or not training.may_launch(training.attempt):
                 break  # the backward goes on; its next gradient, or its end, launches what is due
             self._reduce_next()
 
-    def _enter(self) -> None:
-        if not self._open:
-            self._begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-
     def _begin(self) -> None:
-        self._open = True
-        self._next = 0
-        self._pass = object()
+        self._backward.running = True
+        self._backward.next = 0
+        self._backward.issuer = object()
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
             bucket.work = None
 
     def _reduce_next(self) -> None:
-        bucket = self._buckets[self._next]
-        self._next += 1
+        bucket = self._buckets[self._backward.next]
+        self._backward.next += 1
         manager = self._manager[0]
         generation = manager.training.bind(manager.training.attempt, manager._patience_s)
         if generation is not None:
@@ -206,20 +222,20 @@ class DistributedDataParallel(nn.Module):
     def _start(self, bucket: Bucket, generation: Generation) -> ManagedWork:
         counts = generation.participates
         buffer = bucket.fill(len(generation.participants)) if counts else bucket.empty()
-        return self._manager[0]._allreduce(buffer, dist.ReduceOp.SUM, self._pass)
+        return self._manager[0]._allreduce(buffer, dist.ReduceOp.SUM, self._backward.issuer)
 
     def _finish(self) -> None:
         """At the end of the backward: what is left, then wait; once more if a member went; then write back."""
-        self._open, self._warm = False, True
-        manager = self._manager[0]
+        manager, backward = self._manager[0], self._backward
+        backward.running, backward.warm = False, True
         attempt = manager.training.attempt
         manager.training.times.mark_first("backward done")
-        while self._next < len(self._buckets):
+        while backward.next < len(self._buckets):
             self._reduce_next()
         while not self._all_arrived():
             for bucket in self._buckets:
                 bucket.forget()
-            if any(issuer is not self._pass for issuer in attempt.issuers):
+            if any(issuer is not backward.issuer for issuer in attempt.issuers):
                 return  # other collectives of this step cannot be repeated: it fails
             generation = manager.training.rebind(attempt, manager._patience_s)
             if generation is None:
@@ -227,7 +243,7 @@ class DistributedDataParallel(nn.Module):
             for bucket in self._buckets:
                 bucket.work = self._start(bucket, generation)
         manager.training.times.mark("gradients reduced")
-        self._reduced = attempt.reduced = True
+        backward.reduced = attempt.reduced = True
         for bucket in self._buckets:
             bucket.spread()
 
@@ -240,15 +256,12 @@ class DistributedDataParallel(nn.Module):
 
     def _reduce_missing(self) -> None:
         """Before the vote: a step without a backward through this module still owes the others its part."""
-        reduced, self._reduced = self._reduced, False
+        backward = self._backward
+        reduced, backward.reduced = backward.reduced, False
         if not reduced and not self._manager[0].training.attempt.spoiled:
             self._begin()
             self._finish()
-            self._reduced = False
-
-
-def _same_place(gradient: torch.Tensor | None, part: torch.Tensor) -> bool:
-    return gradient is not None and part.numel() > 0 and local_of(gradient).data_ptr() == part.data_ptr()
+            backward.reduced = False
 
 
 def _place_like(p: nn.Parameter) -> None:

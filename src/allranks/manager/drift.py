@@ -120,7 +120,7 @@ class StateSums:
 
     def begin(self) -> None:
         """Starts to sum the state as it is now; it must not change before `finish`."""
-        tensors = [t if type(t) in _PLAIN else local_of(t) for _, _, t in self._tensors()]
+        tensors = [local_of(t) for _, _, t in self._tensors()]
         if not self._layout.is_of(tensors):
             self._layout = _Layout(tensors)
         self._running = _Summing(self._layout)
@@ -275,7 +275,6 @@ _COPIED_BYTES = 64 << 20
 _LARGE_BYTES, _ROW_BYTES, _SMALL_ROW_BYTES = 64 << 10, 64 << 10, 1 << 10
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _SUMMED_AT_ONCE_BYTES = 1 << 20  # less is not worth a thread
-_PLAIN = (torch.Tensor, nn.Parameter)
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 

@@ -21,6 +21,7 @@ from allranks.manager.plan import Position
 #: Tensors up to this size are copied when they are offered: forward may change them (buffers, counters).
 SMALL_BYTES = 64 << 10
 STRIPE_BYTES = 4 << 20
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # exactly these: asking a tensor for a missing attribute is slow
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,8 @@ def stripes(layout: StateLayout, size: int = STRIPE_BYTES) -> list[tuple[HealSeg
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a DTensor that lies in this rank; a plain tensor itself."""
+    if type(tensor) in _PLAIN:
+        return tensor
     inner = getattr(tensor, "_local_tensor", None)
     return inner if isinstance(inner, torch.Tensor) else tensor
 
