@@ -9,8 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from allranks.channel.frames import HEAD
-from allranks.lighthouse.codec import EMPTY_BEAT, FIRST_NOTICE, PREAMBLE, QUORUM, WELCOME, encode
-from allranks.lighthouse.messages import Ack, Beat, Hello, Join, Proof
+from allranks.lighthouse.messages import (
+    EMPTY_BEAT,
+    FIRST_NOTICE,
+    PREAMBLE,
+    QUORUM,
+    WELCOME,
+    Ack,
+    Beat,
+    Hello,
+    Join,
+    Proof,
+    encode,
+)
 from allranks.model.cluster import Member
 
 LOST = FIRST_NOTICE

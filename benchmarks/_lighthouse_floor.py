@@ -12,9 +12,8 @@ import select
 import socket
 import sys
 
-from allranks.lighthouse.codec import PREAMBLE, encode
 from allranks.lighthouse.limits import raise_open_files
-from allranks.lighthouse.messages import Welcome
+from allranks.lighthouse.messages import PREAMBLE, Welcome, encode
 from allranks.model.cluster import MemberLost
 
 WELCOME = encode(Welcome("floor", 1.0, 30.0, 1, 1))

@@ -15,8 +15,8 @@ import sys
 import time
 
 from allranks.channel.frames import HEAD
-from allranks.lighthouse.codec import PREAMBLE
 from allranks.lighthouse.limits import raise_open_files
+from allranks.lighthouse.messages import PREAMBLE
 
 RATE = 1000
 DRIP = PREAMBLE + HEAD.pack(4096, 1) + b"{" * 4096  # a hello that never ends

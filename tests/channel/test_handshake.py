@@ -9,8 +9,15 @@ from typing import Any
 
 import pytest
 
-from allranks.channel.handshake import MAGIC, NONCE_BYTES, ChannelError, ServerGreeting, greet_as_client
-from allranks.channel.keys import Credential, Keyring
+from allranks.channel.keys import (
+    MAGIC,
+    NONCE_BYTES,
+    ChannelError,
+    Credential,
+    Keyring,
+    ServerGreeting,
+    greet_as_client,
+)
 
 KEYS = Keyring("the job token")
 OURS = KEYS.for_quorum(1, 7)

@@ -11,8 +11,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from allranks.channel.handshake import ChannelError, greet_as_client
-from allranks.channel.keys import Keyring
+from allranks.channel.keys import ChannelError, Keyring, greet_as_client
 from allranks.channel.server import MAX_STRANGERS, MemberServer
 
 KEYS = Keyring("the job token")

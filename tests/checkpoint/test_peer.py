@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from allranks.channel.handshake import ChannelError
+from allranks.channel.keys import ChannelError
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier, SnapshotServer
 from allranks.checkpoint.stores import StoreSpec, open_store
 from allranks.checkpoint.stores.keyed_store import KeyedStore

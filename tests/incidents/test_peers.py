@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from allranks.channel.handshake import ChannelError
+from allranks.channel.keys import ChannelError
 from allranks.errors import InputError
-from allranks.incidents.evidence_server import EvidenceServer, pack_part, send_part, unpack_part
 from allranks.incidents.loop import Watch
-from allranks.incidents.peers import PeerAgents
+from allranks.incidents.peers import EvidenceServer, PeerAgents, pack_part, send_part, unpack_part
 from allranks.incidents.pipeline import WatchOptions
 from allranks.launch.node_agent import NodeAgent
 from allranks.lighthouse.agents import Current, decide_gathering

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import MissingExtra
-from allranks.incidents.publish import send
-from allranks.incidents.sinks import check_address
+from allranks.incidents.publish import check_address, send
 from allranks.model.diagnosis import Finding
 from allranks.model.incident import Incident, Moment
 

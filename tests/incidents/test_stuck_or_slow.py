@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from allranks.incidents.stuck_or_slow import Look, judge
+from allranks.incidents.policy import Look, judge
 from allranks.model.stacks import RankState, StackFrame, StacksReport
 
 

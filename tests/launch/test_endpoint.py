@@ -9,7 +9,7 @@ import time
 import pytest
 from tests.ports import held_port
 
-from allranks.launch.rendezvous import split, wait_for_host, who_listens
+from allranks.launch.torchrun_patches import split, wait_for_host, who_listens
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_host_that_does_not_come_is_waited_for_until_the_deadline() -> None:
 def test_a_host_elsewhere_that_comes_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """It starts to listen while we wait. (Every address of this machine can be bound: that one is ours is hidden.)"""
     port = held_port()
-    monkeypatch.setattr("allranks.launch.rendezvous.who_listens", lambda endpoint: "elsewhere")
+    monkeypatch.setattr("allranks.launch.torchrun_patches.who_listens", lambda endpoint: "elsewhere")
     found: list[bool] = []
     waiting = threading.Thread(
         target=lambda: found.append(wait_for_host(f"127.0.0.1:{port}", time.monotonic() + 60))

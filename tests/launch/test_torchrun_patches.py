@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from allranks.launch import torchrun_patches
-from allranks.launch.rendezvous import ATTEMPTS, count_departed, repeating_rendezvous
+from allranks.launch.torchrun_patches import ATTEMPTS, count_departed, repeating_rendezvous
 
 
 class OneNode(RendezvousHandler):

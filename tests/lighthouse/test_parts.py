@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from allranks.blackbox import header, layout
 from allranks.channel.frames import BadFrame, join_address, split_address, take_frames
 from allranks.errors import ConfigurationError
-from allranks.lighthouse import codec, messages
+from allranks.lighthouse import messages
 from allranks.lighthouse.client.liveness_proxy import read_mark
-from allranks.lighthouse.codec import decode, encode, load, plain_dump, plain_load
 from allranks.lighthouse.detect import AwakeClock, find_silent
-from allranks.lighthouse.members import assign_healing
+from allranks.lighthouse.messages import decode, encode, load, plain_dump, plain_load
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.sessions import Session
+from allranks.lighthouse.state import assign_healing
 from allranks.model.cluster import CollectEvidence, Member, MemberLost, Quorum
 
 QUORUM = Quorum(
@@ -111,9 +111,9 @@ def test_no_payload_breaks_the_decoder(kind: int, payload: bytes) -> None:
 
 def test_kinds_keep_their_numbers() -> None:
     """They are on the wire: append only."""
-    first = [codec.KINDS[i].__name__ for i in range(1, 9)]
+    first = [messages.KINDS[i].__name__ for i in range(1, 9)]
     assert first == ["Hello", "Beat", "Join", "Withdraw", "Leave", "Died", "Ack", "Command"]
-    assert codec.KINDS[codec.FIRST_NOTICE] is MemberLost
+    assert messages.KINDS[messages.FIRST_NOTICE] is MemberLost
 
 
 def test_time_asleep_does_not_count() -> None:

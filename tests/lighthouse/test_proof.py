@@ -13,8 +13,7 @@ import pytest
 from allranks.channel.frames import HEAD, split_address, take_frames
 from allranks.errors import LighthouseRefused, LighthouseUnreachable
 from allranks.lighthouse.client.client import Client, ClientOptions
-from allranks.lighthouse.codec import PREAMBLE, decode, encode
-from allranks.lighthouse.messages import Challenge, Hello, Proof, Refused, Welcome
+from allranks.lighthouse.messages import PREAMBLE, Challenge, Hello, Proof, Refused, Welcome, decode, encode
 from allranks.lighthouse.options import ServerOptions
 from allranks.lighthouse.server import Lighthouse
 from allranks.model.cluster import Member

@@ -16,8 +16,7 @@ import pytest
 from allranks.channel.frames import HEAD, split_address
 from allranks.errors import LighthouseRefused, LighthouseUnreachable
 from allranks.lighthouse.client.client import Client, ClientOptions
-from allranks.lighthouse.codec import PREAMBLE, encode
-from allranks.lighthouse.messages import Hello, Join, Proof
+from allranks.lighthouse.messages import PREAMBLE, Hello, Join, Proof, encode
 from allranks.lighthouse.options import ServerOptions
 from allranks.lighthouse.server import Lighthouse
 from allranks.model.cluster import Member, PublishedIncident

@@ -21,10 +21,16 @@ from hypothesis import strategies as st
 
 from allranks.channel.frames import HeldPort
 from allranks.lighthouse import state, training
-from allranks.lighthouse.codec import PREAMBLE, encode
 from allranks.lighthouse.connection import Listener
-from allranks.lighthouse.grpc_relay import CALL_BYTES, PREFACE, Relay
-from allranks.lighthouse.grpc_server import MAX_REPLICAS, GrpcPeer, TorchftServer, grpc_door
+from allranks.lighthouse.grpc_server import (
+    CALL_BYTES,
+    MAX_REPLICAS,
+    PREFACE,
+    GrpcPeer,
+    Relay,
+    TorchftServer,
+    grpc_door,
+)
 from allranks.lighthouse.grpc_wire import (
     BadMessage,
     decode_heartbeat_request,
@@ -34,7 +40,7 @@ from allranks.lighthouse.grpc_wire import (
     encode_quorum_request,
     encode_quorum_response,
 )
-from allranks.lighthouse.messages import Hello
+from allranks.lighthouse.messages import PREAMBLE, Hello, encode
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
 from allranks.lighthouse.service import Service

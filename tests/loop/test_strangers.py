@@ -20,10 +20,8 @@ import pytest
 from tests.soak.world import find
 
 from allranks.channel.frames import HEAD
-from allranks.channel.handshake import MAGIC
-from allranks.channel.keys import Keyring
-from allranks.lighthouse.codec import PREAMBLE, encode
-from allranks.lighthouse.messages import Hello
+from allranks.channel.keys import MAGIC, Keyring
+from allranks.lighthouse.messages import PREAMBLE, Hello, encode
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "the-token-of-a-job-with-strangers"

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from allranks.channel.frames import receive_json, send_json
-from allranks.channel.handshake import ChannelError, greet_as_client
-from allranks.channel.keys import Keyring
+from allranks.channel.keys import ChannelError, Keyring, greet_as_client
 from allranks.errors import HealingFailed
 from allranks.manager.heal.fetch import Fetch, HealSource
 from allranks.manager.heal.serve import HealServer

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from allranks.channel.handshake import ChannelError, greet_as_client
-from allranks.channel.keys import Credential, Keyring
+from allranks.channel.keys import ChannelError, Credential, Keyring, greet_as_client
 from allranks.lighthouse.options import Options
 
 from .cluster import Cluster, Job, LighthouseProcess

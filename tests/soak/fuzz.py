@@ -55,13 +55,13 @@ from allranks.doctor.nodes import compare, read_answers
 from allranks.drill.plan import read_plan
 from allranks.elastic.config import check
 from allranks.errors import AllranksError
-from allranks.incidents.evidence_server import pack_part, unpack_part
 from allranks.incidents.folder import read_incidents
 from allranks.incidents.judge import read_observed
+from allranks.incidents.peers import pack_part, unpack_part
 from allranks.lighthouse import messages
-from allranks.lighthouse.codec import decode, encode, plain_load
 from allranks.lighthouse.grpc_wire import BadMessage, decode_quorum_request, encode_quorum_request
 from allranks.lighthouse.http import _parse_head
+from allranks.lighthouse.messages import decode, encode, plain_load
 from allranks.load.reading import Reader
 from allranks.load.result import LoadOptions, Unreadable
 from allranks.model.cluster import Member, MemberLost, Quorum

@@ -1,6 +1,6 @@
 """Frames, the one form in which our processes send each other messages: u32 length, u8 kind, payload.
 
-The lighthouse gives every type of message a kind (lighthouse/codec.py). Healing, votes, snapshots, evidence and the
+The lighthouse gives every type of message a kind (lighthouse/messages.py). Healing, votes, snapshots, evidence and the
 checkpoint helper send JSON objects (kind 0), and between them raw bytes whose length an object has told, followed
 by an object with their checksum. No pickle anywhere.
 Also here: addresses (HOST:PORT, with brackets around IPv6), held ports, and the options of connected sockets.
@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from allranks.channel.handshake import ChannelError
+from allranks.channel.keys import ChannelError
 
 JsonObject = dict[str, Any]  # as json reads it
 HEAD = struct.Struct("!IB")

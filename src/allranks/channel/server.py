@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from allranks.channel.handshake import GREETING_S, ChannelError, ServerGreeting
-from allranks.channel.keys import Keyring
+from allranks.channel.keys import GREETING_S, ChannelError, Keyring, ServerGreeting
 
 log = logging.getLogger("allranks.channel")
 

@@ -80,7 +80,7 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
         return None
     from allranks.incidents.loop import Watch
     from allranks.incidents.pipeline import WatchOptions
-    from allranks.incidents.sinks import check_address
+    from allranks.incidents.publish import check_address
 
     webhooks = tuple(options.webhook or recovery.get("webhooks") or ())
     for address in webhooks:

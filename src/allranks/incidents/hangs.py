@@ -18,8 +18,7 @@ from allranks.incidents.deaths import DeathIncidents
 from allranks.incidents.folder import IncidentFolder
 from allranks.incidents.judge import TRUSTED, Observed
 from allranks.incidents.pipeline import Examination, IncidentPipeline
-from allranks.incidents.policy import HangFacts, PolicyState, back_off_left_s, decide_action
-from allranks.incidents.stuck_or_slow import Look, judge
+from allranks.incidents.policy import HangFacts, Look, PolicyState, back_off_left_s, decide_action, judge
 from allranks.model.cluster import Gathering
 from allranks.model.diagnosis import Finding
 from allranks.model.incident import Action, Incident, Moment

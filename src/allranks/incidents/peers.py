@@ -3,29 +3,231 @@
 All nodes notice a hang of the job at about the same time. The lighthouse lets one of them lead: it gathers the parts
 of all, explains and acts. The others send their part and continue watching. A command asks all agents of a running job
 in the same way (`gather_everywhere`).
+
+The leader's `EvidenceServer` takes parts only from those who prove that they know the job token, only of an incident that is
+waited for, once from each sender, and never more than a part may have. A part is one packed file: boxes/, stacks/AGENT/,
+and part.json with what is missing. It may neither leave its folder nor grow beyond the limit when it is unpacked.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import logging
 import os
+import shutil
 import socket
 import tempfile
+import threading
+import time
+import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from allranks.blackbox.header import process_state
-from allranks.channel.frames import own_address
-from allranks.channel.keys import find_token, read_token
+from allranks.channel.frames import (
+    is_intact,
+    join_address,
+    own_address,
+    read_into,
+    receive_json,
+    send_checksum,
+    send_from,
+    send_json,
+    split_address,
+)
+from allranks.channel.keys import ChannelError, Keyring, find_token, greet_as_client, read_token
+from allranks.channel.server import MemberServer
 from allranks.errors import AllranksError, ConfigurationError, InputError
-from allranks.incidents.evidence_server import EvidenceServer, pack_part, send_part
 from allranks.incidents.folder import new_id
 from allranks.incidents.job_overview import find_job, read_job
 from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.model.cluster import FOLLOW_S, CollectEvidence, Gathering
+from allranks.model.parsing import from_json
 
 log = logging.getLogger("allranks.agent")
+
+MAX_PACKED_BYTES = 64 << 20
+MAX_BYTES = 512 << 20
+FACTS = "part.json"
+UPLOAD_S = 20.0
+PURPOSE = "evidence"  # names the key that both sides prove
+MAX_REQUEST_BYTES = 16 << 10
+EARLY_S = 2.0  # a part may arrive before its leader has opened a folder for it
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """part.json."""
+
+    missing: tuple[str, ...] = ()
+
+
+@dataclass
+class _Awaited:
+    folder: Path
+    heard: set[str] = field(default_factory=set)
+    missing: list[str] = field(default_factory=list)
+
+
+class EvidenceServer:
+    """`start()` and `close()` own the socket and the threads; `address` (HOST:PORT) is where parts go."""
+
+    def __init__(self, token: str, host: str = "127.0.0.1") -> None:
+        self.host = host
+        self.address = ""
+        self._awaited: dict[str, _Awaited] = {}
+        self._over: set[str] = set()  # incidents that were waited for
+        self._gone: set[str] = set()  # senders that are not waited for any more
+        self._changed = threading.Condition()
+        self._members = MemberServer(Keyring(token), PURPOSE, self._serve, "allranks-evidence")
+
+    def start(self) -> None:
+        """Listens on a free port."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        listener = socket.create_server((self.host, 0), family=family)
+        self.address = join_address(self.host, listener.getsockname()[1])
+        self._members.start(listener)
+
+    def close(self) -> None:
+        """Takes nothing any more."""
+        self._members.close()
+
+    def expect(self, incident: str, folder: Path) -> None:
+        """From now on parts of this incident are put into the folder."""
+        with self._changed:
+            self._awaited[incident] = _Awaited(folder)
+            self._over.discard(incident)  # a second look
+            self._changed.notify_all()
+
+    def wait(self, incident: str, senders: tuple[str, ...], limit_s: float) -> list[str]:
+        """Until the parts of all senders are there, or the limit; returns what is missing, as sentences."""
+        deadline = time.monotonic() + limit_s
+        with self._changed:
+            awaited = self._awaited[incident]
+            while not (awaited.heard | self._gone).issuperset(senders):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(left)
+            del self._awaited[incident]
+            self._over.add(incident)
+            silent = sorted(set(senders) - awaited.heard)
+            why = {
+                name: ", it is gone" if name in self._gone else f" within {limit_s:g} s" for name in silent
+            }
+            return [*awaited.missing, *(f"{name}: no evidence{why[name]}" for name in silent)]
+
+    def give_up(self, sender: str) -> None:
+        """It is gone: nobody waits for its part."""
+        with self._changed:
+            self._gone.add(sender)
+            self._changed.notify_all()
+
+    def take(self, incident: str, sender: str, data: bytes) -> bool:
+        """A part has come; False when nobody waits for it (any more). A fast one waits until it is expected."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: incident in self._awaited or incident in self._over, timeout=EARLY_S
+            )
+            awaited = self._awaited.get(incident)
+            if awaited is None or sender in awaited.heard:
+                return False
+            try:
+                missing = unpack_part(data, awaited.folder)
+            except AllranksError as error:
+                missing = [str(error)]
+            awaited.missing += [f"{sender}: {item}" for item in missing]
+            awaited.heard.add(sender)
+            self._changed.notify_all()
+        return True
+
+    def _serve(self, connection: socket.socket, purpose: str) -> None:
+        """One part: who sends what, the bytes, and the answer."""
+        connection.settimeout(UPLOAD_S)
+        told = receive_json(connection, MAX_REQUEST_BYTES)
+        size = int(told["bytes"])
+        if size > MAX_PACKED_BYTES + (1 << 20):
+            send_json(connection, {"ok": False, "why": f"a part of {size} bytes is too large"})
+            return
+        data, hasher = bytearray(size), hashlib.sha256()
+        read_into(connection, [memoryview(data)], hasher)
+        if not is_intact(connection, hasher):
+            raise ChannelError("a part came with the wrong checksum")
+        taken = self.take(str(told["incident"]), str(told["sender"]), bytes(data))
+        send_json(connection, {"ok": taken, "why": "" if taken else "nobody waits for it any more"})
+
+
+def send_part(upload: str, incident: str, sender: str, token: str, data: bytes) -> None:
+    """Sends a part to another agent; OSError when it cannot be done in time."""
+    with socket.create_connection(split_address(upload), UPLOAD_S) as sock:
+        greet_as_client(sock, Keyring(token).for_purpose(PURPOSE))
+        send_json(sock, {"incident": incident, "sender": sender, "bytes": len(data)})
+        hasher = hashlib.sha256()
+        send_from(sock, [memoryview(data)], hasher)
+        send_checksum(sock, hasher)
+        answer = receive_json(sock)
+    if not answer.get("ok"):
+        raise ChannelError(str(answer.get("why", "refused")))
+
+
+def pack_part(folder: Path, missing: list[str], *, limit: int = MAX_PACKED_BYTES) -> bytes:
+    """All files of a folder, boxes first; those beyond the limit are named in part.json instead."""
+    out = io.BytesIO()
+    missing = list(missing)
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as pack:
+        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+            name = path.relative_to(folder).as_posix()
+            try:
+                data = path.read_bytes()
+            except OSError as error:
+                missing.append(f"{name}: {error.strerror or error}")
+                continue
+            if out.tell() + len(data) > limit:
+                missing.append(f"{name}: left out, the part is limited to {limit >> 20} MiB")
+            else:
+                pack.writestr(name, data)
+        pack.writestr(FACTS, json.dumps({"missing": missing}))
+    return out.getvalue()
+
+
+def unpack_part(data: bytes, folder: Path, *, limit: int = MAX_BYTES) -> list[str]:
+    """Puts a part into an incident folder; returns what its node could not give. InputError for a bad part."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as pack:
+            entries = [entry for entry in pack.infolist() if not entry.is_dir()]
+            if sum(entry.file_size for entry in entries) > limit:
+                raise InputError(f"a part of more than {limit >> 20} MiB")
+            for entry in entries:
+                if entry.filename != FACTS:
+                    _write(folder, pack, entry)
+            facts = from_json(pack.read(FACTS), _Facts) if FACTS in pack.namelist() else _Facts()
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        LookupError,
+        ValueError,
+        RuntimeError,
+        OSError,
+    ) as error:
+        raise InputError(f"a part that cannot be read: {error}") from error
+    return list(facts.missing)
+
+
+def _write(folder: Path, pack: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
+    place = PurePosixPath(entry.filename)
+    outside = place.is_absolute() or ".." in place.parts or len(place.parts) < 2
+    if outside or place.parts[0] not in ("boxes", "stacks"):
+        raise InputError(f"a part with a file {entry.filename!r}")
+    target = folder / place
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with pack.open(entry) as packed, target.open("wb") as file:  # piece by piece: it may be large
+        shutil.copyfileobj(packed, file)
+
 
 PARTS_S = 30.0  # how long the parts of others are waited for
 

@@ -18,19 +18,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from allranks.errors import InputError, require
-from allranks.launch.rendezvous import (
+from allranks.launch.spares import RANK_MODULE, Spares, serving
+from allranks.launch.torchrun_patches import (
     AWAY_S,
+    MONITORING,
     LaunchError,
     RendezvousRetry,
+    ending_ranks,
+    holding_master_port,
     nobody_answers,
     port_in_use,
     refuse_stranger,
     repeating_rendezvous,
+    replaced,
     wait_for_host,
     watching_members,
 )
-from allranks.launch.spares import RANK_MODULE, Spares, serving
-from allranks.launch.torchrun_patches import MONITORING, ending_ranks, holding_master_port, replaced
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup

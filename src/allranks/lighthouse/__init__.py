@@ -1,5 +1,5 @@
-"""The lighthouse: who is alive, who trains together, who must be told. Import the submodule that you need.
+"""The lighthouse: who is alive, who trains together, who must be notified. Import the submodule that you need.
 
-Pure (no clock, no sockets): options, state, members, decide, detect. In the lighthouse process: service and what it
-uses, connection, server, web, election. In ranks and agents: client/. Both: messages, codec.
+Pure (no clock, no sockets): options, state, decide, detect. In the lighthouse process: service and what it
+uses, connection, server, web, election. In ranks and agents: client/. Both: messages.
 """

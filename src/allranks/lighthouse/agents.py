@@ -13,9 +13,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from allranks.lighthouse.event_log import EventLog
 from allranks.lighthouse.quorum_coordinator import Timers
-from allranks.lighthouse.sessions import Session, Sessions
+from allranks.lighthouse.sessions import EventLog, Session, Sessions
 from allranks.model.cluster import CollectEvidence, Gathering, MemberLeft, MemberLost, PublishedIncident
 from allranks.model.job import AGENT, Failover, Presence
 

@@ -1,7 +1,8 @@
-"""One TCP connection of the lighthouse: first bytes, hello, frames. An asyncio Protocol, on the loop's thread.
+"""One TCP connection of the lighthouse: first bytes, hello, frames, commands. An asyncio Protocol, on the loop's thread.
 
-The first bytes tell frames of ours (PREAMBLE) from HTTP, which is handed to the web door; anything else is
-closed with a line in the log. A client has one chance to say a right hello; everything is bounded.
+The first bytes tell frames of ours (PREAMBLE) from HTTP, which is handed to the web server; anything else is
+closed with a line in the log. A client has one chance to send a right hello; everything is bounded. An action that a client
+asks for (`Command`) is looked up by name and answered with a `Result`.
 """
 
 from __future__ import annotations
@@ -18,15 +19,84 @@ import msgspec
 
 from allranks.channel.frames import HEAD, BadFrame, check_length, tune
 from allranks.channel.keys import Credential, Keyring, is_proof, prove
+from allranks.errors import LighthouseError
 from allranks.lighthouse import messages
-from allranks.lighthouse.codec import ACK, BEAT, PREAMBLE, QUORUM, decode, encode
-from allranks.lighthouse.commands import carry_out
 from allranks.lighthouse.limits import Throttle, open_files_limit
+from allranks.lighthouse.messages import ACK, BEAT, PREAMBLE, QUORUM, Command, Result, decode, encode, load
 from allranks.lighthouse.options import ServerOptions
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
-from allranks.model.cluster import PROTOCOL_VERSION, Quorum
+from allranks.model.cluster import PROTOCOL_VERSION, CollectEvidence, PublishedIncident, Quorum
+from allranks.model.job import Presence
 from allranks.model.parsing import printable
+
+
+def carry_out(service: Service, command: Command, reply: Callable[[Result], None]) -> None:
+    """Does what is asked and replies; to what must survive this lighthouse only once it is safe.
+
+    The connection has shown the job token before it gets here.
+    """
+    result = _answer(service, command)
+    if command.action in ("evict", "let_in", "finish"):
+        service.former.after_kept(lambda: reply(result))
+    else:
+        reply(result)
+
+
+def _answer(service: Service, command: Command) -> Result:
+    act = _ACTIONS.get(command.action)
+    if act is None or (command.action in _OF_A_REPLICA and not command.replica):
+        why = "" if command.replica else " without a replica"
+        return Result(command.id, False, f"cannot do {command.action!r}" + why)
+    try:
+        found = act(service, replace(command, reason=printable(command.reason)))
+    except (BadFrame, LighthouseError) as error:
+        return Result(command.id, False, str(error))
+    return Result(command.id, True, msgspec.json.encode(found).decode())
+
+
+def _evict(service: Service, command: Command) -> object:
+    service.evict(command.replica, command.reason or "asked for")
+    return {"evicted": command.replica}
+
+
+def _let_in(service: Service, command: Command) -> object:
+    if not service.let_in(command.replica):
+        raise LighthouseError(f"{command.replica} is neither evicted nor in back-off nor too late")
+    return {"let_in": command.replica}
+
+
+def _report_incident(service: Service, command: Command) -> object:
+    service.agents.report_incident(_cleaned(load(PublishedIncident, command.body.encode())))
+    return {}
+
+
+_ACTIONS: dict[str, Callable[[Service, Command], object]] = {
+    "status": lambda service, command: service.snapshot(),
+    "evict": _evict,
+    "let_in": _let_in,
+    "finish": lambda service, command: {"finished": service.finish(command.replica)},
+    "gather": lambda service, command: service.agents.gather(load(CollectEvidence, command.body.encode())),
+    "present": lambda service, command: service.agents.nodes.note(load(Presence, command.body.encode())),
+    "presence": lambda service, command: {"node": service.agents.nodes.find(command.replica)},
+    "collect": lambda service, command: {
+        "incident": service.agents.collect(command.reason, command.replicas)
+    },
+    "accuse": lambda service, command: {"lost": service.accuse(command.replica, command.reason)},
+    "incident": _report_incident,
+}
+_OF_A_REPLICA = frozenset({"evict", "let_in", "finish", "presence", "accuse"})
+
+
+def _cleaned(incident: PublishedIncident) -> PublishedIncident:
+    """It is shown on the page and in terminals."""
+    texts: dict[str, Any] = {
+        name: printable(value)
+        for name, value in vars(incident).items()
+        if isinstance(value, str) and name not in ("story", "evidence")  # HTML, shown in a sandbox; JSON
+    }
+    return replace(incident, **texts, replicas=tuple(map(printable, incident.replicas)))
+
 
 log = logging.getLogger("allranks.lighthouse")
 

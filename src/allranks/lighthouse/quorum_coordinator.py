@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from allranks.errors import AllranksError
-from allranks.lighthouse.codec import encode
 from allranks.lighthouse.decide import Form, Wait, decide, find_broken, find_wanted
-from allranks.lighthouse.event_log import EventLog
-from allranks.lighthouse.messages import Refused
+from allranks.lighthouse.messages import Refused, encode
 from allranks.lighthouse.options import Options
-from allranks.lighthouse.sessions import Sessions
+from allranks.lighthouse.sessions import EventLog, Sessions
 from allranks.lighthouse.state import QuorumState
 from allranks.lighthouse.status import PersistedState
 from allranks.model.cluster import Member, Quorum, QuorumFormed, QuorumWanted

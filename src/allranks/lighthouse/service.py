@@ -17,13 +17,11 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from allranks.lighthouse.agents import CUT_BACK_S, SILENT_BACK_S, Agents
-from allranks.lighthouse.codec import encode
 from allranks.lighthouse.detect import AwakeClock, find_silent
-from allranks.lighthouse.event_log import EventLog
-from allranks.lighthouse.messages import Beat, Hello, NoQuorumYet, Pong, Refused, Welcome
+from allranks.lighthouse.messages import Beat, Hello, NoQuorumYet, Pong, Refused, Welcome, encode
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.quorum_coordinator import Keep, QuorumCoordinator, Timers
-from allranks.lighthouse.sessions import Peer, Session, Sessions, deliver, merged, signed
+from allranks.lighthouse.sessions import EventLog, Peer, Session, Sessions, deliver, merged, signed
 from allranks.lighthouse.snapshot import take_snapshot
 from allranks.lighthouse.state import QuorumState
 from allranks.lighthouse.status import PersistedState, Status, StatusEvent

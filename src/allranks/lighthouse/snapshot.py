@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from allranks import __version__
-from allranks.lighthouse.members import Replica
 from allranks.lighthouse.sessions import Session, Sessions
-from allranks.lighthouse.state import QuorumState
+from allranks.lighthouse.state import QuorumState, Replica
 from allranks.lighthouse.status import ReplicaStatus, Status
 from allranks.lighthouse.training import Scene
 

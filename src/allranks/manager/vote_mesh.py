@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from allranks.channel.frames import read_exactly, receive_json, send_json, tune_for_bulk
-from allranks.channel.handshake import ChannelError, greet_as_client
-from allranks.channel.keys import Credential
+from allranks.channel.keys import ChannelError, Credential, greet_as_client
 from allranks.errors import GroupAborted, ManagerError
 from allranks.manager.groups.sockets import SocketSet
 from allranks.manager.votes import Tally, Vote

@@ -16,8 +16,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 from allranks.channel.frames import receive_json, send_json
-from allranks.channel.handshake import ChannelError, greet_as_client
-from allranks.channel.keys import Keyring
+from allranks.channel.keys import ChannelError, Keyring, greet_as_client
 from allranks.checkpoint.checksum import best_algorithm
 from allranks.checkpoint.stores import Pieces, StoreSpec
 from allranks.checkpoint.stores.keyed_store import KeyedStore

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from allranks.channel.frames import is_intact, next_json, read_into, send_checksum, send_from, send_json
-from allranks.channel.handshake import ChannelError
-from allranks.channel.keys import Keyring
+from allranks.channel.keys import ChannelError, Keyring
 from allranks.channel.server import MemberServer
 from allranks.checkpoint.checksum import best_algorithm, new_hasher
 

@@ -34,8 +34,8 @@ from allranks.lighthouse.client.link import FATAL, Link
 from allranks.lighthouse.client.options import ClientOptions
 from allranks.lighthouse.client.proxy_link import ProxyLink
 from allranks.lighthouse.client.reactor import Reactor
-from allranks.lighthouse.codec import FIRST_NOTICE, decode, encode
 from allranks.lighthouse.messages import (
+    FIRST_NOTICE,
     Ack,
     Beat,
     Command,
@@ -47,6 +47,8 @@ from allranks.lighthouse.messages import (
     Result,
     Welcome,
     Withdraw,
+    decode,
+    encode,
 )
 from allranks.model.cluster import (
     ConnectionLost,

@@ -29,8 +29,21 @@ from allranks.channel.frames import (
 )
 from allranks.channel.keys import Keyring, is_proof, prove
 from allranks.lighthouse.client.reactor import Reactor, ReactorTimer
-from allranks.lighthouse.codec import EMPTY_BEAT, PREAMBLE, REFUSED, WELCOME, decode, encode
-from allranks.lighthouse.messages import PURPOSE, Beat, Challenge, Hello, Proof, Refused, Welcome
+from allranks.lighthouse.messages import (
+    EMPTY_BEAT,
+    PREAMBLE,
+    PURPOSE,
+    REFUSED,
+    WELCOME,
+    Beat,
+    Challenge,
+    Hello,
+    Proof,
+    Refused,
+    Welcome,
+    decode,
+    encode,
+)
 from allranks.model.cluster import ConnectionLost
 
 log = logging.getLogger("allranks.lighthouse")

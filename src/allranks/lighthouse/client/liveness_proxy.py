@@ -23,7 +23,7 @@ from allranks.errors import InputError
 from allranks.lighthouse.client.held_sockets import HeldSockets
 from allranks.lighthouse.client.link import Link, LinkOptions
 from allranks.lighthouse.client.reactor import Reactor
-from allranks.lighthouse.codec import (
+from allranks.lighthouse.messages import (
     DEPARTURES,
     HOLD,
     LEAVE,
@@ -31,11 +31,17 @@ from allranks.lighthouse.codec import (
     REPORT,
     START,
     WELCOME,
+    Beat,
+    Died,
+    Hold,
+    Release,
+    Report,
+    Start,
+    Welcome,
     decode,
     encode,
     load,
 )
-from allranks.lighthouse.messages import Beat, Died, Hold, Release, Report, Start, Welcome
 from allranks.model.cluster import Evicted, MemberLeft, MemberLost
 
 _MAX_FRAME = 256 << 20

@@ -21,8 +21,7 @@ import allranks
 from allranks.channel.frames import HEAD, READ_BYTES, BadFrame, take_frames
 from allranks.lighthouse.client.link import LinkOptions
 from allranks.lighthouse.client.reactor import Reactor
-from allranks.lighthouse.codec import WELCOME, encode
-from allranks.lighthouse.messages import Hold, Release, Report, Start
+from allranks.lighthouse.messages import WELCOME, Hold, Release, Report, Start, encode
 from allranks.model.cluster import ConnectionLost
 
 log = logging.getLogger("allranks.lighthouse")

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from allranks.channel.frames import is_intact, read_into, receive_json, send_json, tune_for_bulk
-from allranks.channel.handshake import ChannelError, greet_as_client
-from allranks.channel.keys import Credential
+from allranks.channel.keys import ChannelError, Credential, greet_as_client
 from allranks.checkpoint.checksum import new_hasher
 from allranks.errors import AllranksError, HealingFailed
 from allranks.manager.heal.staging import Staging

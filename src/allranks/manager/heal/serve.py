@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allranks.channel.frames import receive_json, send_checksum, send_from, send_json, tune_for_bulk
-from allranks.channel.handshake import ChannelError
-from allranks.channel.keys import Keyring
+from allranks.channel.keys import ChannelError, Keyring
 from allranks.channel.server import MemberServer
 from allranks.checkpoint.checksum import best_algorithm, new_hasher
 from allranks.manager.heal.staging import Staging

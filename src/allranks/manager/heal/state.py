@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from allranks.channel.handshake import ChannelError
+from allranks.channel.keys import ChannelError
 from allranks.checkpoint.tensors import flatten, memory_of, unflatten
 from allranks.manager.heal.staging import Staging, stream_beside
 from allranks.manager.plan import Position
