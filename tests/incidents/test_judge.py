@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from allranks.cli import main
+from allranks.incidents import stuck_or_slow
 from allranks.incidents.folder import read_incidents
 from allranks.incidents.judge import Observed, judge, read_observed
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import WatchOptions
+from allranks.incidents.stuck_or_slow import Look
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.stacks import RankState, StacksReport
+from allranks.stacks.classify import find_culprits
 from boxes import write_box
 
 GONE = 2**22  # no process has such a number
@@ -111,6 +114,21 @@ def test_ranks_that_block_in_cuda_calls_are_not_named_for_the_one_they_wait_for(
     late = Finding("none_finished", (0, 2), "all_reduce #20 ended on rank 1 but not on ranks 0, 2")
     observed = Observed(reason="silent", quiet_s=5.0, marked=(0, 1, 2))
     assert named(judge(Diagnosis("fault", late, (late,)), stacks(*causes), observed)) == verdict
+
+
+def test_a_stopped_rank_is_named_though_all_have_entered_the_call_that_none_finishes() -> None:
+    """Its NCCL threads are stopped with it, so that a call which it has made does not end; the others look busy."""
+    nobody = Finding(
+        "none_finished", (), "all 3 ranks entered all_reduce #11 and none finished", confidence=0.7
+    )
+    states = stacks("native_call", "stopped", "native_call").ranks
+    report = StacksReport(
+        hung=True, culprits=find_culprits(states), sentence="rank 1 is stopped", ranks=states
+    )
+    looks = [Look(5.0 * n, 3.0 + n, report, moved=False) for n in range(2)]
+    assert stuck_or_slow.judge(looks, 300)[0] is True
+    found = judge(Diagnosis("fault", nobody, (nobody,)), report, Observed(reason="silent", marked=(0, 1, 2)))
+    assert named(found) == ("stopped", (1,))
 
 
 def test_a_rank_that_never_came_to_its_first_call_is_named_with_the_line_of_its_stack() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +20,7 @@ from allranks.model.stacks import (
     RankMarks,
     RasReply,
 )
-from allranks.stacks import Stillness, classify, ras, read_capture
+from allranks.stacks import Stillness, classify, procfs, ras, read_capture
 from allranks.stacks.debug_config import (
     DebugOptions,
     Observation,
@@ -109,6 +113,39 @@ def test_ras_is_asked_over_tcp_and_silence_is_no_error() -> None:
     assert reply is not None and reply.text == RAS
     assert asked == [b"VERBOSE STATUS\n"]
     assert ras.ask(f"127.0.0.1:{port}") is None
+
+
+RAS_SERVER = """
+import socket
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+while True:
+    with server.accept()[0] as connection:
+        connection.recv(100)
+        connection.sendall(b"counts")
+"""
+
+
+def test_the_ras_service_of_another_job_at_the_same_port_is_not_asked() -> None:
+    """NCCL listens at one port, whichever job comes first: its counts move while ours hang."""
+    with subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"import subprocess, sys; subprocess.run([sys.executable, '-c', {RAS_SERVER!r}])",
+        ],
+        stdout=subprocess.PIPE,
+    ) as agent:
+        assert agent.stdout is not None
+        address = f"127.0.0.1:{int(agent.stdout.readline())}"
+        (rank,) = procfs.descendants(agent.pid)
+        try:
+            assert ras.ask(address, of=[os.getpid()]) is None
+            reply = ras.ask(address, of=[rank])
+            assert reply is not None and reply.text == "counts"
+        finally:
+            os.kill(rank, signal.SIGKILL)
+            agent.wait()
 
 
 def test_triggers_fire_once_for_each_standstill_and_again_later() -> None:

@@ -212,11 +212,12 @@ def _own_line(found: Finding | None, report: StacksReport | None) -> Finding | N
 
 
 def _from_stacks(report: StacksReport | None) -> Finding | None:
-    """A verdict from stacks alone, when the black boxes show no open call. Who waits elsewhere is only odd."""
+    """A verdict from stacks alone, when the black boxes name nobody. Who waits elsewhere is only odd; a process that is
+    stopped cannot take part in a call that it has made."""
     if report is None or not report.culprits:
         return None
     culprit = report.ranks[report.culprits[0]]
-    confidence = 0.5 if culprit.cause in WAITS else 0.6
+    confidence = 0.9 if culprit.cause == "stopped" else 0.5 if culprit.cause in WAITS else 0.6
     return Finding(
         culprit.cause,
         tuple(report.culprits),

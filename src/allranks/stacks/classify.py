@@ -66,6 +66,8 @@ def find_culprits(ranks: Mapping[int, RankState], hung: bool | None = True) -> t
     """
     if not ranks:
         return ()
+    if halted := tuple(sorted(rank for rank, state in ranks.items() if state.cause == "stopped")):
+        return halted  # what others do meanwhile may be a wait for it: NCCL's own threads are stopped, too
     if hung is None and not any(_TIERS.get(state.cause, 0) >= 2 for state in ranks.values()):
         return tuple(sorted(rank for rank, state in ranks.items() if state.cause in _FOR_GOOD))
     tiers = {rank: _TIERS.get(state.cause, 0) for rank, state in ranks.items() if state.cause != "healthy"}

@@ -275,7 +275,8 @@ class _Collection:
             (c.target.environ["NCCL_RAS_ADDR"] for c in self.cases if c.target.environ.get("NCCL_RAS_ADDR")),
             ras.DEFAULT_ADDRESS,
         )
-        reply = ras.ask(address)
+        pids = [case.target.pid for case in self.cases if case.target.child is None]
+        reply = ras.ask(address, of=() if self.options.ras_address else pids)
         if reply is not None:
             self.ras.append(reply)
             self._keep_file(f"ras.s{len(self.ras)}.txt", reply.text)

@@ -5,10 +5,11 @@ Every reader returns what it could get: a process may end, or belong to somebody
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,17 +73,37 @@ def read_entry(pid: int) -> ProcessEntry | None:
 
 def _talks(pid: int) -> bool:
     """Whether a process has torch and a TCP connection, as every rank has."""
-    if "libtorch" not in _read(pid, "maps"):
-        return False
+    return "libtorch" in _read(pid, "maps") and bool((_sockets(pid) or set()) & _tcp(pid, "01"))
+
+
+def is_foreign_port(port: int, pids: Sequence[int]) -> bool:
+    """Whether none of these processes listens at a TCP port of theirs, nor another one of the same parent, but somebody
+    does. What cannot be seen is not called foreign."""
+    listening = _tcp(pids[0], "0A", port) if pids else set()
+    parents = {entry.ppid for entry in scan(list(pids))} - {0, 1}
+    beside = {pid for parent in parents for pid in _children(parent)}
+    held = [_sockets(pid) for pid in {*pids, *beside}]
+    return bool(listening) and all(sockets is not None and not sockets & listening for sockets in held)
+
+
+def _tcp(pid: int, state: str, port: int | None = None) -> set[str]:
+    """The TCP sockets that a process can see in this state, as its open files name them."""
     rows = [line.split() for name in ("net/tcp", "net/tcp6") for line in _read(pid, name).splitlines()[1:]]
-    connected = {f"socket:[{row[9]}]" for row in rows if row[3] == "01"}
+    at = "" if port is None else f":{port:04X}"
+    return {f"socket:[{row[9]}]" for row in rows if row[3] == state and row[1].endswith(at)}
+
+
+def _sockets(pid: int) -> set[str] | None:
+    """Among the open files of a process; None when they may not be read."""
+    folder, found = PROC / str(pid) / "fd", set()
     try:
-        return any(
-            os.readlink(PROC / str(pid) / "fd" / one) in connected
-            for one in os.listdir(PROC / str(pid) / "fd")
-        )
-    except OSError:
-        return False
+        names = os.listdir(folder)
+    except OSError as error:
+        return set() if isinstance(error, FileNotFoundError) else None  # it has ended
+    for name in names:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found.add(os.readlink(folder / name))
+    return {link for link in found if link.startswith("socket:")}
 
 
 def _read(pid: int, name: str) -> str:
@@ -110,16 +131,18 @@ def descendants(pid: int) -> list[int]:
     found: list[int] = []
     todo = [pid]
     while todo:
-        one = todo.pop(0)
-        try:
-            threads = os.listdir(PROC / str(one) / "task")
-        except OSError:
-            continue
-        for thread in threads:
-            children = [int(word) for word in _read(one, f"task/{thread}/children").split()]
-            found += children
-            todo += children
+        children = _children(todo.pop(0))
+        found += children
+        todo += children
     return found
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        threads = os.listdir(PROC / str(pid) / "task")
+    except OSError:
+        return []
+    return [int(word) for thread in threads for word in _read(pid, f"task/{thread}/children").split()]
 
 
 def read_facts(pid: int) -> dict[str, object]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from allranks.model.stacks import RasReply
+from allranks.stacks.procfs import is_foreign_port
 
 DEFAULT_ADDRESS = "127.0.0.1:28028"
 LIMIT_S = 5.0
@@ -38,10 +39,19 @@ class OperationCount:
 
 
 def ask(
-    address: str = DEFAULT_ADDRESS, *, as_json: bool = False, limit_s: float = LIMIT_S
+    address: str = DEFAULT_ADDRESS,
+    *,
+    of: Sequence[int] = (),
+    as_json: bool = False,
+    limit_s: float = LIMIT_S,
 ) -> RasReply | None:
-    """One verbose status, or None when nobody answers there."""
+    """One verbose status, or None when nobody answers there.
+
+    With the processes of a job (`of`) also None when another job of this machine answers: NCCL's port is the same for all.
+    """
     host, _, port = address.rpartition(":")
+    if of and port.isdigit() and host in ("127.0.0.1", "localhost", "") and is_foreign_port(int(port), of):
+        return None
     question = ("SET FORMAT json\n" if as_json else "") + "VERBOSE STATUS\n"
     deadline = time.monotonic() + limit_s
     chunks: list[bytes] = []

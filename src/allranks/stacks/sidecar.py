@@ -186,7 +186,7 @@ class Sidecar:
 
     def _ask_others(self, pids: Sequence[int]) -> None:
         """NCCL's RAS service and the GPUs, where they answer."""
-        reply = ras.ask(limit_s=RAS_LIMIT_S)
+        reply = ras.ask(of=pids, limit_s=RAS_LIMIT_S)
         self._ras = (*self._ras[-1:], reply) if reply is not None else ()
         used = gpus.ask(pids)
         self._gpus = (*self._gpus[-1:], used) if used else ()
