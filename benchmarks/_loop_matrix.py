@@ -138,7 +138,7 @@ def run_cell(cell: Cell, folder: Path, notice_s: float) -> dict[str, Any]:
     row = {**asdict(cell), "rank": cell.rank, "seconds": round(time.monotonic() - began, 1)}
     row |= _judge(result.faults[-1], incidents, cell.point)
     row |= {"alarms": result.false_alarms, "evictions": result.false_evictions, "exit": result.exit_code}
-    if not (row["right_rank"] and row["right_cause"]):
+    if row["alarms"] or not (row["right_rank"] and row["right_cause"]):
         row["log"] = (folder / "drill" / "output.log").read_text(errors="replace")[-3000:]
         row["incidents"] = [
             [i["kind"], (i["verdict"] or {}).get("sentence")] for i in read_incidents(incidents)
@@ -219,7 +219,8 @@ def _fork_cell(cell: Cell, folder: Path, out: Path, notice_s: float, fork: bool)
     with open(out, "a") as file:
         file.write(json.dumps(row) + "\n")  # one small write: lines of several processes do not mix
     print(_line(row), file=sys.stderr, flush=True)
-    if row.get("right_rank") and row.get("right_cause") and (row.get("late_s") or 0) <= LATE_S:
+    right = row.get("right_rank") and row.get("right_cause") and not row.get("alarms")
+    if right and (row.get("late_s") or 0) <= LATE_S:
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
