@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from allranks.cli import main
-from allranks.incidents import stuck_or_slow
+from allranks.incidents import policy
 from allranks.incidents.folder import read_incidents
 from allranks.incidents.judge import Observed, judge, read_observed
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import WatchOptions
-from allranks.incidents.stuck_or_slow import Look
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.stacks import RankState, StacksReport
 from allranks.stacks.classify import find_culprits
@@ -125,8 +124,8 @@ def test_a_stopped_rank_is_named_though_all_have_entered_the_call_that_none_fini
     report = StacksReport(
         hung=True, culprits=find_culprits(states), sentence="rank 1 is stopped", ranks=states
     )
-    looks = [Look(5.0 * n, 3.0 + n, report, moved=False) for n in range(2)]
-    assert stuck_or_slow.judge(looks, 300)[0] is True
+    looks = [policy.Look(5.0 * n, 3.0 + n, report, moved=False) for n in range(2)]
+    assert policy.judge(looks, 300)[0] is True
     found = judge(Diagnosis("fault", nobody, (nobody,)), report, Observed(reason="silent", marked=(0, 1, 2)))
     assert named(found) == ("stopped", (1,))
 
