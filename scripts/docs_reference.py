@@ -47,7 +47,7 @@ def troubleshooting_page() -> Iterator[str]:
 #: (heading, module, names); a class is shown with its public methods
 API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("My job hangs now", "allranks", ("diagnose", "stacks")),
-    ("", "allranks.api.results", ("DiagnosisResult", "RecordedCalls", "StacksResult", "CheckpointIndex")),
+    ("", "allranks.api.functions", ("DiagnosisResult", "RecordedCalls", "StacksResult", "CheckpointIndex")),
     ("Recording", "allranks", ("record", "step", "expect", "Recorder", "FlightRecorderHook")),
     ("Keep my job running", "allranks", ("Manager", "Optimizer", "DistributedDataParallel")),
     ("Lose nothing", "allranks", ("load_checkpoint_index",)),

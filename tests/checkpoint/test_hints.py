@@ -19,7 +19,7 @@ from allranks import errors
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, NVMeBackend, S3Backend
 from allranks.checkpoint.restore.candidates import RestoreRules, TiersSeen, choose, refuse_to_start_over
 from allranks.checkpoint.restore.opened_checkpoint import opened
-from allranks.checkpoint.restore.regions import require
+from allranks.checkpoint.restore.tensor_reader import require
 from allranks.checkpoint.stores.file_store import FileStore
 from allranks.cli import main
 from allranks.errors import AllranksError, CheckpointError, CheckpointSaveError

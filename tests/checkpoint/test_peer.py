@@ -20,8 +20,7 @@ from allranks.channel.keys import ChannelError
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier, SnapshotServer
 from allranks.checkpoint.stores import StoreSpec, open_store
 from allranks.checkpoint.stores.keyed_store import KeyedStore
-from allranks.checkpoint.stores.peer_store import PeerBlobs
-from allranks.checkpoint.stores.snapshot_server import receive_bytes, send_bytes
+from allranks.checkpoint.stores.peer_store import PeerBlobs, receive_bytes, send_bytes
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as mark
 
@@ -151,7 +150,7 @@ def test_every_blob_lies_on_two_nodes_and_one_may_go(keeper: SnapshotServer) -> 
 
 AGENT = """
 import sys
-from allranks.checkpoint.stores.snapshot_server import SnapshotServer
+from allranks.checkpoint.stores.peer_store import SnapshotServer
 server = SnapshotServer(sys.argv[1], "127.0.0.1:0", 64 << 20)
 server.start()
 print(server.address, flush=True)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allranks.checkpoint.checksum import best_algorithm, checksum, new_hasher
-from allranks.checkpoint.layout import Shard, lay_out, parse_header
+from allranks.checkpoint.manifest import Shard, lay_out, parse_header
 from allranks.checkpoint.tensors import Unstorable, flatten, memory_of, tensor_names, unflatten
 
 _leaves = (

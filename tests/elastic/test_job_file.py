@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from allranks.cli.flags import read_flags
-from allranks.cli.job_file import (
+from allranks.cli.run_job import (
     RunFlags,
     heartbeats,
     manager_timeout_s,

@@ -16,8 +16,7 @@ import pytest
 from allranks.blackbox.file_writer import box_bytes
 from allranks.blackbox.header import HEADER_BYTES
 from allranks.blackbox.layout import HEADER, Item, packed_ranks
-from allranks.blackbox.reader import read_box
-from allranks.blackbox.ring_copy import BytesFile
+from allranks.blackbox.reader import BytesFile, read_box
 from allranks.blackbox.tables import MAX_MEMBERS, HeapCache, Tables
 from allranks.drill.ranks import Ranks, signal
 from allranks.errors import InputError

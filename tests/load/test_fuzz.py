@@ -23,12 +23,11 @@ from hypothesis import strategies as st
 
 from allranks.blackbox.file_writer import box_bytes
 from allranks.blackbox.layout import HEADER
-from allranks.blackbox.reader import read_box
-from allranks.blackbox.ring_copy import BytesFile
+from allranks.blackbox.reader import BytesFile, read_box
 from allranks.blackbox.tables import HeapCache, Tables
 from allranks.errors import InputError
 from allranks.load.reading import Reader
-from allranks.load.result import LoadOptions, Raw, Unreadable
+from allranks.load.sources import LoadOptions, Raw, Unreadable
 from allranks.load.unpickle import read_pickle
 
 from .dumps import dump, entry

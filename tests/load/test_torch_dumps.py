@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from allranks.load import LoadOptions, load_paths
-from allranks.load import dumps as dumps_module
+from allranks.load import torch_dump as dumps_module
 from allranks.model.trace import Flag, RankTrace, State
 
 from .dumps import dump, entry

@@ -63,14 +63,13 @@ from allranks.lighthouse.grpc_wire import BadMessage, decode_quorum_request, enc
 from allranks.lighthouse.http import _parse_head
 from allranks.lighthouse.messages import decode, encode, plain_load
 from allranks.load.reading import Reader
-from allranks.load.result import LoadOptions, Unreadable
+from allranks.load.sources import LoadOptions, Unreadable
 from allranks.model.cluster import Member, MemberLost, Quorum
 from allranks.model.stacks import Capture, ProcessCapture, Snapshot
 from allranks.stacks.bundle import encode as encode_bundle
 from allranks.stacks.bundle import read_capture
 from allranks.stacks.debug_config import read_debug_options
-from allranks.stacks.raw_files import read_raw
-from allranks.stacks.tool_output import (
+from allranks.stacks.debuggers import (
     parse_faulthandler,
     parse_gdb,
     parse_json,
@@ -78,6 +77,7 @@ from allranks.stacks.tool_output import (
     parse_pystack,
     parse_text,
 )
+from allranks.stacks.raw_files import read_raw
 from allranks.torchft.manager_service import decode_request, decode_result
 
 MEMBER = Member("replica-0", "s", "node", "10.0.0.1:1", "10.0.0.1:2", 7, data='{"a": 1}')

@@ -18,11 +18,10 @@ from allranks.model.stacks import (
     ThreadStack,
 )
 from allranks.stacks import classify, read_capture
-from allranks.stacks.debuggers import explain_pyspy, run_tool
+from allranks.stacks.debuggers import explain_pyspy, parse_kernels, run_tool
 from allranks.stacks.patterns import load_patterns, parse_patterns
 from allranks.stacks.procfs import parse_syscall
 from allranks.stacks.text import grow_tree, render_text
-from allranks.stacks.tool_output import parse_kernels
 
 CASES = Path(__file__).parent / "cases"
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from allranks.cli import main
 from allranks.stacks import read_bundle
 from allranks.stacks.boxes import find_boxes
-from allranks.stacks.facts import parse_facts
-from allranks.stacks.tool_output import (
+from allranks.stacks.debuggers import (
     parse_faulthandler,
     parse_gdb,
     parse_json,
@@ -23,6 +22,7 @@ from allranks.stacks.tool_output import (
     parse_pystack,
     parse_text,
 )
+from allranks.stacks.procfs import parse_facts
 
 CASE = Path(__file__).parent / "cases" / "hangs" / "gloo_allreduce_missing_rank"
 

@@ -283,7 +283,7 @@ def _plain_texts(paths: Iterable[str], roots: list[str], used: dict[str, str]) -
 
 
 def _read_plain(path: Path) -> tuple[ThreadStack, ...]:
-    from allranks.stacks.tool_output import parse_faulthandler
+    from allranks.stacks.debuggers import parse_faulthandler
 
     try:
         with path.open("rb") as file:

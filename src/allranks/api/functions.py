@@ -1,19 +1,272 @@
-"""The functions behind `allranks.diagnose`, `allranks.stacks` and `allranks.load_checkpoint_index`."""
+"""The functions behind `allranks.diagnose`, `allranks.stacks` and `allranks.load_checkpoint_index`, and what they return: each
+result shows itself in a notebook and turns into JSON and pandas.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allranks.api.results import CheckpointIndex, DiagnosisResult, RecordedCalls, StacksResult
 from allranks.errors import InputError
+from allranks.model.diagnosis import Diagnosis, Finding
+from allranks.model.stacks import Capture, StacksReport
+from allranks.model.trace import RankTrace
 
-if TYPE_CHECKING:  # numpy comes with them
+if TYPE_CHECKING:
+    import numpy as np
+
     from allranks.checkpoint.restore.opened_checkpoint import Opened
     from allranks.load import LoadOptions, LoadResult
-    from allranks.model.diagnosis import Diagnosis
-    from allranks.model.trace import RankTrace
+
+
+MAX_PAGE = 8 << 20  # characters; a larger page would make the notebook slow
+_COLUMNS = ("seq", "p2p_seq", "step", "in_numel", "out_numel", "peer", "root", "timeout_ms")
+
+
+@dataclass(frozen=True)
+class RecordedCalls:
+    """Every recorded call of every rank."""
+
+    traces: Sequence[RankTrace]
+
+    def __len__(self) -> int:
+        return sum(len(trace.calls) for trace in self.traces)
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} calls of {len(self.traces):,} ranks; to_pandas() makes a table>"
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """One numpy array per column, all of the same length."""
+        import numpy as np
+
+        parts = [_columns(trace) for trace in self.traces]
+        if not parts:
+            return {}
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with one row per call; times are UTC."""
+        import pandas
+
+        frame = pandas.DataFrame(self.columns())
+        for name in ("created", "started", "completed"):
+            if name in frame:
+                frame[name] = pandas.to_datetime(frame[name].where(frame[name] > 0), unit="ns", utc=True)
+        return frame
+
+
+def _columns(trace: RankTrace) -> dict[str, np.ndarray]:
+    import numpy as np
+
+    from allranks.pages.cards import is_library
+    from allranks.report.text import state_name
+
+    calls = trace.calls
+    groups = np.array([g.desc if g.desc not in ("", "undefined") else g.name for g in trace.groups], object)
+    places = [
+        next((f for f in stack if not is_library(f.file)), stack[0] if stack else None)
+        for stack in trace.stacks
+    ]
+    where = np.array([f"{f.file}:{f.line}" if f else "" for f in places], object)
+    kinds = np.array([state_name(code) for code in range(256)], object)
+    took = np.where(calls["completed_ns"] > 0, calls["completed_ns"] - calls["created_ns"], -1) / 1e6
+    rank = -1 if trace.header.rank is None else trace.header.rank
+    found = {
+        "rank": np.full(len(calls), rank, np.int64),
+        "host": np.full(len(calls), trace.header.host, object),
+        "group": groups[calls["group"]],
+        "op": np.array(trace.names, object)[calls["op"]],
+        "state": kinds[calls["state"]],
+        "created": calls["created_ns"],
+        "started": calls["started_ns"],
+        "completed": calls["completed_ns"],
+        "ms": np.where(took < 0, np.nan, took),
+        "where": where[calls["stack"]],
+    }
+    return {**found, **{name: calls[name] for name in _COLUMNS}}
+
+
+class PageResult:
+    """What both answers can do: show themselves, and turn into JSON and a page."""
+
+    @property
+    def sentence(self) -> str:
+        """The answer in one sentence."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object of the command's `--json`."""
+        raise NotImplementedError
+
+    def _page(self) -> str:
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """The same as text."""
+        return json.dumps(self.to_dict(), ensure_ascii=False)
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """The page of `--html`, also written to `path`."""
+        text = self._page()
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8", errors="replace")
+        return text
+
+    def __repr__(self) -> str:
+        return f"<allranks {type(self).__name__.removesuffix('Result').lower()}: {self.sentence}>"
+
+    def _repr_html_(self) -> str:
+        page = self._page()
+        return framed(page) if len(page) <= MAX_PAGE else f"<pre>{escape(str(self))}</pre>"
+
+
+@dataclass(frozen=True, repr=False)
+class DiagnosisResult(PageResult):
+    """The answer of `allranks.diagnose(…)`: `verdict` is None when nothing is wrong."""
+
+    diagnosis: Diagnosis
+    calls: RecordedCalls = field(repr=False)
+
+    @property
+    def status(self) -> str:
+        """ "ok", "fault" or "unclear"."""
+        return self.diagnosis.status
+
+    @property
+    def verdict(self) -> Finding | None:
+        """The root cause: `cause`, `ranks`, `sentence`, `where`, `confidence`, `stacks`, `advice` …"""
+        return self.diagnosis.verdict
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All findings, root causes first."""
+        return self.diagnosis.findings
+
+    @property
+    def sentence(self) -> str:
+        """The answer in one sentence."""
+        from allranks.report.text import TextOptions, headline
+
+        return headline(self.diagnosis, TextOptions())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object of `allranks diagnose --json`."""
+        from allranks.report import as_json
+
+        return as_json.to_object(self.diagnosis)
+
+    def _page(self) -> str:
+        from allranks.report import html
+
+        return "".join(html.render(self.diagnosis, list(self.calls.traces), time.time()))
+
+    def __str__(self) -> str:
+        from allranks.report.text import render
+
+        return "\n".join(render(self.diagnosis))
+
+
+@dataclass(frozen=True, repr=False)
+class StacksResult(PageResult):
+    """The answer of `allranks.stacks()`."""
+
+    report: StacksReport
+    capture: Capture = field(repr=False)
+
+    @property
+    def hung(self) -> bool | None:
+        """None when no progress information allows telling."""
+        return self.report.hung
+
+    @property
+    def sentence(self) -> str:
+        """The answer in one sentence."""
+        return self.report.sentence
+
+    @property
+    def culprits(self) -> tuple[int, ...]:
+        """The ranks that the others wait for."""
+        return self.report.culprits
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object of `allranks stacks --json`."""
+        from allranks.stacks.text import grow_tree, report_json
+
+        return report_json(self.report, grow_tree(self.capture))
+
+    def _page(self) -> str:
+        from allranks.stacks.html import render_html
+        from allranks.stacks.text import grow_tree
+
+        return render_html(self.report, grow_tree(self.capture), made_s=time.time())
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with one row per rank."""
+        import pandas
+
+        rows = [{"rank": int(rank), **facts} for rank, facts in self.to_dict()["ranks"].items()]
+        return pandas.DataFrame(rows)
+
+    def __str__(self) -> str:
+        from allranks.stacks.text import grow_tree, render_text
+
+        return "\n".join(render_text(self.report, grow_tree(self.capture)))
+
+
+@dataclass(frozen=True)
+class CheckpointIndex:
+    """What a checkpoint holds, without its tensors' bytes."""
+
+    path: str
+    step: int
+    epoch: int
+    world_size: int
+    metrics: dict[str, Any]
+    tensors: dict[str, dict[str, Any]] = field(repr=False)  # name -> dtype, shape, bytes, shards
+
+    @property
+    def bytes(self) -> int:
+        """Of all tensors."""
+        return sum(int(entry["bytes"]) for entry in self.tensors.values())
+
+    def to_json(self) -> str:
+        """As text."""
+        facts = {
+            name: getattr(self, name)
+            for name in ("path", "step", "epoch", "world_size", "metrics", "tensors")
+        }
+        return json.dumps(facts)
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with one row per tensor."""
+        import pandas
+
+        return pandas.DataFrame([{"name": name, **entry} for name, entry in self.tensors.items()])
+
+    def _repr_html_(self) -> str:
+        heads = "".join(f"<th>{head}</th>" for head in ("tensor", "type", "shape", "bytes", "shards"))
+        rows = "".join(
+            f"<tr><td>{escape(name)}</td><td>{escape(str(e['dtype']))}</td><td>{e['shape']}</td><td>{e['bytes']:,}</td><td>{e['shards']}</td></tr>"
+            for name, e in list(self.tensors.items())[:200]
+        )
+        more = f"<p>and {len(self.tensors) - 200:,} more</p>" if len(self.tensors) > 200 else ""
+        return (
+            f"<p><b>{escape(self.path)}</b>: step {self.step:,}, {len(self.tensors):,} tensors, {self.bytes:,} bytes, "
+            f"saved by {self.world_size} ranks</p><table><tr>{heads}</tr>{rows}</table>{more}"
+        )
+
+
+def framed(page: str) -> str:
+    """A whole page inside a notebook's output, apart from it."""
+    return (
+        f'<iframe srcdoc="{escape(page)}" sandbox="allow-scripts" style="width:100%;height:760px;border:1px solid #8884;'
+        'border-radius:8px" title="allranks report"></iframe>'
+    )
 
 
 def diagnose(

@@ -21,7 +21,7 @@ _PUBLIC = {
     "MemorySnapshotBackend": "stores.memory",
     "NVMeBackend": "stores.backends",
     "S3Backend": "stores.backends",
-    "SnapshotServer": "stores.snapshot_server",
+    "SnapshotServer": "stores.peer_store",
     "StorageReader": "dcp",
     "StorageWriter": "dcp",
     "export_checkpoint": "convert",

@@ -51,12 +51,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from allranks.checkpoint.checksum import best_algorithm, checksum
-from allranks.checkpoint.layout import FileLayout, Shard, lay_out
-from allranks.checkpoint.manifest import Index, StoredShard, encode_manifest
+from allranks.checkpoint.manifest import FileLayout, Index, Shard, StoredShard, encode_manifest, lay_out
 from allranks.checkpoint.restore.into_state import skeletons
 from allranks.checkpoint.restore.opened_checkpoint import Opened, opened
-from allranks.checkpoint.restore.regions import stored_dtype
-from allranks.checkpoint.restore.tensor_reader import read_whole
+from allranks.checkpoint.restore.tensor_reader import read_whole, stored_dtype
 from allranks.checkpoint.save.plan import shard_of
 from allranks.checkpoint.save.writer import SaveJob, collect, data_file, part_file, write_index
 from allranks.checkpoint.stores import Attempt, Store, StoreSpec, open_store, split_address, step_in_name

@@ -8,8 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from allranks.checkpoint.checksum import READ_BYTES, cores, in_threads
-from allranks.checkpoint.layout import lay_out
-from allranks.checkpoint.manifest import Index, Manifest, Part, StoredShard, encode_manifest
+from allranks.checkpoint.manifest import Index, Manifest, Part, StoredShard, encode_manifest, lay_out
 from allranks.checkpoint.restore.opened_checkpoint import Opened, opened
 from allranks.checkpoint.save.writer import data_file, part_file, write_index
 from allranks.checkpoint.stores import Attempt, Store, reason_of

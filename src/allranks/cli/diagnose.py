@@ -189,7 +189,7 @@ def _unreadable(files: Sequence[FileNote]) -> list[str]:
 def _transformed(options: DiagnoseFlags, traces: list[RankTrace]) -> list[RankTrace]:
     if not options.transform_ft:
         return traces
-    from allranks.diagnose.replicas import transform_ft
+    from allranks.diagnose.align import transform_ft
 
     return [transform_ft(trace, options.group_world_size) for trace in traces]
 

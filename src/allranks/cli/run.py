@@ -17,9 +17,19 @@ from pathlib import Path
 
 from allranks.channel.keys import write_token
 from allranks.cli.flags import add_flags, read_flags, takes_value
-from allranks.cli.job_file import FLAGS as FLAGS_OF_FILE
-from allranks.cli.job_file import RunFlags, Settings, heartbeats, read_settings, with_job_file
-from allranks.cli.job_parts import NodeJob, embed_lighthouse, start_agent, start_snapshot_server, start_watch
+from allranks.cli.run_job import FLAGS as FLAGS_OF_FILE
+from allranks.cli.run_job import (
+    NodeJob,
+    RunFlags,
+    Settings,
+    embed_lighthouse,
+    heartbeats,
+    read_settings,
+    start_agent,
+    start_snapshot_server,
+    start_watch,
+    with_job_file,
+)
 from allranks.elastic.world import ElasticTrainingConfig, need_etcd_v2, obey_timeout
 from allranks.errors import InputError, MissingExtra
 from allranks.launch.command_line import (

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from allranks.cli.job_file import chosen_flags, read_settings
-from allranks.cli.job_parts import embed_lighthouse
 from allranks.cli.run import FLAGS
+from allranks.cli.run_job import chosen_flags, embed_lighthouse, read_settings
 from allranks.errors import InputError
 from allranks.launch import slurm
 from allranks.launch.command_line import arrange, flag_value, has_flag, job_token

@@ -4,7 +4,7 @@ verdict  diagnose(): all steps in order; the root cause first. Read this one fir
 
 What the job is:
 align    RankTrace per rank → Job (job): groups as the whole job knows them, one lane per (group, rank)
-program  what ranks of one program share, worked out once; ops: what each operation demands
+job      what ranks of one program share, worked out once; ops: what each operation demands
 false_completions  completions that cannot be, taken back
 
 What does not fit, and who waits:
@@ -12,9 +12,9 @@ match    calls of one collective compared across ranks, by the rules of cells; p
 waits    who waits in which call for whom, and whether that is a hang; graph: the wait-for graph and its sinks
 
 Why, as findings (context: what every rule may ask):
-absent, lacking, no_file, entered, cycles, setup  what a sink of the graph means
-mismatches, culprit, shift, divergence, call_habits, explain_divergence  who is the odd one where calls differ
-weak_findings, warnings  what is worth saying when nothing hangs
+absent, lacking, entered, cycles, setup  what a sink of the graph means
+mismatches, culprit, shift, divergence, call_habits  who is the odd one where calls differ
+weak_findings  what is worth saying when nothing hangs, and warnings
 """
 
 import sys

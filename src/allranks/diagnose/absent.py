@@ -9,14 +9,13 @@ from allranks.diagnose.context import Context, Stacks
 from allranks.diagnose.divergence import (
     MAX_CALLS,
     Divergence,
+    explain_divergence,
     find_divergence,
     find_skip_over_groups,
     odd_one,
 )
-from allranks.diagnose.explain_divergence import explain_divergence
 from allranks.diagnose.job import GroupView
-from allranks.diagnose.lacking import draft, settled, their, waiting_text, wrong_peer
-from allranks.diagnose.no_file import explain_without_file
+from allranks.diagnose.lacking import draft, explain_without_file, settled, their, waiting_text, wrong_peer
 from allranks.diagnose.phrasing import line_in, one_line, place, ranks_text, ranks_wait, who
 from allranks.diagnose.shift import Shift, find_stack_shift
 from allranks.diagnose.waits import Blocked

@@ -7,7 +7,7 @@ import numpy as np
 from allranks.diagnose.cells import Exchange, Mismatch
 from allranks.diagnose.context import Context
 from allranks.diagnose.culprit import Culprit, judge
-from allranks.diagnose.explain_divergence import explain_divergence
+from allranks.diagnose.divergence import explain_divergence
 from allranks.diagnose.job import GroupView
 from allranks.diagnose.p2p import P2PMismatch
 from allranks.diagnose.phrasing import count, place, ranks_text, who

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from allranks.diagnose.absent import explain_ranks
-from allranks.diagnose.align import align
+from allranks.diagnose.align import align, forget_past_quorums
 from allranks.diagnose.cells import Mismatch
 from allranks.diagnose.context import Context
 from allranks.diagnose.false_completions import Doubt, find_doubts, finish_known, reopen
@@ -20,9 +20,8 @@ from allranks.diagnose.job import GroupView
 from allranks.diagnose.match import find_mismatches
 from allranks.diagnose.p2p import match_p2p
 from allranks.diagnose.phrasing import count, ranks_text, ranks_wait
-from allranks.diagnose.replicas import forget_past_quorums
 from allranks.diagnose.waits import Blocked, find_blocked, is_hung, is_paused, usual_pause
-from allranks.diagnose.warnings import find_warnings
+from allranks.diagnose.weak_findings import find_warnings
 from allranks.model.diagnosis import Diagnosis, FileNote, Finding, GroupSummary, RankNow, Status
 from allranks.model.trace import RankTrace
 

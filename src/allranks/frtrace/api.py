@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from allranks.diagnose.replicas import transform_ft as move_ranks
+from allranks.diagnose.align import transform_ft as move_ranks
 from allranks.errors import InputError
 from allranks.frtrace.database import build_database
-from allranks.frtrace.problems import Analysis, analyse
+from allranks.frtrace.events import Analysis, analyse
 from allranks.frtrace.types import Database
 from allranks.load import LoadOptions, load_paths
 from allranks.load.reading import Reader

@@ -10,7 +10,7 @@ import numpy as np
 
 from allranks.diagnose.job import GroupView, Job
 from allranks.errors import InputError
-from allranks.frtrace.problems import STATES, Analysis, TraceProblem, lists
+from allranks.frtrace.events import STATES, Analysis, TraceProblem, lists
 from allranks.frtrace.types import Collective, Database, Group, Membership, NCCLCall, Traceback
 from allranks.model.torch_dump import profiling_name
 from allranks.model.trace import Flag, RankTrace, State

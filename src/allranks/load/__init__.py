@@ -9,6 +9,6 @@ and for an attempt that is not there.
 """
 
 from allranks.load.loading import load_paths
-from allranks.load.result import LoadOptions, LoadResult
+from allranks.load.sources import LoadOptions, LoadResult
 
 __all__ = ["LoadOptions", "LoadResult", "load_paths"]

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from allranks.errors import InputError
-from allranks.load.result import Raw
+from allranks.load.sources import Raw
 
 OVERLAP_NS = 1_000_000_000  # clocks of nodes may differ by less than this
 

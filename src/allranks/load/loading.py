@@ -11,8 +11,7 @@ from typing import Literal
 from allranks.errors import InputError
 from allranks.load.choose import TraceFile, attempt_of_name, choose, rank_by_prefix, ranks_of_names
 from allranks.load.reading import Share, processes_for, read_here, take_within
-from allranks.load.result import LoadOptions, LoadResult, Raw
-from allranks.load.sources import DumpSource, find_sources
+from allranks.load.sources import DumpSource, LoadOptions, LoadResult, Raw, find_sources
 from allranks.model.diagnosis import FileNote
 from allranks.model.trace import CALL
 

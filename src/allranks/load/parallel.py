@@ -22,11 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from allranks.blackbox.ring_copy import Arena
+from allranks.blackbox.reader import Arena
 from allranks.blackbox.tables import Tables
 from allranks.load.reading import TICK_S, Reader, Share, read_here
-from allranks.load.result import LoadOptions, Raw, Unreadable
-from allranks.load.sources import DumpSource
+from allranks.load.sources import DumpSource, LoadOptions, Raw, Unreadable
 from allranks.model.trace import CALL, Group
 
 #: Rows take at most about this share of a file's bytes; what does not fit goes through the pipe.

@@ -15,15 +15,24 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from allranks.blackbox.header import MAGIC
-from allranks.blackbox.reader import read_box
-from allranks.blackbox.ring_copy import Arena, BytesFile, File, OpenFile
+from allranks.blackbox.reader import Arena, BytesFile, File, OpenFile, read_box
 from allranks.blackbox.tables import HeapCache, Tables
 from allranks.errors import InputError
-from allranks.load.result import LoadOptions, Raw, Unreadable
-from allranks.load.sources import GZIP, ZSTD, DumpSource, is_tar, read_all, tar_members, unwrap
+from allranks.load.sources import (
+    GZIP,
+    ZSTD,
+    DumpSource,
+    LoadOptions,
+    Raw,
+    Unreadable,
+    is_tar,
+    read_all,
+    tar_members,
+    unwrap,
+)
 
 if TYPE_CHECKING:  # a thousand lines that black boxes do not need
-    from allranks.load.dumps import DumpReader
+    from allranks.load.torch_dump import DumpReader
 
 HEAD_BYTES = 512
 
@@ -44,7 +53,7 @@ class Reader:
     @cached_property
     def dumps(self) -> DumpReader:
         """What dumps share."""
-        from allranks.load.dumps import DumpReader
+        from allranks.load.torch_dump import DumpReader
 
         return DumpReader(self.tables)
 

@@ -1,6 +1,9 @@
-"""Paths → the files to read, in a fixed order, with archives opened and limits kept.
+"""Paths and URLs → the files to read, in a fixed order, with archives opened and limits kept; the options and the result of a
+load.
 
-Folders are walked; a tar file counts as a folder; gzip and zstd are unwrapped. Nothing here looks into a dump.
+Folders are walked; a tar file counts as a folder; gzip and zstd are unwrapped. Objects of an object store (`s3://`, `gs://`,
+`az://` through obstore, extra `s3`; other URLs through fsspec when that is installed) are listed, then fetched in parallel.
+Nothing here looks into a dump, and only this file talks to a network.
 """
 
 from __future__ import annotations
@@ -10,12 +13,56 @@ import os
 import stat
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from allranks.errors import InputError, require
-from allranks.load.result import LoadOptions, Unreadable
+from allranks.model.diagnosis import FileNote
+from allranks.model.trace import RankTrace
+from allranks.model.trace import Raw as Raw
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How to load. Limits protect against hostile or runaway files, not against large jobs."""
+
+    attempt: int | None = None  # None: the newest
+    prefix: str | None = None  # file name up to the rank's digits; None: found out
+    ranks: frozenset[int] | None = None  # only these ranks; None: all
+    max_file_bytes: int = 128 << 20  # of one dump, after decompression
+    max_box_bytes: int = 1 << 30  # of one black box
+    max_files: int = 1_000_000
+    read_limit_s: float = 60.0  # one file, or one step of looking for files, may take so long
+    allow_nothing: bool = False  # return notes alone instead of raising InputError when nothing was readable
+    number_unknown: bool = False  # give files whose rank is not known a free number instead of skipping them
+    newest_calls: int = 0  # of black boxes with more calls in all read only so many, as many of each; 0: all
+    progress: Callable[[int, int], None] | None = None  # called with (files done, files in all)
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """Everything that was readable, and a note on every file, readable or not.
+
+    At most one trace per rank, in rank order. `other` are paths of our stack bundles and captures, which
+    `stacks` reads. `attempts` are the numbers found; `attempt` the one that was chosen.
+    """
+
+    traces: list[RankTrace] = field(default_factory=list)
+    files: list[FileNote] = field(default_factory=list)
+    other: list[str] = field(default_factory=list)
+    attempts: tuple[int, ...] = ()
+    attempt: int | None = None
+
+
+class Unreadable(Exception):
+    """A file that gives nothing. The message becomes its note; `skip` tells foreign from damaged."""
+
+    def __init__(self, note: str, *, kind: str = "unknown", skip: bool = False) -> None:
+        super().__init__(note)
+        self.kind = kind
+        self.skip = skip
+
 
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 MAX_DEPTH = 32
@@ -42,8 +89,6 @@ def find_sources(paths: list[str], options: LoadOptions) -> Iterator[DumpSource]
     count = 0
     for path in paths:
         if "://" in path:
-            from allranks.load.remote import fetch_sources
-
             found: Iterator[DumpSource] = fetch_sources(path, options)
         elif os.path.isdir(path):
             found = _walk(path, alone=len(folders) == 1 and len(paths) == 1, seen=seen)
@@ -207,3 +252,77 @@ def tar_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
     except (tarfile.TarError, OSError, ValueError, EOFError) as error:
         problem = f"archive cut short or damaged ({type(error).__name__})"
         yield DumpSource(source.path, source.location, problem=problem)
+
+
+OBSTORE_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "azure", "http", "https")
+PARALLEL = 16
+T = TypeVar("T")
+
+
+def fetch_sources(url: str, options: LoadOptions) -> Iterator[DumpSource]:
+    """Every object under the URL, with its bytes. Raises MissingExtra without a library, InputError on no answer."""
+    scheme = url.partition("://")[0].lower()
+    fetch = _open_obstore if scheme in OBSTORE_SCHEMES else _open_fsspec
+    opened, problem = _attempt(lambda: fetch(url))
+    if opened is None:
+        raise InputError(f"{url}: {problem}")
+    listed, get = opened
+    if not listed:
+        raise InputError(f"{url}: nothing is stored there")
+    from concurrent.futures import ThreadPoolExecutor  # files of this machine start without it
+
+    with ThreadPoolExecutor(PARALLEL, thread_name_prefix="allranks-fetch") as pool:
+        yield from pool.map(lambda item: _fetch(url, item, get, options), listed)
+
+
+Listed = tuple[str, int, int]  # key, size, modification time in ns
+
+
+def _fetch(url: str, item: Listed, get: Callable[[str], bytes], options: LoadOptions) -> DumpSource:
+    key, size, mtime_ns = item
+    shown = f"{url.partition('://')[0]}://{key}" if "://" not in key else key
+    if size > options.max_file_bytes:
+        problem = f"{size} bytes are beyond the limit of {options.max_file_bytes}"
+        return DumpSource(shown, shown, problem=problem)
+    data, problem = _attempt(lambda: get(key))
+    if data is None:
+        return DumpSource(shown, shown, problem=f"cannot be fetched: {problem}")
+    return DumpSource(shown, shown, mtime_ns, size, data)
+
+
+def _open_obstore(url: str) -> tuple[list[Listed], Callable[[str], bytes]]:
+    store_module = require("obstore.store", feature=f"reading {url}", extra="s3")
+    obstore = require("obstore", feature=f"reading {url}", extra="s3")
+    scheme, _, rest = url.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    options: dict[str, Any] = {"client_options": {"timeout": "60s", "connect_timeout": "10s"}}
+    if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
+        options["client_options"]["allow_http"] = True
+    store = store_module.from_url(f"{scheme}://{bucket}", **options)
+    prefix = prefix.rstrip("/")
+    objects = [meta for page in obstore.list(store, prefix or None) for meta in page]
+    if prefix and not objects:
+        objects = [obstore.head(store, prefix)]  # an object, not a folder
+    listed = [
+        (f"{bucket}/{meta['path']}", int(meta["size"]), int(meta["last_modified"].timestamp() * 1e9))
+        for meta in objects
+    ]
+    return sorted(listed), lambda key: bytes(obstore.get(store, key.partition("/")[2]).bytes())
+
+
+def _open_fsspec(url: str) -> tuple[list[Listed], Callable[[str], bytes]]:
+    fsspec = require("fsspec", feature=f"reading {url}", extra="fsspec")
+    system, root = fsspec.core.url_to_fs(url)
+    found = system.find(root, detail=True)
+    listed = [(str(path), int(info.get("size") or 0), 0) for path, info in found.items()]
+    return sorted(listed), lambda key: bytes(system.cat_file(key))
+
+
+def _attempt(call: Callable[[], T]) -> tuple[T | None, str]:
+    """(what the call gave, None when it failed; the first line of the error, which may print whole responses)."""
+    try:
+        return call(), ""
+    except Exception as error:  # each store library has its own tree of errors, without a common base
+        if isinstance(error, ImportError) or type(error).__module__.startswith("allranks"):
+            raise
+        return None, str(error).strip().split("\n")[0][:300] or type(error).__name__

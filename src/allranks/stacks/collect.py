@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,18 +23,27 @@ from allranks.model.stacks import (
     Capture,
     ProcessCapture,
     RankMarks,
+    RankState,
     RasReply,
     Snapshot,
+    StackFrame,
+    StacksReport,
     ThreadFacts,
     ThreadStack,
 )
-from allranks.stacks import debuggers, ras, tool_output
+from allranks.stacks import debuggers, ras
 from allranks.stacks.boxes import read_marks
 from allranks.stacks.classify import classify
 from allranks.stacks.debuggers import ask_faulthandler, debug_with_gdb, dump_gpu_core
-from allranks.stacks.facts import SourceLines, choose_suspects, parse_facts, renumber
 from allranks.stacks.find import MAX_CHILDREN, Target, make_target
-from allranks.stacks.procfs import descendants, read_entry, read_facts
+from allranks.stacks.procfs import (
+    descendants,
+    parse_facts,
+    read_entry,
+    read_facts,
+    renumber,
+)
+from allranks.stacks.views import is_user_file
 
 
 @dataclass(frozen=True)
@@ -223,7 +233,7 @@ class _Collection:
         """Keeps and reads what py-spy printed."""
         self._keep(case, name, output)
         try:
-            return tool_output.parse_json(output)
+            return debuggers.parse_json(output)
         except (ValueError, RecursionError) as error:
             case.note(f"py-spy printed something unreadable: {str(error)[:100]}")
             return ()
@@ -313,5 +323,82 @@ class _Collection:
             shots = [case.snapshots[number] for number in sorted(case.snapshots)]
             if shots and shots[-1].stacks:
                 pid, title = case.target.pid, case.target.title
-                text = tool_output.format_text(pid, title, shots[-1].stacks)
+                text = debuggers.format_text(pid, title, shots[-1].stacks)
                 self._keep_file(f"pyspy_{self.host}_{pid}.txt", text)
+
+
+MAX_BYTES = 4 << 20
+MAX_FRAMES = 3  # of the user's own, innermost
+
+
+class SourceLines:
+    """A cache of source files. A file changed since the process read it gives a wrong line: it is a hint only."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, list[str]] = {}
+        self._lock = threading.Lock()
+
+    def attach(self, stacks: tuple[ThreadStack, ...], pid: int) -> tuple[ThreadStack, ...]:
+        """The same stacks, with the text of the user's innermost lines."""
+        return tuple(replace(stack, frames=self._frames(stack.frames, pid)) for stack in stacks)
+
+    def _frames(self, frames: tuple[StackFrame, ...], pid: int) -> tuple[StackFrame, ...]:
+        done, result = 0, []
+        for frame in frames:
+            if done < MAX_FRAMES and not frame.native and is_user_file(frame.file):
+                done += 1
+                frame = replace(frame, source=self._line(frame, pid))
+            result.append(frame)
+        return tuple(result)
+
+    def _line(self, frame: StackFrame, pid: int) -> str:
+        with self._lock:
+            if frame.file not in self._files:
+                self._files[frame.file] = self._read(frame.file, pid)
+            lines = self._files[frame.file]
+        return lines[frame.line - 1].strip()[:200] if 0 < frame.line <= len(lines) else ""
+
+    def _read(self, file: str, pid: int) -> list[str]:
+        if not file.startswith("/"):
+            return []
+        try:
+            path = Path(f"/proc/{pid}/root{file}")
+            if path.stat().st_size > MAX_BYTES or not path.is_file():
+                return []
+            return path.read_bytes().decode("utf-8", "replace").splitlines()
+        except OSError:
+            return []
+
+
+MAX_SUSPECTS = 16
+#: Causes that Python frames and /proc have settled: native frames would add nothing.
+_SETTLED_TEXT = (
+    "stopped d_state healthy dataloader_wait stdin_wait subprocess_wait child_process_wait "
+    "file_lock_wait pipe_write_blocked rendezvous_wait"
+)
+_SETTLED = frozenset(_SETTLED_TEXT.split())
+_IDLE_CHILD = frozenset({"queue_wait", "healthy"})
+
+
+def choose_suspects(report: StacksReport) -> set[tuple[int, int | None]]:
+    """(rank, child) pairs: the culprits, the doubtful, and one of each group that waits alike."""
+    chosen: dict[tuple[int, int | None], None] = {}
+    for rank in report.culprits:
+        state = report.ranks[rank]
+        if state.cause not in _SETTLED:
+            chosen.setdefault((rank, None))
+        for child in state.children:
+            if child.cause not in _SETTLED and child.cause not in _IDLE_CHILD:
+                chosen.setdefault((rank, child.child))
+    seen: set[tuple[str, str]] = set()
+    for rank, state in report.ranks.items():
+        site = (state.cause, state.where)
+        if _doubtful(state) and site not in seen:
+            seen.add(site)
+            chosen.setdefault((rank, None))
+    return set(list(chosen)[:MAX_SUSPECTS])
+
+
+def _doubtful(state: RankState) -> bool:
+    """Whether the pattern that matched was a weak one, or the wait has a hidden inside."""
+    return state.confidence < 0.85 or (state.cause == "collective_wait" and "_engine_run" in state.evidence)

@@ -23,8 +23,8 @@ from allranks.model.stacks import (
     ThreadFacts,
     ThreadStack,
 )
-from allranks.stacks import tool_output
-from allranks.stacks.facts import parse_facts, renumber
+from allranks.stacks import debuggers
+from allranks.stacks.procfs import parse_facts, renumber
 
 MAX_FILE_BYTES = 256 << 20
 _NAME = re.compile(r"^rank(\d{1,7})(?:\.child(\d{1,6}))?\.([a-z].*)$")
@@ -148,24 +148,24 @@ def _take_json(process: _Process, text: str, kind: str) -> None:
         if facts.at_s is not None:
             process.times[number] = facts.at_s
     elif "native" in kind:
-        process.native = tool_output.parse_json(text)
+        process.native = debuggers.parse_json(text)
     else:
-        process.stacks[number] = tool_output.parse_json(text)
+        process.stacks[number] = debuggers.parse_json(text)
 
 
 def _take_text(process: _Process, text: str, kind: str) -> None:
     if kind.startswith("pyspy"):
-        process.title = process.title or tool_output.process_title(text)
-        process.texts["native" if "native" in kind else kind] = tool_output.parse_text(text)
+        process.title = process.title or debuggers.process_title(text)
+        process.texts["native" if "native" in kind else kind] = debuggers.parse_text(text)
     elif kind.startswith("pystack"):
-        process.texts["pystack_native" if "native" in kind else "pystack"] = tool_output.parse_pystack(text)
+        process.texts["pystack_native" if "native" in kind else "pystack"] = debuggers.parse_pystack(text)
     elif kind.startswith("faulthandler"):
-        process.texts["faulthandler"] = tool_output.parse_faulthandler(text)
+        process.texts["faulthandler"] = debuggers.parse_faulthandler(text)
     elif kind.startswith("gdb"):
-        process.texts["gdb"] = tool_output.parse_gdb(text)
+        process.texts["gdb"] = debuggers.parse_gdb(text)
     else:
-        process.kernels = tool_output.parse_kernels(text)
-        process.texts.setdefault("gdb", tool_output.parse_gdb(text))
+        process.kernels = debuggers.parse_kernels(text)
+        process.texts.setdefault("gdb", debuggers.parse_gdb(text))
 
 
 def _finish(process: _Process) -> ProcessCapture:

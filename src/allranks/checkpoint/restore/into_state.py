@@ -11,8 +11,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from allranks.checkpoint.manifest import Index
 from allranks.checkpoint.restore.opened_checkpoint import Opened, opened
-from allranks.checkpoint.restore.regions import new_targets, reading_list, stored_dtype, targets_of
-from allranks.checkpoint.restore.tensor_reader import prepare
+from allranks.checkpoint.restore.tensor_reader import (
+    new_targets,
+    prepare,
+    reading_list,
+    stored_dtype,
+    targets_of,
+)
 from allranks.checkpoint.save.snapshot import StateSnapshot
 from allranks.checkpoint.state import FROM_THE_FIRST, PER_RANK, CheckpointState, StateDict, state_of, unwrap
 from allranks.checkpoint.stores import Store, hint_for, reason_of

@@ -19,8 +19,7 @@ from dataclasses import asdict
 from typing import Any, TypeAlias
 
 from allranks.channel.frames import JsonReader, send_json
-from allranks.checkpoint.layout import FileLayout, Shard, lay_out
-from allranks.checkpoint.manifest import MANIFEST, Index, decode_manifest
+from allranks.checkpoint.manifest import MANIFEST, FileLayout, Index, Shard, decode_manifest, lay_out
 from allranks.checkpoint.save.writer import Saved, SaveJob, as_older, write_checkpoint
 from allranks.checkpoint.stores import Attempt, Store, StoreSpec, hint_for, open_store, reason_of
 from allranks.errors import CheckpointValidationError

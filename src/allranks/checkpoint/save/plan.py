@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from allranks.checkpoint.group import RankGroup
-from allranks.checkpoint.layout import FileLayout, Shard, lay_out, padded
+from allranks.checkpoint.manifest import FileLayout, Shard, lay_out, padded
 from allranks.checkpoint.tensors import is_dtensor, local_parts
 
 try:

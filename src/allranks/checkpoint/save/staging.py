@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from allranks.checkpoint.layout import padded
+from allranks.checkpoint.manifest import padded
 from allranks.checkpoint.save.plan import Placement, Plan
 
 _ids = itertools.count(1)

@@ -16,18 +16,21 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from allranks.checkpoint.checksum import checksum, identifies_content
-from allranks.checkpoint.layout import FileLayout, Placed, Shard, lay_out
 from allranks.checkpoint.manifest import (
     MANIFEST,
     DataFile,
+    FileLayout,
     Index,
     Manifest,
     Part,
+    Placed,
+    Shard,
     Skeleton,
     StoredShard,
     decode_manifest,
     encode_index,
     encode_manifest,
+    lay_out,
     part_name,
     shards_of_index,
 )

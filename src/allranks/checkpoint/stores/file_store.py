@@ -20,8 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from allranks.checkpoint.layout import PAGE_BYTES
-from allranks.checkpoint.manifest import MANIFEST
+from allranks.checkpoint.manifest import MANIFEST, PAGE_BYTES
 from allranks.checkpoint.stores import Attempt, Pieces, StoreSpec
 from allranks.checkpoint.stores.mounts import KnownMount
 

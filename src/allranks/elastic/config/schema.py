@@ -1,7 +1,7 @@
 """The typed shape of a job's configuration. The only module that imports pydantic.
 
 Each default is written once: here, or in the options class that a section is made from. A field's `title` is the word used for it in messages; relations between
-fields are in `relations.py`, so that one wrong field does not hide them.
+fields are checked in `validate.py`, so that one wrong field does not hide them.
 """
 
 from __future__ import annotations
