@@ -51,7 +51,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"supervise", "watch", "incidents", "record", "report", "lighthouse.client", "etcd"},
     "frtrace": {"load", "diagnose"},
     "drill": {"*"},
-    "testing": {"drill"},
     "api": {"load", "diagnose", "report", "stacks", "checkpoint"},
     "cli": {"*"},
 }
@@ -126,17 +125,6 @@ def test_no_two_public_classes_have_the_same_name() -> None:
                 found.setdefault(node.name, []).append(str(file.relative_to(SOURCE)))
     twice = {name: files for name, files in found.items() if len(files) > 1}
     assert twice.keys() <= SHARED_NAMES, twice
-
-
-def test_the_old_name_of_the_drills_still_works_with_a_warning() -> None:
-    """Scripts import `allranks.testing.faults`."""
-    code = (
-        "import warnings; warnings.simplefilter('error', DeprecationWarning); import allranks.testing.faults"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "allranks.testing is now allranks.drill" in done.stderr
-    done = subprocess.run([sys.executable, "-c", "from allranks.testing.faults import FaultPlan"], timeout=60)
-    assert done.returncode == 0
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
