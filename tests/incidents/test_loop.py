@@ -203,21 +203,19 @@ def test_the_story_says_once_why_a_rank_got_more_time(
     assert told == ["rank 1 burns CPU in train.py:7 in loop: sampling once more"]
 
 
-def test_native_stacks_are_read_from_the_second_sample_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_look_at_the_stacks_is_brief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They take seconds on a busy node, and the first sample never settles a hang."""
-    asked: list[str] = []
+    asked: list[bool] = []
 
-    def collect(self: object, folder: Path, samples: object, missing: object, native: str) -> None:
-        asked.append(native)
+    def collect(self: object, folder: Path, samples: object, missing: object, brief: bool) -> None:
+        asked.append(brief)
 
     monkeypatch.setattr(pipeline.IncidentPipeline, "_collect_stacks", collect)
     answer_with(monkeypatch, VERDICT)
     watch = trained(tmp_path, Hand())
     for tenths in range(31, 200, 4):
         look(watch, tenths / 10)
-    assert asked == ["never", "suspects"]
+    assert asked == [True, False]
 
 
 def test_a_loop_of_collectives_inside_one_step_is_noticed(

@@ -258,9 +258,8 @@ class HangInvestigator:
         opened = case.opened
         if case.looks:  # at the first one they have just been copied
             self.pipeline.keep_boxes(opened, samples)
-        native = "suspects" if case.looks else "never"  # slow on a busy node, and one sample settles nothing
         found = self.pipeline.examine(
-            opened, samples, observed, stacks_of=suspects, native=native, gathering=gathering
+            opened, samples, observed, stacks_of=suspects, brief=not case.looks, gathering=gathering
         )
         if not case.answered:
             alive = sum(s.alive for s in suspects)

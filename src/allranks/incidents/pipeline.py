@@ -256,7 +256,7 @@ class IncidentPipeline:
         return missing
 
     def _collect_stacks(
-        self, folder: Path, samples: Sequence[RankSample], missing: list[str], native: str = "suspects"
+        self, folder: Path, samples: Sequence[RankSample], missing: list[str], brief: bool = False
     ) -> None:
         """The stacks of these ranks of this node; those that could not be read are added to `missing`."""
         pids = {s.rank: s.pid for s in samples if s.alive}
@@ -265,7 +265,10 @@ class IncidentPipeline:
         chosen = Selection(pids=tuple(pids.values()), box_folders=(self.options.folder,))
 
         def work() -> set[int | None]:
-            capture = collect(find_targets(chosen), CollectOptions(raw_folder=folder, native=native))
+            options = CollectOptions(raw_folder=folder)
+            capture = collect(
+                find_targets(chosen), replace(options, rounds=1, native="never") if brief else options
+            )
             folder.mkdir(parents=True, exist_ok=True)
             write_bundle(capture, folder)
             return {process.rank for process in capture.processes if process.snapshots}
@@ -284,14 +287,17 @@ class IncidentPipeline:
         observed: Observed,
         *,
         stacks_of: Sequence[RankSample] = (),
-        native: str = "suspects",
+        brief: bool = False,
         gathering: Gathering | None = None,
     ) -> Examination:
-        """Stacks of some ranks and the parts of other nodes, judged together with the boxes; the incident knows it then."""
+        """Stacks of some ranks and the parts of other nodes, judged together with the boxes; the incident knows it then.
+
+        `brief`: read once and without native frames. The first look settles nothing, and takes seconds on a busy node.
+        """
         missing: list[str] = []
         folder = opened.path / "stacks"
         peers = self.peers if gathering is not None else None
-        self._collect_stacks(folder / peers.name if peers is not None else folder, stacks_of, missing, native)
+        self._collect_stacks(folder / peers.name if peers is not None else folder, stacks_of, missing, brief)
         if peers is not None and gathering is not None:
             missing += peers.wait(gathering)
         replace(
