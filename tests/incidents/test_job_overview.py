@@ -13,11 +13,14 @@ import pytest
 
 from allranks.blackbox.files import job_folder, remove_finished
 from allranks.cli.status import render
+from allranks.errors import InputError
 from allranks.incidents.folder import open_incident, read_incidents, remove_oldest
+from allranks.incidents.job_overview import find_job
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import WatchOptions
 from allranks.launch.node_agent import NodeAgent
 from allranks.model.job import JobView, RankRow
+from boxes import write_box
 
 
 def row(rank: int, doing: str, waits_for: tuple[int, ...] = (), alive: bool = True) -> RankRow:
@@ -67,6 +70,23 @@ def test_finished_jobs_leave_no_more_than_a_limit_the_oldest_go_first(
             os.utime(path, (time.time() - age,) * 2)
     assert remove_finished(job_folder("starts"), 150_000) == [job_folder("oldest")]
     assert {path.name for path in job_folder("x").parent.iterdir()} == {"old", "runs", "starts", "late"}
+
+
+def test_a_folder_of_the_programs_own_with_the_jobs_name_does_not_hide_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job "train" whose outputs go to ./train: `status train` showed no ranks. A folder of black boxes is one itself."""
+    monkeypatch.setattr("allranks.blackbox.files.base_folder", lambda: tmp_path / "base")
+    boxes, elsewhere = tmp_path / "base" / "train", tmp_path / "train"
+    boxes.mkdir(parents=True)
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="no job 'train' on this node"):
+        find_job("train")
+    write_box(boxes, 0, 3)
+    assert find_job("train") == boxes
+    write_box(elsewhere, 0, 3)
+    assert find_job("train") == Path("train")
 
 
 def test_closed_incidents_are_bounded_the_oldest_go_first(tmp_path: Path) -> None:

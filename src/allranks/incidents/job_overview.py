@@ -59,8 +59,8 @@ def read_job(folder: Path) -> dict[str, Any]:
 def find_job(name: str | None) -> Path:
     """The folder of a job: by path, by name or a part of it that only one has, else the newest of this user that runs
     here; if none does, the newest."""
-    if name and Path(name).is_dir():
-        return Path(name)
+    if name and (path := Path(name)).is_dir() and ("/" in name or _last_written(path)):
+        return path
     folders = sorted(job_folders(), key=_last_written, reverse=True)
     folders = [folder for folder in folders if _last_written(folder)]
     if not name:
