@@ -96,6 +96,29 @@ LAUNCHERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "`python train.py`, torch.multiprocessing.spawn": ("torch", launcher("spawn", module="", restarts="it ends the job: use `allranks run`")),
 }  # fmt: skip
 
+SHIPPED_COLUMNS = ("runs unmodified", "healthy verdict", "hang → right line")
+
+
+def shipped(name: str) -> tuple[str, ...]:
+    """The tests of a program of tests/integrations/test_shipped_programs.py."""
+    return (f"test_it_runs_as_it_is_and_is_healthy[{name}]",) * 2 + (
+        f"test_a_hang_is_named_at_its_line[{name}]",
+    )
+
+
+#: programs that packages bring along, or that are written around their trainers -> package and tests
+SHIPPED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "`-m torchtitan.train`, llama3_debugmodel, FSDP2 (told to use the CPU)": ("torchtitan", shipped("torchtitan")),
+    "`-m trl.scripts.sft`": ("trl", shipped("trl_sft")),
+    "`-m trl.scripts.sft --use_peft`": ("peft", shipped("trl_sft_lora")),
+    "`-m trl.scripts.dpo`": ("trl", shipped("trl_dpo")),
+    "torchtune's `full_finetune_distributed.py`": ("torchtune", shipped("torchtune")),
+    "`-m open_clip_train.main`": ("open_clip_torch", shipped("open_clip")),
+    "SentenceTransformerTrainer": ("sentence-transformers", shipped("sentence_transformers")),
+    "diffusers' UNet with Accelerate": ("diffusers", shipped("diffusers")),
+    "fairscale's OSS and ShardedDataParallel": ("fairscale", shipped("fairscale")),
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Result:
@@ -113,9 +136,8 @@ def read_results(paths: list[Path]) -> dict[str, Result]:
             machine = {
                 one.get("name", ""): one.get("value", "") for one in suite.findall("properties/property")
             }
-            machine["where"] = (
-                f"{machine.get('where', 'machine not recorded')}, {suite.get('timestamp', '')[:10]}"
-            )
+            machine["when"] = suite.get("timestamp", "")[:16].replace("T", " ")
+            machine["where"] = f"{machine.get('where', 'machine not recorded')}, {machine['when'][:10]}"
             for case in suite.iter("testcase"):
                 result = Result(outcome_of(case), machine)
                 name, module = case.get("name", ""), case.get("classname", "").rpartition(".")[2]
@@ -153,10 +175,12 @@ def table(
     rows: Mapping[str, tuple[str, tuple[str, ...]]], columns: tuple[str, ...], results: Mapping[str, Result], places: list[str]
 ) -> str:  # fmt: skip
     """A table of programs or launchers."""
-    lines = [f"| program | version | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
+    lines = [f"| program | version | {' | '.join(columns)} | run |", "|---|---|---|" + "---|" * len(columns)]
     for row, (package, tests) in rows.items():
         cells = " | ".join(cell(one, results, places) for one in tests)
-        lines.append(f"| {row} | {versions(package, tests, results)} | {cells} |")
+        ran = [results[one].machine for one in tests if one in results]
+        when = min((one.get("when") or one["where"][-10:] for one in ran), default="")
+        lines.append(f"| {row} | {versions(package, tests, results)} | {cells} | {when} |")
     return "\n".join(lines)
 
 
@@ -207,7 +231,7 @@ def main(words: list[str]) -> None:
         for pair, row in count_versions([Path(word) for word in words[1:]]).items():
             kept["versions"].setdefault(pair, {}).update(row)
     else:
-        wanted = {test for rows in (ROWS, LAUNCHERS) for _, tests in rows.values() for test in tests}
+        wanted = {test for rows in (ROWS, SHIPPED, LAUNCHERS) for _, tests in rows.values() for test in tests}
         found = read_results([Path(word) for word in words])
         kept["tests"].update({name: asdict(one) for name, one in found.items() if name in wanted})
     KEPT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
@@ -219,10 +243,15 @@ def page(kept: Mapping[str, Any]) -> str:
     results = {name: Result(**one) for name, one in kept["tests"].items()}
     places: list[str] = []
     programs = table(ROWS, COLUMNS, results, places)
+    packages = table(SHIPPED, SHIPPED_COLUMNS, results, places)
     launchers = table(LAUNCHERS, LAUNCHER_COLUMNS, results, places)
     legend = "\n".join(f"- {letter}: {place}" for letter, place in zip(ascii_lowercase, places, strict=False))
     return PAGE.format(
-        table=programs, launchers=launchers, legend=legend, versions=version_table(kept["versions"])
+        table=programs,
+        shipped=packages,
+        launchers=launchers,
+        legend=legend,
+        versions=version_table(kept["versions"]),
     )
 
 
@@ -233,6 +262,11 @@ nothing of ours and run under `allranks run --standalone --nproc-per-node 2` on 
 
 {table}
 
+## Programs that packages bring along
+As they come from the registry, or a few lines around a package's own trainer; no test of ours is in their code.
+
+{shipped}
+
 ## Launchers of other projects
 Typed after `allranks watch --`, with the programs that they are for. A launcher's own restarts are not touched by us;
 recorded: `-m allranks.record train.py` (deepspeed: `--module`) instead of `train.py`.
@@ -240,7 +274,7 @@ recorded: `-m allranks.record train.py` (deepspeed: `--module`) instead of `trai
 {launchers}
 
 ## How to read these tables
-The letter is the machine that the test ran on:
+The letter is the machine that the test ran on; the last column is when the oldest result of the row was made (UTC):
 
 {legend}
 

@@ -10,6 +10,25 @@ from pathlib import Path
 
 import pytest
 
+#: whose versions docs/compatibility.md names
+PACKAGES = [
+    "torch",
+    "transformers",
+    "lightning",
+    "accelerate",
+    "deepspeed",
+    "megatron-core",
+    "torchtitan",
+    "ray",
+    "trl",
+    "peft",
+    "torchtune",
+    "open_clip_torch",
+    "sentence-transformers",
+    "diffusers",
+    "fairscale",
+]
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -27,15 +46,6 @@ def machine(record_testsuite_property: Callable[[str, object], None]) -> None:
     versions = {one.metadata["Name"]: one.version for one in distributions()}
     where = f"{os.cpu_count()} {platform.machine()} cores, Python {platform.python_version()}, torch {versions.get('torch')}"
     record_testsuite_property("where", where.partition("+")[0])
-    for name in (
-        "transformers",
-        "lightning",
-        "accelerate",
-        "torch",
-        "deepspeed",
-        "megatron-core",
-        "torchtitan",
-        "ray",
-    ):
+    for name in PACKAGES:
         if name in versions:
             record_testsuite_property(name, versions[name].partition("+")[0])
