@@ -1,7 +1,7 @@
 """Training programs that packages bring along, as they are, under `allranks run`: healthy, and with a hang that is to be named.
 
 A module that is loaded into each rank (ALLRANKS_PRELOAD) makes rank 1 sleep before an optimizer's step, and tells torchtitan,
-which looks for an accelerator, to use the CPU; nothing of the programs is changed.
+which looks for an accelerator, to use the CPU without torch.compile; nothing of the programs is changed.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ register_optimizer_step_pre_hook(before_step)
 ON_CPU = """
 import types, torch, torch._utils
 torch._utils._get_available_device_type = lambda: "cpu"
+import torch.nn.attention.flex_attention as flex
+flex._validate_device = lambda *_: None  # its backward runs on a CPU, but not compiled
+torch.compile = lambda function=None, **_: function or (lambda one: one)
 torch.cpu.get_device_name = lambda *_: "cpu"
 torch.cpu.get_device_properties = lambda *_: types.SimpleNamespace(total_memory=1 << 34)
 torch.cpu.memory_stats = lambda *_: {}
@@ -98,7 +101,7 @@ KINDS = {
     "torchtitan": Program(
         "torchtitan",
         "-m torchtitan.train --module llama3 --config llama3_debugmodel --training.steps 12 --training.seq_len 64"
-        " --training.local_batch_size 2 --validator.freq 1000",
+        " --training.local_batch_size 2 --validator.freq 1000 --parallelism.spmd_backend partial_dtensor",
         "Training completed",
     ),
     "torchtune": Program(
