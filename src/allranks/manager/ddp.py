@@ -59,10 +59,7 @@ class Bucket:
     def fill(self, divisor: int) -> torch.Tensor:
         """Copies the local gradients (zeros where there are none), divided, into the flat buffer."""
         gradients = [None if (gradient := p.grad) is None else local_of(gradient) for p in self.parameters]
-        if any(
-            gradient is not None and place and gradient.data_ptr() == place
-            for gradient, place in zip(gradients, self.places, strict=False)
-        ):
+        if self._holds_any(gradients):
             self.forget()  # gradients that add up over steps or backwards: the reduction must not touch them
         buffer = self._allocate()
         self.clean = False
@@ -85,6 +82,12 @@ class Bucket:
         if divisor > 1:
             buffer.div_(divisor)
         return buffer
+
+    def _holds_any(self, gradients: list[torch.Tensor | None]) -> bool:
+        return any(
+            gradient is not None and place and gradient.data_ptr() == place
+            for gradient, place in zip(gradients, self.places, strict=False)
+        )
 
     def empty(self) -> torch.Tensor:
         """The buffer with nothing in it: what a replica gives that does not take part."""
