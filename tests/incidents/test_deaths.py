@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from allranks.blackbox import header
 from allranks.blackbox.header import read_header
 from allranks.blackbox.layout import wakeup_address
 from allranks.incidents import pipeline
@@ -350,3 +351,16 @@ def test_a_death_after_the_clock_was_set_back_is_noticed(tmp_path: Path) -> None
     dog.close()
     first, second = read_incidents(tmp_path / "incidents")
     assert (first["ranks"], second["ranks"]) == ([0], [1])
+
+
+@pytest.mark.parametrize(
+    ("state", "flags", "told"),
+    [("D", 0x40040C, "X"), ("S", 0x400400, "S"), ("Z", 0x40040C, "Z"), ("T", 0x400000, "T")],
+)
+def test_a_process_that_the_kernel_takes_down_does_not_run_any_more(
+    monkeypatch: pytest.MonkeyPatch, state: str, flags: int, told: str
+) -> None:
+    """Killed with a GPU's memory it is no zombie for half a second, and was called cut off from the network."""
+    fields = [state, "1", "1", "1", "0", "-1", str(flags), *["0"] * 40]
+    monkeypatch.setattr(header, "process_stat", lambda pid: fields)
+    assert header.process_state(4711) == told

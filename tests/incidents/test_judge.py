@@ -104,6 +104,10 @@ def test_a_rank_in_a_store_wait_of_its_own_is_named_for_it_unless_others_make_a_
         (("native_call", "stopped", "native_call"), ("stopped", (1,))),
         (("collective_wait", "sleep", "collective_wait"), ("none_finished", (0, 2))),  # a network that is cut
         (("checkpoint_io", "collective_wait", "checkpoint_io"), ("checkpoint_io", (0,))),
+        (
+            ("gil_held_native", "checkpoint_io", "checkpoint_io"),
+            ("gil_held_native", (0,)),
+        ),  # it did not record either
     ],
 )
 def test_ranks_that_block_in_cuda_calls_are_not_named_for_the_one_they_wait_for(

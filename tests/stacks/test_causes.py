@@ -48,6 +48,38 @@ def test_the_training_thread_behind_a_serving_main_thread_is_the_rank() -> None:
     assert any("load_batch" in line for line in render_text(classify(capture), grow_tree(capture)))
 
 
+def test_a_hook_that_hangs_in_a_thread_of_backward_is_the_ranks_trouble() -> None:
+    """Gradients of a GPU come in a thread that C++ has started; the main thread waits for it in native code."""
+    torch = "/x/site-packages/torch/"
+    backward = (
+        StackFrame("torch::autograd::ReadyQueue::pop", "libtorch_cpu.so", 0, native=True),
+        StackFrame("_engine_run_backward", torch + "autograd/graph.py", 869),
+        StackFrame("train", "/home/user/t.py", 83),
+    )
+    hook = (StackFrame("load_batch", "/home/user/t.py", 7), StackFrame("hook", "/home/user/t.py", 9))
+    timer = (
+        StackFrame("wait", "/usr/lib/python3.11/threading.py", 3),
+        StackFrame("Thread._bootstrap", "threading.py", 9),
+    )
+    stacks = (
+        ThreadStack(5, "MainThread", backward),
+        ThreadStack(7, "timer", timer),
+        ThreadStack(6, "", hook),
+    )
+    facts = (
+        ThreadFacts(5, state="S", syscall="futex"),
+        ThreadFacts(6, state="S", syscall="clock_nanosleep"),
+        ThreadFacts(7, state="S", syscall="futex"),
+    )
+    shots = tuple(Snapshot(number, None, stacks, facts) for number in (1, 2))
+    process = ProcessCapture(1, None, 5, snapshots=shots, native=stacks[:1])
+    state = classify(Capture((process,))).ranks[1]
+    assert (state.cause, state.where) == ("sleep", "t.py:7 in load_batch")
+    assert "a hook of its backward" in state.evidence
+    alone = tuple(replace(shot, stacks=stacks[:2]) for shot in shots)
+    assert classify(Capture((replace(process, snapshots=alone),))).ranks[1].cause == "native_call"
+
+
 def _looked_at(*native: str, kernels: tuple[str, ...] = ()) -> RankState:
     """A rank whose main thread stands in user code, with these native frames above it."""
     frames = (

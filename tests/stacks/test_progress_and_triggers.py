@@ -94,6 +94,14 @@ def test_operation_counts_stand_in_for_marks() -> None:
     assert early.hung is None and early.culprits == (1,)
 
 
+def test_who_watches_the_job_knows_better_than_counts_and_marks_whether_it_moves() -> None:
+    """The agent has seen no step for a while: what the ranks do is not called slow or healthy then."""
+    processes = read_capture(CASES / "victims" / "hang_all.json").processes
+    found = classify(Capture(processes, ras=_replies(60, 63)), quiet_s=7.0)
+    assert found.hung is True and "no rank has made progress for 7 s" in found.reason
+    assert {state.cause for state in found.ranks.values()} == {"collective_wait"}
+
+
 def test_ras_is_asked_over_tcp_and_silence_is_no_error() -> None:
     """The service answers and closes; where nobody listens there is simply no answer."""
     asked: list[bytes] = []

@@ -150,9 +150,17 @@ def process_stat(pid: int) -> list[str]:
         return []
 
 
+_PF_EXITING = 0x4  # of the kernel's task flags
+
+
 def process_state(pid: int) -> str:
-    """The kernel's letter ("R", "S", "T" stopped, "Z" dead); "" when there is no such process."""
-    return "".join(process_stat(pid)[:1])
+    """The kernel's letter ("R", "S", "T" stopped, "Z" dead); "" when there is no such process.
+
+    "X" while it is being taken down: a GPU's memory takes half a second.
+    """
+    fields = process_stat(pid)
+    exiting = len(fields) > 6 and fields[0] != "Z" and int(fields[6]) & _PF_EXITING
+    return "X" if exiting else "".join(fields[:1])
 
 
 def start_ticks(pid: int) -> int:

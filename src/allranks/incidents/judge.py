@@ -35,6 +35,7 @@ T = TypeVar("T")
 
 FILE = "observed.json"
 _DOUBTFUL = ("not_started", "none_finished")  # verdicts of boxes that stacks may know better
+_MAY_WAIT_IN_CUDA = ("native_call", "checkpoint_io")
 TRUSTED = 0.6  # of a verdict from stacks: less does not overrule the black boxes
 
 
@@ -72,7 +73,7 @@ def judge_folder(
     """Judges what lies in an incident's folder; what could not be used is added to `missing`."""
     absent: list[str] = [] if missing is None else missing
     observed = read_observed(folder) or Observed()
-    report = attempt("stacks", lambda: _stacks(folder / "stacks", observed.still_s), absent)
+    report = attempt("stacks", lambda: _stacks(folder / "stacks", observed), absent)
     diagnosis = attempt("diagnosis", lambda: _diagnose(folder / "boxes", report, observed), absent)
     return judge(diagnosis, report, observed), report
 
@@ -187,16 +188,16 @@ def _unmoved(found: Finding | None, report: StacksReport | None, observed: Obser
 
 
 def _odd_one(named: set[int], report: StacksReport | None) -> tuple[int, ...]:
-    """The one rank that is not among several which could not record the end of a call, and waits for nobody.
+    """The one rank that surely waits for nobody, where several could not record the end of a call.
 
     Ranks that wait for it in NCCL may block in a CUDA call that keeps the GIL, a copy for a checkpoint, say: nothing is
     recorded then, and no wait is seen.
     """
     ranks = report.ranks if report is not None else {}
-    if len(named) < 2 or any(ranks[rank].cause in WAITS for rank in named if rank in ranks):
+    if any(ranks[rank].cause in WAITS for rank in named if rank in ranks):
         return ()
-    idle = {*WAITS, "healthy", "unknown"}
-    others = tuple(rank for rank, state in ranks.items() if rank not in named and state.cause not in idle)
+    unsure = {*WAITS, *_MAY_WAIT_IN_CUDA, "healthy", "unknown"}
+    others = tuple(rank for rank, state in ranks.items() if state.cause not in unsure)
     return others if len(others) == 1 else ()
 
 
@@ -239,10 +240,11 @@ def attempt(what: str, work: Callable[[], T], missing: list[str]) -> T | None:
     return None
 
 
-def _stacks(folder: Path, still_s: float) -> StacksReport | None:
+def _stacks(folder: Path, observed: Observed) -> StacksReport | None:
     if not folder.exists():
         return None
-    return classify(read_capture(folder), stillness=Stillness(still_s=min(still_s, Stillness.still_s)))
+    stillness = Stillness(still_s=min(observed.still_s, Stillness.still_s))
+    return classify(read_capture(folder), stillness=stillness, quiet_s=observed.quiet_s)
 
 
 def _diagnose(boxes: Path, report: StacksReport | None, observed: Observed) -> Diagnosis:

@@ -84,7 +84,24 @@ def _decide(view: ProcessView, main: ThreadView, patterns: Sequence[StackPattern
         return _behind_loop(view, main, first, patterns)
     if first.pattern.cause == "background":
         return _cause(first, main, view, "queue_wait")
-    return _cause(first, main, view)
+    return _behind_backward(view, main, patterns) or _cause(first, main, view)
+
+
+def _behind_backward(view: ProcessView, main: ThreadView, patterns: Sequence[StackPattern]) -> Cause | None:
+    """The gradients of a GPU come in a thread that Python has not started: what its hooks do is what backward waits for."""
+    if not main.python or main.python[0].name != "_engine_run_backward":
+        return None
+    hooks = [
+        t for t in view.threads if not t.main and t.python and not t.python[-1].name.endswith("_bootstrap")
+    ]
+    told = [
+        (thread, match) for thread in hooks if (match := match_thread(patterns, thread, view)) is not None
+    ]
+    if not told:
+        return None
+    thread, match = max(told, key=lambda pair: _weight(pair[1]))
+    cause = _cause(match, thread, view, "queue_wait" if match.pattern.cause in _SHAPES else "")
+    return replace(cause, evidence=f"a hook of its backward {cause.evidence}", thread=thread.name)
 
 
 def _follow(

@@ -184,15 +184,23 @@ _ALWAYS = frozenset({"stopped", "d_state"})
 
 
 def classify(
-    capture: Capture, patterns: Sequence[StackPattern] | None = None, stillness: Stillness | None = None
+    capture: Capture,
+    patterns: Sequence[StackPattern] | None = None,
+    stillness: Stillness | None = None,
+    quiet_s: float = 0.0,
 ) -> StacksReport:
-    """The report of a capture; a rank that cannot be read is `unknown` with the reason."""
+    """The report of a capture; a rank that cannot be read is `unknown` with the reason.
+
+    `quiet_s`: who watches the job has seen no progress for so long, whatever marks and counts look like.
+    """
     table = load_patterns() if patterns is None else patterns
     causes, views, states = _classify_ranks(capture, table)
     limits = stillness or Stillness()
     progress = decide_progress({one.rank: one for one in capture.marks}, views, causes, limits)
     if progress.hung is None:
         progress = decide_by_counts(progress, ras.stood_still_s(capture.ras), limits)
+    if quiet_s and not progress.hung:
+        progress = HangDecision(True, f"no rank has made progress for {quiet_s:.0f} s")
     if progress.hung and {state.cause for state in states.values()} == {"request_wait"}:
         progress = replace(progress, hung=False, reason="an idle server: every rank waits for requests")
     states, culprits = _judge(capture, progress, states, table)
