@@ -44,7 +44,7 @@ KINDS = {
         ("python", "-m", "torch.distributed.run", *TORCHRUN), ("plain.py", "fsdp2"), restarts=True, module="-m"
     ),
     "accelerate": Launcher(
-        ("accelerate", "launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
+        ("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
          "--max_restarts", "30"),
         ("accelerate_loop.py",), "accelerate", restarts=True, module="-m",
     ),
