@@ -43,7 +43,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def machine(record_testsuite_property: Callable[[str, object], None]) -> None:
     """What these tests ran on, for scripts/compatibility.py."""
-    versions = {one.metadata["Name"]: one.version for one in distributions()}
+    found = [(one.metadata["Name"], one.version) for one in distributions()]
+    versions = dict(reversed(found))  # of two of one name the first on the path is imported
     where = f"{os.cpu_count()} {platform.machine()} cores, Python {platform.python_version()}, torch {versions.get('torch')}"
     record_testsuite_property("where", where.partition("+")[0])
     for name in PACKAGES:
