@@ -61,6 +61,20 @@ def test_a_round_left_out_is_skipped_and_a_new_call_is_extra() -> None:
     assert _told(found) == ("extra", 7, 1) and found is not None and found.either
 
 
+def test_many_calls_of_several_lines_left_out_are_skipped_unless_the_one_behind_them_is_rare() -> None:
+    """A rank that returns early from its loss misses all its gathers; one that saves too early has made a call more."""
+    rounds = 5 * "GHIJKLA"
+    assert _told(by_habit(pair(rounds + "A", rounds + "G"), 35)) == ("skipped", 36, 6)
+    rounds = 5 * "ABCDEFABCDEFX"
+    assert _told(by_habit(pair(rounds + "AX", rounds + "AB"), 66)) == ("extra", 67, 1)
+
+
+def test_a_rank_that_stops_repeating_a_call_and_is_back_in_its_main_loop_skipped_it() -> None:
+    """The first validation: rank 1 has one batch fewer and trains on. A call more often made than the loop's is none more."""
+    assert _told(by_habit(pair("TTTTVVVT", "TTTTVVVV"), 7)) == ("skipped", 8, 1)
+    assert _told(by_habit(pair("TVVVVT", "TVVVVV"), 5)) == ("extra", 6, 1)
+
+
 def test_what_never_came_before_has_no_usual_successor() -> None:
     """No earlier round, no habit; of several the one that was reached by the same calls."""
     assert len(usual_next(np.array([1, 2, 3]), 2)) == 0

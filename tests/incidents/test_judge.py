@@ -66,6 +66,41 @@ def test_a_call_that_others_could_not_make_after_a_death_is_not_its_cause(told: 
     assert named(judge(Diagnosis("fault", extra, (extra,)), None, Observed(told=told)))[1] == (guilty,)
 
 
+@pytest.mark.parametrize(
+    ("found", "told", "guilty"),
+    [
+        (Finding("extra_collective", (1,), "", waiting=(0, 2)), DIED, (1,)),
+        (Finding("missing_rank", (1,), "", waiting=(0, 2), met_another=True), DIED, (1,)),
+        (Finding("missing_rank", (1,), "", waiting=(0, 2)), DIED, (2,)),  # it would have come
+        (
+            Finding("missing_rank", (1,), "", waiting=(0, 2), met_another=True),
+            replace(DIED, where="a.py:3"),
+            (2,),
+        ),
+        (Finding("missing_rank", (1,), "", waiting=(0,), met_another=True), DIED, (2,)),
+    ],
+)
+def test_a_rank_that_died_in_a_call_that_met_another_died_of_that(
+    found: Finding, told: Finding, guilty: tuple[int, ...]
+) -> None:
+    """gloo aborts the innocent rank that gets a message of another size: a validation batch fewer on rank 1."""
+    found = replace(found, severity="root")
+    assert named(judge(Diagnosis("fault", found, (found,)), None, Observed(told=told)))[1] == guilty
+
+
+@pytest.mark.parametrize(("left", "wanted"), [((2,), ("missing_rank", (2,))), ((), ("none_finished", ()))])
+def test_connections_that_broke_since_a_rank_had_ended_its_program_are_its_fault(
+    left: tuple[int, ...], wanted: tuple[str, tuple[int, ...]]
+) -> None:
+    """sys.exit(0) of one rank: nobody died. Without it the rank that is not in the call yet may be innocent."""
+    broken = Finding(
+        "none_finished", (), "connections between ranks broke", confidence=0.7, where="train.py:3"
+    )
+    missing = Finding("missing_rank", (2,), "rank 2 never entered all_reduce #36", "root", confidence=0.9)
+    diagnosis = Diagnosis("fault", missing, (missing,))
+    assert named(judge(diagnosis, None, Observed(told=broken, left=left))) == wanted
+
+
 def test_the_rank_that_has_not_moved_since_before_a_regroup_is_in_the_diagnosis_too() -> None:
     """The boxes of a new group accuse who is waited for there."""
     boxes = Diagnosis("fault", Finding("stuck_before_collective", (0,), "rank 0 is late"))

@@ -96,6 +96,22 @@ def test_calls_far_apart_are_no_stall() -> None:
     assert view.describe(WHOLE).sentence == "Running: 9 calls finished, 2 nodes"
 
 
+def test_a_job_with_an_open_hang_does_not_look_as_if_it_ran() -> None:
+    """It hung a few calls after its start: what is usual is not known yet, but its incident is."""
+    clock = Clock()
+    view = TrainingView(clock)
+    view.note_calls("agent-a", 0, clock.at)
+    view.note_calls("agent-a", 80, clock.at)
+    clock.at += 18
+    assert view.describe(WHOLE).sentence == "Running: 80 calls finished, 2 nodes"
+    found = view.describe(replace(WHOLE, hung=True))
+    assert (found.sentence, found.mood) == ("Stalled: no call finished for 18 s, 2 nodes", "warn")
+    view, clock = trained(steps=2)
+    clock.at += 18
+    assert view.describe(ALL).sentence.startswith("Training: step 2")
+    assert view.describe(replace(ALL, hung=True)).sentence.startswith("Stalled: no step for 18 s, at step 2")
+
+
 def test_steps_win_over_calls() -> None:
     """Where there are marks, calls say nothing more."""
     view, clock = trained()

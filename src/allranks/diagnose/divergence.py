@@ -230,8 +230,9 @@ def by_habit(pair: CallPair, at: int, outvoted: bool = False) -> Divergence | No
         reason = f"rank {pair.rank} went on as in all rounds before, rank {pair.reference} did not"
         return Divergence(pair.rank, pair.reference, seq, "extra", 1, 0.75, reason, True)
     if bool((expected == them).all()):
-        line = _skipped_line(pair, at, usual)
-        return line or _skipped(pair, at, usual, True) or _added(pair, at, len(usual), True, made_mine)
+        left_out = _skipped_line(pair, at, usual) or _skipped(pair, at, usual, True)
+        left_out = left_out or _rest_of_round(pair, at, usual) or _left_loop(pair, at)
+        return left_out or _added(pair, at, len(usual), True, made_mine)
     return (
         _in_some_rounds(pair, at, usual, made_mine) if outvoted and bool((expected == them).any()) else None
     )
@@ -275,6 +276,38 @@ def _skipped(pair: CallPair, at: int, usual: np.ndarray, always: bool) -> Diverg
         reason = f"{often}, rank {pair.rank} made {counted(count, 'call')} more before the one it is in now"
         return Divergence(pair.rank, pair.reference, pair.low + at, "extra", 1, 0.7, reason, True)
     return None
+
+
+def _rest_of_round(pair: CallPair, at: int, usual: np.ndarray) -> Divergence | None:
+    """The rank left out many calls of several lines, and is in one that has come behind them in all rounds, as often."""
+    me, known = pair.mine[at], pair.theirs[:at]
+    behind = np.flatnonzero(known == me)
+    found = np.searchsorted(behind, usual)
+    if len(usual) < 2 or int(found[-1]) >= len(behind) or len(behind) < int((known == pair.theirs[at]).sum()):
+        return None
+    counts = behind[found] - usual
+    count = int(counts[0])
+    if not MAX_CALLS < count <= MAX_BLOCK or bool((counts != count).any()):
+        return None
+    if not _in_usual_step(pair, at, usual, behind[found]):
+        return None
+    reason = f"in all rounds before, rank {pair.rank} made {counted(count, 'call')} more before the one it is in now"
+    return Divergence(pair.rank, pair.reference, pair.low + at, "skipped", count, 0.8, reason)
+
+
+def _left_loop(pair: CallPair, at: int) -> Divergence | None:
+    """The others repeat a call; the rank has stopped repeating it and is in one of the program that it made before, more often."""
+    me, known, them = pair.mine[at], pair.theirs[:at], pair.theirs[at]
+    more_often = int((known == me).sum()) >= int((known == them).sum())
+    if (
+        not more_often
+        or at < 2
+        or not bool((known[-2:] == them).all())
+        or pair.my_steps[at] != pair.their_steps[at]
+    ):
+        return None
+    reason = f"rank {pair.rank} made one call fewer of those that the others repeat, and is in one that it made before them"
+    return Divergence(pair.rank, pair.reference, pair.low + at, "skipped", 1, 0.7, reason)
 
 
 def _skipped_line(pair: CallPair, at: int, usual: np.ndarray) -> Divergence | None:
@@ -347,6 +380,7 @@ class _Telling:
             (*context.stacks(guilty), *context.stacks((rank, rows[rank]) for rank in self.others)),
             self._evidence(),
             advice=(_advice(self.divergence, at),),
+            met_another=self.mismatch is not None,
         )
 
     def _sure(self) -> float:

@@ -180,8 +180,10 @@ class DeathIncidents:
         self, opened: IncidentFolder, samples: list[RankSample], gathering: Gathering | None
     ) -> None:
         """A rank may have died of what another did: calls that do not match are found in the boxes of all."""
-        observed = read_observed(opened.path) or Observed()
-        self.pipeline.examine(opened, samples, observed, gathering=gathering)
+        observed, before = read_observed(opened.path) or Observed(), opened.current.verdict
+        found = self.pipeline.examine(opened, samples, observed, gathering=gathering).verdict
+        if found is not None and before is not None and found.sentence != before.sentence:
+            self.pipeline.publisher.log(opened)  # what was logged at once was a consequence
         self.pipeline.publisher.publish(opened)
 
     def take_echo(self, at: float) -> IncidentFolder | None:

@@ -53,6 +53,7 @@ class Observed:
     behind: tuple[int, ...] = ()  # ranks that the others go on without
     still_s: float = Stillness.still_s  # the silence that this job's watch takes for a stall
     looping: bool = False  # collectives are completed, steps are not
+    left: tuple[int, ...] = ()  # ranks whose program ended by itself
 
     def write(self, folder: Path) -> None:
         """Keeps it with the evidence."""
@@ -96,7 +97,7 @@ def _correct(
 ) -> Finding | None:
     """What the agent knows better than the boxes; None when it does not."""
     if observed.told is not None:
-        return _of_death(found, findings, observed.told)
+        return _of_death(found, findings, observed.told, observed.left)
     if observed.looping:
         return Finding(NO_STEP, (), observed.reason, confidence=0.5)
     if observed.behind:
@@ -109,9 +110,11 @@ def _correct(
     return better if better is not None and (found is None or better.confidence > found.confidence) else None
 
 
-def _of_death(found: Finding | None, findings: tuple[Finding, ...], told: Finding) -> Finding | None:
-    """A death that was seen, unless the calls explain it."""
-    if found is not None and _explains(found, told):
+def _of_death(
+    found: Finding | None, findings: tuple[Finding, ...], told: Finding, left: tuple[int, ...]
+) -> Finding | None:
+    """A death that was seen, unless the calls explain it, or a rank that ended its program while others needed it."""
+    if found is not None and (_explains(found, told) or _broke_off(found, told, left)):
         return None
     return next((f for f in findings if _is_own_mistake(f, told)), told)
 
@@ -119,10 +122,20 @@ def _of_death(found: Finding | None, findings: tuple[Finding, ...], told: Findin
 def _explains(found: Finding, told: Finding) -> bool:
     """Whether a rank died of what another did: calls that do not match are found in the boxes of all.
 
-    A call that others have not made yet is no cause: they could not, after a rank had died of itself.
+    A call that others have not made yet is no cause: they could not, after a rank had died of itself. A rank without a
+    word of its own that died in a call which does not fit another's died of that.
     """
+    met = bool(told.ranks) and set(told.ranks) <= set(found.waiting) and not told.where
+    if found.cause == "missing_rank":
+        return found.met_another and met
     early = found.cause == "extra_collective" and found.ranks != told.ranks and told.confidence == 1.0
-    return found.cause in PROGRAM_FAULT and not early
+    return found.cause in PROGRAM_FAULT and (met or not early)
+
+
+def _broke_off(found: Finding, told: Finding, left: tuple[int, ...]) -> bool:
+    """Whether connections broke since a rank had ended its program, and the others were in a call that it never made."""
+    ended = bool(found.ranks) and set(found.ranks) <= set(left)
+    return told.cause == "none_finished" and not told.ranks and found.cause == "missing_rank" and ended
 
 
 def _is_own_mistake(found: Finding, told: Finding) -> bool:

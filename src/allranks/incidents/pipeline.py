@@ -304,6 +304,7 @@ class IncidentPipeline:
             observed,
             taken_ns=time.time_ns(),
             gone=tuple(s.rank for s in samples if not s.alive and not s.closed),
+            left=tuple(s.rank for s in samples if s.closed == "exit"),
             marked=tuple(s.rank for s in samples if s.step >= 0),
             still_s=self.options.notice.floor_s,
         ).write(opened.path)

@@ -62,6 +62,7 @@ def _scene(service: Service) -> Scene:
         service.leading,
         service.leader,
         alive - state.members - state.evicted.keys() - state.cooling.keys(),
+        any(one.kind == "hang" and not one.closed for one in service.agents.incidents),
     )
 
 

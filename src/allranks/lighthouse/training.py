@@ -42,6 +42,7 @@ class Scene:
     leading: bool = True
     leader: str = ""
     joining: Collection[str] = ()  # connected, not evicted, and not in the quorum yet
+    hung: bool = False  # an incident says so and is open
 
 
 @dataclass
@@ -152,7 +153,8 @@ class TrainingView:
     def _stalled_s(self, scene: Scene, now: float) -> float:
         """For how long there was no step; 0 while that is usual."""
         silent = now - self._moved
-        return silent if self.step >= 0 and silent >= self._limit() and not scene.over else 0.0
+        limit = LEAST_STALL_S if scene.hung else self._limit()
+        return silent if self.step >= 0 and silent >= limit and not scene.over else 0.0
 
     def _by_calls(self, scene: Scene, now: float) -> TrainingStatus:
         """The same of a whole job without step marks."""
@@ -161,6 +163,7 @@ class TrainingView:
             if len(self._call_gaps) >= 3
             else FIRST_STALL_S
         )
+        limit = LEAST_CALL_STALL_S if scene.hung else limit
         silent, nodes = now - self._called, _count(scene, 0)
         if silent < limit:
             sentence = f"Running: {sum(self._calls.values()):,} calls finished{nodes}"
