@@ -154,6 +154,17 @@ def test_a_hang_that_goes_on_stays_one_incident_that_knows_how_long_it_lasts(
     assert story["closed"] is not None and story["timeline"][-1]["name"] == "recovered"
 
 
+def test_ranks_that_are_asked_to_end_and_take_their_time_are_no_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C on a job whose ranks wait in a collective: they are killed 30 s later, which is no incident."""
+    answer_with(monkeypatch, VERDICT)
+    watch = dry_run(tmp_path, Hand())
+    watch.expect_end([os.getpid()])  # the writer of these boxes
+    assert [look(watch, at) for at in (8.1, 10.7, 33.0)] == [None, None, None]
+    assert read_incidents(tmp_path / "incidents") == []
+
+
 def test_a_second_hang_after_the_job_went_on_is_another_incident(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

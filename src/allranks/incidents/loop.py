@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from allranks.incidents.deaths import DeathIncidents
 from allranks.incidents.hangs import Actor, HangInvestigator
 from allranks.incidents.job_overview import WaitingSentence
 from allranks.incidents.peers import PeerAgents
-from allranks.incidents.pipeline import IncidentPipeline, WatchOptions
+from allranks.incidents.pipeline import Explained, IncidentPipeline, WatchOptions
 from allranks.incidents.publish import IncidentPublisher
 from allranks.model.incident import Incident
 from allranks.watch.exits import ExitWatcher
@@ -50,6 +50,7 @@ class Watch:
     _exits: ExitWatcher = field(default_factory=ExitWatcher)
     _waiting: WaitingSentence = field(default_factory=WaitingSentence)
     _ours: dict[ProcessId, bool] = field(default_factory=dict)
+    _asked_to_end: Explained = field(default_factory=Explained)
     _stop: bool = False
     _thread: threading.Thread | None = None
     _examining: threading.Thread | None = None
@@ -92,6 +93,11 @@ class Watch:
         """Before `start`: `upload` copies incident folders elsewhere as they grow."""
         self.pipeline.publisher.upload = upload
 
+    def expect_end(self, pids: Iterable[int]) -> None:
+        """These ranks are being asked to end: that they do, or take their time, is no incident. From any thread."""
+        self._asked_to_end.add(asked := tuple(pids))
+        self.pipeline.explained.add(asked)
+
     def look(self, now_s: float | None = None) -> Suspicion | None:
         """One turn: read, report deaths, decide. A suspicion is examined beside it (before `start`: in this call)."""
         now = time.monotonic() if now_s is None else now_s
@@ -107,6 +113,8 @@ class Watch:
         self.deaths.check(samples, self._exits.endings)
         for opened in self.pipeline.recoveries.look(samples):
             self.pipeline.publisher.publish(opened)
+        if running and all(self._asked_to_end.covers(s) for s in running):
+            return None
         if self._examining is not None and self._examining.is_alive():
             self.hangs.note(now, samples)
             return None
