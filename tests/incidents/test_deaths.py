@@ -82,6 +82,23 @@ def test_a_pidfd_or_a_wakeup_ends_the_wait_and_tells_how_a_child_ended() -> None
         lines.close()
 
 
+def test_how_a_rank_ended_is_known_also_when_its_box_was_read_first() -> None:
+    """A segmentation fault between two turns of the watch was "exited without shutting down"."""
+    lines = ExitWatcher()
+    lines.start()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        lines.hold([child.pid])
+        child.send_signal(signal.SIGSEGV)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        lines.note_dead([child.pid, os.getpid()])
+        assert {pid: end.words for pid, end in lines.endings.items()} == {child.pid: "died of SIGSEGV"}
+    finally:
+        child.kill()
+        child.communicate()
+        lines.close()
+
+
 def watch(tmp_path: Path, **options: object) -> Watch:
     """A watch that was made before the boxes."""
     (tmp_path / "boxes").mkdir()

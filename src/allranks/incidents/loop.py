@@ -106,6 +106,7 @@ class Watch:
         ours = [s for s in running if self._is_ours(s)]
         self.ranks = tuple(s.rank for s in ours)
         self._exits.hold(s.pid for s in running)
+        self._exits.note_dead(s.pid for s in samples if not s.alive)
         if running:
             calls = sum(s.calls_completed for s in ours)
             self.on_look(max(s.step for s in running), calls, self._waiting.read(running))

@@ -131,6 +131,12 @@ class ExitWatcher:
                     self._held[pid] = fd
                     self._selector.register(fd, selectors.EVENT_READ, pid)
 
+    def note_dead(self, pids: Iterable[int]) -> None:
+        """These were found dead before `wait` could tell how they ended."""
+        for pid in pids:
+            if pid in self._held:
+                self._note_end(pid)
+
     def wait(self, timeout_s: float) -> None:
         """Returns when something happened, or after the time."""
         assert self._selector is not None, "start() comes first"
