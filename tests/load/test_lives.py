@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -11,20 +12,24 @@ from allranks.blackbox.layout import file_name
 from allranks.load import LoadOptions, load_paths
 from allranks.model.trace import CALL, Group, Progress, RankTrace, TraceHeader
 
+from .dumps import dump, entry
+
 SECOND, START = 10**9, 10**18
 
 
-def life(folder: Path, rank: int, attempt: int, begin_s: int, end_s: int, group: str = "") -> None:
+def life(
+    folder: Path, rank: int, attempt: int, begin_s: int, end_s: int, group: str = "", job: str = "job"
+) -> None:
     """A box of a rank that lived from `begin_s` to `end_s`."""
     calls = np.zeros(1, CALL)
     calls["begin"] = calls["end"] = 1
     calls["created_ns"] = START + begin_s * SECOND
     header = TraceHeader(
-        rank=rank, world_size=2, pid=100 + 10 * attempt + rank, attempt=attempt, start_ns=START + begin_s * SECOND
+        rank=rank, world_size=2, pid=100 + 10 * attempt + rank, job=job, attempt=attempt, start_ns=START + begin_s * SECOND
     )  # fmt: skip
     progress = Progress(step=end_s, step_ns=START + end_s * SECOND)
     trace = RankTrace(header, calls, groups=(Group(""), Group(group)), progress=progress)
-    (folder / file_name("job", attempt, rank, header.pid)).write_bytes(box_bytes(trace))
+    (folder / file_name(job, attempt, rank, header.pid)).write_bytes(box_bytes(trace))
 
 
 def steps(folder: Path, attempt: int | None = None) -> dict[int, int]:
@@ -58,3 +63,34 @@ def test_a_replica_that_hangs_since_before_another_began_again_is_read_too(tmp_p
     life(tmp_path, 1, 0, 0, 20, group="replicas/1")
     life(tmp_path, 1, 1, 21, 22)
     assert steps(tmp_path) == {0: 20, 1: 22}
+
+
+def test_boxes_of_two_jobs_in_one_folder_are_not_mixed(tmp_path: Path) -> None:
+    """Somebody copied all of a node: the older job has a rank more, which is not one of the newer."""
+    for rank in range(3):
+        life(tmp_path, rank, 0, 0, 20, job="yesterday")
+    for rank in range(2):
+        life(tmp_path, rank, 0, 30, 60, job="today")
+    assert steps(tmp_path) == {0: 60, 1: 60}
+    notes = {note.note for note in load_paths([str(tmp_path)]).files if note.status == "skipped"}
+    assert notes == {"of job yesterday; that of job today is newer: give the files of one job"}
+
+
+def test_boxes_of_ranks_that_do_not_repeat_belong_together_whatever_their_job_is_called(
+    tmp_path: Path,
+) -> None:
+    """Nodes that were started by hand may have named it differently."""
+    for rank in range(4):
+        life(tmp_path, rank, 0, 0, 20, job=f"node{rank // 2}")
+    assert sorted(steps(tmp_path)) == [0, 1, 2, 3]
+
+
+def test_dumps_of_two_jobs_with_other_ranks_in_one_folder_are_not_mixed(tmp_path: Path) -> None:
+    """torch's dumps do not name their job; their groups differ. A copy of a file is no job."""
+    for rank in range(4):
+        (tmp_path / f"a_trace_{rank}").write_bytes(pickle.dumps(dump([entry(1)], "[0, 1, 2, 3]")))
+    for name in ("b_trace_0", "b_trace_1", "b_trace_1 (1)"):
+        (tmp_path / name).write_bytes(pickle.dumps(dump([entry(9)], "[0, 1]")))
+    result = load_paths([str(tmp_path)])
+    assert [trace.header.rank for trace in result.traces] == [0, 1]
+    assert sum("of ranks 0-3; that of ranks 0-1 is newer" in note.note for note in result.files) == 4

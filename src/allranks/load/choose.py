@@ -11,7 +11,7 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from allranks.errors import InputError
 from allranks.load.sources import Raw
@@ -40,7 +40,44 @@ class FileChoice:
 
 
 def choose(candidates: list[TraceFile], wanted: int | None) -> FileChoice:
-    """The newest attempt (or the wanted one), and in it the best file of every rank."""
+    """The newest job, in it the newest attempt (or the wanted one), and in that the best file of every rank."""
+    candidates, of_others = _newest_job(candidates)
+    choice = _choose_attempt(candidates, wanted)
+    return replace(choice, dropped=(*of_others, *choice.dropped))
+
+
+def _newest_job(
+    candidates: list[TraceFile],
+) -> tuple[list[TraceFile], list[tuple[TraceFile, str]]]:
+    """Files of several jobs that have the same ranks are not mixed: (those of the newest one, the others and why not)."""
+    jobs: dict[tuple[str, str], list[TraceFile]] = defaultdict(list)
+    for candidate in candidates:
+        kind, job = _job_of(candidate)
+        if job:
+            jobs[kind, job].append(candidate)
+    other: dict[str, str] = {}
+    for kind in ("job", "ranks"):
+        found = {job: files for (each, job), files in jobs.items() if each == kind and len(files) > 1}
+        newest = max(found, key=lambda job: max(c.raw.last_event_ns() for c in found[job]), default="")
+        ranks = {c.rank for c in found.get(newest, ())}
+        for job, files in found.items():
+            if job != newest and any(c.rank in ranks for c in files):
+                why = f"of {kind} {job}; that of {kind} {newest} is newer: give the files of one job"
+                other |= {c.path: why for c in files}
+    rest = [c for c in candidates if c.path not in other]
+    return rest, [(c, other[c.path]) for c in candidates if c.path in other]
+
+
+def _job_of(candidate: TraceFile) -> tuple[str, str]:
+    """("job", its name) of a black box; of a dump, which knows no name, ("ranks", those of its largest group)."""
+    raw = candidate.raw
+    if raw.kind.startswith("black box"):
+        return "job", raw.header.job
+    ranks = max((group.ranks for group in raw.groups), key=len, default=())
+    return "ranks", f"{ranks[0]}-{ranks[-1]}" if candidate.rank in ranks else ""
+
+
+def _choose_attempt(candidates: list[TraceFile], wanted: int | None) -> FileChoice:
     numbered = number_attempts(candidates)
     attempts = tuple(sorted(set(numbered.values())))
     if wanted is not None and wanted not in attempts:
