@@ -245,13 +245,16 @@ def test_a_folder_that_is_removed_while_it_is_listed_is_passed_over(
     """Another job ends between two reads: `allranks watch` and the next recorder see one folder less."""
     monkeypatch.setattr(place, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    removed = []
+    removed, elsewhere = [], []
 
     def removing(real: Any) -> Any:
         def listed(path: Any = ".") -> Any:
             if not isinstance(path, int) and Path(path).name.startswith("allranks-"):
-                removed.append(path)
-                shutil.rmtree(path, ignore_errors=True)
+                if Path(path).is_relative_to(tmp_path):
+                    removed.append(path)
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    elsewhere.append(path)  # the jobs of this machine
             return real(path)
 
         return listed
@@ -262,6 +265,7 @@ def test_a_folder_that_is_removed_while_it_is_listed_is_passed_over(
         place.job_folder("job").mkdir(parents=True)
         act()
     assert len(removed) >= 3
+    assert elsewhere == []
 
 
 def test_a_folder_that_somebody_else_made_in_our_name_is_not_read(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from allranks.blackbox.files import subfolders
+from allranks.blackbox import files
 from allranks.blackbox.header import Header, find_header
 from allranks.blackbox.reader import read_rows
 from allranks.errors import InputError
@@ -33,9 +33,9 @@ class LiveBox:
 
 def find_boxes(folders: tuple[Path, ...] = ()) -> list[LiveBox]:
     """Boxes in the default folders of every user and in the given ones; what is no box is passed over."""
-    roots = {Path("/dev/shm"), Path(tempfile.gettempdir())}
+    roots = {files.SHARED_MEMORY, Path(tempfile.gettempdir())}
     bases = [base for root in roots if root.is_dir() for base in root.glob("allranks-*")]
-    places = [place for base in (*bases, *folders) for place in subfolders(base)]
+    places = [place for base in (*bases, *folders) for place in files.subfolders(base)]
     places += folders
     found = {}
     for place in places:
