@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import selectors
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from typing import Any
 
 import pytest
 
@@ -93,6 +97,35 @@ def test_the_limit_is_for_the_whole_greeting() -> None:
 
 
 @pytest.mark.filterwarnings("error")  # of sockets that nobody closed
+def test_it_goes_on_when_the_kernel_watches_no_more_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fs.epoll.max_user_watches counts all processes of a user; who comes when it is used up is refused, not all after it."""
+    refused = []
+
+    class Crowded(selectors.DefaultSelector):
+        def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+            if data is not None and len(refused) < 2:
+                refused.append(fileobj)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().register(fileobj, events, data)
+
+    monkeypatch.setattr(selectors, "DefaultSelector", Crowded)
+    listener = socket.create_server(("127.0.0.1", 0))
+    running = MemberServer(KEYS, "quorum", echo)
+    running.start(listener)
+    try:
+        for _ in range(2):
+            with (
+                socket.create_connection(listener.getsockname(), 20) as unlucky,
+                suppress(ConnectionResetError),
+            ):
+                assert unlucky.recv(100) == b""
+        with member(listener.getsockname()) as sock:
+            assert talk(sock) == b"quorum 1.2:x"
+    finally:
+        running.close()
+    assert len(refused) == 2
+
+
 def test_strangers_are_closed_with_the_server() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     running = MemberServer(KEYS, "quorum", echo)

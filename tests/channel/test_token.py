@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,34 @@ def test_a_token_that_others_may_read_is_used_with_a_warning(
     with caplog.at_level(logging.WARNING):
         assert [read_token(path), read_token(path)] == ["known to all"] * 2
     assert [f"chmod 600 {path}" in line for line in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o644, True), (0o440, False), (0o400, False)])
+def test_a_readable_token_of_a_mounted_secret_is_not_told_to_chmod(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warned: bool
+) -> None:
+    """Kubernetes' layout: a link into ..data, whose modes only the manifest can change; fsGroup lets the group read."""
+    (tmp_path / "..2026").mkdir()
+    (tmp_path / "..2026" / "token").write_text("known to all")
+    (tmp_path / "..2026" / "token").chmod(mode)
+    (tmp_path / "..data").symlink_to("..2026")
+    (tmp_path / "token").symlink_to("..data/token")
+    assert read_token(tmp_path / "token") == "known to all"
+    assert "chmod 600" not in caplog.text
+    assert ("defaultMode: 0400" in caplog.text) is warned
+
+
+@pytest.mark.needs_root
+def test_a_readable_token_on_a_read_only_mount_is_not_told_to_chmod(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `docker secret` mounts it."""
+    (tmp_path / "token").write_text("known to all")
+    (tmp_path / "token").chmod(0o444)
+    subprocess.run(["mount", "--bind", tmp_path, tmp_path], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", tmp_path], check=True)
+        assert read_token(tmp_path / "token") == "known to all"
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
+    assert "mode: 0400" in caplog.text and "chmod 600" not in caplog.text

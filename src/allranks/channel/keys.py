@@ -31,6 +31,7 @@ log = logging.getLogger("allranks.channel")
 
 _SALT = b"allranks job token"
 MAX_TOKEN_CHARS = 4096
+MOUNTED_CURE = "it is mounted, so chmod cannot help: give the volume of the secret `defaultMode: 0400` (Swarm: `mode: 0400`)"
 _warned: set[str] = set()  # of token files, each once
 
 
@@ -88,15 +89,20 @@ def read_token(path: Path) -> str:
             if not stat.S_ISREG(mode):
                 raise ConfigurationError(f"cannot read the job token: {path} is not a regular file")
             token = file.read(MAX_TOKEN_CHARS + 1).strip()
+            mounted = (
+                bool(os.fstatvfs(file.fileno()).f_flag & os.ST_RDONLY)
+                or (path.parent / "..data").is_symlink()
+            )
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"cannot read the job token: {error}") from error
     if not token:
         raise ConfigurationError(f"the token file {path} is empty")
     if len(token) > MAX_TOKEN_CHARS or not token.isprintable():
         raise ConfigurationError(f"the token file {path} holds no token: more than one line of text")
-    if mode & 0o077 and str(path) not in _warned:
+    if mode & (0o007 if mounted else 0o077) and str(path) not in _warned:  # fsGroup adds the group's right
         _warned.add(str(path))
-        log.warning("other users may read or change the job token in %s: chmod 600 %s", path, path)
+        cure = MOUNTED_CURE if mounted else f"chmod 600 {path}"
+        log.warning("other users may read or change the job token in %s: %s", path, cure)
     return token
 
 

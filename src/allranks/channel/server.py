@@ -182,9 +182,15 @@ class _Reception:
         greeting = ServerGreeting(self._server.keys, self._server.kind, self._server.proves)
         until = time.monotonic() + self._server.greeting_s
         stranger = _Stranger(connection, host, greeting, until)
+        try:
+            self._selector.register(connection, selectors.EVENT_READ, stranger)
+        except OSError as error:  # the kernel's limits of epoll: this user's other processes may use them up
+            log.warning("%s: a connection was refused: %s", self._server.name, error)
+            connection.close()
+            self._drop_one()
+            return
         self._strangers[stranger] = None
         self._by_host.setdefault(host, {})[stranger] = None
-        self._selector.register(connection, selectors.EVENT_READ, stranger)
         try:
             connection.setblocking(False)
             connection.send(greeting.hello)
