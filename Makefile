@@ -12,7 +12,7 @@ demo: $(STAMP)
 
 # Many tests wait for processes, so there are more workers than cores; WORKERS=0 runs them in order. Compiled files are
 # kept, also where the environment says otherwise: a thousand processes import us.
-WORKERS ?= $(shell expr $$(nproc) + 2)
+WORKERS ?= $(shell expr $$(nproc) + 4)
 test: $(STAMP) packages
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 

@@ -23,12 +23,40 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-#: Folders whose tests start jobs; workers take their files first, so that none is left to one worker at the end.
-LONG = {"checkpoint", "diagnose", "elastic_runs", "integrations", "launch", "lighthouse", "loop", "manager"}
+#: Files that take longest, then folders whose tests start jobs: workers take them first, so that none is left to one
+#: worker at the end.
+LONGEST = """
+    checkpoint/test_outages diagnose/test_gallery loop/test_run loop/test_loop elastic_runs/test_restart
+    elastic_runs/test_fresh integrations/test_torchtitan diagnose/test_properties diagnose/test_recorded
+    launch/test_slurm record/test_odd_machines stacks/test_other_jobs cli/test_help checkpoint/test_ranks
+    record/test_survives record/test_dump stacks/test_live_ranks incidents/test_node_losses launch/test_spares
+    manager/test_departures manager/test_failures elastic_runs/test_refusals loop/test_strangers elastic/test_config
+    elastic/test_compat lighthouse/test_faults integrations/test_kubernetes launch/test_etcd_rendezvous
+    manager/test_healing diagnose/test_command test_wheel
+""".split()
+LONG = {
+    "checkpoint",
+    "diagnose",
+    "elastic_runs",
+    "integrations",
+    "launch",
+    "lighthouse",
+    "loop",
+    "manager",
+    "stacks",
+}
+
+
+def _place_in_line(item: pytest.Item) -> int:
+    names = (f"{item.path.parent.name}/{item.path.stem}", item.path.stem)
+    for place, name in enumerate(LONGEST):
+        if name in names:
+            return place
+    return len(LONGEST) + (item.path.parent.name not in LONG)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.parent.name not in LONG)
+    items.sort(key=_place_in_line)
     for item in items:
         if item.get_closest_marker("soak") and not config.getoption("--soak"):
             item.add_marker(pytest.mark.skip(reason="long: run `make test ARGS=--soak`"))
