@@ -25,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 #: Files that take longest, then folders whose tests start jobs: workers take them first, so that none is left to one
 #: worker at the end.
-LONGEST = """
+_LONGEST = """
     checkpoint/test_outages diagnose/test_gallery loop/test_run loop/test_loop elastic_runs/test_restart
     elastic_runs/test_fresh integrations/test_torchtitan diagnose/test_properties diagnose/test_recorded
     launch/test_slurm record/test_odd_machines stacks/test_other_jobs cli/test_help checkpoint/test_ranks
@@ -33,7 +33,8 @@ LONGEST = """
     manager/test_departures manager/test_failures elastic_runs/test_refusals loop/test_strangers elastic/test_config
     elastic/test_compat lighthouse/test_faults integrations/test_kubernetes launch/test_etcd_rendezvous
     manager/test_healing diagnose/test_command test_wheel
-""".split()
+"""
+LONGEST = _LONGEST.split()
 LONG = {
     "checkpoint",
     "diagnose",

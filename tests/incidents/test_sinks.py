@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -97,3 +98,33 @@ def test_a_missing_package_is_said_when_the_job_starts(monkeypatch: pytest.Monke
     with pytest.raises(MissingExtra, match=r"allranks\[wandb\]"):
         check_address("wandb:project")
     check_address("https://example.com/hook")
+
+
+@pytest.mark.parametrize(
+    "answer", [b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 500 \x1b[2J\r\nContent-Length: 0\r\n\r\n"]
+)
+def test_a_webhook_that_fails_is_named_without_what_is_secret_in_its_address(
+    answer: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Slack's path and a password are keys; what listens there may be anything. The next address gets its turn."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for _ in range(2):
+                connection = listener.accept()[0]
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        host = f"127.0.0.1:{listener.getsockname()[1]}"
+        results: dict[str, bool] = {}
+        first, second = f"http://{host}/services/T0/B0/secret-path?key=secret", f"slack:http://{host}/secret"
+        sending = send((first, second), INCIDENT, SENTENCE, attempts=1, done=results.__setitem__)
+        assert sending is not None
+        sending.join(60)
+        thread.join(60)
+    assert results == {first: False, second: False}
+    assert f"webhook http://{host}/… failed (1 of 1)" in caplog.text
+    assert "secret" not in caplog.text and "\x1b" not in caplog.text

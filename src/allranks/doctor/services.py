@@ -7,12 +7,10 @@ import os
 import re
 import socket
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
-from email.utils import parsedate_to_datetime
 from typing import Any
 
+from allranks.channel import web_client
 from allranks.doctor import Check, DoctorOptions
 from allranks.errors import EtcdError
 from allranks.etcd import Etcd, parse_endpoints
@@ -113,10 +111,12 @@ def check_lighthouse(options: DoctorOptions) -> list[Check]:
     except ValueError as error:
         return [_no_address("lighthouse", first, str(error))]
     try:
-        with urllib.request.urlopen(f"http://{first}/healthz", timeout=options.timeout_s) as answer:
-            return [Check("lighthouse", "ok", f"{first} answers {answer.status}")]
+        answer = web_client.get(first, "/healthz", options.timeout_s)
+        if answer.status != 200:
+            raise OSError(f"status {answer.status}")
+        return [Check("lighthouse", "ok", f"{first} answers {answer.status}")]
     except (OSError, ValueError) as error:
-        text = f"{first} does not answer: {getattr(error, 'reason', error)}"
+        text = f"{first} does not answer: {error}"
         return [Check("lighthouse", "problem", text, f"allranks lighthouse --bind {first}")]
 
 
@@ -215,11 +215,10 @@ def clock_offset_s(options: DoctorOptions) -> float | None:
     if not first:
         return None
     try:
-        with urllib.request.urlopen(f"http://{first}/healthz", timeout=options.timeout_s) as answer:
-            date = answer.headers.get("Date")
+        said = web_client.get(first, "/healthz", options.timeout_s).time_s()
     except (OSError, ValueError):
         return None
-    return time.time() - parsedate_to_datetime(date).timestamp() if date else None
+    return None if said is None else time.time() - said
 
 
 def _unsynchronised() -> bool:

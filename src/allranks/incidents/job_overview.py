@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -17,10 +16,12 @@ import numpy as np
 
 from allranks.blackbox.files import job_folders
 from allranks.blackbox.header import is_alive
+from allranks.channel import web_client
 from allranks.errors import InputError
 from allranks.incidents.folder import Story, read_incidents
 from allranks.load import LoadOptions, load_paths
 from allranks.model.job import JobView, RankRow
+from allranks.model.parsing import printable
 from allranks.model.trace import Flag, RankTrace, State
 from allranks.pages.cards import short
 from allranks.watch.samples import RankSample, read_sample, read_samples
@@ -195,16 +196,18 @@ def _quorum(lighthouse: str) -> str:
     """The lighthouse's sentence, or '' when it does not answer at once."""
     if not lighthouse:
         return ""
-    request = urllib.request.Request(f"http://{lighthouse.split(',')[0]}/api/status")
     try:
-        with urllib.request.urlopen(request, timeout=0.5) as answer:
-            status = json.loads(answer.read())
+        status = web_client.get(lighthouse.split(",")[0], "/api/status", timeout_s=0.5).object()
     except (OSError, ValueError):
         return "the lighthouse does not answer"
-    if said := (status.get("training") or {}).get("sentence"):
-        return str(said)
-    quorum = status.get("quorum") or {}
-    return f"quorum {quorum.get('number', '-')}: {status.get('reason') or quorum.get('reason') or ''}"
+    training, quorum = (
+        part if isinstance(part := status.get(key), dict) else {} for key in ("training", "quorum")
+    )
+    if said := training.get("sentence"):
+        return printable(str(said))
+    return printable(
+        f"quorum {quorum.get('number', '-')}: {status.get('reason') or quorum.get('reason') or ''}"
+    )
 
 
 @dataclass

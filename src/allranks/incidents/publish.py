@@ -9,6 +9,7 @@ logged.
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import logging
 import queue
@@ -24,6 +25,7 @@ from allranks.errors import InputError, require
 from allranks.incidents.folder import IncidentFolder, write_atomically
 from allranks.load import LoadOptions, load_paths
 from allranks.model.incident import Incident
+from allranks.model.parsing import printable
 from allranks.model.trace import RankTrace
 from allranks.report import as_json
 from allranks.report.story import chosen_ranks, headline, rank_evidence, render_story
@@ -236,12 +238,20 @@ def _post(url: str, body: dict[str, object], *, timeout_s: float, attempts: int)
             request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=timeout_s):
                 return True
-        except (OSError, ValueError) as error:
-            log.warning("webhook %s failed (%d of %d): %s", url.split("?")[0], attempt, attempts, error)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            log.warning(
+                "webhook %s failed (%d of %d): %s", _host(url), attempt, attempts, printable(str(error), 200)
+            )
             if isinstance(error, ValueError):
                 return False
             time.sleep(min(2.0, 0.2 * attempt))
     return False
+
+
+def _host(url: str) -> str:
+    """What a log may show of an address: Slack's path is the key to its channel, and others have a password in front."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.partition('/')[0].rpartition('@')[2]}/…"
 
 
 class UploadTarget(Protocol):
