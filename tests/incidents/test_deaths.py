@@ -99,6 +99,33 @@ def test_how_a_rank_ended_is_known_also_when_its_box_was_read_first() -> None:
         lines.close()
 
 
+_AS_NOBODY = """
+import os, socket, sys
+os.setuid(65534)
+door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+door.sendto(b"!", "\\0" + sys.argv[1])
+"""
+
+
+@pytest.mark.needs_root
+def test_another_user_cannot_end_the_wait() -> None:
+    """Abstract sockets have no owner: whoever sends without pause would keep the agent reading boxes without pause."""
+    lines = ExitWatcher()
+    lines.start()
+    try:
+        stranger = [sys.executable, "-c", _AS_NOBODY, wakeup_address(os.getpid())[1:]]
+        assert subprocess.run(stranger, check=False).returncode == 0
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"]) as child:
+            lines.hold([child.pid])
+            lines.wait(3600)
+            assert lines.endings[child.pid].words == "exited with code 0"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as rank:
+            rank.sendto(b"!", wakeup_address(os.getpid()))
+        lines.wait(3600)  # it is heard again
+    finally:
+        lines.close()
+
+
 def watch(tmp_path: Path, **options: object) -> Watch:
     """A watch that was made before the boxes."""
     (tmp_path / "boxes").mkdir()

@@ -2,7 +2,7 @@
 
 Liveness comes from outside the rank: a pidfd becomes readable when the process is gone. A rank whose script raised
 spends seconds in its exit handlers: its recorder notes the exception in the black box and wakes the agent with a
-datagram. The datagram says nothing but "read the box": anybody may send it, the box decides.
+datagram. The datagram says nothing but "read the box": the box decides, and those of other users are not heard.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import selectors
 import signal
 import socket
+import struct
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,6 +80,10 @@ class Ending:
             return f"died of signal {-self.code}"
 
 
+MAX_DATAGRAMS = 64  # taken at a time
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
 @dataclass
 class ExitWatcher:
     """`wait` and `hold` belong to one thread; `wake` may be called from any."""
@@ -94,6 +99,9 @@ class ExitWatcher:
         self._selector = selectors.DefaultSelector()
         self._wake = socket.socketpair()
         self._datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._datagrams.setsockopt(
+            socket.SOL_SOCKET, socket.SO_PASSCRED, 1
+        )  # anybody on this machine can send
         with contextlib.suppress(OSError):  # a second watch in this process: the first one hears
             self._datagrams.bind(wakeup_address(os.getpid()))
         for end in (self._wake[0], self._datagrams):
@@ -139,14 +147,41 @@ class ExitWatcher:
 
     def wait(self, timeout_s: float) -> None:
         """Returns when something happened, or after the time."""
-        assert self._selector is not None, "start() comes first"
-        for key, _ in self._selector.select(timeout_s):
-            if key.data == -1:
+        assert self._selector is not None and self._datagrams is not None, "start() comes first"
+        until = time.monotonic() + timeout_s
+        if not self._happened(
+            timeout_s
+        ):  # only datagrams of other users: they are not heard until the next wait
+            self._selector.unregister(self._datagrams)
+            self._happened(max(0.0, until - time.monotonic()))
+            self._selector.register(self._datagrams, selectors.EVENT_READ, -1)
+
+    def _happened(self, timeout_s: float) -> bool:
+        assert self._selector is not None
+        found = self._selector.select(timeout_s)
+        heard = not found
+        for key, _ in found:
+            if key.data != -1:
+                self._note_end(key.data)
+            elif key.fileobj is self._datagrams:
+                heard |= self._is_of_a_rank()
+                continue
+            else:
                 with contextlib.suppress(BlockingIOError):
                     while key.fileobj.recv(4096):  # type: ignore[union-attr]
                         pass
-            else:
-                self._note_end(key.data)
+            heard = True
+        return heard
+
+    def _is_of_a_rank(self) -> bool:
+        """Takes the datagrams that wait; whether a process of this user sent one."""
+        assert self._datagrams is not None
+        ours = False
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(MAX_DATAGRAMS):
+                for _, kind, sender in self._datagrams.recvmsg(16, socket.CMSG_SPACE(_CREDENTIALS.size))[1]:
+                    ours |= kind == socket.SCM_CREDENTIALS and _CREDENTIALS.unpack(sender)[1] == os.getuid()
+        return ours
 
     def _note_end(self, pid: int) -> None:
         assert self._selector is not None
