@@ -13,6 +13,7 @@ import random
 import sys
 import tarfile
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,24 @@ def _turned(trace: RankTrace, world: int) -> RankTrace:
     )
 
 
-def _outcome(name: str, lost: int | None = None, ring: int = 0, turned: int = 0) -> Any:
-    """The verdict on a recorded job: with all its files, without one of them, with short rings, or renumbered."""
+@cache
+def _read(name: str) -> tuple[dict[str, Any], tuple[RankTrace, ...]]:
+    """What is known of a recorded job, and its traces, which nobody may change."""
     archive = RECORDED / f"{name}.tar.gz"
     with tarfile.open(archive) as tar:
-        note = tar.extractfile(f"{name}.json")
-        assert note is not None
-        facts = json.loads(note.read())
-    traces = [trace for trace in load_paths([str(archive)]).traces if trace.header.rank != lost]
+        note = tar.next()
+        assert note is not None and note.name == f"{name}.json"
+        facts = json.load(tar.extractfile(note))  # type: ignore[arg-type]
+    traces = load_paths([str(archive)]).traces
+    for trace in traces:
+        trace.calls.flags.writeable = False
+    return facts, tuple(traces)
+
+
+def _outcome(name: str, lost: int | None = None, ring: int = 0, turned: int = 0) -> Any:
+    """The verdict on a recorded job: with all its files, without one of them, with short rings, or renumbered."""
+    facts, recorded = _read(name)
+    traces = [trace for trace in recorded if trace.header.rank != lost]
     if ring:
         traces = [replace(trace, calls=trace.calls[-ring:]) for trace in traces]
     traces = [_turned(trace, turned) for trace in traces] if turned else traces
