@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import socket
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
 
+from allranks.elastic import metric_sinks
 from allranks.elastic.metrics import (
     Goodput,
     JsonLinesSink,
@@ -158,6 +163,40 @@ def test_prometheus_can_scrape_a_rank() -> None:
             assert b"allranks_training_tokens_per_second 600" in answer.read()
         with pytest.raises(urllib.error.HTTPError):
             urllib.request.urlopen(f"{base}/", timeout=10)
+    finally:
+        server.close()
+
+
+def test_silent_connections_take_few_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest make way, and Prometheus still gets its numbers."""
+    monkeypatch.setattr(metric_sinks, "SCRAPE_S", 3600.0)
+    before = threading.active_count()
+    server = serve_prometheus(_run()[0].summary)
+    try:
+        with contextlib.ExitStack() as stack:
+            crowd = [
+                stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 60))
+                for _ in range(100)
+            ]
+            assert {one.recv(1) for one in crowd[: -metric_sinks.MAX_SCRAPES]} == {b""}
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as answer:
+                assert answer.status == 200
+            while threading.active_count() > before + 1 + metric_sinks.MAX_SCRAPES:
+                pass  # those whose connections were cut end at once
+    finally:
+        server.close()
+
+
+def test_a_request_that_drips_is_cut_off_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it says something."""
+    monkeypatch.setattr(metric_sinks, "SCRAPE_S", 0.2)
+    server = serve_prometheus(_run()[0].summary)
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), 60) as slow, pytest.raises(OSError):
+            slow.sendall(b"GET /metrics HTTP/1.1\r\n")
+            while True:
+                slow.sendall(b"X")
+                time.sleep(0.001)
     finally:
         server.close()
 

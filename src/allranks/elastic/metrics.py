@@ -4,8 +4,11 @@ the caller says so. Everything is a counter, a sum or a short window: nothing gr
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
+import socket
 import threading
 import time
 from collections import deque
@@ -19,6 +22,8 @@ from allranks.errors import MissingExtra
 
 log = logging.getLogger("allranks.metrics")
 Summary: TypeAlias = Mapping[str, Any]
+MAX_SCRAPES = 8  # at a time
+SCRAPE_S = 10.0  # for a whole request and its answer
 
 
 def _flat(summary: Summary, prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -136,6 +141,51 @@ def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
+class _ScrapeServer(ThreadingHTTPServer):
+    """In a process that trains: strangers get few threads, each for a short time as a whole; the oldest goes first."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._open: dict[Any, float] = {}  # connection -> until when, oldest first
+        self._lock = threading.Lock()
+        super().__init__(address, handler)
+
+    def get_request(self) -> tuple[Any, Any]:
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                time.sleep(0.05)  # it stays readable: without a pause this thread would take a core
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._open) >= MAX_SCRAPES:
+                self._cut(next(iter(self._open)))
+            self._open[request] = time.monotonic() + SCRAPE_S
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        with self._lock:
+            for request in [one for one, until in self._open.items() if until < time.monotonic()]:
+                self._cut(request)
+
+    def _cut(self, request: Any) -> None:
+        self._open.pop(request)
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)  # ends its thread
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("metrics request of %s failed", client_address, exc_info=True)
+
+
 class PrometheusServer:
     """Serves /metrics until closed."""
 
@@ -158,7 +208,7 @@ def serve_prometheus(
     """Starts a small server on a thread; port 0 picks a free one."""
 
     class Handler(BaseHTTPRequestHandler):
-        timeout = 10
+        timeout = SCRAPE_S
 
         def do_GET(self) -> None:
             if self.path.split("?")[0] != "/metrics":
@@ -174,8 +224,7 @@ def serve_prometheus(
         def log_message(self, format: str, *args: object) -> None:
             log.debug("metrics request: " + format, *args)
 
-    server = ThreadingHTTPServer((host, port), Handler)
-    server.daemon_threads = True
+    server = _ScrapeServer((host, port), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="allranks-metrics", daemon=True)
     thread.start()
     return PrometheusServer(server, thread)
