@@ -104,3 +104,18 @@ def test_a_readable_token_on_a_read_only_mount_is_not_told_to_chmod(
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)
     assert "mode: 0400" in caplog.text and "chmod 600" not in caplog.text
+
+
+def test_a_token_in_a_place_of_everybody_must_be_a_file_of_this_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever makes /tmp/allranks-UID first could lay a token there that he knows."""
+    path = tmp_path / "token"
+    write_token(path, "mine")
+    assert read_token(path, own=True) == "mine"
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(ConfigurationError):
+        read_token(tmp_path / "link", own=True)
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    with pytest.raises(ConfigurationError, match="belongs to another user"):
+        read_token(path, own=True)

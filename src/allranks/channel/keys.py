@@ -81,11 +81,17 @@ def find_token(environment: Mapping[str, str] = os.environ) -> str:
     return read_token(Path(path)) if path else ""
 
 
-def read_token(path: Path) -> str:
-    """What the file holds; an error when that is no token. A pipe or a device is not waited for."""
+def read_token(path: Path, own: bool = False) -> str:
+    """What the file holds; an error when that is no token. A pipe or a device is not waited for.
+
+    `own`: no link, and a file of this user: in a place like /tmp anybody may have laid it there.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if own else 0)
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8") as file:
+        with open(os.open(path, flags), encoding="utf-8") as file:
             mode = os.fstat(file.fileno()).st_mode
+            if own and os.fstat(file.fileno()).st_uid != os.getuid():
+                raise ConfigurationError(f"cannot read the job token: {path} belongs to another user")
             if not stat.S_ISREG(mode):
                 raise ConfigurationError(f"cannot read the job token: {path} is not a regular file")
             token = file.read(MAX_TOKEN_CHARS + 1).strip()

@@ -186,7 +186,7 @@ def _client_token(address: str, token_file: str) -> str:
     if os.environ.get("ALLRANKS_TOKEN") or os.environ.get("ALLRANKS_TOKEN_FILE"):
         return ""  # the client reads them
     path = default_token_file(address)
-    return read_token(path) if path.exists() else ""
+    return read_token(path, own=True) if path.exists() else ""
 
 
 def default_token_file(address: str) -> Path:

@@ -127,8 +127,8 @@ def server_token(options: LighthouseFlags) -> tuple[str, Path | None, bool]:
 def _left_token(path: Path) -> str:
     """The token of a lighthouse at this address that was killed: its replicas know no other. "" if there is none."""
     try:
-        return read_token(path) if path.lstat().st_uid == os.getuid() else ""
-    except (OSError, ConfigurationError):
+        return read_token(path, own=True)
+    except ConfigurationError:
         return ""
 
 
