@@ -7,7 +7,7 @@ command line as always:
 
     python -m allranks …      (which makes a template of its own)
     python -u -m allranks.launch.rank_entry …
-    python -u -m allranks.launch.spare_process …
+    python -u -m allranks.launch.spares …
 
 A new process must be a child of the one that asked, which sees it end: the template forks twice, and the asking process,
 which is a reaper of orphans for that moment, becomes the parent.
@@ -39,15 +39,13 @@ MOST_BYTES, MOST_FDS = 1 << 20, 16
 MODULES = {
     "allranks": lambda words: _be_agent(words),
     "allranks.launch.rank_entry": lambda words: _call("allranks.launch.rank_entry", "main"),
-    "allranks.launch.spare_process": lambda words: _call(
-        "allranks.launch.spare_process", "wait_and_run", *map(int, words)
-    ),
+    "allranks.launch.spares": lambda words: _call("allranks.launch.spares", "wait_and_run", *map(int, words)),
 }
 IMPORTS = (
     "torch", "torch.distributed", "torch.distributed.run", "torch.nn.parallel", "torch.utils.data", "torch._dynamo", "numpy",
     "allranks.cli.run", "allranks.record.recorder", "allranks.manager.manager", "allranks.manager.ddp",
     "allranks.manager.optimizer", "allranks.checkpoint.manager", "allranks.launch.node_agent", "allranks.launch.whole_job",
-    "allranks.launch.spare_process", "allranks.incidents.loop", "allranks.diagnose", "allranks.report",
+    "allranks.launch.spares", "allranks.incidents.loop", "allranks.diagnose", "allranks.report",
 )  # fmt: skip
 _template: socket.socket | None = None
 _one_at_a_time = threading.Lock()

@@ -12,7 +12,7 @@ import select
 import socket
 import sys
 
-from allranks.lighthouse.limits import raise_open_files
+from allranks.lighthouse.connection import raise_open_files
 from allranks.lighthouse.messages import PREAMBLE, Welcome, encode
 from allranks.model.cluster import MemberLost
 

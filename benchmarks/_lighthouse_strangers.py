@@ -15,7 +15,7 @@ import sys
 import time
 
 from allranks.channel.frames import HEAD
-from allranks.lighthouse.limits import raise_open_files
+from allranks.lighthouse.connection import raise_open_files
 from allranks.lighthouse.messages import PREAMBLE
 
 RATE = 1000

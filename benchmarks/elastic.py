@@ -160,7 +160,7 @@ def _spare_ticks(agent: int) -> dict[int, int]:
             fields = path.read_text().rsplit(")", 1)[1].split()
             if (
                 int(fields[1]) == agent
-                and b"allranks.launch.spare_process" in (path.parent / "cmdline").read_bytes()
+                and b"allranks.launch.spares" in (path.parent / "cmdline").read_bytes()
             ):
                 found[int(path.parent.name)] = int(fields[11]) + int(fields[12])
         except OSError:

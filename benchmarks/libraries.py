@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from allranks.lighthouse.http import _parse_head
-from allranks.lighthouse.metrics import render_metrics
 from allranks.lighthouse.status import ReplicaStatus, Status
+from allranks.lighthouse.web import render_metrics
 
 NAMES = [f"replica-{number}" for number in range(1000)]
 ROWS = tuple(ReplicaStatus(name, "s", "n", "member", 7, 7, 0.0, "", 0.1, "a:1", 1) for name in NAMES)

@@ -34,7 +34,7 @@ from _lighthouse_server import cpu_s, lighthouse, rss_mb
 from _lighthouse_soak import soak
 from _lighthouse_torchft import GrpcCrowd, find_server, start
 from allranks.channel.frames import HeldPort
-from allranks.lighthouse.limits import raise_open_files
+from allranks.lighthouse.connection import raise_open_files
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from allranks.lighthouse.client.client import Client, ClientOptions
-from allranks.lighthouse.limits import raise_open_files
+from allranks.lighthouse.connection import raise_open_files
 
 STRANGERS, PIPELINED, KEPT = 5000, 200, 1000
 RATE = 500  # new HTTP connections a second

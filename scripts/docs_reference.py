@@ -215,8 +215,8 @@ def with_metrics(text: str) -> str:
 
 
 def _metrics() -> Iterator[str]:
-    from allranks.lighthouse.metrics import render_metrics
     from allranks.lighthouse.status import ReplicaStatus, Status
+    from allranks.lighthouse.web import render_metrics
     from allranks.model.cluster import PublishedIncident
 
     row = ReplicaStatus("r", "s", "n", "member", 1, 1, 0.0, "", 0.0, "", 1)

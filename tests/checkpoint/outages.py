@@ -29,10 +29,9 @@ from allranks.checkpoint import (
     SnapshotServer,
     create_checkpoint_state,
 )
-from allranks.checkpoint.stores import StoreSpec, checkpoint_name, open_store
+from allranks.checkpoint.stores import KnownMount, StoreSpec, checkpoint_name, open_store
 from allranks.checkpoint.stores.backends import Backend
 from allranks.checkpoint.stores.keyed_store import KeyedStore
-from allranks.checkpoint.stores.mounts import KnownMount
 from allranks.checkpoint.stores.object_store import ObjectBlobs
 from allranks.drill.ranks import Ranks
 from allranks.elastic.topology import ElasticJob

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from allranks.checkpoint import CheckpointConfig, CheckpointManager, NVMeBackend
-from allranks.checkpoint.stores import Attempt, mounts
+from allranks.checkpoint import CheckpointConfig, CheckpointManager, NVMeBackend, stores
+from allranks.checkpoint.stores import Attempt
 from allranks.checkpoint.stores.file_store import FileStore, _sync_folder
 from allranks.errors import CheckpointLoadError, CheckpointSaveError, CheckpointUnreachable
 
@@ -224,7 +224,7 @@ def test_a_mount_point_of_fstab_that_is_not_mounted_is_not_an_empty_folder(
     table.write_text(
         f"# what\nserver:/x {str(point).replace(' ', chr(92) + '040')} nfs defaults 0 0\nnone none swap\n"
     )
-    monkeypatch.setattr(mounts, "FSTAB", table)
+    monkeypatch.setattr(stores, "FSTAB", table)
     with pytest.raises(CheckpointUnreachable, match=f"{point} is not mounted") as caught:
         _restored(point / "run")
     assert f"allranks checkpoint set-aside '{point}/run'" in (caught.value.hint or "")

@@ -11,7 +11,7 @@ import pytest
 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, NVMeBackend
 from allranks.checkpoint.group import FRESH_VARIABLE, MARK
-from allranks.cli.flags import read_flags
+from allranks.cli.parser import read_flags
 from allranks.cli.run_job import RunFlags, read_settings, with_job_file
 from allranks.drill.ranks import Ranks
 from allranks.errors import CheckpointUnreachable, InputError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.cli.flags import add_flags, read_flags, takes_value
+from allranks.cli.parser import add_flags, read_flags, takes_value
 from allranks.errors import ConfigurationError, InputError
 from allranks.model.options import check_options, option
 

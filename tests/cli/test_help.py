@@ -21,7 +21,7 @@ from allranks.cli import COMMANDS, main, make_parser
 from allranks.cli.catalog import EXAMPLES, GROUPS
 from allranks.cli.status import render
 from allranks.cli.terminal import use_color
-from allranks.model.job import JobView, RankRow
+from allranks.model.cluster import JobView, RankRow
 from pages.gallery import make_traces
 
 ALLRANKS = [sys.executable, "-m", "allranks"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from allranks.diagnose.call_habits import CallPair
+from allranks.diagnose.call_sequences import CallPair
 from allranks.diagnose.divergence import (
     Divergence,
     by_habit,

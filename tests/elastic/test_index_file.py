@@ -110,7 +110,7 @@ def test_a_parallel_build_of_bytes_equals_one_process(tmp_path: Path) -> None:
 
 def test_two_builds_of_one_index_do_not_mix(tmp_path: Path) -> None:
     """The second says that another is writing."""
-    from allranks.elastic.index.writer import IndexWriter
+    from allranks.elastic.index.file import IndexWriter
 
     source = write_jsonl(tmp_path / "a.jsonl", ["a"])
     writer = IndexWriter(tmp_path / "i", 2, {})
@@ -160,7 +160,7 @@ def test_the_commands_of_the_hints_build_and_verify_an_index(tmp_path: Path) -> 
 WITHOUT_LOCKS = """
 import sys
 from pathlib import Path
-from allranks.elastic.index.writer import IndexWriter
+from allranks.elastic.index.file import IndexWriter
 from tests.checkpoint.kernel_answers import answer_as
 
 answer_as("no locks (Lustre without flock)")

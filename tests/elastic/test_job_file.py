@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from allranks.cli.flags import read_flags
+from allranks.cli.parser import read_flags
 from allranks.cli.run_job import (
     RunFlags,
     heartbeats,

@@ -19,7 +19,7 @@ from allranks.incidents.job_overview import find_job
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import WatchOptions
 from allranks.launch.node_agent import NodeAgent
-from allranks.model.job import JobView, RankRow
+from allranks.model.cluster import JobView, RankRow
 from boxes import write_box
 
 

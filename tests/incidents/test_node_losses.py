@@ -18,7 +18,7 @@ from allranks.lighthouse.agents import Nodes
 from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
-from allranks.model.job import Failover, Presence
+from allranks.model.cluster import Failover, Presence
 from allranks.watch.nodes import Loss, NodeMonitor
 
 from .node_process import TOKEN

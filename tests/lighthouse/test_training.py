@@ -9,9 +9,9 @@ from pathlib import Path
 
 import yaml
 
-from allranks.lighthouse.metrics import render_metrics
 from allranks.lighthouse.status import Status, StatusEvent
 from allranks.lighthouse.training import Scene, TrainingView
+from allranks.lighthouse.web import render_metrics
 
 
 class Clock:

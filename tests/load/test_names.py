@@ -12,7 +12,7 @@ from allranks.blackbox.file_writer import box_bytes
 from allranks.blackbox.layout import file_name
 from allranks.errors import InputError
 from allranks.load import LoadOptions, load_paths
-from allranks.load.choose import attempt_of_name, rank_by_prefix, rank_of_name, ranks_of_names
+from allranks.load.loading import attempt_of_name, rank_by_prefix, rank_of_name, ranks_of_names
 
 from .dumps import dump, entry
 

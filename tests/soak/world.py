@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 REPLICAS_EACH = 2
 NOTICE_S = "4"
 #: What runs in processes of their own beside ranks, by a piece of their command line.
-_COMMANDS = {"proxy": "client.liveness_proxy", "helper": "save.helper", "spare": "launch.spare_process"}
+_COMMANDS = {"proxy": "client.liveness_proxy", "helper": "save.helper", "spare": "launch.spares"}
 
 
 @dataclass

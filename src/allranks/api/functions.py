@@ -63,7 +63,7 @@ class RecordedCalls:
 def _columns(trace: RankTrace) -> dict[str, np.ndarray]:
     import numpy as np
 
-    from allranks.pages.cards import is_library
+    from allranks.pages import is_library
     from allranks.report.text import state_name
 
     calls = trace.calls

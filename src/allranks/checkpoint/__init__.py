@@ -18,7 +18,7 @@ _PUBLIC = {
     "create_checkpoint_state": "state",
     "load_checkpoint_to_model": "state",
     "CheckpointManager": "manager",
-    "MemorySnapshotBackend": "stores.memory",
+    "MemorySnapshotBackend": "stores.backends",
     "NVMeBackend": "stores.backends",
     "S3Backend": "stores.backends",
     "SnapshotServer": "stores.peer_store",

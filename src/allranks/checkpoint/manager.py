@@ -38,8 +38,7 @@ from allranks.checkpoint.state import (
     restore_rng_states,
     whole_number,
 )
-from allranks.checkpoint.stores.backends import Backend, NVMeBackend, S3Backend
-from allranks.checkpoint.stores.memory import MemorySnapshotBackend
+from allranks.checkpoint.stores.backends import Backend, MemorySnapshotBackend, NVMeBackend, S3Backend
 
 log = logging.getLogger("allranks.checkpoint")
 Tier = CheckpointTier

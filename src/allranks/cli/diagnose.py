@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from allranks.cli.flags import add_flags, read_flags
+from allranks.cli.parser import add_flags, read_flags
 from allranks.cli.terminal import ProgressBar, at_work, check_target, use_color, write_whole
 from allranks.errors import InputError
 from allranks.model.options import check_options, option

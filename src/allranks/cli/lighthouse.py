@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allranks.channel.keys import read_token
-from allranks.cli.flags import add_flags, read_flags
+from allranks.cli.parser import add_flags, read_flags
 from allranks.errors import InputError
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.model.options import option

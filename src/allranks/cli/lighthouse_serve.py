@@ -16,12 +16,12 @@ from pathlib import Path
 
 from allranks.channel.frames import split_address
 from allranks.channel.keys import read_token, write_token
-from allranks.cli.flags import read_flags
 from allranks.cli.lighthouse import LighthouseFlags, default_token_file
+from allranks.cli.parser import read_flags
 from allranks.errors import ConfigurationError, InputError
 from allranks.etcd import parse_endpoints
+from allranks.lighthouse.connection import calm_collector, raise_open_files
 from allranks.lighthouse.election import EtcdOptions
-from allranks.lighthouse.limits import calm_collector, raise_open_files
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse, new_event_loop
 from allranks.lighthouse.web import http_protocol

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from allranks.channel.keys import write_token
-from allranks.cli.flags import add_flags, read_flags, takes_value
+from allranks.cli.parser import add_flags, read_flags, takes_value
 from allranks.cli.run_job import FLAGS as FLAGS_OF_FILE
 from allranks.cli.run_job import (
     NodeJob,

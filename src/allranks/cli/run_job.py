@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from allranks.errors import AllranksError, InputError
 from allranks.launch.command_line import JobEnvironment, flag_value, has_flag
-from allranks.model.job import AGENT
+from allranks.model.cluster import AGENT
 from allranks.model.options import check_options, key_of, meanings, option
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from allranks.cli.flags import add_flags, read_flags
+from allranks.cli.parser import add_flags, read_flags
 from allranks.cli.terminal import check_target, write_whole
 from allranks.errors import InputError
 from allranks.model.options import check_options, option

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from allranks.cli.terminal import full_screen, key_within, use_color
-from allranks.model.job import JobView, RankRow
+from allranks.model.cluster import JobView, RankRow
 
 if TYPE_CHECKING:  # numpy comes with it
     from allranks.incidents.job_overview import Overview

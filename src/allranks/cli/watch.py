@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from allranks.cli.flags import add_flags, read_flags
+from allranks.cli.parser import add_flags, read_flags
 from allranks.errors import InputError
 from allranks.model.options import option
 from allranks.stacks.debug_config import DebugOptions, read_debug_options

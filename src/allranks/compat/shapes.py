@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from allranks.checkpoint.stores.memory import MemorySnapshotBackend
+from allranks.checkpoint.stores.backends import MemorySnapshotBackend
 from allranks.elastic.index import IndexBuilder
 from allranks.elastic.index.file import IndexHeader
 

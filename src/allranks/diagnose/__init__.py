@@ -13,7 +13,7 @@ waits    who waits in which call for whom, and whether that is a hang; graph: th
 
 Why, as findings (context: what every rule may ask):
 absent, lacking, entered, cycles, setup  what a sink of the graph means
-mismatches, culprit, shift, divergence, call_habits  who is the odd one where calls differ
+mismatches, culprit, divergence, call_sequences  who is the odd one where calls differ
 weak_findings  what is worth saying when nothing hangs, and warnings
 """
 

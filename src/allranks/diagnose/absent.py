@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from allranks.diagnose.align import is_box
+from allranks.diagnose.call_sequences import Shift, find_stack_shift
 from allranks.diagnose.context import Context, Stacks
 from allranks.diagnose.divergence import (
     MAX_CALLS,
@@ -17,7 +18,6 @@ from allranks.diagnose.divergence import (
 from allranks.diagnose.job import GroupView
 from allranks.diagnose.lacking import draft, explain_without_file, settled, their, waiting_text, wrong_peer
 from allranks.diagnose.phrasing import line_in, one_line, place, ranks_text, ranks_wait, who
-from allranks.diagnose.shift import Shift, find_stack_shift
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding, RankNow
 from allranks.model.trace import State

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from allranks.diagnose.align import is_box
-from allranks.diagnose.call_habits import broken_habit
+from allranks.diagnose.call_sequences import broken_habit
 from allranks.diagnose.graph import Graph
 from allranks.diagnose.job import GroupView, Job, Now
 from allranks.diagnose.ops import Family

@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from allranks.diagnose.call_habits import breaks_habit
+from allranks.diagnose.call_sequences import Shift, breaks_habit, by_habit, find_shift
 from allranks.diagnose.cells import Mismatch
 from allranks.diagnose.divergence import Divergence, find_divergence, odd_one
 from allranks.diagnose.job import GroupView, Job
 from allranks.diagnose.phrasing import count_ranks
-from allranks.diagnose.shift import Shift, by_habit, find_shift
 
 #: Other ranks asked what they do at the same line.
 ASKED_RANKS = 64

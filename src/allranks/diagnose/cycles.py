@@ -9,8 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from allranks.diagnose.absent import explain_ranks, left_out, shifted
-from allranks.diagnose.call_habits import (
+from allranks.diagnose.call_sequences import (
     breaks_habit,
+    find_stack_shift,
     messages_per_round,
     owes_message,
     step_keys,
@@ -20,7 +21,6 @@ from allranks.diagnose.context import Context, p2p_text
 from allranks.diagnose.lacking import draft, settled, waiting_text, wrong_peer
 from allranks.diagnose.ops import is_p2p
 from allranks.diagnose.phrasing import place, ranks_text, ranks_wait, who
-from allranks.diagnose.shift import find_stack_shift
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding
 

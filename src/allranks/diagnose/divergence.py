@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from allranks.diagnose.call_habits import CONTEXT, CallPair, differences, usual_next
+from allranks.diagnose.call_sequences import CONTEXT, CallPair, differences, usual_next
 from allranks.diagnose.cells import Mismatch
 from allranks.diagnose.context import Context
 from allranks.diagnose.job import GroupView, Job

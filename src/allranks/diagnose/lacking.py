@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from allranks.diagnose.align import is_box
-from allranks.diagnose.call_habits import step_keys
+from allranks.diagnose.call_sequences import step_keys
 from allranks.diagnose.cells import sizes_text
 from allranks.diagnose.context import Context, latest_stack
 from allranks.diagnose.job import GroupView, Lane, Now

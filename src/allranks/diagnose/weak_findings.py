@@ -12,6 +12,7 @@ import numpy as np
 
 from allranks.diagnose.absent import explain_ranks, shifted
 from allranks.diagnose.align import is_box
+from allranks.diagnose.call_sequences import find_stack_shift
 from allranks.diagnose.context import Context
 from allranks.diagnose.false_completions import Doubt
 from allranks.diagnose.graph import wait_graph
@@ -19,7 +20,6 @@ from allranks.diagnose.job import GroupView, Job, Lane, Now
 from allranks.diagnose.ops import is_synchronising
 from allranks.diagnose.p2p import newest_ns
 from allranks.diagnose.phrasing import is_secondary, line_in, one_line, place, ranks_text, seconds, who
-from allranks.diagnose.shift import find_stack_shift
 from allranks.diagnose.waits import Blocked, is_hung, is_paused
 from allranks.model.diagnosis import Finding
 from allranks.model.trace import State

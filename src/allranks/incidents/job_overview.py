@@ -20,10 +20,10 @@ from allranks.channel import web_client
 from allranks.errors import InputError
 from allranks.incidents.folder import Story, read_incidents
 from allranks.load import LoadOptions, load_paths
-from allranks.model.job import JobView, RankRow
+from allranks.model.cluster import JobView, RankRow
 from allranks.model.parsing import printable
 from allranks.model.trace import Flag, RankTrace, State
-from allranks.pages.cards import short
+from allranks.pages import short
 from allranks.watch.samples import RankSample, read_sample, read_samples
 
 JOB_FILE, TOKEN_FILE = "job.json", "token"

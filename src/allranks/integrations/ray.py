@@ -41,7 +41,7 @@ from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
 from allranks.lighthouse.web import http_protocol
-from allranks.model.job import AGENT
+from allranks.model.cluster import AGENT
 from allranks.watch.silence import NoticeOptions
 
 P = ParamSpec("P")

@@ -1,12 +1,16 @@
 """Warm processes for restarts: each has imported what ranks import, and waits for a message that makes it a rank.
 
-Runs in the agent. Importing torch takes most of a restart; a spare has done it while the job was training. A spare
-that is not needed dies with the agent. Where anything is unusual a rank is simply started the ordinary way.
+Importing torch takes most of a restart; a spare has done it while the job was training. A spare that is not needed dies
+with the agent. Where anything is unusual a rank is simply started the ordinary way. `Spares` runs in the agent; the process
+itself is
+
+    python -m allranks.launch.spares ORDERS READY      (two pipes)
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -19,15 +23,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from allranks.launch.rank_entry import die_with_parent, main
 from allranks.launch.torchrun_patches import STARTING, Starting, replaced
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+
 log = logging.getLogger("allranks.agent")
 
 RANK_MODULE = "allranks.launch.rank_entry"
-SPARE_MODULE = "allranks.launch.spare_process"
+SPARE_MODULE = "allranks.launch.spares"
 #: Spares are made when ranks have had time to get going: both import torch.
 DELAY_S = 5.0
 READY_S = 120.0
@@ -203,3 +209,41 @@ def serving(spares: Spares | None) -> Iterator[None]:
             yield
         finally:
             spares.close()
+
+
+#: What a rank imports sooner or later, the parts that torch loads on first use among them.
+PRELOADED = (
+    "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "allranks.record.recorder",
+    "allranks.checkpoint.manager",
+)  # fmt: skip
+
+
+def wait_and_run(orders: int, ready: int) -> None:
+    """Never returns: runs the rank, or exits quietly when the agent closes the pipe."""
+    for name in (*PRELOADED, *filter(None, os.environ.get("ALLRANKS_PRELOAD", "").split(","))):
+        try:
+            importlib.import_module(name.strip())
+        except ImportError:
+            continue  # the script does without it, or fails by itself with its own words
+    with contextlib.suppress(OSError):  # taken before it was warm: nobody waits for it
+        os.write(ready, b"r")
+    os.close(ready)
+    with open(orders, "rb") as pipe:
+        data = pipe.read()
+    if not data:
+        os._exit(0)
+    message = json.loads(data)
+    os.environ.clear()
+    os.environ.update(message["environment"])
+    for path, number in ((message["out"], 1), (message["err"], 2)):
+        if path is not None:
+            target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(target, number)
+            os.close(target)
+    sys.argv = [sys.argv[0], *message["argv"]]
+    main()
+
+
+if __name__ == "__main__":
+    die_with_parent(os.getppid())
+    wait_and_run(int(sys.argv[1]), int(sys.argv[2]))

@@ -15,8 +15,16 @@ from dataclasses import dataclass, field, replace
 
 from allranks.lighthouse.quorum_coordinator import Timers
 from allranks.lighthouse.sessions import EventLog, Session, Sessions
-from allranks.model.cluster import CollectEvidence, Gathering, MemberLeft, MemberLost, PublishedIncident
-from allranks.model.job import AGENT, Failover, Presence
+from allranks.model.cluster import (
+    AGENT,
+    CollectEvidence,
+    Failover,
+    Gathering,
+    MemberLeft,
+    MemberLost,
+    Presence,
+    PublishedIncident,
+)
 
 MAX_STORIES = 100
 MAX_STORIES_CHARS = 32 << 20  # of all together: pages of large jobs are long

@@ -1,16 +1,20 @@
 """One TCP connection of the lighthouse: first bytes, hello, frames, commands. An asyncio Protocol, on the loop's thread.
 
 The first bytes tell frames of ours (PREAMBLE) from HTTP, which is handed to the web server; anything else is
-closed with a line in the log. A client has one chance to send a right hello; everything is bounded. An action that a client
-asks for (`Command`) is looked up by name and answered with a `Result`.
+closed with a line in the log. A client has one chance to send a right hello; everything is bounded: open files of the
+process, unauthenticated connections, what is logged of them (`Throttle`). An action that a client asks for (`Command`) is
+looked up by name and answered with a `Result`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
+import resource
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
@@ -21,14 +25,54 @@ from allranks.channel.frames import HEAD, BadFrame, check_length, tune
 from allranks.channel.keys import Credential, Keyring, is_proof, prove
 from allranks.errors import LighthouseError
 from allranks.lighthouse import messages
-from allranks.lighthouse.limits import Throttle, open_files_limit
 from allranks.lighthouse.messages import ACK, BEAT, PREAMBLE, QUORUM, Command, Result, decode, encode, load
 from allranks.lighthouse.options import ServerOptions
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
-from allranks.model.cluster import PROTOCOL_VERSION, CollectEvidence, PublishedIncident, Quorum
-from allranks.model.job import Presence
+from allranks.model.cluster import PROTOCOL_VERSION, CollectEvidence, Presence, PublishedIncident, Quorum
 from allranks.model.parsing import printable
+
+log = logging.getLogger("allranks.lighthouse")
+
+
+def raise_open_files() -> int:
+    """Raises the soft limit of open files to the hard one; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def open_files_limit() -> int:
+    """How many descriptors this process may have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft if soft != resource.RLIM_INFINITY else 1 << 20
+
+
+def calm_collector() -> None:
+    """Lets the cyclic collector run rarely: with ten thousand sessions a full run is a pause that clients feel."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 100)
+
+
+@dataclass
+class Throttle:
+    """Log lines that an attacker must not be able to multiply: one per kind and second, with a count of the rest."""
+
+    every_s: float = 1.0
+    _last: dict[str, float] = field(default_factory=dict)
+    _skipped: dict[str, int] = field(default_factory=dict)
+
+    def warn(self, kind: str, text: str, *args: object) -> None:
+        """Logs a warning, unless one of its kind was logged a moment ago."""
+        now = time.monotonic()
+        if now - self._last.get(kind, -self.every_s) < self.every_s:
+            self._skipped[kind] = self._skipped.get(kind, 0) + 1
+            return
+        more = self._skipped.pop(kind, 0)
+        self._last[kind] = now
+        log.warning(text + (f" (and {more} more like it)" if more else ""), *args)
 
 
 def carry_out(service: Service, command: Command, reply: Callable[[Result], None]) -> None:
@@ -97,8 +141,6 @@ def _cleaned(incident: PublishedIncident) -> PublishedIncident:
     }
     return replace(incident, **texts, replicas=tuple(map(printable, incident.replicas)))
 
-
-log = logging.getLogger("allranks.lighthouse")
 
 _HTTP = (b"GET ", b"POST", b"HEAD", b"PUT ", b"DELE", b"OPTI", b"PATC")
 _HTTP2 = b"PRI "

@@ -21,14 +21,13 @@ from typing import Any, NoReturn, Protocol
 
 from allranks.channel.frames import join_address
 from allranks.errors import require
-from allranks.lighthouse.connection import Listener, Taker
+from allranks.lighthouse.connection import Listener, Taker, open_files_limit
 from allranks.lighthouse.grpc_wire import (
     BadMessage,
     decode_heartbeat_request,
     decode_quorum_request,
     encode_quorum_response,
 )
-from allranks.lighthouse.limits import open_files_limit
 from allranks.lighthouse.messages import Hello, Refused
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from allranks.lighthouse.status import Departed, StatusEvent, StepSample, TrainingStatus
-from allranks.model.job import AGENT
+from allranks.model.cluster import AGENT
 
 NOTE_S = 0.05  # steps that follow each other faster are noted together
 SAMPLE_S = 1.0  # at most one sample of the step in this time

@@ -1,4 +1,5 @@
-"""Who trains together: members, quorums, and the notices that a lighthouse pushes. Pure data, crosses the wire.
+"""Who trains together: members, quorums, and the notices that a lighthouse pushes; the nodes of a job, as agents report them;
+its ranks as `allranks status` shows them. Pure data; all but the last crosses the wire.
 
 Every class here is a frozen dataclass of plain values, so that a rank without msgspec can read and write it
 with the standard library. Words: a *replica* holds one whole model (one or more ranks); a *member* is a
@@ -8,7 +9,8 @@ replica inside the current *quorum*; a *session* is one incarnation of a replica
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 #: Spoken in the hello. Raised when a message changes in a way that an older peer would misread.
 PROTOCOL_VERSION = 2
@@ -217,3 +219,64 @@ def __getattr__(name: str) -> object:
         )
         return PublishedIncident
     raise AttributeError(name)
+
+
+SCHEMA = 1
+AGENT = "agent-"  # how the names of agents begin; other observers have no evidence, and no node
+
+
+@dataclass(frozen=True)
+class Presence:
+    """One agent's node: ranks die with their agent, so a lost agent is a lost node."""
+
+    agent: str  # as it is called at the lighthouse
+    node: str
+    ranks: tuple[int, ...] = ()  # global ranks that run there
+    lighthouse: bool = False  # its process holds the lighthouse, which goes with it
+
+
+@dataclass(frozen=True)
+class Failover:
+    """For when the lighthouse is lost with its node: which node holds it, and which agent then speaks for the others."""
+
+    host: Presence | None = None  # None: the lighthouse stands alone
+    heir: str = ""  # an agent
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """One rank now. Ages in seconds; None = never."""
+
+    rank: int
+    pid: int
+    host: str
+    alive: bool
+    step: int
+    calls_completed: int
+    silent_s: float | None  # since the last sign of progress
+    doing: str  # "all_reduce #12 of dp_0", "computes", "exited", "died"
+    waits_for: tuple[int, ...] = ()
+    steps_per_s: float | None = None
+    phase: str = ""
+
+
+@dataclass(frozen=True)
+class JobView:
+    """One look at a job."""
+
+    job: str
+    folder: str
+    at: float  # epoch seconds
+    rows: tuple[RankRow, ...]
+    lighthouse: str = ""
+    quorum: str = ""  # the lighthouse's own sentence
+    incidents: tuple[str, ...] = ()  # one line each, newest last
+
+    @property
+    def running(self) -> bool:
+        """Whether any rank runs."""
+        return any(row.alive for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON shape of `allranks status --json`."""
+        return {"schema": SCHEMA, "running": self.running, **asdict(self)}

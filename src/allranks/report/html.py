@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from allranks import pages
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.trace import RankTrace
-from allranks.pages.cards import Row, StackCard, frame_lines, short, stack_card, without_stale
+from allranks.pages import Row, StackCard, frame_lines, short, stack_card, without_stale
 from allranks.report.text import clean, headline_text
 from allranks.report.timeline import MISSING, Timeline, build_timeline, pack
 

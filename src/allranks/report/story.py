@@ -13,8 +13,7 @@ from allranks import pages
 from allranks.model.diagnosis import Finding
 from allranks.model.incident import Action, Incident, Moment
 from allranks.model.trace import Flag, RankTrace, State
-from allranks.pages import seconds
-from allranks.pages.cards import StackCard, frame_lines, is_library, short, stack_card, without_stale
+from allranks.pages import StackCard, frame_lines, is_library, seconds, short, stack_card, without_stale
 from allranks.report.text import clean
 
 _GOOD = frozenset({"last good step", "recovered", "healed", "back to speed"})

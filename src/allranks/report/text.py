@@ -9,7 +9,7 @@ from functools import partial
 
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.trace import Frame, RankTrace, State
-from allranks.pages.cards import is_library, short
+from allranks.pages import is_library, short
 
 MAX_FRAMES, MAX_STACKS, MAX_FILES = 4, 4, 8
 #: Puts text in a style, or leaves it as it is.

@@ -33,7 +33,7 @@ NOT_RANKS = (
     r"^VLLM::(APIServer|DPCoordinator|Router)",
     r"sglang_router|launch_router|vllm[-_]router|nginx|envoy",
     # Tools, known by the program that runs; the same word in a path or an argument says nothing.
-    r"^(\S*/)?(python[\d.]*\s+(-\w+\s+)*(\S*/)?)?(py-spy|cuda-gdb|allranks(\.[\w.]+\.(liveness_proxy|spare_process))?)(\s|$)",
+    r"^(\S*/)?(python[\d.]*\s+(-\w+\s+)*(\S*/)?)?(py-spy|cuda-gdb|allranks(\.[\w.]+\.(liveness_proxy|spares|spare_process))?)(\s|$)",
 )
 #: When nothing else is found.
 FALLBACK = r"python.*sglang"

@@ -10,7 +10,7 @@ from html import escape
 
 from allranks import pages
 from allranks.model.stacks import RankState, StacksReport
-from allranks.pages.cards import Row, StackCard, frame_lines, read_source
+from allranks.pages import Row, StackCard, frame_lines, read_source
 from allranks.stacks.text import Node, compress, same_states
 from allranks.stacks.views import is_user_file, short_name
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 from allranks.errors import AllranksError
 from allranks.lighthouse.client.client import Client
-from allranks.model.cluster import ConnectionLost, MemberLeft, MemberLost
-from allranks.model.job import AGENT, Failover, Presence
+from allranks.model.cluster import AGENT, ConnectionLost, Failover, MemberLeft, MemberLost, Presence
 
 log = logging.getLogger("allranks.agent")
 

@@ -40,7 +40,7 @@ from allranks.checkpoint.stores import (
     split_address,
     store_arguments,
 )
-from allranks.checkpoint.stores.memory import MemorySnapshotBackend
+from allranks.checkpoint.stores.backends import MemorySnapshotBackend
 from allranks.errors import (
     AllranksError,
     CheckpointDamaged,

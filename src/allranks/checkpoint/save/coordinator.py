@@ -28,7 +28,7 @@ from allranks.checkpoint.save.staging import Copy
 from allranks.checkpoint.save.writer import Saved, SaveJob
 from allranks.checkpoint.state import CheckpointState
 from allranks.checkpoint.stores import Attempt, checkpoint_name
-from allranks.checkpoint.stores.memory import MemorySnapshotBackend
+from allranks.checkpoint.stores.backends import MemorySnapshotBackend
 from allranks.errors import CheckpointSaveError, MemoryLimitExceeded
 
 log = logging.getLogger("allranks.checkpoint")

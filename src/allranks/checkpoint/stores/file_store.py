@@ -21,8 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from allranks.checkpoint.manifest import MANIFEST, PAGE_BYTES
-from allranks.checkpoint.stores import Attempt, Pieces, StoreSpec
-from allranks.checkpoint.stores.mounts import KnownMount
+from allranks.checkpoint.stores import Attempt, KnownMount, Pieces, StoreSpec
 
 QUARANTINE = "quarantine"
 LOST_AND_FOUND = "lost+found"  # where a disk is mounted; only root may look into it

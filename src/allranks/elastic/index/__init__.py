@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import allranks
-from allranks.elastic.index.file import IndexHeader, TokenIndexFile
+from allranks.elastic.index.file import IndexHeader, IndexWriter, Position, TokenIndexFile
 from allranks.elastic.index.sources import Block, InputFile, content_crc32, cut, read_source
 from allranks.elastic.index.tokenize import (
     Encode,
@@ -29,7 +29,6 @@ from allranks.elastic.index.tokenize import (
     wrap_object,
 )
 from allranks.elastic.index.workers import Setup, Tokenized, WorkerPool, run_here
-from allranks.elastic.index.writer import IndexWriter, Position
 from allranks.errors import AllranksError, DataLoadingError, InputError
 
 __all__ = ["BuildProgress", "BuildRequest", "IndexBuilder", "IndexHeader", "TokenIndexFile", "build_index"]

@@ -13,8 +13,7 @@ from typing import TypeVar
 
 from allranks.channel.frames import JsonObject
 from allranks.errors import LighthouseError
-from allranks.model.cluster import CollectEvidence, Gathering, PublishedIncident
-from allranks.model.job import Failover, Presence
+from allranks.model.cluster import CollectEvidence, Failover, Gathering, Presence, PublishedIncident
 
 Body = CollectEvidence | Presence | PublishedIncident
 T = TypeVar("T")
