@@ -92,6 +92,17 @@ def test_every_file_that_the_architecture_names_exists() -> None:
     ] == []
 
 
+def test_what_the_readme_promises_leads_to_a_file() -> None:
+    """Each line of its first list, and each comment beside a command, has a row in the architecture's table."""
+    readme = (ROOT / "README.md").read_text()
+    said = re.findall(r"^- (.+?)[,.]$", readme, re.M)
+    for block in re.findall(r"```(?:console|python)\n(.*?)```", readme, re.S):
+        said += re.findall(r"^\S.*?  # *(.+)$|^\$.*? # (.+)$|^ .*?  # (.+)$", block, re.M)
+    said = [next(filter(None, one)) if isinstance(one, tuple) else one for one in said]
+    text = (ROOT / "docs" / "architecture.md").read_text().partition("## From the README")[2]
+    assert len(said) == 16 and [one for one in said if one not in text.partition("\n## ")[0]] == []
+
+
 def _shown_commands() -> list[tuple[str, str]]:
     found = []
     for path in PAGES:
