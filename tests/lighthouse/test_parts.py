@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -18,6 +21,7 @@ from allranks.channel.frames import BadFrame, join_address, split_address, take_
 from allranks.errors import ConfigurationError
 from allranks.lighthouse import messages
 from allranks.lighthouse.client.liveness_proxy import read_mark
+from allranks.lighthouse.connection import Connection
 from allranks.lighthouse.detect import AwakeClock, find_silent
 from allranks.lighthouse.messages import decode, encode, load, plain_dump, plain_load
 from allranks.lighthouse.options import Options, ServerOptions
@@ -203,3 +207,35 @@ def test_at_step_zero_all_start_from_the_first_unless_they_do_not_want_to() -> N
     """init_sync, as torchft calls it."""
     assert assign_healing([Member("a"), Member("b"), Member("c", init_sync=False)]) == (0, {"b": "a"})
     assert assign_healing([]) == (0, {})
+
+
+def test_a_goodbye_that_has_arrived_is_read_although_a_write_finds_the_connection_closed() -> None:
+    """Replicas finish at once: one leaves and closes while the lighthouse tells it that another has left. On a busy node
+    the write came first, and the one that had left was reported as cut off."""
+    leave = encode(messages.Leave("done", finished=True))
+    told: list[object] = []
+
+    async def scene() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            replica = socket.create_connection(server.getsockname())
+            accepted, _ = server.accept()
+        options = SimpleNamespace(max_connections=9, max_frame_bytes=1 << 20, max_hello_bytes=1 << 10)
+        service = SimpleNamespace(
+            leave=lambda session, *what: told.append(what),
+            disconnected=lambda session, peer, clean: told.append("cut"),
+        )
+        door = SimpleNamespace(
+            options=options, open=set(), strangers={}, let_in=lambda one: None, service=service
+        )
+        connection = Connection(door)  # type: ignore[arg-type]
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, accepted)
+        connection._session = object()  # type: ignore[assignment]
+        connection.deliver(None, b"a notice that the replica does not read any more")
+        replica.sendall(encode(messages.Beat(7)) + leave)
+        replica.close()
+        connection.deliver(None, b"another one")
+        while connection in door.open:
+            await asyncio.sleep(0)
+
+    asyncio.run(scene())
+    assert told == [("done", True, 0, -1)]

@@ -9,6 +9,7 @@ looked up by name and answered with a `Result`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -21,7 +22,7 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from allranks.channel.frames import HEAD, BadFrame, check_length, tune
+from allranks.channel.frames import HEAD, BadFrame, check_length, take_frames, tune
 from allranks.channel.keys import Credential, Keyring, is_proof, prove
 from allranks.errors import LighthouseError
 from allranks.lighthouse import messages
@@ -283,6 +284,8 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._door.strangers.pop(self, None)
         self._door.open.discard(self)
+        if error is not None:
+            self._read_goodbye()
         session, self._session = self._session, None
         if session is not None:
             self._door.service.disconnected(session, self, clean=error is None)
@@ -312,6 +315,18 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     # ---- inside -----------------------------------------------------------------------------------------
+
+    def _read_goodbye(self) -> None:
+        """A write to a closed connection ends it before what has arrived is read: a replica that left had said so."""
+        if self._session is None or self._transport is None or self._transport.get_extra_info("sslcontext"):
+            return
+        data = self._rest
+        with contextlib.suppress(OSError):
+            data += os.read(self._transport.get_extra_info("socket").fileno(), 1 << 16)
+        with contextlib.suppress(BadFrame):
+            for kind, payload in take_frames(bytearray(data), self._door.options.max_frame_bytes):
+                if kind == messages.LEAVE:
+                    self._frame(kind, payload)
 
     def _take(self, data: bytes) -> bytes:
         """Handles all whole frames of `data`; returns the rest."""
