@@ -94,13 +94,12 @@ def _behind_backward(view: ProcessView, main: ThreadView, patterns: Sequence[Sta
     hooks = [
         t for t in view.threads if not t.main and t.python and not t.python[-1].name.endswith("_bootstrap")
     ]
-    told = [
-        (thread, match) for thread in hooks if (match := match_thread(patterns, thread, view)) is not None
-    ]
+    found = [(thread, match_thread(patterns, thread, view)) for thread in hooks]
+    told = [(t, m) for t, m in found if m is not None and m.pattern.cause not in _SHAPES]
     if not told:
         return None
     thread, match = max(told, key=lambda pair: _weight(pair[1]))
-    cause = _cause(match, thread, view, "queue_wait" if match.pattern.cause in _SHAPES else "")
+    cause = _cause(match, thread, view)
     return replace(cause, evidence=f"a hook of its backward {cause.evidence}", thread=thread.name)
 
 
