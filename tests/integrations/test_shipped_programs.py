@@ -47,6 +47,7 @@ torch.compile = lambda function=None, **_: function or (lambda one: one)
 import torch.distributed.fsdp._fully_shard._fsdp_collectives as sums
 factors = sums._get_gradient_divide_factors
 sums._get_gradient_divide_factors = lambda *words: factors(*words[:5], True)  # gloo has no PREMUL_SUM
+torch.cpu.current_device = lambda: 0
 torch.cpu.get_device_name = lambda *_: "cpu"
 torch.cpu.get_device_properties = lambda *_: types.SimpleNamespace(total_memory=1 << 34)
 torch.cpu.memory_stats = lambda *_: {}
