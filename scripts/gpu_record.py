@@ -205,7 +205,8 @@ def costs(rank: int, world: int) -> None:
     """CPU microseconds of the calling thread per call, by op and kind of recording. Rank 0 writes what it has to a file
     after each op: ranks that share a GPU are slow, and time may run out."""
     found: dict[str, dict[str, float]] = {}
-    moves = _moves()
+    wanted = os.environ.get("COST_OPS", "").split(",")
+    moves = {name: move for name, move in _moves().items() if name in wanted or wanted == [""]}
     for kind, depth in KINDS:
         recorder = allranks.record(stack_depth=depth)
         assert recorder._hook is not None
