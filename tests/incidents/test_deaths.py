@@ -215,6 +215,31 @@ def test_a_rank_that_aborted_is_reported_although_the_one_that_complained_first_
     assert (story["verdict"]["sentence"], sorted(kept)) == ("rank 1 died of SIGABRT", [GONE, GONE + 1])
 
 
+def test_a_killed_rank_that_is_still_being_taken_down_is_waited_for_when_another_lost_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of its GPU takes seconds; rank 0 raises at once. Nobody may be told that no rank had died."""
+    dog = watch(tmp_path)
+    dog.deaths.echo_patience_s = lambda: 0.0
+    now = time.time_ns()
+    broken = {"closed": b"exception: DistBackendError: NCCL error: Connection closed", "closed_ns": now}
+    killed = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    write_box(tmp_path / "boxes", 0, 7, start_ns=now, **broken)  # type: ignore[arg-type]
+    write_box(tmp_path / "boxes", 1, 7, start_ns=now, pid=killed.pid)
+    monkeypatch.setattr(
+        "allranks.incidents.deaths.process_state", lambda pid: "X" if pid == killed.pid else "S"
+    )
+    dog.look()
+    assert read_incidents(tmp_path / "incidents") == []
+    killed.kill()
+    killed.wait()
+    dog._exits.endings[killed.pid] = Ending(killed.pid, -signal.SIGKILL, time.time())
+    dog.look()
+    dog.close()
+    (story,) = read_incidents(tmp_path / "incidents")
+    assert story["verdict"]["sentence"] == "rank 1 died of SIGKILL"
+
+
 def test_deaths_are_reported_after_the_clock_went_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -154,6 +154,22 @@ def test_ranks_that_block_in_cuda_calls_are_not_named_for_the_one_they_wait_for(
     assert named(judge(Diagnosis("fault", late, (late,)), stacks(*causes), observed)) == verdict
 
 
+def test_a_rank_whose_c_code_holds_the_gil_is_named_though_nobody_could_record_the_end_of_the_call() -> None:
+    """The others keep the GIL in a copy from the GPU, which waits for it: all look busy, and no box has an end."""
+    nobody = Finding(
+        "none_finished", (), "all 3 ranks entered all_reduce #41 and none finished", confidence=0.7
+    )
+    states = stacks("checkpoint_io", "gil_held_native", "checkpoint_io").ranks
+    report = StacksReport(hung=True, culprits=find_culprits(states), sentence="three are busy", ranks=states)
+    found = judge(Diagnosis("fault", nobody, (nobody,)), report, Observed(reason="silent", marked=(0, 1, 2)))
+    assert named(found) == ("gil_held_native", (1,))
+    assert (
+        found is not None
+        and found.verdict is not None
+        and "rank 1 is in gil_held_native" in found.verdict.sentence
+    )
+
+
 def test_a_stopped_rank_is_named_though_all_have_entered_the_call_that_none_finishes() -> None:
     """Its NCCL threads are stopped with it, so that a call which it has made does not end; the others look busy."""
     nobody = Finding(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from allranks.blackbox.header import process_state
 from allranks.incidents.folder import IncidentFolder
 from allranks.incidents.judge import Observed, read_observed
 from allranks.incidents.pipeline import IncidentPipeline
@@ -20,6 +21,7 @@ from allranks.watch.samples import ProcessId, RankSample, read_sample, read_samp
 
 log = logging.getLogger("allranks.agent")
 
+ENDING_S = 10.0  # freeing the memory of a GPU takes a while
 FLAP_S = 60.0  # a replica that is cut off again within this time has the same trouble
 SAME_S = 5.0  # a death on another node this much later is another one; a secondary failure may come later
 ECHO_OF_S = 60.0  # the loss of a node may be known this much later than the connections to it broke
@@ -87,6 +89,10 @@ class DeathIncidents:
         first, now = find_first(deaths), time.monotonic()
         since = doubtful[0] if doubtful else now
         patience = self.echo_patience_s() if patience_s is None else patience_s
+        if any(not s.closed and process_state(s.pid) == "X" for s in samples):
+            patience = max(
+                patience, ENDING_S
+            )  # it said nothing and is being taken down: most likely the cause
         if first is not None and first.echo and now - since < patience:
             self._doubtful = (since, deaths, samples)
             return None, samples

@@ -36,6 +36,7 @@ T = TypeVar("T")
 FILE = "observed.json"
 _DOUBTFUL = ("not_started", "none_finished")  # verdicts of boxes that stacks may know better
 _MAY_WAIT_IN_CUDA = ("native_call", "checkpoint_io")
+_CANNOT_RECORD = ("stopped", "gil_held_native")  # nor, if it is stopped, take part in a call that it has made
 TRUSTED = 0.6  # of a verdict from stacks: less does not overrule the black boxes
 
 
@@ -227,18 +228,19 @@ def _own_line(found: Finding | None, report: StacksReport | None) -> Finding | N
 
 def _from_stacks(report: StacksReport | None) -> Finding | None:
     """A verdict from stacks alone, when the black boxes name nobody. Who waits elsewhere is only odd; a process that is
-    stopped cannot take part in a call that it has made."""
+    stopped, or whose C code holds the GIL, is what others wait for although their CUDA calls look like work."""
     if report is None or not report.culprits:
         return None
-    culprit = report.ranks[report.culprits[0]]
-    confidence = 0.9 if culprit.cause == "stopped" else 0.5 if culprit.cause in WAITS else 0.6
-    return Finding(
-        culprit.cause,
-        tuple(report.culprits),
-        report.sentence,
-        confidence=confidence,
-        where=nearest_line(culprit),
-    )
+    mute = tuple(rank for rank in report.culprits if report.ranks[rank].cause in _CANNOT_RECORD)
+    ranks = mute if len(mute) == 1 else tuple(report.culprits)
+    culprit = report.ranks[ranks[0]]
+    sure = ranks == mute or culprit.cause == "stopped"
+    line = nearest_line(culprit)
+    sentence = report.sentence
+    if len(ranks) < len(report.culprits):
+        sentence = f"rank {culprit.rank} is in {culprit.cause} at {line or 'an unknown line'}, and the others may wait for it"
+    confidence = 0.9 if sure else 0.5 if culprit.cause in WAITS else 0.6
+    return Finding(culprit.cause, ranks, sentence, confidence=confidence, where=line)
 
 
 def attempt(what: str, work: Callable[[], T], missing: list[str]) -> T | None:
