@@ -107,6 +107,33 @@ def test_member_names_are_never_written_to(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
 
 
+def _with_headers(headers: dict[str, str], count: int = 1) -> bytes:
+    """A tar whose members say about themselves what the headers say."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for number in range(count):
+            info = tarfile.TarInfo(f"trace_{number}")
+            info.size, info.pax_headers = 10, headers
+            archive.addfile(info, io.BytesIO(b"x" * 10))
+    return out.getvalue()
+
+
+def test_holes_of_sparse_files_are_bounded_all_together(tmp_path: Path) -> None:
+    """A kilobyte may claim gigabytes of nothing."""
+    hole = {"GNU.sparse.size": str(40 << 20), "GNU.sparse.map": "0,10"}
+    (tmp_path / "x.tar").write_bytes(_with_headers(hole, 3))
+    loaded = load_paths([str(tmp_path)], LoadOptions(allow_nothing=True))
+    problems = [file.note for file in loaded.files]
+    assert len([text for text in problems if "are beyond the limit of" in text]) == 2, problems
+
+
+@pytest.mark.parametrize("size", ["99999999999999999999", "-512"])
+def test_a_size_that_cannot_be_is_a_damaged_archive(tmp_path: Path, size: str) -> None:
+    (tmp_path / "x.tar").write_bytes(_with_headers({"size": size}))
+    with pytest.raises(InputError, match="no dump"):
+        load_paths([str(tmp_path)])
+
+
 def test_urls_are_read_through_fsspec(tmp_path: Path) -> None:
     """file:// stands for the many stores that fsspec knows."""
     pytest.importorskip("fsspec")

@@ -236,20 +236,25 @@ def tar_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
     """The regular files of an archive, each at most `limit` bytes; names are only shown, never written to."""
     import tarfile  # slow to import, rarely needed
 
+    holes = min(
+        limit, max(BOMB_BYTES, len(data) * BOMB_FACTOR)
+    )  # what sparse files may come to, all together
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
             for member in archive:
                 shown = f"{source.path}/{member.name}"
                 if not member.isreg():
                     continue
-                if member.size > limit:
-                    problem = f"{member.size} bytes are beyond the limit of {limit}"
+                allowed = holes if member.issparse() else limit
+                if member.size > allowed:
+                    problem = f"{member.size} bytes are beyond the limit of {allowed}"
                     yield DumpSource(shown, source.location, problem=problem)
                     continue
+                holes -= member.size if member.issparse() else 0
                 file = archive.extractfile(member)
                 content = file.read() if file else b""
                 yield DumpSource(shown, source.location, int(member.mtime * 1e9), member.size, content)
-    except (tarfile.TarError, OSError, ValueError, EOFError) as error:
+    except (tarfile.TarError, OSError, ValueError, EOFError, OverflowError) as error:
         problem = f"archive cut short or damaged ({type(error).__name__})"
         yield DumpSource(source.path, source.location, problem=problem)
 
