@@ -130,7 +130,26 @@ def test_holes_of_sparse_files_are_bounded_all_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", ["99999999999999999999", "-512"])
 def test_a_size_that_cannot_be_is_a_damaged_archive(tmp_path: Path, size: str) -> None:
     (tmp_path / "x.tar").write_bytes(_with_headers({"size": size}))
-    with pytest.raises(InputError, match="no dump"):
+    with pytest.raises(InputError, match="readable dump"):
+        load_paths([str(tmp_path)])
+
+
+def test_an_archive_that_leads_back_to_its_beginning_is_read_once(tmp_path: Path) -> None:
+    """The size of its second member is negative: the next one would begin where the second did, without end."""
+    first = make_tar("", {"trace_0": content(0)})
+    end = 512 + -(-len(content(0)) // 512) * 512  # without what ends an archive
+    (tmp_path / "x.tar").write_bytes(first[:end] + _with_headers({"size": "-1536"}))
+    loaded = load_paths([str(tmp_path)])
+    assert [trace.header.rank for trace in loaded.traces] == [0]
+    assert "damaged" in " ".join(file.note for file in loaded.files)
+
+
+def test_headers_of_headers_are_a_damaged_archive(tmp_path: Path) -> None:
+    """Each says that the name of what follows is long; what follows is the next one."""
+    long_name = tarfile.TarInfo("././@LongLink")
+    long_name.type, long_name.size = tarfile.GNUTYPE_LONGNAME, 5
+    (tmp_path / "x.tar").write_bytes((long_name.tobuf(tarfile.GNU_FORMAT) + b"name".ljust(512, b"\0")) * 3000)
+    with pytest.raises(InputError, match="cut short or damaged"):
         load_paths([str(tmp_path)])
 
 

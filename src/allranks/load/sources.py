@@ -241,8 +241,12 @@ def tar_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
     )  # what sparse files may come to, all together
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+            end = -1
             for member in archive:
                 shown = f"{source.path}/{member.name}"
+                if member.size < 0 or member.offset <= end:
+                    raise tarfile.ReadError("leads back")  # a negative size: it would be read without end
+                end = member.offset
                 if not member.isreg():
                     continue
                 allowed = holes if member.issparse() else limit
@@ -254,7 +258,7 @@ def tar_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
                 file = archive.extractfile(member)
                 content = file.read() if file else b""
                 yield DumpSource(shown, source.location, int(member.mtime * 1e9), member.size, content)
-    except (tarfile.TarError, OSError, ValueError, EOFError, OverflowError) as error:
+    except (tarfile.TarError, OSError, ValueError, EOFError, OverflowError, RecursionError) as error:
         problem = f"archive cut short or damaged ({type(error).__name__})"
         yield DumpSource(source.path, source.location, problem=problem)
 
