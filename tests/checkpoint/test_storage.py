@@ -431,6 +431,20 @@ def test_a_pt_file_that_unpacks_to_more_than_it_holds_is_refused_before_torch_op
         load_legacy(path, CheckpointLoadConfig())
 
 
+def test_a_packed_pt_file_that_only_torch_takes_for_a_zip_file_is_refused(tmp_path: Path) -> None:
+    """Its end names another length of the directory: Python's reader refuses that, torch's does not look at it."""
+    path = tmp_path / "bomb.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("archive/data.pkl", b"\x80\x02}q\x00." + bytes(100 << 10))
+        file.writestr("archive/version", b"3\n")
+    data = bytearray(path.read_bytes())
+    data[-10] += 10
+    path.write_bytes(data)
+    assert torch.load(path) == {}  # it would unpack whatever is in there
+    with pytest.raises(CheckpointLoadError, match="it is a damaged zip file"):
+        load_legacy(path, CheckpointLoadConfig())
+
+
 def test_a_pt_file_that_torch_saved_is_no_such_file(tmp_path: Path) -> None:
     """Large and empty tensors, shared memory: what torch stores is never larger than its file."""
     weight = torch.randn(300, 300)

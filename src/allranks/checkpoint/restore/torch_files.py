@@ -122,8 +122,11 @@ def _refuse_packed(file: Path | io.BytesIO, size: int, path: str) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
-    except zipfile.BadZipFile:
-        return  # an older format, or damage: torch says which
+    except (zipfile.BadZipFile, NotImplementedError) as error:
+        if not _is_zip(file):
+            return  # an older format, or damage: torch says which
+        hint = "take another copy of it, or an older one"
+        raise CheckpointLoadError(f"it is a damaged zip file: {error}", path=path, hint=hint) from error
     packed = next((entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED), "")
     if packed or sum(entry.file_size for entry in entries) > size:
         raise CheckpointLoadError(
@@ -131,6 +134,12 @@ def _refuse_packed(file: Path | io.BytesIO, size: int, path: str) -> None:
             path=path,
             hint=f"if you packed it yourself, unpack it and pack it again without compression: unzip '{path}'; zip -0 -r",
         )
+
+
+def _is_zip(file: Path | io.BytesIO) -> bool:
+    """As torch decides it: torch reads some zip files whose end Python's reader refuses."""
+    with open(file, "rb") if isinstance(file, Path) else io.BytesIO(file.getvalue()) as begin:
+        return begin.read(4) == b"PK\x03\x04"
 
 
 @contextmanager
