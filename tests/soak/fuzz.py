@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import io
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import random
 import re
 import resource
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable
@@ -63,7 +65,7 @@ from allranks.lighthouse.grpc_wire import BadMessage, decode_quorum_request, enc
 from allranks.lighthouse.http import _parse_head
 from allranks.lighthouse.messages import decode, encode, plain_load
 from allranks.load.reading import Reader
-from allranks.load.sources import LoadOptions, Unreadable
+from allranks.load.sources import DumpSource, LoadOptions, Unreadable, is_tar, tar_members
 from allranks.model.cluster import Member, MemberLost, Quorum
 from allranks.model.stacks import Capture, ProcessCapture, Snapshot
 from allranks.stacks.bundle import encode as encode_bundle
@@ -131,6 +133,36 @@ def read_pyspy_json(data: bytes) -> None:
 def read_dump(data: bytes) -> None:
     """As `diagnose` reads a file: torch's pickles, JSON, black boxes, packed or not."""
     Reader(LoadOptions(max_file_bytes=8 << 20, max_box_bytes=8 << 20)).read_bytes("trace_0", data)
+
+
+def read_tar(data: bytes) -> None:
+    """As `diagnose` reads an archive; with its checksums made anew, too."""
+    sealed = bytearray(data)
+    for at in range(0, len(sealed) - 511, 512):
+        if is_tar(sealed[at : at + 512]):
+            sealed[at + 148 : at + 156] = b" " * 8
+            sealed[at + 148 : at + 156] = b"%06o\0 " % sum(sealed[at : at + 512])
+    for archive in (data, bytes(sealed)):
+        for _ in tar_members(DumpSource("x.tar", "somewhere"), archive, 8 << 20):
+            pass
+
+
+def _tar() -> bytes:
+    """With long names, a hole, links, and headers of both formats."""
+    packed = io.BytesIO()
+    for kind in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        with tarfile.open(fileobj=packed, mode="w", format=kind) as archive:
+            for number, more in enumerate(
+                ({}, {"GNU.sparse.size": "5000", "GNU.sparse.map": "0,700"}, {"mtime": "1.5"})
+            ):
+                member = tarfile.TarInfo("folder/" * 20 + f"trace_{number}")
+                member.size, member.pax_headers = 700, more
+                archive.addfile(member, io.BytesIO(b"x" * 700))
+            link = tarfile.TarInfo("link")
+            link.type, link.linkname = tarfile.SYMTYPE, "trace_0"
+            archive.addfile(link)
+        packed.seek(-1024, io.SEEK_END)  # the next one follows where this one ends
+    return packed.getvalue()
 
 
 def read_torchft_manager(data: bytes) -> None:
@@ -282,6 +314,7 @@ TARGETS = {
     "dump: pickle": Target(read_dump, [pickle.dumps(DUMP, 2), pickle.dumps(DUMP, 4)], (Unreadable,)),
     "dump: JSON": Target(read_dump, [json.dumps(DUMP).encode()], (Unreadable,)),
     "dump: gzip": Target(read_dump, [gzip.compress(json.dumps(DUMP).encode())], (Unreadable,)),
+    "dump: tar": Target(read_tar, [_tar()]),
     "black box": Target(read_dump, [box_bytes(make_trace(count=9, first=3)), box_bytes(make_trace(count=2))], (Unreadable,)),
     "stacks as text": Target(read_stacks, [PYSPY, FAULTHANDLER, GDB]),
     "stacks of py-spy": Target(read_pyspy_json, [PYSPY_JSON], (ValueError, RecursionError)),
