@@ -290,7 +290,8 @@ The letter is the machine that the test ran on; the last column is when the olde
 
 ## Versions
 How the tests of each folder ended, by the commands of `scripts/test_all.sh` (`make test-all`; a test's last result counts, and a row that was run in part says so): number passed, failed, skipped (a program, a right or
-a version that is missing there; the log names each).
+a version that is missing there; the log names each). The environment with torch 2.11 had no `torchfrtrace` command: the three tests of
+record that failed there call it.
 
 {versions}
 
