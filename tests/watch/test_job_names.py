@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.cli.run import find_job_name
+from allranks.cli.run import find_job_name, may_have_several_nodes
 from allranks.incidents import job_overview
 from allranks.incidents.job_overview import set_aside_earlier, write_job
 from allranks.watch.samples import RankSample, read_sample, read_samples
@@ -72,3 +72,20 @@ def test_two_agents_that_start_together_set_aside_what_an_earlier_run_left(
     monkeypatch.setattr(job_overview, "read_sample", read)
     set_aside_earlier(tmp_path)
     assert [path.name for path in tmp_path.glob("*.earlier")] == ["1.box.earlier"]
+
+
+@pytest.mark.parametrize(
+    ("words", "several"),
+    [
+        (["--standalone"], False),
+        (["--nnodes", "1"], False),
+        (["--nnodes=1:1"], False),
+        (["--nnodes", "2"], True),
+        (["--nnodes=1:4"], True),
+    ],
+)
+def test_a_job_that_may_have_several_nodes_is_told_from_one_of_this_node(
+    words: list[str], several: bool
+) -> None:
+    """Without a common lighthouse each of them judges its own ranks, and `allranks run` says so."""
+    assert may_have_several_nodes(words) is several

@@ -129,6 +129,8 @@ def _run(
     }
     write_job(folder, facts)
     _say(f"job {name}: black boxes in {folder}, logs in {log_dir}, job token in {folder / TOKEN_FILE}")
+    if lighthouse and not options.lighthouse and may_have_several_nodes(torchrun):
+        _say(ALONE)
     collector = start_timed_stacks(settings.get("debug") or {}, folder, log_dir)
     if collector is not None:
         stack.callback(stop_timed_stacks, collector)
@@ -248,6 +250,17 @@ def _lighthouse(options: RunFlags, settings: Settings, token: str, stack: ExitSt
         return ""
     replicas = options.total_replicas or options.replicas or 0
     return embed_lighthouse(options.bind, token, options.min_replicas, replicas, settings, stack, job)
+
+
+ALONE = (
+    "this node judges hangs by its own ranks only. For one verdict over all nodes start `allranks lighthouse --bind ADDRESS:29510` once, "
+    "and set ALLRANKS_LIGHTHOUSE=ADDRESS:29510 and the same ALLRANKS_TOKEN on every node"
+)
+
+
+def may_have_several_nodes(words: list[str]) -> bool:
+    """Whether torchrun's flags allow more nodes than this one."""
+    return (flag_value(words, "--nnodes") or "1").rpartition(":")[2] not in ("0", "1")
 
 
 def _elastic(words: list[str]) -> bool:

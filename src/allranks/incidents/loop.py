@@ -114,7 +114,7 @@ class Watch:
         self.deaths.check(samples, self._exits.endings)
         for opened in self.pipeline.recoveries.look(samples):
             self.pipeline.publisher.publish(opened)
-        if running and all(self._asked_to_end.covers(s) for s in running):
+        if running and all(self._asked_to_end.covers(s) for s in ours or running):
             return None
         if self._examining is not None and self._examining.is_alive():
             self.hangs.note(now, samples)
