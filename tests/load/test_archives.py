@@ -8,12 +8,13 @@ import pickle
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from allranks.errors import InputError
-from allranks.load import LoadOptions, load_paths, reading
+from allranks.load import LoadOptions, load_paths, reading, sources
 
 from .dumps import dump, entry
 
@@ -29,6 +30,14 @@ def make_tar(mode: str, members: dict[str, bytes]) -> bytes:
             info = tarfile.TarInfo(name)
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+def make_zip(members: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
     return out.getvalue()
 
 
@@ -59,6 +68,40 @@ def test_a_tar_in_zstd_is_a_folder_too(tmp_path: Path) -> None:
     """The layers are unwrapped one after the other."""
     (tmp_path / "all.tar.zst").write_bytes(compress_zstd(make_tar("", {"trace_4": content(4)})))
     assert [trace.header.rank for trace in load_paths([str(tmp_path)]).traces] == [4]
+
+
+def test_a_zip_is_a_folder(tmp_path: Path) -> None:
+    """As a laptop or an issue tracker packs it."""
+    members = {f"dumps/trace_{rank}": content(rank) for rank in range(3)} | {
+        "dumps/": b"",
+        "readme.txt": b"hello",
+    }
+    (tmp_path / "dumps.zip").write_bytes(make_zip(members))
+    result = load_paths([str(tmp_path / "dumps.zip")])
+    assert [len(trace.calls) for trace in result.traces] == [5, 6, 7]
+    assert result.traces[1].path.endswith("dumps.zip/dumps/trace_1")
+
+
+def test_damaged_locked_and_swollen_zips_get_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut short, with a password, and with members that come to more than their file could hold."""
+    whole = make_zip({"trace_0": content(0), "trace_1": content(1)})
+    locked = bytearray(whole)
+    for sign, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        locked[whole.index(sign) + at] |= 1
+    monkeypatch.setattr(sources, "BOMB_BYTES", 4096)
+    bomb = make_zip({"trace_0": content(0), "trace_1": bytes(1 << 22)})
+    for name, data in {"cut": whole[: len(whole) // 2], "locked": bytes(locked), "bomb": bomb}.items():
+        (tmp_path / f"{name}.zip").write_bytes(data)
+    found = {
+        name: load_paths([str(tmp_path / f"{name}.zip")], LoadOptions(allow_nothing=True))
+        for name in ("cut", "locked", "bomb")
+    }
+    notes = {name: [note.note for note in result.files if note.note] for name, result in found.items()}
+    assert notes["cut"] == ["archive cut short or damaged (BadZipFile)"]
+    assert notes["locked"] == ["is encrypted: give its files without a password"]
+    assert "beyond the limit of" in notes["bomb"][0]
+    ranks = {name: [trace.header.rank for trace in result.traces] for name, result in found.items()}
+    assert ranks == {"cut": [], "locked": [1], "bomb": [0]}
 
 
 def test_an_archive_cut_short_gives_its_whole_members(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ from allranks.lighthouse.grpc_wire import BadMessage, decode_quorum_request, enc
 from allranks.lighthouse.http import _parse_head
 from allranks.lighthouse.messages import decode, encode, plain_load
 from allranks.load.reading import Reader
-from allranks.load.sources import DumpSource, LoadOptions, Unreadable, is_tar, tar_members
+from allranks.load.sources import DumpSource, LoadOptions, Unreadable, is_tar, tar_members, zip_members
 from allranks.model.cluster import Member, MemberLost, Quorum
 from allranks.model.stacks import Capture, ProcessCapture, Snapshot
 from allranks.stacks.bundle import encode as encode_bundle
@@ -162,6 +163,21 @@ def _tar() -> bytes:
             link.type, link.linkname = tarfile.SYMTYPE, "trace_0"
             archive.addfile(link)
         packed.seek(-1024, io.SEEK_END)  # the next one follows where this one ends
+    return packed.getvalue()
+
+
+def read_zip(data: bytes) -> None:
+    """As `diagnose` reads it."""
+    for _ in zip_members(DumpSource("x.zip", "somewhere"), data, 8 << 20):
+        pass
+
+
+def _zip() -> bytes:
+    """One member as it is, one packed."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for kind in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            archive.writestr(f"folder/trace_{kind}", b"x" * 700, kind)
     return packed.getvalue()
 
 
@@ -315,6 +331,7 @@ TARGETS = {
     "dump: JSON": Target(read_dump, [json.dumps(DUMP).encode()], (Unreadable,)),
     "dump: gzip": Target(read_dump, [gzip.compress(json.dumps(DUMP).encode())], (Unreadable,)),
     "dump: tar": Target(read_tar, [_tar()]),
+    "dump: zip": Target(read_zip, [_zip()]),
     "black box": Target(read_dump, [box_bytes(make_trace(count=9, first=3)), box_bytes(make_trace(count=2))], (Unreadable,)),
     "stacks as text": Target(read_stacks, [PYSPY, FAULTHANDLER, GDB]),
     "stacks of py-spy": Target(read_pyspy_json, [PYSPY_JSON], (ValueError, RecursionError)),

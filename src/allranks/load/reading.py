@@ -26,9 +26,11 @@ from allranks.load.sources import (
     Raw,
     Unreadable,
     is_tar,
+    is_zip,
     read_all,
     tar_members,
     unwrap,
+    zip_members,
 )
 
 if TYPE_CHECKING:  # a thousand lines that black boxes do not need
@@ -203,15 +205,17 @@ class Share:
             self.failed.append((source, error))
 
     def _members(self, source: DumpSource) -> Iterable[DumpSource] | None:
-        """The members of a tar file, compressed or not; None when the source is none."""
+        """The members of a tar file, compressed or not, or of a zip file; None when the source is none."""
         name = source.path.lower()
-        if source.problem or not (".tar" in name or name.endswith((".tgz", ".tzst"))):
+        if source.problem or not (".tar" in name or name.endswith((".tgz", ".tzst", ".zip"))):
             return None
         try:
             limit = self.options.max_box_bytes
             data, problem = unwrap(read_all(source, limit), limit)
         except OSError as error:
             raise Unreadable(f"cannot be read: {error.strerror or error}") from error
+        if is_zip(data):
+            return zip_members(source, data, self.options.max_file_bytes)
         if not is_tar(data):
             return None
         if problem:

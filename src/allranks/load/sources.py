@@ -1,7 +1,7 @@
 """Paths and URLs → the files to read, in a fixed order, with archives opened and limits kept; the options and the result of a
 load.
 
-Folders are walked; a tar file counts as a folder; gzip and zstd are unwrapped. Objects of an object store (`s3://`, `gs://`,
+Folders are walked; a tar or zip file counts as a folder; gzip and zstd are unwrapped. Objects of an object store (`s3://`, `gs://`,
 `az://` through obstore, extra `s3`; other URLs through fsspec when that is installed) are listed, then fetched in parallel.
 Nothing here looks into a dump, and only this file talks to a network.
 """
@@ -259,6 +259,46 @@ def tar_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
                 content = file.read() if file else b""
                 yield DumpSource(shown, source.location, int(member.mtime * 1e9), member.size, content)
     except (tarfile.TarError, OSError, ValueError, EOFError, OverflowError, RecursionError) as error:
+        problem = f"archive cut short or damaged ({type(error).__name__})"
+        yield DumpSource(source.path, source.location, problem=problem)
+
+
+def is_zip(data: bytes) -> bool:
+    """Whether the bytes begin a zip archive that has members."""
+    return data.startswith(b"PK\x03\x04")
+
+
+def zip_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSource]:
+    """The files of a zip archive, each at most `limit` bytes, and bounded all together; names are only shown."""
+    import time
+    import zipfile  # slow to import, rarely needed
+
+    room = max(BOMB_BYTES, len(data) * BOMB_FACTOR)
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            for member in archive.infolist():
+                if member.filename.endswith("/"):
+                    continue
+                shown, content, allowed = f"{source.path}/{member.filename}", b"", min(limit, room)
+                if member.flag_bits & 1:
+                    problem = "is encrypted: give its files without a password"
+                elif member.file_size > allowed:
+                    problem = f"{member.file_size} bytes are beyond the limit of {allowed}"
+                else:
+                    with archive.open(member) as file:
+                        content, problem = _drain(file, allowed, allowed, zipfile.BadZipFile)
+                    room -= len(content)
+                mtime_ns = int(time.mktime((*member.date_time, 0, 0, -1)) * 1e9)
+                yield DumpSource(shown, source.location, mtime_ns, len(content), content, problem)
+    except (
+        zipfile.BadZipFile,
+        NotImplementedError,
+        OSError,
+        ValueError,
+        EOFError,
+        OverflowError,
+        zlib.error,
+    ) as error:
         problem = f"archive cut short or damaged ({type(error).__name__})"
         yield DumpSource(source.path, source.location, problem=problem)
 
