@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from allranks.lighthouse.agents import MAX_STORIES, MAX_STORIES_CHARS
-from allranks.lighthouse.messages import Hello, Refused, Welcome
+from allranks.lighthouse.messages import Beat, Hello, Refused, Welcome
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.quorum_coordinator import _TOGETHER_S
 from allranks.lighthouse.service import PROXY_BACK_S, Service
@@ -497,3 +497,23 @@ async def test_pages_of_incidents_take_a_bounded_part_of_the_memory() -> None:
     for number in range(2 * MAX_STORIES):
         agents.report_incident(PublishedIncident(f"j{number}", "hang", story="short"))
     assert len(agents.stories) == MAX_STORIES
+
+
+@on_loop
+async def test_steps_that_are_lost_with_their_replicas_are_told() -> None:
+    """The last one that held the state is gone: the next quorum begins before it, and says so once."""
+    desk = Desk(start_grace_s=0.0)
+    a, a_peer = desk.enter("a")
+    desk.service.join(a, Member("a"))
+    await until(lambda: bool(a_peer.of(Quorum)))
+    desk.service.beat(a, Beat(step=50))
+    desk.service.leave(a, "terminated")
+    desk.service.disconnected(a, a_peer, clean=True)
+    for number in (1, 2):
+        b, b_peer = desk.enter("b", session=f"b.{number}")
+        desk.service.join(b, Member("b", f"b.{number}"))
+        await until(lambda peer=b_peer: bool(peer.of(Quorum)))  # type: ignore[misc]
+    told = [event.text for event in desk.service.snapshot().history if event.kind == "went_back"]
+    assert told == [
+        "training goes on from step 0: the replicas that had come to step 50 are gone, and with them the steps between"
+    ]

@@ -51,6 +51,7 @@ class QuorumCoordinator:
     event_log: EventLog
     keep: Keep | None = None
     active: bool = True
+    on_new: Callable[[Quorum], None] | None = None  # told of a quorum of other members before it is formed
     reason: str = "no quorum yet"
     waiting: str = ""
     _rule: str = "nobody"
@@ -158,6 +159,8 @@ class QuorumCoordinator:
         """Tells the members, encoded once for all."""
         last, before = self.state.last, self.state.members
         new = last is None or quorum.number != last.number
+        if new and self.on_new is not None:
+            self.on_new(quorum)
         self.state.form(quorum)
         self.reason = quorum.reason
         frame = encode(quorum)

@@ -79,11 +79,23 @@ class Service:
             self.sessions,
             self.event_log,
             active=self.leading,
+            on_new=self._look_for_lost_steps,
         )
         serving = lambda: self.leading and not self.draining  # noqa: E731
         self.agents = Agents(self.sessions, self.event_log, self.timers, self.now, serving)
         self.training = TrainingView(self.now)
         self.event_log.subscribe(self.training.happened)
+
+    def _look_for_lost_steps(self, quorum: Quorum) -> None:
+        """Whether the members begin before the step that this training had reached: nobody may learn that by chance."""
+        known, self.training.furthest = self.training.furthest, quorum.max_step
+        if quorum.max_step < known - 1 and not self.state.over:
+            self.event_log.event(
+                "went_back",
+                f"training goes on from step {quorum.max_step}: the replicas that had come to step {known} are gone, "
+                "and with them the steps between",
+                number=quorum.number,
+            )
 
     # ---- life -------------------------------------------------------------------------------------------
 

@@ -147,7 +147,7 @@ def merged(ranks: list[Session]) -> Member:
     )
 
 
-_LOUD = frozenset({"lost", "evicted", "stalled", "incident"})
+_LOUD = frozenset({"lost", "evicted", "stalled", "incident", "went_back"})
 
 
 @dataclass

@@ -53,6 +53,7 @@ class TrainingView:
     samples: deque[StepSample] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     departed: dict[str, Departed] = field(default_factory=dict)
     step: int = -1
+    furthest: int = 0  # the highest step of this training, also of replicas that are gone
     _steps: dict[str, int] = field(default_factory=dict)
     _noted: int = -1  # the step at `_moved`
     _moved: float = -NOTE_S  # when the step changed last, to NOTE_S
@@ -71,6 +72,7 @@ class TrainingView:
         if step < 0:
             return
         before, self._steps[source] = self._steps.get(source, -1), step
+        self.furthest = max(self.furthest, step)
         if step > self.step:
             self.step = step
             if now - self._moved >= NOTE_S:
