@@ -88,7 +88,7 @@ class Service:
 
     def _look_for_lost_steps(self, quorum: Quorum) -> None:
         """Whether the members begin before the step that this training had reached: nobody may learn that by chance."""
-        known, self.training.furthest = self.training.furthest, quorum.max_step
+        known = self.training.begin_at(quorum.max_step)
         if quorum.max_step < known - 1 and not self.state.over:
             self.event_log.event(
                 "went_back",

@@ -53,8 +53,10 @@ class TrainingView:
     samples: deque[StepSample] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     departed: dict[str, Departed] = field(default_factory=dict)
     step: int = -1
-    furthest: int = 0  # the highest step of this training, also of replicas that are gone
     _steps: dict[str, int] = field(default_factory=dict)
+    _fallen_from: int = (
+        -1
+    )  # the step before the one that it was started again from, until a quorum begins there
     _noted: int = -1  # the step at `_moved`
     _moved: float = -NOTE_S  # when the step changed last, to NOTE_S
     _sampled: float = -SAMPLE_S
@@ -72,15 +74,25 @@ class TrainingView:
         if step < 0:
             return
         before, self._steps[source] = self._steps.get(source, -1), step
-        self.furthest = max(self.furthest, step)
         if step > self.step:
             self.step = step
             if now - self._moved >= NOTE_S:
                 self._note(now)
         elif before == self.step != step and max(self._steps.values()) < self.step:
-            self.step = self._noted = max(self._steps.values())
-            self._rates.clear()  # started again from a checkpoint
+            self._fallen_from = max(self._fallen_from, self.step)
+            self._start_again(max(self._steps.values()))
             self._note(now)
+
+    def begin_at(self, step: int) -> int:
+        """A quorum of other members begins at this step. Returns the one that the training had come to."""
+        reached, self._fallen_from = max(self.step, self._fallen_from), -1
+        if step < self.step - 1:
+            self._start_again(step)
+        return reached
+
+    def _start_again(self, step: int) -> None:
+        self.step = self._noted = step
+        self._rates.clear()
 
     def note_calls(self, agent: str, calls: int, now: float) -> None:
         """A heartbeat of an agent whose ranks set no step marks: how many calls they have finished."""
