@@ -48,6 +48,21 @@ def test_the_training_thread_behind_a_serving_main_thread_is_the_rank() -> None:
     assert any("load_batch" in line for line in render_text(classify(capture), grow_tree(capture)))
 
 
+@pytest.mark.parametrize("name", ["", "MainThread"])
+def test_the_main_thread_is_known_where_no_thread_has_an_id(name: str) -> None:
+    """py-spy tells none of Python 3.10 on ARM: what the kernel says of the process was not joined with its frames."""
+    main = (StackFrame("load_batch", "/home/user/t.py", 7), StackFrame("<module>", "/home/user/t.py", 9))
+    other = (StackFrame("run", "/home/user/log.py", 3), StackFrame("_bootstrap", "/x/threading.py", 973))
+    stacks = (ThreadStack(None, "logger", other), ThreadStack(None, name, main))
+    facts = (
+        ThreadFacts(5, state="S", syscall="pselect6", args=(0,)),
+        ThreadFacts(6, state="S", syscall="futex"),
+    )
+    shots = tuple(Snapshot(number, None, stacks, facts) for number in (1, 2))
+    state = classify(Capture((ProcessCapture(0, None, 5, snapshots=shots),))).ranks[0]
+    assert (state.cause, state.where) == ("sleep", "t.py:7 in load_batch")
+
+
 def test_a_hook_that_hangs_in_a_thread_of_backward_is_the_ranks_trouble() -> None:
     """Gradients of a GPU come in a thread that C++ has started; the main thread waits for it in native code."""
     torch = "/x/site-packages/torch/"

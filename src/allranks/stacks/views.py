@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from allranks.model.stacks import ProcessCapture, StackFrame, ThreadFacts, ThreadStack
@@ -191,12 +191,12 @@ def view_process(capture: ProcessCapture, children: Children = NO_CHILDREN) -> P
     """All threads of a process, matched by thread id over the snapshots."""
     stacks: dict[tuple[int | None, str], list[ThreadStack]] = {}
     facts: dict[int, list[ThreadFacts]] = {}
+    main_tid = _main_tid(capture)
     for snapshot in capture.snapshots:
-        for stack in snapshot.stacks:
+        for stack in _with_main(snapshot.stacks, main_tid):
             stacks.setdefault(_key(stack), []).append(stack)
         for fact in snapshot.facts:
             facts.setdefault(fact.tid, []).append(fact)
-    main_tid = _main_tid(capture)
     if main_tid is not None and not any(tid == main_tid for tid, _ in stacks):
         stacks = {(main_tid, ""): [], **stacks}
     native: dict[int | None, ThreadStack] = {one.tid: one for one in capture.native if one.tid is not None}
@@ -223,6 +223,16 @@ def _main_tid(capture: ProcessCapture) -> int | None:
     if capture.pid is not None:
         return capture.pid
     return next((s.facts[0].tid for s in capture.snapshots if s.facts), None)
+
+
+def _with_main(stacks: tuple[ThreadStack, ...], main_tid: int | None) -> tuple[ThreadStack, ...]:
+    """py-spy tells no thread ids of Python 3.10 and older on ARM: the main thread is then known by where it began."""
+    if main_tid is None or any(one.tid == main_tid for one in stacks):
+        return stacks
+    unknown = [one for one in stacks if one.tid is None and one.frames]
+    named = [one for one in unknown if one.name == "MainThread"]
+    begun = named or [one for one in unknown if one.frames[-1].name == "<module>"]
+    return tuple(replace(one, tid=main_tid) if len(begun) == 1 and one is begun[0] else one for one in stacks)
 
 
 def _view(
