@@ -517,3 +517,16 @@ async def test_steps_that_are_lost_with_their_replicas_are_told() -> None:
     assert told == [
         "training goes on from step 0: the replicas that had come to step 50 are gone, and with them the steps between"
     ]
+
+
+@on_loop
+async def test_a_member_that_has_come_further_than_it_asked_with_has_lost_nothing() -> None:
+    """It goes on computing while the others are waited for."""
+    desk = Desk(min_replicas=2, start_grace_s=0.0)
+    a, a_peer = desk.enter("a")
+    desk.service.join(a, Member("a", step=50))
+    desk.service.beat(a, Beat(step=53))
+    b, _ = desk.enter("b")
+    desk.service.join(b, Member("b"))
+    await until(lambda: bool(a_peer.of(Quorum)))
+    assert not [event for event in desk.service.snapshot().history if event.kind == "went_back"]

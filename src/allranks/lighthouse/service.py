@@ -88,8 +88,8 @@ class Service:
 
     def _look_for_lost_steps(self, quorum: Quorum) -> None:
         """Whether the members begin before the step that this training had reached: nobody may learn that by chance."""
-        known = self.training.begin_at(quorum.max_step)
-        if quorum.max_step < known - 1 and not self.state.over:
+        known = self.training.begin_at(quorum.max_step, quorum.names)
+        if known >= 0 and not self.state.over:
             self.event_log.event(
                 "went_back",
                 f"training goes on from step {quorum.max_step}: the replicas that had come to step {known} are gone, "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -83,11 +83,13 @@ class TrainingView:
             self._start_again(max(self._steps.values()))
             self._note(now)
 
-    def begin_at(self, step: int) -> int:
-        """A quorum of other members begins at this step. Returns the one that the training had come to."""
+    def begin_at(self, step: int, members: Iterable[str]) -> int:
+        """A quorum of other members begins at this step. Returns the one that the training had come to when none of them
+        has; else -1. What a member asked with may be some steps old."""
         reached, self._fallen_from = max(self.step, self._fallen_from), -1
-        if step < self.step - 1:
-            self._start_again(step)
+        if max([step, *(self._steps.get(name, -1) for name in members)]) >= reached - 1:
+            return -1
+        self._start_again(step)
         return reached
 
     def _start_again(self, step: int) -> None:
