@@ -14,6 +14,8 @@ demo: $(STAMP)
 # kept, also where the environment says otherwise: a thousand processes import us.
 WORKERS ?= $(shell expr $$(nproc) + 4)
 test: $(STAMP) packages
+	@find src -depth -type d -name __pycache__ -execdir sh -c 'ls *.py >/dev/null 2>&1 || rm -r __pycache__' \;  # of packages that a pull has removed
+	@find src -depth -type d -empty -delete
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The versions of Python and torch that we promise, each in an environment of its own.

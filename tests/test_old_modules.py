@@ -31,6 +31,16 @@ def test_an_old_module_gives_the_names_of_the_new_ones_and_warns(old: str) -> No
         assert names <= vars(module).keys()
 
 
+@pytest.mark.parametrize("old", sorted(old for old in homes() if "." in old))
+def test_an_old_module_takes_the_place_of_nothing(old: str) -> None:
+    """An import sets the module's name in its package: a function of that name would be gone."""
+    package, _, name = old.rpartition(".")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        there = vars(importlib.import_module(f"allranks.{package}")).get(name)
+    assert there is None or isinstance(there, ModuleType)
+
+
 @pytest.mark.parametrize("line", [line for line in SHOWN if line and not line.startswith("#")])
 def test_what_docs_and_examples_of_earlier_versions_import_is_there(line: str) -> None:
     """One line: module and name."""

@@ -1,7 +1,8 @@
 """Module paths of earlier versions: importing one gives the names that it held, from where they are now, with a warning.
 
 `old_modules.txt` says which: for a module of today, those of 0.1.0 to 0.3.0 whose names it holds. Modules of which no name
-is left, and those inside of what is no package any more (`elastic.scaling.rules`), are not there.
+is left, and those inside of what is no package any more (`elastic.scaling.rules`), are not there. Nor is one whose package has something else of its name now (`elastic.config.check`, a function), which
+the import would replace.
 """
 
 from __future__ import annotations

@@ -20,7 +20,10 @@ def dumb_decision(
     asking = {name: r.asking for name, r in eligible.items() if r.asking is not None}
     if not asking:
         return "nobody", (), ()
-    if now < state.settling_until:
+    everybody = (
+        state.last is None and not state.wants_word and 0 < options.expect_replicas <= len(state.asking)
+    )
+    if now < state.settling_until and not everybody:
         return "starting", (), ()
     continuing = {
         name for name, r in eligible.items() if last.get(name) == r.session and name not in state.departed

@@ -122,7 +122,8 @@ class JobLife:
         if not isinstance(decision, Form):
             return
         before = self.state.last
-        assert self.now >= self.state.settling_until, (
+        everybody = before is None and 0 < self.options.expect_replicas <= len(self.state.asking)
+        assert self.now >= self.state.settling_until or everybody, (
             "a new lighthouse did not wait for those who train already"
         )
         if self.state.over and self.now < self.state.finished_at + self.options.finished_hold_s:

@@ -258,6 +258,8 @@ def tar_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
                 file = archive.extractfile(member)
                 content = file.read() if file else b""
                 yield DumpSource(shown, source.location, int(member.mtime * 1e9), member.size, content)
+            if data[archive.offset : archive.offset + 512].strip(b"\0"):
+                raise tarfile.ReadError("does not end")  # some versions pass over a header that cannot be
     except (tarfile.TarError, OSError, ValueError, EOFError, OverflowError, RecursionError) as error:
         problem = f"archive cut short or damaged ({type(error).__name__})"
         yield DumpSource(source.path, source.location, problem=problem)
