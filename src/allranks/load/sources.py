@@ -241,8 +241,9 @@ def tar_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
     )  # what sparse files may come to, all together
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-            end = -1
+            end, following = -1, 0
             for member in archive:
+                following = archive.offset
                 shown = f"{source.path}/{member.name}"
                 if member.size < 0 or member.offset <= end:
                     raise tarfile.ReadError("leads back")  # a negative size: it would be read without end
@@ -258,7 +259,7 @@ def tar_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
                 file = archive.extractfile(member)
                 content = file.read() if file else b""
                 yield DumpSource(shown, source.location, int(member.mtime * 1e9), member.size, content)
-            if data[archive.offset : archive.offset + 512].strip(b"\0"):
+            if data[following : following + 512].strip(b"\0"):
                 raise tarfile.ReadError("does not end")  # some versions pass over a header that cannot be
     except (tarfile.TarError, OSError, ValueError, EOFError, OverflowError, RecursionError) as error:
         problem = f"archive cut short or damaged ({type(error).__name__})"
