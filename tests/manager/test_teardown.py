@@ -92,6 +92,22 @@ def test_a_teardown_that_does_not_end_is_waited_for_once() -> None:
     thread.join()
 
 
+def test_what_is_given_up_while_teardowns_are_waited_for_is_waited_for_too() -> None:
+    """An idle communicator that has been shut down: its destructor must not begin when the process ends."""
+    backend = Backend()
+    found = weakref.ref(backend)
+
+    def shut_down(held: list[object]) -> None:
+        teardown._exiting.wait()
+        teardown.destroy_later(held.pop(), (), keep_at_exit=True)
+
+    teardown.start_attended(threading.Thread(target=shut_down, args=([backend],), daemon=True))
+    del backend
+    teardown.finish(limit_s=20.0)
+    assert not [thread for thread in threading.enumerate() if thread.name == "allranks-teardown"]
+    assert found() is not None
+
+
 def _end_with_frozen_workers(rank: int, world: int) -> bool:
     from torch._inductor import async_compile
     from torch._inductor.compile_worker.subproc_pool import SubprocPool

@@ -47,22 +47,30 @@ def start_attended(thread: threading.Thread) -> None:
         _threads.difference_update([each for each in _threads if each.ident and not each.is_alive()])
         if not _registered:
             _registered = True
-            atexit.register(finish)
+            atexit.register(finish, for_good=True)
         thread.start()
         _threads.add(thread)
 
 
-def finish(limit_s: float = EXIT_S) -> None:
-    """Waits for teardowns, at most `limit_s`: what does not end by then is kept until the process is gone."""
+def finish(limit_s: float = EXIT_S, for_good: bool = False) -> None:
+    """Waits for teardowns, at most `limit_s`: what does not end by then is kept until the process is gone.
+
+    And for those that these start. Each is waited for once: the next end need not.
+    """
     _exiting.set()
     deadline = time.monotonic() + limit_s
+    while waiting := _take_threads():
+        for thread in waiting:
+            thread.join(max(0.0, deadline - time.monotonic()))
+    if not for_good:
+        _exiting.clear()
+
+
+def _take_threads() -> set[threading.Thread]:
+    global _threads
     with _lock:
-        waiting = list(_threads)
-    for thread in waiting:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    with _lock:
-        _threads.difference_update(waiting)  # waited for once: the next end need not
-    _exiting.clear()
+        taken, _threads = _threads, set()
+    return taken
 
 
 def end_compile_workers() -> None:
