@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.elastic import metrics as metric_sinks
+from allranks.elastic import metric_sinks
 from allranks.elastic.metrics import (
     Goodput,
     JsonLinesSink,

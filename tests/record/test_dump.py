@@ -305,7 +305,7 @@ def test_the_command_takes_boxes_from_a_job_that_hangs(
 
 NATIVE = """
 import pickle, sys, torch, torch.distributed as dist
-from allranks.record.harvest import native_dumps
+from allranks.record.dump import native_dumps
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(1))
 entries = pickle.loads(native_dumps()["_dump_fr_trace"])["entries"]
@@ -321,7 +321,7 @@ def test_torchs_own_recorder_is_harvested_without_importing_its_compiler() -> No
 
 def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path: Path) -> None:
     """Asking for NCCL's dump from outside answers at once."""
-    from allranks.record.harvest import ask_through_pipe
+    from allranks.record.dump import ask_through_pipe
 
     assert not ask_through_pipe(str(tmp_path / "pipe_"), 0)
     os.mkfifo(tmp_path / "pipe_0.pipe")

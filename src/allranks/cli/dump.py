@@ -243,7 +243,7 @@ def _name(header: Header, format: str, many: bool) -> str:
 
 
 def _ask_native(args: argparse.Namespace, headers: list[Header]) -> list[int]:
-    from allranks.record.harvest import ask_through_pipe
+    from allranks.record.dump import ask_through_pipe
 
     if not args.native:
         return []

@@ -1,4 +1,5 @@
-"""Dump files made from a black box: a copy of it, or PyTorch 2.10 pickle or JSON. Runs in the rank or outside.
+"""Dump files made from a black box: a copy of it, or PyTorch 2.10 pickle or JSON; and those of torch's own flight recorder, when it
+is on: taken in the process, or requested from outside. Runs in the rank or outside.
 
 A dump is written to a temporary name and then renamed, so a kill never leaves half a file. Dumps that we name
 ourselves never replace one another: DUMPS/REASON.N/rank_R, one folder for all ranks' N-th dump of that reason,
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from allranks.blackbox.header import Header, find_header, is_alive, read_header
 from allranks.blackbox.reader import copy_box, read_trace
 from allranks.errors import InputError
 from allranks.model.torch_dump import to_torch_json, to_torch_pickle
-from allranks.record.options import RecorderOptions, from_environment
+from allranks.record.options import TORCH_ERRORS, RecorderOptions, from_environment
 
 FORMATS = ("pickle", "json", "box")
 
@@ -136,3 +138,38 @@ def _own_name(box: Path, reason: str, format: str) -> Path:
         if not path.exists():
             return path
     raise InputError(f"no free name for a dump under {box.parent / 'dumps'}")
+
+
+def native_dumps(*, stacks: bool = True, only_active: bool = False) -> dict[str, bytes]:
+    """The pickles of torch's own rings in this process, by source; empty when there are none."""
+    if "torch" not in sys.modules:
+        return {}
+    from allranks.record.torch_internals import no_inductor, own_rings
+
+    found: dict[str, bytes] = {}
+    with no_inductor():
+        for name, dump in own_rings().items():
+            with contextlib.suppress(*TORCH_ERRORS):  # a ring that is off or broken must not cost us the rest
+                data = bytes(dump(True, stacks, only_active))
+                if b"entries" in data:
+                    found[name] = data
+    return found
+
+
+def ask_through_pipe(stem: str, rank: int) -> bool:
+    """Asks a rank of another process for its NCCL dump (TORCH_NCCL_DEBUG_INFO_PIPE_FILE=stem); False: nobody listens.
+
+    torch writes the dump some time later, to its own file name.
+    """
+    pipe = Path(f"{stem}{rank}.pipe")
+    try:
+        fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        os.write(fd, b"1")
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True

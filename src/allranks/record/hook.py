@@ -305,13 +305,7 @@ class Hook:
             return found
 
         return module.Collective(
-            original,
-            slow,
-            writer.failed,
-            writer.pending,
-            writer.ring,
-            writer.markers,
-            self._counters,
+            *self._shared_parts(original, slow),
             {},
             learn,
             writer.sweep,
@@ -322,6 +316,12 @@ class Hook:
             layout,
         )
 
+    def _shared_parts(self, original: Function, slow: Function) -> Args:
+        """What the parts in C for collectives and batches begin with."""
+        writer = self.writer
+        assert writer is not None
+        return original, slow, writer.failed, writer.pending, writer.ring, writer.markers, self._counters
+
     def _fast_batch(self, original: Function, slow: Function, method: str) -> Any:
         """The start and the end of a batch, in C where that was built."""
         writer = self.writer
@@ -330,13 +330,7 @@ class Hook:
         if module is None or method not in (internals.START_BATCH, internals.END_BATCH):
             return slow
         return module.Batch(
-            original,
-            slow,
-            writer.failed,
-            writer.pending,
-            writer.ring,
-            writer.markers,
-            self._counters,
+            *self._shared_parts(original, slow),
             writer.sweep,
             writer.no_work,
             writer.stacks.engine if writer.stacks is not None else None,

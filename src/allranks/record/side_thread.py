@@ -23,8 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from allranks.blackbox.layout import wakeup_address
-from allranks.record.dump import write_file
-from allranks.record.harvest import native_dumps
+from allranks.record.dump import native_dumps, write_file
 
 if TYPE_CHECKING:
     from allranks.record.recorder import Recorder
