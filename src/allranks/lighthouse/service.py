@@ -87,15 +87,9 @@ class Service:
         self.event_log.subscribe(self.training.happened)
 
     def _look_for_lost_steps(self, quorum: Quorum) -> None:
-        """Whether the members begin before the step that this training had reached: nobody may learn that by chance."""
-        known = self.training.begin_at(quorum.max_step, quorum.names)
-        if known >= 0 and not self.state.over:
-            self.event_log.event(
-                "went_back",
-                f"training goes on from step {quorum.max_step}: the replicas that had come to step {known} are gone, "
-                "and with them the steps between",
-                number=quorum.number,
-            )
+        lost = self.training.begin_at(quorum.max_step, quorum.names)
+        if lost and not self.state.over:
+            self.event_log.event("went_back", lost, number=quorum.number)
 
     # ---- life -------------------------------------------------------------------------------------------
 

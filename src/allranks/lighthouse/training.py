@@ -83,14 +83,15 @@ class TrainingView:
             self._start_again(max(self._steps.values()))
             self._note(now)
 
-    def begin_at(self, step: int, members: Iterable[str]) -> int:
-        """A quorum of other members begins at this step. Returns the one that the training had come to when none of them
-        has; else -1. What a member asked with may be some steps old."""
+    def begin_at(self, step: int, members: Iterable[str]) -> str:
+        """A quorum of other members begins at this step. Says so when the training had come further than any of them; else "".
+        The step that a member asked with may be some steps old."""
         reached, self._fallen_from = max(self.step, self._fallen_from), -1
         if max([step, *(self._steps.get(name, -1) for name in members)]) >= reached - 1:
-            return -1
+            return ""
         self._start_again(step)
-        return reached
+        gone = f"the replicas that had come to step {reached} are gone, and with them the steps between"
+        return f"training goes on from step {step}: {gone}"
 
     def _start_again(self, step: int) -> None:
         self.step = self._noted = step

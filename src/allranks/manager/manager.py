@@ -137,7 +137,7 @@ class Manager:
         self._after_first_step()
         if self.sums.is_due(self.training.step):
             self.sums.begin()
-        record.step(self.training.step)  # the progress mark: a hang is told from slowness by it
+        record.step(self.training.step)  # the progress mark: it distinguishes a hang from slowness
         wait = not self.options.use_async_quorum or not self.training.eager
         if not self.training.eager:
             if self._must_load(self.training.settled()):
