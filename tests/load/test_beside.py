@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,22 @@ def test_a_rank_whose_stacks_cannot_be_read_is_not_accused(
     assert main(["diagnose", str(tmp_path), "--json"]) == 2
     found = json.loads(capsys.readouterr().out)
     assert (found["status"], found["verdict"], found["findings"]) == ("unclear", None, [])
+
+
+def test_stacks_inside_an_archive_are_left_out_with_the_way_to_have_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The dumps beside them are read; unpacked, the stacks say where the rank is."""
+    packed, unpacked = tmp_path / "hang.tar.gz", tmp_path / "unpacked"
+    with tarfile.open(packed, "w:gz") as archive:
+        archive.add(CASE, "hang")
+    assert main(["diagnose", str(packed), "--json"]) == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out)["verdict"]["ranks"] == [2]
+    assert f"stack captures in {packed} left out: unpack it" in said.err
+    shutil.copytree(CASE, unpacked)
+    assert main(["diagnose", str(unpacked), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["verdict"]["where"] == "case.py:5 in slow_data_loader"
 
 
 def test_a_log_without_a_line_is_no_damage(tmp_path: Path) -> None:

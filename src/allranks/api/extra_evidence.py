@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from allranks.diagnose.phrasing import is_secondary, ranks_text
 from allranks.errors import InputError
 from allranks.load import LoadResult
+from allranks.load.sources import has_archive_name
 from allranks.model.diagnosis import Diagnosis, FileNote, Finding, RankNow
 from allranks.model.trace import Frame, RankTrace
 
@@ -236,7 +237,12 @@ def _bundles(loaded: LoadResult, roots: list[str], used: dict[str, str]) -> list
         for note in loaded.files
         if _CAPTURE.search(os.path.basename(note.path)) and (file := _file_of(note.path, roots))
     }
-    folders = {Path(path).parent for path in loaded.other} | {file.parent for file in named.values()}
+    packed = {path for path in loaded.other if has_archive_name(path) and os.path.isfile(path)}
+    for path in sorted(packed):
+        print(f"stack captures in {path} left out: unpack it to have them read", file=sys.stderr)
+    folders = {Path(path).parent for path in loaded.other if path not in packed} | {
+        file.parent for file in named.values()
+    }
     if not folders:
         return []
     from allranks.stacks import read_bundle

@@ -25,6 +25,7 @@ from allranks.load.sources import (
     LoadOptions,
     Raw,
     Unreadable,
+    has_archive_name,
     is_tar,
     is_zip,
     read_all,
@@ -206,8 +207,7 @@ class Share:
 
     def _members(self, source: DumpSource) -> Iterable[DumpSource] | None:
         """The members of a tar file, compressed or not, or of a zip file; None when the source is none."""
-        name = source.path.lower()
-        if source.problem or not (".tar" in name or name.endswith((".tgz", ".tzst", ".zip"))):
+        if source.problem or not has_archive_name(source.path):
             return None
         try:
             limit = self.options.max_box_bytes

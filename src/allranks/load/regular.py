@@ -1,6 +1,6 @@
 """Large pickles read faster than they can be unpickled: a dump repeats itself, two thousand times.
 
-Entries differ in a few numbers and otherwise repeat a small set of byte patterns. So the entries are told apart by
+Entries differ in a few numbers and otherwise repeat a small set of byte patterns. So the entries are distinguished by
 their bytes; one of each pattern, and those that define memo numbers, make a small pickle that the plain way reads;
 the numbers of all others are taken from the bytes, a column at a time. Whatever looks unexpected raises Irregular,
 and the plain way reads the whole file: the result is the same, only later.

@@ -227,6 +227,12 @@ def _drain(stream: _Stream, compressed: int, limit: int, broken: type[Exception]
     return b"".join(pieces), ""
 
 
+def has_archive_name(path: str) -> bool:
+    """Whether a file is called as tar and zip files are."""
+    name = path.lower()
+    return ".tar" in name or name.endswith((".tgz", ".tzst", ".zip"))
+
+
 def is_tar(data: bytes) -> bool:
     """Whether the bytes begin a tar archive (POSIX or GNU)."""
     return data[257:262] == b"ustar"
