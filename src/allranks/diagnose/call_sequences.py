@@ -2,7 +2,7 @@
 who left it. An extra or a skipped call: from some point on, one rank's calls fit the others' when moved by one. Pure.
 
 Sequences are compared by signature and stack together, so that an extra all_reduce of the same size is found where
-it was made, and not where the last rank waits in vain.
+it was made, and not where the last rank waits without an answer.
 """
 
 from __future__ import annotations
