@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from allranks.model.trace import CALL, Flag, Group, RankTrace, State, TraceHeader
-from allranks.watch.samples import OpenCall, Rhythm, contradict, measure_rhythm, read_rhythm, unfinished
+from allranks.watch.samples import (
+    OpenCall,
+    Rhythm,
+    contradict,
+    elsewhere,
+    measure_rhythm,
+    read_rhythm,
+    unfinished,
+)
 
 
 def calls(*places: tuple[int, float]) -> np.ndarray:
@@ -76,3 +85,15 @@ def test_only_collectives_that_have_not_ended_and_have_a_number_are_waits() -> N
     rows["flags"] = [0, Flag.P2P, 0, Flag.CAPTURED, 0]
     trace = RankTrace(TraceHeader(rank=0), rows, (Group(""), Group("world", ranks=(0, 1))), ("", "barrier"))
     assert unfinished(trace) == {OpenCall(WORLD, 3, "barrier")}
+
+
+def test_the_rank_that_waits_for_nothing_of_a_group_is_elsewhere() -> None:
+    """Ranks of two groups may be in their first calls at the same time; one of three whose call is a message is not."""
+    three = OpenCall(("world", (0, 1, 2)), 1, "all_reduce")
+    pairs = [OpenCall((f"tp{block}", (2 * block, 2 * block + 1)), 1, "all_reduce") for block in range(2)]
+    assert not elsewhere([replace(waits(pairs[rank // 2]), rank=rank) for rank in range(4)])
+    assert not elsewhere([replace(waits(three), rank=rank) for rank in range(3)])
+    assert elsewhere([replace(waits(three), rank=0), Rhythm(rank=1), replace(waits(three), rank=2)])
+    assert not elsewhere(
+        [replace(waits(three), rank=0), replace(waits(three), rank=2)]
+    )  # rank 1 is on another node

@@ -307,6 +307,24 @@ def test_the_first_call_may_take_long_when_all_are_in_it_and_not_when_one_never_
     assert limit_s(observe(0.0, NoticeState(), ranks, options), options) == limit
 
 
+@pytest.mark.parametrize(
+    ("backend", "first", "limit"),
+    [("nccl", "", 60), ("gloo", "", 5), ("nccl", "recv", 5), ("gloo", "recv", 5)],
+)
+def test_only_nccl_connects_in_the_first_call_and_only_when_all_members_have_come_to_it(
+    backend: str, first: str, limit: float
+) -> None:
+    """gloo has connected when the group was made. A rank whose first call is a receive is not in the others' all_reduce."""
+    options = replace(OPTIONS, floor_s=5, asked=True)
+    ranks = [sample(r, -1, calls_started=1, calls_completed=0) for r in range(3)]
+    state = observe(0.0, NoticeState(), ranks, options)
+    reducing = frozenset({OpenCall(("world", (0, 1, 2)), 1, "all_reduce")})
+    rhythms = [Rhythm(waits=reducing, rank=r, connects=backend == "nccl") for r in range(3)]
+    if first:
+        rhythms[1] = Rhythm(rank=1, connects=backend == "nccl")
+    assert limit_s(state, options, rhythms) == limit
+
+
 def test_the_managers_timeout_is_the_one_that_managers_have() -> None:
     """Two parts that do not import each other agree."""
     from allranks.manager.options import ManagerOptions

@@ -116,10 +116,30 @@ def crossed(context: Context, ranks: tuple[int, ...], p2p: list[Blocked], calls:
     p2p = [call for call in p2p if call.missing] or p2p
     if len(p2p) == 1 and _exceeds_round(context, p2p[0]):
         return _one_too_many(context, p2p[0])
+    extra = _only_message(context, p2p[0], calls) if len(p2p) == 1 else None
+    if extra is not None:
+        return extra
     if len(p2p) == 1 and _went_on(context, p2p[0], calls):
         finding = explain_ranks(context, p2p[0], p2p[0].missing)
         return replace(finding, cause="p2p_mismatch", confidence=0.7)
     return _no_partner(context, ranks, p2p, calls)
+
+
+def _only_message(context: Context, mine: Blocked, calls: list[Blocked]) -> Finding | None:
+    """A rank that sends or receives in a job where nobody has before, while its partner and all other members of a group
+    came to the collective that lacks only this rank."""
+    wait, job = mine.p2p, context.job
+    if wait is None or job.missing_ranks or context.forgetful(job.ranks):
+        return None
+    before = is_p2p(job.ranks[wait.rank].family[: wait.row]).any()
+    if before or any(view.has_p2p for rank, view in job.ranks.items() if rank != wait.rank):
+        return None
+    for call in calls:
+        came = {*call.rows, *call.passed, *call.behind}
+        if call.p2p is None and call.missing == (wait.rank,) and wait.peer in came and len(came) > 1:
+            known = f"no other send or receive is recorded, and {ranks_text(sorted(came))} came to that call"
+            return _extra(context, mine, call, 0.65, "the only message of this job", known)
+    return None
 
 
 def _no_partner(
@@ -202,17 +222,23 @@ def _added(context: Context, call: Blocked, rank: int) -> Finding | None:
     mine = next((b for b in context.blocked if b.rows.get(rank) == row), None)
     if mine is None or len(mine.rows) > 1 or not _is_new(context, mine, rank, row):
         return None
+    known = f"in all earlier rounds rank {rank} came to that call at this point"
+    return _extra(context, mine, call, 0.75, "as never before", known)
+
+
+def _extra(context: Context, mine: Blocked, call: Blocked, sure: float, comment: str, known: str) -> Finding:
+    """The one rank in `mine` waits there, and the others in `call`."""
+    ((rank, row),) = mine.rows.items()
     at, missed = place(context.job.frames(rank, row)), context.place(call)
     verb = "made an extra" if mine.p2p is None else "posted an extra"
     sentence = (
-        f"{who(context.job, (rank,))} {verb} {context.call(mine)}{f' at {at}' if at else ''}, as never before, and does not "
+        f"{who(context.job, (rank,))} {verb} {context.call(mine)}{f' at {at}' if at else ''}, {comment}, and does not "
         f"come to {context.call(call)}{f' ({missed})' if missed else ''}; {waiting_text(context, call, (rank,))}"
     )
     cause = "extra_collective" if mine.p2p is None else "p2p_mismatch"
     advice = f"make the call at {at or 'that line'} on all ranks that it needs, or on none"
     base = draft(context, call, (rank,))
-    evidence = (*base.evidence, f"in all earlier rounds rank {rank} came to that call at this point")
-    return replace(settled(base, sentence, 0.75, advice, cause), where=at, evidence=evidence)
+    return replace(settled(base, sentence, sure, advice, cause), where=at, evidence=(*base.evidence, known))
 
 
 def _is_new(context: Context, call: Blocked, rank: int, row: int) -> bool:

@@ -119,6 +119,8 @@ class Rhythm:
 
     pauses_s: tuple[float, ...] = ()
     waits: frozenset[OpenCall] = frozenset()  # collectives that the rank has begun and that have not ended
+    rank: int | None = None
+    connects: bool = True  # whether the first call of its group makes connections: gloo has them by then
 
     @property
     def known(self) -> bool:
@@ -132,7 +134,9 @@ def read_rhythm(path: str) -> Rhythm:
         trace = read_trace(path)
     except InputError:
         return Rhythm()
-    return replace(measure_rhythm(trace.calls), waits=unfinished(trace))
+    backends = [trace.groups[number].backend for number in trace.calls["group"][-1:]]
+    found = replace(measure_rhythm(trace.calls), waits=unfinished(trace), rank=trace.header.rank)
+    return replace(found, connects="gloo" not in backends)
 
 
 def unfinished(trace: RankTrace) -> frozenset[OpenCall]:
@@ -148,6 +152,13 @@ def contradict(rhythms: Sequence[Rhythm]) -> bool:
     ops: dict[tuple[object, int], str] = {}
     waits = (wait for rhythm in rhythms for wait in rhythm.waits)
     return any(ops.setdefault((wait.group, wait.number), wait.op) != wait.op for wait in waits)
+
+
+def elsewhere(rhythms: Sequence[Rhythm]) -> bool:
+    """Whether a rank waits, but not in a collective of its group in which others wait."""
+    waits = {rhythm.rank: rhythm.waits for rhythm in rhythms}
+    calls = frozenset().union(*waits.values())
+    return any(rank in waits and call not in waits[rank] for call in calls for rank in call.group[1])
 
 
 def measure_rhythm(rows: np.ndarray) -> Rhythm:

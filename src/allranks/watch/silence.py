@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from allranks.model.options import option
-from allranks.watch.samples import ProcessId, RankSample, Rhythm, contradict, read_rhythm
+from allranks.watch.samples import ProcessId, RankSample, Rhythm, contradict, elsewhere, read_rhythm
 
 MANAGER_TIMEOUT_S = 60.0  # `retry_s` of replica mode unless the job sets another
 FIRST_LOOK, SECOND_LOOK = 0.7, 0.85  # of `retry_s`: both samples of a hang see the calls that wait for it
@@ -173,10 +173,17 @@ def _young_limit_s(
     known = [rhythm.pauses_s for rhythm in rhythms if rhythm.known]
     if known:
         return max(_allowed_s(pauses, options) for pauses in known)
-    ranks = state.ranks.values()
-    if options.asked and any(h.begun for h in ranks) and not all(h.connects for h in ranks):
+    begun = any(h.begun for h in state.ranks.values())
+    if options.asked and begun and not _connecting(state, rhythms):
         return base_s
     return max(base_s, options.warm_up_s)
+
+
+def _connecting(state: NoticeState, rhythms: Sequence[Rhythm]) -> bool:
+    """Whether all ranks may be making the connections of their first call: all members of its group have come to it."""
+    if rhythms and (elsewhere(rhythms) or not any(rhythm.connects for rhythm in rhythms)):
+        return False
+    return all(h.connects for h in state.ranks.values())
 
 
 def _allowed_s(silences: Sequence[float], options: NoticeOptions) -> float:
