@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from allranks.incidents.policy import Look, judge
-from allranks.model.stacks import RankState, StackFrame, StacksReport
+from allranks.model.stacks import ChildState, RankState, StackFrame, StacksReport
 
 
 def look(number: int, cause: str, *functions: str, file: str = "train.py", moved: bool = False) -> Look:
@@ -51,6 +51,16 @@ def test_compilation_is_not_a_hang() -> None:
     """Frames of the compiler get patience even if they stand still."""
     looks = [look(n, "native_call", "compile", file="/x/torch/_inductor/codecache.py") for n in range(5)]
     assert judge(looks, 300)[0] is None
+
+
+def test_a_command_that_works_gets_time_until_the_cap() -> None:
+    """The rank waits for tar, which packs a checkpoint; one that waits for a command that only sleeps is hung."""
+    looks = [look(n, "subprocess_wait", "run") for n in range(3)]
+    assert judge(looks, 300)[0] is True
+    tar = ChildState(0, 7, "busy_python", "", "")
+    report = StacksReport(True, (1,), "", {1: RankState(1, "subprocess_wait", "", "", children=(tar,))})
+    assert judge([*looks, Look(20, 30, report, False)], 300)[0] is None
+    assert judge([*looks, Look(20, 301, report, False)], 300)[0] is True
 
 
 def test_when_all_wait_for_each_other_it_is_a_hang() -> None:

@@ -44,14 +44,17 @@ def _env() -> dict[str, str]:
     }
 
 
-def test_the_wrapper_records_a_script_that_knows_nothing_of_us(folder: Path, tmp_path: Path) -> None:
-    """It sees its own arguments and import path; its line is on the recorded stack."""
+@pytest.mark.parametrize("local_rank", [(), ("--local_rank=0",)], ids=["torchrun", "deepspeed"])
+def test_the_wrapper_records_a_script_that_knows_nothing_of_us(
+    local_rank: tuple[str, ...], folder: Path, tmp_path: Path
+) -> None:
+    """It sees its own arguments and import path, also where a launcher puts one first; its line is on the recorded stack."""
     script = tmp_path / "plain.py"
     script.write_text(PLAIN)
-    words = [sys.executable, "-m", "allranks.record", str(script), "--lr", "1"]
+    words = [sys.executable, "-m", "allranks.record", *local_rank, str(script), "--lr", "1"]
     done = subprocess.run(words, env=_env(), capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == f"['--lr', '1'] {tmp_path}"
+    assert done.stdout.strip() == f"{[*local_rank, '--lr', '1']} {tmp_path}"
     (box,) = find_boxes(folder)
     trace = read_trace(box)
     assert [frame.name for frame in trace.stacks[int(trace.calls[0]["stack"])]][:2] == ["train", "<module>"]

@@ -102,6 +102,15 @@ def test_who_watches_the_job_knows_better_than_counts_and_marks_whether_it_moves
     assert {state.cause for state in found.ranks.values()} == {"collective_wait"}
 
 
+def test_a_job_that_builds_an_extension_is_not_called_hung() -> None:
+    """A compiler works for rank 0, rank 1 waits for its lock; without the compiler's CPU time the same is a hang."""
+    capture = read_capture(CASES / "victims" / "deepspeed_build.json")
+    found = classify(capture)
+    assert found.hung is None and "rank 0 waits for a command that works" in found.sentence
+    idle = replace(capture, processes=tuple(p for p in capture.processes if "cc1plus" not in p.title))
+    assert classify(idle).hung is True and classify(idle).culprits == (0, 1)
+
+
 def test_ras_is_asked_over_tcp_and_silence_is_no_error() -> None:
     """The service answers and closes; where nobody listens there is simply no answer."""
     asked: list[bytes] = []

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from allranks.stacks import read_bundle
-from allranks.stacks.debug_config import MainThreadWork
+from allranks.stacks.debug_config import DebugOptions, MainThreadWork
 from allranks.stacks.debuggers import find_pyspy
+from allranks.stacks.sidecar import Sidecar
 
 from . import victims as v
 
@@ -117,6 +118,35 @@ def test_a_program_that_leaves_the_work_to_its_children_is_not_taken_for_a_hang(
     )
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and list(tmp_path.iterdir()) == [], done.stderr
+
+
+LAUNCHES = """
+import os, subprocess, sys
+rank = lambda number, code: subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "RANK": number, "LOCAL_RANK": number})
+ranks = [rank("0", "input()"), rank("1", "input()")]
+print("started", flush=True)
+input()
+for one in ranks: one.kill(); one.wait()
+print("alone", flush=True)
+input()
+"""
+
+
+def test_a_launcher_that_outlives_its_ranks_is_not_a_rank(tmp_path: Path) -> None:
+    """Its ranks have ended: nobody is left to be looked at."""
+    script = tmp_path / "launch.py"
+    script.write_text(LAUNCHES)
+    sidecar = Sidecar(DebugOptions(), tmp_path)
+    with subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        sidecar.take([process.pid])
+        assert process.stdout.readline() == b"started\n"
+        assert [target.rank for target in sidecar._find()] == [0, 1]
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"alone\n"
+        assert sidecar._find() == []
+        process.stdin.close()
 
 
 def test_running_processes_are_watched_by_pid_and_asked_on_demand(tmp_path: Path) -> None:

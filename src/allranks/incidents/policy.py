@@ -94,6 +94,8 @@ def _patience(state: RankState, looks: list[Look]) -> str:
     """Why this rank gets more time, or '' when it gets none."""
     if any(part in frame.file for frame in state.stack for part in COMPILING):
         return f"rank {state.rank} compiles"
+    if state.command_works:
+        return f"rank {state.rank} waits for a command that works"
     same = _same_functions(state.rank, looks)
     if state.cause in SAVING and not same:
         return f"rank {state.rank} is in {state.cause} and moves"

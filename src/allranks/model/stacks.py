@@ -155,6 +155,12 @@ class RankState:
     confidence: float = 0.0
     notes: tuple[str, ...] = ()
 
+    @property
+    def command_works(self) -> bool:
+        """Whether it waits for a command that it started, a compiler, say, and that spends CPU time."""
+        waits = self.cause in ("subprocess_wait", "child_process_wait")
+        return waits and any(child.cause == "busy_python" for child in self.children)
+
 
 @dataclass(frozen=True)
 class StacksReport:

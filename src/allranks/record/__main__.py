@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 8 -m allranks.record train.py --lr 1e-4
     torchrun --nproc-per-node 8 -m allranks.record -m mypackage.train
+    deepspeed --num_gpus 8 --module allranks.record train.py
 
 Runs in the rank. The script sees the argv and `__main__` that it would have seen by itself.
 """
@@ -9,6 +10,7 @@ Runs in the rank. The script sees the argv and `__main__` that it would have see
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import sys
 
@@ -19,7 +21,7 @@ USAGE = "usage: python -m allranks.record SCRIPT [ARGS…]  |  python -m allrank
 
 def main() -> None:
     """Starts the recorder, then runs the script in this process."""
-    words = sys.argv[1:]
+    words = _script_first(sys.argv[1:])
     if not words or words[0] in {"-h", "--help"}:
         print(USAGE, file=sys.stderr if not words else sys.stdout)
         sys.exit(0 if words else 2)
@@ -36,6 +38,14 @@ def main() -> None:
         sys.argv = words
         sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
         runpy.run_path(words[0], run_name="__main__")
+
+
+def _script_first(words: list[str]) -> list[str]:
+    """DeepSpeed and torch.distributed.launch put `--local_rank=N` before all other words: it is the script's."""
+    own = [word for word in words[:1] if re.fullmatch(r"--local[-_]rank=\d+", word)]
+    rest = words[len(own) :]
+    script = 2 if rest[:1] == ["-m"] else 1
+    return [*rest[:script], *own, *rest[script:]]
 
 
 if __name__ == "__main__":

@@ -124,7 +124,8 @@ def write_summary(
 def _describe_one(state: RankState, subject: bool = True) -> str:
     name = f"rank {state.rank} " if subject else "first of them "
     line = f" in {_swap(state.where)}" if state.where else ""
-    child = next((c for c in state.children if c.cause not in ("healthy", "queue_wait")), None)
+    active = [c for c in state.children if c.cause not in ("healthy", "queue_wait")]
+    child = min(active, key=lambda c: c.cause != "busy_python", default=None)
     tail = f" (child process {child.child}: {_at(child)})" if child else ""
     unreadable = f"cannot be read ({state.evidence})"
     verb = unreadable if state.cause == "unknown" else _VERBS.get(state.cause, state.cause)
@@ -203,6 +204,8 @@ def classify(
         progress = HangDecision(True, f"no rank has made progress for {quiet_s:.0f} s")
     if progress.hung and {state.cause for state in states.values()} == {"request_wait"}:
         progress = replace(progress, hung=False, reason="an idle server: every rank waits for requests")
+    if progress.hung and not quiet_s and (reason := _waits_for_command(states)):
+        progress = HangDecision(None, reason)
     states, culprits = _judge(capture, progress, states, table)
     if not culprits and progress.hung is not False:
         culprits = _behind(capture)
@@ -215,6 +218,15 @@ def classify(
         ras=ras.describe(capture.ras),
         notes=(*capture.notes, *(f"rank {p.rank}: {note}" for p in capture.processes for note in p.notes)),
     )
+
+
+def _waits_for_command(states: Mapping[int, RankState]) -> str:
+    """Why silence is no proof: the culprits wait for commands that work (torch builds an extension), or for a lock meanwhile."""
+    guilty = [states[rank] for rank in find_culprits(states)]
+    works = [state.rank for state in guilty if state.command_works]
+    if not works or not all(state.command_works or state.cause == "file_lock_wait" for state in guilty):
+        return ""
+    return f"rank {works[0]} waits for a command that works"
 
 
 def _classify_ranks(

@@ -81,6 +81,7 @@ class Sidecar:
         self._child: subprocess.Popen[bytes] | None = None
         self._roots: tuple[int, ...] = ()
         self._targets: list[Target] = []
+        self._beside: set[int] = set()  # processes that ran beside ranks: launchers
         self._scanned_s = -RESCAN_S
         self._asked = False
         self._work = MainThreadWork()
@@ -222,7 +223,9 @@ class Sidecar:
         folders = tuple(Path(e.environ["ALLRANKS_DIR"]) for e in ours if "ALLRANKS_DIR" in e.environ)
         boxes, own = find_boxes(folders), os.getpid()
         chosen = choose(ours, boxes, Selection(titles=(*RANK_TITLES, *self.options.patterns)), own_pid=own)
-        python = [e.pid for e in ours if e.python]
+        if chosen:
+            self._beside |= {e.pid for e in ours}
+        python = [e.pid for e in ours if e.python and e.pid not in self._beside]
         if chosen or not python:
             return chosen
         plain = [pid for pid in python if pid in self._roots] or python[:1]

@@ -17,8 +17,8 @@ config = {
 }  # fmt: skip
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
 engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
-if (pathlib.Path(sys.argv[1]) / "latest").exists():
-    engine.load_checkpoint(sys.argv[1])
+if (pathlib.Path(sys.argv[-1]) / "latest").exists():
+    engine.load_checkpoint(sys.argv[-1])
 for step in range(engine.global_steps, 40):
     generator = torch.Generator().manual_seed(step)
     if trouble(step):
@@ -26,6 +26,6 @@ for step in range(engine.global_steps, 40):
     loss = engine(torch.randn(8, 8, generator=generator)).pow(2).mean()
     engine.backward(loss)
     engine.step()
-    engine.save_checkpoint(sys.argv[1])
+    engine.save_checkpoint(sys.argv[-1])
 say(list(net.parameters()), engine.global_steps)
 torch.distributed.destroy_process_group()
