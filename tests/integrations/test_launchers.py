@@ -91,6 +91,7 @@ def watch(
         *kind.program[1:], str(saved),
     ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ALLRANKS_DIR": str(folder / "boxes"), "ALLRANKS_JOB_ID": name,
+           "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # without us, too, restarts would meet addresses of the attempt before
            "DS_ACCELERATOR": "cpu", "PATH": f"{bin_folder}:{os.environ['PATH']}", **variables}  # fmt: skip
     said: list[str] = []
     with subprocess.Popen(

@@ -67,6 +67,8 @@ def _frtrace(folder: Path) -> str:
         pytest.skip(
             "torchfrtrace of this torch cannot start: it lacks its own module `tools` (2.8 and earlier)"
         )
+    if "gloo != 'nccl' or 'xccl'" in done.stderr:
+        pytest.skip("torchfrtrace of this torch reads dumps of nccl and xccl only (2.11)")
     assert done.returncode == 0, done.stderr
     return "\n".join(line for line in done.stderr.splitlines() if "tabulate" not in line)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -67,11 +69,20 @@ def check_python(options: DoctorOptions) -> list[Check]:
         text = f"Python {platform.python_version()}, torch is not installed"
         return [Check("torch", "warning", text, "pip install 'allranks[torch]'")]
     found = [Check("torch", "ok", f"Python {platform.python_version()}, torch {torch}")]
-    if torch.startswith("2.13.0") and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
-        text = "torchrun of torch 2.13.0 fails most restarts and every scale-up"
+    if _restarts_mix() and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        text = f"torchrun of torch {torch} fails most restarts and every scale-up: ranks meet addresses of the attempt before"
         cure = "Start with `allranks run`, which cures it, or: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         found.append(Check("torchrun restarts", "warning", text, cure))
     return found
+
+
+def _restarts_mix() -> bool:
+    """Whether ranks of all attempts use the same keys of torchrun's store, which torch has forgotten to tell apart."""
+    spec = importlib.util.find_spec("torch")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        with contextlib.suppress(OSError):
+            return "/worker/attempt_" not in Path(folder, "distributed", "rendezvous.py").read_text()
+    return False
 
 
 _GPU_FIELDS = "index,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown"
