@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import tarfile
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from allranks.cli import main
 from allranks.load import LoadOptions, load_paths
+from allranks.load.sources import unpack
 
 CASE = Path(__file__).parent / "stacks_beside"
 
@@ -76,20 +79,45 @@ def test_a_rank_whose_stacks_cannot_be_read_is_not_accused(
     assert (found["status"], found["verdict"], found["findings"]) == ("unclear", None, [])
 
 
-def test_stacks_inside_an_archive_are_left_out_with_the_way_to_have_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("form", ["gztar", "zip"])
+def test_stacks_and_logs_inside_an_archive_are_read_as_those_of_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    """The dumps beside them are read; unpacked, the stacks say where the rank is."""
-    packed, unpacked = tmp_path / "hang.tar.gz", tmp_path / "unpacked"
-    with tarfile.open(packed, "w:gz") as archive:
-        archive.add(CASE, "hang")
-    assert main(["diagnose", str(packed), "--json"]) == 1
-    said = capsys.readouterr()
-    assert json.loads(said.out)["verdict"]["ranks"] == [2]
-    assert f"stack captures in {packed} left out: unpack it" in said.err
-    shutil.copytree(CASE, unpacked)
-    assert main(["diagnose", str(unpacked), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["verdict"]["where"] == "case.py:5 in slow_data_loader"
+    """People attach archives of whole incidents to tickets. Nothing is left behind."""
+    folder = tmp_path / "hang"
+    shutil.copytree(CASE, folder)
+    (folder / "rank2.log").write_text("step 4\nstep 5\nRuntimeError: the disk is full\n")
+    packed = shutil.make_archive(str(tmp_path / "ticket"), form, folder)
+    unpacked_to = tmp_path / "temporary"
+    unpacked_to.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(unpacked_to))
+    answers = []
+    for path in (str(folder), packed):
+        assert main(["diagnose", path, "--json"]) == 1
+        said = capsys.readouterr()
+        assert said.err == ""
+        answers.append(json.loads(said.out)["verdict"])
+    assert answers[1]["where"] == "case.py:5 in slow_data_loader"
+    assert "the log of rank 2 ends with: RuntimeError: the disk is full" in answers[1]["evidence"]
+    assert answers[0] == answers[1]
+    assert not any(unpacked_to.iterdir())
+
+
+def test_hostile_names_in_an_archive_write_nowhere_else(tmp_path: Path) -> None:
+    """Captures that would leave the folder are read below it."""
+    packed, home = tmp_path / "hang.tar", tmp_path / "home"
+    home.mkdir()
+    with tarfile.open(packed, "w") as archive:
+        for name in ("../../rank0.pyspy.s1.json", "/rank1.pyspy.s1.json", "a/../.."):
+            member = tarfile.TarInfo(name)
+            member.size = 4
+            archive.addfile(member, io.BytesIO(b"text"))
+    members = {
+        f"{packed}/{name}" for name in ("../../rank0.pyspy.s1.json", "/rank1.pyspy.s1.json", "a/../..")
+    }
+    found = unpack(str(packed), str(packed), members, str(home))
+    assert len(found) == 2
+    assert all(Path(place).parent.parent == home for place in found.values())
 
 
 def test_a_log_without_a_line_is_no_damage(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 from allranks.diagnose.phrasing import is_secondary, ranks_text
 from allranks.errors import InputError
 from allranks.load import LoadResult
-from allranks.load.sources import has_archive_name
+from allranks.load.sources import unpack
 from allranks.model.diagnosis import Diagnosis, FileNote, Finding, RankNow
 from allranks.model.trace import Frame, RankTrace
 
@@ -31,6 +30,8 @@ MAX_TEXT_BYTES = 4 << 20
 _CAPTURE = re.compile(
     r"^bundle\.json$|\.(?:pyspy|proc|gdb|cudagdb|pystack)\b|^(?:pyspy|cudagdb)_.+_\d+\.txt$|\.progress\.jsonl$"
 )
+#: The archive that a file is in, of the paths of its members.
+_ARCHIVE = re.compile(r"(.+?(?:\.tar[^/]*|\.tgz|\.tzst|\.zip))/", re.I)
 _LOG = re.compile(r"\.(?:log|out|err|txt)$|^std(?:out|err)")
 _LOG_RANK = re.compile(r"rank[_.-]?(\d{1,7})|[_/](\d{1,7})/std(?:out|err)")
 #: The last line of a traceback, perhaps behind torch's prefix; how a program in C++ ends; what shells and kernels say of a death.
@@ -55,16 +56,50 @@ class Evidence:
     captures: tuple[StacksReport, ...] = ()
 
 
+class Places:
+    """Where the files of a load are: notes name them as seen from one of the roots, or in an archive."""
+
+    def __init__(self, roots: list[str]) -> None:
+        self.roots = roots
+        self._unpacked: dict[str, str] = {}
+
+    def find(self, path: str) -> str:
+        """A file that can be opened; "" when there is none."""
+        places = (path, *(os.path.join(root, path) for root in self.roots))
+        return self._unpacked.get(path) or next((place for place in places if os.path.isfile(place)), "")
+
+    def unpack(self, files: list[FileNote], folder: str) -> None:
+        """Those of the archives that are no dumps, into a folder."""
+        wanted: dict[str, set[str]] = {}
+        for note in files:
+            if note.status != "ok" and (archive := _ARCHIVE.match(note.path)):
+                wanted.setdefault(archive[1], set()).add(note.path)
+        for archive_path, members in wanted.items():
+            if place := self.find(archive_path):
+                self._unpacked |= unpack(archive_path, place, members, folder)
+
+
 def find_evidence(loaded: LoadResult, traces: list[RankTrace], roots: list[str]) -> Evidence:
     """Everything in the files that is no dump. Notes name files as seen from one of the `roots`."""
+    places = Places(roots)
+    if any(note.status != "ok" and _ARCHIVE.match(note.path) for note in loaded.files):
+        import tempfile
+
+        with tempfile.TemporaryDirectory(prefix="allranks-") as folder:
+            places.unpack(loaded.files, folder)
+            return _find_evidence(loaded, traces, places)
+    return _find_evidence(loaded, traces, places)
+
+
+def _find_evidence(loaded: LoadResult, traces: list[RankTrace], places: Places) -> Evidence:
     found = {now.rank: now for now in _gone(traces)}
     used: dict[str, str] = {}
-    captures = _bundles(loaded, roots, used)
-    for report in [*captures, *_plain_texts((note.path for note in loaded.files), roots, used)]:
+    captures = _bundles(loaded.files, places, used)
+    for report in [*captures, *_plain_texts(loaded.files, places, used)]:
         for rank, state in report.ranks.items():
             if rank not in found:
                 found[rank] = RankNow(rank, state.cause, state.where, state.evidence, _frames(state.stack))
-    logs, ras = _texts(loaded.files, roots, used)
+    logs, ras = _texts(loaded.files, places, used)
     here = {trace.header.rank for trace in traces}
     for rank, text in logs.items():  # of a rank without a dump its log is all there is
         if rank not in found and rank not in here and not is_secondary(text):
@@ -128,7 +163,7 @@ def with_evidence(result: Diagnosis, evidence: Evidence) -> Diagnosis:
 
 
 def _texts(
-    files: list[FileNote], roots: list[str], used: dict[str, str]
+    files: list[FileNote], places: Places, used: dict[str, str]
 ) -> tuple[dict[int, str], tuple[str, ...]]:
     """(how the logs of ranks end, what NCCL RAS reported) among the files that are plain text."""
     logs: dict[int, str] = {}
@@ -136,7 +171,7 @@ def _texts(
     for note in files:
         if note.status == "ok" or note.path in used or not _LOG.search(Path(note.path).name.lower()):
             continue
-        text = _tail(_file_of(note.path, roots))
+        text = _tail(places.find(note.path))
         counts = "launched up to operation" in text
         ends = list(_ENDED.finditer(text))
         if counts:
@@ -156,13 +191,11 @@ def _texts(
     return logs, tuple(dict.fromkeys(reported))
 
 
-def _tail(path: Path | None) -> str:
+def _tail(path: str) -> str:
     """The end of a text file; "" when it cannot be read."""
-    if path is None:
-        return ""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - MAX_TEXT_BYTES))
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_TEXT_BYTES))
             return file.read(MAX_TEXT_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""
@@ -178,25 +211,13 @@ def taken_ns(traces: list[RankTrace], roots: list[str]) -> int:
     """When black boxes were as they are: now, where one of them is still written to; the time of the copies where
     none is; 0 when nothing tells (a copy that kept the time of the original)."""
     boxes = [trace for trace in traces if trace.kind.startswith("black box")]
-    files = {trace.path: place for trace in boxes if (place := _place_of(trace.path, roots))}
+    files = {trace.path: place for trace in boxes if (place := Places(roots).find(trace.path))}
     for trace in _local_boxes(boxes):
         if _is_running(trace) and trace.path in files and _is_mapped(trace.header.pid, files[trace.path]):
             return time.time_ns()
     newest = max((trace.header.written_ns for trace in boxes), default=0)
     copied = max((os.stat(place).st_mtime_ns for place in files.values()), default=0)
     return copied if copied > newest else 0
-
-
-def _file_of(path: str, roots: list[str]) -> Path | None:
-    """The file of a trace, whose path may be as seen from one of the `roots`."""
-    place = _place_of(path, roots)
-    return Path(place) if place else None
-
-
-def _place_of(path: str, roots: list[str]) -> str:
-    """As `_file_of`, without a Path, of which there may be very many; "" when there is none."""
-    places = (path, *(os.path.join(root, path) for root in roots))
-    return next((place for place in places if os.path.isfile(place)), "")
 
 
 def _is_mapped(pid: int, file: str) -> bool:
@@ -230,46 +251,31 @@ def _is_running(trace: RankTrace) -> bool:
     return os.path.exists(f"/proc/{trace.header.pid}")
 
 
-def _bundles(loaded: LoadResult, roots: list[str], used: dict[str, str]) -> list[StacksReport]:
+def _bundles(files: list[FileNote], places: Places, used: dict[str, str]) -> list[StacksReport]:
     """Reports of the folders that hold captures; notes which files they were made of."""
-    named = {
-        note.path: file
-        for note in loaded.files
-        if _CAPTURE.search(os.path.basename(note.path)) and (file := _file_of(note.path, roots))
-    }
-    packed = {path for path in loaded.other if has_archive_name(path) and os.path.isfile(path)}
-    for path in sorted(packed):
-        print(f"stack captures in {path} left out: unpack it to have them read", file=sys.stderr)
-    folders = {Path(path).parent for path in loaded.other if path not in packed} | {
-        file.parent for file in named.values()
-    }
+    folders: dict[Path, list[str]] = {}
+    for note in files:
+        is_capture = note.kind == "stacks" or _CAPTURE.search(os.path.basename(note.path))
+        if is_capture and (place := places.find(note.path)):
+            folders.setdefault(Path(place).parent, []).append(note.path)
     if not folders:
         return []
     from allranks.stacks import read_bundle
 
     reports = []
-    for folder in sorted(folders):
+    for folder, paths in sorted(folders.items()):
         try:
             reports.append(read_bundle(folder))
         except InputError as error:
-            print(f"stack captures in {folder} left out: {error}", file=sys.stderr)
+            print(f"stack captures in {os.path.dirname(paths[0])} left out: {error}", file=sys.stderr)
             continue
-        used.update((path, "stacks") for path, file in named.items() if file.parent == folder)
-        used.update(
-            (note.path, "stacks")
-            for note in loaded.files
-            if note.kind == "stacks" and _is_in(note.path, folder, roots)
-        )
+        used.update((path, "stacks") for path in paths)
     return reports
 
 
-def _is_in(path: str, folder: Path, roots: list[str]) -> bool:
-    file = _file_of(path, roots)
-    return file is not None and file.parent == folder
-
-
-def _plain_texts(paths: Iterable[str], roots: list[str], used: dict[str, str]) -> list[StacksReport]:
+def _plain_texts(files: list[FileNote], places: Places, used: dict[str, str]) -> list[StacksReport]:
     """Reports of texts that faulthandler wrote, one file per rank."""
+    paths = [note.path for note in files]
     named = [(path, match) for path in paths if (match := _PLAIN.search(os.path.basename(path).lower()))]
     if not named:
         return []
@@ -278,9 +284,7 @@ def _plain_texts(paths: Iterable[str], roots: list[str], used: dict[str, str]) -
 
     captures = []
     for path, match in named:
-        places = [Path(path), *(Path(root) / path for root in roots)]
-        stacks = next((read for place in places if (read := _read_plain(place))), ())
-        if stacks:
+        if stacks := _read_plain(places.find(path)):
             used[path] = "stacks"
             captures.append(
                 ProcessCapture(int(match[1] or match[2]), snapshots=(Snapshot(0, stacks=stacks),))
@@ -288,11 +292,11 @@ def _plain_texts(paths: Iterable[str], roots: list[str], used: dict[str, str]) -
     return [classify(Capture(tuple(captures)))] if captures else []
 
 
-def _read_plain(path: Path) -> tuple[ThreadStack, ...]:
+def _read_plain(path: str) -> tuple[ThreadStack, ...]:
     from allranks.stacks.debuggers import parse_faulthandler
 
     try:
-        with path.open("rb") as file:
+        with open(path, "rb") as file:
             text = file.read(MAX_TEXT_BYTES).decode("utf-8", "replace")
     except OSError:
         return ()

@@ -8,11 +8,12 @@ Nothing here looks into a dump, and only this file talks to a network.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -270,6 +271,34 @@ def tar_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
     except (tarfile.TarError, OSError, ValueError, EOFError, OverflowError, RecursionError) as error:
         problem = f"archive cut short or damaged ({type(error).__name__})"
         yield DumpSource(source.path, source.location, problem=problem)
+
+
+def unpack(path: str, place: str, wanted: Container[str], folder: str) -> dict[str, str]:
+    """Writes members of the archive at `place` below a folder: {how it is shown: its file}. Members of one folder stay in one;
+    of their names only the last part is used."""
+    import tempfile
+
+    found: dict[str, str] = {}
+    limit = LoadOptions().max_box_bytes
+    source = DumpSource(path, place)
+    try:
+        data, _ = unwrap(read_all(source, limit), limit)
+    except (OSError, Unreadable):
+        return found
+    members = zip_members if is_zip(data) else tar_members
+    folders: dict[str, str] = {}
+    for member in members(source, data, LoadOptions().max_file_bytes):
+        parent, name = os.path.split(member.path)
+        if member.path not in wanted or member.data is None or name in ("", ".", ".."):
+            continue
+        with contextlib.suppress(OSError, ValueError):  # no room, a name that cannot be
+            if parent not in folders:
+                folders[parent] = tempfile.mkdtemp(dir=folder)
+            place = os.path.join(folders[parent], name)
+            with open(place, "wb") as file:
+                file.write(member.data)
+            found[member.path] = place
+    return found
 
 
 def is_zip(data: bytes) -> bool:
