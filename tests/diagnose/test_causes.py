@@ -147,6 +147,36 @@ def test_an_extra_call_of_another_size_is_no_size_mismatch(flavour: str) -> None
     assert _expect(diagnose(traces), "extra_collective", 0).sequence == 3
 
 
+@everywhere
+def test_a_skipped_call_that_met_another_says_so(flavour: str) -> None:
+    """gloo ends a rank that gets another size: the judge of the incident must know that the rank died of it."""
+    calls = [Do("all_reduce", size=12, line=8)] * 2 + [Do("all_reduce", size=20, line=12)]
+    programs = {rank: [*calls, *[Do("all_reduce", size=12, line=14)] * 2] for rank in range(4)}
+    programs[0].pop(2)
+    traces = run({"world": (0, 1, 2, 3)}, programs, **{**FLAVOURS[flavour], "ahead": 5}).traces()
+    assert _expect(diagnose(traces), "missing_rank", 0).met_another
+
+
+def _in_new_group(setups: tuple[int, ...]) -> Diagnosis:
+    traces = run({"world": (0, 1, 2)}, {r: [Do("all_reduce")] * 5 for r in range(3)}, backend="gloo").traces()
+    now = max(int(t.calls["completed_ns"].max()) for t in traces)
+    boxes = [
+        replace(t, kind="black box 2", progress=Progress(inside="new_group", inside_ns=now, setups=count))
+        for t, count in zip(traces, setups, strict=True)
+    ]
+    return diagnose(boxes, options=DiagnoseOptions(now_ns=now + 60 * 10**9))
+
+
+def test_a_rank_that_did_not_take_part_in_a_new_group_waits_in_another_one_than_the_rest() -> None:
+    """Ranks 0 and 1 made a group for themselves; the next group of all has another number on rank 2."""
+    verdict = _expect(_in_new_group((2, 2, 1)), "missing_rank", 2)
+    assert verdict.sentence.startswith("rank 2 made 1 call of new_group fewer than ranks 0, 1"), (
+        verdict.sentence
+    )
+    assert "also of those outside the new group" in verdict.advice[0]
+    _expect(_in_new_group((1, 1, 1)), "order_inversion", 0, 1, 2)
+
+
 def test_an_extra_call_between_two_ranks_is_told_by_the_line_that_only_one_knows() -> None:
     """Without a majority."""
     programs = {rank: [Do("all_reduce", line=8)] * 3 + [Do("all_reduce", line=14)] * 3 for rank in range(2)}

@@ -7,19 +7,22 @@ import pickle
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from allranks.blackbox.files import job_folder, remove_finished
+from allranks.blackbox.reader import read_trace
 from allranks.cli.status import render
 from allranks.errors import InputError
 from allranks.incidents.folder import open_incident, read_incidents, remove_oldest
-from allranks.incidents.job_overview import find_job
+from allranks.incidents.job_overview import find_job, find_open
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import WatchOptions
 from allranks.launch.node_agent import NodeAgent
 from allranks.model.cluster import JobView, RankRow
+from allranks.model.trace import State
 from boxes import write_box
 
 
@@ -121,3 +124,14 @@ def test_a_killed_rank_gets_its_torch_dump_from_its_black_box(
     NodeAgent(Watch(WatchOptions(boxes, tmp_path / "incidents", "job"))).close()
     assert [path.name for path in tmp_path.glob("trace_*")] == ["trace_1"]
     assert pickle.loads((tmp_path / "trace_1").read_bytes())["version"]
+
+
+def test_a_group_without_a_description_is_called_by_its_name() -> None:
+    """torch describes a group that nobody described as "undefined"."""
+    trace = read_trace(Path(__file__).parents[1] / "record" / "cases" / "version1.r0.box")
+    groups = tuple(replace(group, desc="undefined", name="2") for group in trace.groups)
+    calls = trace.calls.copy()
+    calls["state"][-1] = State.SCHEDULED
+    assert [
+        text.split(" of ")[1] for text in find_open(replace(trace, calls=calls, groups=groups)).values()
+    ] == ["2"]

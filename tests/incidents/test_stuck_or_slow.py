@@ -94,6 +94,15 @@ def test_a_pause_of_all_ranks_is_a_hang_after_a_minute_and_work_of_all_at_the_ca
     assert judge(looks("collective_wait", "sleep", "sleep"), 300)[0] is True
 
 
+def test_ranks_whose_calls_block_each_other_do_not_pause() -> None:
+    """Two threads and one lock: each rank holds it in a call of another group, and its main thread waits for the lock."""
+    ranks = {rank: RankState(rank, "lock_deadlock", "train.py:17 in main", "") for rank in range(2)}
+    report = StacksReport(hung=True, culprits=(0, 1), sentence="", ranks=ranks)
+    looks = [Look(at, 10 + at, report, False, blamed=(0, 1)) for at in (0, 5)]
+    assert judge(looks, 300)[0] is None
+    assert judge([replace(look, crossed=True) for look in looks], 300)[0] is True
+
+
 def test_ranks_that_wait_in_a_cuda_call_are_not_busy_on_their_own_when_the_boxes_name_another() -> None:
     """NCCL: the others block wherever they need the GPU next, here in a copy for a checkpoint and in the optimizer."""
     causes = {0: "checkpoint_io", 1: "sleep", 2: "native_call"}

@@ -106,6 +106,9 @@ def test_a_job_with_an_open_hang_does_not_look_as_if_it_ran() -> None:
     assert view.describe(WHOLE).sentence == "Running: 80 calls finished, 2 nodes"
     found = view.describe(replace(WHOLE, hung=True))
     assert (found.sentence, found.mood) == ("Stalled: no call finished for 18 s, 2 nodes", "warn")
+    view.note_calls("agent-a", 90, clock.at)
+    clock.at += 4  # the incident knows more than the last report of the agent
+    assert view.describe(replace(WHOLE, hung=True)).sentence.startswith("Stalled: no call finished for 4 s")
     view, clock = trained(steps=2)
     clock.at += 18
     assert view.describe(ALL).sentence.startswith("Training: step 2")

@@ -55,6 +55,7 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
         _evidence(mismatch, culprit, at, elsewhere),
         (f"the dump of {ranks_text(absent)}",) if absent else (),
         (_advice(cause, at) if certain else _compare(context, rows, at),),
+        met_another=True,
     )
 
 

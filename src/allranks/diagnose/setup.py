@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from allranks.diagnose.context import Context
+from allranks.diagnose.phrasing import count as counted
 from allranks.diagnose.phrasing import count_ranks, place, ranks_text, seconds, who
 from allranks.diagnose.waits import BELIEVABLE_S
 from allranks.model.diagnosis import Finding, RankNow
@@ -96,9 +97,11 @@ def _all_inside(
     context: Context, inside: dict[int, Progress], waiting: dict[int, Progress], times: str
 ) -> Finding | None:
     """Everybody is in new_group and nobody gets out: they do not mean the same group."""
-    if context.job.missing_ranks or len(waiting) < 2:
+    ahead = tuple(sorted(rank for rank in inside if rank not in waiting))
+    if context.job.missing_ranks or len(inside) < 2:
         return None
-    ahead = [rank for rank in inside if rank not in waiting]
+    if len(waiting) == 1:
+        return _fewer_groups(context, inside, next(iter(waiting)), ahead, times)
     rest = f", {ranks_text(ahead)} in a later one" if ahead else ""
     sentence = (
         f"{who(context.job, waiting)} wait in one call of new_group{times}{rest}, and no rank is missing: they make groups in "
@@ -116,6 +119,24 @@ def _all_inside(
         evidence=(f"{ranks_text(inside)} entered new_group and did not leave it",),
         missing_evidence=(asked,),
         advice=(advice,),
+    )
+
+
+def _fewer_groups(
+    context: Context, inside: dict[int, Progress], rank: int, ahead: tuple[int, ...], times: str
+) -> Finding:
+    """One rank has left fewer calls of new_group than all others: the next one of all of them makes different groups."""
+    fewer = min(inside[other].setups for other in ahead) - inside[rank].setups
+    sentence = (
+        f"{who(context.job, (rank,))} made {counted(fewer, 'call')} of new_group fewer than {ranks_text(ahead)}, and all of "
+        f"them wait in the next one{times}"
+    )
+    sure = 0.8 if len(ahead) > 1 else 0.5
+    advice = "call new_group on every rank, in the same order: it is a call of all ranks, also of those outside the new group"
+    return replace(
+        _finding(context, (rank,), ahead, "new_group", sentence, sure, True),
+        advice=(advice,),
+        met_another=True,
     )
 
 

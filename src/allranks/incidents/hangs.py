@@ -18,7 +18,15 @@ from allranks.incidents.deaths import DeathIncidents
 from allranks.incidents.folder import IncidentFolder
 from allranks.incidents.judge import TRUSTED, Observed
 from allranks.incidents.pipeline import Examination, IncidentPipeline
-from allranks.incidents.policy import HangFacts, Look, PolicyState, back_off_left_s, decide_action, judge
+from allranks.incidents.policy import (
+    PROGRAM_FAULT,
+    HangFacts,
+    Look,
+    PolicyState,
+    back_off_left_s,
+    decide_action,
+    judge,
+)
 from allranks.model.cluster import Gathering
 from allranks.model.diagnosis import Finding
 from allranks.model.incident import Action, Incident, Moment
@@ -285,7 +293,10 @@ class HangInvestigator:
         calling = any(a.calls_completed != b.calls_completed and a.step_ns == b.step_ns for a, b in pairs)
         sure = found.verdict is not None and found.verdict.confidence >= TRUSTED
         blamed = found.ranks if sure else ()
-        case.looks.append(Look(time.monotonic(), suspicion.quiet_s, found.stacks, moved, calling, blamed))
+        crossed = sure and found.verdict is not None and found.verdict.cause in PROGRAM_FAULT
+        case.looks.append(
+            Look(time.monotonic(), suspicion.quiet_s, found.stacks, moved, calling, blamed, crossed)
+        )
         hung, reason = judge(case.looks, self.options.notice.cap_s)
         case.hung = hung is True
         known = {moment.text for moment in case.opened.current.timeline}

@@ -170,7 +170,7 @@ def find_open(trace: RankTrace) -> dict[tuple[str, int], str]:
     for index in chosen[:4]:
         call = calls[index]
         group = trace.groups[int(call["group"])]
-        name = group.desc or group.name
+        name = group.desc if group.desc not in ("", "undefined") else group.name
         found[(group.name, int(call["seq"]))] = (
             f"{trace.names[int(call['op'])]} #{int(call['seq'])} of {name}"
         )

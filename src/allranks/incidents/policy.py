@@ -44,6 +44,7 @@ class Look:
     moved: bool  # some rank made progress while we looked
     calling: bool = False  # some rank completed calls of the same attempt at its step
     blamed: tuple[int, ...] = ()  # the ranks that the others wait for, by the verdict on all evidence
+    crossed: bool = False  # the calls of the ranks block each other, by that verdict
 
 
 def judge(looks: list[Look], cap_s: float) -> tuple[bool | None, str]:
@@ -85,7 +86,8 @@ def judge(looks: list[Look], cap_s: float) -> tuple[bool | None, str]:
 def _pause_of_all(last: Look, guilty: list[RankState]) -> str:
     """Why all ranks together get more time, or "" when they get none."""
     idle = not any(state.cause in WORKING for state in guilty) and last.quiet_s >= ALL_IDLE_S
-    if last.report is not None and 1 < len(last.report.ranks) == len(guilty) and not idle:
+    all_guilty = last.report is not None and 1 < len(last.report.ranks) == len(guilty)
+    if all_guilty and not idle and not last.crossed:
         return "all ranks are busy on their own and none waits for another: sampling again"
     return ""
 

@@ -180,7 +180,7 @@ class TrainingView:
             if len(self._call_gaps) >= 3
             else FIRST_STALL_S
         )
-        limit = LEAST_CALL_STALL_S if scene.hung else limit
+        limit = LEAST_STALL_S if scene.hung else limit
         silent, nodes = now - self._called, _count(scene, 0)
         if silent < limit:
             sentence = f"Running: {sum(self._calls.values()):,} calls finished{nodes}"
