@@ -157,6 +157,20 @@ def test_a_skipped_call_that_met_another_says_so(flavour: str) -> None:
     assert _expect(diagnose(traces), "missing_rank", 0).met_another
 
 
+def test_ranks_that_are_still_in_init_process_group_are_said_to_be_there() -> None:
+    """Rank 2 believes in a world of four: it and rank 1 wait for the fourth, rank 0 has gone on to its first call."""
+    traces = run(
+        {"world": (0, 1, 2)}, {0: [Do("all_reduce")], 1: [STUCK], 2: [STUCK]}, backend="gloo"
+    ).traces()
+    boxes = [replace(t, kind="black box 2") for t in traces]
+    inside = Progress(inside="init_process_group", inside_ns=START_NS, setups=0)
+    boxes[1:] = [replace(t, progress=inside) for t in boxes[1:]]
+    verdict = _verdict(diagnose(boxes, options=DiagnoseOptions(now_ns=START_NS + 60 * 10**9)))
+    assert verdict.cause == "not_started" and verdict.confidence <= 0.6
+    assert verdict.sentence.endswith("; they are inside init_process_group"), verdict.sentence
+    assert "WORLD_SIZE" in verdict.advice[0]
+
+
 def _in_new_group(setups: tuple[int, ...]) -> Diagnosis:
     traces = run({"world": (0, 1, 2)}, {r: [Do("all_reduce")] * 5 for r in range(3)}, backend="gloo").traces()
     now = max(int(t.calls["completed_ns"].max()) for t in traces)

@@ -86,7 +86,8 @@ def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -
         sentence = (
             f"{subject} never came to {their(ranks)} first collective; {waiting} in {context.call(blocked)}"
         )
-        return replace(base, cause="not_started", sentence=sentence, confidence=0.85)
+        base = replace(base, cause="not_started", sentence=sentence, confidence=0.85)
+        return _still_in_init(base) if _all_inside(context, ranks, "init_process_group") else base
     telling = _telling(context, ranks)
     if telling is not None:
         return _stuck_elsewhere(base, context, ranks, telling, _entered(context, blocked), waiting)
@@ -104,6 +105,18 @@ def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -
         confidence=0.9 if blocked.p2p is None else 0.8,
         missing_evidence=(*base.missing_evidence, *_unrecorded(context, blocked, ranks)),
     )
+
+
+def _all_inside(context: Context, ranks: tuple[int, ...], function: str) -> bool:
+    return all(context.job.ranks[rank].trace.progress.inside == function for rank in ranks)
+
+
+def _still_in_init(base: Finding) -> Finding:
+    """Others have left init_process_group: these ranks wait for a rank that does not exist, or cannot reach one."""
+    who_is = "it is" if len(base.ranks) == 1 else "they are"
+    advice = "compare RANK, WORLD_SIZE, MASTER_ADDR and the arguments of init_process_group on all ranks, and check the network between them"
+    sentence = f"{base.sentence}; {who_is} inside init_process_group"
+    return replace(base, sentence=sentence, confidence=0.6, advice=(advice,))
 
 
 def _telling(context: Context, ranks: tuple[int, ...]) -> RankNow | None:
