@@ -18,6 +18,7 @@ from allranks.blackbox.header import read_header
 from allranks.cli import COMMANDS, main
 from allranks.cli.dump import _of_these_processes
 from allranks.model.trace import RankTrace, TraceHeader
+from boxes import write_box
 from pages.gallery import make_traces
 
 ALLRANKS = [sys.executable, "-m", "allranks"]
@@ -206,3 +207,28 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_work(
         assert main([*words, "--html", str(wrong)]) == 2
         shown = capsys.readouterr()
         assert text in shown.err and shown.out == "" and "ranks and" not in shown.err
+
+
+@pytest.mark.parametrize(("given", "meant"), [("evict", "evict"), ("colect", "collect")])
+def test_what_the_lighthouse_does_is_found_below_its_command(
+    given: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Messages say "evict the replica"; the command is `allranks lighthouse evict`."""
+    assert main([given, "job", "replica-1"]) == 2
+    assert f"Did you mean `allranks lighthouse {meant}`?" in capsys.readouterr().err
+
+
+def test_stacks_takes_the_name_of_a_job_as_the_other_commands_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`allranks status JOB` works, so `allranks stacks JOB` is tried; an unknown name lists the known ones."""
+    monkeypatch.setattr("allranks.blackbox.files.base_folder", lambda: tmp_path)
+    (tmp_path / "night-a").mkdir()
+    write_box(tmp_path / "night-a", 0, 3, pid=2**22)
+    assert main(["stacks", "nosuch"]) == 2
+    assert capsys.readouterr().err.splitlines()[:2] == [
+        "allranks stacks: no job 'nosuch' on this node",
+        "Jobs on this node: night-a.",
+    ]
+    assert main(["stacks", "night"]) == 2
+    assert "no rank of job 'night-a'" in capsys.readouterr().err

@@ -14,6 +14,7 @@ import pytest
 
 from allranks.blackbox.files import job_folder, remove_finished
 from allranks.blackbox.reader import read_trace
+from allranks.cli import main
 from allranks.cli.status import render
 from allranks.errors import InputError
 from allranks.incidents.folder import open_incident, read_incidents, remove_oldest
@@ -90,6 +91,38 @@ def test_a_folder_of_the_programs_own_with_the_jobs_name_does_not_hide_the_job(
     assert find_job("train") == boxes
     write_box(elsewhere, 0, 3)
     assert find_job("train") == Path("train")
+
+
+def test_a_name_that_fits_no_job_or_several_lists_the_newest_jobs_and_only_those_that_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old jobs stood before the one that runs, by the alphabet, and nothing said that there were more."""
+    monkeypatch.setattr("allranks.blackbox.files.base_folder", lambda: tmp_path)
+    for age, job in enumerate(["train-b", "train-a", "trial", *(f"old-{n}" for n in range(8))]):
+        (tmp_path / job).mkdir()
+        os.utime(write_box(tmp_path / job, 0, 3), (time.time() - age,) * 2)
+    with pytest.raises(InputError, match="2 jobs match 'train'") as several:
+        find_job("train")
+    assert several.value.hint == "One of: train-b, train-a."
+    with pytest.raises(InputError, match="no job 'nosuch'") as none:
+        find_job("nosuch")
+    assert none.value.hint.startswith("Jobs on this node: train-b, train-a, trial, old-0,")
+    assert none.value.hint.endswith("old-4 and 3 older ones.")
+
+
+def test_the_folder_of_a_job_shows_no_files_of_our_own_as_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`allranks diagnose JOB` listed its job.json, its token and the empty logs of its ranks."""
+    box = Path(__file__).parents[1] / "record" / "cases" / "version1.r0.box"
+    (tmp_path / "job.a0.r0.p7.box").write_bytes(box.read_bytes())
+    (tmp_path / "logs").mkdir()
+    for name in ("job.json", "token", "logs/stderr.log"):
+        (tmp_path / name).write_text("{}" if name == "job.json" else "")
+    main(["diagnose", str(tmp_path)])
+    assert "skipped" not in capsys.readouterr().out
+    main(["diagnose", str(tmp_path), "-v"])
+    assert "job.json: skipped" in capsys.readouterr().out
 
 
 def test_closed_incidents_are_bounded_the_oldest_go_first(tmp_path: Path) -> None:

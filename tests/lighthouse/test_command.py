@@ -130,6 +130,7 @@ def test_status_evict_readmit_and_collect(
     assert status["number"] == 1 and status["quorum"]["members"][0]["replica"] == "r0"
     assert main(["lighthouse", "status", lighthouse.address]) == 0
     out = capsys.readouterr().out
+    assert out.startswith("Training: step 4")
     assert f"quorum 1 (epoch {status['epoch']}), 1 member" in out and "r0" in out and "step 4" in out
     assert main(["lighthouse", "evict", lighthouse.address, "r0", "--reason", "bad GPU"]) == 0
     assert main(["lighthouse", "status", lighthouse.address, "--json"]) == 0

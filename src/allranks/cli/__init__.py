@@ -185,7 +185,9 @@ def _unknown(name: str) -> int:
     """Says so, with the names that are near."""
     from difflib import get_close_matches
 
+    below = ("evict", "readmit", "collect")  # the words of messages and of the page
     near = get_close_matches(name, COMMANDS, 3, 0.6)
+    near = [f"`allranks lighthouse {one}`" for one in get_close_matches(name, below, 1, 0.8)] or near
     print(f"allranks: there is no command {name!r}", file=sys.stderr)
     hint = f"Did you mean {' or '.join(near)}?" if near else "`allranks --help` lists the commands."
     print(hint, file=sys.stderr)

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,6 +100,8 @@ def main(args: argparse.Namespace) -> int:
     args.paths = [_box_folder(path) for path in args.paths]
     all_calls = bool(options.just_print_entries or options.html or options.perfetto)
     loaded = _load(args.paths, options, all_calls)
+    if not options.verbose:
+        loaded = _without_own_files(args.paths, loaded)
     traces = _transformed(options, loaded.traces)
     if options.just_print_entries:
         return _print_entries(options, traces)
@@ -129,6 +131,16 @@ def _diagnose(
     if not traces and not options.json and all(note.status != "ok" for note in found.files):
         raise InputError("no dump among the files could be read", hint="\n".join(_unreadable(found.files)))
     return found
+
+
+def _without_own_files(paths: list[str], loaded: LoadResult) -> LoadResult:
+    """In the folder of a job, what `allranks run` keeps beside the black boxes is no dump that was passed over."""
+    from allranks.incidents.job_overview import JOB_FILE
+
+    if not all((Path(path) / JOB_FILE).is_file() for path in paths):
+        return loaded
+    dumps = [note for note in loaded.files if note.status != "skipped" or note.path.endswith(".box")]
+    return replace(loaded, files=dumps)
 
 
 def _box_folder(name: str) -> str:

@@ -201,6 +201,7 @@ def _show_status(status: dict[str, Any], as_json: bool) -> int:
     if as_json:
         print(json.dumps(status))
         return int(fault)
+    print(printable(status["training"]["sentence"]))
     names = [member["replica"] for member in (status["quorum"] or {"members": []})["members"]]
     print(
         f"quorum {status['number']} (epoch {status['epoch']}), {len(names)} members: {printable(status['reason'])}"

@@ -92,6 +92,13 @@ class StacksFlags:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
+    parser.add_argument(
+        "of_job",
+        nargs="?",
+        default="",
+        metavar="JOB",
+        help="a job that was recorded here, or a part of its name",
+    )
     add_flags(parser, StacksFlags)
     add_flags(parser, DEFAULTS, ("rounds", "interval_s", "cuda_gdb"))
 
@@ -100,6 +107,8 @@ def main(args: argparse.Namespace) -> int:
     """0 nothing is hung, 1 a hung job or an unclear one, 2 could not look."""
     options = read_flags(StacksFlags, args)
     check_target(options.html, options.force)
+    if args.of_job or options.job:
+        options = replace(options, job=_known_name(args.of_job or options.job, bool(args.of_job)))
     if options.folder:
         captures = {"": read_capture(options.folder)}
     else:
@@ -108,6 +117,19 @@ def main(args: argparse.Namespace) -> int:
     reports = {job: classify(capture, stillness=stillness) for job, capture in captures.items()}
     _show(options, captures, reports)
     return 0 if all(report.hung is False for report in reports.values()) else 1
+
+
+def _known_name(given: str, must: bool) -> str:
+    """The name of the recorded job that is meant; what was given, where it may be the number of a Slurm job."""
+    from allranks.incidents.job_overview import find_job, read_job
+
+    try:
+        folder = find_job(given)
+    except InputError:
+        if must:
+            raise
+        return given
+    return str(read_job(folder).get("job") or folder.name)
 
 
 def _sample(options: StacksFlags, args: argparse.Namespace) -> dict[str, Capture]:

@@ -72,9 +72,9 @@ def find_job(name: str | None) -> Path:
     part = [folder for folder in folders if name in folder.name]
     if exact or len(part) == 1:
         return (exact or part)[0]
-    raise InputError(
-        f"{len(part)} jobs match {name!r}" if part else f"no job {name!r} on this node", hint=_meant(name)
-    )
+    if part:
+        raise InputError(f"{len(part)} jobs match {name!r}", hint=f"One of: {_some(part)}.")
+    raise InputError(f"no job {name!r} on this node", hint=_meant(name))
 
 
 def _last_written(folder: Path) -> float:
@@ -94,13 +94,20 @@ def read_job_token(folder: Path) -> str:
 
 def _meant(name: str | None) -> str:
     """What else there is, the nearest names first."""
-    known = [folder.name for folder in job_folders() if _last_written(folder)]
-    near = get_close_matches(name or "", known, 3, 0.5)
+    folders = sorted(job_folders(), key=_last_written, reverse=True)
+    known = [folder for folder in folders if _last_written(folder)]
+    near = get_close_matches(name or "", [folder.name for folder in known], 3, 0.5)
     if near:
         return f"Did you mean {' or '.join(near)}?"
     if known:
-        return f"Jobs on this node: {', '.join(known[:8])}."
+        return f"Jobs on this node: {_some(known)}."
     return "Start one with `allranks run …`, or give the folder of its black boxes."
+
+
+def _some(folders: list[Path]) -> str:
+    """The names of the first few."""
+    more = f" and {len(folders) - 8} older ones" if len(folders) > 8 else ""
+    return ", ".join(folder.name for folder in folders[:8]) + more
 
 
 @dataclass
