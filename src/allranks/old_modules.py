@@ -15,6 +15,14 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+_RENAMED = {
+    "manager.heal_wire": {
+        "HealWireError": "ChannelError",
+        "read_frame": "receive_json",
+        "send_frame": "send_json",
+    }
+}
+
 
 @lru_cache(maxsize=1)
 def homes() -> dict[str, list[str]]:
@@ -40,7 +48,8 @@ class _OldModule(Loader):
     """Fills a module with the names of those that hold them today."""
 
     def exec_module(self, module: ModuleType) -> None:
-        now = homes()[module.__name__.removeprefix("allranks.")]
+        old = module.__name__.removeprefix("allranks.")
+        now = homes()[old]
         if not now:
             return
         where = " and ".join(f"allranks.{home}" for home in now)
@@ -48,3 +57,5 @@ class _OldModule(Loader):
         for home in reversed(now):
             names = vars(importlib.import_module(f"allranks.{home}"))
             vars(module).update({name: value for name, value in names.items() if not name.startswith("__")})
+        for before, name in _RENAMED.get(old, {}).items():
+            vars(module)[before] = vars(module)[name]

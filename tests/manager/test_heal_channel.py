@@ -17,6 +17,7 @@ from allranks.errors import HealingFailed
 from allranks.manager.heal.fetch import Fetch, HealSource
 from allranks.manager.heal.serve import HealServer
 from allranks.manager.heal.state import LiveState, Offer, make_offer, stripes
+from allranks.manager.vote_mesh import MAX_VOTERS, VoteMesh
 
 KEYS = Keyring("known to members only")
 MEMBER = KEYS.for_quorum(1, 2)
@@ -228,6 +229,36 @@ def test_a_stranger_gets_nothing(server: HealServer) -> None:
     assert server.sent_bytes == 0
 
 
+def test_the_key_of_an_earlier_quorum_opens_no_state_that_is_offered_later(server: HealServer) -> None:
+    """One that was a member once: with an old key, and on a connection that it has kept since."""
+    host, _, port = server.address.rpartition(":")
+    with socket.create_connection((host, int(port)), 20) as kept:
+        greet_as_client(kept, MEMBER, server.address)
+        server.offer(make_offer((1, 5), state()), (1, 3))
+        for want in ("layout", "stripe"):
+            send_json(kept, {"want": want, "term": 1, "step": 5, "segments": [[0, 0, 8]]})
+            assert receive_json(kept)["ok"] is False
+    with pytest.raises(HealingFailed, match="not offered"):
+        Fetch((1, 5), LiveState(dict), timeout_s=0.2).run([HealSource(server.address, MEMBER)])
+    assert server.sent_bytes == 0
+    for order in ((1, 3), (1, 4), (2, 1)):  # a source may hear of a quorum later than who is healed
+        healing = fetch()
+        healing.run([HealSource(server.address, KEYS.for_quorum(*order))])
+        assert healing.complete
+
+
+def test_a_member_reports_only_for_the_quorum_whose_key_it_has(server: HealServer) -> None:
+    """Else one of an earlier quorum could let sources train on while somebody still fetches."""
+    told: queue.Queue[tuple[tuple[int, int], int]] = queue.Queue()
+    server.on_fetched = lambda order, healer: told.put((order, healer))
+    host, _, port = server.address.rpartition(":")
+    with socket.create_connection((host, int(port)), 20) as former:
+        greet_as_client(former, MEMBER, server.address)
+        send_json(former, {"want": "fetched", "quorum": [1, 3], "healer": 1})
+        assert receive_json(former) == {"ok": True}
+    assert told.get(timeout=20) == ((1, 2), 1)
+
+
 def test_a_voter_of_another_quorum_is_not_handed_over(server: HealServer) -> None:
     """The vote is for members that have proved the key of that very quorum."""
     voters: queue.Queue[tuple[str, int, socket.socket]] = queue.Queue()
@@ -245,6 +276,24 @@ def test_a_voter_of_another_quorum_is_not_handed_over(server: HealServer) -> Non
     name, place, line = voters.get(timeout=20)
     line.close()
     assert (name, place) == ("1.2", 1) and voters.empty()
+
+
+def test_callers_with_an_old_key_cannot_take_all_descriptors() -> None:
+    """Whoever comes early is kept: one per place, and there are only so many places."""
+    mesh, others = VoteMesh(), []
+    try:
+        for place in (-1, *range(MAX_VOTERS + 1), 10**9):
+            ours, other = socket.socketpair()
+            others.append(other)
+            mesh.arrive("1.2", place, ours)
+        closed = [other.recv(1, socket.MSG_DONTWAIT) for other in (others[0], *others[-2:])]
+        assert closed == [b"", b"", b""]
+        with pytest.raises(BlockingIOError):
+            others[MAX_VOTERS].recv(1, socket.MSG_DONTWAIT)
+    finally:
+        mesh.shutdown()
+        for other in others:
+            other.close()
 
 
 def test_silent_strangers_stop_neither_votes_nor_healing(server: HealServer) -> None:

@@ -142,7 +142,7 @@ class Regrouper:
         with self._guard:
             generation, self._offer_due = self._offer_due, None
         if generation is not None and generation.usable:
-            self.server.offer(self.live.offer(generation.plan.top))
+            self.server.offer(self.live.offer(generation.plan.top), generation.quorum.order)
 
     # ---- the quorum ----
 
@@ -276,7 +276,7 @@ class Regrouper:
             self.training.break_group(generation, str(error))
             return
         if generation.usable and self.training.position == top:
-            self.server.offer(offer)
+            self.server.offer(offer, generation.quorum.order)
             self.training.times.mark("state offered")
 
     def _let_go(self, old: Generation | None, reason: str) -> None:
@@ -392,7 +392,7 @@ class Regrouper:
         for source in self._sources(generation):
             threading.Thread(
                 target=report_fetched,
-                args=(source, order, index, self.options.timeout_s, lambda: generation.usable),
+                args=(source, index, self.options.timeout_s, lambda: generation.usable),
                 name="allranks-heal-report",
                 daemon=True,
             ).start()

@@ -78,6 +78,9 @@ class VoteMesh:
 
     def arrive(self, name: str, place: int, line: socket.socket) -> None:
         """The healing server hands a caller over; it may come before we know of the meeting."""
+        if not 0 <= place < MAX_VOTERS:
+            line.close()
+            return
         with self._changed:
             callers = self._early.setdefault(name, {})
             if place in callers:

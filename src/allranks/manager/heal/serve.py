@@ -38,6 +38,7 @@ class HealServer:
     on_ballot: Callable[[str, int, socket.socket], None] | None = None  # takes a voter's connection over
     on_fetched: Callable[[tuple[int, int], int], None] | None = None  # a healing replica has all it needs
     _offer: Offer | None = None
+    _quorum: tuple[int, int] = (0, 0)  # in which it was offered
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _members: MemberServer | None = None
 
@@ -52,10 +53,10 @@ class HealServer:
         self._members.start(listener)
         return self
 
-    def offer(self, offer: Offer) -> None:
-        """From now on this state may be fetched; whoever waits for it is served."""
+    def offer(self, offer: Offer, quorum: tuple[int, int] = (0, 0)) -> None:
+        """From now on members of this quorum, or of a later one that we have yet to hear of, may fetch this state."""
         with self._changed:
-            self._offer = offer
+            self._offer, self._quorum = offer, quorum
             self._changed.notify_all()
 
     def withdraw(self) -> None:
@@ -74,9 +75,11 @@ class HealServer:
     def _serve(self, connection: socket.socket, purpose: str) -> None:
         staging, began = Staging(), time.monotonic()
         tune_for_bulk(connection, self.timeout_s)
+        epoch, _, number = purpose.removeprefix("quorum ").partition(".")
+        quorum = (int(epoch), int(number))
         try:
             while (request := receive_json(connection)).get("want") != "ballot":
-                self._answer(connection, request, staging)
+                self._answer(connection, request, quorum, staging)
             self._hand_over(connection, request, purpose)
         finally:
             if staging.moved_bytes:
@@ -92,15 +95,16 @@ class HealServer:
         send_json(connection, {"ok": True})
         self.on_ballot(name, place, socket.socket(fileno=connection.detach()))
 
-    def _answer(self, connection: socket.socket, request: dict[str, Any], staging: Staging) -> None:
+    def _answer(
+        self, connection: socket.socket, request: dict[str, Any], quorum: tuple[int, int], staging: Staging
+    ) -> None:
         if request["want"] == "fetched":
-            epoch, number = request["quorum"]
             if self.on_fetched is not None:
-                self.on_fetched((int(epoch), int(number)), int(request["healer"]))
+                self.on_fetched(quorum, int(request["healer"]))
             send_json(connection, {"ok": True})
             return
         position = (int(request["term"]), int(request["step"]))
-        offer = self._wait_for(position, float(request.get("wait_s", 0.0)))
+        offer = self._wait_for(position, quorum, float(request.get("wait_s", 0.0)))
         if offer is None:
             send_json(connection, {"ok": False, "why": f"the state at {position} is not offered here"})
         elif request["want"] == "layout":
@@ -123,10 +127,11 @@ class HealServer:
             raise ChannelError("withdrawn")  # some of it may be of the next state: it is not vouched for
         send_checksum(connection, hasher)
 
-    def _wait_for(self, position: Position, wait_s: float) -> Offer | None:
+    def _wait_for(self, position: Position, quorum: tuple[int, int], wait_s: float) -> Offer | None:
+        """What is offered at this position to whoever has the key of this quorum."""
         deadline = time.monotonic() + min(wait_s, self.timeout_s)
         with self._changed:
-            while self._offer is None or self._offer.position != position:
+            while self._offer is None or self._offer.position != position or quorum < self._quorum:
                 left = deadline - time.monotonic()
                 if left <= 0 or self._members is None:
                     return None
